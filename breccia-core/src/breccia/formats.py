@@ -1,0 +1,85 @@
+"""Formats: what the bytes of a scaled tensor mean. Enough to decode, multiply, check and bridge.
+
+A format says nothing about how its scales were chosen: that is the recipe's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .codecs import Codec, Integer
+from .errors import RecipeError
+
+SENSES = ("multiplier", "divisor", "amax")
+OFFSETS = ("none", "zero_point", "bias")
+
+#: Block of a level that spans the whole tensor. Elsewhere a block is (m, k): k elements along the
+#: contraction axis by m along the other matrix axis; None stands for the whole extent of that axis.
+TENSOR: tuple[None, None] = (None, None)
+
+Block = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of scales: the codec they are stored in, the block each covers, and their sense.
+
+    Senses: `multiplier` (decoded value is code * scale), `divisor` (code / scale), `amax` (the stored number
+    is the block's largest magnitude, and the multiplier is amax / capacity; see `Format.capacity`).
+    """
+
+    codec: Codec
+    block: Block
+    sense: str = "multiplier"
+
+    def __post_init__(self) -> None:
+        if self.sense not in SENSES:
+            raise RecipeError(f"a level's sense is one of {', '.join(SENSES)}; got {self.sense!r}.", sense=self.sense)
+        if any(side is not None and side < 1 for side in self.block):
+            raise RecipeError(f"a block's sides are >= 1, or None for all; got {self.block}.", block=self.block)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Element codec, scale levels from coarse to fine, and offset.
+
+    The finest level is stored as `ScaledTensor.scale`, a coarser one as `.global_scale`.
+    Offsets: `zero_point` decodes (code - zero_point) * scale, `bias` decodes code * scale + bias.
+    """
+
+    element: Codec
+    levels: tuple[Level, ...]
+    offset: str = "none"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.levels) <= 2:
+            raise RecipeError(f"a format has one or two scale levels; got {len(self.levels)}.", levels=self.levels)
+        if len(self.levels) == 2 and self.levels[0].block != TENSOR:
+            raise RecipeError(
+                f"the coarse level spans the tensor, block (None, None); got {self.levels[0].block}.",
+                block=self.levels[0].block,
+            )
+        if self.offset not in OFFSETS:
+            raise RecipeError(f"offset is one of {', '.join(OFFSETS)}; got {self.offset!r}.", offset=self.offset)
+        if self.offset == "zero_point" and not isinstance(self.element, Integer):
+            raise RecipeError(
+                f"a zero-point shifts integer codes; the element codec here is {self.element.name}.",
+                element=self.element.name,
+            )
+
+    @property
+    def scale(self) -> Level:
+        """The finest level, stored as `ScaledTensor.scale`."""
+        return self.levels[-1]
+
+    @property
+    def global_scale(self) -> Level | None:
+        """The coarse level, stored as `ScaledTensor.global_scale`; None for one-level formats."""
+        return self.levels[0] if len(self.levels) == 2 else None
+
+    def capacity(self, level: Level) -> float:
+        """Largest magnitude representable under a scale of 1.0 at `level`: element.max times finer levels' max."""
+        cap = self.element.max
+        for finer in self.levels[self.levels.index(level) + 1 :]:
+            cap *= finer.codec.max
+        return cap

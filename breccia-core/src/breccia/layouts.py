@@ -1,0 +1,210 @@
+"""Layouts: how `scale` maps onto `data`.
+
+Shapes here are logical shapes `(..., M, K)`. `axis` is the contraction axis, always negative; blocks of size
+`block_size` run along it. Layouts are strict: a partial last block needs `ragged=True`, and `ragged=True`
+needs a partial last block, so that one tensor has one spelling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from .declared import Declared, check_positive, check_type
+from .errors import LayoutError
+from .formats import Block
+
+Shape = tuple[int, ...]
+
+
+def other_axis(axis: int) -> int:
+    """The matrix axis that is not the contraction axis: -2 for -1 and the other way round."""
+    return -1 if axis == -2 else -2
+
+
+class Layout(Declared):
+    """Base of layouts: frozen dataclasses that say which scale shapes fit a logical shape."""
+
+    kind: ClassVar[str] = "layout"
+    ragged: bool
+
+    def block(self, axis: int = -1) -> Block:
+        """The block (m, k) each scale covers: k elements along `axis`, m along the other matrix axis."""
+        raise LayoutError(f"layout {type(self).__name__} does not say its block")
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        """Scale shapes that fit the logical `shape`, the canonical one first. Raises LayoutError where none can."""
+        raise LayoutError(f"layout {type(self).__name__} does not say its scale shapes")
+
+    def oriented(self, axis: int) -> Layout:
+        """This layout, declared for axis=-1, for blocks along `axis` instead."""
+        return self
+
+    @property
+    def mT(self) -> Layout:
+        """The layout after the last two axes of data and scale are swapped."""
+        return self
+
+    def fitted(self, shape: Shape, axis: int = -1) -> Layout:
+        """This layout with `ragged` set as `shape` needs it."""
+        return self
+
+    def validate(self, data: Any, scale: Any, *, shape: Shape | None = None, axis: int = -1) -> None:
+        """Raise LayoutError unless `scale` fits.
+
+        `shape` is the logical shape; give it where `data` is packed, else data.shape is taken.
+        """
+        logical = tuple(data.shape) if shape is None else tuple(shape)
+        self._check_ndim(logical, axis)
+        allowed = self.scale_shapes(logical, axis)
+        found = tuple(scale.shape)
+        if found not in allowed:
+            wanted = f"{allowed[0]}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
+            raise LayoutError(
+                f"{type(self).__name__}: scale.shape must be {wanted}, got {found} (data of logical shape {logical}, "
+                f"blocks along axis {axis}).",
+                expected=allowed,
+                found=found,
+                shape=logical,
+                axis=axis,
+            )
+
+    def _check_ndim(self, shape: Shape, axis: int) -> None:
+        if len(shape) < max(2, -axis):
+            raise LayoutError(
+                f"{type(self).__name__} requires data.ndim >= {max(2, -axis)}, got ndim={len(shape)}; "
+                f"reshape it to (1, {shape[0] if shape else 1}) first.",
+                shape=shape,
+                axis=axis,
+            )
+
+    def _blocks(self, shape: Shape, sides: dict[int, tuple[str, int]]) -> Shape:
+        """`shape` with each axis in `sides` divided by its block size, rounded up where ragged."""
+        partial = {a for a, (_, size) in sides.items() if shape[a] % size}
+        if partial and not self.ragged:
+            a = min(partial)
+            field, size = sides[a]
+            raise LayoutError(
+                f"{type(self).__name__}: data.shape[{a}]={shape[a]} must be divisible by {field}={size}; "
+                "pass ragged=True for a partial last block.",
+                shape=shape,
+                **{field: size},
+            )
+        if self.ragged and not partial:
+            raise LayoutError(
+                f"{type(self).__name__}: ragged=True, but shape {shape} divides into whole blocks; use ragged=False.",
+                shape=shape,
+            )
+        out = list(shape)
+        for a, (_, size) in sides.items():
+            out[a] = -(-shape[a] // size)
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class PerTensor(Layout):
+    """One scale for the whole tensor: shape `()`, or a prefix of `data.shape[:-2]` (one per expert, say)."""
+
+    name: ClassVar[str] = "per_tensor"
+    ragged: ClassVar[bool] = False  # type: ignore[misc]
+
+    def block(self, axis: int = -1) -> Block:
+        return (None, None)
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        return tuple(shape[:n] for n in range(max(len(shape) - 2, 0) + 1))
+
+    def _check_ndim(self, shape: Shape, axis: int) -> None:
+        return None
+
+    def validate(self, data: Any, scale: Any, *, shape: Shape | None = None, axis: int = -1) -> None:
+        logical = tuple(data.shape) if shape is None else tuple(shape)
+        found = tuple(scale.shape)
+        if found not in self.scale_shapes(logical, axis):
+            raise LayoutError(
+                f"PerTensor requires a scalar scale (ndim=0) or one whose shape is a prefix of data.shape[:-2]="
+                f"{logical[:-2]}, got ndim={len(found)} with shape={found}; reshape a (1,) scale to ().",
+                found=found,
+                shape=logical,
+            )
+
+
+@dataclass(frozen=True)
+class PerBlockK(Layout):
+    """One scale per `block_size` elements along the contraction axis: `(..., M, K / block_size)`."""
+
+    name: ClassVar[str] = "per_block_k"
+    block_size: int = 128
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("PerBlockK", "block_size", self.block_size)
+        check_type("PerBlockK", "ragged", self.ragged, bool)
+
+    def block(self, axis: int = -1) -> Block:
+        return (1, self.block_size)
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        return (self._blocks(shape, {axis: ("block_size", self.block_size)}),)
+
+    def fitted(self, shape: Shape, axis: int = -1) -> Layout:
+        return replace(self, ragged=bool(shape[axis] % self.block_size))
+
+
+@dataclass(frozen=True)
+class PerChannel(Layout):
+    """One scale per row along the contraction axis: shape `(..., M, 1)`, or `(M,)`."""
+
+    name: ClassVar[str] = "per_channel"
+    ragged: ClassVar[bool] = False  # type: ignore[misc]
+
+    def block(self, axis: int = -1) -> Block:
+        return (1, None)
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        kept = list(shape)
+        kept[axis] = 1
+        return (tuple(kept), (shape[other_axis(axis)],))
+
+
+@dataclass(frozen=True)
+class PerBlockMN(Layout):
+    """One scale per `(block_m, block_n)` tile of the last two axes: `(..., M / block_m, N / block_n)`."""
+
+    name: ClassVar[str] = "per_block_mn"
+    block_m: int = 1
+    block_n: int = 32
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("PerBlockMN", "block_m", self.block_m)
+        check_positive("PerBlockMN", "block_n", self.block_n)
+        check_type("PerBlockMN", "ragged", self.ragged, bool)
+
+    def _check_ndim(self, shape: Shape, axis: int) -> None:
+        super()._check_ndim(shape, axis)
+        if axis not in (-1, -2):
+            raise LayoutError(
+                f"PerBlockMN tiles the last two axes, so its contraction axis is -1 or -2; got {axis}. "
+                "Move that axis there first.",
+                axis=axis,
+            )
+
+    def block(self, axis: int = -1) -> Block:
+        return (self.block_m, self.block_n) if axis == -1 else (self.block_n, self.block_m)
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        return (self._blocks(shape, {-2: ("block_m", self.block_m), -1: ("block_n", self.block_n)}),)
+
+    def oriented(self, axis: int) -> Layout:
+        return self.mT if axis == -2 else self
+
+    @property
+    def mT(self) -> Layout:
+        return replace(self, block_m=self.block_n, block_n=self.block_m)
+
+    def fitted(self, shape: Shape, axis: int = -1) -> Layout:
+        return replace(self, ragged=bool(shape[-2] % self.block_m or shape[-1] % self.block_n))
+
+
+LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN)

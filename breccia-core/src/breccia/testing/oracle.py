@@ -1,0 +1,393 @@
+"""The judge: docs/spec/numerics.md in exact rationals and enumeration.
+
+Slow, and independent on purpose: it reads declarations (codecs, formats, recipes) and shares no arithmetic with
+`breccia.kernels.reference`. Numbers are `fractions.Fraction`; `fl` is the one place where FP32 rounding happens;
+codes are found by searching the list of all values a codec has.
+
+NumPy carries shapes here and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..codecs import F32, Codec, Integer, Minifloat, PowerOfTwo
+from ..formats import Format, Level
+from ..recipes import ScalingRecipe
+from ..rules import Exponent, Linear, Rule
+
+MIN_NORMAL = Fraction(2) ** -126
+FLT_MAX = (2 - Fraction(2) ** -23) * Fraction(2) ** 127
+
+
+# ------------------------------------------------------------------------------------------------ FP32 by rationals
+
+
+def fl(q: Fraction) -> Fraction | float:
+    """`q` rounded to FP32, to nearest, ties to even; subnormals kept; ±inf on overflow."""
+    if q == 0:
+        return Fraction(0)
+    exponent = q.numerator.bit_length() - q.denominator.bit_length()
+    if abs(q) < Fraction(2) ** exponent:
+        exponent -= 1
+    ulp = Fraction(2) ** max(exponent - 23, -149)
+    rounded = round(q / ulp) * ulp  # Python rounds a Fraction half to even
+    return math.copysign(math.inf, q) if abs(rounded) > FLT_MAX else rounded
+
+
+def fl_finite(q: Fraction) -> Fraction:
+    """`fl(q)`, with overflow saturated to the largest finite FP32."""
+    r = fl(q)
+    return r if isinstance(r, Fraction) else (FLT_MAX if r > 0 else -FLT_MAX)
+
+
+def flush(q: Fraction) -> Fraction:
+    """Zero for magnitudes below 2^-126."""
+    return Fraction(0) if abs(q) < MIN_NORMAL else q
+
+
+def f32_bits(value: float) -> int:
+    """Bit pattern of an FP32 number given as an exact Python float."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+# ------------------------------------------------------------------------------------------------ codecs
+
+
+def decode(codec: Codec, code: int) -> float:
+    """The exact value of `code` (a float64 holds every value of every codec), NaN, ±inf or -0.0."""
+    if isinstance(codec, Integer):
+        return float(code - (1 << codec.bits) if codec.signed and code >> (codec.bits - 1) else code)
+    if isinstance(codec, PowerOfTwo):
+        return math.nan if code == codec.nan else 2.0 ** (code - codec.bias)
+    assert isinstance(codec, Minifloat), codec
+    magnitude = code & ((1 << (codec.bits - 1)) - 1)
+    sign = -1.0 if code >> (codec.bits - 1) else 1.0
+    if codec.inf is not None and magnitude >= codec.inf:
+        return sign * math.inf if magnitude == codec.inf else math.nan
+    if codec.inf is None and magnitude == codec.nan:
+        return math.nan
+    exponent, mantissa = divmod(magnitude, 1 << codec.mantissa_bits)
+    significand = Fraction(mantissa, 1 << codec.mantissa_bits) + (exponent > 0)
+    return sign * float(significand * Fraction(2) ** (max(exponent, 1) - codec.bias))
+
+
+@lru_cache(maxsize=None)
+def ladder(codec: Codec) -> tuple[list[Fraction], list[int]]:
+    """All finite values of a codec of at most 16 bits, ascending without -0, and the code of each."""
+    finite = {}
+    for code in range(1 << codec.bits):
+        value = decode(codec, code)
+        if math.isfinite(value) and not (value == 0 and math.copysign(1, value) < 0):
+            finite[Fraction(value)] = code
+    values = sorted(finite)
+    return values, [finite[v] for v in values]
+
+
+def neighbours(codec: Codec, q: Fraction) -> tuple[Fraction, Fraction]:
+    """The codec's values just below and above `q` (equal if `q` is one), `q` clamped into range."""
+    values, _ = ladder(codec)
+    q = min(max(q, values[0]), values[-1])
+    i = bisect_left(values, q)
+    return (q, q) if values[i] == q else (values[i - 1], values[i])
+
+
+def code_of(codec: Codec, value: Fraction, negative: bool = False) -> int:
+    """The code of an exact value; `negative` chooses -0 where the codec has it."""
+    if codec is F32:
+        return f32_bits(-0.0 if value == 0 and negative else float(value))
+    values, codes = ladder(codec)
+    i = bisect_left(values, value)
+    assert values[i] == value, f"{value} is not a value of {codec.name}"
+    code = codes[i]
+    if value == 0 and negative and isinstance(codec, Minifloat):
+        code |= 1 << (codec.bits - 1)
+    return code
+
+
+def encode(codec: Codec, q: Fraction, negative: bool = False, word: int | None = None) -> int:
+    """The code nearest to `q`, ties to the even code, saturating; with `word`, stochastic (spec, "Rounding")."""
+    if codec is F32:
+        return code_of(codec, fl_finite(q), negative)
+    if isinstance(codec, Minifloat):  # sign and magnitude: rounding acts on the magnitude
+        low, high = neighbours(codec, abs(q))
+    else:
+        low, high = neighbours(codec, q)
+    target = min(abs(q), Fraction(codec.max)) if isinstance(codec, Minifloat) else min(max(q, low), high)
+    chosen = _choose(codec, low, high, target, word)
+    if isinstance(codec, Minifloat) and q < 0:
+        return code_of(codec, -chosen, negative=True)
+    return code_of(codec, chosen, negative)
+
+
+def _choose(codec: Codec, low: Fraction, high: Fraction, q: Fraction, word: int | None) -> Fraction:
+    if low == high:
+        return low
+    fraction = (q - low) / (high - low)
+    if word is not None:
+        away = math.floor(fraction * 2**30) + (word >> 2) >= 2**30
+        return high if away else low
+    if fraction != Fraction(1, 2):
+        return high if fraction > Fraction(1, 2) else low
+    return low if code_of(codec, low) % 2 == 0 else high
+
+
+def nan_code(codec: Codec) -> int | None:
+    """The code written for NaN, or None."""
+    return getattr(codec, "nan", None)
+
+
+# ------------------------------------------------------------------------------------------------ stochastic bits
+
+
+def threefry2x32(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+    """Threefry-2x32, 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    mask = 0xFFFFFFFF
+    schedule = (key[0], key[1], 0x1BD11BDA ^ key[0] ^ key[1])
+    x, y = (counter[0] + schedule[0]) & mask, (counter[1] + schedule[1]) & mask
+    rotations = (13, 15, 26, 6, 17, 29, 16, 24)
+    for i in range(20):
+        r = rotations[i % 8]
+        x = (x + y) & mask
+        y = ((y << r) | (y >> (32 - r))) & mask
+        y ^= x
+        if i % 4 == 3:
+            j = i // 4 + 1
+            x = (x + schedule[j % 3]) & mask
+            y = (y + schedule[(j + 1) % 3] + j) & mask
+    return x, y
+
+
+def random_word(seed: int, index: int) -> int:
+    """The 32 random bits of element `index` under `seed`."""
+    mask = 0xFFFFFFFF
+    return threefry2x32((seed & mask, seed >> 32 & mask), (index & mask, index >> 32 & mask))[0]
+
+
+# ------------------------------------------------------------------------------------------------ scales
+
+
+def linear(rule: Linear, statistic: Fraction, cap: float, codec: Minifloat, coarse: Fraction | None) -> int:
+    """Rule `linear`: the stored scale of a nonzero block."""
+    t = flush(fl_finite(statistic / Fraction(cap)))
+    if coarse is not None:
+        t = fl_finite(t / coarse)
+    t = fl_finite(t * Fraction(2) ** rule.margin)
+    t = min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max))
+    return encode(codec, t)
+
+
+def floor_log2(q: Fraction) -> int:
+    """Largest n with 2^n <= q."""
+    n = 0
+    while Fraction(2) ** n <= q:
+        n += 1
+    while Fraction(2) ** n > q:
+        n -= 1
+    return n
+
+
+def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
+    """Rules `rceil`, `floor`, `even`: n of the scale 2^n of a nonzero block, before clipping to the codec."""
+    cap = Fraction(element.max)
+    if rule.name == "rceil":
+        n = floor_log2(amax / cap)
+        return n if amax <= cap * Fraction(2) ** n else n + 1
+    if rule.name == "even":
+        assert isinstance(element, Minifloat), element
+        step = Fraction(2) ** (floor_log2(amax) - element.mantissa_bits)
+        amax = math.floor(amax / step + Fraction(1, 2)) * step
+    return floor_log2(amax) - floor_log2(cap)
+
+
+def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, coarse: Fraction | None) -> int:
+    """The code a nonzero finite block's scale is stored as."""
+    codec = level.codec
+    if isinstance(rule, Linear):
+        assert isinstance(codec, Minifloat), codec
+        return linear(rule, statistic, fmt.capacity(level), codec, coarse)
+    assert isinstance(rule, Exponent), rule
+    n = exponent(rule, statistic, fmt.element)
+    if isinstance(codec, PowerOfTwo):
+        return min(max(n + codec.bias, 0), codec.nan - 1)
+    return code_of(codec, Fraction(2) ** min(max(n, -126), 126))
+
+
+def zero_scale(codec: Codec) -> int:
+    """The scale of an all-zero block: 1.0 where scales cannot underflow, else the smallest code."""
+    return encode(codec, Fraction(1)) if isinstance(codec, Minifloat) and codec.scale_min > 0 else 0
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+@dataclass
+class Written:
+    """What a cast writes, one code per item: `codes` in logical shape, `scale` in the layout's shape."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    global_scale: int | None = None
+    zero_point: np.ndarray | None = None
+
+
+def blocks(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> Iterator[tuple[tuple[int, ...], list[Any]]]:
+    """(index of the block in the scale array, indices of its elements) for blocks (m, k) over the last two axes."""
+    if block == (None, None):
+        yield (), list(np.ndindex(*shape))
+        return
+    m, k = block[0] or shape[-2], block[1] or shape[-1]
+    for lead in np.ndindex(*shape[:-2]):
+        for i in range(-(-shape[-2] // m)):
+            for j in range(-(-shape[-1] // k)):
+                rows = range(i * m, min((i + 1) * m, shape[-2]))
+                columns = range(j * k, min((j + 1) * k, shape[-1]))
+                yield (*lead, i, j), [(*lead, r, c) for r in rows for c in columns]
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
+    """Shape of the scales of `blocks`."""
+    if block == (None, None):
+        return ()
+    m, k = block[0] or shape[-2], block[1] or shape[-1]
+    return (*shape[:-2], -(-shape[-2] // m), -(-shape[-1] // k))
+
+
+def cast(
+    x: np.ndarray,
+    recipe: ScalingRecipe,
+    *,
+    scale: float | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+) -> Written:
+    """`breccia.cast` of an FP32 array along its last axis, element by element.
+
+    `scale` supplies the coarsest level's scale (an FP32 number), as in `breccia.cast`.
+    """
+    assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
+    fmt, rules = recipe.format, recipe.rules
+    raw = {i: float(x[i]) for i in np.ndindex(*x.shape)}
+    value = {i: flush(Fraction(v)) for i, v in raw.items() if math.isfinite(v)}
+
+    coarse: Fraction | None = None
+    global_bits: int | None = None
+    if fmt.global_scale is not None:
+        if scale is not None:
+            global_bits = f32_bits(scale)
+        else:
+            amax = max((abs(v) for v in value.values()), default=Fraction(0))
+            level = fmt.global_scale
+            global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
+        coarse = Fraction(decode(F32, global_bits))
+
+    level, rule = fmt.scale, rules[-1]
+    supplied = scale if fmt.global_scale is None else None
+    codes = np.zeros(x.shape, np.uint32)
+    scales = np.zeros(scale_shape(x.shape, level.block), np.uint32)
+    zero_points = np.zeros(scales.shape, np.uint32) if fmt.offset == "zero_point" else None
+    for where, members in blocks(x.shape, level.block):
+        finite = all(i in value for i in members)
+        keeps_nan = supplied is not None and nan_code(fmt.element) is not None
+        if not finite and not keeps_nan:
+            code = nan_code(level.codec)
+            assert code is not None, level
+            scales[where] = code
+            continue
+        present = [value[i] for i in members if i in value]
+        low, high = min(present, default=Fraction(0)), max(present, default=Fraction(0))
+        low, high = min(low, Fraction(0)), max(high, Fraction(0))
+        statistic = fl_finite(high - low) if zero_points is not None else max(high, -low)
+        if supplied is not None:
+            stored = f32_bits(supplied)
+        else:
+            stored = stored_scale(rule, statistic, level, fmt, coarse) if statistic else zero_scale(level.codec)
+        scales[where] = stored
+        inverse = _inverse(level, stored, coarse)
+        if inverse is None:
+            continue
+        z = 0
+        if zero_points is not None:
+            z = min(max(round(fl_finite(-low * inverse)), 0), int(fmt.element.max))
+            zero_points[where] = z
+        for i in members:
+            word = random_word(seed or 0, int(np.ravel_multi_index(i, x.shape))) if rounding == "stochastic" else None
+            codes[i] = _element_code(fmt.element, raw[i], value.get(i), inverse, z, word)
+    return Written(codes, scales, global_bits, zero_points)
+
+
+def _inverse(level: Level, stored: int, coarse: Fraction | None) -> Fraction | None:
+    """What elements are multiplied by, or None where the block has no usable scale."""
+    multiplier = Fraction(decode(level.codec, stored))
+    if isinstance(level.codec, PowerOfTwo) and coarse is None:
+        return 1 / multiplier
+    if coarse is not None:
+        multiplier = fl_finite(multiplier * coarse)
+    return fl_finite(1 / multiplier) if multiplier >= MIN_NORMAL else None
+
+
+def _element_code(
+    codec: Codec, raw: float, value: Fraction | None, inverse: Fraction, zero_point: int, word: int | None
+) -> int:
+    if value is None:  # NaN or Inf under a supplied scale
+        assert isinstance(codec, Minifloat) and codec.nan is not None, codec
+        if math.isnan(raw) or codec.inf is None:
+            return codec.nan
+        return codec.inf | (1 << (codec.bits - 1) if raw < 0 else 0)
+    y = fl_finite(value * inverse)
+    if isinstance(codec, Integer):
+        low, high = Fraction(codec.low - zero_point), Fraction(codec.high - zero_point)
+        y = min(max(y, low), high)
+        whole = math.trunc(y)
+        fraction = abs(y - whole)
+        if word is None:
+            rounded = round(y)
+        else:
+            away = math.floor(fraction * 2**30) + (word >> 2) >= 2**30
+            rounded = whole + ((1 if y > 0 else -1) if away else 0)
+        return (rounded + zero_point) % (1 << codec.bits)
+    return encode(codec, y, negative=math.copysign(1.0, raw) < 0, word=word)
+
+
+def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
+    """FP32 values of `written` (or of any codes and scales of the recipe's format), exact subnormals included."""
+    fmt = recipe.format
+    out = np.zeros(written.codes.shape, np.float32)
+    for where, members in blocks(written.codes.shape, fmt.scale.block):
+        scale = decode(fmt.scale.codec, int(written.scale[where]))
+        zero = 0 if written.zero_point is None else int(written.zero_point[where])
+        for i in members:
+            v = decode(fmt.element, int(written.codes[i]))
+            v = _apply(v - zero if zero else v, scale, fmt.scale, fmt)
+            if fmt.global_scale is not None:
+                assert written.global_scale is not None
+                v = _apply(v, decode(F32, written.global_scale), fmt.global_scale, fmt)
+            out[i] = v
+    return out
+
+
+def _apply(v: float, stored: float, level: Level, fmt: Format) -> float:
+    """`v` under one level's stored scale, rounded once to FP32 (IEEE rules for NaN, Inf and signed zero)."""
+    if level.sense == "amax":
+        stored = _ieee(stored, fmt.capacity(level), divide=True)
+    return _ieee(v, stored, divide=level.sense == "divisor")
+
+
+def _ieee(a: float, b: float, divide: bool) -> float:
+    if divide and b == 0 and not math.isnan(a):
+        return math.nan if a == 0 else math.copysign(math.inf, a) * math.copysign(1.0, b)
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a / b if divide else a * b
+    exact = Fraction(a) / Fraction(b) if divide else Fraction(a) * Fraction(b)
+    result = float(fl(exact))
+    sign = math.copysign(1.0, a) * math.copysign(1.0, b)
+    return math.copysign(result, sign) if result == 0 else result
