@@ -1,0 +1,74 @@
+"""breccia: block-scaled low-precision tensors, the same bytes in every framework.
+
+Importing this loads nothing but the standard library: neither NumPy nor any framework. Names arrive on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.2.0"
+
+#: Public name -> module that defines it. `__init__.pyi` says the same to type checkers; a test holds them together.
+_HOMES: dict[str, str] = {
+    **dict.fromkeys(
+        ("cast", "dequantize", "requantize", "matmul", "cast_ste", "cast_ste_clipped", "explain", "plugins", "recipe"), "api"
+    ),
+    **dict.fromkeys(("ScaledTensor", "from_buffer"), "tensor"),
+    **dict.fromkeys(
+        (
+            "ScalingRecipe",
+            "DelayedScaling",
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+            "INT4Scaling",
+        ),
+        "recipes",
+    ),
+    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN"), "layouts"),
+    **dict.fromkeys(("Format", "Level"), "formats"),
+    **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer"), "codecs"),
+    **dict.fromkeys(("Kernel", "Explanation"), "dispatch"),
+    "Framework": "frameworks",
+    **dict.fromkeys(("Bridge", "Command", "hookimpl"), "hookspecs"),
+    "AmaxHistory": "history",
+    **dict.fromkeys(
+        (
+            "BrecciaError",
+            "RecipeError",
+            "UnknownNameError",
+            "ShapeError",
+            "LayoutError",
+            "UnsupportedError",
+            "NonFiniteError",
+            "NoKernelError",
+            "AmbiguousKernelError",
+            "DialectError",
+            "CorruptFileError",
+            "PluginError",
+            "PluginWarning",
+        ),
+        "errors",
+    ),
+}
+_MODULES = ("bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
+
+__all__ = ["__version__", *sorted(_HOMES), *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    elif name in _MODULES:
+        value = import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module 'breccia' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,14 +1,29 @@
 """Codecs: how one number becomes bits. Elements and scales are written with the same ones.
 
-A codec is a value. Its fields say everything that `breccia.testing.oracle` (by enumeration of exact
-rationals) and the generic algorithm (by integer arithmetic on FP32 bits) need; neither asks for its name.
+A codec is a value; `breccia.testing.oracle` reads its fields and enumerates exact rationals. The methods are the
+generic algorithm's half: integer arithmetic on FP32 bits in the words of `Ops`, never through FP32 subnormals, so that
+flush-to-zero modes and rewriting compilers cannot change a byte.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .ops import Array, Ops
+
+_F32_INF = 0x7F800000
+_F32_NAN = 0x7FC00000
+_MAGNITUDE = 0x7FFFFFFF
+_MANTISSA = 0x007FFFFF
+_IMPLICIT = 0x00800000
+_MIN_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,56 @@ class Codec:
     def max(self) -> float:
         """Largest finite value a cast writes; input beyond it saturates."""
         raise RecipeError(f"codec {self.name!r} does not declare its largest value")
+
+    def value(self, code: int) -> float:
+        """The number `code` stands for."""
+        raise RecipeError(f"codec {self.name!r} does not declare its values")
+
+    @cached_property
+    def table(self) -> tuple[int, ...]:
+        """FP32 bit pattern of every code, for codecs of at most 8 bits."""
+        return tuple(_f32_bits(self.value(code)) for code in range(1 << self.bits))
+
+    def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
+        """int32 codes of FP32 `y`: nearest, ties to even, or stochastic by the random int32 `word`; saturating.
+
+        NaN and Inf get the codes the codec has for them; a codec without NaN saturates Inf and writes NaN as it likes.
+        """
+        raise RecipeError(f"codec {self.name!r} does not say how to encode")
+
+    def read(self, ops: Ops, stored: Array) -> Array:
+        """FP32 values of stored items, exactly."""
+        return self.decode(ops, ops.load(stored))
+
+    def decode(self, ops: Ops, codes: Array) -> Array:
+        """FP32 values of int32 codes, exactly."""
+        return ops.unbits(ops.take(self.table, codes))
+
+    def multiply(self, ops: Ops, v: Array, stored: Array) -> Array:
+        """fl(v * scale) for scales stored in this codec."""
+        return v * self.read(ops, stored)
+
+    def divide(self, ops: Ops, x: Array, stored: Array, coarse: Array | None = None) -> tuple[Array, Array]:
+        """(x times the reciprocal of the scale, is the scale usable?): one reciprocal per scale.
+
+        The scale is `stored` times the FP32 scale `coarse` of the coarser level, if there is one. Usable are positive
+        normal numbers; where it is not, the first result is 0.
+        """
+        scale = self.read(ops, stored)
+        if coarse is not None:
+            scale = scale * coarse
+        usable = (scale >= _MIN_NORMAL) & (scale < math.inf)
+        inverse = ops.div(1.0, ops.where(usable, scale, 1.0))
+        return ops.where(usable, x * inverse, 0.0), usable
+
+    def encode_exponent(self, ops: Ops, n: Array) -> Array:
+        """Codes of 2^n for int32 `n`, clipped to the codec's range."""
+        raise RecipeError(f"codec {self.name!r} cannot store the power-of-two scales of this rule")
+
+    @property
+    def zero_scale(self) -> int:
+        """Code of an all-zero block's scale."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +121,51 @@ class Minifloat(Codec):
         """Largest scale written: 2^126 at most, so that its FP32 reciprocal is a normal number."""
         return min(self.largest, 2.0**126)
 
+    @property
+    def zero_scale(self) -> int:
+        return self.bias << self.mantissa_bits if self.scale_min > 0 else 0
+
+    def value(self, code: int) -> float:
+        magnitude = code & ((1 << (self.bits - 1)) - 1)
+        sign = -1.0 if code >> (self.bits - 1) else 1.0
+        if magnitude == self.inf:
+            return sign * math.inf
+        if magnitude == self.nan if self.inf is None else magnitude > self.inf:
+            return math.nan
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        implicit = 1 << self.mantissa_bits if exponent else 0
+        return sign * math.ldexp(mantissa + implicit, max(exponent, 1) - self.bias - self.mantissa_bits)
+
+    def read(self, ops: Ops, stored: Array) -> Array:
+        if self.bits == 8:
+            return self.decode(ops, ops.load(stored))
+        if self.bits == 16 and ops.is_bit_pattern(stored):
+            return ops.unbits(ops.load(stored) << 16)
+        return ops.f32(stored)
+
+    def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
+        u = ops.bits(y)
+        if self.bits == 32:
+            return u
+        sign = ((u >> 31) & 1) << (self.bits - 1)
+        magnitude = u & _MAGNITUDE
+        finite = ops.minimum(magnitude, _f32_bits(self.largest))
+        exponent = finite >> 23
+        first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
+        shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
+        significand = _round_shift(ops, _significand(ops, finite), shift, word)
+        code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        if self.nan is not None:
+            code = ops.where(magnitude == _F32_INF, self.nan if self.inf is None else self.inf, code)
+            sign = ops.where(magnitude > _F32_INF if self.inf is not None else magnitude >= _F32_INF, 0, sign)
+            code = ops.where(magnitude > _F32_INF, self.nan, code)
+        return code | sign
+
+    def encode_exponent(self, ops: Ops, n: Array) -> Array:
+        if self.bits != 32:
+            return super().encode_exponent(ops, n)
+        return (ops.minimum(ops.maximum(n, -126), 126) + 127) << 23
+
 
 @dataclass(frozen=True)
 class PowerOfTwo(Codec):
@@ -67,6 +177,34 @@ class PowerOfTwo(Codec):
     @property
     def max(self) -> float:
         return 2.0 ** (self.nan - 1 - self.bias)
+
+    def value(self, code: int) -> float:
+        return math.nan if code == self.nan else math.ldexp(1.0, code - self.bias)
+
+    def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
+        u = ops.bits(y)
+        magnitude = u & _MAGNITUDE
+        nearest = (magnitude + _MANTISSA // 2 + ((magnitude >> 23) & 1)) >> 23  # the mantissa rounds into the exponent
+        nearest = ops.where((u < 0) | (magnitude < _IMPLICIT), 0, nearest)
+        code = self.encode_exponent(ops, nearest - 127)
+        return ops.where(magnitude >= _F32_INF, self.nan, code)
+
+    def encode_exponent(self, ops: Ops, n: Array) -> Array:
+        return ops.minimum(ops.maximum(n + self.bias, 0), self.nan - 1)
+
+    def multiply(self, ops: Ops, v: Array, stored: Array) -> Array:
+        # 2^-127 (code 0) is an FP32 subnormal, which XLA reads as zero: halve v, which is exact, and use 2^-126.
+        code = ops.load(stored)
+        return ops.where(code == 0, v * 0.5, v) * self.decode(ops, ops.maximum(code, 1))
+
+    def divide(self, ops: Ops, x: Array, stored: Array, coarse: Array | None = None) -> tuple[Array, Array]:
+        if coarse is not None:
+            return super().divide(ops, x, stored, coarse)
+        # Exact where it does not underflow. The reciprocal of 2^127 (code 254) is subnormal, hence two steps.
+        code = ops.load(stored)
+        usable = code != self.nan
+        inverse = ops.unbits((254 - ops.minimum(code, 253)) << 23)
+        return ops.where(usable, ops.where(code == 254, x * 0.5, x) * inverse, 0.0), usable
 
 
 @dataclass(frozen=True)
@@ -90,6 +228,40 @@ class Integer(Codec):
     def low(self) -> int:
         return -(self.high + 1) if self.signed else 0
 
+    def value(self, code: int) -> float:
+        return float(code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code)
+
+    def encode(self, ops: Ops, y: Array, word: Array | None = None, zero_point: Any = 0) -> Array:
+        """As `Codec.encode`; `zero_point` (FP32 whole numbers) is added to the rounded number."""
+        y = ops.minimum(ops.maximum(y, self.low - zero_point), self.high - zero_point)
+        u = ops.bits(y)
+        magnitude = u & _MAGNITUDE
+        whole = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
+        signed = ops.where(u < 0, -whole, whole) + ops.whole(zero_point)
+        return signed & ((1 << self.bits) - 1)
+
+
+def _f32_bits(value: float) -> int:
+    return _F32_NAN if math.isnan(value) else struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def _significand(ops: Ops, magnitude: Array) -> Array:
+    """24-bit significand of FP32 magnitude bits; 0 for FP32 subnormals, which count as zero."""
+    return ops.where(magnitude < _IMPLICIT, 0, (magnitude & _MANTISSA) | _IMPLICIT)
+
+
+def _round_shift(ops: Ops, m: Array, shift: Array, word: Array | None) -> Array:
+    """m / 2^shift as a whole number, for 0 <= m < 2^24 and shift >= 1.
+
+    Nearest, ties to even; or stochastic: up where the fraction's first 30 bits plus the top 30 of `word` carry.
+    """
+    cut = ops.minimum(shift, 30)
+    m = m >> ops.minimum(shift - cut, 31)
+    one = cut * 0 + 1
+    if word is None:
+        return (m + (one << (cut - 1)) - 1 + ((m >> cut) & 1)) >> cut
+    return (m + ((word >> (32 - cut)) & ((one << cut) - 1))) >> cut
+
 
 _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0"
 _MX = "OCP Microscaling Formats (MX) Specification v1.0"
@@ -101,9 +273,7 @@ E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 2, 1, 1, 6.0)
 E8M0 = PowerOfTwo("E8M0", 8, "float8_e8m0fnu", f"{_MX}, section 5.4.1", 127, nan=255)
 INT4 = Integer("INT4", 4, None, "two's complement", True)
 UINT4 = Integer("UINT4", 4, None, "unsigned binary", False)
-F16 = Minifloat(
-    "F16", 16, "float16", f"{_IEEE}, binary16", 5, 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24
-)
+F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 5, 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
 BF16 = Minifloat(
     "BF16",
     16,

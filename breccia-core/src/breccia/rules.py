@@ -5,7 +5,18 @@ A rule is a value named in a recipe, one per level. The arithmetic of each is in
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .codecs import Codec, Minifloat
+from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .ops import Array, Ops
+
+_F32_MAX = 0x7F7FFFFF
+_MANTISSA = 0x007FFFFF
 
 
 @dataclass(frozen=True)
@@ -14,12 +25,32 @@ class Rule:
 
     name: str
 
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+        """int32 codes of the scales to store.
+
+        statistic: FP32, finite, not below 2^-126 where nonzero (zero blocks are the caller's).
+        capacity: what a scale of one can carry (`Format.capacity`). coarse: FP32 scale of the coarser level, or None.
+        """
+        raise RecipeError(f"scale rule {self.name!r} does not say how to scale")
+
 
 @dataclass(frozen=True)
 class Linear(Rule):
     """amax / capacity * 2^margin, rounded into the level's codec."""
 
     margin: int = 0
+
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+        if not isinstance(codec, Minifloat):
+            raise RecipeError(f"rule 'linear' writes float scales; {codec.name} holds powers of two: use 'rceil'.")
+        t = ops.div(statistic, capacity)
+        t = ops.where(ops.bits(t) <= _MANTISSA, 0.0, t)  # below 2^-126: zero, on every backend
+        if coarse is not None:
+            t = saturated(ops, ops.div(t, coarse))
+        if self.margin:
+            t = saturated(ops, t * 2.0**self.margin)
+        t = ops.minimum(ops.maximum(t, codec.scale_min), codec.scale_max)
+        return codec.encode(ops, t)
 
 
 @dataclass(frozen=True)
@@ -30,6 +61,25 @@ class Exponent(Rule):
     `floor`: 2^(floor(log2 amax) - floor(log2 capacity)); OCP MX v1.0 section 6.3. The largest element may saturate.
     `even`: `floor` after rounding amax's mantissa to the element's mantissa bits, ties away from zero.
     """
+
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+        a = ops.bits(statistic)
+        cap = struct.unpack("<I", struct.pack("<f", element.max))[0]
+        if self.name == "even":
+            if not isinstance(element, Minifloat):
+                raise RecipeError(f"rule 'even' rounds to the element's mantissa bits; {element.name} has none.")
+            a = a + (1 << (22 - element.mantissa_bits))
+        n = (a >> 23) - (cap >> 23)
+        if self.name == "rceil":
+            n = ops.where((a & _MANTISSA) > (cap & _MANTISSA), n + 1, n)
+        return codec.encode_exponent(ops, n)
+
+
+def saturated(ops: Ops, y: Array) -> Array:
+    """`y` with ±Inf replaced by the largest finite FP32. NaN stays."""
+    u = ops.bits(y)
+    magnitude = u & 0x7FFFFFFF
+    return ops.unbits(ops.where(magnitude == 0x7F800000, (u & ~0x7FFFFFFF) | _F32_MAX, u))
 
 
 LINEAR = Linear("linear")

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def decode(codec: Codec, code: int) -> float:
     return sign * float(significand * Fraction(2) ** (max(exponent, 1) - codec.bias))
 
 
-@lru_cache(maxsize=None)
+@cache
 def ladder(codec: Codec) -> tuple[list[Fraction], list[int]]:
     """All finite values of a codec of at most 16 bits, ascending without -0, and the code of each."""
     finite = {}

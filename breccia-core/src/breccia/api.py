@@ -1,0 +1,183 @@
+"""The verbs. Each finds its kernel by type and calls it; what the result must be is in docs/spec/numerics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .dispatch import OPS, Explanation
+from .errors import UnknownNameError, UnsupportedError, suggestion
+from .frameworks import framework_of
+from .recipes import ScalingRecipe
+from .registry import Plugin, registry
+from .tensor import ScaledTensor
+
+Prefer = str | Sequence[str] | None
+
+
+def cast(
+    x: Any,
+    recipe: ScalingRecipe,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    out: ScaledTensor | None = None,
+    prefer: Prefer = None,
+) -> ScaledTensor:
+    """Quantize `x` under `recipe`.
+
+    x: FP32, FP16 or BF16 array of any installed framework, of any length along each axis (the last block may be partial);
+        at least 2-D for block recipes, 1-D for per-tensor ones.
+    axis: the contraction axis blocks run along, the last or the one before it.
+    scale: supplies the (coarsest) scale instead of computing it from `x`; a number or an array of the layout's shape.
+    rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
+    nonfinite: "propagate" marks a block that holds NaN or Inf so that it decodes to NaN; "raise" raises NonFiniteError.
+    out: a ScaledTensor of an equal earlier call to write into.
+    prefer: name(s) of kernels to use; see `breccia.explain`.
+
+    Raises UnsupportedError (a TypeError) for a dtype or type it does not take, ShapeError or LayoutError (ValueErrors) for
+    shapes, NoKernelError where no kernel can.
+    """
+    if not isinstance(recipe, ScalingRecipe):
+        _refuse_recipe(recipe)
+    kernel = registry().table.resolve("cast", framework_of(x).name, x, None, recipe, prefer)
+    options = {} if out is None else {"out": out}
+    return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **options)
+
+
+def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
+    """The high-precision array `st` stands for, on the framework and device of its data.
+
+    out_dtype: float32, float16 or bfloat16, in NumPy's, a framework's or a string's spelling. FP32 values, rounded once.
+    out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
+    """
+    _need_scaled("dequantize", st)
+    kernel = registry().table.resolve("dequantize", st.framework, st, None, None, prefer)
+    return kernel(st, out_dtype=out_dtype) if out is None else kernel(st, out_dtype=out_dtype, out=out)
+
+
+def requantize(
+    st: ScaledTensor,
+    recipe: ScalingRecipe,
+    *,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    prefer: Prefer = None,
+) -> ScaledTensor:
+    """`st` under another recipe, blocks along the same axis. Under its own recipe it is returned as it is."""
+    _need_scaled("requantize", st)
+    if not isinstance(recipe, ScalingRecipe):
+        _refuse_recipe(recipe)
+    kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer)
+    return kernel(st, recipe, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+
+
+def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
+    """`a @ b` with FP32 accumulation: (..., M, K) by (..., K, N) to (..., M, N) of `out_dtype`.
+
+    Each operand is a ScaledTensor or a floating array of the same framework. A weight stored (N, K) with blocks along K is
+    passed as `w.mT`.
+    """
+    framework = framework_of(a.data if isinstance(a, ScaledTensor) else a, "a").name
+    other = framework_of(b.data if isinstance(b, ScaledTensor) else b, "b").name
+    if framework != other:
+        raise UnsupportedError(
+            f"matmul: a is a {framework} array and b a {other} array; move both to one framework "
+            "(breccia.bridges.from_dlpack, or the frameworks' own conversions).",
+            a=framework,
+            b=other,
+        )
+    kernel = registry().table.resolve("matmul", framework, a, b, None, prefer)
+    return kernel(a, b, out_dtype) if out is None else kernel(a, b, out_dtype, out=out)
+
+
+def cast_ste(x: Any, recipe: ScalingRecipe, *, prefer: Prefer = None, **options: Any) -> Any:
+    """The values of `dequantize(cast(x, recipe))` in `x`'s dtype; gradients pass straight through to `x`.
+
+    Takes `cast`'s keyword options. On NumPy, which has no gradients, it is the round trip.
+    """
+    return _ste("cast_ste", x, recipe, prefer, (), options)
+
+
+def cast_ste_clipped(
+    x: Any,
+    recipe: ScalingRecipe,
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+    *,
+    prefer: Prefer = None,
+    **options: Any,
+) -> Any:
+    """`cast_ste` whose gradient is zero where `x` lies outside [clip_min, clip_max].
+
+    The bounds default to plus and minus the element codec's largest value.
+    """
+    return _ste("cast_ste_clipped", x, recipe, prefer, (clip_min, clip_max), options)
+
+
+def _ste(op: str, x: Any, recipe: ScalingRecipe, prefer: Prefer, bounds: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    if not isinstance(recipe, ScalingRecipe):
+        _refuse_recipe(recipe)
+    known = ["axis", "scale", "rounding", "seed", "nonfinite"]
+    for name in options:
+        if name not in known:
+            raise UnsupportedError(f"{op} has no option {name!r}{suggestion(name, known)}", option=name)
+    return registry().table.resolve(op, framework_of(x).name, x, None, recipe, prefer)(x, recipe, *bounds, **options)
+
+
+def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None) -> Explanation:
+    """Which kernel serves a call, why the others do not, and where each one's source is.
+
+    operands: those of the verb; a recipe, or its name, may stand for an array or ScaledTensor, with `on` naming the framework.
+
+        >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
+        >>> print(breccia.explain("matmul", "block", "block", on="torch"))
+    """
+    if op not in OPS:
+        raise UnknownNameError(f"no op {op!r}{suggestion(op, list(OPS))}", name=op, known=OPS)
+    values = [recipe(x) if isinstance(x, str) else x for x in operands]
+    new: ScalingRecipe | None = None
+    if op in ("cast", "cast_ste", "cast_ste_clipped", "requantize"):
+        if not values or not isinstance(values[-1], ScalingRecipe):
+            raise UnsupportedError(f"explain({op!r}, ...) needs the recipe to write as its last operand.")
+        new = values.pop()
+    arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
+    if arrays:
+        on = framework_of(arrays[0]).name
+    elif on is None:
+        on = "numpy"
+    registry().look_up("breccia_frameworks", on, "framework")
+    a, b = (*values, None, None)[:2]
+    names = () if prefer is None else ((prefer,) if isinstance(prefer, str) else tuple(prefer))
+    return registry().table.explain(op, on, a, b, new, names)
+
+
+def plugins() -> list[Plugin]:
+    """The plug-ins found: name, distribution, version, what each declares, and why any was set aside."""
+    return list(registry().plugins)
+
+
+def recipe(name: str, **fields: Any) -> ScalingRecipe:
+    """The recipe of that name, from any plug-in. Raises UnknownNameError with a suggestion, or RecipeError for a field."""
+    return registry().look_up("breccia_recipes", name, "recipe").with_fields(fields)
+
+
+def _need_scaled(verb: str, st: Any) -> None:
+    if not isinstance(st, ScaledTensor):
+        raise UnsupportedError(
+            f"{verb} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
+            "breccia.from_buffer."
+        )
+
+
+def _refuse_recipe(found: Any) -> None:
+    if isinstance(found, str):
+        known = registry().look_up("breccia_recipes", found, "recipe")
+        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}; pass breccia.{known.__name__}().")
+    hint = f"; did you mean {found.__name__}()?" if isinstance(found, type) else "."
+    raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}{hint}")

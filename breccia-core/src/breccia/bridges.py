@@ -1,0 +1,39 @@
+"""Bridges to neighbours, resolved from installed plug-ins: `breccia.bridges.save_safetensors`, ...
+
+A name is looked up when it is used, so importing this costs nothing and needs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from . import targets
+from .errors import suggestion
+from .registry import registry
+
+#: Bridges of the distribution breccia-bridges; other plug-ins may add more.
+__all__ = ["from_deepseek_v3", "load_safetensors", "save_safetensors", "to_deepseek_v3"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module 'breccia.bridges' has no attribute {name!r}")
+    bridge = registry().bridges.get(name)
+    if bridge is None and name in __all__:
+        aside = [p for p in registry().plugins if p.distribution == "breccia-bridges"]
+        why = f" It is installed but {aside[0].status}: {aside[0].reason}." if aside else ""
+        raise ImportError(f"breccia.bridges.{name} comes with breccia-bridges: pip install breccia-bridges.{why}", name=name)
+    if bridge is None:
+        raise AttributeError(f"no bridge {name!r} in any installed plug-in{suggestion(name, __dir__())}")
+    missing = [module for module in bridge.requires if find_spec(module) is None]
+    if missing:
+        raise ImportError(
+            f"breccia.bridges.{name} needs {', '.join(missing)}, which is not installed: pip install {bridge.install}.",
+            name=missing[0],
+        )
+    return targets.load(bridge.target)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *registry().bridges})

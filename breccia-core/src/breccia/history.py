@@ -1,0 +1,55 @@
+"""AmaxHistory: the policy of delayed scaling, as a plain value that the trainer carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .errors import UnsupportedError
+from .frameworks import ops_of
+from .recipes import DelayedScaling
+
+_MAGNITUDE = 0x7FFFFFFF
+_F32_INF = 0x7F800000
+
+
+@dataclass(frozen=True, eq=False)
+class AmaxHistory:
+    """Recent amax values of one tensor, and the scale they choose for its next cast.
+
+        history = AmaxHistory(DelayedScaling(amax_history_len=16))
+        for x in steps:
+            st = breccia.cast(x, history.recipe, scale=history.scale)
+            history = history.update(x)
+
+    The scale is 1.0 before the first update; then the largest recorded amax over the format's largest value, times 2^margin. A
+    history whose largest amax is 0, NaN or Inf keeps the scale it had (TransformerEngine 2.x, delayed scaling, "max").
+    Values are arrays of `x`'s framework, shape (); nothing is read back to the host.
+    """
+
+    recipe: DelayedScaling = field(default_factory=DelayedScaling)
+    amaxes: tuple[Any, ...] = ()
+    scale: Any = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, DelayedScaling):
+            raise UnsupportedError(f"AmaxHistory needs a DelayedScaling recipe, got {self.recipe!r}.")
+
+    def update(self, x: Any) -> AmaxHistory:
+        """A history that also holds the amax of `x`; the oldest value is dropped beyond `amax_history_len`."""
+        ops = ops_of(x)
+        y = ops.f32(x)
+        magnitude = ops.bits(y) & _MAGNITUDE
+        amax = ops.amax(magnitude, tuple(range(len(y.shape))))
+        unit = (1,) * len(y.shape)
+        amaxes = (*self.amaxes, ops.reshape(ops.unbits(amax), ()))[-self.recipe.amax_history_len :]
+        largest = ops.reshape(ops.bits(amaxes[0]), unit)
+        for other in amaxes[1:]:
+            largest = ops.maximum(largest, ops.reshape(ops.bits(other), unit))
+        level, fmt = self.recipe.format.scale, self.recipe.format
+        usable = (largest < _F32_INF) & (largest >= 0x00800000)
+        statistic = ops.unbits(ops.where(usable, largest, 0))
+        codes = self.recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.capacity(level), None)
+        before = self.scale if hasattr(self.scale, "shape") else ops.constant(float(self.scale), x)
+        after = ops.where(usable, ops.unbits(codes), ops.reshape(before, unit))
+        return replace(self, amaxes=amaxes, scale=ops.reshape(after, ()))

@@ -1,0 +1,94 @@
+"""The whole extension surface: what a plug-in's manifest may declare.
+
+A manifest is a module named by an entry point of group `breccia`. It sets `api = 1`, imports only `breccia` and the
+standard library, and returns declarations; it does nothing else. Everything heavy is a target, a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pluggy
+
+from .codecs import Codec
+from .dispatch import Kernel
+from .frameworks import Framework
+from .layouts import Layout
+from .recipes import ScalingRecipe
+from .rules import Rule
+
+#: Version of this surface. A manifest that sets a higher `api` is set aside with a message.
+API = 1
+
+hookspec = pluggy.HookspecMarker("breccia")
+hookimpl = pluggy.HookimplMarker("breccia")
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """A function of `breccia.bridges`. `requires` are modules it needs; `install` is what provides them."""
+
+    name: str
+    target: str
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    plugin: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the `breccia` program: `target` is a function that Typer can read."""
+
+    name: str
+    target: str
+    help: str
+    plugin: str = field(default="", compare=False)
+
+
+@hookspec
+def breccia_codecs() -> Iterable[Codec]:
+    """Number formats for elements and scales."""
+    return ()
+
+
+@hookspec
+def breccia_rules() -> Iterable[Rule]:
+    """Scale rules, written over `Ops`."""
+    return ()
+
+
+@hookspec
+def breccia_layouts() -> Iterable[type[Layout]]:
+    """Layout classes, found by name when a file is read."""
+    return ()
+
+
+@hookspec
+def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
+    """Recipe classes, found by name in files and on the command line."""
+    return ()
+
+
+@hookspec
+def breccia_frameworks() -> Iterable[Framework]:
+    """Array libraries and their vocabularies."""
+    return ()
+
+
+@hookspec
+def breccia_kernels() -> Iterable[Kernel]:
+    """Implementations of the verbs."""
+    return ()
+
+
+@hookspec
+def breccia_bridges() -> Iterable[Bridge]:
+    """Functions of `breccia.bridges`."""
+    return ()
+
+
+@hookspec
+def breccia_cli() -> Iterable[Command]:
+    """Commands of the `breccia` program."""
+    return ()

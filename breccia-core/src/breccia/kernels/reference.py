@@ -1,0 +1,550 @@
+"""The generic algorithm: every recipe on every framework, in the words of `Ops`.
+
+It is the contract of docs/spec/numerics.md as arithmetic that any array library can do; kernels are overrides that
+must write the same bytes. Nothing here asks which recipe or framework it serves.
+
+Shapes: blocks run along K, the last axis (arrays are swapped first where `axis=-2`). An array is *split* into
+(..., M/m, m, K/k, k), padded with zeros to whole blocks; scales are (..., M/m, 1, K/k, 1) beside it. Per-tensor scales
+need no split and broadcast from the left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..codecs import Codec, Integer
+from ..errors import LayoutError, NonFiniteError, ShapeError, UnsupportedError
+from ..formats import TENSOR, Block, Format
+from ..frameworks import dtype_name, ops_of, same_framework
+from ..layouts import Layout, Shape
+from ..ops import FLOATS, Array, Ops
+from ..recipes import ScalingRecipe
+from ..rules import saturated
+from ..tensor import ScaledTensor, contraction_axis, packing
+
+_MAGNITUDE = 0x7FFFFFFF
+_F32_INF = 0x7F800000
+_MIN_NORMAL = 0x00800000
+
+ROUNDINGS = ("nearest", "stochastic")
+NONFINITE = ("propagate", "raise")
+
+
+# ------------------------------------------------------------------------------------------------ geometry
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Blocks (m, k) over a K-last shape."""
+
+    ops: Ops
+    shape: Shape
+    block: Block
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        m, k = self.block
+        return m or max(self.shape[-2], 1), k or max(self.shape[-1], 1)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        m, k = self.sides
+        return -(-self.shape[-2] // m), -(-self.shape[-1] // k)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Axes of a split array that lie within one block."""
+        return tuple(range(len(self.shape))) if self.block == TENSOR else (-3, -1)
+
+    def split(self, a: Array) -> Array:
+        if self.block == TENSOR:
+            return a
+        (m, k), (rows, columns) = self.sides, self.counts
+        widths = (0,) * (len(self.shape) - 2) + (rows * m - self.shape[-2], columns * k - self.shape[-1])
+        padded = self.ops.pad(a, widths) if any(widths) else a
+        return self.ops.reshape(padded, (*self.shape[:-2], rows, m, columns, k))
+
+    def join(self, a: Array) -> Array:
+        if self.block == TENSOR:
+            return a
+        (m, k), (rows, columns) = self.sides, self.counts
+        whole = self.ops.reshape(a, (*self.shape[:-2], rows * m, columns * k))
+        return whole[..., : self.shape[-2], : self.shape[-1]]
+
+    def scale(self, a: Array) -> Array:
+        """Reduced split array to the shape a layout stores, K last."""
+        return self.ops.reshape(a, () if self.block == TENSOR else (*self.shape[:-2], *self.counts))
+
+    def beside(self, a: Array) -> Array:
+        """Stored scales, K last, to a shape that broadcasts against split arrays."""
+        if self.block == TENSOR:
+            return self.coarse(a)
+        rows, columns = self.counts
+        return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
+
+    def coarse(self, a: Array) -> Array:
+        """A scale of shape () or a prefix of the leading axes, likewise."""
+        ndim = len(self.shape) + (0 if self.block == TENSOR else 2)
+        return self.ops.reshape(a, (*a.shape, *(1,) * (ndim - len(a.shape))))
+
+
+def _k_last(ops: Ops, a: Any, axis: int) -> Any:
+    return ops.swap(a) if axis == -2 and a is not None and len(a.shape) >= 2 else a
+
+
+def _k_last_shape(shape: Shape, axis: int) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2]) if axis == -2 else tuple(shape)
+
+
+def _pack(ops: Ops, codes: Array, codec: Codec) -> Array:
+    """Codes, one per int32, to the storage of `codec`, groups of whole bytes along the last axis."""
+    count, size = packing(codec)
+    dtype = ops.storage(codec)
+    if count == 1:
+        return ops.store(codes, dtype)
+    length = codes.shape[-1]
+    groups = -(-length // count)
+    if groups * count != length:
+        codes = ops.pad(codes, (0,) * (len(codes.shape) - 1) + (groups * count - length,))
+    codes = ops.reshape(codes, (*codes.shape[:-1], groups, count))
+    word = codes[..., 0]
+    for i in range(1, count):
+        word = word | (codes[..., i] << (i * codec.bits))
+    if size == 1:
+        return ops.store(word, dtype)
+    parts = [ops.reshape((word >> (8 * i)) & 0xFF, (*word.shape, 1)) for i in range(size)]
+    return ops.store(ops.reshape(ops.concat(parts), (*word.shape[:-1], groups * size)), dtype)
+
+
+def _unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
+    """Inverse of `_pack`: int32 codes of logical `length` along the last axis."""
+    count, size = packing(codec)
+    stored = ops.load(data)
+    if count == 1:
+        return stored
+    groups = stored.shape[-1] // size
+    bytes_ = ops.reshape(stored, (*stored.shape[:-1], groups, size))
+    word = bytes_[..., 0]
+    for i in range(1, size):
+        word = word | (bytes_[..., i] << (8 * i))
+    mask = (1 << codec.bits) - 1
+    parts = [ops.reshape((word >> (i * codec.bits)) & mask, (*word.shape, 1)) for i in range(count)]
+    codes = ops.reshape(ops.concat(parts), (*word.shape[:-1], groups * count))
+    return codes[..., :length]
+
+
+# ------------------------------------------------------------------------------------------------ cast
+
+
+def cast(
+    x: Array,
+    recipe: ScalingRecipe,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    out: ScaledTensor | None = None,
+) -> ScaledTensor:
+    """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents."""
+    check_cast(x, recipe, rounding, seed, nonfinite)
+    ops = ops_of(x)
+    axis = contraction_axis(axis, len(x.shape))
+    fmt = recipe.format
+    if fmt.offset == "bias":
+        raise UnsupportedError(f"{type(recipe).__name__} describes data with a float bias, which casts do not write.")
+    layout = fitted_layout(recipe, tuple(x.shape), axis)
+    with ops.quiet():
+        y = _k_last(ops, ops.f32(x), axis)
+        if scale is not None:
+            scale = _k_last(ops, _check_supplied(ops, scale, x, fmt, layout, axis), axis)
+        tiles = _Tiles(ops, tuple(y.shape), layout.block(axis))
+        if nonfinite == "raise":
+            _refuse_nonfinite(ops, y)
+        words = random_words(ops, y, seed or 0) if rounding == "stochastic" else None
+        st = _write(ops, y, words, recipe, fmt, tiles, scale)
+    data, stored, zero_point, global_scale = st
+    written = ScaledTensor.assemble(
+        _k_last(ops, data, axis),
+        _k_last(ops, stored, axis),
+        recipe,
+        layout,
+        _k_last(ops, zero_point, axis),
+        global_scale,
+        axis,
+        tail=-x.shape[axis] % packing(fmt.element)[0],
+    )
+    return written if out is None else _assign(ops, out, written)
+
+
+def _write(
+    ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: _Tiles, supplied: Any
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """(data, scale, zero_point, global_scale) of K-last FP32 `y`."""
+    u = ops.bits(y)
+    magnitude = u & _MAGNITUDE
+    finite = magnitude < _F32_INF
+    # Input below 2^-126 is zero on every backend, and Inf and NaN take no part in finite arithmetic.
+    ordinary = finite & (magnitude >= _MIN_NORMAL)
+    clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~_MAGNITUDE)))
+    largest = tiles.split(magnitude)
+
+    level, rule = fmt.scale, recipe.rules[-1]
+    coarse = global_scale = None
+    if fmt.global_scale is not None:
+        global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
+        coarse = tiles.coarse(ops.f32(global_scale))
+        supplied = None
+
+    amax = ops.amax(largest, tiles.axes)
+    faulty = amax >= _F32_INF
+    if fmt.offset == "zero_point":
+        low, high = _range(ops, clean, tiles)
+        statistic = saturated(ops, high - low)
+    else:
+        low = None
+        statistic = ops.unbits(ops.where((amax >= _MIN_NORMAL) & ~faulty, amax, 0))
+    stays_ordinary = supplied is not None and getattr(fmt.element, "nan", None) is not None
+    if supplied is None:
+        codes = rule.scale(ops, statistic, level.codec, fmt.element, fmt.capacity(level), coarse)
+        codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
+    else:
+        codes = _supplied(ops, supplied, level.codec, tiles)
+    if not stays_ordinary:
+        codes = ops.where(faulty, _nan(level.codec), codes)
+
+    stored = ops.store(codes, ops.storage(level.codec))
+    split, usable = level.codec.divide(ops, clean, stored, coarse)
+    word = None if words is None else tiles.split(words)
+    zero_point = None
+    if low is not None:
+        assert isinstance(fmt.element, Integer)
+        shift, _ = level.codec.divide(ops, -low, stored, coarse)
+        z = fmt.element.encode(ops, saturated(ops, shift))
+        element = fmt.element.encode(ops, saturated(ops, split), word, fmt.element.decode(ops, z))
+        element, z = ops.where(usable, element, 0), ops.where(usable, z, 0)
+        zero_point = tiles.scale(ops.store(z, "uint8"))
+    else:
+        y_scaled = saturated(ops, split) if supplied is not None else split
+        if stays_ordinary:
+            y_scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), y_scaled)
+        element = fmt.element.encode(ops, y_scaled, word)
+    data = _pack(ops, tiles.join(element), fmt.element)
+    return data, tiles.scale(stored), zero_point, global_scale
+
+
+def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, fmt: Format, supplied: Any) -> Array:
+    """The coarse level's scale, over the finite elements of the whole tensor: FP32, shape ()."""
+    level = fmt.global_scale
+    assert level is not None
+    whole = _Tiles(ops, tuple(y.shape), TENSOR)
+    if supplied is not None:
+        return whole.scale(ops.store(_supplied(ops, supplied, level.codec, whole), ops.storage(level.codec)))
+    finite = ops.where((magnitude < _F32_INF) & (magnitude >= _MIN_NORMAL), magnitude, 0)
+    amax = ops.unbits(ops.amax(finite, whole.axes))
+    codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.capacity(level), None)
+    codes = ops.where(amax == 0, level.codec.zero_scale, codes)
+    return whole.scale(ops.store(codes, ops.storage(level.codec)))
+
+
+def _range(ops: Ops, clean: Array, tiles: _Tiles) -> tuple[Array, Array]:
+    """(min(0, smallest), max(0, largest)) of each block, from the magnitudes of each sign."""
+    u = ops.bits(clean)
+    high = ops.unbits(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
+    low = -ops.unbits(ops.amax(ops.where(u < 0, u & _MAGNITUDE, 0), tiles.axes))
+    return low, high
+
+
+def _nan(codec: Codec) -> int:
+    nan: int | None = getattr(codec, "nan", None)
+    if nan is None:
+        raise UnsupportedError(f"scales stored as {codec.name} cannot say NaN, which the numerics contract asks of them.")
+    return nan
+
+
+def _check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
+    """A caller's scale as an array of the shape and framework it must have."""
+    if not hasattr(scale, "shape"):
+        scale = ops.constant(float(scale), x)
+    same_framework({"x": x, "scale": scale})
+    expected = () if fmt.global_scale is not None else layout.scale_shapes(tuple(x.shape), axis)[0]
+    if tuple(scale.shape) != expected:
+        raise LayoutError(
+            f"scale= must have shape {expected} for x of shape {tuple(x.shape)} and {layout}; got {tuple(scale.shape)}.",
+            expected=expected,
+            found=tuple(scale.shape),
+        )
+    return scale
+
+
+def _supplied(ops: Ops, scale: Array, codec: Codec, tiles: _Tiles) -> Array:
+    """Codes of a caller's scale. Where it is not a positive normal number, NaN: a fault shows."""
+    if codec.bits <= 8:
+        return ops.reshape(ops.load(scale), _reduced(tiles))
+    value = ops.reshape(ops.f32(scale), _reduced(tiles))
+    good = (value >= 2.0**-126) & (value < math.inf)
+    return ops.where(good, codec.encode(ops, value), _nan(codec))
+
+
+def _reduced(tiles: _Tiles) -> Shape:
+    if tiles.block == TENSOR:
+        return (1,) * len(tiles.shape)
+    rows, columns = tiles.counts
+    return (*tiles.shape[:-2], rows, 1, columns, 1)
+
+
+def _refuse_nonfinite(ops: Ops, y: Array) -> None:
+    if ops.any((ops.bits(y) & _MAGNITUDE) >= _F32_INF):
+        raise NonFiniteError(
+            "cast(nonfinite='raise'): x holds NaN or Inf. Clean it first, or pass nonfinite='propagate' to mark the blocks "
+            "they are in."
+        )
+
+
+def check_cast(x: Array, recipe: Any, rounding: str, seed: int | None, nonfinite: str) -> None:
+    """Raise a typed error for whatever `cast` cannot take."""
+    if not isinstance(recipe, ScalingRecipe):
+        hint = f"; did you mean {recipe.__name__}()?" if isinstance(recipe, type) else "."
+        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}{hint}")
+    found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
+    if hasattr(x, "dtype") and found not in FLOATS:
+        raise UnsupportedError(
+            f"cast takes {', '.join(FLOATS)}; got {found}. Convert it first, so that the rounding to FP32 is yours to see: "
+            "x.astype('float32') (torch: x.float()).",
+            found=found,
+        )
+    if hasattr(x, "shape") and len(x.shape) == 0:
+        raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
+    if rounding not in ROUNDINGS:
+        raise UnsupportedError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.", rounding=rounding)
+    if nonfinite not in NONFINITE:
+        raise UnsupportedError(f"nonfinite is one of {', '.join(NONFINITE)}; got {nonfinite!r}.", nonfinite=nonfinite)
+    if (seed is None) != (rounding == "nearest"):
+        want = "needs a seed" if seed is None else "takes no seed"
+        raise UnsupportedError(f"rounding={rounding!r} {want}; got seed={seed}.", rounding=rounding, seed=seed)
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UnsupportedError(f"seed must lie in 0 .. 2**64 - 1; got {seed}.", seed=seed)
+
+
+def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
+    """The layout `cast` gives to an array of `shape`. Raises ShapeError where the recipe needs a matrix."""
+    layout = recipe.layout.oriented(axis)
+    if layout.block(axis) != TENSOR and len(shape) < 2:
+        raise ShapeError(
+            f"{type(recipe).__name__} requires x.ndim >= 2, got {len(shape)} (shape {shape}); reshape x to (1, {shape[0]}).",
+            shape=shape,
+        )
+    return layout.fitted(shape, axis)
+
+
+def random_words(ops: Ops, like: Array, seed: int) -> Array:
+    """int32 words of Threefry-2x32-20 for every element (docs/spec/numerics.md, section 5.5)."""
+
+    def signed(word: int) -> int:
+        return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    schedule = (key[0], key[1], 0x1BD11BDA ^ key[0] ^ key[1])
+    x, y = ops.counter(like)
+    x, y = x + signed(schedule[0]), y + signed(schedule[1])
+    rotations = (13, 15, 26, 6, 17, 29, 16, 24)
+    for i in range(20):
+        r = rotations[i % 8]
+        x = x + y
+        y = ((y << r) | ((y >> (32 - r)) & ((1 << r) - 1))) ^ x
+        if i % 4 == 3:
+            j = i // 4 + 1
+            x = x + signed(schedule[j % 3])
+            y = y + signed(schedule[(j + 1) % 3] + j)
+    return x
+
+
+def _assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
+    """Copy the parts of `written` into those of `out`, which must have the same recipe, shapes and dtypes."""
+    same = (out.recipe, out.layout, out.axis, out.shape) == (
+        written.recipe,
+        written.layout,
+        written.axis,
+        written.shape,
+    )
+    if not same:
+        raise LayoutError(f"out= is {out!r}, but the cast gives {written!r}; allocate it with the same call once.")
+    for name in ("data", "scale", "zero_point", "global_scale"):
+        part = getattr(written, name)
+        if part is not None:
+            ops.assign(getattr(out, name), part)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ dequantize
+
+
+def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+    """High-precision values of `st`, as `breccia.dequantize` documents."""
+    ops = ops_of(st.data, "data")
+    name = output_dtype(out_dtype)
+    fmt, axis = st.recipe.format, st.axis
+    shape = _k_last_shape(st.shape, axis)
+    with ops.quiet():
+        data = _k_last(ops, st.data, axis)
+        codes = _unpack(ops, data, fmt.element, shape[-1])
+        tiles = _Tiles(ops, shape, st.layout.block(axis))
+        v = fmt.element.decode(ops, tiles.split(codes))
+        scale = tiles.beside(_scale_k_last(ops, st.scale, tiles, axis))
+        if fmt.offset == "zero_point":
+            v = v - tiles.beside(_whole_numbers(ops, _scale_k_last(ops, st.zero_point, tiles, axis)))
+        v = _apply(ops, v, scale, fmt, fmt.scale)
+        if fmt.global_scale is not None:
+            v = _apply(ops, v, tiles.coarse(st.global_scale), fmt, fmt.global_scale)
+        if fmt.offset == "bias":
+            v = v + tiles.beside(ops.f32(_scale_k_last(ops, st.zero_point, tiles, axis)))
+        v = _k_last(ops, tiles.join(v), axis)
+        value = v if name == "float32" else ops.to_float(v, name)
+    if out is None:
+        return value
+    _check_out(out, value)
+    ops.assign(out, value)
+    return out
+
+
+def _scale_k_last(ops: Ops, scale: Array, tiles: _Tiles, axis: int) -> Array:
+    """A scale as its layout stores it, K last; PerChannel's (M,) form gets its unit axis."""
+    if tiles.block == TENSOR:
+        return scale
+    if tiles.block == (1, None) and len(scale.shape) == 1:
+        flat = ops.reshape(scale, (*(1,) * (len(tiles.shape) - 2), scale.shape[0], 1))
+        return ops.broadcast(flat, (*tiles.shape[:-1], 1))
+    return _k_last(ops, scale, axis)
+
+
+def _whole_numbers(ops: Ops, zero_point: Array) -> Array:
+    """Zero-points of any dtype as FP32."""
+    if dtype_name(zero_point) in FLOATS:
+        return ops.f32(zero_point)
+    return ops.number(zero_point)
+
+
+def _apply(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
+    if level.sense == "multiplier":
+        return level.codec.multiply(ops, v, stored)
+    value = level.codec.read(ops, stored)
+    if level.sense == "divisor":
+        return ops.div(v, value)
+    return v * ops.div(value, fmt.capacity(level))
+
+
+def output_dtype(dtype: Any) -> str:
+    """The name of a floating output dtype, from any framework's spelling. Raises UnsupportedError."""
+    name = dtype.__name__ if isinstance(dtype, type) else str(getattr(dtype, "name", None) or dtype).rpartition(".")[2]
+    if name not in FLOATS:
+        raise UnsupportedError(f"out_dtype is one of {', '.join(FLOATS)} in any framework's spelling; got {dtype!r}.")
+    return name
+
+
+def _check_out(out: Array, value: Array) -> None:
+    same_framework({"the result": value, "out": out})
+    wanted, found = (tuple(value.shape), dtype_name(value)), (tuple(out.shape), dtype_name(out))
+    if wanted != found:
+        raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {found[0]} and {found[1]}.")
+
+
+# ------------------------------------------------------------------------------------------------ the other verbs
+
+
+def requantize(
+    st: ScaledTensor,
+    recipe: ScalingRecipe,
+    *,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+) -> ScaledTensor:
+    """`st` under another recipe, by way of FP32; under its own recipe, `st` itself."""
+    if recipe == st.recipe and scale is None:
+        return st
+    x = dequantize(st)
+    return cast(x, recipe, axis=st.axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+
+
+def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
+    """`a @ b` with FP32 accumulation; operands are dequantized first."""
+    parts = {name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))}
+    same_framework(parts)
+    check_matmul_shapes(tuple(a.shape), tuple(b.shape))
+    ops = ops_of(parts["a"], "a")
+    name = output_dtype(out_dtype)
+    with ops.quiet():
+        left, right = (dequantize(x) if isinstance(x, ScaledTensor) else _raw(ops, x, n) for n, x in (("a", a), ("b", b)))
+        product = ops.matmul(left, right)
+        value = product if name == "float32" else ops.to_float(product, name)
+    if out is None:
+        return value
+    _check_out(out, value)
+    ops.assign(out, value)
+    return out
+
+
+def _raw(ops: Ops, x: Array, name: str) -> Array:
+    if dtype_name(x) not in FLOATS:
+        raise UnsupportedError(
+            f"matmul takes ScaledTensors and {', '.join(FLOATS)} arrays; {name} is {dtype_name(x)}. Convert it first."
+        )
+    return ops.f32(x)
+
+
+def check_matmul_shapes(a: Shape, b: Shape) -> None:
+    """Raise ShapeError unless (..., M, K) @ (..., K, N) is defined for these shapes."""
+    if len(a) < 2 or len(b) < 2:
+        raise ShapeError(f"matmul needs operands of at least two axes; got shapes {a} and {b}.", a=a, b=b)
+    if a[-1] != b[-2]:
+        raise ShapeError(
+            f"matmul shape mismatch: a.shape[-1]={a[-1]} != b.shape[-2]={b[-2]} (shapes {a} and {b}). For a weight stored "
+            "(N, K), multiply by its transpose: w.mT.",
+            a=a,
+            b=b,
+        )
+
+
+def cast_ste(
+    x: Array,
+    recipe: ScalingRecipe,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+) -> Array:
+    """The round trip `dequantize(cast(x))` in `x`'s dtype. Where a framework has gradients, its backend adds them."""
+    st = cast(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+    return dequantize(st, out_dtype=dtype_name(x))
+
+
+def cast_ste_clipped(
+    x: Array,
+    recipe: ScalingRecipe,
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+) -> Array:
+    """`cast_ste`, whose clip bounds shape the gradient alone; the forward value is the same."""
+    clip_bounds(recipe, clip_min, clip_max)
+    return cast_ste(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+
+
+def clip_bounds(recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None) -> tuple[float, float]:
+    """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value."""
+    high = recipe.format.element.max if clip_max is None else float(clip_max)
+    low = -high if clip_min is None else float(clip_min)
+    if not low < high:
+        raise UnsupportedError(f"clip_min must be less than clip_max; got {low} and {high}.", clip_min=low, clip_max=high)
+    return low, high
