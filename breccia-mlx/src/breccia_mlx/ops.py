@@ -1,0 +1,95 @@
+"""MLX's way of saying the words of `breccia.ops.Ops`. MLX has no float8 dtypes: codes and 8-bit scales are uint8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from breccia.ops import Array, Ops
+
+_WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
+
+
+class _MlxOps(Ops):
+    def f32(self, x: Array) -> Array:
+        return x.astype(mx.float32)
+
+    def to_float(self, x: Array, dtype: str) -> Array:
+        return x.astype(getattr(mx, dtype))
+
+    def bits(self, x: Array) -> Array:
+        return x.view(mx.int32)
+
+    def unbits(self, i: Array) -> Array:
+        return i.view(mx.float32)
+
+    def load(self, stored: Array) -> Array:
+        return stored.view(_WORDS[stored.dtype.size]).astype(mx.int32)
+
+    def store(self, codes: Array, dtype: str) -> Array:
+        kind = getattr(mx, dtype)
+        return codes.astype(_WORDS[kind.size]).view(kind)
+
+    def take(self, table: tuple[int, ...], codes: Array) -> Array:
+        return mx.array(np.array(table, np.uint32).view(np.int32))[codes]
+
+    def where(self, condition: Array, a: Any, b: Any) -> Array:
+        return mx.where(condition, a, b)
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return mx.minimum(a, b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return mx.maximum(a, b)
+
+    def div(self, a: Array, b: Any) -> Array:
+        return mx.divide(a, b)
+
+    def amax(self, i: Array, axes: tuple[int, ...]) -> Array:
+        if i.size == 0:
+            inside = {a % i.ndim for a in axes}
+            return mx.zeros([1 if a in inside else n for a, n in enumerate(i.shape)], mx.int32)
+        return mx.max(i, axis=axes, keepdims=True)
+
+    def reshape(self, a: Array, shape: tuple[int, ...]) -> Array:
+        return mx.reshape(a, shape)
+
+    def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
+        return mx.pad(a, [(0, w) for w in widths])
+
+    def concat(self, parts: list[Array]) -> Array:
+        return mx.concatenate(parts, axis=-1)
+
+    def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
+        return mx.broadcast_to(a, shape)
+
+    def number(self, i: Array) -> Array:
+        return i.astype(mx.float32)
+
+    def counter(self, like: Array) -> tuple[Array, Array]:
+        i = mx.reshape(mx.arange(like.size, dtype=mx.int64), like.shape)
+        return (i & 0xFFFFFFFF).astype(mx.uint32).view(mx.int32), (i >> 32).astype(mx.int32)
+
+    def constant(self, value: float, like: Array) -> Array:
+        return mx.array(value, mx.float32)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return mx.matmul(a, b)
+
+    def whole(self, x: Any) -> Any:
+        return x.astype(mx.int32) if isinstance(x, mx.array) else int(x)
+
+    def any(self, condition: Array) -> bool:
+        return bool(mx.any(condition).item())
+
+    def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
+        array = mx.array(a)
+        return array.view(getattr(mx, codec_dtype)) if codec_dtype == "bfloat16" else array
+
+    def to_numpy(self, a: Array) -> Array:
+        return np.array(a.view(mx.uint16)) if a.dtype == mx.bfloat16 else np.array(a)
+
+
+MLX = _MlxOps()

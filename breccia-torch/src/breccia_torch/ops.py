@@ -1,0 +1,111 @@
+"""torch's way of saying the words of `breccia.ops.Ops`. Arrays stay on their device; nothing is read back but by `any`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from breccia.ops import Array, Ops
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class _TorchOps(Ops):
+    native_float8 = True
+
+    def f32(self, x: Array) -> Array:
+        return x.to(torch.float32)
+
+    def to_float(self, x: Array, dtype: str) -> Array:
+        return x.to(getattr(torch, dtype))
+
+    def bits(self, x: Array) -> Array:
+        return x.view(torch.int32)
+
+    def unbits(self, i: Array) -> Array:
+        return i.view(torch.float32)
+
+    def load(self, stored: Array) -> Array:
+        width = stored.element_size()
+        codes = stored.view(_WORDS[width]).to(torch.int32)
+        return codes & 0xFFFF if width == 2 else codes
+
+    def store(self, codes: Array, dtype: str) -> Array:
+        kind = getattr(torch, dtype)
+        return codes.to(_WORDS[kind.itemsize]).view(kind)
+
+    def take(self, table: tuple[int, ...], codes: Array) -> Array:
+        return _table(table, codes.device)[codes.long()]
+
+    def where(self, condition: Array, a: Any, b: Any) -> Array:
+        return torch.where(condition, a, b)
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return torch.minimum(a, b) if isinstance(b, torch.Tensor) else a.clamp(max=b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
+
+    def div(self, a: Array, b: Any) -> Array:
+        return torch.div(a, b) if isinstance(a, torch.Tensor) else torch.full_like(b, a) / b
+
+    def amax(self, i: Array, axes: tuple[int, ...]) -> Array:
+        if i.numel() == 0:
+            inside = {a % i.ndim for a in axes}
+            return i.new_zeros([1 if a in inside else n for a, n in enumerate(i.shape)])
+        return i.amax(dim=axes, keepdim=True)
+
+    def reshape(self, a: Array, shape: tuple[int, ...]) -> Array:
+        return a.reshape(shape)
+
+    def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
+        return torch.nn.functional.pad(a, [w for width in reversed(widths) for w in (0, width)])
+
+    def concat(self, parts: list[Array]) -> Array:
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
+        return a.expand(shape)
+
+    def number(self, i: Array) -> Array:
+        return i.to(torch.float32)
+
+    def counter(self, like: Array) -> tuple[Array, Array]:
+        i = torch.arange(like.numel(), dtype=torch.int64, device=like.device).reshape(like.shape)
+        return i.to(torch.int32), (i >> 32).to(torch.int32)
+
+    def constant(self, value: float, like: Array) -> Array:
+        return torch.full((), value, dtype=torch.float32, device=like.device)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return torch.matmul(a, b)
+
+    def whole(self, x: Any) -> Any:
+        return x.to(torch.int32) if isinstance(x, torch.Tensor) else int(x)
+
+    def any(self, condition: Array) -> bool:
+        return bool(condition.any())
+
+    def assign(self, out: Array, value: Array) -> None:
+        out.copy_(value)
+
+    def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
+        tensor = torch.from_numpy(np.require(a, requirements="W") if a.ndim else np.array(a))
+        return tensor.view(getattr(torch, codec_dtype)) if codec_dtype else tensor
+
+    def to_numpy(self, a: Array) -> Array:
+        a = a.detach().cpu()
+        if str(a.dtype).rpartition(".")[2] in ("float32", "float16", "uint8", "int32", "int64", "uint16"):
+            return a.numpy()
+        return a.view(torch.uint8 if a.element_size() == 1 else torch.uint16).numpy()
+
+
+@lru_cache(maxsize=64)
+def _table(table: tuple[int, ...], device: torch.device) -> Array:
+    return torch.tensor(np.array(table, np.uint32).view(np.int32), device=device)
+
+
+TORCH = _TorchOps()

@@ -1,0 +1,1 @@
+"""Triton kernels for breccia tensors on CUDA. Imports nothing; see `plugin.py`."""
