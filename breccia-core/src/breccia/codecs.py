@@ -54,7 +54,7 @@ class Codec:
         return tuple(_f32_bits(self.value(code)) for code in range(1 << self.bits))
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
-        """int32 codes of FP32 `y`: nearest, ties to even, or stochastic by the random int32 `word`; saturating.
+        """int32 codes of FP32 `y`: nearest (ties: docs/spec/numerics.md, section 2), or stochastic by the random int32 `word`; saturating.
 
         NaN and Inf get the codes the codec has for them; a codec without NaN saturates Inf and writes NaN as it likes.
         """
@@ -184,7 +184,7 @@ class PowerOfTwo(Codec):
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
         u = ops.bits(y)
         magnitude = u & _MAGNITUDE
-        nearest = (magnitude + _MANTISSA // 2 + ((magnitude >> 23) & 1)) >> 23  # the mantissa rounds into the exponent
+        nearest = (magnitude + _IMPLICIT // 2) >> 23  # the mantissa rounds into the exponent, 1.5 upwards
         nearest = ops.where((u < 0) | (magnitude < _IMPLICIT), 0, nearest)
         code = self.encode_exponent(ops, nearest - 127)
         return ops.where(magnitude >= _F32_INF, self.nan, code)

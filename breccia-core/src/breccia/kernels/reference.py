@@ -228,7 +228,7 @@ def _write(
         element, z = ops.where(usable, element, 0), ops.where(usable, z, 0)
         zero_point = tiles.scale(ops.store(z, "uint8"))
     else:
-        y_scaled = saturated(ops, split) if supplied is not None else split
+        y_scaled = saturated(ops, split)
         if stays_ordinary:
             y_scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), y_scaled)
         element = fmt.element.encode(ops, y_scaled, word)

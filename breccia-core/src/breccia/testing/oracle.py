@@ -115,7 +115,7 @@ def code_of(codec: Codec, value: Fraction, negative: bool = False) -> int:
 
 
 def encode(codec: Codec, q: Fraction, negative: bool = False, word: int | None = None) -> int:
-    """The code nearest to `q`, ties to the even code, saturating; with `word`, stochastic (spec, "Rounding")."""
+    """The code nearest to `q`, ties to the even code (E8M0: up), saturating; with `word`, stochastic (spec, "Rounding")."""
     if codec is F32:
         return code_of(codec, fl_finite(q), negative)
     if isinstance(codec, Minifloat):  # sign and magnitude: rounding acts on the magnitude
@@ -138,6 +138,8 @@ def _choose(codec: Codec, low: Fraction, high: Fraction, q: Fraction, word: int 
         return high if away else low
     if fraction != Fraction(1, 2):
         return high if fraction > Fraction(1, 2) else low
+    if isinstance(codec, PowerOfTwo):
+        return high
     return low if code_of(codec, low) % 2 == 0 else high
 
 

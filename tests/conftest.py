@@ -1,0 +1,98 @@
+"""What tests share: one list of recipes worth testing, and arrays that reach every branch of the contract."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import pytest
+
+from breccia import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    INT4Scaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    ScalingRecipe,
+)
+
+RECIPES: list[ScalingRecipe] = [
+    DelayedScaling(),
+    DelayedScaling("E5M2", margin=3),
+    DelayedScaling(margin=-126),
+    DelayedScaling(margin=126),
+    Float8CurrentScaling(),
+    Float8CurrentScaling("E5M2"),
+    Float8BlockScaling(),
+    Float8BlockScaling("E5M2", block_k=16),
+    Float8BlockScaling(block_k=16, block_m=4),
+    Float8BlockScaling(block_k=8, block_m=2, power_of_two_scale=True),
+    MXFP8BlockScaling(),
+    MXFP8BlockScaling("E5M2"),
+    MXFP8BlockScaling(scale_rule="floor"),
+    MXFP8BlockScaling(scale_rule="even"),
+    NVFP4BlockScaling(),
+    NVFP4BlockScaling(two_level=False),
+    INT4Scaling(),
+    INT4Scaling(group_size=16, scale_dtype="bf16"),
+    INT4Scaling(group_size=16, scale_dtype="fp32"),
+    INT4Scaling(group_size=16, signed=False),
+    INT4Scaling(group_size=16, signed=False, symmetric=False),
+    INT4Scaling(group_size=8, signed=False, symmetric=False, scale_dtype="fp32"),
+]
+
+
+def recipe_id(recipe: ScalingRecipe) -> str:
+    """A short name: the recipe's, with the fields that are not at their default."""
+    default = type(recipe)()
+    changed = [f.name for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != getattr(default, f.name)]  # type: ignore[arg-type]
+    return "-".join([recipe.name, *(f"{name}={getattr(recipe, name)}" for name in changed)])
+
+
+def wide(shape: tuple[int, ...], seed: int = 0, exponents: int = 60) -> np.ndarray:
+    """FP32 normal numbers times 2^uniform(-exponents, exponents) by row, with the awkward values sprinkled in."""
+    rng = np.random.default_rng(seed)
+    scale = np.exp2(rng.uniform(-exponents, exponents, (*shape[:-1], 1)))
+    x = (rng.standard_normal(shape) * scale).astype(np.float32)
+    flat = x.reshape(-1)
+    if flat.size >= 16:
+        flat[rng.integers(0, flat.size, flat.size // 16)] = 0.0
+        flat[rng.integers(0, flat.size, flat.size // 32)] = -0.0
+    return x
+
+
+def special_rows(columns: int) -> np.ndarray:
+    """Rows that each reach one clause of the contract; FP32, shape (rows, columns)."""
+    rng = np.random.default_rng(7)
+    smooth = rng.standard_normal(columns).astype(np.float32)
+    tiny, largest = np.float32(2.0**-126), np.finfo(np.float32).max
+    rows = [np.zeros(columns), np.full(columns, -0.0), smooth]
+    for value in (np.nan, np.inf, -np.inf, largest, -largest, tiny, 2.0**-127, -(2.0**-149), 448.0, 480.0, 6.0, 7.5):
+        row = smooth.copy()
+        row[columns // 3] = value
+        rows.append(row)
+    rows += [smooth * tiny, smooth * np.float32(2.0**-120), np.full(columns, tiny), np.full(columns, largest)]
+    rows += [np.abs(smooth) + 10, -np.abs(smooth) - 10, np.full(columns, largest) * np.sign(smooth)]
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -2.5, 6.0], np.float32)
+    rows.append(np.resize(ties, columns))
+    return np.array(rows, np.float32)
+
+
+@pytest.fixture(params=RECIPES, ids=recipe_id)
+def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
+    return request.param
+
+
+def pytest_report_header() -> list[str]:
+    """Versions of everything whose bytes are compared."""
+
+    def found(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return f"{name} absent"
+
+    names = ("breccia-core", "numpy", "torch", "jax", "mlx", "ml_dtypes", "safetensors")
+    return ["breccia: " + ", ".join(found(n) for n in names)]

@@ -1,0 +1,130 @@
+"""Codecs of the generic algorithm against ml_dtypes, NumPy and the oracle: all codes, and more than 10^7 inputs each."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from breccia.codecs import BF16, CODECS, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, UINT4, Codec, Integer, Minifloat
+from breccia.ops import NUMPY
+from breccia.testing import oracle
+
+FOREIGN = {
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+    E2M1: ml_dtypes.float4_e2m1fn,
+    E8M0: ml_dtypes.float8_e8m0fnu,
+    F16: np.float16,
+    BF16: ml_dtypes.bfloat16,
+}
+SMALL = [c for c in CODECS if c.bits <= 8]
+
+
+def inputs(codec: Codec, chunk: int) -> np.ndarray:
+    """2^20 FP32 numbers: random bit patterns, numbers around the codec's range, its grid and midpoints with neighbours."""
+    rng = np.random.default_rng([chunk, codec.bits])
+    n = 1 << 20
+    if chunk % 3 == 0:
+        return rng.integers(0, 1 << 32, n, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    if chunk % 3 == 1:
+        low, high = (-126, 127) if codec in (BF16, E8M0) else (-30, math.log2(codec.max) + 2)
+        return (np.exp2(rng.uniform(low, high, n)) * rng.choice([-1, 1], n)).astype(np.float32)
+    if codec is E8M0:
+        grid = np.exp2(np.arange(-126, 128.0))
+    else:
+        grid = np.array([float(v) for v in oracle.ladder(codec)[0]])
+    middle = (grid[1:] + grid[:-1]) / 2
+    points = np.concatenate([grid, middle]).astype(np.float32)
+    points = np.concatenate([points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))])
+    return rng.choice(points, n)
+
+
+@pytest.mark.parametrize("codec", FOREIGN, ids=lambda c: c.name)
+def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> None:
+    """In range everything is equal. Beyond it, and for NaN, the contract's differences (spec, section 2) are applied to theirs."""
+    seen = 0
+    for chunk in range(11):
+        x = inputs(codec, chunk)
+        x = x[(np.abs(x) >= 2.0**-126) | (x == 0) | np.isnan(x)]  # smaller magnitudes count as zero here
+        if codec is E8M0:
+            x = np.abs(x)[np.abs(x) > 0]  # it has no sign and no zero
+        with np.errstate(all="ignore"):
+            theirs = x.astype(FOREIGN[codec]).view(np.uint16 if codec.bits == 16 else np.uint8).astype(np.int32)
+        ours = codec.encode(NUMPY, x)
+        sign = np.where(np.signbit(x), 1 << (codec.bits - 1), 0)
+        if isinstance(codec, Minifloat):
+            largest = next(c for c in range(1 << (codec.bits - 1)) if oracle.decode(codec, c) == codec.max)
+            theirs = np.where(np.isfinite(x) & (np.abs(x) > codec.max), largest | sign, theirs)
+            if codec.nan is not None:
+                theirs = np.where(np.isnan(x), codec.nan, theirs)
+                infinite = codec.nan if codec.inf is None else codec.inf | sign
+                theirs = np.where(np.isinf(x), infinite, theirs)
+            else:
+                keep = ~np.isnan(x)  # E2M1 has no NaN to write; casts never ask for one
+                ours, theirs = ours[keep], theirs[keep]
+        else:
+            theirs = np.where(np.isfinite(x) & (x > codec.max), 254, theirs)
+        np.testing.assert_array_equal(ours, theirs)
+        seen += x.size
+    assert seen >= 10**7
+
+
+@pytest.mark.parametrize("codec", [INT4, UINT4], ids=lambda c: c.name)
+def test_ten_million_inputs_encode_as_numpy_rounds_and_clips_them(codec: Integer) -> None:
+    """ml_dtypes wraps integers around; NumPy's rint and clip are the second road here."""
+    for chunk in range(10):
+        rng = np.random.default_rng(chunk)
+        x = (rng.uniform(-20, 20, 1 << 20) if chunk % 2 else rng.integers(-80, 80, 1 << 20) / 4).astype(np.float32)
+        expected = np.clip(np.rint(x), codec.low, codec.high).astype(np.int32) & 15
+        np.testing.assert_array_equal(codec.encode(NUMPY, x), expected)
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=lambda c: c.name)
+def test_every_code_decodes_to_the_oracles_value_and_encodes_back(codec: Codec) -> None:
+    codes = np.arange(1 << codec.bits, dtype=np.int32)
+    values = codec.decode(NUMPY, codes)
+    for code, value in zip(codes.tolist(), values, strict=True):
+        expected = oracle.decode(codec, code)
+        assert math.isnan(value) if math.isnan(expected) else value.tobytes() == np.float32(expected).tobytes()
+    finite = np.isfinite(values) & (np.abs(values) >= 2.0**-126) | (values == 0)
+    np.testing.assert_array_equal(codec.encode(NUMPY, values)[finite], codes[finite])
+
+
+@pytest.mark.parametrize("codec", [F16, BF16, F32], ids=lambda c: c.name)
+def test_stored_floats_read_back_exactly(codec: Codec) -> None:
+    rng = np.random.default_rng(0)
+    patterns = rng.integers(0, 1 << codec.bits, 4096, dtype=np.uint64).astype(f"u{codec.bits // 8}")
+    stored = NUMPY.store(NUMPY.load(patterns), NUMPY.storage(codec))
+    values = codec.read(NUMPY, stored)
+    expected = np.array([oracle.decode(codec, int(p)) for p in patterns], np.float64)
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(expected))
+    keep = ~np.isnan(expected)
+    np.testing.assert_array_equal(values[keep].astype(np.float64), expected[keep])
+
+
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, INT4, UINT4], ids=lambda c: c.name)
+def test_stochastic_encoding_equals_the_oracle_and_its_mean_is_unbiased(codec: Codec) -> None:
+    rng = np.random.default_rng(3)
+    x = np.repeat(rng.uniform(0 if codec is UINT4 else -5, 5, 6), 4096).astype(np.float32)
+    words = rng.integers(0, 1 << 32, x.size, dtype=np.uint64).astype(np.uint32)
+    codes = codec.encode(NUMPY, x, words.view(np.int32))
+    some = range(0, x.size, 37)
+    if isinstance(codec, Minifloat):
+        expected = [oracle.encode(codec, Fraction(float(x[i])), x[i] < 0, int(words[i])) for i in some]
+        assert codes[list(some)].tolist() == expected
+    values = codec.decode(NUMPY, codes).reshape(6, 4096).astype(np.float64)
+    low, high = values.min(1), values.max(1)
+    # The mean of n draws between two neighbours one step apart has standard deviation at most step / (2 sqrt n): six of them.
+    bound = 6 * np.maximum(high - low, 1e-12) / (2 * math.sqrt(4096))
+    assert (np.abs(values.mean(1) - x[::4096]) <= bound).all()
+
+
+def test_codecs_are_values_with_a_source() -> None:
+    for codec in CODECS:
+        assert codec.source and hash(codec) == hash(codec)
+        assert codec.max > 0
+    assert len({c.name for c in CODECS}) == len(CODECS)

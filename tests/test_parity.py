@@ -1,0 +1,135 @@
+"""Every framework writes and reads the same bytes as NumPy, eagerly and under jax.jit, through the generic algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import special_rows, wide
+
+import breccia
+from breccia.frameworks import ops_of
+
+X = np.concatenate([wide((29, 77), seed=30, exponents=60), special_rows(77)])
+
+#: Calls whose bytes are compared; each is (positional name, keyword options of `cast`).
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nearest": {},
+    "stochastic": {"rounding": "stochastic", "seed": 12345678901234},
+    "along rows": {"axis": -2},
+}
+
+
+def converter(framework: str) -> Callable[[np.ndarray], Any]:
+    module = pytest.importorskip({"torch": "torch", "jax": "jax.numpy", "mlx": "mlx.core"}[framework])
+    return {"torch": lambda m: m.from_numpy, "jax": lambda m: m.asarray, "mlx": lambda m: m.array}[framework](module)
+
+
+def stored(st: breccia.ScaledTensor) -> list[bytes | None]:
+    held = (st.data, st.scale, st.zero_point, st.global_scale)
+    return [None if p is None else np.ascontiguousarray(ops_of(p).to_numpy(p)).tobytes() for p in held]
+
+
+def values(y: Any) -> np.ndarray:
+    return np.ascontiguousarray(ops_of(y).to_numpy(y)).view(np.int32)
+
+
+def assert_equal_values(framework: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Equal bits, with NaN equal to NaN; XLA alone may return signed zeros for results below 2^-126 (spec, section 4)."""
+    a, b = ours & 0x7FFFFFFF, theirs & 0x7FFFFFFF
+    both_nan = (a > 0x7F800000) & (b > 0x7F800000)
+    if framework == "jax":
+        ours = np.where((a < 0x00800000) & (b == 0), theirs, ours)
+    np.testing.assert_array_equal(ours[~both_nan], theirs[~both_nan])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
+def test_bytes_and_values_equal_numpys(recipe: breccia.ScalingRecipe, framework: str, options: str) -> None:
+    convert = converter(framework)
+    expected = breccia.cast(X, recipe, **OPTIONS[options])
+    st = breccia.cast(convert(X), recipe, **OPTIONS[options])
+    assert st.framework == framework
+    assert (st.shape, st.layout, st.axis, st.tail) == (expected.shape, expected.layout, expected.axis, expected.tail)
+    assert stored(st) == stored(expected)
+    assert_equal_values(framework, values(breccia.dequantize(expected)), values(breccia.dequantize(st)))
+
+
+def test_bytes_under_jit_equal_numpys(recipe: breccia.ScalingRecipe) -> None:
+    jax = pytest.importorskip("jax")
+
+    def write(x: Any) -> tuple[Any, ...]:
+        st = breccia.cast(x, recipe)
+        return st.data, st.scale, st.zero_point, st.global_scale, breccia.dequantize(st)
+
+    *parts, back = jax.jit(write)(jax.numpy.asarray(X))
+    expected = breccia.cast(X, recipe)
+    assert [None if p is None else ops_of(p).to_numpy(p).tobytes() for p in parts] == stored(expected)
+    assert_equal_values("jax", values(breccia.dequantize(expected)), values(back))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_storage_is_the_frameworks_own_float8(framework: str) -> None:
+    convert = converter(framework)
+    st = breccia.cast(convert(X), breccia.MXFP8BlockScaling())
+    assert str(st.data_dtype).endswith("float8_e4m3fn") and str(st.scale_dtype).endswith("float8_e8m0fnu")
+    st = breccia.cast(convert(X), breccia.NVFP4BlockScaling())
+    assert str(st.data_dtype).endswith("uint8") and str(st.scale_dtype).endswith("float8_e4m3fn")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
+def test_half_precision_inputs_and_outputs_equal_numpys(framework: str) -> None:
+    import ml_dtypes
+
+    convert = converter(framework)
+    x = wide((6, 64), seed=31, exponents=4)
+    for name, dtype in (("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)):
+        narrow = convert(x)
+        narrow = ops_of(narrow).to_float(narrow, name)
+        st = breccia.cast(narrow, breccia.Float8BlockScaling())
+        assert stored(st) == stored(breccia.cast(x.astype(dtype), breccia.Float8BlockScaling()))
+        back = breccia.dequantize(st, out_dtype=name)
+        expected = breccia.dequantize(breccia.cast(x.astype(dtype), breccia.Float8BlockScaling())).astype(dtype)
+        assert ops_of(back).to_numpy(back).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
+def test_supplied_scales_and_histories_work_without_reading_back(framework: str) -> None:
+    convert = converter(framework)
+    history = breccia.AmaxHistory().update(convert(X[:4])).update(convert(X[:4] * 2))
+    expected = breccia.AmaxHistory().update(X[:4]).update(X[:4] * 2)
+    assert values(history.scale).tobytes() == values(expected.scale).tobytes()
+    st = breccia.cast(convert(X), history.recipe, scale=history.scale)
+    assert stored(st) == stored(breccia.cast(X, history.recipe, scale=expected.scale))
+
+
+def test_mixed_frameworks_are_refused_by_name() -> None:
+    torch = pytest.importorskip("torch")
+    st = breccia.cast(X, breccia.MXFP8BlockScaling())
+    with pytest.raises(breccia.UnsupportedError, match="a is a numpy array and b a torch array; move both"):
+        breccia.matmul(st, torch.ones(77, 3))
+    with pytest.raises(TypeError, match="data is a numpy array and scale a torch array"):
+        breccia.ScaledTensor(st.data, torch.ones(3), st.recipe, st.layout)
+    with pytest.raises(TypeError, match="x is a numpy array and scale a torch array"):
+        breccia.cast(X, breccia.Float8CurrentScaling(), scale=torch.tensor(1.0))
+
+
+def test_jax_cannot_raise_on_traced_values_and_says_so() -> None:
+    jax = pytest.importorskip("jax")
+    cast = jax.jit(lambda x: breccia.cast(x, breccia.MXFP8BlockScaling(), nonfinite="raise").data)
+    with pytest.raises(breccia.UnsupportedError, match="nonfinite='raise' reads values"):
+        cast(jax.numpy.ones((2, 32)))
+
+
+def test_jax_counters_are_64_bit() -> None:
+    """The index words beyond 2^32 elements, checked on the multiplication they are made of."""
+    pytest.importorskip("jax")
+    import jax.numpy as jnp
+    from breccia_jax.ops import _times
+
+    for value, n in ((0xFFFFFFFF, 0xFFFF), (0x123456789A, 77777), (2**40 + 12345, 2**20 + 3)):
+        low, high = (jnp.asarray(w, jnp.uint32) for w in (value & 0xFFFFFFFF, value >> 32))
+        got_low, got_high = _times(low, high, n)
+        assert (int(got_high) << 32 | int(got_low)) == value * n % 2**64

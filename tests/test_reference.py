@@ -1,0 +1,155 @@
+"""The generic algorithm writes and reads what the oracle says, byte for byte, on NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import RECIPES, recipe_id, special_rows, wide
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import breccia
+from breccia.codecs import Codec
+from breccia.kernels import reference
+from breccia.ops import NUMPY
+from breccia.testing import oracle
+
+
+def unpacked(codec: Codec, data: np.ndarray, length: int) -> np.ndarray:
+    """Codes, one per item, by shifting whole rows as one big integer: another road than `reference._unpack`."""
+    if codec.bits == 8:
+        return data.astype(np.uint32)
+    rows = data.reshape(-1, data.shape[-1])
+    mask = (1 << codec.bits) - 1
+    out = np.zeros((len(rows), length), np.uint32)
+    for i, row in enumerate(rows):
+        word = int.from_bytes(row.tobytes(), "little")
+        out[i] = [(word >> (codec.bits * j)) & mask for j in range(length)]
+    return out.reshape(*data.shape[:-1], length)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array).view(f"u{array.dtype.itemsize}").astype(np.uint32)
+
+
+def assert_written(scaled: breccia.ScaledTensor, expected: oracle.Written) -> None:
+    fmt = scaled.recipe.format
+    np.testing.assert_array_equal(bits(scaled.scale), expected.scale)
+    np.testing.assert_array_equal(unpacked(fmt.element, scaled.data, scaled.shape[-1]), expected.codes)
+    if expected.global_scale is not None:
+        assert int(bits(scaled.global_scale)) == expected.global_scale
+    if expected.zero_point is not None:
+        np.testing.assert_array_equal(scaled.zero_point, expected.zero_point)
+
+
+def assert_decoded(scaled: breccia.ScaledTensor, expected: oracle.Written) -> None:
+    ours, theirs = breccia.dequantize(scaled), oracle.dequantize(expected, scaled.recipe)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+    keep = ~np.isnan(theirs)
+    np.testing.assert_array_equal(ours.view("u4")[keep], theirs.view("u4")[keep])
+
+
+INPUTS = {
+    "ordinary": wide((6, 64), seed=1, exponents=2),
+    "wide": wide((12, 64), seed=2, exponents=100),
+    "specials": special_rows(32),
+    "ragged": wide((7, 37), seed=3),
+    "one column": wide((5, 1), seed=4),
+    "three axes": wide((2, 3, 20), seed=5),
+    "zeros": np.zeros((4, 48), np.float32),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_cast_and_dequantize_equal_the_oracle(recipe: breccia.ScalingRecipe, name: str) -> None:
+    x = INPUTS[name]
+    scaled, expected = breccia.cast(x, recipe), oracle.cast(x, recipe)
+    assert_written(scaled, expected)
+    assert_decoded(scaled, expected)
+
+
+def test_stochastic_cast_equals_the_oracle(recipe: breccia.ScalingRecipe) -> None:
+    x = np.concatenate([wide((5, 37), seed=6, exponents=30), special_rows(37)])
+    seed = 0xDEADBEEFCAFE1234
+    scaled = breccia.cast(x, recipe, rounding="stochastic", seed=seed)
+    assert_written(scaled, oracle.cast(x, recipe, rounding="stochastic", seed=seed))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.037, 2.0**-126, 3e38, 2.0**100])
+def test_a_supplied_scale_is_used_as_the_oracle_uses_it(scale: float) -> None:
+    x = special_rows(32)
+    for recipe in (breccia.DelayedScaling(), breccia.Float8CurrentScaling("E5M2"), breccia.NVFP4BlockScaling()):
+        scaled = breccia.cast(x, recipe, scale=scale)
+        expected = oracle.cast(x, recipe, scale=float(np.float32(scale)))
+        assert_written(scaled, expected)
+        assert_decoded(scaled, expected)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    x=hnp.arrays(
+        np.uint32, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=20), elements=st.integers(0, 2**32 - 1)
+    )
+)
+def test_any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: breccia.ScalingRecipe, x: np.ndarray) -> None:
+    values = x.view(np.float32)
+    scaled, expected = breccia.cast(values, recipe), oracle.cast(values, recipe)
+    assert_written(scaled, expected)
+    assert_decoded(scaled, expected)
+
+
+def every_decodable(recipe: breccia.ScalingRecipe) -> breccia.ScaledTensor:
+    """Every element code under many scale codes (all of them for 8-bit scales), foreign NaN and Inf codes included."""
+    fmt = recipe.format
+    codes = np.arange(1 << fmt.element.bits, dtype=np.int32)
+    if fmt.scale.codec.bits == 8:
+        scales = np.arange(256, dtype=np.uint8)
+    else:
+        rng = np.random.default_rng(0)
+        size = fmt.scale.codec.bits
+        patterns = rng.integers(0, 1 << size, 300, dtype=np.uint64).astype(f"u{size // 8}")
+        scales = NUMPY.store(NUMPY.load(patterns), NUMPY.storage(fmt.scale.codec))
+    k = fmt.scale.block[1] or len(codes)
+    rows = np.resize(codes, (len(scales), -(-len(codes) // k) * k))
+    data = reference._pack(NUMPY, rows, fmt.element)
+    stored = np.repeat(scales[:, None], rows.shape[1] // k, axis=1)
+    zero = np.resize(np.arange(16, dtype=np.uint8), stored.shape) if fmt.offset == "zero_point" else None
+    coarse = np.float32(0.0173) if fmt.global_scale is not None else None
+    return breccia.from_buffer(data, stored, recipe, recipe.layout, zero, coarse, shape=rows.shape)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.format.scale.block[0] == 1], ids=recipe_id)
+def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: breccia.ScalingRecipe) -> None:
+    scaled = every_decodable(recipe)
+    fmt = recipe.format
+    written = oracle.Written(
+        unpacked(fmt.element, scaled.data, scaled.shape[-1]),
+        bits(scaled.scale),
+        None if scaled.global_scale is None else int(bits(np.asarray(scaled.global_scale))),
+        scaled.zero_point,
+    )
+    assert_decoded(scaled, written)
+
+
+@pytest.mark.parametrize("sense", ["divisor", "amax"])
+def test_other_senses_of_a_scale_decode_as_the_oracle_decodes_them(sense: str) -> None:
+    from dataclasses import dataclass
+
+    from breccia.codecs import E2M1, E4M3, F32
+    from breccia.formats import TENSOR, Format, Level
+
+    @dataclass(frozen=True)
+    class Foreign(breccia.NVFP4BlockScaling):
+        @property
+        def format(self) -> Format:
+            return Format(E2M1, (Level(F32, TENSOR, sense), Level(E4M3, (1, 16))))
+
+    ours = breccia.cast(wide((4, 32), seed=8, exponents=3), breccia.NVFP4BlockScaling())
+    foreign = breccia.from_buffer(ours.data, ours.scale, Foreign(), ours.layout, global_scale=np.float32(733.7))
+    written = oracle.Written(unpacked(E2M1, ours.data, 32), bits(ours.scale), oracle.f32_bits(float(np.float32(733.7))))
+    assert_decoded(foreign, written)
+
+
+def test_recipe_ids_are_distinct() -> None:
+    assert len({recipe_id(r) for r in RECIPES}) == len(RECIPES)
