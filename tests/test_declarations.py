@@ -1,0 +1,220 @@
+"""Recipes, layouts, formats and codecs: fields, defaults, checks, JSON forms, and every message read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    INT4Scaling,
+    LayoutError,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerBlockK,
+    PerBlockMN,
+    PerChannel,
+    PerTensor,
+    RecipeError,
+)
+from breccia.codecs import E2M1, E4M3, E8M0, F32, INT4
+from breccia.formats import TENSOR, Format, Level
+from breccia.layouts import Layout
+from breccia.recipes import RECIPES
+from breccia.rules import EVEN, LINEAR
+
+#: Fields, order and defaults of the six recipes as their users know them; fields after the bar came later.
+FIELDS = {
+    "delayed": {"fp8_format": "E4M3", "amax_history_len": 16, "margin": 0},
+    "current": {"fp8_format": "E4M3"},
+    "block": {"fp8_format": "E4M3", "block_k": 128, "block_m": 1, "power_of_two_scale": False},
+    "mxfp8": {"fp8_format": "E4M3", "block_size": 32, "scale_rule": "rceil"},
+    "nvfp4": {"fp4_format": "E2M1", "block_size": 16, "scale_format": "E4M3", "two_level": True},
+    "int4": {"group_size": 128, "signed": True, "scale_dtype": "fp16", "symmetric": True},
+}
+
+
+@pytest.mark.parametrize("cls", RECIPES, ids=lambda c: c.name)
+def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.ScalingRecipe]) -> None:
+    recipe = cls()
+    fields = {f.name: f.default for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
+    assert list(fields.items()) == list(FIELDS[cls.name].items())
+    assert recipe.to_dict() == {"name": cls.name, "fields": FIELDS[cls.name]}
+    assert json.loads(recipe.to_json()) == recipe.to_dict()
+    assert breccia.recipe(cls.name) == recipe
+    assert breccia.ScalingRecipe.from_json(recipe.to_json()) == cls.from_json(recipe.to_json()) == recipe
+    assert hash(recipe) == hash(cls()) and pickle.loads(pickle.dumps(recipe)) == recipe
+    assert recipe.source
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.fp8_format = "E5M2"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedScaling("E3M4"), "fp8_format must be 'E4M3' or 'E5M2', got 'E3M4'"),
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len must be >= 1, got 0"),
+        (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len must be int, got 2.0"),  # type: ignore[arg-type]
+        (lambda: DelayedScaling(margin=127), r"margin must lie in -126..126 .* got 127"),
+        (lambda: DelayedScaling(margin=True), "margin must be int, got True"),
+        (lambda: Float8CurrentScaling("e4m3"), "fp8_format must be 'E4M3' or 'E5M2', got 'e4m3'"),
+        (lambda: Float8BlockScaling(block_k=0), "block_k must be > 0, got 0"),
+        (lambda: Float8BlockScaling(block_m=-1), "block_m must be > 0, got -1"),
+        (lambda: Float8BlockScaling(power_of_two_scale=1), "power_of_two_scale must be bool, got 1"),  # type: ignore[arg-type]
+        (lambda: MXFP8BlockScaling(block_size=16), "MXFP8 block_size is fixed at 32 by the OCP MX spec, got 16"),
+        (lambda: MXFP8BlockScaling(scale_rule="up"), "scale_rule must be one of rceil, floor, even; got 'up'"),
+        (lambda: NVFP4BlockScaling(fp4_format="E3M0"), "NVFP4 fp4_format is fixed at 'E2M1', got 'E3M0'"),
+        (lambda: NVFP4BlockScaling(block_size=32), "NVFP4 block_size is fixed at 16, got 32"),
+        (lambda: NVFP4BlockScaling(scale_format="E8M0"), "NVFP4 scale_format is fixed at 'E4M3', got 'E8M0'"),
+        (lambda: NVFP4BlockScaling(two_level=0), "two_level must be bool, got 0"),  # type: ignore[arg-type]
+        (lambda: INT4Scaling(group_size=0), "group_size must be > 0, got 0"),
+        (lambda: INT4Scaling(scale_dtype="fp8"), "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'fp8'"),
+        (lambda: INT4Scaling(symmetric=False), r"asymmetric INT4 \(symmetric=False\) requires signed=False.*got signed=True"),
+        (lambda: PerBlockK(0), "block_size must be > 0, got 0"),
+        (lambda: PerBlockMN(0, 4), "block_m must be > 0, got 0"),
+        (lambda: PerBlockMN(4, 0), "block_n must be > 0, got 0"),
+        (lambda: PerBlockK(ragged=1), "ragged must be bool, got 1"),  # type: ignore[arg-type]
+        (lambda: Level(F32, TENSOR, "inverse"), "sense is one of multiplier, divisor, amax; got 'inverse'"),
+        (lambda: Level(F32, (0, 1)), r"sides are >= 1, or None for all; got \(0, 1\)"),
+        (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
+        (lambda: Format(E4M3, (Level(F32, (1, 8)), Level(E8M0, (1, 4)))), r"coarse level spans the tensor.*got \(1, 8\)"),
+        (lambda: Format(E4M3, (Level(F32, TENSOR),), "shift"), "offset is one of none, zero_point, bias; got 'shift'"),
+        (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts integer codes; .* E2M1"),
+        (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: block, current"),
+        (lambda: breccia.recipe("block,blok_k=4"), r"recipe 'block' has no field 'blok_k'; did you mean 'block_k'\?"),
+        (lambda: breccia.recipe("block,128"), "fields are written name=value; got '128'"),
+        (lambda: breccia.recipe("int4,group_size=big"), "group_size must be int, got 'big'"),
+        (lambda: breccia.ScalingRecipe.from_json("[1]"), r"a recipe in JSON is .*name.*fields.*; got \[1\]"),
+        (lambda: breccia.ScalingRecipe.from_json("{"), "a recipe in JSON .* not JSON"),
+        (lambda: INT4Scaling.from_json(MXFP8BlockScaling().to_json()), "this is a recipe 'mxfp8', not 'int4'"),
+    ],
+)
+def test_a_value_a_declaration_cannot_have_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        make()
+    assert isinstance(caught.value, breccia.BrecciaError)
+
+
+def test_the_command_lines_spelling_of_a_recipe() -> None:
+    assert breccia.recipe("block, block_m=128, power_of_two_scale=true") == Float8BlockScaling(
+        block_m=128, power_of_two_scale=True
+    )
+    assert breccia.recipe("nvfp4,two_level=False") == NVFP4BlockScaling(two_level=False)
+    assert breccia.recipe("current,fp8_format=E5M2") == Float8CurrentScaling("E5M2")
+    assert breccia.recipe("int4", group_size=32) == INT4Scaling(group_size=32)
+
+
+def test_formats_say_their_capacity() -> None:
+    nvfp4 = NVFP4BlockScaling().format
+    assert nvfp4.global_scale is not None
+    assert (nvfp4.capacity(nvfp4.global_scale), nvfp4.capacity(nvfp4.scale)) == (2688.0, 6.0)
+    assert INT4Scaling().format.capacity(INT4Scaling().format.scale) == 7.0
+
+
+def test_a_recipes_layout_follows_from_its_block_unless_it_says_otherwise() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Row(breccia.ScalingRecipe):
+        @property
+        def format(self) -> Format:
+            return Format(INT4, (Level(F32, (1, None)),))
+
+    assert Row().layout == PerChannel()
+    assert Float8CurrentScaling().layout == PerTensor()
+    assert MXFP8BlockScaling().layout == PerBlockMN(1, 32)
+    assert NVFP4BlockScaling().layout == PerBlockMN(1, 16)
+    assert Float8BlockScaling().layout == PerBlockK(128)
+    assert Float8BlockScaling(block_m=128).layout == PerBlockMN(128, 128)
+    assert INT4Scaling().layout == PerBlockK(128)
+    x = np.random.default_rng(0).standard_normal((5, 9)).astype(np.float32)
+    st = breccia.cast(x, Row())
+    assert st.scale.shape == (5, 1)
+    assert np.abs(breccia.dequantize(st) - x).max() <= np.abs(x).max() / 14 * 1.001  # half a step of the largest row
+
+
+def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Odd(breccia.ScalingRecipe):
+        """Declares the default rule, which writes float scales, for E8M0."""
+
+        element: Any = E4M3
+        rule: Any = LINEAR
+
+        @property
+        def format(self) -> Format:
+            return Format(self.element, (Level(E8M0, (1, 4)),))
+
+        @property
+        def rules(self) -> tuple[Any, ...]:
+            return (self.rule,)
+
+    x = np.ones((2, 8), np.float32)
+    with pytest.raises(RecipeError, match="rule 'linear' writes float scales; E8M0 holds powers of two: use 'rceil'"):
+        breccia.cast(x, Odd())
+    with pytest.raises(RecipeError, match="rule 'even' rounds to the element's mantissa bits; INT4 has none"):
+        breccia.cast(x, Odd(INT4, EVEN))
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def scale(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "scale_shape", "axis"),
+    [
+        (PerTensor(), (4, 8), (), -1),
+        (PerTensor(), (3, 4, 8), (3,), -1),
+        (PerTensor(), (5,), (), -1),
+        (PerBlockK(4), (3, 8), (3, 2), -1),
+        (PerBlockK(4), (8, 3), (2, 3), -2),
+        (PerBlockK(4, ragged=True), (3, 9), (3, 3), -1),
+        (PerChannel(), (2, 3, 8), (2, 3, 1), -1),
+        (PerChannel(), (3, 8), (3,), -1),
+        (PerChannel(), (3, 8), (1, 8), -2),
+        (PerBlockMN(2, 4), (2, 6, 8), (2, 3, 2), -1),
+        (PerBlockMN(128, 128, ragged=True), (576, 7168), (5, 56), -1),
+    ],
+    ids=str,
+)
+def test_layouts_accept_the_shapes_they_stand_for(layout: Layout, shape: Any, scale_shape: Any, axis: int) -> None:
+    layout.validate(np.zeros(shape, np.uint8), scale(*scale_shape), axis=axis)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "scale_shape", "message"),
+    [
+        (PerTensor(), (4, 8), (1,), r"PerTensor requires a scalar scale \(ndim=0\).*got ndim=1 with shape=\(1,\); reshape"),
+        (PerBlockK(4), (8,), (2,), r"PerBlockK requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
+        (PerBlockK(4), (3, 9), (3, 3), r"data.shape\[-1\]=9 must be divisible by block_size=4; pass ragged=True"),
+        (PerBlockK(4, ragged=True), (3, 8), (3, 2), r"ragged=True, but shape \(3, 8\) divides into whole blocks"),
+        (PerBlockK(4), (3, 8), (3, 3), r"PerBlockK: scale.shape must be \(3, 2\), got \(3, 3\)"),
+        (PerChannel(), (3, 8), (8,), r"PerChannel: scale.shape must be one of \[\(3,\), \(3, 1\)\], got \(8,\)"),
+        (PerBlockMN(2, 4), (3, 8), (2, 2), r"data.shape\[-2\]=3 must be divisible by block_m=2"),
+        (PerBlockMN(2, 4), (4, 9), (2, 3), r"data.shape\[-1\]=9 must be divisible by block_n=4"),
+        (PerBlockMN(2, 4), (4, 8), (2, 3), r"PerBlockMN: scale.shape must be \(2, 2\), got \(2, 3\)"),
+    ],
+    ids=str,
+)
+def test_layouts_refuse_other_shapes_and_say_which_fit(layout: Layout, shape: Any, scale_shape: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        layout.validate(np.zeros(shape, np.uint8), scale(*scale_shape))
+
+
+def test_layouts_swap_with_their_axes_and_travel_as_json() -> None:
+    assert PerBlockMN(2, 4).mT == PerBlockMN(4, 2) and PerBlockK(4).mT == PerBlockK(4)
+    assert PerBlockMN(1, 16).oriented(-2) == PerBlockMN(16, 1)
+    assert PerBlockMN(1, 16).block(-1) == PerBlockMN(16, 1).block(-2) == (1, 16)
+    assert PerBlockK(4, ragged=True).to_dict() == {"name": "per_block_k", "fields": {"block_size": 4, "ragged": True}}
+    assert PerTensor().to_dict() == {"name": "per_tensor", "fields": {}}
+    with pytest.raises(LayoutError, match="PerBlockMN tiles the last two axes.*got -3"):
+        PerBlockMN(1, 4).validate(np.zeros((4, 2, 8), np.uint8), scale(4, 2, 2), axis=-3)

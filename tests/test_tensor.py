@@ -1,0 +1,284 @@
+"""ScaledTensor and the verbs at the door: what they hold, and how they refuse what contradicts itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wide
+
+import breccia
+from breccia import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    INT4Scaling,
+    LayoutError,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerBlockK,
+    PerBlockMN,
+    PerChannel,
+    PerTensor,
+    ScaledTensor,
+    ShapeError,
+    UnsupportedError,
+)
+
+DATA = np.zeros((4, 8), np.uint8)
+ONE = np.float32(1.0)
+
+
+def test_the_parts_of_a_tensor_are_the_callers_own_buffers() -> None:
+    st = ScaledTensor(data=DATA, scale=ONE, recipe=Float8CurrentScaling(), layout=PerTensor())
+    assert st.data is DATA and st.scale is ONE
+    assert (st.shape, st.ndim, st.axis, st.tail) == ((4, 8), 2, -1, 0)
+    assert (st.data_dtype, st.scale_dtype, st.framework, st.device) == (np.uint8, np.float32, "numpy", "cpu")
+    assert st.nbytes == 32 + 4
+    same = breccia.from_buffer(DATA, ONE, Float8CurrentScaling(), PerTensor())
+    assert same.data is DATA and same != st and hash(same) != hash(st)
+
+
+def test_repr_is_one_line() -> None:
+    st = breccia.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
+    assert repr(st) == (
+        "breccia.ScaledTensor(shape=(4, 64), data_dtype=uint8, scale_shape=(4, 2), recipe=MXFP8BlockScaling, layout=PerBlockMN)"
+    )
+    assert repr(st.mT).endswith("layout=PerBlockMN, axis=-2)")
+
+
+def test_a_tensor_is_frozen_and_travels_by_pickle_copy_and_replace() -> None:
+    st = breccia.cast(wide((3, 5), exponents=2), NVFP4BlockScaling())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        st.scale = ONE  # type: ignore[misc]
+    with pytest.raises((AttributeError, TypeError)):
+        st.other = 1  # type: ignore[attr-defined]
+    for other in (pickle.loads(pickle.dumps(st)), copy.deepcopy(st), dataclasses.replace(st), copy.copy(st)):
+        assert (other.shape, other.tail, other.recipe, other.layout) == ((3, 5), 1, st.recipe, st.layout)
+        assert breccia.dequantize(other).tobytes() == breccia.dequantize(st).tobytes()
+    halved = dataclasses.replace(st, global_scale=np.float32(st.global_scale / 2))
+    assert (breccia.dequantize(halved) == breccia.dequantize(st) / 2).all()
+
+
+def test_positive_axes_are_stored_negative() -> None:
+    st = ScaledTensor(DATA, np.ones((1, 8), np.float32), Float8BlockScaling(block_k=4), PerBlockK(4), axis=0)
+    assert st.axis == -2
+
+
+BLOCK = Float8BlockScaling(block_k=4)
+SCALE = np.ones((4, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (
+            ([1], ONE, Float8CurrentScaling(), PerTensor()),
+            TypeError,
+            "data must be array-like with .shape and .dtype, got list",
+        ),
+        ((DATA, 1.0, Float8CurrentScaling(), PerTensor()), TypeError, "scale must be array-like .* got float"),
+        ((np.uint8(0), ONE, Float8CurrentScaling(), PerTensor()), ValueError, "data must be at least 1-D, got 0-D"),
+        ((DATA, ONE, None, PerTensor()), ValueError, "recipe is required"),
+        ((DATA, ONE, Float8CurrentScaling(), None), ValueError, "layout is required"),
+        ((DATA, ONE, "current", PerTensor()), TypeError, "recipe must be a ScalingRecipe instance, got 'current'"),
+        ((DATA, ONE, Float8CurrentScaling(), "per_tensor"), TypeError, "layout must be a Layout instance, got 'per_tensor'"),
+        ((DATA, SCALE, Float8CurrentScaling(), PerTensor()), ValueError, r"PerTensor requires a scalar scale \(ndim=0\)"),
+        ((DATA, SCALE[:, :1], BLOCK, PerBlockK(4)), ValueError, r"scale.shape must be \(4, 2\), got \(4, 1\)"),
+        (
+            (DATA, SCALE, Float8BlockScaling(), PerBlockK(4)),
+            ValueError,
+            r"recipe 'block' scales blocks of \(1, 128\).*\(1, 4\)",
+        ),
+        (
+            (DATA.astype("f4"), ONE, Float8CurrentScaling(), PerTensor()),
+            TypeError,
+            "data must hold E4M3 as float8_e4m3fn or uint8",
+        ),
+        (
+            (DATA, SCALE.astype("u1"), BLOCK, PerBlockK(4)),
+            TypeError,
+            "scale must hold F32 as bfloat16 or float16 or float32; got",
+        ),
+        ((DATA, SCALE, MXFP8BlockScaling(), PerBlockMN(1, 4)), TypeError, "scale must hold E8M0 as float8_e8m0fnu or uint8"),
+        ((DATA, SCALE, BLOCK, PerBlockK(4), SCALE), ValueError, "has no zero_point; got one"),
+        ((DATA, SCALE, BLOCK, PerBlockK(4), None, ONE), ValueError, "has one scale level and no global_scale; got one"),
+        (
+            (DATA, SCALE, BLOCK, PerBlockK(4), None, None, -3),
+            ValueError,
+            "the contraction axis is one of the last two.*axis=-3",
+        ),
+        (
+            (DATA, SCALE, BLOCK, PerBlockK(4), None, None, -1, (4, 9)),
+            ValueError,
+            r"shape=\(4, 9\) needs data of shape \(4, 9\)",
+        ),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(arguments: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        ScaledTensor(*arguments)
+    assert isinstance(caught.value, breccia.BrecciaError)
+
+
+def test_two_level_and_zero_point_parts_are_checked() -> None:
+    packed, scales = np.zeros((4, 8), np.uint8), np.zeros((4, 1), np.uint8)
+    nvfp4 = NVFP4BlockScaling()
+    with pytest.raises(LayoutError, match=r"needs a global_scale; got none. Data without it is .*two_level=False"):
+        ScaledTensor(packed, scales, nvfp4, nvfp4.layout)
+    with pytest.raises(LayoutError, match=r"global_scale.shape must be \(\) or a prefix .* got \(1,\); reshape a \(1,\)"):
+        ScaledTensor(packed, scales, nvfp4, nvfp4.layout, global_scale=np.ones(1, np.float32))
+    with pytest.raises(UnsupportedError, match="global_scale must be float32, got float64"):
+        ScaledTensor(packed, scales, nvfp4, nvfp4.layout, global_scale=np.float64(1))
+    asymmetric = INT4Scaling(group_size=16, signed=False, symmetric=False)
+    with pytest.raises(LayoutError, match="needs a zero_point; got none"):
+        ScaledTensor(packed, scales.astype(np.float16), asymmetric, asymmetric.layout)
+    with pytest.raises(LayoutError, match=r"zero_point.shape \(\(4, 2\)\) must match scale.shape \(\(4, 1\)\)"):
+        ScaledTensor(packed, scales.astype(np.float16), asymmetric, asymmetric.layout, np.zeros((4, 2), np.uint8))
+
+
+def test_the_logical_shape_of_packed_data_is_checked_against_the_bytes() -> None:
+    recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
+    data, scales = np.zeros((2, 3), np.uint8), np.ones((2, 2), np.float32)
+    st = ScaledTensor(data, scales, recipe, PerBlockK(4, ragged=True), shape=(2, 5))
+    assert (st.shape, st.tail) == ((2, 5), 1)
+    with pytest.raises(LayoutError, match=r"shape=\(2, 7\) needs data of shape \(2, 4\) \(INT4, 4 bits per code"):
+        ScaledTensor(data, scales, recipe, PerBlockK(4, ragged=True), shape=(2, 7))
+
+
+def test_per_channel_scales_decode_in_both_of_their_shapes() -> None:
+    data = np.arange(32, dtype=np.uint8).reshape(4, 8)
+    rows = np.array([1, 2, 3, 4], np.float32)
+    tall = breccia.from_buffer(data, rows[:, None], Float8BlockScaling(), PerChannel())
+    flat = breccia.from_buffer(data, rows, Float8BlockScaling(), PerChannel())
+    expected = breccia.dequantize(breccia.from_buffer(data, ONE, Float8CurrentScaling(), PerTensor())) * rows[:, None]
+    for st in (tall, flat, tall.mT.mT, flat.mT.mT):
+        np.testing.assert_array_equal(breccia.dequantize(st), expected)
+    np.testing.assert_array_equal(breccia.dequantize(tall.mT), expected.T)
+    batched = breccia.from_buffer(np.stack([data, data]), rows, Float8BlockScaling(), PerChannel())
+    np.testing.assert_array_equal(breccia.dequantize(batched), np.stack([expected, expected]))
+
+
+def test_one_scale_per_expert_decodes_along_the_leading_axis() -> None:
+    x = wide((3, 4, 16), seed=1, exponents=2)
+    singles = [breccia.cast(x[e], NVFP4BlockScaling()) for e in range(3)]
+    stacked = breccia.from_buffer(
+        np.stack([s.data for s in singles]),
+        np.stack([s.scale for s in singles]),
+        NVFP4BlockScaling(),
+        singles[0].layout,
+        global_scale=np.stack([s.global_scale for s in singles]),
+    )
+    np.testing.assert_array_equal(breccia.dequantize(stacked), np.stack([breccia.dequantize(s) for s in singles]))
+    per_tensor = [breccia.cast(x[e], Float8CurrentScaling()) for e in range(3)]
+    stacked = breccia.from_buffer(
+        np.stack([s.data for s in per_tensor]), np.stack([s.scale for s in per_tensor]), Float8CurrentScaling(), PerTensor()
+    )
+    np.testing.assert_array_equal(breccia.dequantize(stacked), np.stack([breccia.dequantize(s) for s in per_tensor]))
+    np.testing.assert_array_equal(breccia.dequantize(stacked.mT), breccia.dequantize(stacked).swapaxes(-1, -2))
+
+
+def test_integer_and_float_zero_points_of_others_decode_alike() -> None:
+    recipe = INT4Scaling(group_size=16, signed=False, symmetric=False)
+    st = breccia.cast(wide((4, 32), seed=2, exponents=2) + 1, recipe)
+    for dtype in (np.int8, np.int32, np.float16, np.float32):
+        other = dataclasses.replace(st, zero_point=st.zero_point.astype(dtype))
+        assert breccia.dequantize(other).tobytes() == breccia.dequantize(st).tobytes()
+
+
+# ------------------------------------------------------------------------------------------------ the verbs refuse
+
+
+X = np.ones((4, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: breccia.cast(X.astype("f8"), BLOCK), TypeError, "cast takes float32, float16, bfloat16; got float64. Convert"),
+        (lambda: breccia.cast(X.astype("i4"), BLOCK), TypeError, "got int32"),
+        (lambda: breccia.cast(X.astype("c8"), BLOCK), TypeError, "got complex64"),
+        (lambda: breccia.cast([[1.0]], BLOCK), TypeError, r"x must be an array .*; got list. Convert it first: np.asarray"),
+        (lambda: breccia.cast(None, BLOCK), TypeError, "got NoneType"),
+        (lambda: breccia.cast(X, "nvfp4"), TypeError, r"got 'nvfp4'; pass breccia.NVFP4BlockScaling\(\)"),
+        (lambda: breccia.cast(X, "nvfp5"), ValueError, "no recipe 'nvfp5'; did you mean 'nvfp4'"),
+        (lambda: breccia.cast(X, MXFP8BlockScaling), TypeError, r"did you mean MXFP8BlockScaling\(\)\?"),
+        (lambda: breccia.cast(X[0], BLOCK), ValueError, r"Float8BlockScaling requires x.ndim >= 2, got 1 .*\(1, 32\)"),
+        (lambda: breccia.cast(X[0, 0], DelayedScaling()), ValueError, r"at least one axis; got a 0-D array"),
+        (lambda: breccia.cast(X, BLOCK, axis=-3), ValueError, "the contraction axis is one of the last two.*axis=-3"),
+        (lambda: breccia.cast(X, BLOCK, rounding="up"), ValueError, "rounding is one of nearest, stochastic; got 'up'"),
+        (lambda: breccia.cast(X, BLOCK, rounding="stochastic"), ValueError, "rounding='stochastic' needs a seed"),
+        (lambda: breccia.cast(X, BLOCK, seed=3), ValueError, "rounding='nearest' takes no seed; got seed=3"),
+        (
+            lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=-1),
+            ValueError,
+            r"seed must lie in 0 .. 2\*\*64 - 1; got -1",
+        ),
+        (lambda: breccia.cast(X, BLOCK, nonfinite="keep"), ValueError, "nonfinite is one of propagate, raise; got 'keep'"),
+        (lambda: breccia.cast(X * np.inf, BLOCK, nonfinite="raise"), ValueError, "x holds NaN or Inf"),
+        (lambda: breccia.cast(X, BLOCK, scale=ONE), ValueError, r"scale= must have shape \(4, 8\) .* got \(\)"),
+        (lambda: breccia.cast(X, DelayedScaling(), scale=SCALE), ValueError, r"scale= must have shape \(\)"),
+        (lambda: breccia.cast(X, BLOCK, out=breccia.cast(X, DelayedScaling())), ValueError, "out= is .*, but the cast gives"),
+        (lambda: breccia.dequantize(X), TypeError, "dequantize takes a ScaledTensor, got ndarray; quantize"),
+        (lambda: breccia.dequantize(breccia.cast(X, BLOCK), out_dtype="int8"), TypeError, "out_dtype is one of float32"),
+        (lambda: breccia.dequantize(breccia.cast(X, BLOCK), out=X[0]), ValueError, r"out= must have shape \(4, 32\)"),
+        (lambda: breccia.requantize(X, BLOCK), TypeError, "requantize takes a ScaledTensor"),
+        (
+            lambda: breccia.requantize(breccia.cast(X, BLOCK), None),
+            TypeError,
+            "recipe must be a ScalingRecipe instance, got None",
+        ),
+        (lambda: breccia.matmul(breccia.cast(X, BLOCK), X), ValueError, r"a.shape\[-1\]=32 != b.shape\[-2\]=4 .*w.mT"),
+        (lambda: breccia.matmul(X[0], X.T), ValueError, "at least two axes"),
+        (lambda: breccia.matmul(X.astype("f8"), X.T), TypeError, "matmul takes ScaledTensors and .*; a is float64"),
+        (lambda: breccia.matmul(X, X.T, out=X), ValueError, r"out= must have shape \(4, 4\)"),
+        (
+            lambda: breccia.cast_ste_clipped(X, BLOCK, 2.0, 1.0),
+            ValueError,
+            "clip_min must be less than clip_max; got 2.0 and 1.0",
+        ),
+        (lambda: breccia.cast_ste(X, BLOCK, sede=1), TypeError, "cast_ste has no option 'sede'; did you mean 'seed'"),
+        (lambda: breccia.AmaxHistory(BLOCK), TypeError, "AmaxHistory needs a DelayedScaling recipe"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_call_that_cannot_be_served_says_why_and_what_to_do(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert isinstance(caught.value, breccia.BrecciaError)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf, 2.0**-140])
+def test_a_supplied_scale_that_cannot_scale_shows_as_nan(bad: float) -> None:
+    st = breccia.cast(X, Float8CurrentScaling(), scale=bad)
+    assert np.isnan(st.scale) and np.isnan(breccia.dequantize(st)).all()
+    st = breccia.cast(X, NVFP4BlockScaling(), scale=bad)
+    assert np.isnan(breccia.dequantize(st)).all()
+
+
+def test_a_supplied_block_scale_keeps_the_orientation_of_the_tensor() -> None:
+    x = wide((32, 6), seed=3, exponents=2)
+    first = breccia.cast(x, Float8BlockScaling(block_k=16), axis=-2)
+    again = breccia.cast(x, Float8BlockScaling(block_k=16), axis=-2, scale=first.scale)
+    assert again.scale.tobytes() == first.scale.tobytes() and again.data.tobytes() == first.data.tobytes()
+    codes = breccia.cast(x, MXFP8BlockScaling(), axis=-2)
+    assert breccia.cast(x, MXFP8BlockScaling(), axis=-2, scale=codes.scale).data.tobytes() == codes.data.tobytes()
+
+
+def test_an_nan_under_a_supplied_scale_marks_integers_block_and_fp8s_element() -> None:
+    x = X.copy()
+    x[1, 3] = np.nan
+    st = breccia.cast(x, INT4Scaling(group_size=16), scale=np.full((4, 2), 0.5, np.float16))
+    assert np.isnan(st.scale).tolist() == [[False, False], [True, False], [False, False], [False, False]]
+    y = breccia.dequantize(breccia.cast(x, Float8CurrentScaling(), scale=0.5))
+    assert np.isnan(y).sum() == 1 and np.isnan(y[1, 3])
+
+
+def test_errors_carry_the_values_they_name() -> None:
+    with pytest.raises(ShapeError) as caught:
+        breccia.matmul(X, X)
+    assert caught.value.found == {"a": (4, 32), "b": (4, 32)}
+    assert pickle.loads(pickle.dumps(caught.value)).found == caught.value.found
