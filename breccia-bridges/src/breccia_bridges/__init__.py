@@ -1,0 +1,1 @@
+"""`breccia.bridges`: lossless ways to breccia's neighbours, and the converter. Imports nothing; see `plugin.py`."""

@@ -1,0 +1,398 @@
+"""The safetensors container: a header of JSON, then the bytes of every tensor, little-endian and without gaps.
+
+Our own reader, since stock NumPy loaders cannot read float8 tensors and copy what they read; our own writer, since there
+is none that takes one tensor at a time. The format: https://huggingface.co/docs/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import secrets
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as short
+from types import TracebackType
+from typing import Any, BinaryIO, NoReturn, Self
+
+import numpy as np
+
+from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError, suggestion
+
+Shape = tuple[int, ...]
+
+#: Largest header, in bytes, that stock readers accept (safetensors 0.8: "header too large" beyond it).
+MAX_HEADER = 100_000_000
+#: Most axes a NumPy 2 array can have.
+MAX_AXES = 64
+
+#: Every dtype of the format (safetensors 0.8): bits of one element, and the NumPy dtype `Container.array` shows it as.
+#: Where NumPy lacks the dtype that is the bit pattern's; elements of less than a byte come as bytes.
+DTYPES: dict[str, tuple[int, str]] = {
+    "BOOL": (8, "bool"),
+    "F4": (4, "uint8"),
+    "F6_E2M3": (6, "uint8"),
+    "F6_E3M2": (6, "uint8"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "uint8"),
+    "F8_E4M3": (8, "uint8"),
+    "F8_E8M0": (8, "uint8"),
+    "F8_E4M3FNUZ": (8, "uint8"),
+    "F8_E5M2FNUZ": (8, "uint8"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "uint16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
+}
+
+_FETCH = "Copy or download the file again."
+_REWRITE = "The program that wrote it has a fault: write it again with breccia.bridges.save_safetensors or safetensors."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its dtype's name in the format, its shape, and its bytes `start:stop` in the data section."""
+
+    dtype: str
+    shape: Shape
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def byte_count(dtype: str, shape: Shape) -> int:
+    """Bytes that a tensor of that dtype and shape takes.
+
+    Raises UnknownNameError for a dtype the format lacks, ShapeError for a shape that no tensor can have.
+    """
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UnknownNameError(f"no safetensors dtype {short(dtype)}{suggestion(str(dtype)[:16], list(DTYPES))}", dtype=dtype)
+    if not isinstance(shape, (list, tuple)) or any(type(n) is not int or n < 0 for n in shape):
+        raise ShapeError(f"a shape is a list of integers >= 0; got {short(shape)}.", shape=shape)
+    if len(shape) > MAX_AXES:
+        raise ShapeError(f"a tensor has at most {MAX_AXES} axes; got {len(shape)}.", shape=shape)
+    bits = DTYPES[dtype][0]
+    # NumPy refuses shapes whose nonzero extents alone overflow, so an empty tensor is held to the same limit.
+    if math.prod(n for n in shape if n) * bits // 8 > sys.maxsize:
+        raise ShapeError(f"shape {short(shape)} of {dtype} needs more than {sys.maxsize} bytes.", shape=shape)
+    size, rest = divmod(math.prod(shape) * bits, 8)
+    if rest:
+        raise ShapeError(f"shape {short(shape)} of {dtype} ({bits} bits each) does not fill whole bytes.", shape=shape)
+    return size
+
+
+class Container:
+    """A safetensors file, opened and checked; its tensors are mapped, and read from disk only where touched.
+
+    metadata: the file's `__metadata__`, strings by string.
+    entries: an `Entry` per tensor name, in the order the header lists them.
+
+    Raises CorruptFileError where the file breaks the format in any way, OSError (FileNotFoundError, ...) where it cannot
+    be opened, UnsupportedError on a big-endian host.
+    """
+
+    path: Path
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        _need_little_endian()
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = self._header_bytes(file, size)
+            self._data_start = 8 + len(header)
+            self.metadata, self.entries = self._parsed(header, size - self._data_start)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def array(self, name: str) -> np.ndarray:
+        """The tensor as a mapped, copy-on-write view: writing to it changes this process's pages, never the file.
+
+        BF16 comes as uint16 bit patterns, 8-bit floats as uint8, smaller floats as the flat uint8 bytes of the file.
+        Raises UnknownNameError where the file has no tensor of that name.
+        """
+        if name not in self.entries:
+            raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
+        entry = self.entries[name]
+        bits, dtype = DTYPES[entry.dtype]
+        shape = entry.shape if bits >= 8 else (entry.nbytes,)
+        return np.ndarray(shape, dtype, buffer=self._map, offset=self._data_start + entry.start)
+
+    # -- the header ---------------------------------------------------------------------------------------------
+
+    def _refuse(self, what: str, remedy: str, **found: Any) -> NoReturn:
+        raise CorruptFileError(f"{self.path}: {what} {remedy}", path=str(self.path), **found)
+
+    def _header_bytes(self, file: BinaryIO, size: int) -> bytes:
+        if size < 8:
+            self._refuse(f"{size} bytes long; a safetensors file starts with 8 bytes that give its header's length.", _FETCH)
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MAX_HEADER:
+            self._refuse(
+                f"its first 8 bytes say that the header is {length} bytes long; the limit is {MAX_HEADER}.",
+                "This is no safetensors file, or a damaged one: check its name, or fetch it again.",
+                length=length,
+            )
+        if length > size - 8:
+            self._refuse(
+                f"the header is said to be {length} bytes long, and {size - 8} bytes follow: the file is cut short.",
+                _FETCH,
+                length=length,
+            )
+        return file.read(length)
+
+    def _parsed(self, header: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
+        try:
+            text = header.decode("utf-8")
+        except UnicodeDecodeError as e:
+            self._refuse(f"the header is not UTF-8 (byte {header[e.start]:#04x} at position {e.start}).", _FETCH)
+        if not text.startswith("{"):
+            self._refuse(f"the header is a JSON object and starts with '{{'; found {short(text)}.", _FETCH)
+        try:
+            listed = json.loads(text, object_pairs_hook=self._object)
+        except (ValueError, RecursionError) as e:
+            if isinstance(e, CorruptFileError):
+                raise
+            self._refuse(f"the header is not JSON ({e}).", _FETCH)
+        metadata = self._metadata(listed.pop("__metadata__", {}))
+        entries = {name: self._entry(name, value, size) for name, value in listed.items()}
+        self._check_cover(entries, size)
+        return metadata, entries
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            self._refuse(f"the header has the key {short(twice)} twice in one object.", _REWRITE, key=twice)
+        return out
+
+    def _metadata(self, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            self._refuse(f"__metadata__ is an object of strings; found {short(value)}.", _REWRITE)
+        for key, item in value.items():
+            if not isinstance(item, str):
+                self._refuse(f"__metadata__ holds strings; {short(key)} is {short(item)}.", _REWRITE, key=key)
+        return value
+
+    def _entry(self, name: str, value: Any, size: int) -> Entry:
+        where = f"tensor {short(name)}"
+        if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+            self._refuse(f"{where} is an object with dtype, shape and data_offsets; found {short(value)}.", _REWRITE, name=name)
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        try:
+            expected = byte_count(dtype, shape)
+        except BrecciaError as e:
+            raise CorruptFileError(f"{self.path}: {where}: {e} {_REWRITE}", path=str(self.path), name=name) from e
+        if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in offsets):
+            self._refuse(f"{where}: data_offsets are two integers >= 0; found {short(offsets)}.", _REWRITE, name=name)
+        start, stop = offsets
+        if start > stop:
+            self._refuse(f"{where}: data_offsets end before they start; found {offsets}.", _REWRITE, name=name)
+        if stop > size:
+            self._refuse(
+                f"{where} ends at byte {stop} of the data, which are {size} bytes: the file is cut short.", _FETCH, name=name
+            )
+        if stop - start != expected:
+            self._refuse(
+                f"{where}: {dtype} of shape {short(shape)} is {expected} bytes; data_offsets {offsets} hold {stop - start}.",
+                _REWRITE,
+                name=name,
+            )
+        return Entry(dtype, tuple(shape), start, stop)
+
+    def _check_cover(self, entries: dict[str, Entry], size: int) -> None:
+        """Refuse overlaps, holes and trailing bytes, as all readers of the format do: hidden bytes are an attack."""
+        end, before = 0, ""
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start < end:
+                self._refuse(
+                    f"tensors {short(before)} and {short(name)} overlap (byte {entry.start} of the data is before {end}).",
+                    _REWRITE,
+                    name=name,
+                )
+            if entry.start > end:
+                self._refuse(f"bytes {end} to {entry.start} of the data belong to no tensor.", _REWRITE, start=end)
+            end, before = entry.stop, name
+        if end != size:
+            self._refuse(f"{size - end} bytes after the last tensor belong to none (it ends at {end} of {size}).", _FETCH)
+
+
+class Writer:
+    """Writes a safetensors file one tensor at a time, in any order, and shows it under its name only when it is whole.
+
+        with Writer(path, {"w": ("F32", (4, 8))}, {"made": "today"}) as w:
+            w.write("w", array)
+
+    tensors: (dtype, shape) by name, dtypes as in `DTYPES`; the header lists them in this order.
+    force: replace a file that exists; without it FileExistsError.
+
+    The bytes go to a temporary name in the same directory, which is renamed at the end. A process that has the old file
+    mapped keeps the old bytes. After an exception the temporary file is gone and the old one as it was.
+    Raises UnknownNameError, ShapeError or UnsupportedError for what cannot be declared.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[str, Shape]],
+        metadata: Mapping[str, str] | None = None,
+        force: bool = False,
+    ) -> None:
+        _need_little_endian()
+        self.path = Path(path)
+        self.entries = _arranged(tensors)
+        self._header = _header(self.entries, dict(metadata or {}))
+        self._force = force
+        self._refuse_existing()
+        self._written: set[str] = set()
+        self._file: BinaryIO | None = None
+        self._temporary = self.path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
+
+    def __enter__(self) -> Self:
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(f"cannot write {self.path}: there is no directory {self.path.parent}; create it first.")
+        self._file = open(self._temporary, "xb")  # closed by __exit__; the mode follows the umask
+        try:
+            self._file.write(self._header)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def write(self, name: str, data: np.ndarray | bytes | bytearray | memoryview) -> None:
+        """Write the bytes of one tensor: an array of any dtype, in C order, or anything with the buffer protocol.
+
+        Raises UnknownNameError for a name not declared, ShapeError where the byte count is not the declared one,
+        BrecciaError for a tensor written before, or outside the `with` block.
+        """
+        if self._file is None:
+            raise BrecciaError(f"{self.path}: tensors are written inside `with Writer(...) as w:`.", name=name)
+        if name not in self.entries:
+            raise UnknownNameError(f"{self.path}: no tensor {name!r} is declared{suggestion(name, list(self.entries))}")
+        if name in self._written:
+            raise BrecciaError(f"{self.path}: tensor {name!r} is written already; write each tensor once.", name=name)
+        entry, raw = self.entries[name], _raw(data)
+        if raw.nbytes != entry.nbytes:
+            raise ShapeError(
+                f"{self.path}: tensor {name!r} is declared {entry.dtype} of shape {entry.shape}, {entry.nbytes} bytes; got "
+                f"{raw.nbytes} bytes.",
+                name=name,
+                expected=entry.nbytes,
+                found=raw.nbytes,
+            )
+        self._file.seek(len(self._header) + entry.start)
+        self._file.write(raw)
+        self._written.add(name)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        file, self._file = self._file, None
+        assert file is not None
+        try:
+            if kind is None:
+                self._check_complete()
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+                self._refuse_existing()
+                os.replace(self._temporary, self.path)
+        finally:
+            try:
+                file.close()
+            finally:
+                self._temporary.unlink(missing_ok=True)
+
+    def _check_complete(self) -> None:
+        missing = [name for name in self.entries if name not in self._written]
+        if missing:
+            raise BrecciaError(
+                f"{self.path} is not written: {len(missing)} of {len(self.entries)} declared tensors were not given: "
+                f"{short(missing)}. Write each one, or declare fewer.",
+                missing=missing,
+            )
+
+    def _refuse_existing(self) -> None:
+        if self.path.is_dir():
+            raise IsADirectoryError(f"cannot write {self.path}: it is a directory; give the name of a file.")
+        if not self._force and os.path.lexists(self.path):
+            raise FileExistsError(f"{self.path} exists; choose another name, or replace it: force=True (--force).")
+
+
+def _need_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise UnsupportedError(
+            f"safetensors files are little-endian and this host is {sys.byteorder}-endian, for which breccia has no byte "
+            "swapping; read and write them on a little-endian host (x86-64, arm64)."
+        )
+
+
+def _arranged(tensors: Mapping[str, tuple[str, Shape]]) -> dict[str, Entry]:
+    """Entries in the given order, with offsets by descending element size, so that every tensor is aligned."""
+    for name in tensors:
+        check_text("a tensor's name", name)
+        if name == "__metadata__":
+            raise UnsupportedError("'__metadata__' is the format's own key; give the tensor another name.", name=name)
+    sizes: dict[str, int] = {}
+    for name, (dtype, shape) in tensors.items():
+        try:
+            sizes[name] = byte_count(dtype, shape)
+        except (UnknownNameError, ShapeError) as e:
+            raise type(e)(f"tensor {name!r}: {e}", **{**e.found, "name": name}) from None
+    at: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: -DTYPES[tensors[name][0]][0]):
+        at[name], end = end, end + sizes[name]
+    return {name: Entry(dtype, tuple(shape), at[name], at[name] + sizes[name]) for name, (dtype, shape) in tensors.items()}
+
+
+def _header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
+    """The header with its length in front, padded with spaces so that the data start at a multiple of 8."""
+    for key, value in metadata.items():
+        check_text("a metadata key", key)
+        check_text(f"metadata {key!r}", value)
+    listed: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    for name, e in entries.items():
+        listed[name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.start, e.stop)}
+    text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise UnsupportedError(
+            f"the header would be {len(text)} bytes long; readers accept {MAX_HEADER}. Write fewer tensors or less metadata "
+            "per file.",
+            length=len(text),
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def check_text(what: str, value: Any) -> None:
+    """Raise UnsupportedError unless `value` is a str that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise UnsupportedError(f"{what} must be a str, got {short(value)} ({type(value).__name__}); use str(...).", found=value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise UnsupportedError(f"{what} must be valid Unicode text; {short(value)} has a lone surrogate.", found=value) from e
+
+
+def _raw(data: Any) -> memoryview:
+    """The bytes of an array or buffer, little-endian in C order; a view wherever they lie so already."""
+    if not isinstance(data, np.ndarray):
+        return memoryview(data).cast("B")
+    little = data.astype(data.dtype.newbyteorder("<")) if data.dtype.byteorder == ">" else data
+    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data

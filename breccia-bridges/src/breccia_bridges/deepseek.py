@@ -1,0 +1,107 @@
+"""DeepSeek-V3 buffers: E4M3 codes and the FP32 `weight_scale_inv`, which multiplies in spite of its name.
+
+Activations have one scale per 1 x 128 elements, weights one per 128 x 128 tile with ragged edges (576 x 7168 has 5 x 56).
+Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.3.2, and `weight_dequant` of its inference code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from breccia.codecs import E8M0
+from breccia.errors import DialectError
+from breccia.frameworks import dtype_name, ops_of
+from breccia.layouts import Shape
+from breccia.ops import Array
+from breccia.recipes import Float8BlockScaling
+from breccia.tensor import ScaledTensor
+
+#: Rows of a scale tile of the checkpoints' weights.
+TILE_M = 128
+
+
+def from_deepseek_v3(
+    data: Array, scale: Array, *, block_k: int = 128, fp8_format: str = "E4M3", block_m: int | None = None
+) -> ScaledTensor:
+    """Wrap FP8 codes and their `weight_scale_inv`; nothing is copied.
+
+    data: (..., M, K) codes, uint8 or the framework's float8 dtype.
+    scale: FP32, (..., M, ceil(K / block_k)) for scales per row, (..., ceil(M / 128), ceil(K / block_k)) for scales per tile.
+        Power-of-two scales in E8M0 (uint8 or float8_e8m0fnu, "ue8m0" in V3.1) are widened to FP32, exactly; that one
+        array is new.
+    block_m: rows per scale. By default the scale's shape tells, and where both forms fit (M <= 1, where they mean the same
+        numbers) it is 1; give 1, or 128, to demand that form.
+
+    Raises DialectError where the buffers are not of that convention.
+    """
+    shape = tuple(data.shape)
+    if len(shape) < 2:
+        raise DialectError(f"DeepSeek-V3 data is (..., M, K); got shape {shape}. Reshape a vector to (1, K).", shape=shape)
+    recipes = [Float8BlockScaling(fp8_format, block_k, rows) for rows in ((1, TILE_M) if block_m is None else (block_m,))]
+    _check_codes(data, recipes[0])
+    layouts = [recipe.layout.fitted(shape) for recipe in recipes]
+    expected = [layout.scale_shapes(shape)[0] for layout in layouts]
+    found = tuple(scale.shape)
+    if found not in expected:
+        forms = " or ".join(f"{e} (one per {r.block_m} x {block_k})" for e, r in zip(expected, recipes, strict=True))
+        raise DialectError(
+            f"data of shape {shape} needs scales of shape {forms}; got {found}. Give block_m= and block_k= as in the "
+            "checkpoint's weight_block_size, and the tensor unsharded, not transposed.",
+            expected=tuple(expected),
+            found=found,
+        )
+    which = expected.index(found)
+    recipe, layout = recipes[which], layouts[which]
+    match dtype_name(scale):
+        case "float32":
+            return ScaledTensor(data, scale, recipe, layout)
+        case "uint8" | "float8_e8m0fnu":
+            recipe = Float8BlockScaling(fp8_format, block_k, recipe.block_m, power_of_two_scale=True)
+            return ScaledTensor(data, E8M0.read(ops_of(scale, "scale"), scale), recipe, layout)
+        case other:
+            raise DialectError(
+                f"weight_scale_inv is float32, or E8M0 as uint8 or float8_e8m0fnu; got {other}. Scales of another dtype were "
+                "rounded on their way: load the checkpoint's own, without a torch_dtype.",
+                found=other,
+            )
+
+
+def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
+    """`(data, scale)` of a block-scaled FP8 tensor: the very buffers, for `weight` and `weight_scale_inv`.
+
+    Raises DialectError for any other recipe, blocks along another axis than the last, or scales that are not FP32.
+    """
+    target = "breccia.Float8BlockScaling(block_m=128)"
+    if not isinstance(scaled.recipe, Float8BlockScaling):
+        raise DialectError(
+            f"DeepSeek-V3 holds tensors of recipe 'block'; this one is {scaled.recipe.name!r}. Convert it first: "
+            f"breccia.requantize(scaled, {target}) for a weight, block_m=1 for activations.",
+            recipe=scaled.recipe,
+        )
+    if scaled.axis != -1:
+        raise DialectError(
+            f"DeepSeek-V3 has its blocks along the last axis; this tensor along axis {scaled.axis}. Pass its .mT.",
+            axis=scaled.axis,
+        )
+    expected: Shape = scaled.recipe.layout.fitted(scaled.shape).scale_shapes(scaled.shape)[0]
+    found = dtype_name(scaled.scale)
+    if scaled.zero_point is not None or found != "float32" or tuple(scaled.scale.shape) != expected:
+        extra = "" if scaled.zero_point is None else " and a zero-point"
+        raise DialectError(
+            f"DeepSeek-V3 has float32 scales of shape {expected} and no zero-point for this tensor; it has {found} scales of "
+            f"shape {tuple(scaled.scale.shape)}{extra}. Quantize its values anew: "
+            f"breccia.cast(breccia.dequantize(scaled), {target}).",
+            found=found,
+        )
+    return scaled.data, scaled.scale
+
+
+def _check_codes(data: Array, recipe: Float8BlockScaling) -> None:
+    element = recipe.format.element
+    found = dtype_name(data)
+    if found not in ("uint8", element.dtype):
+        raise DialectError(
+            f"fp8_format={recipe.fp8_format!r} means codes in uint8 or {element.dtype}; got {found}. Codes of another dtype "
+            "stand for other numbers: give the fp8_format they have, or quantize values with breccia.cast.",
+            found=found,
+        )

@@ -1,0 +1,31 @@
+"""Everything breccia-bridges adds to breccia: one line per bridge and command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from breccia import Bridge, Command, hookimpl
+
+api = 1
+
+
+@hookimpl
+def breccia_bridges() -> Iterable[Bridge]:
+    safetensors = "breccia_bridges.safetensors"
+    deepseek = "breccia_bridges.deepseek"
+    return [
+        Bridge("save_safetensors", f"{safetensors}:save_safetensors"),
+        Bridge("load_safetensors", f"{safetensors}:load_safetensors"),
+        Bridge("from_deepseek_v3", f"{deepseek}:from_deepseek_v3"),
+        Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
+    ]
+
+
+@hookimpl
+def breccia_cli() -> Iterable[Command]:
+    return [
+        Command(
+            "convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a sharded folder."
+        ),
+        Command("inspect", "breccia_bridges.commands:inspect", "Show what a checkpoint holds, from its headers alone."),
+    ]

@@ -1,0 +1,469 @@
+"""Scaled tensors in safetensors files, beside plain ones, such that every stock reader opens the file.
+
+On disk a scaled tensor `w` is `w.data`, `w.scale`, and `w.zero_point`, `w.global_scale` where its recipe has them. Codes and
+8-bit scales are U8, other scales F32, F16 or BF16. What the bytes mean is JSON in the file's metadata under `w.config`,
+beside `schema` and `breccia_version`. Files of breccia 0.1 (no `schema`; 4-bit codes one per byte) are read as well.
+
+The streaming way, for tensors that do not exist yet: `plan` each, `open_writer`, then `write_tensor` one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+import numpy as np
+
+from breccia import __version__, targets
+from breccia.codecs import Codec
+from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnsupportedError
+from breccia.formats import TENSOR
+from breccia.frameworks import dtype_name, ops_of
+from breccia.layouts import Layout
+from breccia.ops import Array, Ops
+from breccia.recipes import ScalingRecipe
+from breccia.registry import registry
+from breccia.tensor import ScaledTensor, packed_length, packing
+
+from .container import DTYPES, Container, Shape, Writer, check_text
+
+#: The layout of files this version writes and reads, as their metadata name it.
+SCHEMA = "1"
+PARTS = ("data", "scale", "zero_point", "global_scale")
+_OURS = ("schema", "breccia_version")
+
+#: File dtypes NumPy has no dtype for, by the name that torch, JAX and ml_dtypes share.
+_FOREIGN = {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "bfloat16": "BF16",
+}
+_DTYPE_NAMES = {file: name for name, file in _FOREIGN.items()}
+_FILE_DTYPES = {numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in _DTYPE_NAMES} | _FOREIGN
+
+#: What a file declares for one name: its entries as (dtype, shape), and its config if it is a scaled tensor.
+Described = tuple[dict[str, tuple[str, Shape]], "Config | None"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `{name}.config` says of a scaled tensor.
+
+    shape: the logical shape; None in files of breccia 0.1, where it is that of the data.
+    scale_dtype: name of the codec scales are really stored in. It differs from the recipe's where a float scale was kept
+        as it came; empty in files of breccia 0.1, where the entry tells.
+    """
+
+    recipe: ScalingRecipe
+    layout: Layout
+    axis: int
+    shape: Shape | None
+    scale_dtype: str
+
+    def to_json(self) -> str:
+        """The text stored under `{name}.config`."""
+        listed = {
+            "recipe": self.recipe.to_dict(),
+            "layout": self.layout.to_dict(),
+            "axis": self.axis,
+            "shape": self.shape,
+            "dtypes": {"data": self.recipe.format.element.name, "scale": self.scale_dtype},
+        }
+        return json.dumps(listed, sort_keys=True, separators=(",", ":"))
+
+
+# ------------------------------------------------------------------------------------------------ describing
+
+
+def describe(name: str, tensor: ScaledTensor | Array) -> Described:
+    """What a file declares for `tensor` under `name`, without reading its values."""
+    if not isinstance(tensor, ScaledTensor):
+        return {name: (_plain_dtype(name, tensor), tuple(tensor.shape))}, None
+    scale = _scale_dtype(name, tensor)
+    codec = tensor.recipe.format.scale.codec
+    config = Config(tensor.recipe, tensor.layout, tensor.axis, tensor.shape, codec.name if codec.bits <= 8 else scale)
+    dtypes = {"data": "U8", "scale": scale}
+    entries = {
+        f"{name}.{part}": (dtypes.get(part) or _plain_dtype(f"{name}.{part}", array), tuple(array.shape))
+        for part, array in _parts(tensor).items()
+    }
+    return entries, config
+
+
+def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
+    """What `describe(name, cast(x, recipe))` will be for any `x` of that shape, blocks along the last axis.
+
+    Raises ShapeError where the recipe needs more axes.
+    """
+    fmt = recipe.format
+    needed = 1 if recipe.layout.block() == TENSOR else 2
+    if len(shape) < needed:
+        raise ShapeError(
+            f"tensor {name!r}: recipe {recipe.name!r} needs at least {needed} axes, shape {shape} has {len(shape)}; keep it as "
+            "it is, or reshape it.",
+            shape=shape,
+        )
+    layout = recipe.layout.fitted(shape)
+    scale_shape = layout.scale_shapes(shape)[0]
+    codec = fmt.scale.codec
+    scale = "U8" if codec.bits <= 8 else codec.name
+    entries: dict[str, tuple[str, Shape]] = {
+        f"{name}.data": ("U8", (*shape[:-1], packed_length(fmt.element, shape[-1]))),
+        f"{name}.scale": (scale, scale_shape),
+    }
+    if fmt.offset != "none":
+        entries[f"{name}.zero_point"] = ("U8" if fmt.offset == "zero_point" else scale, scale_shape)
+    if fmt.global_scale is not None:
+        entries[f"{name}.global_scale"] = (fmt.global_scale.codec.name, ())
+    return entries, Config(recipe, layout, -1, tuple(shape), codec.name)
+
+
+def planned_entries(name: str, shape: Shape, recipe: ScalingRecipe) -> dict[str, tuple[str, Shape]]:
+    """The entries, (dtype, shape) by name, that a tensor of logical `shape` will take once cast to `recipe`."""
+    return plan(name, shape, recipe)[0]
+
+
+def _parts(st: ScaledTensor) -> dict[str, Array]:
+    parts = {part: getattr(st, part) for part in PARTS}
+    return {part: array for part, array in parts.items() if array is not None}
+
+
+def _scale_dtype(name: str, st: ScaledTensor) -> str:
+    codec = st.recipe.format.scale.codec
+    if codec.bits <= 8:
+        return "U8"
+    if codec.name == "BF16" and dtype_name(st.scale) == "uint16":  # its bit pattern
+        return "BF16"
+    return _plain_dtype(f"{name}.scale", st.scale)
+
+
+def _plain_dtype(name: str, array: Array) -> str:
+    ops_of(array, f"tensor {name!r}")
+    found = dtype_name(array)
+    if found not in _FILE_DTYPES:
+        raise UnsupportedError(
+            f"tensor {name!r}: safetensors has no dtype for {found}; it has {', '.join(_FILE_DTYPES)}. Convert it, or view it "
+            "as bytes.",
+            name=name,
+            dtype=found,
+        )
+    return _FILE_DTYPES[found]
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def save_safetensors(
+    tensors: Mapping[str, ScaledTensor | Array],
+    path: str | os.PathLike[str],
+    extra_metadata: Mapping[str, str] | None = None,
+    *,
+    force: bool = True,
+) -> None:
+    """Write scaled tensors and plain arrays, of any installed framework, to a safetensors file.
+
+    extra_metadata: further entries of the file's metadata, str to str; keys that end in ".config" are breccia's own.
+    force: an existing file is replaced, all at once at the end; `force=False` raises FileExistsError instead.
+
+    Raises UnsupportedError for names or metadata that are no text, or collide, and for dtypes the format lacks.
+    """
+    described = {name: describe(name, tensor) for name, tensor in tensors.items()}
+    with open_writer(path, described, extra_metadata, force=force) as writer:
+        for name, tensor in tensors.items():
+            write_tensor(writer, name, tensor)
+
+
+def open_writer(
+    path: str | os.PathLike[str],
+    described: Mapping[str, Described],
+    extra_metadata: Mapping[str, str] | None = None,
+    *,
+    force: bool = True,
+) -> Writer:
+    """The writer of a file that holds what `describe` or `plan` said, by name; see `save_safetensors`.
+
+    A plain tensor is described as `({name: (dtype, shape)}, None)`.
+    """
+    for name in described:
+        check_text("a tensor's name", name)
+    configs = {name: config for name, (_, config) in described.items() if config is not None}
+    owners = _owners(configs)
+    entries: dict[str, tuple[str, Shape]] = {}
+    for name, (own, config) in described.items():
+        if config is None and name in owners:
+            raise UnsupportedError(
+                f"the names {name!r} and {owners[name]!r} collide: a scaled tensor takes its name with "
+                f"{', '.join(f'.{part}' for part in PARTS)} in the file. Rename one.",
+                name=name,
+            )
+        entries |= own
+    return Writer(path, entries, _metadata(configs, extra_metadata or {}), force)
+
+
+def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
+    """Write a tensor declared to `open_writer`: all parts of a scaled one, or a plain array, from any framework."""
+    if isinstance(tensor, ScaledTensor):
+        for part, array in _parts(tensor).items():
+            writer.write(f"{name}.{part}", _flat(array))
+    else:
+        writer.write(name, _flat(tensor))
+
+
+def _flat(array: Array) -> np.ndarray:
+    """Its items in C order on one axis; flat first, since frameworks show foreign dtypes' bit patterns only of those."""
+    ops = ops_of(array)
+    return ops.to_numpy(ops.reshape(array, (math.prod(array.shape),)))
+
+
+def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[str, str]:
+    for key in extra:
+        if key in _OURS or (isinstance(key, str) and key.endswith(".config")):
+            raise UnsupportedError(
+                f"extra_metadata key {key!r} collides with breccia's own: {', '.join(_OURS)} and all that end in '.config'. "
+                "Rename it.",
+                key=key,
+            )
+    ours = {"schema": SCHEMA, "breccia_version": __version__}
+    return {**ours, **{f"{name}.config": config.to_json() for name, config in configs.items()}, **extra}
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+def load_safetensors(
+    path: str | os.PathLike[str], *, framework: str = "numpy", device: Any = None
+) -> dict[str, ScaledTensor | Array]:
+    """Scaled tensors and plain arrays of a safetensors file, by name, in the order of its header.
+
+    framework: whose arrays; "numpy" maps the file and reads only what is touched (copy-on-write: the file never changes).
+    device: where that framework is to put them, in its own spelling.
+
+    Any safetensors file loads; without configs of ours it holds plain arrays only. Plain BF16 and float8 arrays need
+    ml_dtypes on NumPy; MLX, which has no float8, shows those as uint8.
+
+    Raises CorruptFileError where the file, or a config in it, contradicts itself; UnknownNameError for a framework no plug-in
+    declares; UnsupportedError where the framework lacks a plain array's dtype.
+    """
+    target = _Target.of(framework, device)
+    container = Container(path)
+    configs = read_configs(container)
+    owners = _owners(configs)
+    out: dict[str, ScaledTensor | Array] = {}
+    for entry in container.entries:
+        if entry not in owners:
+            out[entry] = target.plain(container, entry)
+        elif owners[entry] not in out:
+            out[owners[entry]] = _scaled(container, owners[entry], configs[owners[entry]], target)
+    return out
+
+
+def read_configs(container: Container) -> dict[str, Config]:
+    """The configs of a file's scaled tensors, by name. Raises CorruptFileError naming the file and the tensor."""
+    metadata, entries = container.metadata, container.entries
+    names = [key.removesuffix(".config") for key in metadata if key.endswith(".config")]
+    schema = metadata.get("schema")
+    if schema is None:  # breccia 0.1, or a stranger, to whom such keys may mean anything
+        names = [name for name in names if f"{name}.data" in entries or f"{name}.scale" in entries]
+    elif schema != SCHEMA and (names or "breccia_version" in metadata):
+        raise CorruptFileError(
+            f"{container.path}: the file has schema {short(schema)}; breccia {__version__} reads {SCHEMA!r} and the files of "
+            f"breccia 0.1. It was written by breccia {short(metadata.get('breccia_version'))}: upgrade breccia-bridges.",
+            path=str(container.path),
+            schema=schema,
+        )
+    configs: dict[str, Config] = {}
+    owners = _owners(names)
+    for name in names:
+        with _blaming(container, name):
+            if name in entries and name not in owners:
+                raise CorruptFileError("the file holds a scaled and a plain tensor of this name.")
+            configs[name] = read_config(metadata[f"{name}.config"], schema=schema)
+            _check_entries(container, name, configs[name])
+    return configs
+
+
+def _owners(names: Iterable[str]) -> dict[str, str]:
+    """The scaled tensor each entry belongs to, or would, by the entry's name."""
+    return {f"{name}.{part}": name for name in names for part in PARTS}
+
+
+@contextmanager
+def _blaming(container: Container, name: str) -> Generator[None]:
+    """Turns any error of ours into CorruptFileError that names the file and the tensor."""
+    try:
+        yield
+    except BrecciaError as e:
+        raise CorruptFileError(f"{container.path}: tensor {name!r}: {e}", path=str(container.path), name=name) from e
+
+
+def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
+    """The config in the text of a `{name}.config`; `schema` None for breccia 0.1. Raises CorruptFileError."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise CorruptFileError(f"its config is not JSON ({e}).") from e
+    keys = ["recipe", "layout"] if schema is None else ["recipe", "layout", "axis", "shape", "dtypes"]
+    if not isinstance(listed, dict) or not set(keys) <= listed.keys():
+        raise CorruptFileError(f"its config is an object with {', '.join(keys)}; found {short(listed)}.")
+    layout = _declared("breccia_layouts", "layout", listed["layout"])
+    if schema is None:
+        # breccia 0.1 knew no second level, which is the default now.
+        recipe = _declared("breccia_recipes", "recipe", listed["recipe"], nvfp4={"two_level": False})
+        return Config(recipe, layout, -1, None, "")
+    recipe = _declared("breccia_recipes", "recipe", listed["recipe"])
+    axis, shape, dtypes = listed["axis"], listed["shape"], listed["dtypes"]
+    if type(axis) is not int or axis not in (-1, -2):
+        raise CorruptFileError(f"its axis is -1 or -2; found {short(axis)}.")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise CorruptFileError(f"its shape is a list of integers >= 0; found {short(shape)}.")
+    fmt = recipe.format
+    codec = fmt.scale.codec
+    allowed = [codec.name] if codec.bits <= 8 else ["F32", "F16", "BF16"]
+    if not isinstance(dtypes, dict) or dtypes.get("data") != fmt.element.name or dtypes.get("scale") not in allowed:
+        raise CorruptFileError(
+            f"recipe {recipe.name!r} has dtypes data {fmt.element.name}, scale {' or '.join(allowed)}; its config says "
+            f"{short(dtypes)}."
+        )
+    return Config(recipe, layout, axis, tuple(shape), dtypes["scale"])
+
+
+def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> Any:
+    """The recipe or layout that a config's `{"name": ..., "fields": ...}` means; `defaults` are fields by that name."""
+    match value:
+        case {"name": str(name), "fields": dict(fields)}:
+            pass
+        case _:
+            raise CorruptFileError(f"its {what} is an object with a name and fields; found {short(value)}.")
+    try:
+        return registry().look_up(hook, name, what).with_fields({**defaults.get(name, {}), **fields})
+    except Exception as e:  # of whatever kind: a recipe's own checks meet values that no caller would pass
+        raise CorruptFileError(f"its {what} cannot be read: {e}") from e
+
+
+def _check_entries(container: Container, name: str, config: Config) -> None:
+    """Refuse missing parts and dtypes that are not the recipe's; shapes are for ScaledTensor to check."""
+    entries, fmt = container.entries, config.recipe.format
+    for part, codec in (("data", fmt.element), ("scale", fmt.scale.codec)):
+        if f"{name}.{part}" not in entries:
+            raise CorruptFileError(f"it has a config, and the file has no {name}.{part}; the file is incomplete.")
+        found = entries[f"{name}.{part}"].dtype
+        if codec.bits <= 8:
+            allowed = ["U8", *([_FOREIGN[codec.dtype]] if codec.dtype in _FOREIGN else [])]
+        else:
+            allowed = [config.scale_dtype] if config.scale_dtype else ["F32", "F16", "BF16"]
+        if found not in allowed:
+            raise CorruptFileError(
+                f"{name}.{part} holds {codec.name}, stored as {' or '.join(allowed)}; the file has {found} there."
+            )
+
+
+def _scaled(container: Container, name: str, config: Config, target: _Target) -> ScaledTensor:
+    fmt = config.recipe.format
+    codes = container.array(f"{name}.data")
+    shape = config.shape
+    if shape is None:
+        shape = tuple(codes.shape)
+        with _blaming(container, name):
+            codes = _packed(codes, fmt.element)
+    data = target.stored(codes, fmt.element)
+    scale = target.scale(container, f"{name}.scale", fmt.scale.codec)
+    zero_point = target.plain(container, f"{name}.zero_point")
+    global_scale = target.plain(container, f"{name}.global_scale")
+    with _blaming(container, name):
+        return ScaledTensor(data, scale, config.recipe, config.layout, zero_point, global_scale, config.axis, shape)
+
+
+def _packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
+    """4-bit codes stored one per byte, as breccia 0.1 did, two to a byte, the even index in the low nibble."""
+    if packing(codec) != (2, 1):
+        return codes
+    if codes.size and codes.max() > 15:
+        raise CorruptFileError(f"its {codec.name} codes, one per byte, are 0 to 15; found {codes.max()}.")
+    even, odd = codes[..., 0::2], codes[..., 1::2]
+    out = np.array(even)
+    out[..., : odd.shape[-1]] |= odd << 4
+    return out
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where loaded arrays go: a framework, its words, and the device asked for."""
+
+    framework: str
+    ops: Ops
+    device: Any
+
+    @classmethod
+    def of(cls, framework: str, device: Any) -> _Target:
+        declared = registry().look_up("breccia_frameworks", framework, "framework")
+        if framework == "numpy" and device not in (None, "cpu"):
+            raise UnsupportedError(
+                f"NumPy arrays live on 'cpu'; got device={device!r}. Name a framework that has that device: framework='torch'.",
+                device=device,
+            )
+        return cls(framework, targets.load(declared.ops), device)
+
+    def stored(self, array: np.ndarray, codec: Codec) -> Array:
+        """Codes in the dtype the framework stores `codec` in."""
+        return self._placed(array, self.ops.storage(codec))
+
+    def scale(self, container: Container, name: str, codec: Codec) -> Array:
+        if codec.bits <= 8 or container.entries[name].dtype == codec.name:
+            return self.stored(container.array(name), codec)
+        return self.plain(container, name)
+
+    def plain(self, container: Container, name: str) -> Array:
+        """The array `name` in its own dtype; None where the file has none."""
+        if name not in container.entries:
+            return None
+        found = container.entries[name].dtype
+        if DTYPES[found][0] < 8:
+            raise self._unavailable(container, name, f"no framework has {found} one value per item")
+        array = container.array(name)
+        wanted = _DTYPE_NAMES.get(found, array.dtype.name)
+        if self.framework == "numpy" and found in _DTYPE_NAMES:
+            try:
+                import ml_dtypes
+            except ImportError:
+                raise self._unavailable(
+                    container, name, f"NumPy itself has no {wanted}", "pip install 'breccia-core[ml-dtypes]', or "
+                ) from None
+            return array.view(getattr(ml_dtypes, wanted))
+        out = self._placed(array, wanted)
+        if dtype_name(out) != wanted and not (found.startswith("F8_") and dtype_name(out) == "uint8"):
+            raise self._unavailable(container, name, f"{self.framework} makes {dtype_name(out)} of {wanted} arrays")
+        return out
+
+    def _unavailable(self, container: Container, name: str, why: str, first: str = "") -> UnsupportedError:
+        other = "framework='torch'" if self.framework != "torch" else "framework='numpy'"
+        hint = " (JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True))" if self.framework == "jax" else ""
+        return UnsupportedError(
+            f"{container.path}: tensor {name!r} is {container.entries[name].dtype}, and {why}{hint}. Remedy: {first}load with "
+            f"{other}, or take its bytes: breccia_bridges.container.Container(path).array({name!r}).",
+            name=name,
+            dtype=container.entries[name].dtype,
+        )
+
+    def _placed(self, array: np.ndarray, dtype: str) -> Array:
+        if self.framework == "numpy":
+            return array
+        view = None if dtype == array.dtype.name else dtype
+        out = self.ops.from_numpy(np.require(array, requirements=["A", "W"]), view)
+        if self.device is None:
+            return out
+        if hasattr(out, "to_device"):  # the array API's spelling
+            return out.to_device(self.device)
+        if hasattr(out, "to"):
+            return out.to(self.device)
+        raise UnsupportedError(
+            f"{self.framework} arrays belong to no device; got device={self.device!r}. Leave it out.", device=self.device
+        )
