@@ -1,0 +1,22 @@
+"""`python -m breccia`, and the program `breccia`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it."""
+    try:
+        import rich
+        import typer
+    except ImportError as e:
+        sys.exit(f"breccia: the command line needs {e.name}, which is not installed: pip install 'breccia-core[cli]'")
+    assert rich and typer
+    from .cli import run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
