@@ -31,7 +31,7 @@ def sqnr(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def blocks_of(recipe: breccia.ScalingRecipe, count: int, seed: int) -> np.ndarray:
-    """At least `count` blocks of `recipe`, exponents over 2^±100 (2^±6 for FP16 scales and NVFP4, so that scales stay normal)."""
+    """At least `count` blocks of `recipe`, exponents over 2^±100 (2^±6 where scales are FP16 or E4M3, to stay normal)."""
     m, k = recipe.format.scale.block
     rows = 4096 // 64
     narrow = recipe.format.scale.codec.name in ("F16", "E4M3")

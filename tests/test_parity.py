@@ -127,6 +127,7 @@ def test_jax_counters_are_64_bit() -> None:
     """The index words beyond 2^32 elements, checked on the multiplication they are made of."""
     pytest.importorskip("jax")
     import jax.numpy as jnp
+
     from breccia_jax.ops import _times
 
     for value, n in ((0xFFFFFFFF, 0xFFFF), (0x123456789A, 77777), (2**40 + 12345, 2**20 + 3)):

@@ -17,7 +17,7 @@ from breccia.testing import oracle
 
 
 def unpacked(codec: Codec, data: np.ndarray, length: int) -> np.ndarray:
-    """Codes, one per item, by shifting whole rows as one big integer: another road than `reference._unpack`."""
+    """Codes, one per item, by shifting whole rows as one big integer: another road than `reference.unpack`."""
     if codec.bits == 8:
         return data.astype(np.uint32)
     rows = data.reshape(-1, data.shape[-1])
@@ -112,7 +112,7 @@ def every_decodable(recipe: breccia.ScalingRecipe) -> breccia.ScaledTensor:
         scales = NUMPY.store(NUMPY.load(patterns), NUMPY.storage(fmt.scale.codec))
     k = fmt.scale.block[1] or len(codes)
     rows = np.resize(codes, (len(scales), -(-len(codes) // k) * k))
-    data = reference._pack(NUMPY, rows, fmt.element)
+    data = reference.pack(NUMPY, rows, fmt.element)
     stored = np.repeat(scales[:, None], rows.shape[1] // k, axis=1)
     zero = np.resize(np.arange(16, dtype=np.uint8), stored.shape) if fmt.offset == "zero_point" else None
     coarse = np.float32(0.0173) if fmt.global_scale is not None else None

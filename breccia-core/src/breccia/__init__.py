@@ -1,3 +1,4 @@
+# pyright: reportUnsupportedDunderAll=false
 """breccia: block-scaled low-precision tensors, the same bytes in every framework.
 
 Importing this loads nothing but the standard library: neither NumPy nor any framework. Names arrive on first use.
@@ -6,7 +7,10 @@ Importing this loads nothing but the standard library: neither NumPy nor any fra
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # as type checkers read it; importing `typing` would cost ten times all the rest here
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.2.0"
 
@@ -42,6 +46,7 @@ _HOMES: dict[str, str] = {
             "UnknownNameError",
             "ShapeError",
             "LayoutError",
+            "OptionError",
             "UnsupportedError",
             "NonFiniteError",
             "NoKernelError",

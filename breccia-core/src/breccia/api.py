@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from .dispatch import OPS, Explanation
-from .errors import UnknownNameError, UnsupportedError, suggestion
+from .errors import RecipeError, UnknownNameError, UnsupportedError, suggestion
 from .frameworks import framework_of
 from .recipes import ScalingRecipe
 from .registry import Plugin, registry
@@ -162,9 +163,27 @@ def plugins() -> list[Plugin]:
     return list(registry().plugins)
 
 
-def recipe(name: str, **fields: Any) -> ScalingRecipe:
-    """The recipe of that name, from any plug-in. Raises UnknownNameError with a suggestion, or RecipeError for a field."""
+def recipe(spec: str, **fields: Any) -> ScalingRecipe:
+    """The recipe of that name, from any plug-in, with the fields given.
+
+    spec: a name, or a name with fields as the command line spells them: "block,block_m=128,power_of_two_scale=true".
+    Raises UnknownNameError with a suggestion, or RecipeError for a field.
+    """
+    name, *settings = (part.strip() for part in spec.split(","))
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
+        fields[field.strip()] = _field_value(value.strip())
     return registry().look_up("breccia_recipes", name, "recipe").with_fields(fields)
+
+
+def _field_value(text: str) -> Any:
+    """`text` as a number or truth value if it spells one, else as it is."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
 
 
 def _need_scaled(verb: str, st: Any) -> None:

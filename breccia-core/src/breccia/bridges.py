@@ -1,3 +1,4 @@
+# pyright: reportUnsupportedDunderAll=false
 """Bridges to neighbours, resolved from installed plug-ins: `breccia.bridges.save_safetensors`, ...
 
 A name is looked up when it is used, so importing this costs nothing and needs nothing.
@@ -5,7 +6,6 @@ A name is looked up when it is used, so importing this costs nothing and needs n
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from . import targets
@@ -21,12 +21,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'breccia.bridges' has no attribute {name!r}")
     bridge = registry().bridges.get(name)
     if bridge is None and name in __all__:
-        aside = [p for p in registry().plugins if p.distribution == "breccia-bridges"]
-        why = f" It is installed but {aside[0].status}: {aside[0].reason}." if aside else ""
-        raise ImportError(f"breccia.bridges.{name} comes with breccia-bridges: pip install breccia-bridges.{why}", name=name)
+        raise ImportError(
+            f"breccia.bridges.{name} comes with breccia-bridges: pip install breccia-bridges."
+            + registry().absence("breccia-bridges"),
+            name=name,
+        )
     if bridge is None:
         raise AttributeError(f"no bridge {name!r} in any installed plug-in{suggestion(name, __dir__())}")
-    missing = [module for module in bridge.requires if find_spec(module) is None]
+    missing = [module for module in bridge.requires if not targets.installed(module)]
     if missing:
         raise ImportError(
             f"breccia.bridges.{name} needs {', '.join(missing)}, which is not installed: pip install {bridge.install}.",

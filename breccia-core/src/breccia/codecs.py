@@ -54,7 +54,9 @@ class Codec:
         return tuple(_f32_bits(self.value(code)) for code in range(1 << self.bits))
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
-        """int32 codes of FP32 `y`: nearest (ties: docs/spec/numerics.md, section 2), or stochastic by the random int32 `word`; saturating.
+        """int32 codes of FP32 `y`: nearest, or stochastic by the random int32 `word`; saturating.
+
+        Ties go to the even code, in E8M0 upwards (docs/spec/numerics.md, section 2).
 
         NaN and Inf get the codes the codec has for them; a codec without NaN saturates Inf and writes NaN as it likes.
         """

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
+from . import targets
 from .errors import RecipeError, suggestion
+
+#: The registry knows every declared class by name; it is loaded when a base class has to find one.
+REGISTRY = "breccia.registry:registry"
 
 
 class Declared:
@@ -25,6 +29,24 @@ class Declared:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The declaration that `to_json` wrote. On a base class, whatever class has the name in it, from any plug-in.
+
+        Raises RecipeError for text of another form, UnknownNameError for a name no plug-in declares.
+        """
+        try:
+            listed = json.loads(text)
+        except ValueError as e:
+            raise RecipeError(f"a {cls.kind} in JSON is an object with a name and fields; this is not JSON ({e}).") from e
+        name, fields = _parts_of(listed)
+        if name is None or fields is None:
+            raise RecipeError(f"a {cls.kind} in JSON is an object with a name and fields; got {text[:80]}")
+        found: type[Self] = targets.load(REGISTRY)().look_up(f"breccia_{cls.kind}s", name, cls.kind)
+        if not issubclass(found, cls):
+            raise RecipeError(f"this is a {cls.kind} {found.name!r}, not {cls.name!r}; read it with the base class.")
+        return found.with_fields(fields)
+
+    @classmethod
     def with_fields(cls, fields: dict[str, Any]) -> Self:
         """An instance from field values by name. Raises RecipeError naming an unknown field."""
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -34,6 +56,15 @@ class Declared:
                     f"{cls.kind} {cls.name!r} has no field {key!r}{suggestion(key, known)}", field=key, known=known
                 )
         return cls(**fields)
+
+
+def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:
+    """(name, fields) of what `to_dict` wrote, each None where it is missing or of another type."""
+    if not isinstance(listed, dict):
+        return None, None
+    found = cast("dict[str, Any]", listed)
+    name, fields = found.get("name"), found.get("fields")
+    return (name if isinstance(name, str) else None), (cast("dict[str, Any]", fields) if isinstance(fields, dict) else None)
 
 
 def check_type(owner: str, field: str, value: Any, kind: type) -> None:

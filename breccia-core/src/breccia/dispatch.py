@@ -7,19 +7,21 @@ static facts of the call.
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from . import targets
 from .errors import AmbiguousKernelError, NoKernelError, PluginError, UnknownNameError, suggestion
-from .frameworks import dtype_name, framework_of
+from .frameworks import dtype_name
 from .layouts import Layout
 from .recipes import ScalingRecipe
 from .tensor import ScaledTensor
 
 OPS = ("cast", "dequantize", "requantize", "matmul", "cast_ste", "cast_ste_clipped")
+_CASTS = frozenset(("cast", "cast_ste", "cast_ste_clipped"))
 
 #: `Kernel.framework` of a kernel written over `Ops`, for any framework.
 ANY_FRAMEWORK = "*"
@@ -30,17 +32,17 @@ CONTRACT = 1
 _MEMO_LIMIT = 4096
 _ALIGNMENT_LIMIT = 256
 
-trace = logging.getLogger("breccia.trace")
-
-RecipeClass = type[ScalingRecipe] | None
+#: (op, recipe class of a, recipe class of b, framework); the class of what is not scaled is `type(None)`.
+Key = tuple[str, type, type, str]
+Prefer = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op. It is called exactly as the verb is, without `prefer`.
 
-    recipe, other: the recipe class of the first and second operand it serves. A base class serves its family; None serves any;
-        `type(None)` an operand that is not scaled. For `requantize`, `other` is the new recipe.
+    recipe, other: the recipe class of the first and second operand it serves. A base class serves its family; None serves
+        any; `type(None)` an operand that is not scaled. For `requantize`, `other` is the new recipe.
     available: target of `f(device) -> None | reason`, asked once per device.
     accepts: target of `f(call: Call) -> None | reason`; may read static facts only.
     rank: among equally specific kernels the highest wins.
@@ -65,20 +67,28 @@ class Kernel:
         """Raise PluginError where the declaration cannot work."""
         if self.op not in OPS:
             raise PluginError(f"kernel {self.name!r}: no op {self.op!r}{suggestion(self.op, list(OPS))}")
-        if not self.name:
-            raise PluginError(f"a kernel of op {self.op!r} has no name; name it '<plug-in>.<op>...'.")
         if self.contract != CONTRACT:
             raise PluginError(
-                f"kernel {self.name!r} keeps version {self.contract} of the contract of {self.op!r}; this is version {CONTRACT}."
+                f"kernel {self.name!r} keeps version {self.contract} of the contract of {self.op!r}; this is version "
+                f"{CONTRACT}."
             )
+        for served in (self.recipe, self.other):
+            if not (served is None or served is NoneType or _is_recipe_class(served)):
+                raise PluginError(
+                    f"kernel {self.name!r} serves a recipe class, its base, None or type(None); it declares {served!r}."
+                )
         for target in (self.target, self.available, self.accepts):
             if target is not None:
                 targets.check(target)
 
 
+def _is_recipe_class(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, ScalingRecipe)
+
+
 @dataclass(frozen=True)
 class Operand:
-    """Static facts of one operand. `aligned` is the largest power of two (up to 256) that divides each of (M, K)."""
+    """Static facts of one operand. `aligned`: the largest powers of two (up to 256) that divide the last two sides."""
 
     recipe: ScalingRecipe | None
     dtype: str
@@ -105,20 +115,38 @@ class Verdict:
 
     kernel: Kernel
     reason: str | None
-    location: str
+
+    @property
+    def location(self) -> str:
+        """`file:line` of the kernel's definition."""
+        return targets.locate(self.kernel.target)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `breccia.explain`: print it, or read its fields."""
+    """The answer of `breccia.explain`: print it, or read its fields. `tied` are the best kernels where they rank the same."""
 
     call: str
     framework: str
     verdicts: tuple[Verdict, ...]
+    tied: tuple[Kernel, ...] = ()
 
     @property
     def winner(self) -> Kernel | None:
         return next((v.kernel for v in self.verdicts if v.reason is None), None)
+
+    @property
+    def fault(self) -> str:
+        """What stops the call, and the ways out; empty where a kernel serves it."""
+        if self.tied:
+            a, b = self.tied[:2]
+            return (
+                f"Kernels {a.name!r} ({a.plugin}) and {b.name!r} ({b.plugin}) rank the same. Name one with prefer=, or set one "
+                f"plug-in aside with BRECCIA_BLOCK={b.plugin}."
+            )
+        if self.winner is None:
+            return "No kernel serves this call. `breccia plugins` shows what is installed and what was set aside."
+        return ""
 
     def __str__(self) -> str:
         lines = [f"{self.call} on {self.framework}"]
@@ -128,8 +156,8 @@ class Explanation:
             lines.append(f"{arrow}{v.kernel.name:{width}}  {v.kernel.plugin:10} {v.location}")
             if v.reason is not None:
                 lines.append(f"      passed over: {v.reason}")
-        if self.winner is None:
-            lines.append("  No kernel serves this call. `breccia plugins` shows what is installed and what was set aside.")
+        if self.fault:
+            lines.append(f"  {self.fault}")
         return "\n".join(lines)
 
 
@@ -140,104 +168,87 @@ class Table:
         self.kernels = tuple(kernels)
         self._prefer = tuple(prefer)
         self._tracing = tracing
-        self._direct: dict[tuple[Any, ...], Any] = {}
+        self._direct: dict[Key, Any] = {}
         self._memo: dict[tuple[Any, ...], Any] = {}
         self._available: dict[tuple[str, str], str | None] = {}
 
-    def resolve(
-        self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, prefer: str | Sequence[str] | None
-    ) -> Any:
+    def resolve(self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, prefer: Prefer) -> Any:
         """The function that serves op(a, b). `new` is the recipe to write, for cast and requantize."""
         key = (op, *_classes(op, a, b, new), framework)
         if prefer is None:
             direct = self._direct.get(key)
             if direct is not None:
                 return direct
-        names = () if prefer is None else ((prefer,) if isinstance(prefer, str) else tuple(prefer))
-        call = _call(op, framework, a, b, new)
-        memo = (key, call, names)
-        function = self._memo.get(memo)
-        if function is None:
-            winner = self._choose(key, call, names)
-            function = targets.load(winner.target)
-            if len(self._memo) >= _MEMO_LIMIT:
-                self._memo.clear()
-            if not self._tracing:
-                self._memo[memo] = function
-                if not names and not self._prefer and self._unconditional(key, winner):
-                    self._direct[key] = function
-            trace.info("%s of %s on %s (%s) -> %s", op, _names(key), framework, call.device, winner.name)
-        return function
+        names = named(prefer)
+        facts = (key, _facts(a), _facts(b), getattr(_array(a), "device", None), new, names)
+        function = self._memo.get(facts)
+        return self._chosen(key, _call(op, framework, a, b, new), names, facts) if function is None else function
 
-    def explain(self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, names: Sequence[str]) -> Explanation:
+    def explain(self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, prefer: Prefer) -> Explanation:
         """Every candidate of the call, the winner first."""
         key = (op, *_classes(op, a, b, new), framework)
-        call = _call(op, framework, a, b, new)
-        judged = [(k, self._objection(k, call, names)) for k in self._candidates(key, names)]
-        usable = [k for k, reason in judged if reason is None]
-        rows: list[Verdict] = []
-        for kernel, reason in judged:
-            if reason is None and kernel is not usable[0]:
-                reason = f"{usable[0].name} comes first ({_why_first(usable[0], kernel, key, (*names, *self._prefer))})"
-            rows.append(Verdict(kernel, reason, targets.locate(kernel.target)))
-        rows.sort(key=lambda v: v.reason is not None)
-        return Explanation(f"{op} of {_names(key)}", framework, tuple(rows))
+        return self._judge(key, _call(op, framework, a, b, new), named(prefer))
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
-    def _candidates(self, key: tuple[Any, ...], names: Sequence[str]) -> list[Kernel]:
-        op, recipe, other, framework = key
-        fitting = [
-            k
-            for k in self.kernels
-            if k.op == op
-            and k.framework in (framework, ANY_FRAMEWORK)
-            and _serves(k.recipe, recipe) is not None
-            and _serves(k.other, other) is not None
-        ]
-        return sorted(fitting, key=lambda k: (_order(k, key, (*names, *self._prefer)), k.name))
+    def _chosen(self, key: Key, call: Call, names: tuple[str, ...], facts: tuple[Any, ...]) -> Any:
+        """The function of the winner, remembered for the next call of equal facts."""
+        judged = self._judge(key, call, names)
+        if judged.tied:
+            raise AmbiguousKernelError(
+                f"{judged.call} on {judged.framework}: {judged.fault}", kernels=tuple(k.name for k in judged.tied)
+            )
+        if judged.winner is None:
+            raise NoKernelError(str(judged), op=call.op, prefer=names)
+        function = targets.load(judged.winner.target)
+        if self._tracing:
+            print(f"breccia: {judged.call} on {call.framework} ({call.device}) -> {judged.winner.name}", file=sys.stderr)
+        elif not names and not self._prefer and self._unconditional(key, judged.winner):
+            self._direct[key] = function
+        else:
+            if len(self._memo) >= _MEMO_LIMIT:
+                self._memo.clear()
+            self._memo[facts] = function
+        return function
 
-    def _choose(self, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> Kernel:
+    def _judge(self, key: Key, call: Call, names: tuple[str, ...]) -> Explanation:
         known = [k.name for k in self.kernels]
         for name in names:
             if name not in known:
-                raise UnknownNameError(f"prefer={name!r}: no such kernel{suggestion(name, known)}", name=name)
-        candidates = self._candidates(key, names)
-        usable = [k for k in candidates if self._objection(k, call, names) is None]
-        if names and not any(k.name in names for k in usable):
-            reasons = [f"{k.name}: {self._objection(k, call, names)}" for k in candidates if k.name in names]
-            raise NoKernelError(
-                f"prefer={', '.join(names)} cannot serve {call.op} of {_names(key)} on {call.framework}: "
-                + ("; ".join(reasons) or "declared for another op, recipe or framework"),
-                prefer=names,
-            )
-        if not usable:
-            raise NoKernelError(str(self._explanation_of(key, call, names)), op=call.op)
-        if len(usable) > 1:
-            first, second = (_order(k, key, (*names, *self._prefer)) for k in usable[:2])
-            if first == second:
-                a, b = usable[:2]
-                raise AmbiguousKernelError(
-                    f"{call.op} of {_names(key)} on {call.framework}: kernels {a.name!r} ({a.plugin}) and {b.name!r} ({b.plugin}) "
-                    f"rank the same. Name one with prefer=, or set one plug-in aside with BRECCIA_BLOCK={b.plugin}.",
-                    kernels=(a.name, b.name),
-                )
-        return usable[0]
+                raise UnknownNameError(f"prefer={name!r}: no such kernel{suggestion(name, known)}", name=name, known=known)
+        wanted = (*names, *self._prefer)
+        objections = [(k, self._objection(k, key, call, names)) for k in self._candidates(key, names)]
+        usable = [k for k, objection in objections if objection is None]
+        tied = [k for k in usable if _order(k, key, wanted) == _order(usable[0], key, wanted)]
+        verdicts: list[Verdict] = []
+        for kernel, objection in objections:
+            if objection is None and len(tied) > 1 and kernel in tied:
+                others = ", ".join(k.name for k in tied if k is not kernel)
+                objection = f"ranks the same as {others}"
+            elif objection is None and kernel is not usable[0]:
+                objection = f"{usable[0].name} comes first ({_why_first(usable[0], kernel, key, wanted)})"
+            verdicts.append(Verdict(kernel, objection))
+        verdicts.sort(key=lambda v: v.reason is not None)
+        return Explanation(_described(key), call.framework, tuple(verdicts), tuple(tied) if len(tied) > 1 else ())
 
-    def _explanation_of(self, key: tuple[Any, ...], call: Call, names: Sequence[str]) -> Explanation:
-        rows = [Verdict(k, self._objection(k, call, names), targets.locate(k.target)) for k in self._candidates(key, names)]
-        return Explanation(f"{call.op} of {_names(key)}", call.framework, tuple(rows))
+    def _candidates(self, key: Key, names: Sequence[str]) -> list[Kernel]:
+        """Kernels declared for the key, and those named, best first."""
+        found = [k for k in self.kernels if _fits(k, key) or k.name in names]
+        return sorted(found, key=lambda k: (_order(k, key, (*names, *self._prefer)), k.name))
 
-    def _unconditional(self, key: tuple[Any, ...], winner: Kernel) -> bool:
+    def _unconditional(self, key: Key, winner: Kernel) -> bool:
         """Would `winner` win whatever the operands' facts?"""
-        for k in self._candidates(key, ()):
-            if not k.opt_in:
-                conditional = bool(k.device or k.available or k.accepts)
-                return k is winner and not conditional
-        return False
+        first, *rest = [k for k in self._candidates(key, ()) if not k.opt_in]
+        conditional = winner.device or winner.available or winner.accepts
+        return first is winner and not conditional and all(_order(k, key, ()) != _order(winner, key, ()) for k in rest)
 
-    def _objection(self, k: Kernel, call: Call, names: Sequence[str]) -> str | None:
+    def _objection(self, k: Kernel, key: Key, call: Call, names: Sequence[str]) -> str | None:
         """Why `k` cannot serve `call`, or None."""
+        if not _fits(k, key):
+            served = " and ".join(_class_name(c) for c in (k.recipe, k.other))
+            return f"it is declared for {k.op} of {served} on {k.framework}"
+        if names and k.name not in names:
+            return f"prefer= names {', '.join(names)}"
         if k.opt_in and k.name not in names and k.name not in self._prefer:
             return f"opt-in: it does not keep the contract of {k.op}; name it with prefer={k.name!r}"
         if k.device is not None and k.device != call.device:
@@ -259,72 +270,109 @@ def _ask(target: str, argument: Any) -> str | None:
         return f"its check {target} failed: {type(e).__name__}: {e}"
 
 
+def named(prefer: Prefer) -> tuple[str, ...]:
+    """The kernel names of a `prefer=` argument."""
+    return () if prefer is None else (prefer,) if isinstance(prefer, str) else tuple(prefer)
+
+
+def _fits(k: Kernel, key: Key) -> bool:
+    op, recipe, other, framework = key
+    return (
+        k.op == op
+        and k.framework in (framework, ANY_FRAMEWORK)
+        and _serves(k.recipe, recipe) is not None
+        and _serves(k.other, other) is not None
+    )
+
+
 def _serves(declared: type | None, found: type) -> int | None:
     """2 if the kernel declares exactly this recipe class, 1 for its family, 0 for any; None if it does not serve it."""
-    if declared is None or declared is ScalingRecipe:
+    if declared is None:
         return 0
     if declared is found:
         return 2
-    return 1 if issubclass(found, declared) else None
+    if not issubclass(found, declared):
+        return None
+    return 0 if declared is ScalingRecipe else 1
 
 
-def _order(k: Kernel, key: tuple[Any, ...], prefer: Sequence[str]) -> tuple[int, int, int, int]:
+def _order(k: Kernel, key: Key, prefer: Sequence[str]) -> tuple[int, int, int, int]:
     place = prefer.index(k.name) if k.name in prefer else len(prefer)
     return place, -(_serves(k.recipe, key[1]) or 0), -(_serves(k.other, key[2]) or 0), -k.rank
 
 
-def _why_first(winner: Kernel, loser: Kernel, key: tuple[Any, ...], prefer: Sequence[str]) -> str:
+def _why_first(winner: Kernel, loser: Kernel, key: Key, prefer: Sequence[str]) -> str:
     reasons = ("preferred by name", "declared for this recipe", "declared for the second operand's recipe", "higher rank")
     a, b = _order(winner, key, prefer), _order(loser, key, prefer)
-    return next((why for why, x, y in zip(reasons, a, b, strict=True) if x != y), "same rank: prefer= must decide")
+    return next(why for why, x, y in zip(reasons, a, b, strict=True) if x != y)
 
 
-def _classes(op: str, a: Any, b: Any, new: ScalingRecipe | None) -> tuple[type, type]:
-    if op == "cast" or op.startswith("cast_ste"):
-        return type(new), type(None)
-    first = type(a.recipe) if isinstance(a, ScaledTensor) else type(_recipe_of(a))
-    if op == "requantize":
-        return first, type(new)
-    second = type(b.recipe) if isinstance(b, ScaledTensor) else type(_recipe_of(b))
-    return first, second
+# -- what a call looks like ------------------------------------------------------------------------------------------
 
 
 def _recipe_of(x: Any) -> ScalingRecipe | None:
-    return x if isinstance(x, ScalingRecipe) else getattr(x, "recipe", None)
+    if isinstance(x, ScaledTensor):
+        return x.recipe
+    return x if isinstance(x, ScalingRecipe) else None
+
+
+def _classes(op: str, a: Any, b: Any, new: ScalingRecipe | None) -> tuple[type, type]:
+    if op in _CASTS:
+        return type(new), NoneType
+    return type(_recipe_of(a)), type(new if op == "requantize" else _recipe_of(b))
+
+
+def _array(x: Any) -> Any:
+    return x.data if isinstance(x, ScaledTensor) else x
+
+
+def _facts(x: Any) -> Any:
+    """All that `_operand` reads of `x`, cheap to gather and hash: equal facts make equal operands."""
+    if x is None:
+        return None
+    if isinstance(x, ScaledTensor):
+        data = x.data
+        return x.recipe, x.layout, x.axis, x.tail, data.shape, data.dtype
+    return x if isinstance(x, ScalingRecipe) else (x.shape, x.dtype)
 
 
 def _call(op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None) -> Call:
-    array = a.data if isinstance(a, ScaledTensor) else a
-    first = _operand(a, new if op != "requantize" else None)
-    return Call(op, framework, device_of(array), first, None if b is None else _operand(b, None))
-
-
-def device_of(array: Any) -> str:
-    """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
-    device = getattr(array, "device", None)
-    kind = getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
-    return {"gpu": "cuda"}.get(str(kind), str(kind))
+    first = _operand(a, new if op in _CASTS else None)
+    return Call(op, framework, device_of(_array(a)), first, None if b is None else _operand(b, None))
 
 
 def _operand(x: Any, new: ScalingRecipe | None) -> Operand:
     if isinstance(x, ScaledTensor):
         return Operand(x.recipe, dtype_name(x.data), x.ndim, x.layout, x.axis, _aligned(x.shape))
-    recipe = new or _recipe_of(x)
-    shape = tuple(getattr(x, "shape", (_ALIGNMENT_LIMIT, _ALIGNMENT_LIMIT)))
-    dtype = dtype_name(x) if hasattr(x, "dtype") else "float32"
-    return Operand(recipe, dtype, len(shape), None, -1, _aligned(shape))
+    if isinstance(x, ScalingRecipe):  # `explain` by name: a well aligned matrix under that recipe
+        return Operand(x, x.format.element.dtype or "uint8", 2, x.layout, -1, _aligned(()))
+    if x is None:
+        return Operand(new, "float32", 2, None, -1, _aligned(()))
+    return Operand(new, dtype_name(x), len(x.shape), None, -1, _aligned(tuple(x.shape)))
 
 
 def _aligned(shape: tuple[int, ...]) -> tuple[int, int]:
-    m, k = ((n & -n) or _ALIGNMENT_LIMIT for n in (1, *shape)[-2:])
+    sides = (_ALIGNMENT_LIMIT, _ALIGNMENT_LIMIT, *shape)[-2:] if len(shape) != 1 else (1, *shape)
+    m, k = ((n & -n) or _ALIGNMENT_LIMIT for n in sides)
     return min(m, _ALIGNMENT_LIMIT), min(k, _ALIGNMENT_LIMIT)
 
 
-def _names(key: tuple[Any, ...]) -> str:
-    names = [getattr(c, "name", None) or "array" for c in key[1:3] if c is not type(None)]
-    return " and ".join(names) or "arrays"
+def device_of(array: Any) -> str:
+    """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
+    device = getattr(array, "device", None)
+    device = next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
+    kind = device if isinstance(device, str) else getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
+    return {"gpu": "cuda"}.get(str(kind), str(kind).partition(":")[0])
 
 
-def framework_name(x: Any, what: str) -> str:
-    """Name of the framework of an array or ScaledTensor."""
-    return framework_of(x.data if isinstance(x, ScaledTensor) else x, what).name
+def _described(key: Key) -> str:
+    op, a, b, _ = key
+    joint = {"matmul": " and ", "requantize": " to "}.get(op)
+    return f"{op} of {_class_name(a)}{joint}{_class_name(b)}" if joint else f"{op} of {_class_name(a)}"
+
+
+def _class_name(c: type | None) -> str:
+    """How messages call a recipe class: by its stable name."""
+    if c is None or c is ScalingRecipe:
+        return "any"
+    return "array" if c is NoneType else getattr(c, "name", "") or c.__name__

@@ -36,6 +36,10 @@ class UnsupportedError(BrecciaError, TypeError):
     """A type, dtype, framework or combination that the called verb does not take."""
 
 
+class OptionError(BrecciaError, ValueError):
+    """An option of a verb has a value it cannot have, or two options contradict each other."""
+
+
 class NonFiniteError(BrecciaError, ValueError):
     """NaN or Inf in the input, where the caller asked for an error (`nonfinite="raise"`)."""
 

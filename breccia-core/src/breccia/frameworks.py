@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .errors import UnsupportedError
+from .errors import PluginError, UnsupportedError
 
 if TYPE_CHECKING:
     from .ops import Ops
@@ -22,12 +22,18 @@ REGISTRY = "breccia.registry:registry"
 
 @dataclass(frozen=True)
 class Framework:
-    """One array library: the module that defines its `types`, and the target of its `Ops` class."""
+    """One array library: the module that defines its `types`, and the target of its `Ops` instance."""
 
     name: str
     module: str
     types: tuple[str, ...]
     ops: str
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        targets.check(self.ops)
+        if isinstance(self.types, str) or not self.types:
+            raise PluginError(f"framework {self.name!r}: types is a tuple of names in {self.module}; got {self.types!r}.")
 
 
 _installed: tuple[Framework, ...] = ()
@@ -40,7 +46,7 @@ def install(frameworks: tuple[Framework, ...]) -> None:
     _installed, _by_type = frameworks, {}
 
 
-def find(x: Any) -> Framework | None:
+def find(x: object) -> Framework | None:
     """The framework `x` is an array of, or None. Cached by type; asked with isinstance, since tracers are instances only."""
     kind = type(x)
     try:
@@ -51,22 +57,27 @@ def find(x: Any) -> Framework | None:
         targets.load(REGISTRY)()
     table = _by_type
     for framework in _installed:
-        if framework.module not in sys.modules:
-            continue
-        if isinstance(x, tuple(targets.load(f"{framework.module}:{name}") for name in framework.types)):
+        if isinstance(x, _types(framework)):
             table[kind] = framework
             return framework
     return None
 
 
-def framework_of(x: Any, what: str = "x") -> Framework:
+def _types(framework: Framework) -> tuple[type, ...]:
+    """Its array types that exist by now: none before its module is imported, fewer while that import is under way."""
+    module = sys.modules.get(framework.module)
+    return tuple(found for name in framework.types if isinstance(found := getattr(module, name, None), type))
+
+
+def framework_of(x: object, what: str = "x") -> Framework:
     """The framework of array `x`. Raises UnsupportedError, naming `what` was given and the way out."""
     found = find(x)
     if found is None:
         known = ", ".join(f.name for f in _installed)
-        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        given = type(x)
+        kind = f"{given.__module__}.{given.__qualname__}".removeprefix("builtins.")
         raise UnsupportedError(
-            f"{what} must be an array of an installed framework ({known}); got {kind}. {_remedy(type(x))}",
+            f"{what} must be an array of an installed framework ({known}); got {kind}. {_remedy(given)}",
             found=kind,
         )
     return found

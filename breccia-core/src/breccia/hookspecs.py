@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import pluggy
 
+from . import targets
 from .codecs import Codec
 from .dispatch import Kernel
+from .errors import PluginError
 from .frameworks import Framework
 from .layouts import Layout
 from .recipes import ScalingRecipe
@@ -27,13 +29,22 @@ hookimpl = pluggy.HookimplMarker("breccia")
 
 @dataclass(frozen=True)
 class Bridge:
-    """A function of `breccia.bridges`. `requires` are modules it needs; `install` is what provides them."""
+    """A function of `breccia.bridges`. `requires` are modules it needs; `install` is what provides them, as pip names it."""
 
     name: str
     target: str
     requires: tuple[str, ...] = ()
     install: str = ""
     plugin: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        targets.check(self.target)
+        if isinstance(self.requires, str) or bool(self.requires) != bool(self.install):
+            raise PluginError(
+                f"bridge {self.name!r}: requires is a tuple of modules, and install what pip installs them with; got "
+                f"requires={self.requires!r}, install={self.install!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,10 @@ class Command:
     target: str
     help: str
     plugin: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        targets.check(self.target)
 
 
 @hookspec

@@ -9,6 +9,9 @@ A framework joins by saying these words for its arrays, under these laws (brecci
 * `amax` is an integer maximum, so a NaN's bits survive it.
 """
 
+# NumPy's annotations of functions over `Any` are unknown to pyright; arrays here are `Any` by design.
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -207,14 +210,14 @@ class _NumpyOps(Ops):
         return np.concatenate(parts, axis=-1)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
-        return np.broadcast_to(a, shape)
+        return np.broadcast_to(np.asarray(a), shape)
 
     def number(self, i: Array) -> Array:
         return np.asarray(i).astype(np.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
         i = np.arange(like.size, dtype=np.uint64).reshape(like.shape)
-        return (i & np.uint64(0xFFFFFFFF)).astype(np.uint32).view("i4"), (i >> np.uint64(32)).astype(np.int32)
+        return (i & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), (i >> np.uint64(32)).astype(np.int32)
 
     def constant(self, value: float, like: Array) -> Array:
         return np.asarray(value, np.float32)
@@ -223,7 +226,7 @@ class _NumpyOps(Ops):
         return np.matmul(a, b)
 
     def whole(self, x: Any) -> Any:
-        return x.astype(np.int32) if isinstance(x, np.ndarray) else int(x)
+        return x.astype(np.int32) if hasattr(x, "astype") else int(x)
 
     def any(self, condition: Array) -> bool:
         return bool(np.any(condition))

@@ -6,7 +6,6 @@ lock and swapped whole, so a reader sees the old one or the new one.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -15,11 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any
 
 import pluggy
 
-from . import builtin, dispatch, frameworks, hookspecs
+from . import builtin, frameworks, hookspecs
 from .codecs import Codec
 from .dispatch import Kernel, Table
 from .errors import PluginError, PluginWarning, UnknownNameError, suggestion
@@ -30,6 +30,8 @@ from .recipes import ScalingRecipe
 from .rules import Rule
 
 GROUP = "breccia"
+#: The distribution whose manifest raises where others are set aside.
+CORE = "breccia-core"
 #: Modules a manifest must not load: seconds of import for everybody, for nothing.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "tensorflow", "safetensors", "torchao")
 
@@ -58,28 +60,29 @@ class _Kind:
     check: Callable[[Any], None] = field(default=lambda declared: None)
 
 
-def _targets(declared: Any) -> None:
-    from . import targets
-
-    targets.check(declared.target)
+def _value_class(declared: type[Any]) -> None:
+    """Raise PluginError unless instances compare and hash by value: dispatch and files rely on it."""
+    parameters = getattr(declared, "__dataclass_params__", None)
+    if not (parameters and parameters.frozen and parameters.eq):
+        raise PluginError(f"{declared.__name__} is not a frozen dataclass; put @dataclass(frozen=True) above it.")
 
 
 KINDS: dict[str, _Kind] = {
     "breccia_codecs": _Kind(Codec, False, lambda d: d.name),
     "breccia_rules": _Kind(Rule, False, lambda d: d.name),
-    "breccia_layouts": _Kind(Layout, True, lambda d: d.name),
-    "breccia_recipes": _Kind(ScalingRecipe, True, lambda d: d.name),
-    "breccia_frameworks": _Kind(Framework, False, lambda d: d.name),
+    "breccia_layouts": _Kind(Layout, True, lambda d: d.name, _value_class),
+    "breccia_recipes": _Kind(ScalingRecipe, True, lambda d: d.name, _value_class),
+    "breccia_frameworks": _Kind(Framework, False, lambda d: d.name, lambda d: d.check()),
     "breccia_kernels": _Kind(Kernel, False, lambda d: d.name, lambda d: d.check()),
-    "breccia_bridges": _Kind(Bridge, False, lambda d: d.name, _targets),
-    "breccia_cli": _Kind(Command, False, lambda d: d.name, _targets),
+    "breccia_bridges": _Kind(Bridge, False, lambda d: d.name, lambda d: d.check()),
+    "breccia_cli": _Kind(Command, False, lambda d: d.name, lambda d: d.check()),
 }
 
 
 class Registry:
     """What all active plug-ins declare, by hook and name."""
 
-    def __init__(self, found: Iterable[tuple[Plugin, Callable[[], Any]]], environ: dict[str, str]) -> None:
+    def __init__(self, found: Iterable[tuple[Plugin, Callable[[], ModuleType]]], environ: dict[str, str]) -> None:
         self.plugins: list[Plugin] = []
         self.declared: dict[str, dict[str, Any]] = {hook: {} for hook in KINDS}
         self._manager = pluggy.PluginManager("breccia")
@@ -92,11 +95,6 @@ class Registry:
                 self.plugins.append(self._add(plugin, load))
         prefer = _list(environ.get("BRECCIA_PREFER", ""))
         tracing = environ.get("BRECCIA_TRACE", "") not in ("", "0")
-        if tracing and not dispatch.trace.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("breccia: %(message)s"))
-            dispatch.trace.addHandler(handler)
-            dispatch.trace.setLevel(logging.INFO)
         self.table = Table(self.declared["breccia_kernels"].values(), prefer, tracing)
 
     @property
@@ -126,15 +124,23 @@ class Registry:
             raise UnknownNameError(f"no {what} {name!r}{suggestion(str(name), list(table))}", name=name, known=list(table))
         return table[name]
 
+    def absence(self, distribution: str) -> str:
+        """Why an installed distribution contributes nothing, or not what was asked; empty where it is not installed."""
+        for p in self.plugins:
+            if p.distribution == distribution:
+                state = f"{p.status}: {p.reason}" if p.reason else f"version {p.version}, which lacks it; upgrade it"
+                return f" It is installed but {state.removesuffix('.')}."
+        return ""
+
     # -- adding one plug-in ---------------------------------------------------------------------------------------
 
-    def _add(self, plugin: Plugin, load: Callable[[], Any]) -> Plugin:
+    def _add(self, plugin: Plugin, load: Callable[[], ModuleType]) -> Plugin:
         before = set(sys.modules)
         try:
             manifest = load()
             hooks, declared = self._read(plugin, manifest)
-        except Exception as e:  # whatever a stranger's module raises must not stop the others
-            if plugin.module == builtin.__name__:
+        except (Exception, SystemExit) as e:  # whatever a stranger's module raises must not stop the others
+            if plugin.distribution == CORE:
                 raise
             why = str(e) if isinstance(e, PluginError) else f"{type(e).__name__}: {e}"
             warnings.warn(
@@ -153,41 +159,53 @@ class Registry:
             )
         for hook, name, value in declared:
             self.declared[hook][name] = value
-        return replace(plugin, hooks=hooks, declares=tuple(f"{h.removeprefix('breccia_')}:{n}" for h, n, _ in declared))
+        return replace(plugin, hooks=hooks, declares=tuple(_declares(h, n) for h, n, _ in declared))
 
-    def _read(self, plugin: Plugin, manifest: Any) -> tuple[tuple[str, ...], list[tuple[str, str, Any]]]:
+    def _read(self, plugin: Plugin, manifest: ModuleType) -> tuple[tuple[str, ...], list[tuple[str, str, Any]]]:
         """(hooks, [(hook, name, declaration)]) of a manifest. Raises PluginError; registers nothing on failure."""
         api = getattr(manifest, "api", None)
         if api is None:
             raise PluginError(f"{plugin.module} sets no `api`; a manifest sets `api = {hookspecs.API}`.")
-        if not isinstance(api, int) or api > hookspecs.API:
+        if type(api) is not int or api < 1:
+            raise PluginError(f"`api` is a whole number, at present {hookspecs.API}; {plugin.module} sets {api!r}.")
+        if api > hookspecs.API:
             raise PluginError(
                 f"it is written for api {api}, this breccia-core reads api {hookspecs.API}; upgrade breccia-core."
             )
-        self._manager.register(manifest, plugin.name)
+        for other in self.plugins:
+            if other.status == "active" and plugin.name == other.name:
+                raise PluginError(
+                    f"the plug-in name {plugin.name!r} is taken by {other.distribution}; rename the entry point of one."
+                )
         try:
+            self._manager.register(manifest, plugin.name)
             declared = self._declarations(plugin, manifest)
         except BaseException:
-            self._manager.unregister(manifest)
+            if self._manager.get_plugin(plugin.name) is manifest:
+                self._manager.unregister(manifest)
             raise
         return tuple(dict.fromkeys(hook for hook, _, _ in declared)), declared
 
-    def _declarations(self, plugin: Plugin, manifest: Any) -> list[tuple[str, str, Any]]:
-        for caller in self._manager.get_hookcallers(manifest) or ():
-            if not caller.has_spec():
-                raise PluginError(f"it implements no hook of breccia: {caller.name!r}{suggestion(caller.name, list(KINDS))}")
-        for name in vars(manifest):
-            if name.startswith("breccia_") and name not in KINDS:
+    def _declarations(self, plugin: Plugin, manifest: ModuleType) -> list[tuple[str, str, Any]]:
+        for name, value in vars(manifest).items():
+            if name.startswith("breccia_") and callable(value) and not self._manager.parse_hookimpl_opts(manifest, name):
+                if name in KINDS:
+                    raise PluginError(f"{name} is not marked; put @breccia.hookimpl above it.")
                 raise PluginError(f"it defines {name!r}, which is no hook{suggestion(name, list(KINDS))}")
+        implementations: dict[str, list[pluggy.HookImpl]] = {hook: [] for hook in KINDS}
+        for caller in self._manager.get_hookcallers(manifest) or ():
+            for implementation in (i for i in caller.get_hookimpls() if i.plugin is manifest):
+                if caller.name in KINDS:
+                    implementations[caller.name].append(implementation)
+                elif not implementation.optionalhook:  # an optional hook is one that a later breccia-core has
+                    raise PluginError(
+                        f"it implements no hook of breccia: {caller.name!r}{suggestion(caller.name, list(KINDS))}"
+                    )
         out: list[tuple[str, str, Any]] = []
         for hook, kind in KINDS.items():
-            implementation = getattr(manifest, hook, None)
-            if implementation is None:
-                continue
-            if self._manager.parse_hookimpl_opts(manifest, hook) is None:
-                raise PluginError(f"{hook} is not marked; put @breccia.hookimpl above it.")
-            for value in implementation():
-                out.append((hook, self._checked(hook, kind, value, out), _stamped(value, plugin.name)))
+            for implementation in implementations[hook]:
+                for value in _returned(hook, implementation):
+                    out.append((hook, self._checked(hook, kind, value, out), _stamped(value, plugin.name)))
         return out
 
     def _checked(self, hook: str, kind: _Kind, value: Any, so_far: list[tuple[str, str, Any]]) -> str:
@@ -198,11 +216,28 @@ class Registry:
         name = kind.name(value)
         if not name:
             raise PluginError(f"{hook} returned {value!r}, which has no name.")
-        twice = name in self.declared[hook] or any((h, n) == (hook, name) for h, n, _ in so_far)
-        if twice:
-            raise PluginError(f"{hook}: the name {name!r} is taken already; choose another.")
+        if any((h, n) == (hook, name) for h, n, _ in so_far):
+            raise PluginError(f"{hook}: it declares the name {name!r} twice.")
+        if name in self.declared[hook]:
+            owner = next(p.name for p in self.plugins if _declares(hook, name) in p.declares)
+            raise PluginError(f"{hook}: the name {name!r} is taken by plug-in {owner!r}; choose another.")
         kind.check(value)
         return name
+
+
+def _returned(hook: str, implementation: pluggy.HookImpl) -> Iterable[Any]:
+    """What a plug-in's implementation of `hook` declares. Raises PluginError naming the hook, whatever went wrong."""
+    if implementation.wrapper or implementation.hookwrapper:
+        raise PluginError(f"{hook} is a wrapper; hooks here return declarations.")
+    function: Callable[[], Any] = implementation.function
+    try:
+        return tuple(function())
+    except Exception as e:
+        raise PluginError(f"{hook} failed: {type(e).__name__}: {e}; a hook returns an iterable of declarations.") from e
+
+
+def _declares(hook: str, name: str) -> str:
+    return f"{hook.removeprefix('breccia_')}:{name}"
 
 
 def _stamped(value: Any, plugin: str) -> Any:
@@ -213,23 +248,27 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _core() -> tuple[Plugin, Callable[[], Any]]:
+def _core() -> tuple[Plugin, Callable[[], ModuleType]]:
     from . import __version__
 
-    return Plugin("core", "breccia-core", __version__, builtin.__name__), lambda: builtin
+    return Plugin("core", CORE, __version__, builtin.__name__), lambda: builtin
 
 
-def _installed() -> list[tuple[Plugin, Callable[[], Any]]]:
-    def found(point: EntryPoint) -> tuple[Plugin, Callable[[], Any]]:
+def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
+    def found(point: EntryPoint) -> tuple[Plugin, Callable[[], ModuleType]]:
         dist = point.dist
         plugin = Plugin(point.name, dist.name if dist else "unknown", dist.version if dist else "unknown", point.value)
         return plugin, lambda: import_module(point.value)
 
-    return [_core(), *(found(p) for p in sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value)))]
+    def place(point: EntryPoint) -> tuple[str, str, str]:  # by name, never by order of installation
+        return point.name, point.value, point.dist.name if point.dist else ""
+
+    return [_core(), *(found(point) for point in sorted(entry_points(group=GROUP), key=place))]
 
 
 _lock = threading.RLock()
 _current: Registry | None = None
+_building = False
 
 
 def registry() -> Registry:
@@ -242,9 +281,15 @@ def registry() -> Registry:
 
 def reload() -> Registry:
     """Read entry points and the environment again (BRECCIA_BLOCK, BRECCIA_PREFER, BRECCIA_TRACE)."""
-    global _current
+    global _current, _building
     with _lock:
-        fresh = Registry(_installed(), dict(os.environ))
+        if _building:  # by this thread: the lock is ours
+            raise PluginError("a manifest used the registry while it is being built; a manifest only returns declarations.")
+        _building = True
+        try:
+            fresh = Registry(_installed(), dict(os.environ))
+        finally:
+            _building = False
         frameworks.install(tuple(fresh.frameworks.values()))
         _current = fresh
         return fresh

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,11 +26,19 @@ def load(target: str) -> Any:
     return found
 
 
-def check(target: str) -> None:
+def check(target: Any) -> None:
     """Raise PluginError unless `target` is written `module:attribute`."""
-    module, colon, path = target.partition(":")
+    module, colon, path = target.partition(":") if isinstance(target, str) else ("", "", "")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
         raise PluginError(f"a target is written 'package.module:attribute'; got {target!r}.")
+
+
+def installed(module: str) -> bool:
+    """Can `module` be imported, as far as can be told without importing it (but for its parents)?"""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent is missing; or the module was put in place by hand, without a spec
+        return module in sys.modules
 
 
 @cache
@@ -41,18 +51,31 @@ def locate(target: str) -> str:
         return f"{target} ({e})"
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return f"{target} (no Python source found)"
-    with open(spec.origin, encoding="utf-8") as f:
-        body: list[ast.stmt] = ast.parse(f.read()).body
+    try:
+        with open(spec.origin, encoding="utf-8") as f:
+            body = ast.parse(f.read()).body
+    except (OSError, SyntaxError, ValueError) as e:
+        return f"{target} ({e})"
     line = 1
     for name in path.split("."):
-        for node in body:
-            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) else []
-            if isinstance(node, ast.Assign):
-                names = [t.id for t in node.targets if isinstance(t, ast.Name)]
-            if name in names:
-                line = node.lineno
-                body = list(getattr(node, "body", []))
-                break
-        else:
+        found = next((node for node in _statements(body) if name in _defined(node)), None)
+        if found is None:
             return f"{spec.origin} (no definition of {path})"
+        line, body = found.lineno, getattr(found, "body", [])
     return f"{spec.origin}:{line}"
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module or class, those under `if`, `try` and `with` included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            for block in (node.body, *(getattr(node, part, []) for part in ("orelse", "finalbody"))):
+                yield from _statements(block)
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    bound = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [t.id for t in bound if isinstance(t, ast.Name)]

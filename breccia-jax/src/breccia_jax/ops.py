@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from breccia.errors import UnsupportedError
+from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
@@ -95,9 +96,10 @@ class _JaxOps(Ops):
         return x.astype(jnp.int32) if hasattr(x, "astype") else int(x)
 
     def any(self, condition: Array) -> bool:
-        if isinstance(condition, jax.core.Tracer):
+        if isinstance(condition, Tracer):
             raise UnsupportedError(
-                "nonfinite='raise' reads values, which a traced JAX function does not have; use nonfinite='propagate' inside jit."
+                "nonfinite='raise' reads values, which a traced JAX function does not have; use nonfinite='propagate' "
+                "inside jit."
             )
         return bool(condition.any())
 
@@ -106,10 +108,10 @@ class _JaxOps(Ops):
         return lax.bitcast_convert_type(array, jnp.dtype(codec_dtype)) if codec_dtype else array
 
     def to_numpy(self, a: Array) -> Array:
-        array = np.asarray(a)
-        if array.dtype.name in ("float32", "float16", "uint8", "int32", "uint16"):
-            return array
-        return array.view(np.uint8 if array.dtype.itemsize == 1 else np.uint16)
+        array, name = np.asarray(a), dtype_name(a)
+        if name == "bfloat16":
+            return array.view(np.uint16)
+        return array.view(np.uint8) if name.startswith("float8") else array
 
 
 def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:

@@ -1,1 +1,1 @@
-"""Makes every recipe of breccia work on `torch.Tensor`, with codes and 8-bit scales in torch's float8 dtypes. Imports nothing; see `plugin.py`."""
+"""breccia on PyTorch: its vocabulary and native float8 storage. Imports nothing; see `plugin.py`."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -98,9 +99,9 @@ class _TorchOps(Ops):
 
     def to_numpy(self, a: Array) -> Array:
         a = a.detach().cpu()
-        if str(a.dtype).rpartition(".")[2] in ("float32", "float16", "uint8", "int32", "int64", "uint16"):
-            return a.numpy()
-        return a.view(torch.uint8 if a.element_size() == 1 else torch.uint16).numpy()
+        if a.dtype == torch.bfloat16:
+            return a.view(torch.uint16).numpy()
+        return (a.view(torch.uint8) if dtype_name(a).startswith("float8") else a).numpy()
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codecs import Codec, Integer
-from ..errors import LayoutError, NonFiniteError, ShapeError, UnsupportedError
+from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
 from ..frameworks import dtype_name, ops_of, same_framework
 from ..layouts import Layout, Shape
@@ -98,7 +98,7 @@ def _k_last_shape(shape: Shape, axis: int) -> Shape:
     return (*shape[:-2], shape[-1], shape[-2]) if axis == -2 else tuple(shape)
 
 
-def _pack(ops: Ops, codes: Array, codec: Codec) -> Array:
+def pack(ops: Ops, codes: Array, codec: Codec) -> Array:
     """Codes, one per int32, to the storage of `codec`, groups of whole bytes along the last axis."""
     count, size = packing(codec)
     dtype = ops.storage(codec)
@@ -118,8 +118,8 @@ def _pack(ops: Ops, codes: Array, codec: Codec) -> Array:
     return ops.store(ops.reshape(ops.concat(parts), (*word.shape[:-1], groups * size)), dtype)
 
 
-def _unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
-    """Inverse of `_pack`: int32 codes of logical `length` along the last axis."""
+def unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
+    """Inverse of `pack`: int32 codes of logical `length` along the last axis."""
     count, size = packing(codec)
     stored = ops.load(data)
     if count == 1:
@@ -232,7 +232,7 @@ def _write(
         if stays_ordinary:
             y_scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), y_scaled)
         element = fmt.element.encode(ops, y_scaled, word)
-    data = _pack(ops, tiles.join(element), fmt.element)
+    data = pack(ops, tiles.join(element), fmt.element)
     return data, tiles.scale(stored), zero_point, global_scale
 
 
@@ -319,14 +319,14 @@ def check_cast(x: Array, recipe: Any, rounding: str, seed: int | None, nonfinite
     if hasattr(x, "shape") and len(x.shape) == 0:
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
     if rounding not in ROUNDINGS:
-        raise UnsupportedError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.", rounding=rounding)
+        raise OptionError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.", rounding=rounding)
     if nonfinite not in NONFINITE:
-        raise UnsupportedError(f"nonfinite is one of {', '.join(NONFINITE)}; got {nonfinite!r}.", nonfinite=nonfinite)
+        raise OptionError(f"nonfinite is one of {', '.join(NONFINITE)}; got {nonfinite!r}.", nonfinite=nonfinite)
     if (seed is None) != (rounding == "nearest"):
         want = "needs a seed" if seed is None else "takes no seed"
-        raise UnsupportedError(f"rounding={rounding!r} {want}; got seed={seed}.", rounding=rounding, seed=seed)
+        raise OptionError(f"rounding={rounding!r} {want}; got seed={seed}.", rounding=rounding, seed=seed)
     if seed is not None and not 0 <= seed < 2**64:
-        raise UnsupportedError(f"seed must lie in 0 .. 2**64 - 1; got {seed}.", seed=seed)
+        raise OptionError(f"seed must lie in 0 .. 2**64 - 1; got {seed}.", seed=seed)
 
 
 def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
@@ -334,7 +334,8 @@ def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
     layout = recipe.layout.oriented(axis)
     if layout.block(axis) != TENSOR and len(shape) < 2:
         raise ShapeError(
-            f"{type(recipe).__name__} requires x.ndim >= 2, got {len(shape)} (shape {shape}); reshape x to (1, {shape[0]}).",
+            f"{type(recipe).__name__} requires x.ndim >= 2, got {len(shape)} (shape {shape}); reshape x to "
+            f"(1, {math.prod(shape)}).",
             shape=shape,
         )
     return layout.fitted(shape, axis)
@@ -390,7 +391,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
     shape = _k_last_shape(st.shape, axis)
     with ops.quiet():
         data = _k_last(ops, st.data, axis)
-        codes = _unpack(ops, data, fmt.element, shape[-1])
+        codes = unpack(ops, data, fmt.element, shape[-1])
         tiles = _Tiles(ops, shape, st.layout.block(axis))
         v = fmt.element.decode(ops, tiles.split(codes))
         scale = tiles.beside(_scale_k_last(ops, st.scale, tiles, axis))
@@ -546,5 +547,5 @@ def clip_bounds(recipe: ScalingRecipe, clip_min: float | None, clip_max: float |
     high = recipe.format.element.max if clip_max is None else float(clip_max)
     low = -high if clip_min is None else float(clip_min)
     if not low < high:
-        raise UnsupportedError(f"clip_min must be less than clip_max; got {low} and {high}.", clip_min=low, clip_max=high)
+        raise OptionError(f"clip_min must be less than clip_max; got {low} and {high}.", clip_min=low, clip_max=high)
     return low, high

@@ -1,8 +1,8 @@
+# pyright: reportUnsupportedDunderAll=false
 """Kernels that an installed breccia-triton declares, by function name; `TRITON_AVAILABLE` says whether they can run."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from .. import targets
@@ -14,18 +14,33 @@ __all__ = ["TRITON_AVAILABLE"]
 
 
 def _kernels() -> dict[str, Kernel]:
-    declared = (k for k in registry().table.kernels if k.plugin == "triton")
-    return {k.target.rpartition(":")[2]: k for k in declared}
+    """The declared kernels by function name; none where they cannot be imported."""
+    declared = [k for k in registry().table.kernels if k.plugin == "triton"]
+    return {k.target.rpartition(":")[2]: k for k in declared if not _missing()}
+
+
+def _missing() -> list[str]:
+    return [module for module in ("torch", "triton") if not targets.installed(module)]
 
 
 def __getattr__(name: str) -> Any:
+    active = any(p.distribution == "breccia-triton" and p.status == "active" for p in registry().plugins)
     if name == "TRITON_AVAILABLE":
-        active = any(p.name == "triton" and p.status == "active" for p in registry().plugins)
-        return active and find_spec("triton") is not None and find_spec("torch") is not None
+        return active and not _missing()
     if name.startswith("_"):
         raise AttributeError(f"module 'breccia.kernels.triton' has no attribute {name!r}")
-    if not any(p.name == "triton" for p in registry().plugins):
-        raise ImportError(f"breccia.kernels.triton.{name} comes with breccia-triton: pip install breccia-triton.", name=name)
+    if not active:
+        raise ImportError(
+            f"breccia.kernels.triton.{name} comes with breccia-triton: pip install breccia-triton."
+            + registry().absence("breccia-triton"),
+            name=name,
+        )
+    if _missing():
+        raise ImportError(
+            f"breccia.kernels.triton.{name} needs {', '.join(_missing())}, which is not installed: pip install "
+            f"{' '.join(_missing())} (triton has wheels for Linux only).",
+            name=_missing()[0],
+        )
     kernels = _kernels()
     if name not in kernels:
         raise AttributeError(f"breccia-triton declares no kernel function {name!r}{suggestion(name, list(kernels))}")

@@ -84,7 +84,7 @@ def decode(codec: Codec, code: int) -> float:
 @cache
 def ladder(codec: Codec) -> tuple[list[Fraction], list[int]]:
     """All finite values of a codec of at most 16 bits, ascending without -0, and the code of each."""
-    finite = {}
+    finite: dict[Fraction, int] = {}
     for code in range(1 << codec.bits):
         value = decode(codec, code)
         if math.isfinite(value) and not (value == 0 and math.copysign(1, value) < 0):
@@ -322,9 +322,17 @@ def cast(
             z = min(max(round(fl_finite(-low * inverse)), 0), int(fmt.element.max))
             zero_points[where] = z
         for i in members:
-            word = random_word(seed or 0, int(np.ravel_multi_index(i, x.shape))) if rounding == "stochastic" else None
+            word = random_word(seed or 0, _position(i, x.shape)) if rounding == "stochastic" else None
             codes[i] = _element_code(fmt.element, raw[i], value.get(i), inverse, z, word)
     return Written(codes, scales, global_bits, zero_points)
+
+
+def _position(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """C-order position of an index."""
+    position = 0
+    for i, n in zip(index, shape, strict=True):
+        position = position * n + i
+    return position
 
 
 def _inverse(level: Level, stored: int, coarse: Fraction | None) -> Fraction | None:
