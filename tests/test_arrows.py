@@ -1,0 +1,286 @@
+"""Who may import whom: between the distributions, and inside core. Read from the syntax trees, functions included."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import breccia
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = "breccia"
+
+#: Distribution -> its import package, and the others of ours it may import.
+PACKAGES = {
+    "breccia-core": (CORE, set[str]()),
+    "breccia-torch": ("breccia_torch", {CORE}),
+    "breccia-jax": ("breccia_jax", {CORE}),
+    "breccia-mlx": ("breccia_mlx", {CORE}),
+    "breccia-triton": ("breccia_triton", {CORE, "breccia_torch"}),
+    "breccia-bridges": ("breccia_bridges", {CORE}),
+}
+
+#: What each package imports from others, beyond the standard library: at the top of a module, or anywhere.
+TERMINAL = {"typer", "rich"}
+NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes"}
+FOREIGN: dict[str, tuple[set[str], set[str]]] = {
+    "breccia_torch": ({"torch", "numpy"}, set()),
+    "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
+    "breccia_mlx": ({"mlx", "numpy"}, set()),
+    "breccia_triton": ({"triton", "torch", "numpy"}, set()),
+    "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS),
+}
+#: The same for parts of core; the rest of it imports pluggy only. NumPy is its backend's and the kit's.
+FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
+    "ops": ({"numpy"}, {"ml_dtypes"}),
+    "kernels.": ({"numpy"}, set()),
+    "testing": ({"numpy", "pytest", "hypothesis"}, {"ml_dtypes"}),
+    "cli": (TERMINAL, set()),
+    "__main__": (set(), TERMINAL),
+    "hookspecs": ({"pluggy"}, set()),
+    "registry": ({"pluggy"}, set()),
+}
+
+#: Inside core, left never imports right. Modules of one group may import each other, without cycles.
+ORDER = [
+    {""},  # the package itself: lazy, imports nothing
+    {"errors"},
+    {"targets", "declared"},
+    {"codecs", "rules"},
+    {"formats"},
+    {"frameworks"},
+    {"layouts", "recipes"},
+    {"tensor"},
+    {"ops"},
+    {"kernels", "kernels.reference", "history"},
+    {"dispatch"},
+    {"hookspecs"},
+    {"registry", "builtin"},
+    {"api"},
+    {"bridges", "kernels.triton"},
+    {"cli"},
+    {"__main__"},
+]
+#: The oracle judges the generic algorithm, so it reads declarations and shares none of its arithmetic.
+ORACLE_READS = {"", "errors", "codecs", "rules", "formats", "layouts", "recipes"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: dotted module, or module and name where `from` says so. `lazy`: inside a function."""
+
+    name: str
+    line: int
+    lazy: bool
+
+    @property
+    def root(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def imports(source: str, package: str) -> list[Import]:
+    """Run-time imports of a module of `package`, `import_module("...")` included, `if TYPE_CHECKING:` left out."""
+    return list(_imports(ast.parse(source).body, package, lazy=False))
+
+
+def _imports(nodes: list[ast.AST] | list[ast.stmt], package: str, lazy: bool) -> Iterator[Import]:
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(alias.name, node.lineno, lazy) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+                base = ".".join([*parents, *([module] if module else [])])
+                yield from (Import(f"{base}.{alias.name}", node.lineno, lazy) for alias in names)
+            case ast.Call(func=ast.Name(id=f) | ast.Attribute(attr=f), args=[ast.Constant(value=str(name)), *_]) if f in (
+                "import_module",
+                "__import__",
+            ):
+                yield Import(name, node.lineno, lazy)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                yield from _imports(node.orelse, package, lazy)
+            case _:
+                inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from _imports(list(ast.iter_child_nodes(node)), package, inside)
+
+
+def modules(distribution: str) -> dict[str, Path]:
+    """Dotted name inside the package -> file; the package itself is ""."""
+    folder = ROOT / distribution / "src" / PACKAGES[distribution][0]
+    names = {path: ".".join(path.relative_to(folder).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))}
+    return {name.removesuffix("__init__").removesuffix("."): path for path, name in names.items()}
+
+
+def read(distribution: str, name: str) -> list[Import]:
+    package, path = PACKAGES[distribution][0], modules(distribution)[name]
+    dotted = f"{package}.{name}" if name else package
+    return imports(path.read_text(encoding="utf-8"), dotted if path.name == "__init__.py" else dotted.rpartition(".")[0])
+
+
+def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
+    """(roots a module may import at its top, roots it may import inside functions)."""
+    package, ours = PACKAGES[distribution]
+    if package == CORE:
+        match = (v for k, v in FOREIGN_IN_CORE.items() if name == k.rstrip(".") or name.startswith(k.rstrip(".") + "."))
+        top, lazy = next(match, (set[str](), set[str]()))
+    else:
+        top, lazy = FOREIGN[package]
+    return {package, *ours, *top}, {package, *ours, *top, *lazy}
+
+
+def place(name: str) -> int:
+    """Position in ORDER of a core module."""
+    return next(i for i, group in enumerate(ORDER) if name in group)
+
+
+def module_of(found: Import, package: str, known: dict[str, Path]) -> str:
+    """The module of `package` that an import of it loads: `breccia.errors.suggestion` is of `errors`."""
+    name = found.name.removeprefix(package).removeprefix(".")
+    while name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+CORE_MODULES = modules("breccia-core")
+ALL = [(distribution, name) for distribution in PACKAGES for name in modules(distribution)]
+
+
+def test_the_reader_of_imports_sees_every_form() -> None:
+    source = """
+import a.b, c
+from d import e
+from . import f
+from .. import g
+from .h import i
+if TYPE_CHECKING:
+    import hidden
+else:
+    import shown
+try:
+    import j
+except ImportError:
+    from importlib import import_module
+    import_module("k.l")
+class C:
+    import m
+    def method(self):
+        import n
+        __import__("o")
+"""
+    found = {(x.name, x.lazy) for x in imports(source, "p.q")}
+    top = {"a.b", "c", "d.e", "p.q.f", "p.g", "p.q.h.i", "shown", "j", "importlib.import_module", "k.l", "m"}
+    assert found == {(name, False) for name in top} | {("n", True), ("o", True)}
+
+
+@pytest.mark.parametrize(("distribution", "name"), ALL)
+def test_a_module_imports_only_what_its_distribution_may(distribution: str, name: str) -> None:
+    top, lazy = allowed(distribution, name)
+    for found in read(distribution, name):
+        if found.root not in sys.stdlib_module_names:
+            assert found.root in (lazy if found.lazy else top), f"line {found.line} imports {found.name}"
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_a_manifest_imports_breccia_and_the_standard_library_alone(distribution: str) -> None:
+    name = "builtin" if distribution == "breccia-core" else "plugin"
+    for found in read(distribution, name):
+        assert found.root == CORE or found.root in sys.stdlib_module_names, f"line {found.line} imports {found.name}"
+
+
+@pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core"}))
+def test_the_package_a_manifest_lies_in_is_a_docstring(distribution: str) -> None:
+    """Importing the manifest runs it first, in every process."""
+    body = ast.parse(modules(distribution)[""].read_text(encoding="utf-8")).body
+    assert len(body) == 1 and ast.get_docstring(ast.Module(body, [])), body
+
+
+@pytest.mark.parametrize("name", [name for name in CORE_MODULES if not name.startswith("testing")])
+def test_inside_core_left_never_imports_right(name: str) -> None:
+    """The kit, `testing`, stands aside: it imports what it tests, and nothing imports it."""
+    assert any(name in group for group in ORDER), f"{name} has no place in ORDER; give it one"
+    for found in read("breccia-core", name):
+        if found.root == CORE:
+            other = module_of(found, CORE, CORE_MODULES)
+            assert not other.startswith("testing"), f"line {found.line} imports {found.name}"
+            assert place(other) <= place(name), f"line {found.line} imports {found.name}, which stands right of {name}"
+
+
+def test_the_order_lists_modules_that_exist() -> None:
+    assert set().union(*ORDER) <= set(CORE_MODULES)
+
+
+def test_the_oracle_shares_no_arithmetic_with_what_it_judges() -> None:
+    for found in read("breccia-core", "testing.oracle"):
+        if found.root == CORE:
+            assert module_of(found, CORE, CORE_MODULES) in ORACLE_READS, f"line {found.line} imports {found.name}"
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_no_module_imports_itself_by_a_detour(distribution: str) -> None:
+    package, known = PACKAGES[distribution][0], modules(distribution)
+    graph: dict[str, set[str]] = {}
+    for name in known:
+        own = (x for x in read(distribution, name) if x.root == package)
+        graph[name] = {module_of(x, package, known) for x in own} - {"", name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        pytest.fail(f"{' -> '.join(e.args[1])}")
+
+
+# -- what the distributions share ------------------------------------------------------------------------------------
+
+
+def project(distribution: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / distribution / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def siblings(distribution: str) -> set[str]:
+    return {d.partition("~=")[0] for d in project(distribution)["dependencies"] if d.startswith("breccia-")}
+
+
+def test_these_are_all_distributions() -> None:
+    assert {path.parent.name for path in ROOT.glob("breccia-*/pyproject.toml")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_every_package_says_that_it_is_typed(distribution: str) -> None:
+    assert (modules(distribution)[""].parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_all_distributions_have_the_version_of_core(distribution: str) -> None:
+    assert project(distribution)["version"] == breccia.__version__
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_siblings_are_pinned_to_this_minor_version(distribution: str) -> None:
+    metadata = project(distribution)
+    extras: dict[str, list[str]] = metadata.get("optional-dependencies", {})
+    wanted = [*metadata["dependencies"], *(d for extra in extras.values() for d in extra)]
+    ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith("breccia-core[")]
+    pin = "~=" + ".".join(breccia.__version__.split(".")[:2]) + ".0"
+    assert ours and all(d.endswith(pin) and d.removesuffix(pin) in PACKAGES for d in ours), ours
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_the_distributions_imported_are_those_depended_on(distribution: str) -> None:
+    package, ours = PACKAGES[distribution]
+    by_package = {p: d for d, (p, _) in PACKAGES.items()}
+    direct = siblings(distribution)
+    reached = direct.union(*(siblings(other) for other in direct))
+    assert reached == {by_package[other] for other in ours}, package
+
+
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_every_distribution_carries_the_same_license(distribution: str) -> None:
+    assert (ROOT / distribution / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project(distribution)["license"] == "Apache-2.0"

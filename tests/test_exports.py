@@ -1,0 +1,241 @@
+"""Lazy modules: what a stub promises, `__all__` lists, `dir` shows and `getattr` gives is one set of names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import breccia
+import breccia.bridges
+import breccia.kernels.triton
+from breccia import Bridge, Kernel, PluginWarning, builtin, hookimpl
+from breccia.registry import Plugin, Registry
+
+LAZY = [breccia, breccia.bridges, breccia.kernels.triton]
+
+
+def stub(module: ModuleType) -> list[ast.stmt]:
+    return ast.parse(Path(module.__file__ or "").with_suffix(".pyi").read_text(encoding="utf-8")).body
+
+
+def stubbed(module: ModuleType) -> set[str]:
+    """Names a stub gives to type checkers: `import x as x`, functions and annotated names, but for `__getattr__`."""
+    names: set[str] = set()
+    for node in stub(module):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names - {"__getattr__"}
+
+
+def fake(*plugins: tuple[Plugin, dict[str, Any]]) -> Callable[[], Registry]:
+    """A registry of core and these manifests only."""
+
+    def manifest(contents: dict[str, Any]) -> ModuleType:
+        module = ModuleType("manifest")
+        module.__dict__.update({"api": 1} | contents)
+        return module
+
+    core = (Plugin("core", "breccia-core", breccia.__version__, builtin.__name__), lambda: builtin)
+    found = [core, *((plugin, lambda c=contents: manifest(c)) for plugin, contents in plugins)]
+    registry = Registry(found, {})
+    return lambda: registry
+
+
+def declares(hook: str, *values: Any) -> dict[str, Any]:
+    def implementation() -> tuple[Any, ...]:
+        return values
+
+    return {hook: hookimpl(implementation)}
+
+
+# -- one set of names ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", LAZY, ids=lambda m: m.__name__)
+def test_stub_and_all_name_the_same_things(module: ModuleType) -> None:
+    assert stubbed(module) == set(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_dir_of_the_package_is_all() -> None:
+    assert dir(breccia) == sorted(breccia.__all__)
+
+
+def test_dir_of_the_bridges_is_all_and_what_plug_ins_declare() -> None:
+    declared = {b.name: b.plugin for b in breccia.registry.registry().bridges.values()}
+    assert dir(breccia.bridges) == sorted({*breccia.bridges.__all__, *declared})
+    assert {name for name, plugin in declared.items() if plugin == "bridges"} == set(breccia.bridges.__all__)
+
+
+def test_dir_of_the_triton_kernels_is_all_and_what_can_be_imported() -> None:
+    declared = {k.target.rpartition(":")[2] for k in breccia.registry.registry().table.kernels if k.plugin == "triton"}
+    usable = declared if breccia.kernels.triton.TRITON_AVAILABLE else set()
+    assert dir(breccia.kernels.triton) == sorted({*breccia.kernels.triton.__all__, *usable})
+
+
+def test_stub_imports_each_name_from_the_module_that_holds_it() -> None:
+    for node in stub(breccia):
+        if isinstance(node, ast.ImportFrom):
+            home = import_module(f".{node.module}" if node.module else ".", "breccia")
+            for alias in node.names:
+                assert getattr(breccia, alias.name) is getattr(home, alias.name), alias.name
+
+
+def test_every_public_name_resolves() -> None:
+    for name in breccia.__all__:
+        assert getattr(breccia, name) is not None
+    namespace: dict[str, Any] = {}
+    exec("from breccia import *", namespace)
+    assert set(breccia.__all__) <= set(namespace)
+
+
+def test_importing_a_submodule_replaces_no_public_name() -> None:
+    folder = Path(breccia.__file__ or "").parent
+    submodules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    public = {name for name in breccia.__all__ if not inspect.ismodule(getattr(breccia, name))}
+    assert not public & submodules
+
+
+def test_bridges_have_the_signatures_their_stub_promises() -> None:
+    for node in stub(breccia.bridges):
+        if isinstance(node, ast.FunctionDef) and node.name != "__getattr__":
+            promised: dict[str, Any] = {}
+            exec("from __future__ import annotations\n" + ast.unparse(node), promised)
+            real = inspect.signature(getattr(breccia.bridges, node.name)).parameters.values()
+            stubs = inspect.signature(promised[node.name]).parameters.values()
+            assert [(p.name, p.kind, p.default) for p in real] == [(p.name, p.kind, p.default) for p in stubs], node.name
+
+
+# -- what is not there -----------------------------------------------------------------------------------------------
+
+
+def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'breccia' has no attribute 'casts'$"):
+        breccia.casts  # noqa: B018
+    assert not hasattr(breccia, "_private")
+
+
+def test_unknown_bridge_is_an_attribute_error_with_the_nearest_name() -> None:
+    with pytest.raises(AttributeError, match=r"no bridge 'load_safetensor' in any .*; did you mean 'load_safetensors'\?"):
+        breccia.bridges.load_safetensor  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'breccia.bridges' has no attribute '_private'$"):
+        breccia.bridges._private  # noqa: B018
+
+
+def test_bridge_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.bridges, "registry", fake())
+    with pytest.raises(ImportError) as e:
+        breccia.bridges.save_safetensors  # noqa: B018
+    assert str(e.value) == "breccia.bridges.save_safetensors comes with breccia-bridges: pip install breccia-bridges."
+    assert e.value.name == "save_safetensors"
+
+
+def test_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path) -> None:
+    code = "import breccia\ntry: breccia.bridges.load_safetensors\nexcept ImportError as e: print(e)"
+    environ = os.environ | {"BRECCIA_BLOCK": "bridges"}
+    run = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout == (
+        "breccia.bridges.load_safetensors comes with breccia-bridges: pip install breccia-bridges. "
+        "It is installed but blocked: named in BRECCIA_BLOCK.\n"
+    )
+
+
+def test_bridge_of_a_broken_distribution_says_why_it_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(PluginWarning, match="set aside"):
+        broken = fake((Plugin("bridges", "breccia-bridges", "9.0", "manifest"), {"api": 99}))
+    monkeypatch.setattr(breccia.bridges, "registry", broken)
+    with pytest.raises(
+        ImportError, match=r"It is installed but set aside: it is written for api 99, .*; upgrade breccia-core\.$"
+    ):
+        breccia.bridges.save_safetensors  # noqa: B018
+
+
+def test_bridge_that_an_older_distribution_lacks_asks_for_an_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.bridges, "registry", fake((Plugin("bridges", "breccia-bridges", "0.1", "manifest"), {})))
+    with pytest.raises(ImportError, match=r"It is installed but version 0\.1, which lacks it; upgrade it\.$"):
+        breccia.bridges.save_safetensors  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["torchao_missing", "torchao_missing.quantization"])
+def test_bridge_to_a_missing_neighbour_names_the_neighbour(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    bridge = Bridge("to_torchao", "json:dumps", requires=("json", module), install="'breccia-bridges[torchao]'")
+    registry = fake((Plugin("bridges", "breccia-bridges", "0.2", "manifest"), declares("breccia_bridges", bridge)))
+    monkeypatch.setattr(breccia.bridges, "registry", registry)
+    with pytest.raises(ImportError) as e:
+        breccia.bridges.to_torchao  # noqa: B018
+    assert str(e.value) == (
+        f"breccia.bridges.to_torchao needs {module}, which is not installed: pip install 'breccia-bridges[torchao]'."
+    )
+    assert e.value.name == module
+
+
+def test_bridge_of_any_plug_in_is_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    bridge = Bridge("to_acme", "json:dumps", requires=("json",), install="acme")
+    registry = fake((Plugin("acme", "acme-breccia", "1", "manifest"), declares("breccia_bridges", bridge)))
+    monkeypatch.setattr(breccia.bridges, "registry", registry)
+    assert breccia.bridges.to_acme is json.dumps
+    assert "to_acme" in dir(breccia.bridges)
+
+
+# -- kernels.triton --------------------------------------------------------------------------------------------------
+
+TRITON = Plugin("triton", "breccia-triton", "0.2", "manifest")
+BLOCK = Kernel("cast", "torch", "json:dumps", "triton.cast", device="cuda")
+
+
+def test_triton_is_available_where_it_and_torch_can_be_imported() -> None:
+    available = breccia.kernels.triton.TRITON_AVAILABLE
+    assert isinstance(available, bool)
+    assert available is (find_spec("triton") is not None and find_spec("torch") is not None)
+
+
+def test_kernels_of_a_missing_breccia_triton_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake())
+    assert breccia.kernels.triton.TRITON_AVAILABLE is False
+    with pytest.raises(ImportError) as e:
+        breccia.kernels.triton.dumps  # noqa: B018
+    assert str(e.value) == "breccia.kernels.triton.dumps comes with breccia-triton: pip install breccia-triton."
+
+
+def test_kernels_without_triton_itself_name_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK))))
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
+    assert breccia.kernels.triton.TRITON_AVAILABLE is False
+    assert dir(breccia.kernels.triton) == ["TRITON_AVAILABLE"]
+    with pytest.raises(
+        ImportError, match=r"^breccia.kernels.triton.dumps needs triton, which is not installed: pip install triton "
+    ):
+        breccia.kernels.triton.dumps  # noqa: B018
+
+
+def test_kernels_of_breccia_triton_are_found_by_function_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK))))
+    for name in ("torch", "triton"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert breccia.kernels.triton.TRITON_AVAILABLE is True
+    assert breccia.kernels.triton.dumps is json.dumps
+    assert dir(breccia.kernels.triton) == ["TRITON_AVAILABLE", "dumps"]
+    with pytest.raises(AttributeError, match=r"^breccia-triton declares no kernel function 'dump'; did you mean 'dumps'\?"):
+        breccia.kernels.triton.dump  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'breccia.kernels.triton' has no attribute '_x'$"):
+        breccia.kernels.triton._x  # noqa: B018

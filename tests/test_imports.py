@@ -1,0 +1,99 @@
+"""The three tiers of loading, each in a fresh interpreter with every distribution installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import distributions
+
+import pytest
+
+FRAMEWORKS = {"torch", "jax", "mlx"}
+HEAVY = {"numpy", *FRAMEWORKS, "triton", "tensorflow", "safetensors", "torchao", "ml_dtypes", "typer", "rich", "pytest"}
+
+
+@cache
+def loaded(code: str) -> frozenset[str]:
+    """Modules that a fresh interpreter has after `code`, less those it starts with."""
+    script = f"import sys\nstart = set(sys.modules)\n{code}\nimport json\nprint(json.dumps(sorted(set(sys.modules) - start)))"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return frozenset(json.loads(run.stdout.splitlines()[-1]))
+
+
+def roots(modules: frozenset[str]) -> set[str]:
+    """Top-level names outside the standard library."""
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+def test_every_distribution_is_installed() -> None:
+    """Or the tests below would prove less than they say."""
+    names = {d.name for d in distributions()}
+    assert {f"breccia-{part}" for part in ("core", "torch", "jax", "mlx", "triton", "bridges")} <= names
+
+
+def test_importing_breccia_loads_the_standard_library_alone() -> None:
+    modules = loaded("import breccia")
+    assert roots(modules) == {"breccia"}
+    assert {name for name in modules if name.startswith("breccia")} == {"breccia"}
+
+
+def test_declarations_load_no_dependency() -> None:
+    """Recipes, layouts and errors are plain values: a configuration file that names one stays light."""
+    modules = loaded("import breccia\nbreccia.MXFP8BlockScaling()\nbreccia.PerBlockK(32)\nbreccia.ShapeError")
+    assert roots(modules) == {"breccia"}
+
+
+def test_importing_the_bridges_loads_no_neighbour_and_builds_no_registry() -> None:
+    modules = loaded(
+        "import breccia.bridges, breccia.kernels.triton, breccia.registry\nassert breccia.registry._current is None"
+    )
+    assert not roots(modules) & HEAVY
+    assert not {name for name in modules if name.startswith("breccia_")}
+
+
+def test_first_use_of_the_registry_loads_manifests_only() -> None:
+    modules = loaded("import breccia\nassert len(breccia.plugins()) >= 6")
+    assert not roots(modules) & HEAVY
+    siblings = {f"breccia_{part}" for part in ("torch", "jax", "mlx", "triton", "bridges")}
+    ours = {name for name in modules if name.partition(".")[0] in siblings}
+    assert ours == siblings | {f"{name}.plugin" for name in siblings}
+
+
+def test_reading_what_the_bridges_offer_loads_no_neighbour() -> None:
+    modules = loaded("import breccia.bridges, breccia.kernels.triton\ndir(breccia.bridges)\ndir(breccia.kernels.triton)")
+    assert not roots(modules) & HEAVY
+
+
+def test_explaining_by_name_imports_no_kernel_and_no_framework() -> None:
+    modules = loaded('import breccia\nassert "torch" in str(breccia.explain("matmul", "mxfp8", "mxfp8", on="torch"))')
+    assert not roots(modules) & HEAVY
+    assert "breccia.kernels.reference" not in modules
+
+
+CAST = "import breccia\nst = breccia.cast({array}, breccia.NVFP4BlockScaling())\nbreccia.dequantize(st)"
+
+
+@pytest.mark.parametrize(
+    ("framework", "array"),
+    [
+        ("numpy", "__import__('numpy').ones((2, 64), 'float32')"),
+        ("torch", "__import__('torch').ones((2, 64))"),
+        ("jax", "__import__('jax').numpy.ones((2, 64))"),
+        ("mlx", "__import__('mlx.core').core.ones((2, 64))"),
+    ],
+)
+def test_a_cast_loads_the_framework_of_its_array_and_no_other(framework: str, array: str) -> None:
+    modules = loaded(CAST.format(array=array))
+    assert framework in roots(modules)
+    assert not roots(modules) & (FRAMEWORKS - {framework})
+    siblings = {f"breccia_{name}" for name in FRAMEWORKS - {framework}}
+    assert not {name for name in modules if name.startswith(tuple(f"{s}." for s in siblings)) and not name.endswith(".plugin")}
+
+
+def test_a_numpy_cast_loads_numpy_and_nothing_that_is_not_needed() -> None:
+    modules = loaded(CAST.format(array="__import__('numpy').ones((2, 64), 'float32')"))
+    siblings = {f"breccia_{part}" for part in ("torch", "jax", "mlx", "triton", "bridges")}
+    assert roots(modules) - siblings == {"breccia", "numpy", "pluggy"}

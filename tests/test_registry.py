@@ -1,0 +1,501 @@
+"""The registry: what a plug-in may declare, and that a broken one harms nobody. Plug-ins here are distributions on disk."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia import PluginError, PluginWarning, builtin, registry
+from breccia.frameworks import framework_of
+from breccia.registry import KINDS, Plugin, Registry
+
+Install = Callable[..., None]
+
+HEAD = """
+from dataclasses import dataclass
+from breccia import *
+api = 1
+@hookimpl
+def breccia_bridges():
+    return [Bridge("leftover", "json:dumps")]
+"""
+RECIPE = """
+@dataclass(frozen=True)
+class Acme(MXFP8BlockScaling):
+    name = "acme"
+"""
+
+
+def write(folder: Path, name: str, manifest: str, version: str = "0.1", module: str = "", distribution: str = "") -> None:
+    """A distribution (`<name>-breccia`) whose entry point `<name>` is a manifest of that source."""
+    module = module or f"{name}_manifest_{folder.name.replace('-', '_')}"
+    distribution = distribution or f"{name}-breccia"
+    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(manifest, encoding="utf-8")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[breccia]\n{name} = {module}\n", encoding="utf-8")
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs distributions for one test; the caller reloads the registry."""
+
+    def installing(name: str, manifest: str, version: str = "0.1") -> None:
+        write(tmp_path, name, manifest, version)
+        importlib.invalidate_caches()
+
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield installing
+    monkeypatch.undo()
+    for name in set(sys.modules) - before:
+        if "_manifest_" in name:
+            del sys.modules[name]
+    registry.reload()
+
+
+def reloaded() -> tuple[Registry, list[str]]:
+    """(the new registry, its warnings)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = registry.reload()
+    assert all(w.category is PluginWarning for w in caught)
+    return found, [str(w.message) for w in caught]
+
+
+def plugin(name: str) -> Plugin:
+    return next(p for p in breccia.plugins() if p.name == name)
+
+
+def names() -> dict[str, set[str]]:
+    return {hook: set(declared) for hook, declared in registry.registry().declared.items()}
+
+
+def fresh(script: str, *path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs `script` in a new interpreter that finds the distributions in `path`."""
+    python_path = os.pathsep.join(map(str, path))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("BRECCIA_")}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=clean | environ | {"PYTHONPATH": python_path}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+# -- core ------------------------------------------------------------------------------------------------------------
+
+
+def test_core_is_a_plug_in_of_itself() -> None:
+    core = breccia.plugins()[0]
+    assert (core.name, core.distribution, core.version, core.status) == ("core", "breccia-core", breccia.__version__, "active")
+    assert core.module == "breccia.builtin"
+    assert all(not declared for declared in Registry([], {}).declared.values()), "nothing is registered beside the hooks"
+    assert {"recipes:mxfp8", "layouts:per_tensor", "codecs:E4M3", "rules:rceil", "frameworks:numpy"} <= set(core.declares)
+    assert {"kernels:reference.cast", "cli:explain"} <= set(core.declares)
+
+
+def test_the_manifest_of_core_is_never_set_aside() -> None:
+    """Without core nothing works: its own fault is an error, not a warning."""
+    core = Plugin("core", "breccia-core", "0", "breccia.builtin")
+    with pytest.raises(PluginError, match="sets no `api`"):
+        Registry([(core, lambda: ModuleType("empty"))], {})
+
+
+def test_every_sibling_is_found_and_active() -> None:
+    found = {p.distribution: p for p in breccia.plugins()}
+    for part in ("torch", "jax", "mlx", "triton", "bridges"):
+        p = found[f"breccia-{part}"]
+        assert (p.name, p.version, p.module, p.status) == (part, breccia.__version__, f"breccia_{part}.plugin", "active")
+
+
+def test_a_good_plug_in_adds_a_recipe_to_every_backend(install: Install) -> None:
+    install("acme", HEAD + RECIPE + "@hookimpl\ndef breccia_recipes():\n    return [Acme]\n", version="3.1")
+    _, messages = reloaded()
+    assert messages == []
+    found = plugin("acme")
+    assert (found.distribution, found.version, found.status, found.reason) == ("acme-breccia", "3.1", "active", "")
+    assert found.hooks == ("breccia_recipes", "breccia_bridges")
+    assert found.declares == ("recipes:acme", "bridges:leftover")
+    st = breccia.cast(np.full((2, 32), 3.0, np.float32), breccia.recipe("acme"))
+    assert breccia.dequantize(st).tolist() == [[3.0] * 32] * 2
+
+
+# -- one broken plug-in ----------------------------------------------------------------------------------------------
+
+#: What is wrong -> (source after HEAD, the reason given).
+BROKEN = {
+    "raises on import": ("raise RuntimeError('boom')", "RuntimeError: boom"),
+    "needs what is absent": ("import module_of_nobody", "ModuleNotFoundError: No module named 'module_of_nobody'"),
+    "leaves the process": ("raise SystemExit('bye')", "SystemExit: bye"),
+    "does not parse": ("def (", "SyntaxError: invalid syntax"),
+    "no api": ("del api", "sets no `api`; a manifest sets `api = 1`."),
+    "too new": ("api = 99", "it is written for api 99, this breccia-core reads api 1; upgrade breccia-core."),
+    "api of no number": ("api = '1'", "`api` is a whole number, at present 1;"),
+    "api before the first": ("api = 0", "`api` is a whole number, at present 1;"),
+    "misspelt hook": (
+        "@hookimpl\ndef breccia_kernel():\n    return []",
+        "it implements no hook of breccia: 'breccia_kernel'; did you mean 'breccia_kernels'?",
+    ),
+    "misspelt hook without the marker": (
+        "def breccia_recipe():\n    return []",
+        "it defines 'breccia_recipe', which is no hook; did you mean 'breccia_recipes'?",
+    ),
+    "hook without the marker": (
+        "def breccia_kernels():\n    return []",
+        "breccia_kernels is not marked; put @breccia.hookimpl above it.",
+    ),
+    "hook with an argument": (
+        "@hookimpl\ndef breccia_kernels(config):\n    return []",
+        "Argument(s) {'config'} are declared in the hookimpl but can not be found in the hookspec",
+    ),
+    "hook that wraps": (
+        "@hookimpl(wrapper=True)\ndef breccia_kernels():\n    return (yield)",
+        "breccia_kernels is a wrapper; hooks here return declarations.",
+    ),
+    "hook that raises": (
+        "@hookimpl\ndef breccia_kernels():\n    raise KeyError('x')",
+        "breccia_kernels failed: KeyError: 'x'; a hook returns an iterable of declarations.",
+    ),
+    "hook that raises on the way": (
+        "@hookimpl\ndef breccia_codecs():\n    yield Integer('A8', 8, None, 'here', True)\n    1 / 0",
+        "breccia_codecs failed: ",
+    ),
+    "hook that returns nothing": (
+        "@hookimpl\ndef breccia_kernels():\n    pass",
+        "breccia_kernels failed: TypeError: 'NoneType' object is not iterable",
+    ),
+    "declaration of another type": (
+        "@hookimpl\ndef breccia_kernels():\n    return ['acme:cast']",
+        "breccia_kernels returns Kernel instances; it returned 'acme:cast'.",
+    ),
+    "recipe instance for a recipe class": (
+        "@hookimpl\ndef breccia_recipes():\n    return [MXFP8BlockScaling()]",
+        "breccia_recipes returns subclasses of ScalingRecipe; it returned MXFP8BlockScaling(",
+    ),
+    "recipe without a name": (
+        "class Mute(ScalingRecipe): pass\n@hookimpl\ndef breccia_recipes():\n    return [Mute]",
+        "Mute'>, which has no name.",
+    ),
+    "recipe that is mutable": (
+        "class Loose(ScalingRecipe):\n    name = 'loose'\n@hookimpl\ndef breccia_recipes():\n    return [Loose]",
+        "Loose is not a frozen dataclass; put @dataclass(frozen=True) above it.",
+    ),
+    "name of core": (
+        "@hookimpl\ndef breccia_recipes():\n    return [MXFP8BlockScaling]",
+        "breccia_recipes: the name 'mxfp8' is taken by plug-in 'core'; choose another.",
+    ),
+    "name given twice": (
+        RECIPE + "@hookimpl\ndef breccia_recipes():\n    return [Acme, Acme]",
+        "breccia_recipes: it declares the name 'acme' twice.",
+    ),
+    "kernel of an unknown op": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('casts', 'numpy', 'acme:cast', 'acme.cast')]",
+        "kernel 'acme.cast': no op 'casts'; did you mean 'cast'?",
+    ),
+    "kernel without a name": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', '')]",
+        "which has no name.",
+    ),
+    "kernel whose target is no target": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme.cast', 'acme.cast')]",
+        "a target is written 'package.module:attribute'; got 'acme.cast'.",
+    ),
+    "kernel whose target is a function": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', print, 'acme.cast')]",
+        "a target is written 'package.module:attribute'; got <built-in function print>.",
+    ),
+    "kernel whose check is no target": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', accepts='a:b c')]",
+        "a target is written 'package.module:attribute'; got 'a:b c'.",
+    ),
+    "kernel of a recipe's name": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', recipe='mxfp8')]",
+        "kernel 'acme.cast' serves a recipe class, its base, None or type(None); it declares 'mxfp8'.",
+    ),
+    "kernel of another contract": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', contract=2)]",
+        "kernel 'acme.cast' keeps version 2 of the contract of 'cast'; this is version 1.",
+    ),
+    "framework whose types are one string": (
+        "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', 'Array', 'acme.ops:OPS')]",
+        "framework 'acme': types is a tuple of names in acme; got 'Array'.",
+    ),
+    "bridge whose remedy is missing": (
+        "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to_acme', 'acme:to', requires=('acme',))]",
+        "bridge 'to_acme': requires is a tuple of modules, and install what pip installs them with;",
+    ),
+    "command whose target is no target": (
+        "@hookimpl\ndef breccia_cli():\n    return [Command('acme', 'acme', 'Does it.')]",
+        "a target is written 'package.module:attribute'; got 'acme'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_plug_in_is_set_aside_with_one_warning_and_the_others_work(install: Install, fault: str) -> None:
+    source, reason = BROKEN[fault]
+    before = names()
+    install("acme", HEAD + source)
+    install("good", HEAD.replace("leftover", "welcome"))
+    _, (message, *more) = reloaded()
+    assert more == []
+    assert message.startswith("breccia plug-in 'acme' (acme-breccia 0.1) is set aside: ")
+    assert reason in message
+    found = plugin("acme")
+    assert (found.status, found.hooks, found.declares) == ("set aside", (), ())
+    assert message.endswith(found.reason)
+    assert plugin("good").status == "active"
+    assert names() == before | {"breccia_bridges": before["breccia_bridges"] | {"welcome"}}, "nothing of it remains"
+    st = breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
+    assert breccia.dequantize(st).tolist() == [[1.0] * 32] * 2
+
+
+def test_a_repaired_plug_in_is_active_after_reload(install: Install, tmp_path: Path) -> None:
+    install("acme", "raise RuntimeError('boom')")
+    assert len(reloaded()[1]) == 1
+    manifest = next(tmp_path.glob("acme_manifest_*.py"))
+    manifest.write_text(HEAD, encoding="utf-8")
+    importlib.invalidate_caches()
+    assert reloaded()[1] == []
+    assert plugin("acme").status == "active"
+
+
+def test_a_hook_of_a_later_breccia_may_be_marked_optional(install: Install) -> None:
+    install("acme", HEAD + "@hookimpl(optionalhook=True)\ndef breccia_telemetry():\n    return [1]")
+    assert reloaded()[1] == []
+    assert plugin("acme").hooks == ("breccia_bridges",)
+
+
+def test_a_hook_may_be_implemented_under_another_function_name(install: Install) -> None:
+    install("acme", HEAD + '@hookimpl(specname="breccia_cli")\ndef mine():\n    return [Command("acme", "json:dumps", "It.")]')
+    assert reloaded()[1] == []
+    assert plugin("acme").declares == ("bridges:leftover", "cli:acme")
+
+
+def test_a_manifest_may_import_modules_whose_names_begin_as_hooks_do(install: Install) -> None:
+    install("acme", HEAD + "import breccia_torch")
+    assert reloaded()[1] == []
+
+
+def test_declarations_carry_the_name_of_their_plug_in(install: Install) -> None:
+    install("acme", HEAD + "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'acme', 'acme:cast', 'acme.cast')]")
+    found, _ = reloaded()
+    assert found.bridges["leftover"].plugin == "acme"
+    assert next(k for k in found.table.kernels if k.name == "acme.cast").plugin == "acme"
+
+
+def test_of_two_plug_ins_of_one_name_the_second_is_set_aside(install: Install, tmp_path: Path) -> None:
+    write(tmp_path, "acme", HEAD.replace("leftover", "first"), module="aaa_manifest_", distribution="other")
+    install("acme", HEAD)
+    _, (message, *more) = reloaded()
+    assert more == []
+    assert message == (
+        "breccia plug-in 'acme' (acme-breccia 0.1) is set aside: the plug-in name 'acme' is taken by other; rename the entry "
+        "point of one."
+    )
+
+
+def test_a_name_claimed_by_two_plug_ins_goes_to_the_first_by_name_whatever_the_path_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = HEAD.replace("leftover", "claimed")
+    for name in ("zeta", "alpha"):
+        write(tmp_path / name, name, claim)
+    folders = [str(tmp_path / "zeta"), str(tmp_path / "alpha")]
+    path = list(sys.path)
+    seen: list[list[str]] = []
+    for order in (folders, folders[::-1]):
+        monkeypatch.setattr(sys, "path", [*order, *path])
+        importlib.invalidate_caches()
+        found, messages = reloaded()
+        seen.append(messages)
+        assert found.bridges["claimed"].plugin == "alpha"
+        assert [p.name for p in found.plugins] == ["core", *sorted(p.name for p in found.plugins[1:])]
+    monkeypatch.undo()
+    registry.reload()
+    assert seen[0] == seen[1]
+    assert seen[0] == [
+        "breccia plug-in 'zeta' (zeta-breccia 0.1) is set aside: breccia_bridges: the name 'claimed' is taken by plug-in "
+        "'alpha'; choose another."
+    ]
+
+
+def test_a_framework_whose_import_is_under_way_is_not_asked_for_what_it_lacks(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        "acme", HEAD + "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', ('Array',), 'acme:OPS')]"
+    )
+    reloaded()
+    half = ModuleType("acme")
+    monkeypatch.setitem(sys.modules, "acme", half)
+
+    class Array:
+        pass
+
+    with pytest.raises(breccia.UnsupportedError, match=r"installed framework \(numpy, acme, jax, mlx, torch\); got .*Array\."):
+        framework_of(Array())
+    half.Array = Array  # type: ignore[attr-defined]
+    assert framework_of(Array()).name == "acme", "and is found once it has it"
+
+
+# -- manifests that import too much -----------------------------------------------------------------------------------
+
+REPORT = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import breccia
+    found = {p.name: p.status for p in breccia.plugins()}
+import numpy as np
+st = breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
+assert breccia.dequantize(st).tolist() == [[1.0] * 32] * 2
+print(json.dumps([[f"{w.category.__name__}: {w.message}" for w in caught], found, "leftover" in dir(breccia.bridges)]))
+"""
+
+
+@pytest.mark.parametrize("heavy", ["numpy", "mlx"])
+def test_a_manifest_that_imports_a_framework_is_named_but_stays_active(tmp_path: Path, heavy: str) -> None:
+    write(tmp_path, "acme", f"import {heavy}\n" + HEAD, module="acme_heavy")
+    messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
+    assert messages == [
+        f"PluginWarning: breccia plug-in 'acme' (acme_heavy) imported {heavy} while declaring itself; move that import into "
+        "the module its targets name."
+    ]
+    assert found["acme"] == "active" and works
+
+
+def test_a_manifest_is_not_blamed_for_a_framework_the_user_imported(tmp_path: Path) -> None:
+    write(tmp_path, "acme", "import numpy\n" + HEAD)
+    messages, found, works = json.loads(fresh("import numpy" + REPORT, tmp_path).stdout)
+    assert messages == []
+    assert found["acme"] == "active" and works
+
+
+def test_a_manifest_that_uses_the_registry_it_is_part_of_is_set_aside(tmp_path: Path) -> None:
+    write(tmp_path, "acme", HEAD + "@hookimpl\ndef breccia_cli():\n    return [Command(p.name, 'a:b', '') for p in plugins()]")
+    messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
+    assert messages == [
+        "PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: breccia_cli failed: PluginError: a manifest "
+        "used the registry while it is being built; a manifest only returns declarations.; a hook returns an iterable of "
+        "declarations."
+    ]
+    assert found["acme"] == "set aside" and not works
+
+
+def test_in_a_fresh_process_a_broken_plug_in_harms_nobody(tmp_path: Path) -> None:
+    write(tmp_path, "acme", HEAD + "raise RuntimeError('boom')")
+    messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
+    assert messages == ["PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom"]
+    assert found.pop("acme") == "set aside" and not works
+    assert set(found.values()) == {"active"}
+
+
+# -- the environment, reload, threads -----------------------------------------------------------------------------------
+
+
+def test_blocked_plug_ins_are_not_even_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("acme", "raise RuntimeError('boom')")
+    monkeypatch.setenv("BRECCIA_BLOCK", " acme, bridges ,")
+    found, messages = reloaded()
+    assert messages == []
+    for name in ("acme", "bridges"):
+        p = plugin(name)
+        assert (p.status, p.reason, p.declares) == ("blocked", "named in BRECCIA_BLOCK", ())
+    assert not found.bridges
+
+
+def test_reload_reads_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRECCIA_BLOCK", "bridges")
+    assert registry.reload() is registry.registry()
+    assert plugin("bridges").status == "blocked"
+    monkeypatch.delenv("BRECCIA_BLOCK")
+    registry.reload()
+    assert plugin("bridges").status == "active"
+
+
+def test_a_failed_reload_leaves_the_registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = registry.registry()
+    with monkeypatch.context() as patch:
+        patch.setattr(builtin, "api", 99)
+        with pytest.raises(PluginError, match="api 99"):
+            registry.reload()
+        assert registry.registry() is before
+    assert registry.reload() is not before
+
+
+def test_many_threads_at_first_use_build_one_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Registry] = []
+
+    class Slow(Registry):
+        def __init__(self, *args: object) -> None:
+            time.sleep(0.05)  # long enough for every thread to ask meanwhile
+            super().__init__(*args)  # type: ignore[arg-type]
+            built.append(self)
+
+    monkeypatch.setattr(registry, "Registry", Slow)
+    monkeypatch.setattr(registry, "_current", None)
+    start = threading.Barrier(16)
+    seen: list[Registry] = []
+
+    def use() -> None:
+        start.wait()
+        seen.append(registry.registry())
+
+    threads = [threading.Thread(target=use) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert seen == built * 16
+
+
+def test_readers_during_a_reload_see_a_whole_registry() -> None:
+    """Old or new, never one that is half filled."""
+    complete = names()
+    stop, torn = threading.Event(), []
+
+    def watch() -> None:
+        while not stop.is_set():
+            if names() != complete or breccia.cast(np.ones((1, 32), np.float32), breccia.MXFP8BlockScaling()).ndim != 2:
+                torn.append(names())
+
+    threads = [threading.Thread(target=watch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        registry.reload()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not torn
+
+
+def test_unknown_names_are_errors_with_the_nearest_name() -> None:
+    with pytest.raises(breccia.UnknownNameError, match=r"^no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: .*mxfp8") as e:
+        breccia.recipe("nvpf4")
+    assert e.value.found["name"] == "nvpf4"
+
+
+def test_plug_ins_are_values() -> None:
+    """`plugins()` hands out a copy of the list of frozen entries."""
+    breccia.plugins().clear()
+    first = breccia.plugins()[0]
+    assert first == replace(first)
+    assert set(KINDS) >= set(first.hooks)
