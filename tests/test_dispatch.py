@@ -666,3 +666,46 @@ def test_dispatch_costs_less_than_two_microseconds(conditional: bool) -> None:
     rounds = [(timeit.timeit(step, number=5_000), timeit.timeit(dispatched, number=5_000)) for _ in range(60)]  # in turn
     unit, cost = (min(times) for times in zip(*rounds, strict=True))
     assert cost < 16 * unit, f"{cost / unit:.1f} steps"
+
+
+def test_accepts_sees_the_options_that_are_not_at_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that serves plain casts only says so; every other cast goes to the generic algorithm."""
+    seen: list[dict[str, object]] = []
+
+    def plain_only(call: Call) -> str | None:
+        seen.append(dict(call.options))
+        return None if not call.options else f"plain casts only, not {sorted(call.options)}"
+
+    def fast(x: object, recipe: object, **options: object) -> str:
+        return "fast"
+
+    monkeypatch.setattr(sys.modules[__name__], "plain_only", plain_only, raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "fast", fast, raising=False)
+    current = registry.registry()
+    kernels = [
+        *current.table.kernels,
+        Kernel("cast", "numpy", f"{__name__}:fast", "test.fast", accepts=f"{__name__}:plain_only"),
+    ]
+    monkeypatch.setattr(current, "table", Table(kernels))
+    x = np.ones((4, 32), np.float32)
+    assert breccia.cast(x, MXFP8) == "fast"
+    for options in ({"axis": -2}, {"rounding": "stochastic", "seed": 1}, {"nonfinite": "raise"}):
+        assert isinstance(breccia.cast(x, MXFP8, **options), breccia.ScaledTensor)
+    st = breccia.cast(x, MXFP8, scale=np.zeros((4, 1), np.uint8))
+    breccia.cast(x, MXFP8, out=st)
+    assert seen[0] == {}
+    plain = {"axis": -1, "scale": False, "rounding": "nearest", "nonfinite": "propagate", "out": False}
+    assert seen[1:] == [
+        plain | {"axis": -2},
+        plain | {"rounding": "stochastic"},
+        plain | {"nonfinite": "raise"},
+        plain | {"scale": True},
+        plain | {"out": True},
+    ]
+
+
+def test_matmul_refuses_operands_on_two_devices_by_name() -> None:
+    torch = pytest.importorskip("torch")
+    a = torch.ones(4, 32)
+    with pytest.raises(TypeError, match="matmul: a is on cpu and b on meta; move both to one device"):
+        breccia.matmul(a, torch.ones(32, 4, device="meta"))

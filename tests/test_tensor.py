@@ -241,7 +241,6 @@ X = np.ones((4, 32), np.float32)
             ValueError,
             "clip_min must be less than clip_max; got 2.0 and 1.0",
         ),
-        (lambda: breccia.cast_ste(X, BLOCK, sede=1), TypeError, "cast_ste has no option 'sede'; did you mean 'seed'"),
         (lambda: breccia.AmaxHistory(BLOCK), TypeError, "AmaxHistory needs a DelayedScaling recipe"),  # type: ignore[arg-type]
     ],
 )

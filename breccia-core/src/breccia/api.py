@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .dispatch import OPS, Explanation
+from .dispatch import OPS, Explanation, Options, device_of
 from .errors import RecipeError, UnknownNameError, UnsupportedError, suggestion
-from .frameworks import framework_of
+from .frameworks import framework_of, output_dtype
 from .recipes import ScalingRecipe
 from .registry import Plugin, registry
 from .tensor import ScaledTensor
@@ -44,9 +44,10 @@ def cast(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    kernel = registry().table.resolve("cast", framework_of(x).name, x, None, recipe, prefer)
-    options = {} if out is None else {"out": out}
-    return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **options)
+    options = _cast_options(axis, scale, rounding, nonfinite, out)
+    kernel = registry().table.resolve("cast", framework_of(x).name, x, None, recipe, prefer, options)
+    given = {} if out is None else {"out": out}
+    return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
@@ -56,7 +57,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
     out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
     """
     _need_scaled("dequantize", st)
-    kernel = registry().table.resolve("dequantize", st.framework, st, None, None, prefer)
+    kernel = registry().table.resolve("dequantize", st.framework, st, None, None, prefer, _out_options(out_dtype, out))
     return kernel(st, out_dtype=out_dtype) if out is None else kernel(st, out_dtype=out_dtype, out=out)
 
 
@@ -74,7 +75,8 @@ def requantize(
     _need_scaled("requantize", st)
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer)
+    options = _cast_options(-1, scale, rounding, nonfinite, None)
+    kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer, options)
     return kernel(st, recipe, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
 
@@ -93,16 +95,33 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefe
             a=framework,
             b=other,
         )
-    kernel = registry().table.resolve("matmul", framework, a, b, None, prefer)
+    here, there = (device_of(x.data if isinstance(x, ScaledTensor) else x) for x in (a, b))
+    if here != there:
+        raise UnsupportedError(f"matmul: a is on {here} and b on {there}; move both to one device.", a=here, b=there)
+    kernel = registry().table.resolve("matmul", framework, a, b, None, prefer, _out_options(out_dtype, out))
     return kernel(a, b, out_dtype) if out is None else kernel(a, b, out_dtype, out=out)
 
 
-def cast_ste(x: Any, recipe: ScalingRecipe, *, prefer: Prefer = None, **options: Any) -> Any:
+def cast_ste(
+    x: Any,
+    recipe: ScalingRecipe,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    prefer: Prefer = None,
+) -> Any:
     """The values of `dequantize(cast(x, recipe))` in `x`'s dtype; gradients pass straight through to `x`.
 
-    Takes `cast`'s keyword options. On NumPy, which has no gradients, it is the round trip.
+    Options are those of `cast`. On NumPy, which has no gradients, it is the round trip.
     """
-    return _ste("cast_ste", x, recipe, prefer, (), options)
+    if not isinstance(recipe, ScalingRecipe):
+        _refuse_recipe(recipe)
+    options = _cast_options(axis, scale, rounding, nonfinite, None)
+    kernel = registry().table.resolve("cast_ste", framework_of(x).name, x, None, recipe, prefer, options)
+    return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
 
 def cast_ste_clipped(
@@ -111,24 +130,23 @@ def cast_ste_clipped(
     clip_min: float | None = None,
     clip_max: float | None = None,
     *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
     prefer: Prefer = None,
-    **options: Any,
 ) -> Any:
     """`cast_ste` whose gradient is zero where `x` lies outside [clip_min, clip_max].
 
     The bounds default to plus and minus the element codec's largest value.
     """
-    return _ste("cast_ste_clipped", x, recipe, prefer, (clip_min, clip_max), options)
-
-
-def _ste(op: str, x: Any, recipe: ScalingRecipe, prefer: Prefer, bounds: tuple[Any, ...], options: dict[str, Any]) -> Any:
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    known = ["axis", "scale", "rounding", "seed", "nonfinite"]
-    for name in options:
-        if name not in known:
-            raise UnsupportedError(f"{op} has no option {name!r}{suggestion(name, known)}", option=name)
-    return registry().table.resolve(op, framework_of(x).name, x, None, recipe, prefer)(x, recipe, *bounds, **options)
+    options = _cast_options(axis, scale, rounding, nonfinite, None)
+    kernel = registry().table.resolve("cast_ste_clipped", framework_of(x).name, x, None, recipe, prefer, options)
+    clip = (clip_min, clip_max)
+    return kernel(x, recipe, *clip, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
 
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None) -> Explanation:
@@ -184,6 +202,18 @@ def _field_value(text: str) -> Any:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return text
+
+
+def _cast_options(axis: int, scale: Any, rounding: str, nonfinite: str, out: Any) -> Options:
+    """The options of a cast that a kernel may decline, where any is not at its default."""
+    if axis == -1 and scale is None and rounding == "nearest" and nonfinite == "propagate" and out is None:
+        return ()
+    given = {"axis": axis, "scale": scale is not None, "rounding": rounding, "nonfinite": nonfinite, "out": out is not None}
+    return tuple(given.items())
+
+
+def _out_options(out_dtype: Any, out: Any) -> Options:
+    return () if out is None and out_dtype == "float32" else (("out_dtype", output_dtype(out_dtype)), ("out", out is not None))
 
 
 def _need_scaled(verb: str, st: Any) -> None:

@@ -9,9 +9,6 @@ from typing import Any, ClassVar, Self, cast
 from . import targets
 from .errors import RecipeError, suggestion
 
-#: The registry knows every declared class by name; it is loaded when a base class has to find one.
-REGISTRY = "breccia.registry:registry"
-
 
 class Declared:
     """Base of declarations that travel in files as `{"name": ..., "fields": {...}}`."""
@@ -41,7 +38,7 @@ class Declared:
         name, fields = _parts_of(listed)
         if name is None or fields is None:
             raise RecipeError(f"a {cls.kind} in JSON is an object with a name and fields; got {text[:80]}")
-        found: type[Self] = targets.load(REGISTRY)().look_up(f"breccia_{cls.kind}s", name, cls.kind)
+        found: type[Self] = targets.load(targets.REGISTRY)().look_up(f"breccia_{cls.kind}s", name, cls.kind)
         if not issubclass(found, cls):
             raise RecipeError(f"this is a {cls.kind} {found.name!r}, not {cls.name!r}; read it with the base class.")
         return found.with_fields(fields)

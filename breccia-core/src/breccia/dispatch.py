@@ -33,6 +33,8 @@ _MEMO_LIMIT = 4096
 _ALIGNMENT_LIMIT = 256
 
 #: (op, recipe class of a, recipe class of b, framework); the class of what is not scaled is `type(None)`.
+#: Options of a call as (name, value), hashable.
+Options = tuple[tuple[str, Any], ...]
 Key = tuple[str, type, type, str]
 Prefer = str | Sequence[str] | None
 
@@ -100,13 +102,22 @@ class Operand:
 
 @dataclass(frozen=True)
 class Call:
-    """What `Kernel.accepts` may look at."""
+    """What `Kernel.accepts` may look at.
+
+    `options` holds the verb's keyword options that are not at their default; of arrays (`scale`, `out`) only that they are
+    given.
+    """
 
     op: str
     framework: str
     device: str
     a: Operand
     b: Operand | None
+    options: Options = ()
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value of a keyword option of the verb, or `default` where the caller left it at its own."""
+        return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True)
@@ -172,7 +183,16 @@ class Table:
         self._memo: dict[tuple[Any, ...], Any] = {}
         self._available: dict[tuple[str, str], str | None] = {}
 
-    def resolve(self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, prefer: Prefer) -> Any:
+    def resolve(
+        self,
+        op: str,
+        framework: str,
+        a: Any,
+        b: Any,
+        new: ScalingRecipe | None,
+        prefer: Prefer,
+        options: Options = (),
+    ) -> Any:
         """The function that serves op(a, b). `new` is the recipe to write, for cast and requantize."""
         key = (op, *_classes(op, a, b, new), framework)
         if prefer is None:
@@ -180,9 +200,9 @@ class Table:
             if direct is not None:
                 return direct
         names = named(prefer)
-        facts = (key, _facts(a), _facts(b), getattr(_array(a), "device", None), new, names)
+        facts = (key, _facts(a), _facts(b), getattr(_array(a), "device", None), new, names, options)
         function = self._memo.get(facts)
-        return self._chosen(key, _call(op, framework, a, b, new), names, facts) if function is None else function
+        return self._chosen(key, _call(op, framework, a, b, new, options), names, facts) if function is None else function
 
     def explain(self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, prefer: Prefer) -> Explanation:
         """Every candidate of the call, the winner first."""
@@ -336,9 +356,9 @@ def _facts(x: Any) -> Any:
     return x if isinstance(x, ScalingRecipe) else (x.shape, x.dtype)
 
 
-def _call(op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None) -> Call:
+def _call(op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, options: Options = ()) -> Call:
     first = _operand(a, new if op in _CASTS else None)
-    return Call(op, framework, device_of(_array(a)), first, None if b is None else _operand(b, None))
+    return Call(op, framework, device_of(_array(a)), first, None if b is None else _operand(b, None), options)
 
 
 def _operand(x: Any, new: ScalingRecipe | None) -> Operand:

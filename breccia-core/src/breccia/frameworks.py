@@ -16,8 +16,8 @@ from .errors import PluginError, UnsupportedError
 if TYPE_CHECKING:
     from .ops import Ops
 
-#: Loaded when a type is met before any registry was: the registry installs the declared frameworks here.
-REGISTRY = "breccia.registry:registry"
+#: Floating dtypes `cast` reads and `dequantize` writes, by the names all frameworks share.
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def find(x: object) -> Framework | None:
     except KeyError:
         pass
     if not _installed:
-        targets.load(REGISTRY)()
+        targets.load(targets.REGISTRY)()  # it installs the declared frameworks here
     table = _by_type
     for framework in _installed:
         if isinstance(x, _types(framework)):
@@ -116,3 +116,11 @@ def dtype_name(x: Any) -> str:
     """The bare name of an array's or dtype's dtype: "float32", "float8_e4m3fn", ... in every framework's spelling."""
     dtype = getattr(x, "dtype", x)
     return str(getattr(dtype, "name", None) or dtype).rpartition(".")[2]
+
+
+def output_dtype(dtype: Any) -> str:
+    """The name of a floating output dtype, from any framework's spelling. Raises UnsupportedError."""
+    name = dtype.__name__ if isinstance(dtype, type) else str(getattr(dtype, "name", None) or dtype).rpartition(".")[2]
+    if name not in FLOATS:
+        raise UnsupportedError(f"out_dtype is one of {', '.join(FLOATS)} in any framework's spelling; got {dtype!r}.")
+    return name

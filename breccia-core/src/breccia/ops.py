@@ -25,8 +25,6 @@ from .errors import UnsupportedError
 from .frameworks import dtype_name
 
 Array = Any
-#: Floating dtypes `cast` reads and `dequantize` writes, by the names all frameworks share.
-FLOATS = ("float32", "float16", "bfloat16")
 
 
 class Ops(Protocol):

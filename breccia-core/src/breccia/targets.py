@@ -12,6 +12,9 @@ from typing import Any
 
 from .errors import PluginError
 
+#: What knows every declaration by name. Modules that the registry itself imports reach it through this target.
+REGISTRY = "breccia.registry:registry"
+
 
 @cache
 def load(target: str) -> Any:

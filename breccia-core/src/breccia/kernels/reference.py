@@ -17,9 +17,9 @@ from typing import Any
 from ..codecs import Codec, Integer
 from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
-from ..frameworks import dtype_name, ops_of, same_framework
+from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
 from ..layouts import Layout, Shape
-from ..ops import FLOATS, Array, Ops
+from ..ops import Array, Ops
 from ..recipes import ScalingRecipe
 from ..rules import saturated
 from ..tensor import ScaledTensor, contraction_axis, packing
@@ -435,14 +435,6 @@ def _apply(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
     if level.sense == "divisor":
         return ops.div(v, value)
     return v * ops.div(value, fmt.capacity(level))
-
-
-def output_dtype(dtype: Any) -> str:
-    """The name of a floating output dtype, from any framework's spelling. Raises UnsupportedError."""
-    name = dtype.__name__ if isinstance(dtype, type) else str(getattr(dtype, "name", None) or dtype).rpartition(".")[2]
-    if name not in FLOATS:
-        raise UnsupportedError(f"out_dtype is one of {', '.join(FLOATS)} in any framework's spelling; got {dtype!r}.")
-    return name
 
 
 def _check_out(out: Array, value: Array) -> None:
