@@ -54,7 +54,7 @@ ORDER = [
     {""},  # the package itself: lazy, imports nothing
     {"errors"},
     {"targets", "declared"},
-    {"codecs", "rules"},
+    {"codecs", "rules", "options"},
     {"formats"},
     {"frameworks"},
     {"layouts", "recipes"},

@@ -49,6 +49,27 @@ IDEMPOTENT = [
     INT4Scaling(group_size=32, scale_dtype="fp32"),
     NVFP4BlockScaling(),
 ]
+PER_TENSOR = [Float8CurrentScaling(), Float8CurrentScaling("E5M2"), DelayedScaling(), DelayedScaling(margin=3)]
+
+
+@pytest.mark.parametrize("recipe", PER_TENSOR, ids=recipe_id)
+def test_casting_whole_tensors_that_were_dequantized_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
+    """One block a tensor; the lemma below covers every FP32 scale."""
+    for seed in range(300):
+        first = breccia.cast(wide((4, 33), seed, exponents=40), recipe)
+        assert parts(first) == parts(breccia.cast(breccia.dequantize(first), recipe))
+
+
+def test_where_idempotence_does_not_hold_the_spec_says_so() -> None:
+    """Unsigned codes without a zero-point, a negative margin, and a subnormal FP16 scale."""
+    cases = [
+        (INT4Scaling(group_size=4, signed=False), [-8, 1, 0, 0]),
+        (DelayedScaling(margin=-1), [448, 1, 0, 0]),
+        (INT4Scaling(group_size=4), [10.5 * 2.0**-24, 0, 0, 0]),
+    ]
+    for recipe, row in cases:
+        first = breccia.cast(np.array([row], np.float32), recipe)
+        assert parts(first) != parts(breccia.cast(breccia.dequantize(first), recipe))
 
 
 @pytest.mark.parametrize("recipe", IDEMPOTENT, ids=recipe_id)
@@ -88,12 +109,12 @@ POWERS = [MXFP8BlockScaling(), MXFP8BlockScaling("E5M2"), Float8BlockScaling(blo
 @pytest.mark.parametrize("recipe", POWERS, ids=recipe_id)
 def test_casting_what_was_dequantized_keeps_the_values_under_power_of_two_scales(recipe: breccia.ScalingRecipe) -> None:
     seen = 0
-    for seed in range(4):
+    for seed in range(8):
         first = breccia.dequantize(breccia.cast(blocks_of(recipe, 50_000, seed), recipe))
         second = breccia.dequantize(breccia.cast(first, recipe))
         assert first.tobytes() == second.tobytes()
         seen += first.size // 32
-    assert seen >= 200_000
+    assert seen >= 400_000
 
 
 @pytest.mark.parametrize("largest", [448.0, 57344.0, 6.0, 7.0, 15.0, 127.0, 2688.0], ids=lambda v: f"{v:g}")
@@ -285,6 +306,27 @@ def test_matmul_is_the_fp32_product_of_the_dequantized_operands() -> None:
     bound = 256 * u / (1 - 256 * u) * (np.abs(p) @ np.abs(q))
     assert y.shape == (16, 64) and y.dtype == np.float32
     assert (np.abs(y - p @ q) <= bound).all()
+
+
+@pytest.mark.parametrize("length", [64, 512, 4096])
+def test_matmul_keeps_its_bound_with_one_large_and_many_small_terms(length: int) -> None:
+    """Adversarial K: 2^12 once, then ones, which an accumulator of fewer bits swallows. Same bound as above."""
+    a = np.ones((4, length), np.float32)
+    a[:, 0] = 4096.0
+    b = np.ones((length, 3), np.float32)
+    st = breccia.cast(a, Float8BlockScaling(block_k=32)), breccia.cast(b, Float8BlockScaling(block_k=32), axis=-2)
+    p, q = (breccia.dequantize(s).astype(np.float64) for s in st)
+    u = 2.0**-24
+    bound = length * u / (1 - length * u) * (np.abs(p) @ np.abs(q))
+    assert (np.abs(breccia.matmul(*st) - p @ q) <= bound).all()
+
+    def accumulated_in_fp16() -> np.ndarray:  # the bound is not vacuous: this planted fault breaks it
+        total = np.zeros((4, 3), np.float16)
+        for k in range(length):
+            total = (total + (p[:, k : k + 1] * q[k]).astype(np.float16)).astype(np.float16)
+        return total.astype(np.float64)
+
+    assert (np.abs(accumulated_in_fp16() - p @ q) > bound).any()
 
 
 def test_matmul_takes_raw_arrays_batches_and_transposed_weights() -> None:

@@ -76,7 +76,7 @@ def test_stochastic_cast_equals_the_oracle(recipe: breccia.ScalingRecipe) -> Non
     assert_written(scaled, oracle.cast(x, recipe, rounding="stochastic", seed=seed))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.037, 2.0**-126, 3e38, 2.0**100])
+@pytest.mark.parametrize("scale", [1.0, 0.037, 2.0**-126, 2.0**126, 3e38, 2.0**100, 2.0**-140, 0.0, -1.0, float("inf")])
 def test_a_supplied_scale_is_used_as_the_oracle_uses_it(scale: float) -> None:
     x = special_rows(32)
     for recipe in (breccia.DelayedScaling(), breccia.Float8CurrentScaling("E5M2"), breccia.NVFP4BlockScaling()):
@@ -84,6 +84,23 @@ def test_a_supplied_scale_is_used_as_the_oracle_uses_it(scale: float) -> None:
         expected = oracle.cast(x, recipe, scale=float(np.float32(scale)))
         assert_written(scaled, expected)
         assert_decoded(scaled, expected)
+
+
+ONE_LEVEL = [r for r in RECIPES if r.format.global_scale is None and r.format.scale.block[0] is not None]
+
+
+@pytest.mark.parametrize("recipe", ONE_LEVEL, ids=recipe_id)
+def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.ScalingRecipe) -> None:
+    """Scales of another tensor, with every kind of fault among them, in the form they are stored."""
+    x, other = special_rows(48), wide(special_rows(48).shape, seed=9, exponents=20)
+    scale = np.array(breccia.cast(other, recipe).scale)
+    faults = scale.reshape(-1).view(f"u{scale.itemsize}")
+    rng = np.random.default_rng(1)
+    faults[rng.integers(0, faults.size, faults.size // 3)] = rng.integers(0, 1 << (8 * scale.itemsize), faults.size // 3)
+    scaled = breccia.cast(x, recipe, scale=scale)
+    expected = oracle.cast(x, recipe, scale=bits(scale))
+    assert_written(scaled, expected)
+    assert_decoded(scaled, expected)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

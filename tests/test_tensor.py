@@ -125,6 +125,27 @@ def test_parts_that_contradict_each_other_are_refused(arguments: Any, kind: type
     assert isinstance(caught.value, breccia.BrecciaError)
 
 
+def test_a_layout_of_whole_rows_is_for_recipes_whose_group_is_free() -> None:
+    rows = np.ones((4, 1), np.uint8)
+    with pytest.raises(LayoutError, match=r"recipe 'mxfp8' scales blocks of \(1, 32\)"):
+        ScaledTensor(DATA, rows, MXFP8BlockScaling(), PerChannel())
+    assert ScaledTensor(DATA, rows.astype("f4"), Float8BlockScaling(), PerChannel()).shape == (4, 8)
+
+
+def test_a_zero_point_that_is_no_number_is_refused() -> None:
+    recipe = INT4Scaling(group_size=16, signed=False, symmetric=False)
+    scales = np.ones((4, 1), np.float16)
+    for dtype in ("c8", "?", "f8", "i8"):
+        with pytest.raises(UnsupportedError, match="zero_point must be whole numbers as one of uint8, .*; got"):
+            ScaledTensor(DATA, scales, recipe, recipe.layout, scales.astype(dtype))
+
+
+def test_a_tail_longer_than_the_data_is_refused() -> None:
+    recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
+    with pytest.raises(LayoutError, match=r"does not hold whole groups of 2 INT4 codes in 1 bytes along axis -1 \(tail=1\)"):
+        ScaledTensor(np.zeros((2, 0), np.uint8), np.ones((2, 0), np.float32), recipe, PerBlockK(4), tail=1)
+
+
 def test_two_level_and_zero_point_parts_are_checked() -> None:
     packed, scales = np.zeros((4, 8), np.uint8), np.zeros((4, 1), np.uint8)
     nvfp4 = NVFP4BlockScaling()
@@ -220,6 +241,24 @@ X = np.ones((4, 32), np.float32)
         ),
         (lambda: breccia.cast(X, BLOCK, nonfinite="keep"), ValueError, "nonfinite is one of propagate, raise; got 'keep'"),
         (lambda: breccia.cast(X * np.inf, BLOCK, nonfinite="raise"), ValueError, "x holds NaN or Inf"),
+        (lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=1.5), ValueError, "seed must be a whole number, got 1.5"),
+        (lambda: breccia.cast(X, BLOCK, rounding=["up"]), ValueError, "rounding is one of"),
+        (lambda: breccia.cast(X, BLOCK, axis=-1.0), ValueError, "axis must be a whole number, got -1.0"),
+        (lambda: breccia.cast(X, DelayedScaling(), scale="1"), TypeError, "scale= must be a number or an array, got str"),
+        (lambda: breccia.cast(X, DelayedScaling(), scale=np.ones((), "f8")), TypeError, "scale= must hold F32 as .* float64"),
+        (
+            lambda: breccia.cast(X, MXFP8BlockScaling(), scale=X[:, :1]),
+            TypeError,
+            "scale= must hold E8M0 as .* got dtype float32",
+        ),
+        (lambda: breccia.cast(X, BLOCK, out=X), TypeError, "out= must be a ScaledTensor, got ndarray"),
+        (lambda: breccia.requantize(breccia.cast(X, BLOCK), BLOCK, rounding="bogus"), ValueError, "rounding is one of"),
+        (lambda: breccia.matmul(np.ones((2, 4, 4), "f4"), np.ones((3, 4, 4), "f4")), ValueError, "do not broadcast"),
+        (lambda: breccia.from_buffer(DATA, ONE, DelayedScaling(), PerTensor(), shape=4), ValueError, "shape must be a tuple"),
+        (lambda: breccia.from_buffer(DATA, ONE, DelayedScaling(), PerTensor(), shape=(4, -8)), ValueError, "lengths >= 0"),
+        (lambda: breccia.recipe(None), TypeError, r"recipe\(\) takes a recipe's name, got None"),  # type: ignore[arg-type]
+        (lambda: breccia.explain("matmul", "block"), TypeError, "matmul has 2 operands; explain got 1"),
+        (lambda: breccia.explain("cast", X, BLOCK, on="torch"), TypeError, "on='torch', but the operand is a numpy array"),
         (lambda: breccia.cast(X, BLOCK, scale=ONE), ValueError, r"scale= must have shape \(4, 8\) .* got \(\)"),
         (lambda: breccia.cast(X, DelayedScaling(), scale=SCALE), ValueError, r"scale= must have shape \(\)"),
         (lambda: breccia.cast(X, BLOCK, out=breccia.cast(X, DelayedScaling())), ValueError, "out= is .*, but the cast gives"),
@@ -256,6 +295,38 @@ def test_a_supplied_scale_that_cannot_scale_shows_as_nan(bad: float) -> None:
     assert np.isnan(st.scale) and np.isnan(breccia.dequantize(st)).all()
     st = breccia.cast(X, NVFP4BlockScaling(), scale=bad)
     assert np.isnan(breccia.dequantize(st)).all()
+
+
+def test_one_supplied_scale_per_expert_is_used_for_its_expert() -> None:
+    x = wide((3, 4, 16), seed=5, exponents=2)
+    scales = np.array([0.5, 1.0, 2.0], np.float32)
+    for recipe in (Float8CurrentScaling(), NVFP4BlockScaling()):
+        together = breccia.cast(x, recipe, scale=scales)
+        for e in range(3):
+            alone = breccia.cast(x[e], recipe, scale=scales[e])
+            assert together.data[e].tobytes() == alone.data.tobytes()
+        kept = together.global_scale if recipe.name == "nvfp4" else together.scale
+        assert kept.tobytes() == scales.tobytes()
+        assert breccia.dequantize(together).shape == x.shape
+
+
+def test_a_tensors_own_scales_supply_it_again_whatever_their_dtype() -> None:
+    x = wide((4, 64), seed=6, exponents=3)
+    for dtype in ("fp16", "bf16", "fp32"):
+        recipe = INT4Scaling(group_size=16, scale_dtype=dtype)
+        first = breccia.cast(x, recipe)
+        again = breccia.cast(x, recipe, scale=first.scale)
+        assert (again.data.tobytes(), again.scale.tobytes()) == (first.data.tobytes(), first.scale.tobytes())
+
+
+def test_out_of_another_dtype_is_refused_before_the_first_byte() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(X)
+    st = breccia.cast(x, BLOCK)
+    raw = breccia.from_buffer(st.data.view(torch.uint8), st.scale, BLOCK, st.layout)
+    with pytest.raises(LayoutError, match="out= is .*uint8.*but the cast gives .*float8_e4m3fn"):
+        breccia.cast(x, BLOCK, out=raw)
+    assert breccia.requantize(st, BLOCK, out=breccia.cast(x * 2, BLOCK)).data.view(torch.uint8).equal(st.data.view(torch.uint8))
 
 
 def test_a_supplied_block_scale_keeps_the_orientation_of_the_tensor() -> None:

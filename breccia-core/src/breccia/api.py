@@ -9,9 +9,10 @@ from typing import Any
 from .dispatch import OPS, Explanation, Options, device_of
 from .errors import RecipeError, UnknownNameError, UnsupportedError, suggestion
 from .frameworks import framework_of, output_dtype
-from .recipes import ScalingRecipe
+from .options import check_options
+from .recipes import ScalingRecipe, check_recipe
 from .registry import Plugin, registry
-from .tensor import ScaledTensor
+from .tensor import ScaledTensor, contraction_axis
 
 Prefer = str | Sequence[str] | None
 
@@ -33,7 +34,8 @@ def cast(
     x: FP32, FP16 or BF16 array of any installed framework, of any length along each axis (the last block may be partial);
         at least 2-D for block recipes, 1-D for per-tensor ones.
     axis: the contraction axis blocks run along, the last or the one before it.
-    scale: supplies the (coarsest) scale instead of computing it from `x`; a number or an array of the layout's shape.
+    scale: supplies the (coarsest) scale instead of computing it from `x`: a number for per-tensor scales, or an array as the
+        level is stored (codes, for E8M0 and E4M3), of the layout's shape.
     rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
     nonfinite: "propagate" marks a block that holds NaN or Inf so that it decodes to NaN; "raise" raises NonFiniteError.
     out: a ScaledTensor of an equal earlier call to write into.
@@ -44,8 +46,9 @@ def cast(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    options = _cast_options(axis, scale, rounding, nonfinite, out)
-    kernel = registry().table.resolve("cast", framework_of(x).name, x, None, recipe, prefer, options)
+    framework = framework_of(x).name
+    options = _cast_options(x, axis, scale, rounding, seed, nonfinite, out)
+    kernel = registry().table.resolve("cast", framework, x, None, recipe, prefer, options)
     given = {} if out is None else {"out": out}
     return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
 
@@ -69,15 +72,20 @@ def requantize(
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
+    out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
-    """`st` under another recipe, blocks along the same axis. Under its own recipe it is returned as it is."""
+    """`st` under another recipe, blocks along the same axis. Under its own recipe it is returned as it is.
+
+    Options are those of `cast`.
+    """
     _need_scaled("requantize", st)
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    options = _cast_options(-1, scale, rounding, nonfinite, None)
+    options = _cast_options(st, st.axis, scale, rounding, seed, nonfinite, out)
     kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer, options)
-    return kernel(st, recipe, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+    given = {} if out is None else {"out": out}
+    return kernel(st, recipe, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
@@ -119,8 +127,9 @@ def cast_ste(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    options = _cast_options(axis, scale, rounding, nonfinite, None)
-    kernel = registry().table.resolve("cast_ste", framework_of(x).name, x, None, recipe, prefer, options)
+    framework = framework_of(x).name
+    options = _cast_options(x, axis, scale, rounding, seed, nonfinite)
+    kernel = registry().table.resolve("cast_ste", framework, x, None, recipe, prefer, options)
     return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
 
@@ -143,8 +152,9 @@ def cast_ste_clipped(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    options = _cast_options(axis, scale, rounding, nonfinite, None)
-    kernel = registry().table.resolve("cast_ste_clipped", framework_of(x).name, x, None, recipe, prefer, options)
+    framework = framework_of(x).name
+    options = _cast_options(x, axis, scale, rounding, seed, nonfinite)
+    kernel = registry().table.resolve("cast_ste_clipped", framework, x, None, recipe, prefer, options)
     clip = (clip_min, clip_max)
     return kernel(x, recipe, *clip, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
@@ -161,19 +171,20 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
         raise UnknownNameError(f"no op {op!r}{suggestion(op, list(OPS))}", name=op, known=OPS)
     values = [recipe(x) if isinstance(x, str) else x for x in operands]
     new: ScalingRecipe | None = None
-    if op in ("cast", "cast_ste", "cast_ste_clipped", "requantize"):
+    if op not in ("dequantize", "matmul"):
         if not values or not isinstance(values[-1], ScalingRecipe):
             raise UnsupportedError(f"explain({op!r}, ...) needs the recipe to write as its last operand.")
         new = values.pop()
+    wanted = {"dequantize": (1,), "requantize": (1,), "matmul": (2,)}.get(op, (0, 1))
+    if len(values) not in wanted:
+        raise UnsupportedError(f"{op} has {wanted[-1] + (new is not None)} operands; explain got {len(operands)}.")
     arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
-    if arrays:
-        on = framework_of(arrays[0]).name
-    elif on is None:
-        on = "numpy"
-    registry().look_up("breccia_frameworks", on, "framework")
+    framework = framework_of(arrays[0]).name if arrays else on or "numpy"
+    registry().look_up("breccia_frameworks", on or framework, "framework")
+    if on not in (None, framework):
+        raise UnsupportedError(f"explain: on={on!r}, but the operand is a {framework} array; leave on= out.")
     a, b = (*values, None, None)[:2]
-    names = () if prefer is None else ((prefer,) if isinstance(prefer, str) else tuple(prefer))
-    return registry().table.explain(op, on, a, b, new, names)
+    return registry().table.explain(op, framework, a, b, new, prefer)
 
 
 def plugins() -> list[Plugin]:
@@ -187,6 +198,8 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     spec: a name, or a name with fields as the command line spells them: "block,block_m=128,power_of_two_scale=true".
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
     """
+    if not isinstance(spec, str):
+        raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
     name, *settings = (part.strip() for part in spec.split(","))
     for setting in settings:
         field, equals, value = setting.partition("=")
@@ -204,16 +217,24 @@ def _field_value(text: str) -> Any:
         return text
 
 
-def _cast_options(axis: int, scale: Any, rounding: str, nonfinite: str, out: Any) -> Options:
-    """The options of a cast that a kernel may decline, where any is not at its default."""
-    if axis == -1 and scale is None and rounding == "nearest" and nonfinite == "propagate" and out is None:
+def _cast_options(x: Any, axis: int, scale: Any, rounding: str, seed: int | None, nonfinite: str, out: Any = None) -> Options:
+    """The options of a cast that are not at their default, for kernels to decline."""
+    if axis == -1 and scale is None and rounding == "nearest" and seed is None and nonfinite == "propagate" and out is None:
         return ()
-    given = {"axis": axis, "scale": scale is not None, "rounding": rounding, "nonfinite": nonfinite, "out": out is not None}
-    return tuple(given.items())
+    check_options(rounding, seed, nonfinite)
+    given = {"axis": contraction_axis(axis, len(x.shape)), "scale": scale is not None, "out": out is not None}
+    given |= {"rounding": rounding, "nonfinite": nonfinite}
+    default = {"axis": -1, "scale": False, "out": False, "rounding": "nearest", "nonfinite": "propagate"}
+    return tuple((name, value) for name, value in given.items() if value != default[name])
 
 
 def _out_options(out_dtype: Any, out: Any) -> Options:
-    return () if out is None and out_dtype == "float32" else (("out_dtype", output_dtype(out_dtype)), ("out", out is not None))
+    """Likewise of `dequantize` and `matmul`."""
+    if out is None and out_dtype == "float32":
+        return ()
+    name = output_dtype(out_dtype)
+    options: Options = () if name == "float32" else (("out_dtype", name),)
+    return options if out is None else (*options, ("out", True))
 
 
 def _need_scaled(verb: str, st: Any) -> None:
@@ -228,5 +249,4 @@ def _refuse_recipe(found: Any) -> None:
     if isinstance(found, str):
         known = registry().look_up("breccia_recipes", found, "recipe")
         raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}; pass breccia.{known.__name__}().")
-    hint = f"; did you mean {found.__name__}()?" if isinstance(found, type) else "."
-    raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}{hint}")
+    check_recipe(found)

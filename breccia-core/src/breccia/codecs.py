@@ -78,12 +78,12 @@ class Codec:
         """(x times the reciprocal of the scale, is the scale usable?): one reciprocal per scale.
 
         The scale is `stored` times the FP32 scale `coarse` of the coarser level, if there is one. Usable are positive
-        normal numbers; where it is not, the first result is 0.
+        normal numbers with a normal reciprocal; where it is not, the first result is 0.
         """
         scale = self.read(ops, stored)
         if coarse is not None:
             scale = scale * coarse
-        usable = (scale >= _MIN_NORMAL) & (scale < math.inf)
+        usable = (scale >= _MIN_NORMAL) & (scale <= 1 / _MIN_NORMAL)
         inverse = ops.div(1.0, ops.where(usable, scale, 1.0))
         return ops.where(usable, x * inverse, 0.0), usable
 

@@ -33,7 +33,7 @@ class Declared:
         """
         try:
             listed = json.loads(text)
-        except ValueError as e:
+        except (ValueError, TypeError) as e:
             raise RecipeError(f"a {cls.kind} in JSON is an object with a name and fields; this is not JSON ({e}).") from e
         name, fields = _parts_of(listed)
         if name is None or fields is None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from .codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, UINT4, Codec
 from .declared import Declared, check_positive, check_type
-from .errors import RecipeError
+from .errors import RecipeError, UnsupportedError
 from .formats import TENSOR, Format, Level
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .rules import EVEN, FLOOR, LINEAR, RCEIL, Linear, Rule
@@ -54,8 +54,15 @@ class ScalingRecipe(Declared):
         return (LINEAR,) * len(self.format.levels)
 
 
+def check_recipe(recipe: object) -> None:
+    """Raise UnsupportedError unless `recipe` is a recipe; a class, the commonest slip, is named."""
+    if not isinstance(recipe, ScalingRecipe):
+        hint = f"; did you mean {recipe.__name__}()?" if isinstance(recipe, type) else "."
+        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}{hint}")
+
+
 def _check_fp8_format(fp8_format: str) -> None:
-    if fp8_format not in _FP8:
+    if not isinstance(fp8_format, str) or fp8_format not in _FP8:
         raise RecipeError(f"fp8_format must be 'E4M3' or 'E5M2', got {fp8_format!r}", fp8_format=fp8_format)
 
 
@@ -164,7 +171,7 @@ class MXFP8BlockScaling(ScalingRecipe):
     def __post_init__(self) -> None:
         _check_fp8_format(self.fp8_format)
         _check_fixed("MXFP8", "block_size", self.block_size, 32, " by the OCP MX spec")
-        if self.scale_rule not in _E8M0_RULES:
+        if not isinstance(self.scale_rule, str) or self.scale_rule not in _E8M0_RULES:
             raise RecipeError(
                 f"scale_rule must be one of {', '.join(_E8M0_RULES)}; got {self.scale_rule!r}",
                 scale_rule=self.scale_rule,
@@ -225,7 +232,7 @@ class INT4Scaling(ScalingRecipe):
         check_positive("INT4Scaling", "group_size", self.group_size)
         check_type("INT4Scaling", "signed", self.signed, bool)
         check_type("INT4Scaling", "symmetric", self.symmetric, bool)
-        if self.scale_dtype not in _SCALE_FLOATS:
+        if not isinstance(self.scale_dtype, str) or self.scale_dtype not in _SCALE_FLOATS:
             raise RecipeError(
                 f"scale_dtype must be one of 'fp16', 'bf16', 'fp32', got {self.scale_dtype!r}",
                 scale_dtype=self.scale_dtype,

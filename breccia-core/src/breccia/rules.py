@@ -63,8 +63,10 @@ class Exponent(Rule):
     """
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+        if coarse is not None:
+            raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
         a = ops.bits(statistic)
-        cap = struct.unpack("<I", struct.pack("<f", element.max))[0]
+        cap = struct.unpack("<I", struct.pack("<f", capacity))[0]
         if self.name == "even":
             if not isinstance(element, Minifloat):
                 raise RecipeError(f"rule 'even' rounds to the element's mantissa bits; {element.name} has none.")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .codecs import Codec
-from .errors import LayoutError, UnsupportedError
+from .errors import LayoutError, OptionError, UnsupportedError
 from .formats import Format
-from .frameworks import dtype_name, framework_of, same_framework
-from .layouts import Layout, Shape
+from .frameworks import FLOATS, dtype_name, framework_of, same_framework
+from .layouts import Layout, PerBlockK, Shape
+from .options import whole_number
 from .recipes import ScalingRecipe
 
 
@@ -77,7 +78,7 @@ class ScaledTensor:
         axis = contraction_axis(axis, len(data.shape))
         fmt = recipe.format
         if shape is not None:
-            tail = _tail_of(tuple(shape), tuple(data.shape), fmt.element, axis)
+            tail = _tail_of(_lengths(shape), tuple(data.shape), fmt.element, axis)
         _fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
         _check_parts(self, fmt)
 
@@ -121,8 +122,7 @@ class ScaledTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts together."""
-        parts = (self.data, self.scale, self.zero_point, self.global_scale)
-        return sum(int(part.nbytes) for part in parts if part is not None)
+        return sum(int(part.nbytes) for part in (getattr(self, name) for name in PARTS) if part is not None)
 
     @property
     def framework(self) -> str:
@@ -164,6 +164,9 @@ class ScaledTensor:
         )
 
 
+_ZERO_POINTS = ("uint8", "int8", "int16", "int32", *FLOATS)
+#: The fields that hold arrays.
+PARTS = ("data", "scale", "zero_point", "global_scale")
 _FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
 
 
@@ -174,6 +177,7 @@ def _fill(self: ScaledTensor, *values: Any) -> None:
 
 def contraction_axis(axis: int, ndim: int) -> int:
     """`axis` as -1 or -2. Raises LayoutError for any other."""
+    axis = whole_number("axis", axis)
     negative = axis - ndim if axis >= 0 else axis
     if negative not in (-1, -2) or -negative > ndim:
         raise LayoutError(
@@ -198,8 +202,17 @@ def _check_arrays(data: Any, scale: Any, zero_point: Any, global_scale: Any) -> 
         raise LayoutError("data must be at least 1-D, got 0-D; reshape it to (1,).")
 
 
+def _lengths(shape: Any) -> Shape:
+    try:
+        return tuple(whole_number("shape", n) for n in shape)
+    except TypeError:
+        raise OptionError(f"shape must be a tuple of whole numbers, got {shape!r}.", shape=shape) from None
+
+
 def _tail_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
     """Padding codes that make `stored` hold the logical `shape`. Raises LayoutError where none does."""
+    if any(n < 0 for n in shape):
+        raise LayoutError(f"shape= has lengths >= 0; got {shape}.", shape=shape)
     expected = list(shape)
     if len(shape) == len(stored):
         expected[axis] = packed_length(element, shape[axis])
@@ -216,18 +229,20 @@ def _tail_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
 
 def _check_parts(st: ScaledTensor, fmt: Format) -> None:
     codes, size = packing(fmt.element)
-    if st.data.shape[st.axis] % size or not 0 <= st.tail < codes:
+    held = st.data.shape[st.axis] // size * codes
+    if st.data.shape[st.axis] % size or not 0 <= st.tail < codes or st.tail > held:
         raise LayoutError(
             f"data of shape {tuple(st.data.shape)} does not hold whole groups of {codes} {fmt.element.name} codes in "
             f"{size} bytes along axis {st.axis} (tail={st.tail}).",
             found=tuple(st.data.shape),
             tail=st.tail,
         )
-    _check_dtype("data", st.data, fmt.element)
-    _check_dtype("scale", st.scale, fmt.scale.codec)
+    check_codes("data", st.data, fmt.element)
+    check_codes("scale", st.scale, fmt.scale.codec)
     st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
     expected, found = fmt.scale.block, st.layout.block(st.axis)
-    if found != expected and not (found == (1, None) and expected[0] == 1):  # rows whole are a group of any size
+    whole_rows = found == (1, None) and isinstance(st.recipe.layout, PerBlockK)  # a group of whatever size K is
+    if found != expected and not whole_rows:
         raise LayoutError(
             f"recipe {st.recipe.name!r} scales blocks of {expected} (rows, elements along axis {st.axis}); layout "
             f"{st.layout} has blocks of {found}. Use {st.recipe.layout.oriented(st.axis)}.",
@@ -238,10 +253,11 @@ def _check_parts(st: ScaledTensor, fmt: Format) -> None:
     _check_global_scale(st, fmt)
 
 
-def _check_dtype(name: str, part: Any, codec: Codec) -> None:
+def check_codes(name: str, part: Any, codec: Codec) -> None:
+    """Raise UnsupportedError unless `part` has a dtype that codes of `codec` are stored in."""
     found = dtype_name(part)
     if codec.bits > 8:
-        allowed = {"float32", "float16", "bfloat16"} | ({"uint16"} if codec.name == "BF16" else set[str]())
+        allowed = set(FLOATS) | ({"uint16"} if codec.name == "BF16" else set[str]())
     else:
         allowed = {"uint8"} | ({codec.dtype} if codec.dtype else set[str]())
     if found not in allowed:
@@ -257,6 +273,11 @@ def _check_zero_point(st: ScaledTensor, fmt: Format) -> None:
     if (st.zero_point is not None) != (fmt.offset != "none"):
         state = "needs a zero_point" if st.zero_point is None else "has no zero_point"
         raise LayoutError(f"recipe {st.recipe!r} {state}; got {'none' if st.zero_point is None else 'one'}.")
+    if st.zero_point is not None and dtype_name(st.zero_point) not in _ZERO_POINTS:
+        raise UnsupportedError(
+            f"zero_point must be whole numbers as one of {', '.join(_ZERO_POINTS)}; got {dtype_name(st.zero_point)}.",
+            found=dtype_name(st.zero_point),
+        )
     if st.zero_point is not None and tuple(st.zero_point.shape) != tuple(st.scale.shape):
         raise LayoutError(
             f"zero_point.shape ({tuple(st.zero_point.shape)}) must match scale.shape ({tuple(st.scale.shape)}).",

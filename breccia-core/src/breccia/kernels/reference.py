@@ -14,22 +14,20 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..codecs import Codec, Integer
+from ..codecs import Codec, Integer, Minifloat
 from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
-from ..layouts import Layout, Shape
+from ..layouts import Layout, PerChannel, PerTensor, Shape
 from ..ops import Array, Ops
-from ..recipes import ScalingRecipe
+from ..options import check_options
+from ..recipes import ScalingRecipe, check_recipe
 from ..rules import saturated
-from ..tensor import ScaledTensor, contraction_axis, packing
+from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis, packing
 
 _MAGNITUDE = 0x7FFFFFFF
 _F32_INF = 0x7F800000
 _MIN_NORMAL = 0x00800000
-
-ROUNDINGS = ("nearest", "stochastic")
-NONFINITE = ("propagate", "raise")
 
 
 # ------------------------------------------------------------------------------------------------ geometry
@@ -37,11 +35,12 @@ NONFINITE = ("propagate", "raise")
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Blocks (m, k) over a K-last shape."""
+    """Blocks (m, k) over a K-last shape; per-tensor ones over all but the first `lead` axes, which each have their own."""
 
     ops: Ops
     shape: Shape
     block: Block
+    lead: int = 0
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -56,7 +55,7 @@ class _Tiles:
     @property
     def axes(self) -> tuple[int, ...]:
         """Axes of a split array that lie within one block."""
-        return tuple(range(len(self.shape))) if self.block == TENSOR else (-3, -1)
+        return tuple(range(self.lead, len(self.shape))) if self.block == TENSOR else (-3, -1)
 
     def split(self, a: Array) -> Array:
         if self.block == TENSOR:
@@ -75,7 +74,7 @@ class _Tiles:
 
     def scale(self, a: Array) -> Array:
         """Reduced split array to the shape a layout stores, K last."""
-        return self.ops.reshape(a, () if self.block == TENSOR else (*self.shape[:-2], *self.counts))
+        return self.ops.reshape(a, self.shape[: self.lead] if self.block == TENSOR else (*self.shape[:-2], *self.counts))
 
     def beside(self, a: Array) -> Array:
         """Stored scales, K last, to a shape that broadcasts against split arrays."""
@@ -150,7 +149,8 @@ def cast(
     out: ScaledTensor | None = None,
 ) -> ScaledTensor:
     """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents."""
-    check_cast(x, recipe, rounding, seed, nonfinite)
+    seed = check_options(rounding, seed, nonfinite)
+    check_cast(x, recipe)
     ops = ops_of(x)
     axis = contraction_axis(axis, len(x.shape))
     fmt = recipe.format
@@ -160,8 +160,9 @@ def cast(
     with ops.quiet():
         y = _k_last(ops, ops.f32(x), axis)
         if scale is not None:
-            scale = _k_last(ops, _check_supplied(ops, scale, x, fmt, layout, axis), axis)
-        tiles = _Tiles(ops, tuple(y.shape), layout.block(axis))
+            scale = _check_supplied(ops, scale, x, fmt, layout, axis)
+        lead = len(scale.shape) if scale is not None and (fmt.global_scale or layout.block(axis) == TENSOR) else 0
+        tiles = _Tiles(ops, tuple(y.shape), layout.block(axis), lead)
         if nonfinite == "raise":
             _refuse_nonfinite(ops, y)
         words = random_words(ops, y, seed or 0) if rounding == "stochastic" else None
@@ -240,7 +241,7 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     """The coarse level's scale, over the finite elements of the whole tensor: FP32, shape ()."""
     level = fmt.global_scale
     assert level is not None
-    whole = _Tiles(ops, tuple(y.shape), TENSOR)
+    whole = _Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
     if supplied is not None:
         return whole.scale(ops.store(_supplied(ops, supplied, level.codec, whole), ops.storage(level.codec)))
     finite = ops.where((magnitude < _F32_INF) & (magnitude >= _MIN_NORMAL), magnitude, 0)
@@ -266,34 +267,38 @@ def _nan(codec: Codec) -> int:
 
 
 def _check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
-    """A caller's scale as an array of the shape and framework it must have."""
+    """A caller's scale, K last, as an array of the dtype, shape and framework that the (coarsest) level is stored in."""
+    level = fmt.global_scale or fmt.scale
     if not hasattr(scale, "shape"):
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise UnsupportedError(f"scale= must be a number or an array, got {type(scale).__name__}.", scale=scale)
         scale = ops.constant(float(scale), x)
     same_framework({"x": x, "scale": scale})
-    expected = () if fmt.global_scale is not None else layout.scale_shapes(tuple(x.shape), axis)[0]
-    if tuple(scale.shape) != expected:
+    check_codes("scale=", scale, level.codec)
+    along = PerTensor() if fmt.global_scale else layout
+    expected = along.scale_shapes(tuple(x.shape), axis)
+    if isinstance(along, PerChannel):
+        expected = expected[:1]
+    if tuple(scale.shape) not in expected:
+        wanted = " or ".join(map(str, expected))
         raise LayoutError(
-            f"scale= must have shape {expected} for x of shape {tuple(x.shape)} and {layout}; got {tuple(scale.shape)}.",
+            f"scale= must have shape {wanted} for x of shape {tuple(x.shape)} and {along}; got {tuple(scale.shape)}.",
             expected=expected,
             found=tuple(scale.shape),
         )
-    return scale
+    return scale if isinstance(along, PerTensor) else _k_last(ops, scale, axis)
 
 
 def _supplied(ops: Ops, scale: Array, codec: Codec, tiles: _Tiles) -> Array:
-    """Codes of a caller's scale. Where it is not a positive normal number, NaN: a fault shows."""
+    """Codes of a caller's scale. Where it is not a positive number that the codec can hold, NaN: a fault shows."""
+    value = codec.read(ops, scale)
     if codec.bits <= 8:
-        return ops.reshape(ops.load(scale), _reduced(tiles))
-    value = ops.reshape(ops.f32(scale), _reduced(tiles))
-    good = (value >= 2.0**-126) & (value < math.inf)
-    return ops.where(good, codec.encode(ops, value), _nan(codec))
-
-
-def _reduced(tiles: _Tiles) -> Shape:
-    if tiles.block == TENSOR:
-        return (1,) * len(tiles.shape)
-    rows, columns = tiles.counts
-    return (*tiles.shape[:-2], rows, 1, columns, 1)
+        codes = ops.where(value > 0, ops.load(scale), _nan(codec))
+    else:
+        assert isinstance(codec, Minifloat)
+        good = (value >= codec.scale_min) & (value <= codec.scale_max)
+        codes = ops.where(good, codec.encode(ops, ops.where(good, value, 1.0)), _nan(codec))
+    return tiles.beside(codes)
 
 
 def _refuse_nonfinite(ops: Ops, y: Array) -> None:
@@ -304,11 +309,9 @@ def _refuse_nonfinite(ops: Ops, y: Array) -> None:
         )
 
 
-def check_cast(x: Array, recipe: Any, rounding: str, seed: int | None, nonfinite: str) -> None:
-    """Raise a typed error for whatever `cast` cannot take."""
-    if not isinstance(recipe, ScalingRecipe):
-        hint = f"; did you mean {recipe.__name__}()?" if isinstance(recipe, type) else "."
-        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}{hint}")
+def check_cast(x: Array, recipe: Any) -> None:
+    """Raise a typed error for an array or recipe that `cast` cannot take."""
+    check_recipe(recipe)
     found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
     if hasattr(x, "dtype") and found not in FLOATS:
         raise UnsupportedError(
@@ -318,15 +321,6 @@ def check_cast(x: Array, recipe: Any, rounding: str, seed: int | None, nonfinite
         )
     if hasattr(x, "shape") and len(x.shape) == 0:
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
-    if rounding not in ROUNDINGS:
-        raise OptionError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.", rounding=rounding)
-    if nonfinite not in NONFINITE:
-        raise OptionError(f"nonfinite is one of {', '.join(NONFINITE)}; got {nonfinite!r}.", nonfinite=nonfinite)
-    if (seed is None) != (rounding == "nearest"):
-        want = "needs a seed" if seed is None else "takes no seed"
-        raise OptionError(f"rounding={rounding!r} {want}; got seed={seed}.", rounding=rounding, seed=seed)
-    if seed is not None and not 0 <= seed < 2**64:
-        raise OptionError(f"seed must lie in 0 .. 2**64 - 1; got {seed}.", seed=seed)
 
 
 def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
@@ -364,19 +358,20 @@ def random_words(ops: Ops, like: Array, seed: int) -> Array:
 
 
 def _assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
-    """Copy the parts of `written` into those of `out`, which must have the same recipe, shapes and dtypes."""
-    same = (out.recipe, out.layout, out.axis, out.shape) == (
-        written.recipe,
-        written.layout,
-        written.axis,
-        written.shape,
+    """Copy the parts of `written` into those of `out`. Raises before the first byte where any part does not fit."""
+    if not isinstance(out, ScaledTensor):
+        raise UnsupportedError(f"out= must be a ScaledTensor, got {type(out).__name__}; allocate it with the same call once.")
+    parts = [(part, getattr(out, part), getattr(written, part)) for part in PARTS]
+    fits = (out.recipe, out.axis, out.shape) == (written.recipe, written.axis, written.shape) and all(
+        (a is None) == (b is None) and (b is None or (tuple(a.shape), dtype_name(a)) == (tuple(b.shape), dtype_name(b)))
+        for _, a, b in parts
     )
-    if not same:
+    if not fits:
         raise LayoutError(f"out= is {out!r}, but the cast gives {written!r}; allocate it with the same call once.")
-    for name in ("data", "scale", "zero_point", "global_scale"):
-        part = getattr(written, name)
-        if part is not None:
-            ops.assign(getattr(out, name), part)
+    same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
+    for _, a, b in parts:
+        if b is not None:
+            ops.assign(a, b)
     return out
 
 
@@ -455,12 +450,15 @@ def requantize(
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
+    out: ScaledTensor | None = None,
 ) -> ScaledTensor:
     """`st` under another recipe, by way of FP32; under its own recipe, `st` itself."""
+    check_options(rounding, seed, nonfinite)
+    check_recipe(recipe)
     if recipe == st.recipe and scale is None:
-        return st
+        return st if out is None else _assign(ops_of(st.data), out, st)
     x = dequantize(st)
-    return cast(x, recipe, axis=st.axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+    return cast(x, recipe, axis=st.axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, out=out)
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
@@ -484,7 +482,8 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = No
 def _raw(ops: Ops, x: Array, name: str) -> Array:
     if dtype_name(x) not in FLOATS:
         raise UnsupportedError(
-            f"matmul takes ScaledTensors and {', '.join(FLOATS)} arrays; {name} is {dtype_name(x)}. Convert it first."
+            f"matmul takes ScaledTensors and {', '.join(FLOATS)} arrays; {name} is {dtype_name(x)}. Convert it first: "
+            "x.astype('float32') (torch: x.float())."
         )
     return ops.f32(x)
 
@@ -492,7 +491,9 @@ def _raw(ops: Ops, x: Array, name: str) -> Array:
 def check_matmul_shapes(a: Shape, b: Shape) -> None:
     """Raise ShapeError unless (..., M, K) @ (..., K, N) is defined for these shapes."""
     if len(a) < 2 or len(b) < 2:
-        raise ShapeError(f"matmul needs operands of at least two axes; got shapes {a} and {b}.", a=a, b=b)
+        raise ShapeError(
+            f"matmul needs operands of at least two axes; got shapes {a} and {b}. Reshape a vector: x[None, :].", a=a, b=b
+        )
     if a[-1] != b[-2]:
         raise ShapeError(
             f"matmul shape mismatch: a.shape[-1]={a[-1]} != b.shape[-2]={b[-2]} (shapes {a} and {b}). For a weight stored "
@@ -500,6 +501,9 @@ def check_matmul_shapes(a: Shape, b: Shape) -> None:
             a=a,
             b=b,
         )
+    for m, n in zip(reversed(a[:-2]), reversed(b[:-2]), strict=False):
+        if m != n and 1 not in (m, n):
+            raise ShapeError(f"matmul: leading axes {a[:-2]} and {b[:-2]} do not broadcast (shapes {a} and {b}).", a=a, b=b)
 
 
 def cast_ste(

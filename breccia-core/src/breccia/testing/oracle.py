@@ -224,6 +224,19 @@ def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, coa
     return code_of(codec, Fraction(2) ** min(max(n, -126), 126))
 
 
+def supplied_scale(codec: Codec, code: int) -> int:
+    """A caller's scale as it is stored: NaN where it is not a positive number within the codec's scale range."""
+    value = decode(codec, code)
+    low, high = 0.0, math.inf
+    if isinstance(codec, Minifloat) and codec.bits > 8:
+        low, high = codec.scale_min, codec.scale_max
+    if value > 0 and low <= value <= high:
+        return code
+    nan = nan_code(codec)
+    assert nan is not None, codec
+    return nan
+
+
 def zero_scale(codec: Codec) -> int:
     """The scale of an all-zero block: 1.0 where scales cannot underflow, else the smallest code."""
     return encode(codec, Fraction(1)) if isinstance(codec, Minifloat) and codec.scale_min > 0 else 0
@@ -268,13 +281,13 @@ def cast(
     x: np.ndarray,
     recipe: ScalingRecipe,
     *,
-    scale: float | None = None,
+    scale: float | np.ndarray | None = None,
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> Written:
     """`breccia.cast` of an FP32 array along its last axis, element by element.
 
-    `scale` supplies the coarsest level's scale (an FP32 number), as in `breccia.cast`.
+    `scale` supplies the coarsest level's scale: an FP32 number for per-tensor levels, else the codes of all scales.
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
     fmt, rules = recipe.format, recipe.rules
@@ -285,12 +298,13 @@ def cast(
     global_bits: int | None = None
     if fmt.global_scale is not None:
         if scale is not None:
-            global_bits = f32_bits(scale)
+            assert isinstance(scale, float)
+            global_bits = supplied_scale(fmt.global_scale.codec, f32_bits(scale))
         else:
             amax = max((abs(v) for v in value.values()), default=Fraction(0))
             level = fmt.global_scale
             global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
-        coarse = Fraction(decode(F32, global_bits))
+        coarse = None if math.isnan(decode(F32, global_bits)) else Fraction(decode(F32, global_bits))
 
     level, rule = fmt.scale, rules[-1]
     supplied = scale if fmt.global_scale is None else None
@@ -310,7 +324,11 @@ def cast(
         low, high = min(low, Fraction(0)), max(high, Fraction(0))
         statistic = fl_finite(high - low) if zero_points is not None else max(high, -low)
         if supplied is not None:
-            stored = f32_bits(supplied)
+            code = f32_bits(supplied) if isinstance(supplied, float) else int(supplied[where])
+            stored = supplied_scale(level.codec, code)
+        elif statistic and fmt.global_scale is not None and coarse is None:  # under a global scale of NaN
+            stored = nan_code(level.codec)
+            assert stored is not None, level
         else:
             stored = stored_scale(rule, statistic, level, fmt, coarse) if statistic else zero_scale(level.codec)
         scales[where] = stored
@@ -337,12 +355,14 @@ def _position(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 def _inverse(level: Level, stored: int, coarse: Fraction | None) -> Fraction | None:
     """What elements are multiplied by, or None where the block has no usable scale."""
+    if math.isnan(decode(level.codec, stored)):
+        return None
     multiplier = Fraction(decode(level.codec, stored))
     if isinstance(level.codec, PowerOfTwo) and coarse is None:
         return 1 / multiplier
     if coarse is not None:
         multiplier = fl_finite(multiplier * coarse)
-    return fl_finite(1 / multiplier) if multiplier >= MIN_NORMAL else None
+    return fl_finite(1 / multiplier) if MIN_NORMAL <= multiplier <= 1 / MIN_NORMAL else None
 
 
 def _element_code(
