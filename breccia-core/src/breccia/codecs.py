@@ -91,10 +91,25 @@ class Codec:
         """Codes of 2^n for int32 `n`, clipped to the codec's range."""
         raise RecipeError(f"codec {self.name!r} cannot store the power-of-two scales of this rule")
 
+    def accept(self, ops: Ops, stored: Array) -> Array:
+        """Codes of scales that a caller supplies; NaN for one that is not a positive number scales may have."""
+        return ops.where(self.read(ops, stored) > 0, ops.load(stored), self.need_nan())
+
     @property
     def zero_scale(self) -> int:
         """Code of an all-zero block's scale."""
         return 0
+
+    @property
+    def nan_code(self) -> int | None:
+        """Code written for NaN; None where the codec has none."""
+        return None
+
+    def need_nan(self) -> int:
+        """`nan_code`, for scales, which must be able to say NaN. Raises RecipeError."""
+        if self.nan_code is None:
+            raise RecipeError(f"scales stored as {self.name} cannot say NaN, which the numerics contract asks of them.")
+        return self.nan_code
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,17 @@ class Minifloat(Codec):
     @property
     def zero_scale(self) -> int:
         return self.bias << self.mantissa_bits if self.scale_min > 0 else 0
+
+    @property
+    def nan_code(self) -> int | None:
+        return self.nan
+
+    def accept(self, ops: Ops, stored: Array) -> Array:
+        if self.bits == 8:
+            return super().accept(ops, stored)
+        value = self.read(ops, stored)
+        good = (value >= self.scale_min) & (value <= self.scale_max)
+        return ops.where(good, self.encode(ops, ops.where(good, value, 1.0)), self.need_nan())
 
     def value(self, code: int) -> float:
         magnitude = code & ((1 << (self.bits - 1)) - 1)
@@ -179,6 +205,10 @@ class PowerOfTwo(Codec):
     @property
     def max(self) -> float:
         return 2.0 ** (self.nan - 1 - self.bias)
+
+    @property
+    def nan_code(self) -> int | None:
+        return self.nan
 
     def value(self, code: int) -> float:
         return math.nan if code == self.nan else math.ldexp(1.0, code - self.bias)

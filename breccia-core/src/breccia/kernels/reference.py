@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..codecs import Codec, Integer, Minifloat
+from ..codecs import Codec, Integer
 from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
@@ -191,50 +191,44 @@ def _write(
     # Input below 2^-126 is zero on every backend, and Inf and NaN take no part in finite arithmetic.
     ordinary = finite & (magnitude >= _MIN_NORMAL)
     clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~_MAGNITUDE)))
-    largest = tiles.split(magnitude)
+    words = None if words is None else tiles.split(words)
 
-    level, rule = fmt.scale, recipe.rules[-1]
+    level, element = fmt.scale, fmt.element
     coarse = global_scale = None
     if fmt.global_scale is not None:
         global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
-        coarse = tiles.coarse(ops.f32(global_scale))
-        supplied = None
+        coarse, supplied = tiles.coarse(ops.f32(global_scale)), None
 
-    amax = ops.amax(largest, tiles.axes)
+    amax = ops.amax(tiles.split(magnitude), tiles.axes)
     faulty = amax >= _F32_INF
-    if fmt.offset == "zero_point":
-        low, high = _range(ops, clean, tiles)
-        statistic = saturated(ops, high - low)
-    else:
-        low = None
-        statistic = ops.unbits(ops.where((amax >= _MIN_NORMAL) & ~faulty, amax, 0))
-    stays_ordinary = supplied is not None and getattr(fmt.element, "nan", None) is not None
+    low, high = _range(ops, clean, tiles) if fmt.offset == "zero_point" else (None, None)
     if supplied is None:
-        codes = rule.scale(ops, statistic, level.codec, fmt.element, fmt.capacity(level), coarse)
+        statistic = ops.unbits(ops.where((amax >= _MIN_NORMAL) & ~faulty, amax, 0))
+        if low is not None:
+            statistic = saturated(ops, high - low)
+        codes = recipe.rules[-1].scale(ops, statistic, level.codec, element, fmt.capacity(level), coarse)
         codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
     else:
-        codes = _supplied(ops, supplied, level.codec, tiles)
-    if not stays_ordinary:
-        codes = ops.where(faulty, _nan(level.codec), codes)
+        codes = tiles.beside(level.codec.accept(ops, supplied))
+    # Under a supplied scale NaN and Inf have codes of their own, if the element has any; else their block is marked.
+    own_codes = supplied is not None and element.nan_code is not None
+    if not own_codes:
+        codes = ops.where(faulty, level.codec.need_nan(), codes)
 
     stored = ops.store(codes, ops.storage(level.codec))
-    split, usable = level.codec.divide(ops, clean, stored, coarse)
-    word = None if words is None else tiles.split(words)
-    zero_point = None
+    scaled, usable = level.codec.divide(ops, clean, stored, coarse)
+    scaled, zero_point = saturated(ops, scaled), None
     if low is not None:
-        assert isinstance(fmt.element, Integer)
+        assert isinstance(element, Integer)  # Format sees to it
         shift, _ = level.codec.divide(ops, -low, stored, coarse)
-        z = fmt.element.encode(ops, saturated(ops, shift))
-        element = fmt.element.encode(ops, saturated(ops, split), word, fmt.element.decode(ops, z))
-        element, z = ops.where(usable, element, 0), ops.where(usable, z, 0)
+        z = ops.where(usable, element.encode(ops, saturated(ops, shift)), 0)
+        written = ops.where(usable, element.encode(ops, scaled, words, element.decode(ops, z)), 0)
         zero_point = tiles.scale(ops.store(z, "uint8"))
     else:
-        y_scaled = saturated(ops, split)
-        if stays_ordinary:
-            y_scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), y_scaled)
-        element = fmt.element.encode(ops, y_scaled, word)
-    data = pack(ops, tiles.join(element), fmt.element)
-    return data, tiles.scale(stored), zero_point, global_scale
+        if own_codes:
+            scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), scaled)
+        written = element.encode(ops, scaled, words)
+    return pack(ops, tiles.join(written), element), tiles.scale(stored), zero_point, global_scale
 
 
 def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, fmt: Format, supplied: Any) -> Array:
@@ -243,7 +237,7 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     assert level is not None
     whole = _Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
     if supplied is not None:
-        return whole.scale(ops.store(_supplied(ops, supplied, level.codec, whole), ops.storage(level.codec)))
+        return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
     finite = ops.where((magnitude < _F32_INF) & (magnitude >= _MIN_NORMAL), magnitude, 0)
     amax = ops.unbits(ops.amax(finite, whole.axes))
     codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.capacity(level), None)
@@ -257,13 +251,6 @@ def _range(ops: Ops, clean: Array, tiles: _Tiles) -> tuple[Array, Array]:
     high = ops.unbits(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
     low = -ops.unbits(ops.amax(ops.where(u < 0, u & _MAGNITUDE, 0), tiles.axes))
     return low, high
-
-
-def _nan(codec: Codec) -> int:
-    nan: int | None = getattr(codec, "nan", None)
-    if nan is None:
-        raise UnsupportedError(f"scales stored as {codec.name} cannot say NaN, which the numerics contract asks of them.")
-    return nan
 
 
 def _check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
@@ -287,18 +274,6 @@ def _check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout,
             found=tuple(scale.shape),
         )
     return scale if isinstance(along, PerTensor) else _k_last(ops, scale, axis)
-
-
-def _supplied(ops: Ops, scale: Array, codec: Codec, tiles: _Tiles) -> Array:
-    """Codes of a caller's scale. Where it is not a positive number that the codec can hold, NaN: a fault shows."""
-    value = codec.read(ops, scale)
-    if codec.bits <= 8:
-        codes = ops.where(value > 0, ops.load(scale), _nan(codec))
-    else:
-        assert isinstance(codec, Minifloat)
-        good = (value >= codec.scale_min) & (value <= codec.scale_max)
-        codes = ops.where(good, codec.encode(ops, ops.where(good, value, 1.0)), _nan(codec))
-    return tiles.beside(codes)
 
 
 def _refuse_nonfinite(ops: Ops, y: Array) -> None:
