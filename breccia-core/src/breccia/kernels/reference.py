@@ -481,36 +481,17 @@ def check_matmul_shapes(a: Shape, b: Shape) -> None:
             raise ShapeError(f"matmul: leading axes {a[:-2]} and {b[:-2]} do not broadcast (shapes {a} and {b}).", a=a, b=b)
 
 
-def cast_ste(
-    x: Array,
-    recipe: ScalingRecipe,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-) -> Array:
-    """The round trip `dequantize(cast(x))` in `x`'s dtype. Where a framework has gradients, its backend adds them."""
-    st = cast(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
-    return dequantize(st, out_dtype=dtype_name(x))
+def cast_ste(x: Array, recipe: ScalingRecipe, **options: Any) -> Array:
+    """The round trip `dequantize(cast(x))` in `x`'s dtype, with `cast`'s options. Backends with gradients add those."""
+    return dequantize(cast(x, recipe, **options), out_dtype=dtype_name(x))
 
 
 def cast_ste_clipped(
-    x: Array,
-    recipe: ScalingRecipe,
-    clip_min: float | None = None,
-    clip_max: float | None = None,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
+    x: Array, recipe: ScalingRecipe, clip_min: float | None = None, clip_max: float | None = None, **options: Any
 ) -> Array:
     """`cast_ste`, whose clip bounds shape the gradient alone; the forward value is the same."""
     clip_bounds(recipe, clip_min, clip_max)
-    return cast_ste(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+    return cast_ste(x, recipe, **options)
 
 
 def clip_bounds(recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None) -> tuple[float, float]:
