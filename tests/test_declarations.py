@@ -109,6 +109,7 @@ def test_the_command_lines_spelling_of_a_recipe() -> None:
     )
     assert breccia.recipe("nvfp4,two_level=False") == NVFP4BlockScaling(two_level=False)
     assert breccia.recipe("current,fp8_format=E5M2") == Float8CurrentScaling("E5M2")
+    assert breccia.recipe("NVFP4") == breccia.recipe("NVFP4BlockScaling") == NVFP4BlockScaling()
     assert breccia.recipe("int4", group_size=32) == INT4Scaling(group_size=32)
 
 

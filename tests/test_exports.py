@@ -125,7 +125,7 @@ def test_bridges_have_the_signatures_their_stub_promises() -> None:
 
 
 def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'breccia' has no attribute 'casts'$"):
+    with pytest.raises(AttributeError, match=r"^module 'breccia' has no attribute 'casts'; did you mean 'cast'\?$"):
         breccia.casts  # noqa: B018
     assert not hasattr(breccia, "_private")
 

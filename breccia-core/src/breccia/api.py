@@ -46,7 +46,7 @@ def cast(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    framework = framework_of(x).name
+    framework = _framework_to_cast(x)
     options = _cast_options(x, axis, scale, rounding, seed, nonfinite, out)
     kernel = registry().table.resolve("cast", framework, x, None, recipe, prefer, options)
     given = {} if out is None else {"out": out}
@@ -127,7 +127,7 @@ def cast_ste(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    framework = framework_of(x).name
+    framework = _framework_to_cast(x)
     options = _cast_options(x, axis, scale, rounding, seed, nonfinite)
     kernel = registry().table.resolve("cast_ste", framework, x, None, recipe, prefer, options)
     return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
@@ -152,7 +152,7 @@ def cast_ste_clipped(
     """
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
-    framework = framework_of(x).name
+    framework = _framework_to_cast(x)
     options = _cast_options(x, axis, scale, rounding, seed, nonfinite)
     kernel = registry().table.resolve("cast_ste_clipped", framework, x, None, recipe, prefer, options)
     clip = (clip_min, clip_max)
@@ -176,7 +176,7 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
             raise UnsupportedError(f"explain({op!r}, ...) needs the recipe to write as its last operand.")
         new = values.pop()
     wanted = {"dequantize": (1,), "requantize": (1,), "matmul": (2,)}.get(op, (0, 1))
-    if len(values) not in wanted:
+    if len(values) not in wanted or (0 in wanted and any(isinstance(x, ScalingRecipe) for x in values)):
         raise UnsupportedError(f"{op} has {wanted[-1] + (new is not None)} operands; explain got {len(operands)}.")
     arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
     framework = framework_of(arrays[0]).name if arrays else on or "numpy"
@@ -195,7 +195,8 @@ def plugins() -> list[Plugin]:
 def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     """The recipe of that name, from any plug-in, with the fields given.
 
-    spec: a name, or a name with fields as the command line spells them: "block,block_m=128,power_of_two_scale=true".
+    spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
+        "block,block_m=128,power_of_two_scale=true".
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
     """
     if not isinstance(spec, str):
@@ -206,7 +207,9 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
         if not equals:
             raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
         fields[field.strip()] = _field_value(value.strip())
-    return registry().look_up("breccia_recipes", name, "recipe").with_fields(fields)
+    known = registry().recipes
+    spelled = next((n for n, c in known.items() if name.lower() in (n.lower(), c.__name__.lower())), name)
+    return registry().look_up("breccia_recipes", spelled, "recipe").with_fields(fields)
 
 
 def _field_value(text: str) -> Any:
@@ -237,6 +240,12 @@ def _out_options(out_dtype: Any, out: Any) -> Options:
     return options if out is None else (*options, ("out", True))
 
 
+def _framework_to_cast(x: Any) -> str:
+    if isinstance(x, ScaledTensor):
+        raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) writes it under another recipe.")
+    return framework_of(x).name
+
+
 def _need_scaled(verb: str, st: Any) -> None:
     if not isinstance(st, ScaledTensor):
         raise UnsupportedError(
@@ -247,6 +256,5 @@ def _need_scaled(verb: str, st: Any) -> None:
 
 def _refuse_recipe(found: Any) -> None:
     if isinstance(found, str):
-        known = registry().look_up("breccia_recipes", found, "recipe")
-        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}; pass breccia.{known.__name__}().")
+        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}; pass breccia.{recipe(found)!r}.")
     check_recipe(found)

@@ -57,8 +57,9 @@ class ScalingRecipe(Declared):
 def check_recipe(recipe: object) -> None:
     """Raise UnsupportedError unless `recipe` is a recipe; a class, the commonest slip, is named."""
     if not isinstance(recipe, ScalingRecipe):
-        hint = f"; did you mean {recipe.__name__}()?" if isinstance(recipe, type) else "."
-        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}{hint}")
+        found = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
+        hint = f"; did you mean {found}()?" if isinstance(recipe, type) else "."
+        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found}{hint}")
 
 
 def _check_fp8_format(fp8_format: str) -> None:

@@ -155,6 +155,13 @@ class ScaledTensor:
             self.tail,
         )
 
+    #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
+    __array_ufunc__ = None
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Refused: it would dequantize in silence."""
+        raise UnsupportedError("a ScaledTensor is no array; breccia.dequantize(st) gives its values, st.data its codes.")
+
     def __repr__(self) -> str:
         axis = "" if self.axis == -1 else f", axis={self.axis}"
         return (

@@ -290,8 +290,12 @@ def check_cast(x: Array, recipe: Any) -> None:
     found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
     if hasattr(x, "dtype") and found not in FLOATS:
         raise UnsupportedError(
-            f"cast takes {', '.join(FLOATS)}; got {found}. Convert it first, so that the rounding to FP32 is yours to see: "
-            "x.astype('float32') (torch: x.float()).",
+            f"cast takes {', '.join(FLOATS)}; got {found}. "
+            + (
+                "Convert it first, so that the rounding to FP32 is yours to see: x.astype('float32') (torch: x.float())."
+                if found.startswith("float")
+                else "Only floating-point numbers are quantized; codes that exist already are wrapped by breccia.from_buffer."
+            ),
             found=found,
         )
     if hasattr(x, "shape") and len(x.shape) == 0:
