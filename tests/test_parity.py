@@ -123,6 +123,45 @@ def test_jax_cannot_raise_on_traced_values_and_says_so() -> None:
         cast(jax.numpy.ones((2, 32)))
 
 
+def quotients() -> tuple[np.ndarray, np.ndarray]:
+    """Dividends and divisors: random bit patterns whose quotient is no subnormal, and exact, halfway and special ones."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32).view(np.float32) for _ in "ab")
+    extra = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 7.0, 6.0, 448.0, 3.0, 2.0**-126, 2.0**126, 3e38], np.float32)
+    a = np.concatenate([a, np.repeat(extra, len(extra)), rng.uniform(1, 2, 100_000).astype(np.float32)])
+    b = np.concatenate([b, np.tile(extra, len(extra)), rng.uniform(1, 2, 100_000).astype(np.float32)])
+    with np.errstate(all="ignore"):
+        q = a.astype(np.float64) / b
+    normal = [(np.abs(x) >= 2.0**-126) | (x == 0) | np.isnan(x) for x in (a, b)]
+    keep = normal[0] & normal[1] & ((np.abs(q) >= 2.0**-126) | (q == 0) | ~np.isfinite(q))
+    return a[keep], b[keep]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
+def test_division_is_ieee_also_by_scalars_and_broadcasts(framework: str) -> None:
+    """A law of Ops: what NumPy divides, every vocabulary divides, under jit too."""
+    convert = converter(framework)
+    a, b = quotients()
+    ops = ops_of(convert(a))
+
+    def assert_divides(found: Any, x: Any, y: Any) -> None:
+        with np.errstate(all="ignore"):
+            expected = np.divide(x, y, dtype=np.float32)
+        assert_equal_values(framework, expected.view(np.int32), values(found))
+
+    assert_divides(ops.div(convert(a), convert(b)), a, b)
+    some = np.random.default_rng(1).uniform(1, 2, 50_000).astype(np.float32)
+    for number in (7.0, 6.0, 448.0, 2688.0):
+        assert_divides(ops.div(convert(some), number), some, np.float32(number))
+        assert_divides(ops.div(number, convert(some)), np.float32(number), some)
+        rows = some.reshape(100, 500)
+        assert_divides(ops.div(convert(rows), convert(rows[:, :1].copy())), rows, rows[:, :1])
+        if framework == "jax":
+            jax = pytest.importorskip("jax")
+            assert_divides(jax.jit(lambda x, n=number: ops.div(x, n))(some), some, np.float32(number))
+            assert_divides(jax.vmap(jax.jit(lambda x: ops.div(x, x[0])))(rows), rows, rows[:, :1])
+
+
 def test_jax_counters_are_64_bit() -> None:
     """The index words beyond 2^32 elements, checked on the multiplication they are made of."""
     pytest.importorskip("jax")

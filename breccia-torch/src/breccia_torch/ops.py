@@ -51,7 +51,12 @@ class _TorchOps(Ops):
         return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
 
     def div(self, a: Array, b: Any) -> Array:
-        return torch.div(a, b) if isinstance(a, torch.Tensor) else torch.full_like(b, a) / b
+        # On CUDA, torch divides by a Python number as multiplication by its reciprocal (measured: torch 2.11, H200).
+        like = a if isinstance(a, torch.Tensor) else b
+        p, q = (
+            x if isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=like.device) for x in (a, b)
+        )
+        return torch.div(p, q)
 
     def amax(self, i: Array, axes: tuple[int, ...]) -> Array:
         if i.numel() == 0:
