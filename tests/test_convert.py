@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import signal
+import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import special_rows, wide
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 import breccia
+from breccia import codecs, formats
 from breccia.bridges import load_safetensors
+from breccia_bridges import commands
 from breccia_bridges import convert as converter
 from breccia_bridges.container import Container, Writer
 from breccia_bridges.convert import INDEX, Selection, convert
@@ -200,33 +210,43 @@ def test_a_failure_midway_leaves_nothing_and_keeps_what_was_there(
         assert {p: p.read_bytes() for p in before} == before
         calls = 0
         with pytest.raises(OSError, match="No space"):
-            convert(src, tmp_path / "new", breccia.NVFP4BlockScaling(), advance=fails)
-        assert not (tmp_path / "new").exists()
+            convert(src, tmp_path / "new.safetensors", breccia.NVFP4BlockScaling(), advance=fails)
+        assert not (tmp_path / "new.safetensors").exists()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_bytes_that_read_back_otherwise_are_caught(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Writer.write
+    reopen = Container.array
 
-    def flips(self: Writer, name: str, data: Any) -> None:
-        damaged = np.array(data)
+    def flips(self: Container, name: str) -> np.ndarray:
+        found = reopen(self, name)
         if name == "layer.0.experts.scale":
-            damaged.reshape(-1).view(np.uint8)[3] ^= 1
-        honest(self, name, damaged)
+            found.reshape(-1).view(np.uint8)[3] ^= 1  # of this process's copy of the page
+        return found
 
-    monkeypatch.setattr(converter, "open_writer", _flipping(flips, converter.open_writer))
+    monkeypatch.setattr(Container, "array", flips)
     with pytest.raises(breccia.CorruptFileError, match="'layer.0.experts.scale' reads back other bytes than were written"):
         convert(source, tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
     assert entries(tmp_path) == ["model.safetensors"]
 
 
-def _flipping(write: Any, opener: Any) -> Any:
-    def opened(*arguments: Any) -> Any:
-        writer = opener(*arguments)
-        writer.__class__ = type("Flipping", (type(writer),), {"write": write})
-        return writer
+def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = converter.safe_open
 
-    return opened
+    def of_the_source(path: Path, framework: str) -> Any:
+        return real(source, framework=framework)
+
+    def refuses(path: Path, framework: str) -> Any:
+        raise SafetensorError("unknown dtype")
+
+    recipe, out = breccia.MXFP8BlockScaling(), tmp_path / "o.safetensors"
+    monkeypatch.setattr(converter, "safe_open", of_the_source)
+    with pytest.raises(breccia.CorruptFileError, match="the stock safetensors reader finds other tensors than were written"):
+        convert(source, out, recipe)
+    monkeypatch.setattr(converter, "safe_open", refuses)
+    with pytest.raises(breccia.CorruptFileError, match=r"reader refuses it \(unknown dtype\); upgrade safetensors"):
+        convert(source, out, recipe)
+    assert entries(tmp_path) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +256,35 @@ def _flipping(write: Any, opener: Any) -> Any:
         (lambda t: (_text(t / "model.bin"), t / "o.safetensors"), "model.bin is not a .safetensors file"),
         (lambda t: (_folder(t / "empty"), t / "o"), "empty holds no .safetensors file"),
         (lambda t: (t / "model.safetensors", t / "no" / "o.safetensors"), "there is no folder .*/no; create it first"),
-        (lambda t: (t / "model.safetensors", _folder(t / "taken")), "the source is a file and .*taken a folder"),
-        (lambda t: (t / "model.safetensors", t / "model.safetensors"), "is the source, or lies in it"),
+        (
+            lambda t: (t / "model.safetensors", _folder(t / "taken")),
+            "taken is a folder and the source a file; give a name that",
+        ),
+        (lambda t: (t / "model.safetensors", t / "o"), "o is no name for a .safetensors file; end it in .safetensors"),
+        (lambda t: (Path(os.devnull), t / "o.safetensors"), "null is neither a file nor a folder; give a .safetensors file"),
+        (lambda t: (_checkpoint(t / "m"), _text(t / "taken")), "taken is a file and the source a folder; choose another name"),
+        (
+            lambda t: (t / "model.safetensors", _fifo(t / "o.safetensors")),
+            "o.safetensors is neither a file nor a folder; choose",
+        ),
+        (lambda t: (t / "model.safetensors", t / "model.safetensors"), "model.safetensors is the source; choose another"),
+        (lambda t: (_checkpoint(t / "m"), _link(t / "l", t / "m")), "l is the source; choose another destination"),
+        (lambda t: (_checkpoint(t / "m"), t / "m" / "fp8"), "fp8 lies inside the source .*m; choose a destination outside it"),
+        (lambda t: (_checkpoint(t / "m"), _checkpoint(t / "m" / "fp8")), "fp8 lies inside the source"),
+        (lambda t: (_checkpoint(t / "m"), _link(t / "m" / "l", _folder(t / "far"))), "l lies inside the source"),
+        (lambda t: (_checkpoint(t / "n" / "m"), t / "n"), "n holds the source .*m; choose a destination that does not"),
+        (lambda t: (_link(t / "l", _checkpoint(t / "n" / "m")), t / "n"), "n holds the source .*l; choose"),
+        (lambda t: (_linked_shards(t), t / "blobs"), "blobs holds the source .*snapshot; choose"),
+        (lambda t: (_checkpoint(t / "m"), Path(".")), "is the current folder, or holds it"),
+        (lambda t: (_checkpoint(t / "m"), Path("..")), "cwd is the current folder, or holds it; name a folder or file in it"),
+        (
+            lambda t: (_checkpoint(t / "m"), _folder(t / "papers")),
+            "papers does not look like a checkpoint .*does not replace it",
+        ),
+        (
+            lambda t: (_dangling(t / "m"), t / "o"),
+            "m has links to nothing, or special files: gone.safetensors, which the folder",
+        ),
         (lambda t: (_text(t / "cut.safetensors"), t / "o.safetensors"), "cut.safetensors"),
         (lambda t: (_index(t, "{"), t / "o"), "has no readable weight_map"),
         (lambda t: (_index(t, '{"weight_map": {"a": "../x.safetensors"}}'), t / "o"), "files of the same folder"),
@@ -248,16 +295,23 @@ def _flipping(write: Any, opener: Any) -> Any:
     ],
 )
 def test_a_conversion_that_cannot_be_is_one_readable_line_and_leaves_no_file(
-    arrange: Any, message: str, source: Path, tmp_path: Path, run: Run
+    arrange: Any, message: str, source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "cwd" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "cwd" / "inner")
     src, dst = arrange(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
+    assert tmp_path in (Path.cwd() / dst).parents, "no test may name a place outside its own folder to be replaced"
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
     code, out, err = run("convert", src, dst, "--recipe", "mxfp8", "--force")
     assert (code, out) == (1, "")
-    import re
-
     assert err.startswith("error: ") and err.count("\n") == 1 and re.search(message, err)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
+
+
+def test_the_root_is_no_destination(source: Path, tmp_path: Path) -> None:
+    root = converter._location(Path("/"))
+    with pytest.raises(breccia.UnsupportedError, match="^/ is the current folder, or holds it; name a folder or file in it"):
+        converter._check_destination(source, [source], root, True)  # which only looks
 
 
 def _text(path: Path) -> Path:
@@ -268,6 +322,35 @@ def _text(path: Path) -> Path:
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def _fifo(path: Path) -> Path:
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("named pipes are POSIX's")
+    os.mkfifo(path)
+    return path
+
+
+def _link(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+def _checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    save_file({"w": np.ones((4, 64), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def _linked_shards(folder: Path) -> Path:
+    """A checkpoint as download caches keep it: links to files elsewhere."""
+    _link(_folder(folder / "snapshot") / "model.safetensors", _checkpoint(folder / "blobs") / "model.safetensors")
+    return folder / "snapshot"
+
+
+def _dangling(folder: Path) -> Path:
+    _link(_checkpoint(folder) / "gone.safetensors", folder / "nowhere")
+    return folder
 
 
 def _index(folder: Path, text: str) -> Path:
@@ -303,10 +386,581 @@ def test_a_source_with_nan_is_converted_and_said(tmp_path: Path, run: Run) -> No
     bad = np.ones((4, 64), np.float32)
     bad[1, 40] = np.nan
     save_file({"w": bad, "v": np.ones((4, 64), np.float32)}, tmp_path / "m.safetensors")
-    code, text, _ = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "mxfp8")
-    assert code == 0 and "warning: NaN or Inf in the source of w; their blocks decode to NaN." in text
+    code, _, err = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "mxfp8")
+    assert (code, err) == (0, "warning: NaN or Inf in the source of w; their blocks decode to NaN.\n")
     code, text, _ = run("convert", tmp_path / "m.safetensors", tmp_path / "p.safetensors", "-r", "mxfp8", "--json")
     assert json.loads(text)["sqnr_db"] is None and json.loads(text)["worst"] == "w"
+    assert {t["name"]: t["max_error"] for t in json.loads(text)["tensors"]} == {"w": None, "v": 0.0}
+
+
+# ------------------------------------------------------------------------------------------------ what is replaced, and when
+
+
+def test_a_link_at_the_destination_is_replaced_and_what_it_leads_to_left_alone(source: Path, tmp_path: Path) -> None:
+    recipe = breccia.MXFP8BlockScaling()
+    model, other = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "other")
+    kept = (other / "model.safetensors").read_bytes()
+    for src, name in ((source, "file.safetensors"), (model, "folder")):
+        target = other / "model.safetensors" if src is source else other
+        for aim in (target, tmp_path / "nowhere"):
+            link = _link(tmp_path / name, aim)
+            with pytest.raises(FileExistsError, match="exists; choose another name, or replace it with --force"):
+                convert(src, link, recipe)
+            convert(src, link, recipe, force=True)
+            assert not link.is_symlink() and link.is_dir() == src.is_dir()
+            shutil.rmtree(link) if link.is_dir() else link.unlink()
+    assert (other / "model.safetensors").read_bytes() == kept and not (tmp_path / "nowhere").exists()
+    assert entries(tmp_path) == ["m", "model.safetensors", "other"]
+
+
+def test_a_mount_point_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, disk = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "disk")
+    monkeypatch.setattr(converter.os.path, "ismount", lambda path: path == disk)
+    with pytest.raises(FileExistsError, match="disk is a mount point, which cannot be replaced; choose a folder in it"):
+        convert(model, disk, breccia.MXFP8BlockScaling(), force=True)
+
+
+def _failing_renames(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+    """Make the n-th calls of Path.rename, from 1, fail."""
+    real, calls = Path.rename, 0
+
+    def rename(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls in failing:
+            raise PermissionError(f"rename {calls} fails")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
+    (old / "mine.txt").write_text("mine")
+    _failing_renames(monkeypatch, 2)
+    with pytest.raises(PermissionError, match="rename 2 fails"):
+        convert(model, old, breccia.MXFP8BlockScaling(), force=True)
+    assert (old / "mine.txt").read_text() == "mine" and entries(tmp_path) == ["m", "old"]
+
+
+def test_a_folder_that_cannot_be_put_back_is_kept_and_its_place_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
+    (old / "mine.txt").write_text("mine")
+    _failing_renames(monkeypatch, 2, 3)
+    with pytest.raises(OSError, match="old could not be replaced, nor put back .*what was there lies whole in") as refused:
+        convert(model, old, breccia.MXFP8BlockScaling(), force=True)
+    (kept,) = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert str(refused.value).endswith(f" lies whole in {kept}.")
+    assert (kept / "mine.txt").read_text() == "mine" and not old.exists()
+
+
+def test_what_was_replaced_and_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
+    real = shutil.rmtree
+
+    def stuck(path: Path, ignore_errors: bool = False) -> None:
+        if path.suffix != ".old":
+            real(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(converter.shutil, "rmtree", stuck)
+    with pytest.raises(OSError, match="old is written; what it replaced could not be removed and lies in .*\\.old\\."):
+        convert(model, old, breccia.MXFP8BlockScaling(), force=True)
+    assert "mxfp8" in str(Container(old / "model.safetensors").metadata)
+
+
+def test_a_destination_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    model, out = _checkpoint(tmp_path / "m"), tmp_path / "out"
+
+    def appears(name: str, size: int) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "mine.txt").write_text("mine")
+
+    for force, message in ((False, "exists; choose"), (True, "does not look like a checkpoint")):
+        with pytest.raises(FileExistsError, match=message):
+            convert(model, out, breccia.MXFP8BlockScaling(), force=force, advance=appears)
+        assert entries(tmp_path) == ["m", "out"] and entries(out) == ["mine.txt"]
+        shutil.rmtree(out)
+
+
+INTERRUPTED = """
+import sys, time
+import breccia_bridges.convert as converter
+
+def cast(*arguments, **options):
+    print("casting", flush=True)
+    time.sleep(60)
+
+converter.cast = cast
+from breccia.cli import run
+run(sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems end a process without asking it")
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_leaves_nothing_behind_and_is_told_in_one_line(name: str, code: int, tmp_path: Path) -> None:
+    source, out = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    words = ["convert", str(source), str(out), "-r", "mxfp8", "--force"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, *words], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "casting\n"
+        assert len(entries(tmp_path)) == 3, "the conversion is under way, in a folder of its own"
+        process.send_signal(getattr(signal, name))
+        text, err = process.communicate(timeout=30)
+    assert (process.returncode, text, err) == (code, "", "interrupted; nothing was written\n")
+    assert entries(tmp_path) == ["m", "out"] and (out / "model.safetensors").read_bytes() == before
+
+
+def test_a_signal_that_comes_too_late_is_told_so(
+    source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, out = converter._remove, tmp_path / "o.safetensors"
+
+    def stopped(path: Path) -> None:
+        real(path)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(converter, "_remove", stopped)
+    before = signal.getsignal(signal.SIGTERM)
+    found = run("convert", source, out, "-r", "mxfp8")
+    assert found == (143, "", f"interrupted; {out}, whole and verified, was written\n")
+    assert entries(tmp_path) == ["model.safetensors", "o.safetensors"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="SIGHUP is POSIX's")
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with commands._interruptible(tmp_path):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def test_companions_are_copied_without_other_weights_hidden_folders_and_links_to_nothing(sharded: Path, tmp_path: Path) -> None:
+    files = {
+        ".gitattributes": True,
+        "tokenizer.json": True,
+        "original/params.json": True,
+        "2_Dense/model.safetensors": True,  # a module of its own, which the index does not name
+        "original/consolidated.00.pth": False,
+        "onnx/model.onnx": False,
+        "onnx/model.onnx_data": False,
+        "pytorch_model.bin.index.json": False,
+        "consolidated.safetensors": False,
+        "TF_MODEL.H5": False,
+        ".git/config": False,
+        "extra/.cache/blob": False,
+    }
+    for name in files:
+        (sharded / name).parent.mkdir(parents=True, exist_ok=True)
+        (sharded / name).write_text(name)
+    _link(sharded / "merges.txt", sharded / "tokenizer.json")
+    _link(sharded / "gone.txt", tmp_path / "nowhere")
+    _link(sharded / "gone", tmp_path / "nowhere")
+    _link(sharded / "up", tmp_path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(sharded / "pipe")
+    convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling())
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    ours = {INDEX, "config.json", "extra/notes.txt", "merges.txt", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2))}
+    assert found == ours | {name for name, copied in files.items() if copied}
+    assert not (tmp_path / "out" / "onnx").exists() and not (tmp_path / "out" / "merges.txt").is_symlink()
+
+
+def test_companions_that_cannot_be_copied_stop_a_conversion_before_its_work(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, destination: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def worked(name: str, size: int) -> None:
+        pytest.fail("a tensor was converted first")
+
+    monkeypatch.setattr(converter.shutil, "copy2", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith((".", "out"))]
+
+
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    _text(_checkpoint(tmp_path / "m") / "._model.safetensors")
+    report = convert(tmp_path / "m", tmp_path / "out", breccia.MXFP8BlockScaling())
+    assert [t.name for t in report.tensors] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (
+            {"a": "1", "b": "2", "c": "2"},
+            "tensor 'c' is said to lie in 2.safetensors, and no file of the index holds it; fetch",
+        ),
+        ({"a": "2", "b": "1"}, "tensor 'a' is said to lie in 2.safetensors, and lies in 1.safetensors; fetch"),
+        ({"a": "1", "x": "2"}, "tensor 'x' is said to lie in 2.safetensors, and no file of the index holds it"),
+        ({"b": "2"}, ""),
+        ({"b": "2", "twice": "3"}, "tensor 'twice' lies in 3.safetensors and 4.safetensors; fetch"),
+        ({"a": "1", "e": "4", "twice": "4"}, "tensor 'twice' lies in"),
+    ],
+)
+def test_an_index_that_its_shards_contradict_is_refused_before_any_work(
+    listed: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    folder = _folder(tmp_path / "m")
+    for name, held in {"1": ["a"], "2": ["b"], "3": ["twice"], "4": ["e", "twice"]}.items():
+        save_file({tensor: np.ones((4, 64), np.float32) for tensor in held}, folder / f"{name}.safetensors")
+    if "twice" in listed:  # both files are the checkpoint's only where the index names both
+        listed = {**listed, "twice": "3", "e": "4"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": {t: f"{n}.safetensors" for t, n in listed.items()}}))
+    if not message:
+        assert len(convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling()).tensors) == 1
+        return
+    with pytest.raises(breccia.CorruptFileError, match=message) as refused:
+        convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling())
+    assert str(refused.value).startswith(str(folder / INDEX)) and entries(tmp_path) == ["m"]
+
+
+def test_a_tensor_missing_from_the_index_is_named_with_its_file(sharded: Path, tmp_path: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    file = index["weight_map"].pop("layer.0.experts")
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(breccia.CorruptFileError, match=f"'layer.0.experts' of {file} is missing from the index; fetch"):
+        convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling())
+
+
+def test_a_shard_that_is_quantized_already_is_refused_before_any_work(tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path / "m")
+    convert(folder / "model.safetensors", folder / "z.safetensors", breccia.MXFP8BlockScaling())
+
+    def worked(name: str, size: int) -> None:
+        pytest.fail("a tensor was converted first")
+
+    with pytest.raises(breccia.UnsupportedError, match="z.safetensors holds tensors that breccia quantized already"):
+        convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
+
+
+def test_a_converted_folder_says_what_its_config_does_not(sharded: Path, source: Path, tmp_path: Path, run: Run) -> None:
+    _, text, _ = run("convert", sharded, tmp_path / "out", "-r", "mxfp8")
+    assert text.splitlines()[-1].split(maxsplit=1) == [
+        "note",
+        "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load this "
+        "folder as it is; load its files with breccia.bridges.load_safetensors",
+    ]
+    _, text, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8")
+    assert "config.json" not in text
+
+
+# ------------------------------------------------------------------------------------------------ what is kept, and why
+
+
+def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
+    save_file(
+        {
+            "conv.weight": np.ones((8, 8, 3, 3), np.float32),  # 4 bits in blocks of 3 under FP32 scales
+            "gate.weight": np.ones((64, 1), ml_dtypes.bfloat16),
+            "wide": np.ones((4, 64), np.float64),
+            "ids": np.ones((4, 64), np.int32),
+            "out": np.ones((4, 64), np.float32),
+            "w": np.ones((4, 64), np.float32),
+            "bias": np.ones(64, np.float32),
+            "none": np.ones((0, 64), np.float32),
+            "embed": np.ones((4, 64), np.float32),
+        },
+        tmp_path / "m.safetensors",
+    )
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "--exclude", "out", "-r")
+    code, text, err = run(*words, "int4,scale_dtype=fp32", "--json")
+    report = json.loads(text)
+    assert (code, err) == (0, "")
+    assert {t["name"]: t["reason"] for t in report["tensors"]} == {
+        "conv.weight": None,
+        "gate.weight": "would not shrink",
+        "wide": "F64 cannot be cast",
+        "ids": "not floating",
+        "out": "excluded",
+        "w": None,
+        "bias": "fewer than two axes",
+        "none": "empty",
+        "embed": "kept by default (use --include)",
+    }
+    assert report["kept"]["would not shrink"] == 1
+    shutil.copy(tmp_path / "m.safetensors", tmp_path / "n.safetensors")
+    halves = {"conv": np.ones((64, 64, 3, 3), np.float16), "column": np.ones((64, 1), np.float16)}
+    save_file(halves, tmp_path / "m.safetensors")
+    code, text, err = run(*words, "mxfp8", "--force")
+    assert code == 0 and "kept       1 tensors, 128 B in the precision they had: 1 would not shrink" in text
+    assert load_safetensors(tmp_path / "o.safetensors")["column"].tobytes() == halves["column"].tobytes()
+
+
+def test_patterns_without_a_tensor_and_conversions_of_nothing_are_warned_of(source: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "o.safetensors"
+    words = ("convert", source, out, "-r", "mxfp8", "--force")
+    code, _, err = run(*words, "--include", "lm_hed*", "--exclude", "*.mpl.*", "--exclude", "*.mlp.*")
+    assert code == 0
+    assert err == "warning: the pattern 'lm_hed*' matches no tensor.\nwarning: the pattern '*.mpl.*' matches no tensor.\n"
+    code, text, err = run(*words, "--exclude", "*", "--json")
+    assert (code, err) == (0, "warning: no tensor was quantized; `--json` says why each was kept.\n")
+    assert json.loads(text)["unmatched"] == []
+    assert load_safetensors(out)["lm_head.weight"].tobytes() == weights()["lm_head.weight"].tobytes()
+
+
+def test_values_that_overflow_when_decoded_are_reported_not_a_crash(tmp_path: Path, run: Run) -> None:
+    x = np.full((4, 64), np.finfo(np.float32).max)
+    x[0, 1] = 0.0
+    save_file({"w": x}, tmp_path / "m.safetensors")
+    code, text, _ = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "mxfp8")
+    assert code == 0 and "worst      w: -inf dB" in text
+
+
+def test_bfloat16_checkpoints_convert_without_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brain = {name: weights()["layer.0.mlp.brain"] for name in ("w", "norm.weight")}
+    save_file(brain, tmp_path / "m.safetensors")
+    expected = breccia.cast(brain["w"], breccia.INT4Scaling(16, scale_dtype="bf16"))
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", expected.recipe)
+    assert [t.name for t in report.quantized] == ["w"]
+    written = Container(tmp_path / "o.safetensors")
+    assert written.array("w.data").tobytes() == expected.data.tobytes()
+    assert written.array("norm.weight").tobytes() == brain["norm.weight"].tobytes()
+
+
+def test_tensors_of_four_and_six_bits_are_kept(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "w": ("F32", (4, 64)),
+        "four": ("F4", (4, 64)),
+        "six": ("F6_E3M2", (4, 64)),
+    }
+    with Writer(tmp_path / "m.safetensors", shapes) as writer:
+        for name, entry in writer.entries.items():
+            writer.write(name, bytes(range(64)) * (entry.nbytes // 64))
+    report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())
+    assert {t.name: t.reason for t in report.tensors} == {"w": "", "four": "F4 cannot be cast", "six": "F6_E3M2 cannot be cast"}
+    for name in ("four", "six"):
+        found = [Container(tmp_path / f"{file}.safetensors").array(name).tobytes() for file in "mo"]
+        assert found[0] == found[1]
+
+
+# ------------------------------------------------------------------------------------------------ slabs
+
+
+def awkward() -> dict[str, np.ndarray]:
+    """Tensors of several ranks whose largest, or faulty, element lies in the first, a middle, or the last slab."""
+    rows, rng = special_rows(96), np.random.default_rng(5)
+    finite = rows[np.isfinite(rows).all(-1)]
+    out = {
+        "special": rows,
+        "special.finite": finite,
+        "special.reversed": finite[::-1].copy(),
+        "wide": wide((7, 65)),
+        "experts": wide((3, 16, 48), exponents=3),
+        "four axes": wide((2, 3, 10, 40), exponents=3),
+        "thin matrices": wide((9, 3, 40), exponents=3),
+        "zero": np.zeros((6, 64), np.float32),
+        "tiny": np.full((6, 64), 2.0**-130, np.float32),
+        "half": rng.standard_normal((6, 64)).astype(np.float16),
+        "brain": rng.standard_normal((6, 64)).astype(ml_dtypes.bfloat16),
+    }
+    for name, value in (("nan", np.nan), ("inf", -np.inf)):
+        for row in (0, 3, 5):
+            out[f"{name} in row {row}"] = rng.standard_normal((6, 64)).astype(np.float32)
+            out[f"{name} in row {row}"][row, 40] = value
+    return out
+
+
+@pytest.mark.parametrize("slab", [1, 130, 1000])
+def test_slabs_change_no_byte(
+    slab: int, recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = awkward()
+    save_file(tensors, tmp_path / "m.safetensors")
+    whole = convert(tmp_path / "m.safetensors", tmp_path / "whole.safetensors", recipe)
+    monkeypatch.setattr(converter, "SLAB", slab)
+    report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", recipe)
+    loaded = load_safetensors(tmp_path / "o.safetensors")
+    for name, x in tensors.items():
+        expected = breccia.cast(x, recipe)
+        assert isinstance(loaded[name], breccia.ScaledTensor)
+        for part in ("data", "scale", "zero_point", "global_scale"):
+            found, wanted = getattr(loaded[name], part), getattr(expected, part)
+            assert (found is None) == (wanted is None)
+            assert wanted is None or (found.shape, found.tobytes()) == (wanted.shape, wanted.tobytes()), (name, part)
+    for a, b in zip(report.tensors, whole.tensors, strict=True):
+        assert a.max_error == b.max_error or (np.isnan(a.max_error) and np.isnan(b.max_error))
+        assert a.sqnr == pytest.approx(b.sqnr, rel=1e-12, nan_ok=True)  # FP64 sums, other order
+
+
+@dataclass(frozen=True)
+class Shifted(breccia.ScalingRecipe):
+    """One zero-point for the whole tensor."""
+
+    name = "shifted"
+
+    @property
+    def format(self) -> formats.Format:
+        return formats.Format(codecs.UINT4, (formats.Level(codecs.F32, formats.TENSOR),), "zero_point")
+
+
+@dataclass(frozen=True)
+class Eighths(breccia.ScalingRecipe):
+    """One 8-bit scale for the whole tensor, which may be zero."""
+
+    name = "eighths"
+
+    @property
+    def format(self) -> formats.Format:
+        return formats.Format(codecs.E2M1, (formats.Level(codecs.E4M3, formats.TENSOR),))
+
+
+@dataclass(frozen=True)
+class Columns(breccia.ScalingRecipe):
+    """One scale for each row of a matrix."""
+
+    name = "columns"
+
+    @property
+    def format(self) -> formats.Format:
+        return formats.Format(codecs.E4M3, (formats.Level(codecs.F32, (1, None)),))
+
+
+@pytest.mark.parametrize(("recipe", "slabs"), [(Shifted(), 1), (Eighths(), 1), (Columns(), 30)], ids=["all", "zero", "row"])
+def test_recipes_of_others_keep_their_bytes_whether_slabs_suit_them_or_not(
+    recipe: breccia.ScalingRecipe, slabs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converter, "SLAB", 64)
+    for i, x in enumerate((wide((3, 10, 40), exponents=3), np.full((3, 10, 40), 1e-6, np.float32))):
+        save_file({"w": x}, tmp_path / f"{i}.safetensors")
+        pieces = list(converter._Source(Container(tmp_path / f"{i}.safetensors"), "w", recipe).cast())
+        expected = breccia.cast(x, recipe)
+        assert len(pieces) == slabs
+        for part in pieces[0]:
+            assert b"".join(p[part].tobytes() for p in pieces if part in p) == getattr(expected, part).tobytes()
+
+
+def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converter, "SLAB", 150)
+    save_file({"w": np.ones((6, 10, 16), np.float32), "v": np.ones((6, 5, 8), np.float32)}, tmp_path / "m.safetensors")
+    opened, recipe = Container(tmp_path / "m.safetensors"), breccia.Float8BlockScaling(block_k=8, block_m=4)
+
+    def shapes(name: str, recipe: breccia.ScalingRecipe) -> list[tuple[int, ...]]:
+        source = converter._Source(opened, name, recipe)
+        return [source.values(slab).shape for slab in source.slabs()]
+
+    assert shapes("w", recipe) == [(1, 8, 16) if i % 2 == 0 else (1, 2, 16) for i in range(12)], "a matrix at a time"
+    assert shapes("v", recipe) == [(3, 5, 8)] * 2, "several matrices at a time"
+    assert shapes("w", breccia.MXFP8BlockScaling()) == [(1, 9, 16)] * 6 + [(1, 6, 16)], "rows of all matrices alike"
+
+
+def test_memory_stays_that_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = wide((1024, 512), exponents=3)
+    save_file({"w": x}, tmp_path / "m.safetensors")
+    monkeypatch.setattr(converter, "SLAB", 1 << 14)
+    convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())  # imports what it needs
+    tracemalloc.start()
+    try:
+        for recipe in (breccia.NVFP4BlockScaling(), breccia.Float8CurrentScaling(), breccia.Float8BlockScaling(block_m=4)):
+            tracemalloc.reset_peak()
+            convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", recipe, force=True)
+            assert tracemalloc.get_traced_memory()[1] < x.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+RESIDENT = """
+import sys, threading, time
+from pathlib import Path
+import numpy as np
+import breccia
+from breccia_bridges.container import Writer
+from breccia_bridges.convert import convert
+
+folder, rng, peak = Path(sys.argv[1]), np.random.default_rng(0), 0
+
+def anonymous():
+    line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+def sample():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+def source(name, rows):
+    with Writer(folder / name, {"w": ("F32", (rows, 4096))}) as writer, writer.stream("w") as put:
+        for i in range(0, rows, 64):
+            put(rng.standard_normal((64, 4096), np.float32))
+    return folder / name
+
+tiny, large = source("tiny.safetensors", 64), source("large.safetensors", 1 << 16)
+threading.Thread(target=sample, daemon=True).start()
+for words in sys.argv[2:]:
+    measured = []
+    for path in (tiny, large):
+        peak = 0
+        convert(path, folder / "out.safetensors", breccia.recipe(words), force=True)
+        measured.append(peak)
+    print(words, measured[1] - measured[0], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read as Linux tells it")
+def test_a_tensor_of_a_gibibyte_takes_megabytes(tmp_path: Path) -> None:
+    """Peak of RssAnon, sampled each millisecond: resident memory without pages of mapped files, which the system may drop.
+
+    What is asserted is by how much a 1 GiB FP32 tensor exceeds one of 1 MiB (a quarter of a slab): measured 65 MB.
+    """
+    words = ["nvfp4", "current"]
+    command = [sys.executable, "-c", RESIDENT, str(tmp_path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    extra = {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
+    print("bytes beyond those of the small tensor:", extra)
+    assert list(extra) == words and max(extra.values()) < 150e6
+
+
+# ------------------------------------------------------------------------------------------------ writing in pieces
+
+
+def test_tensors_are_written_in_pieces_side_by_side(tmp_path: Path) -> None:
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with Writer(tmp_path / "f", {"x": ("F32", (4, 3)), "n": ("U8", (2,)), "empty": ("F32", (0, 3))}) as writer:
+        with writer.stream("x") as put, writer.stream("n") as count:
+            for i in range(2):
+                put(x[2 * i : 2 * i + 2])
+                count(bytes([i]))
+        with writer.stream("empty"):
+            pass
+    written = Container(tmp_path / "f")
+    assert written.array("x").tobytes() == x.tobytes() and written.array("n").tolist() == [0, 1]
+
+
+def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> None:
+    with Writer(tmp_path / "f", {"x": ("F32", (2,))}) as writer:
+        with pytest.raises(breccia.ShapeError, match=r"of shape \(2,\), 8 bytes; got 4 bytes"), writer.stream("x") as put:
+            put(bytes(4))
+        with pytest.raises(breccia.BrecciaError, match="pieces of 'x' are put inside `with w.stream"):
+            put(bytes(4))
+        with pytest.raises(breccia.ShapeError, match="8 bytes; got 12 bytes"), writer.stream("x") as put:
+            put(bytes(4))
+            put(bytes(8))
+        with writer.stream("x") as put:
+            put(struct.pack("<f", 1))
+            with pytest.raises(breccia.BrecciaError, match="'x' is written already"), writer.stream("x"):
+                pass
+            put(struct.pack("<f", 2))
+        with pytest.raises(breccia.BrecciaError, match="'x' is written already; write each tensor once"):
+            writer.write("x", bytes(8))
+    assert Container(tmp_path / "f").array("x").tolist() == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ the program
 
 
 def test_explain_plugins_version_and_unknown_words(run: Run) -> None:

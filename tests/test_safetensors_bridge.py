@@ -23,9 +23,9 @@ from breccia_bridges.safetensors import (
     describe,
     open_writer,
     plan,
-    planned_entries,
     read_config,
     read_configs,
+    read_tensor,
     write_tensor,
 )
 
@@ -263,17 +263,16 @@ def test_entries_planned_from_a_shape_are_those_of_the_cast(
 ) -> None:
     tensor = breccia.cast(np.ones(shape, np.float32), recipe)
     assert plan("w", shape, recipe) == describe("w", tensor)
-    assert planned_entries("w", shape, recipe) == describe("w", tensor)[0]
     save_safetensors({"w": tensor}, tmp_path / "f")
     stored = Container(tmp_path / "f").entries
-    assert planned_entries("w", shape, recipe) == {name: (e.dtype, e.shape) for name, e in stored.items()}
+    assert plan("w", shape, recipe)[0] == {name: (e.dtype, e.shape) for name, e in stored.items()}
     assert read_configs(Container(tmp_path / "f")) == {"w": plan("w", shape, recipe)[1]}
 
 
 def test_a_plan_of_too_few_axes_says_so() -> None:
     with pytest.raises(breccia.ShapeError, match=r"tensor 'b': recipe 'mxfp8' needs at least 2 axes, shape \(64,\) has 1"):
         plan("b", (64,), breccia.MXFP8BlockScaling())
-    assert planned_entries("b", (64,), breccia.Float8CurrentScaling()) == {"b.data": ("U8", (64,)), "b.scale": ("F32", ())}
+    assert plan("b", (64,), breccia.Float8CurrentScaling())[0] == {"b.data": ("U8", (64,)), "b.scale": ("F32", ())}
 
 
 def test_tensors_can_be_written_one_by_one_as_they_come_to_be(tmp_path: Path) -> None:
@@ -290,6 +289,16 @@ def test_a_config_reads_back_as_it_was_written(recipe: breccia.ScalingRecipe) ->
     config = plan("w", X.shape, recipe)[1]
     assert isinstance(config, Config)
     assert read_config(config.to_json()) == config
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_one_tensor_is_read_without_the_others(framework: str, tmp_path: Path) -> None:
+    converter(framework)
+    save_safetensors({"w": cast_on(framework, X, breccia.NVFP4BlockScaling()), "b": X}, tmp_path / "f")
+    opened = Container(tmp_path / "f")
+    read = read_tensor(opened, "w", read_configs(opened)["w"], framework=framework)
+    assert_same(read, load_safetensors(tmp_path / "f", framework=framework)["w"])
+    assert read.framework == framework
 
 
 def test_numpy_loads_are_mapped_and_copy_on_write(tmp_path: Path) -> None:
@@ -516,6 +525,9 @@ def test_a_config_that_is_wrong_is_refused_naming_file_and_tensor(defect: str, t
         ({"w.data": ("F8_E5M2", (4, 64))}, "w.data holds E4M3, stored as U8 or F8_E4M3; the file has F8_E5M2 there"),
         ({"w.scale": ("F64", (4, 2))}, "w.scale holds F32, stored as F32; the file has F64 there"),
         ({"w.zero_point": ("U8", (4, 2))}, "has no zero_point; got one"),
+        ({"w.zero_point": ("C64", (4, 2))}, "w.zero_point holds .*, stored as U8 or .* or F32; the file has C64 there"),
+        ({"w.zero_point": ("BOOL", (4, 2))}, "the file has BOOL there"),
+        ({"w.zero_point": ("F64", (4, 2))}, "the file has F64 there"),
         ({"w.global_scale": ("F32", ())}, "has one scale level and no global_scale; got one"),
         ({"w": ("F32", (1,))}, "the file holds a scaled and a plain tensor of this name"),
     ],

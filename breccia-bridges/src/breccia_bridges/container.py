@@ -13,7 +13,8 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -25,6 +26,8 @@ import numpy as np
 from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError, suggestion
 
 Shape = tuple[int, ...]
+#: What `Writer` takes: an array, or anything with the buffer protocol.
+Data = np.ndarray | bytes | bytearray | memoryview
 
 #: Largest header, in bytes, that stock readers accept (safetensors 0.8: "header too large" beyond it).
 MAX_HEADER = 100_000_000
@@ -235,7 +238,7 @@ class Container:
 
 
 class Writer:
-    """Writes a safetensors file one tensor at a time, in any order, and shows it under its name only when it is whole.
+    """Writes a safetensors file tensor by tensor, in any order, and shows it under its name only when it is whole.
 
         with Writer(path, {"w": ("F32", (4, 8))}, {"made": "today"}) as w:
             w.write("w", array)
@@ -262,6 +265,7 @@ class Writer:
         self._force = force
         self._refuse_existing()
         self._written: set[str] = set()
+        self._streamed: set[str] = set()  # begun, and not finished
         self._file: BinaryIO | None = None
         self._temporary = self.path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
 
@@ -276,8 +280,21 @@ class Writer:
             raise
         return self
 
-    def write(self, name: str, data: np.ndarray | bytes | bytearray | memoryview) -> None:
+    def write(self, name: str, data: Data) -> None:
         """Write the bytes of one tensor: an array of any dtype, in C order, or anything with the buffer protocol.
+
+        Raises as `stream` does.
+        """
+        with self.stream(name) as put:
+            put(data)
+
+    @contextmanager
+    def stream(self, name: str) -> Generator[Callable[[Data], None]]:
+        """Write one tensor in consecutive pieces; streams of several tensors may be open at a time.
+
+            with w.stream("w") as put:
+                put(first_rows)
+                put(other_rows)
 
         Raises UnknownNameError for a name not declared, ShapeError where the byte count is not the declared one,
         BrecciaError for a tensor written before, or outside the `with` block.
@@ -286,20 +303,39 @@ class Writer:
             raise BrecciaError(f"{self.path}: tensors are written inside `with Writer(...) as w:`.", name=name)
         if name not in self.entries:
             raise UnknownNameError(f"{self.path}: no tensor {name!r} is declared{suggestion(name, list(self.entries))}")
-        if name in self._written:
+        if name in self._written or name in self._streamed:
             raise BrecciaError(f"{self.path}: tensor {name!r} is written already; write each tensor once.", name=name)
-        entry, raw = self.entries[name], _raw(data)
-        if raw.nbytes != entry.nbytes:
-            raise ShapeError(
-                f"{self.path}: tensor {name!r} is declared {entry.dtype} of shape {entry.shape}, {entry.nbytes} bytes; got "
-                f"{raw.nbytes} bytes.",
-                name=name,
-                expected=entry.nbytes,
-                found=raw.nbytes,
-            )
-        self._file.seek(len(self._header) + entry.start)
-        self._file.write(raw)
+        entry, done = self.entries[name], 0
+
+        def put(data: Data) -> None:
+            nonlocal done
+            if self._file is None or name not in self._streamed:
+                raise BrecciaError(f"{self.path}: pieces of {name!r} are put inside `with w.stream(...) as put:`.", name=name)
+            raw = _raw(data)
+            if done + raw.nbytes > entry.nbytes:
+                raise self._miscounted(name, done + raw.nbytes)
+            self._file.seek(len(self._header) + entry.start + done)
+            self._file.write(raw)
+            done += raw.nbytes
+
+        self._streamed.add(name)
+        try:
+            yield put
+        finally:
+            self._streamed.discard(name)
+        if done != entry.nbytes:
+            raise self._miscounted(name, done)
         self._written.add(name)
+
+    def _miscounted(self, name: str, found: int) -> ShapeError:
+        entry = self.entries[name]
+        return ShapeError(
+            f"{self.path}: tensor {name!r} is declared {entry.dtype} of shape {entry.shape}, {entry.nbytes} bytes; got "
+            f"{found} bytes.",
+            name=name,
+            expected=entry.nbytes,
+            found=found,
+        )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         file, self._file = self._file, None

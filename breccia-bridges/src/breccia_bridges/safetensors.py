@@ -37,6 +37,7 @@ from .container import DTYPES, Container, Shape, Writer, check_text
 SCHEMA = "1"
 PARTS = ("data", "scale", "zero_point", "global_scale")
 _OURS = ("schema", "breccia_version")
+_ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
 
 #: File dtypes NumPy has no dtype for, by the name that torch, JAX and ml_dtypes share.
 _FOREIGN = {
@@ -48,7 +49,9 @@ _FOREIGN = {
     "bfloat16": "BF16",
 }
 _DTYPE_NAMES = {file: name for name, file in _FOREIGN.items()}
-_FILE_DTYPES = {numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in _DTYPE_NAMES} | _FOREIGN
+_NATIVE = {numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in _DTYPE_NAMES}
+#: File dtypes by the name of an array's dtype, whoever's array it is.
+_FILE_DTYPES = {**_NATIVE, **_FOREIGN}
 
 #: What a file declares for one name: its entries as (dtype, shape), and its config if it is a scaled tensor.
 Described = tuple[dict[str, tuple[str, Shape]], "Config | None"]
@@ -125,11 +128,6 @@ def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
     if fmt.global_scale is not None:
         entries[f"{name}.global_scale"] = (fmt.global_scale.codec.name, ())
     return entries, Config(recipe, layout, -1, tuple(shape), codec.name)
-
-
-def planned_entries(name: str, shape: Shape, recipe: ScalingRecipe) -> dict[str, tuple[str, Shape]]:
-    """The entries, (dtype, shape) by name, that a tensor of logical `shape` will take once cast to `recipe`."""
-    return plan(name, shape, recipe)[0]
 
 
 def _parts(st: ScaledTensor) -> dict[str, Array]:
@@ -266,6 +264,16 @@ def load_safetensors(
     return out
 
 
+def read_tensor(
+    container: Container, name: str, config: Config, *, framework: str = "numpy", device: Any = None
+) -> ScaledTensor:
+    """One scaled tensor of an opened file, whose config `read_configs` gave; the other tensors are not touched.
+
+    framework, device, and what it raises: as in `load_safetensors`.
+    """
+    return _scaled(container, name, config, _Target.of(framework, device))
+
+
 def read_configs(container: Container) -> dict[str, Config]:
     """The configs of a file's scaled tensors, by name. Raises CorruptFileError naming the file and the tensor."""
     metadata, entries = container.metadata, container.entries
@@ -364,6 +372,12 @@ def _check_entries(container: Container, name: str, config: Config) -> None:
             raise CorruptFileError(
                 f"{name}.{part} holds {codec.name}, stored as {' or '.join(allowed)}; the file has {found} there."
             )
+    zero_point = entries.get(f"{name}.zero_point")
+    if zero_point is not None and zero_point.dtype not in _ZERO_POINTS:
+        raise CorruptFileError(
+            f"{name}.zero_point holds whole numbers or a bias, stored as {' or '.join(_ZERO_POINTS)}; the file has "
+            f"{zero_point.dtype} there."
+        )
 
 
 def _scaled(container: Container, name: str, config: Config, target: _Target) -> ScaledTensor:
