@@ -53,7 +53,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 ORDER = [
     {""},  # the package itself: lazy, imports nothing
     {"errors"},
-    {"targets", "declared"},
+    {"siblings", "targets", "declared"},
     {"codecs", "rules", "options"},
     {"formats"},
     {"frameworks"},

@@ -22,6 +22,7 @@ import breccia
 from breccia import PluginError, PluginWarning, builtin, registry
 from breccia.frameworks import framework_of
 from breccia.registry import KINDS, Plugin, Registry
+from breccia.siblings import SIBLINGS
 
 Install = Callable[..., None]
 
@@ -135,6 +136,17 @@ def test_a_good_plug_in_adds_a_recipe_to_every_backend(install: Install) -> None
     assert breccia.dequantize(st).tolist() == [[3.0] * 32] * 2
 
 
+def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
+    """So that an absent sibling can be named by what it would bring."""
+    for sibling in SIBLINGS:
+        found = plugin(sibling.plugin)
+        assert found.distribution == sibling.distribution
+        declared = {d for d in found.declares if not d.startswith("kernels:")}
+        brought = {f"bridges:{name}" for name in sibling.bridges} | {f"cli:{name}" for name in sibling.commands}
+        assert declared == brought | ({f"frameworks:{sibling.plugin}"} if sibling.arrays else set())
+    assert {p.plugin for p in SIBLINGS} == {p.name for p in breccia.plugins()} - {"core"}
+
+
 # -- one broken plug-in ----------------------------------------------------------------------------------------------
 
 #: What is wrong -> (source after HEAD, the reason given).
@@ -225,7 +237,7 @@ BROKEN = {
     ),
     "kernel of a recipe's name": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', recipe='mxfp8')]",
-        "kernel 'acme.cast' serves a recipe class, its base, None or type(None); it declares 'mxfp8'.",
+        "kernel 'acme.cast': recipe must be a recipe class, its base, None or type(None); got 'mxfp8'.",
     ),
     "kernel of another contract": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', contract=2)]",
@@ -233,7 +245,27 @@ BROKEN = {
     ),
     "framework whose types are one string": (
         "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', 'Array', 'acme.ops:OPS')]",
-        "framework 'acme': types is a tuple of names in acme; got 'Array'.",
+        "framework 'acme': types must be tuple[str, ...]; got 'Array'.",
+    ),
+    "framework of no types": (
+        "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', (), 'acme.ops:OPS')]",
+        "framework 'acme': types names the array types in acme; got none.",
+    ),
+    "bridge that no attribute can name": (
+        "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to-acme', 'acme:to')]",
+        "bridge 'to-acme': its name is a public attribute of breccia.bridges, like 'to_acme'.",
+    ),
+    "command of two words": (
+        "@hookimpl\ndef breccia_cli():\n    return [Command('ac me', 'acme:it', 'Does it.')]",
+        "command 'ac me': its name is one word of a command line, like 'acme'.",
+    ),
+    "command that looks like an option": (
+        "@hookimpl\ndef breccia_cli():\n    return [Command('--acme', 'acme:it', 'Does it.')]",
+        "command '--acme': its name is one word of a command line, like 'acme'.",
+    ),
+    "kernel whose name is a number": (
+        "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 5)]",
+        ": name must be str; got 5.",
     ),
     "bridge whose remedy is missing": (
         "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to_acme', 'acme:to', requires=('acme',))]",
@@ -244,6 +276,81 @@ BROKEN = {
         "a target is written 'package.module:attribute'; got 'acme'.",
     ),
 }
+
+#: Hook -> a declaration that is in order; below, one field of it at a time is not.
+SOUND = {
+    "kernels": "Kernel(op='cast', framework='numpy', target='acme:cast', name='acme'",
+    "frameworks": "Framework(name='acme', module='acme', types=('Array',), ops='acme:OPS'",
+    "bridges": "Bridge(name='acme', target='acme:to'",
+    "cli": "Command(name='acme', target='acme:it', help='Does it.'",
+}
+#: (hook, field, value, what is wrong with it).
+WRONG = [
+    ("kernels", "op", "['cast']", "op must be str; got ['cast']."),
+    ("kernels", "framework", "None", "framework must be str; got None."),
+    ("kernels", "target", "None", "target must be str; got None."),
+    ("kernels", "recipe", "3", "recipe must be a recipe class, its base, None or type(None); got 3."),
+    ("kernels", "other", "int", "other must be a recipe class, its base, None or type(None); got <class 'int'>."),
+    ("kernels", "device", "('cuda',)", "device must be str | None; got ('cuda',)."),
+    ("kernels", "available", "True", "available: a target is written 'package.module:attribute'; got True."),
+    ("kernels", "accepts", "'even'", "accepts: a target is written 'package.module:attribute'; got 'even'."),
+    ("kernels", "rank", "'5'", "rank must be int; got '5'."),
+    ("kernels", "rank", "True", "rank must be int; got True."),
+    ("kernels", "opt_in", "'no'", "opt_in must be bool; got 'no'."),
+    ("kernels", "contract", "'1'", "contract must be int; got '1'."),
+    ("kernels", "plugin", "7", "plugin must be str; got 7."),
+    ("frameworks", "module", "None", "module must be str; got None."),
+    ("frameworks", "types", "(5,)", "types must be tuple[str, ...]; got (5,)."),
+    ("frameworks", "types", "['Array']", "types must be tuple[str, ...]; got ['Array']."),
+    ("frameworks", "ops", "print", "ops must be str; got <built-in function print>."),
+    ("frameworks", "refuses", "('Sparse',)", "refuses must be tuple[tuple[str, str], ...]; got ('Sparse',)."),
+    ("frameworks", "refuses", "(('a', 'b', 'c'),)", "refuses must be tuple[tuple[str, str], ...]; got (('a', 'b', 'c'),)."),
+    ("bridges", "target", "5", "target must be str; got 5."),
+    ("bridges", "requires", "'acme'", "requires must be tuple[str, ...]; got 'acme'."),
+    ("bridges", "requires", "(5,)", "requires must be tuple[str, ...]; got (5,)."),
+    ("bridges", "install", "None", "install must be str; got None."),
+    ("cli", "target", "5", "target must be str; got 5."),
+    ("cli", "help", "None", "help must be str; got None."),
+]
+
+
+def with_field(sound: str, field: str, value: str) -> str:
+    """The call `sound`, still open, closed with `field` set to `value`."""
+    kind, _, arguments = sound.partition("(")
+    kept = [a for a in arguments.split(", ") if not a.startswith(f"{field}=")]
+    return f"{kind}({', '.join([*kept, f'{field}={value}'])})"
+
+
+for hook, declaration_field, bad, complaint in WRONG:
+    declared = with_field(SOUND[hook], declaration_field, bad)
+    BROKEN[declared] = (f"@hookimpl\ndef breccia_{hook}():\n    return [{declared}]", f" 'acme': {complaint}")
+
+#: A recipe of name "acme" whose body is this -> the reason given.
+UNSOUND_RECIPES = {
+    "class Acme(ScalingRecipe):\n    name = 'acme'": "Acme().format raised RecipeError: recipe Acme declares no format",
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    format = property(lambda self: 1 / 0)": (
+        "Acme().format raised ZeroDivisionError: division by zero"
+    ),
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = property(lambda self: 1 / 0)": (
+        "Acme().rules raised ZeroDivisionError: division by zero"
+    ),
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = property(lambda self: 1 / 0)": (
+        "Acme().layout raised ZeroDivisionError: division by zero"
+    ),
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    block_size: int = 33": (
+        "Acme() raised RecipeError: MXFP8 block_size is fixed at 32"
+    ),
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    format = 'E4M3'": "Acme().format must be Format; got 'E4M3'.",
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockK": "Acme().layout must be Layout; got <class ",
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = None": "Acme().rules must be tuple; got None.",
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = ('r',)": "Acme().rules holds 'r', which is no Rule.",
+    "class Acme(NVFP4BlockScaling):\n    name = 'acme'\n    rules = MXFP8BlockScaling().rules": (
+        "Acme() gives 1 rule(s) for the 2 scale level(s) of its format; give one a level."
+    ),
+}
+for body, complaint in UNSOUND_RECIPES.items():
+    source = f"@dataclass(frozen=True)\n{body}\n@hookimpl\ndef breccia_recipes():\n    return [Acme]"
+    BROKEN[f"recipe: {complaint}"] = (source, f"recipe 'acme': {complaint}")
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -263,6 +370,13 @@ def test_a_broken_plug_in_is_set_aside_with_one_warning_and_the_others_work(inst
     assert names() == before | {"breccia_bridges": before["breccia_bridges"] | {"welcome"}}, "nothing of it remains"
     st = breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
     assert breccia.dequantize(st).tolist() == [[1.0] * 32] * 2
+
+
+def test_a_recipe_that_needs_a_field_is_not_asked_for_an_instance(install: Install) -> None:
+    needs = "@dataclass(frozen=True)\nclass Acme(ScalingRecipe):\n    bits: int\n    name = 'acme'\n"
+    install("acme", HEAD + needs + "@hookimpl\ndef breccia_recipes():\n    return [Acme]")
+    assert reloaded()[1] == []
+    assert plugin("acme").declares == ("recipes:acme", "bridges:leftover")
 
 
 def test_a_repaired_plug_in_is_active_after_reload(install: Install, tmp_path: Path) -> None:
@@ -418,6 +532,52 @@ def test_blocked_plug_ins_are_not_even_imported(install: Install, monkeypatch: p
         p = plugin(name)
         assert (p.status, p.reason, p.declares) == ("blocked", "named in BRECCIA_BLOCK", ())
     assert not found.bridges
+
+
+def test_core_cannot_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRECCIA_BLOCK", "core,bridges")
+    _, messages = reloaded()
+    assert messages == ["BRECCIA_BLOCK names 'core', which cannot be blocked: every call needs it. It stays."]
+    assert (plugin("core").status, plugin("bridges").status) == ("active", "blocked")
+    assert breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling()).shape == (2, 32)
+
+
+def test_the_environment_is_told_of_names_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRECCIA_BLOCK", "bridgs,jax")
+    monkeypatch.setenv("BRECCIA_PREFER", "reference.cast,reference.matmull")
+    _, (block, prefer, *more) = reloaded()
+    assert more == []
+    assert block == (
+        "BRECCIA_BLOCK names 'bridgs', which is no plug-in here; did you mean 'bridges'? Known: bridges, jax, mlx, torch, "
+        "triton."
+    )
+    assert prefer.startswith(
+        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: reference."
+    )
+    assert plugin("jax").status == "blocked"
+
+
+ERRORS = """
+import warnings
+warnings.simplefilter("error")
+import numpy as np
+import breccia
+raised = []
+for _ in range(3):
+    try:
+        st = breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
+    except Warning as e:
+        raised.append(str(e))
+assert breccia.dequantize(st).tolist() == [[1.0] * 32] * 2
+print(raised, [p.name for p in breccia.plugins() if p.status == "set aside"])
+"""
+
+
+def test_where_warnings_are_errors_one_is_raised_once_and_the_registry_works(tmp_path: Path) -> None:
+    write(tmp_path, "acme", "raise RuntimeError('boom')")
+    assert fresh(ERRORS, tmp_path).stdout == (
+        "[\"breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom\"] ['acme']\n"
+    )
 
 
 def test_reload_reads_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = import_module(f".{name}", __name__)
     else:
-        from .errors import suggestion
-
-        hint = "" if name.startswith("_") else suggestion(name, list(_HOMES)).partition(" Known:")[0]
+        hint = "" if name.startswith("_") else __getattr__("errors").suggestion(name, list(_HOMES)).partition(" Known:")[0]
         raise AttributeError(f"module 'breccia' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value

@@ -8,14 +8,20 @@ import sys
 def main() -> None:
     """Run the command line, or say what to install for it."""
     try:
-        import rich
-        import typer
-    except ImportError as e:
-        sys.exit(f"breccia: the command line needs {e.name}, which is not installed: pip install 'breccia-core[cli]'")
-    assert rich and typer
-    from .cli import run
+        try:
+            import rich
+            import typer
+        except ImportError as e:
+            sys.exit(f"breccia: the command line needs {e.name}, which is not installed: pip install 'breccia-core[cli]'")
+        assert rich and typer
+        from .cli import run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        if "--debug" in sys.argv:
+            raise
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

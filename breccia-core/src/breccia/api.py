@@ -162,7 +162,8 @@ def cast_ste_clipped(
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None) -> Explanation:
     """Which kernel serves a call, why the others do not, and where each one's source is.
 
-    operands: those of the verb; a recipe, or its name, may stand for an array or ScaledTensor, with `on` naming the framework.
+    operands: those of the verb; a recipe, or its name, may stand for a ScaledTensor, and `cast` needs no array.
+    on: the framework, where no operand is an array, or framework and device: "torch:cuda".
 
         >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
         >>> print(breccia.explain("matmul", "block", "block", on="torch"))
@@ -179,12 +180,14 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     if len(values) not in wanted or (0 in wanted and any(isinstance(x, ScalingRecipe) for x in values)):
         raise UnsupportedError(f"{op} has {wanted[-1] + (new is not None)} operands; explain got {len(operands)}.")
     arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
-    framework = framework_of(arrays[0]).name if arrays else on or "numpy"
-    registry().look_up("breccia_frameworks", on or framework, "framework")
-    if on not in (None, framework):
-        raise UnsupportedError(f"explain: on={on!r}, but the operand is a {framework} array; leave on= out.")
+    name, _, device = (on or "").partition(":")
+    framework = framework_of(arrays[0]).name if arrays else name or "numpy"
+    registry().look_up("breccia_frameworks", name or framework, "framework")
+    where = f"{framework}:{device_of(arrays[0])}" if arrays else on
+    if arrays and on not in (None, framework, where):
+        raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; leave on= out.")
     a, b = (*values, None, None)[:2]
-    return registry().table.explain(op, framework, a, b, new, prefer)
+    return registry().table.explain(op, framework, a, b, new, prefer, device or None)
 
 
 def plugins() -> list[Plugin]:

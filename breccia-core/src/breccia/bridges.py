@@ -11,9 +11,10 @@ from typing import Any
 from . import targets
 from .errors import suggestion
 from .registry import registry
+from .siblings import BRIDGES
 
 #: Bridges of the distribution breccia-bridges; other plug-ins may add more.
-__all__ = ["from_deepseek_v3", "load_safetensors", "save_safetensors", "to_deepseek_v3"]
+__all__ = list(BRIDGES.bridges)
 
 
 def __getattr__(name: str) -> Any:
@@ -22,8 +23,8 @@ def __getattr__(name: str) -> Any:
     bridge = registry().bridges.get(name)
     if bridge is None and name in __all__:
         raise ImportError(
-            f"breccia.bridges.{name} comes with breccia-bridges: pip install breccia-bridges."
-            + registry().absence("breccia-bridges"),
+            f"breccia.bridges.{name} comes with {BRIDGES.distribution}: {BRIDGES.remedy}."
+            + registry().absence(BRIDGES.distribution),
             name=name,
         )
     if bridge is None:

@@ -40,7 +40,11 @@ def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
-    return [Framework("numpy", "numpy", ("ndarray", "generic"), "breccia.ops:NUMPY")]
+    refuses = (
+        ("matrix", "Pass np.asarray(x)."),
+        ("ma.MaskedArray", "Say what stands for its masked elements: pass x.filled(value)."),
+    )
+    return [Framework("numpy", "numpy", ("ndarray", "generic"), "breccia.ops:NUMPY", refuses)]
 
 
 @hookimpl

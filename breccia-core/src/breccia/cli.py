@@ -1,68 +1,121 @@
 """The program `breccia`: commands that plug-ins declare, errors in one line, exit codes that mean something.
 
-Exit codes: 0 done, 1 an error that its line explains, 2 a command line that cannot be read.
+Exit codes: 0 done, 1 an error that its line explains, 2 a command line that cannot be read, 130 interrupted. With
+`--json` on the line errors are JSON too, on standard error. An exception that is neither breccia's own nor the
+system's is a fault of the program: its traceback shows.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from . import __version__, targets
 from .api import explain as explain_call
 from .dispatch import OPS
-from .errors import BrecciaError
+from .errors import BrecciaError, PluginError, PluginWarning
+from .hookspecs import Command
 from .registry import registry
-
-#: Commands of breccia-bridges: where that is not installed, the program says so instead of "No such command".
-_ELSEWHERE = {"convert": "breccia-bridges", "inspect": "breccia-bridges"}
+from .siblings import SIBLINGS, Sibling
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-def application() -> typer.Typer:
-    """The Typer application of all declared commands."""
+class _Interrupted(Exception):
+    """KeyboardInterrupt on its way out: Typer would exit without a word, or with another's."""
+
+
+class _Program(TyperGroup):
+    """All commands. A command's return value is no exit code."""
+
+    def invoke(self, ctx: Any) -> None:
+        try:
+            super().invoke(ctx)
+        except KeyboardInterrupt as e:
+            raise _Interrupted from e
+
+
+class _Command(TyperCommand):
+    """A command as it was declared; what runs is loaded when it is used, so that one that is broken harms no other."""
+
+    def __init__(self, name: str, help: str, load: Callable[[], Any], hidden: bool = False) -> None:
+        super().__init__(name, help=help, hidden=hidden)
+        self._load = load
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self._load().make_context(info_name, args, parent, **extra)
+
+
+def application() -> TyperGroup:
+    """The program: all declared commands, and those of absent siblings, which say where they come from."""
     app = typer.Typer(
         name="breccia",
+        cls=_Program,
         help="Block-scaled low-precision tensors: the same bytes in every framework.",
         no_args_is_help=True,
-        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
     @app.callback()
     def options(  # pyright: ignore[reportUnusedFunction]
         version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", callback=_version)] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")] = False,
     ) -> None:
         pass
 
-    for command in registry().commands.values():
-        app.command(command.name, help=command.help)(targets.load(command.target))
-    for name, distribution in _ELSEWHERE.items():
-        if name not in registry().commands:
-            app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})(_absent(name, distribution))
-    return app
+    program = typer.main.get_command(app)
+    assert isinstance(program, TyperGroup)
+    declared = registry().commands
+    for command in declared.values():
+        program.add_command(_Command(command.name, command.help, lambda c=command: _loaded(c)))
+    for sibling in SIBLINGS:
+        for name in sibling.commands:
+            if name not in declared:
+                program.add_command(_Command(name, "", lambda n=name, s=sibling: _absent(n, s), hidden=True))
+    return program
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the program and exit."""
+    """Run the program and exit. KeyboardInterrupt passes through."""
     words = sys.argv[1:] if arguments is None else arguments
+    ours = words[: words.index("--")] if "--" in words else words
+    debug, as_json = "--debug" in ours, "--json" in ours
+    rest = [*(word for word in ours if word != "--debug"), *words[len(ours) :]]
     try:
-        application()(words, prog_name="breccia")
-    except (BrecciaError, OSError, ImportError) as e:
-        if "--debug" in words:
+        sys.exit(application().main(rest, prog_name="breccia", standalone_mode=not as_json))
+    except _Interrupted as e:
+        raise KeyboardInterrupt from e
+    except (BrecciaError, OSError, ImportError, PluginWarning, typer.Abort) as e:
+        if debug:
             raise
-        line = Text.assemble(("error: ", "bold red"), " ".join(str(e).split()))
-        Console(stderr=True, soft_wrap=True).print(line, highlight=False)
-        sys.exit(1)
+        _fail(e, str(e), 1, as_json)
+    except Exception as e:
+        if not hasattr(e, "format_message"):
+            raise
+        usage: Any = e  # a line that cannot be read; Typer has brought the class from several places
+        _fail(e, usage.format_message(), usage.exit_code, as_json)
+
+
+def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
+    """Say what went wrong on standard error, and exit."""
+    line = " ".join(message.split()) or type(e).__name__
+    if as_json:
+        found = json.dumps(getattr(e, "found", {}), default=str, skipkeys=True)
+        plain = json.loads(found, parse_constant=str)  # JSON has no NaN
+        typer.echo(json.dumps({"error": {"type": type(e).__name__, "message": line, "found": plain}}, indent=2), err=True)
+    else:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), line), highlight=False)
+    sys.exit(code)
 
 
 def print_json(value: Any) -> None:
@@ -73,7 +126,7 @@ def print_json(value: Any) -> None:
 def explain(
     op: Annotated[str, typer.Argument(help=f"The verb: {', '.join(OPS)}.")],
     recipes: Annotated[list[str], typer.Argument(help="Recipe of each operand: a name, or NAME,field=value.")],
-    on: Annotated[str, typer.Option(help="The framework: numpy, torch, jax, mlx, ...")] = "numpy",
+    on: Annotated[str, typer.Option(help="The framework, or framework:device: numpy, torch:cuda, ...")] = "numpy",
     prefer: Annotated[list[str] | None, typer.Option(help="A kernel to prefer, by name; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +135,8 @@ def explain(
     if as_json:
         rows = [{"kernel": v.kernel.name, "reason": v.reason, "location": v.location} for v in found.verdicts]
         winner = found.winner.name if found.winner else None
-        print_json({"call": found.call, "framework": found.framework, "winner": winner, "candidates": rows})
+        where = {"framework": found.framework, "device": found.device or None}
+        print_json({"call": found.call, **where, "winner": winner, "candidates": rows})
     else:
         typer.echo(str(found))
 
@@ -96,14 +150,10 @@ def plugins(as_json: Json = False) -> None:
     table = Table("plug-in", "distribution", "version", "status", "declares", box=None, header_style="bold")
     for p in found:
         style = {"active": "green", "blocked": "yellow"}.get(p.status, "red")
-        counts = {hook: sum(d.startswith(f"{hook}:") for d in p.declares) for hook in _kinds(p.declares)}
+        counts = Counter(d.partition(":")[0] for d in p.declares)
         declares = ", ".join(f"{hook} {n}" for hook, n in counts.items()) or "nothing yet"
-        table.add_row(p.name, p.distribution, p.version, Text(p.status, style), p.reason or declares)
+        table.add_row(p.name, p.distribution, p.version, Text(p.status, style), Text(p.reason or declares))
     Console().print(table)
-
-
-def _kinds(declares: tuple[str, ...]) -> list[str]:
-    return list(dict.fromkeys(d.partition(":")[0] for d in declares))
 
 
 def _version(asked: bool) -> None:
@@ -112,8 +162,18 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _absent(name: str, distribution: str) -> Any:
-    def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        raise ImportError(f"`breccia {name}` comes with {distribution}: pip install {distribution}", name=distribution)
+def _loaded(command: Command) -> Any:
+    """The command that Typer reads from the declared function. Raises PluginError, whatever the plug-in's module raises."""
+    what = f"command {command.name!r} of {registry().origin(command.plugin)}"
+    function = targets.load_declared(what, command.target)
+    app = typer.Typer(add_completion=False)
+    app.command(command.name, help=command.help)(function)
+    try:
+        return typer.main.get_command(app)
+    except Exception as e:
+        raise PluginError(f"{what} is no function that Typer can read: {type(e).__name__}: {e}") from e
 
-    return command
+
+def _absent(name: str, sibling: Sibling) -> NoReturn:
+    distribution = sibling.distribution
+    raise ImportError(f"`breccia {name}` comes with {distribution}: {sibling.remedy}", name=distribution)

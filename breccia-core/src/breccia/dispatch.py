@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
@@ -33,9 +33,9 @@ _MEMO_LIMIT = 4096
 _ALIGNMENT_LIMIT = 256
 
 #: (op, recipe class of a, recipe class of b, framework); the class of what is not scaled is `type(None)`.
+Key = tuple[str, type, type, str]
 #: Options of a call as (name, value), hashable.
 Options = tuple[tuple[str, Any], ...]
-Key = tuple[str, type, type, str]
 Prefer = str | Sequence[str] | None
 
 
@@ -43,12 +43,15 @@ Prefer = str | Sequence[str] | None
 class Kernel:
     """One implementation of an op. It is called exactly as the verb is, without `prefer`.
 
+    framework: the name of the one it serves, or "*" for any. device: likewise, a kind ("cpu", "cuda", ...) or None.
+    target: the function. name: unique among all plug-ins; what `prefer=` and `breccia.explain` call it.
     recipe, other: the recipe class of the first and second operand it serves. A base class serves its family; None serves
         any; `type(None)` an operand that is not scaled. For `requantize`, `other` is the new recipe.
     available: target of `f(device) -> None | reason`, asked once per device.
     accepts: target of `f(call: Call) -> None | reason`; may read static facts only.
     rank: among equally specific kernels the highest wins.
-    opt_in: does not keep the op's contract; runs only when named by `prefer`.
+    opt_in: does not keep the op's contract; runs only when named by `prefer=` or BRECCIA_PREFER.
+    contract: the version of the op's contract that it was written against.
     """
 
     op: str
@@ -67,25 +70,21 @@ class Kernel:
 
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
+        what = f"kernel {self.name!r}"
+        for name, served in (("recipe", self.recipe), ("other", self.other)):
+            recipe_class = isinstance(served, type) and issubclass(served, ScalingRecipe)
+            if not (served is None or served is NoneType or recipe_class):
+                raise PluginError(f"{what}: {name} must be a recipe class, its base, None or type(None); got {served!r}.")
+        for name, target in (("target", self.target), ("available", self.available), ("accepts", self.accepts)):
+            if target is not None:
+                targets.check(target, f"{what}: {name}")
+        targets.check_fields(self, what)
         if self.op not in OPS:
-            raise PluginError(f"kernel {self.name!r}: no op {self.op!r}{suggestion(self.op, list(OPS))}")
+            raise PluginError(f"{what}: no op {self.op!r}{suggestion(self.op, list(OPS))}")
         if self.contract != CONTRACT:
             raise PluginError(
-                f"kernel {self.name!r} keeps version {self.contract} of the contract of {self.op!r}; this is version "
-                f"{CONTRACT}."
+                f"{what} keeps version {self.contract} of the contract of {self.op!r}; this is version {CONTRACT}."
             )
-        for served in (self.recipe, self.other):
-            if not (served is None or served is NoneType or _is_recipe_class(served)):
-                raise PluginError(
-                    f"kernel {self.name!r} serves a recipe class, its base, None or type(None); it declares {served!r}."
-                )
-        for target in (self.target, self.available, self.accepts):
-            if target is not None:
-                targets.check(target)
-
-
-def _is_recipe_class(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, ScalingRecipe)
 
 
 @dataclass(frozen=True)
@@ -135,12 +134,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `breccia.explain`: print it, or read its fields. `tied` are the best kernels where they rank the same."""
+    """The answer of `breccia.explain`: print it, or read its fields.
+
+    tied: the best kernels, where they rank the same. device: the kind that was asked about, where it was asked by name.
+    """
 
     call: str
     framework: str
     verdicts: tuple[Verdict, ...]
     tied: tuple[Kernel, ...] = ()
+    device: str = ""
 
     @property
     def winner(self) -> Kernel | None:
@@ -160,7 +163,7 @@ class Explanation:
         return ""
 
     def __str__(self) -> str:
-        lines = [f"{self.call} on {self.framework}"]
+        lines = [f"{self.call} on {self.framework}{self.device and ':' + self.device}"]
         width = max((len(v.kernel.name) for v in self.verdicts), default=0)
         for v in self.verdicts:
             arrow = " -> " if v.reason is None else "    "
@@ -195,19 +198,35 @@ class Table:
     ) -> Any:
         """The function that serves op(a, b). `new` is the recipe to write, for cast and requantize."""
         key = (op, *_classes(op, a, b, new), framework)
+        names: tuple[str, ...] = ()
         if prefer is None:
             direct = self._direct.get(key)
             if direct is not None:
                 return direct
-        names = named(prefer)
-        facts = (key, _facts(a), _facts(b), getattr(_array(a), "device", None), new, names, options)
+        else:
+            names = named(prefer)
+        device = getattr(a.data if isinstance(a, ScaledTensor) else a, "device", None)
+        written = None if new is None else new.identity
+        facts = (op, framework, _facts(a), _facts(b), device, written, names, options)
         function = self._memo.get(facts)
         return self._chosen(key, _call(op, framework, a, b, new, options), names, facts) if function is None else function
 
-    def explain(self, op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, prefer: Prefer) -> Explanation:
-        """Every candidate of the call, the winner first."""
+    def explain(
+        self,
+        op: str,
+        framework: str,
+        a: Any,
+        b: Any,
+        new: ScalingRecipe | None,
+        prefer: Prefer,
+        device: str | None = None,
+    ) -> Explanation:
+        """Every candidate of the call, the winner first; for data on a kind of `device`, where that is given."""
         key = (op, *_classes(op, a, b, new), framework)
-        return self._judge(key, _call(op, framework, a, b, new), named(prefer))
+        call = _call(op, framework, a, b, new)
+        if device is None:
+            return self._judge(key, call, named(prefer))
+        return replace(self._judge(key, replace(call, device=device), named(prefer)), device=device)
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -220,7 +239,7 @@ class Table:
             )
         if judged.winner is None:
             raise NoKernelError(str(judged), op=call.op, prefer=names)
-        function = targets.load(judged.winner.target)
+        function = _loaded(judged.winner)
         if self._tracing:
             print(f"breccia: {judged.call} on {call.framework} ({call.device}) -> {judged.winner.name}", file=sys.stderr)
         elif not names and not self._prefer and self._unconditional(key, judged.winner):
@@ -282,6 +301,13 @@ class Table:
         return _ask(k.accepts, call) if k.accepts is not None else None
 
 
+def _loaded(kernel: Kernel) -> Any:
+    """The function of a kernel that was chosen. Raises PluginError: falling back would hide the fault."""
+    way_out = "." if kernel.plugin == "core" else f", or set its plug-in aside with BRECCIA_BLOCK={kernel.plugin}."
+    what = f"kernel {kernel.name!r} of plug-in {kernel.plugin!r}"
+    return targets.load_declared(what, kernel.target, f" Install what it needs{way_out}")
+
+
 def _ask(target: str, argument: Any) -> str | None:
     """The answer of a kernel's check; a check that raises is a reason too, so one vendor cannot stop the others."""
     try:
@@ -330,35 +356,31 @@ def _why_first(winner: Kernel, loser: Kernel, key: Key, prefer: Sequence[str]) -
 # -- what a call looks like ------------------------------------------------------------------------------------------
 
 
-def _recipe_of(x: Any) -> ScalingRecipe | None:
-    if isinstance(x, ScaledTensor):
-        return x.recipe
-    return x if isinstance(x, ScalingRecipe) else None
-
-
 def _classes(op: str, a: Any, b: Any, new: ScalingRecipe | None) -> tuple[type, type]:
     if op in _CASTS:
         return type(new), NoneType
-    return type(_recipe_of(a)), type(new if op == "requantize" else _recipe_of(b))
+    return _class_of(a), type(new) if op == "requantize" else _class_of(b)
 
 
-def _array(x: Any) -> Any:
-    return x.data if isinstance(x, ScaledTensor) else x
+def _class_of(x: Any) -> type:
+    """The recipe class of an operand, or of the recipe that stands for it."""
+    return type(x.recipe) if isinstance(x, ScaledTensor) else type(x) if isinstance(x, ScalingRecipe) else NoneType
 
 
 def _facts(x: Any) -> Any:
-    """All that `_operand` reads of `x`, cheap to gather and hash: equal facts make equal operands."""
+    """All that `_operand` reads of `x`, cheap to gather and hash (so `identity`): equal facts make equal operands."""
     if x is None:
         return None
     if isinstance(x, ScaledTensor):
         data = x.data
-        return x.recipe, x.layout, x.axis, x.tail, data.shape, data.dtype
-    return x if isinstance(x, ScalingRecipe) else (x.shape, x.dtype)
+        return x.recipe.identity, x.layout.identity, x.axis, x.tail, data.shape, data.dtype
+    return x.identity if isinstance(x, ScalingRecipe) else (x.shape, x.dtype)
 
 
 def _call(op: str, framework: str, a: Any, b: Any, new: ScalingRecipe | None, options: Options = ()) -> Call:
     first = _operand(a, new if op in _CASTS else None)
-    return Call(op, framework, device_of(_array(a)), first, None if b is None else _operand(b, None), options)
+    device = device_of(a.data if isinstance(a, ScaledTensor) else a)
+    return Call(op, framework, device, first, None if b is None else _operand(b, None), options)
 
 
 def _operand(x: Any, new: ScalingRecipe | None) -> Operand:

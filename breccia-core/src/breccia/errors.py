@@ -61,7 +61,10 @@ class CorruptFileError(BrecciaError, ValueError):
 
 
 class PluginError(BrecciaError):
-    """A plug-in's manifest is broken. Reported as a warning; the plug-in is set aside."""
+    """A plug-in's manifest is broken, or a target of it cannot be loaded.
+
+    Found while manifests are read, it is reported as a warning and the plug-in is set aside.
+    """
 
 
 class PluginWarning(UserWarning):

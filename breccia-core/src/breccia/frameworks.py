@@ -1,6 +1,6 @@
 """Frameworks: whose array is this, and which vocabulary (`Ops`) computes on it.
 
-A tensor of a framework exists only if that framework was imported, so a framework not in `sys.modules` is
+An array of a framework exists only if that framework was imported, so a framework not in `sys.modules` is
 never imported to answer the question.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .errors import PluginError, UnsupportedError
+from .siblings import SIBLINGS
 
 if TYPE_CHECKING:
     from .ops import Ops
@@ -22,22 +23,29 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Framework:
-    """One array library: the module that defines its `types`, and the target of its `Ops` instance."""
+    """One array library: the module that defines its `types`, and the target of its `Ops` instance.
+
+    types: names of its array types in `module`; "ma.MaskedArray" is one of the submodule `ma`.
+    refuses: (name, remedy) of subtypes that compute as no plain array does; the remedy is a sentence for the error.
+    """
 
     name: str
     module: str
     types: tuple[str, ...]
     ops: str
+    refuses: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
-        targets.check(self.ops)
-        if isinstance(self.types, str) or not self.types:
-            raise PluginError(f"framework {self.name!r}: types is a tuple of names in {self.module}; got {self.types!r}.")
+        what = f"framework {self.name!r}"
+        targets.check_fields(self, what)
+        targets.check(self.ops, f"{what}: ops")
+        if not self.types:
+            raise PluginError(f"{what}: types names the array types in {self.module}; got none.")
 
 
 _installed: tuple[Framework, ...] = ()
-_by_type: dict[type, Framework | None] = {}
+_by_type: dict[type, Framework] = {}
 
 
 def install(frameworks: tuple[Framework, ...]) -> None:
@@ -46,48 +54,42 @@ def install(frameworks: tuple[Framework, ...]) -> None:
     _installed, _by_type = frameworks, {}
 
 
-def find(x: object) -> Framework | None:
-    """The framework `x` is an array of, or None. Cached by type; asked with isinstance, since tracers are instances only."""
-    kind = type(x)
-    try:
-        return _by_type[kind]
-    except KeyError:
-        pass
-    if not _installed:
-        targets.load(targets.REGISTRY)()  # it installs the declared frameworks here
-    table = _by_type
-    for framework in _installed:
-        if isinstance(x, _types(framework)):
-            table[kind] = framework
-            return framework
-    return None
-
-
-def _types(framework: Framework) -> tuple[type, ...]:
-    """Its array types that exist by now: none before its module is imported, fewer while that import is under way."""
-    module = sys.modules.get(framework.module)
-    return tuple(found for name in framework.types if isinstance(found := getattr(module, name, None), type))
-
-
 def framework_of(x: object, what: str = "x") -> Framework:
     """The framework of array `x`. Raises UnsupportedError, naming `what` was given and the way out."""
-    found = find(x)
-    if found is None:
-        known = ", ".join(f.name for f in _installed)
-        given = type(x)
-        kind = f"{given.__module__}.{given.__qualname__}".removeprefix("builtins.")
-        raise UnsupportedError(
-            f"{what} must be an array of an installed framework ({known}); got {kind}. {_remedy(given)}",
-            found=kind,
-        )
-    return found
+    found = _by_type.get(type(x))
+    return _find(x, what) if found is None else found
+
+
+def _find(x: object, what: str) -> Framework:
+    """`framework_of` for the first array of a type. Asked with isinstance, since tracers are instances only."""
+    if not _installed:
+        targets.load(targets.REGISTRY)()  # it installs the declared frameworks here
+    table, kind = _by_type, type(x)
+    found = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    for framework in _installed:
+        if isinstance(x, _types(framework.module, framework.types)):
+            for name, remedy in framework.refuses:
+                if isinstance(x, _types(framework.module, (name,))):
+                    raise UnsupportedError(f"{what} is a {found}, not a plain {framework.name} array. {remedy}", found=found)
+            table[kind] = framework
+            return framework
+    known = ", ".join(f.name for f in _installed)
+    raise UnsupportedError(
+        f"{what} must be an array of an installed framework ({known}); got {found}. {_remedy(kind)}", found=found
+    )
+
+
+def _types(module: str, names: tuple[str, ...]) -> tuple[type, ...]:
+    """The types that exist by now: none before their module is imported, fewer while that import is under way."""
+    homes = ((".".join((module, *path)), name) for *path, name in (n.split(".") for n in names))
+    return tuple(t for home, name in homes if isinstance(t := getattr(sys.modules.get(home), name, None), type))
 
 
 def _remedy(kind: type) -> str:
     root = kind.__module__.partition(".")[0]
-    siblings = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
-    if root in siblings and siblings[root] not in {f.name for f in _installed}:
-        return f"Install its plug-in: pip install breccia-{siblings[root]}."
+    for sibling in SIBLINGS:
+        if root in sibling.arrays and sibling.plugin not in {f.name for f in _installed}:
+            return f"Install its plug-in: {sibling.remedy}.{targets.load(targets.REGISTRY)().absence(sibling.distribution)}"
     return "Convert it first: np.asarray(x, dtype=np.float32)."
 
 

@@ -29,7 +29,10 @@ hookimpl = pluggy.HookimplMarker("breccia")
 
 @dataclass(frozen=True)
 class Bridge:
-    """A function of `breccia.bridges`. `requires` are modules it needs; `install` is what provides them, as pip names it."""
+    """A function of `breccia.bridges`, by that name.
+
+    requires: modules it needs. install: what provides them, as pip names it.
+    """
 
     name: str
     target: str
@@ -39,17 +42,24 @@ class Bridge:
 
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
-        targets.check(self.target)
-        if isinstance(self.requires, str) or bool(self.requires) != bool(self.install):
+        what = f"bridge {self.name!r}"
+        targets.check_fields(self, what)
+        targets.check(self.target, f"{what}: target")
+        if not self.name.isidentifier() or self.name.startswith("_"):
+            raise PluginError(f"{what}: its name is a public attribute of breccia.bridges, like 'to_acme'.")
+        if bool(self.requires) != bool(self.install):
             raise PluginError(
-                f"bridge {self.name!r}: requires is a tuple of modules, and install what pip installs them with; got "
+                f"{what}: requires is a tuple of modules, and install what pip installs them with; got "
                 f"requires={self.requires!r}, install={self.install!r}."
             )
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the `breccia` program: `target` is a function that Typer can read."""
+    """A command of the `breccia` program: `target` is a function that Typer can read, loaded when the command is used.
+
+    help: the line that `breccia --help` shows.
+    """
 
     name: str
     target: str
@@ -58,7 +68,11 @@ class Command:
 
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
-        targets.check(self.target)
+        what = f"command {self.name!r}"
+        targets.check_fields(self, what)
+        targets.check(self.target, f"{what}: target")
+        if self.name.split() != [self.name] or self.name.startswith("-"):
+            raise PluginError(f"{what}: its name is one word of a command line, like 'acme'.")
 
 
 @hookspec

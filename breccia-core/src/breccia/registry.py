@@ -1,7 +1,8 @@
-"""Registry: entry points to manifests to one table.
+"""Registry: from entry points to manifests, from these to one table.
 
 One broken plug-in is set aside with one warning and its reason kept; the others work. The registry is built under a
-lock and swapped whole, so a reader sees the old one or the new one.
+lock and swapped whole, so a reader sees the old one or the new one. Warnings follow once it is in place: where they are
+errors, one is raised once, and the next call finds the registry.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -23,22 +24,29 @@ from . import builtin, frameworks, hookspecs
 from .codecs import Codec
 from .dispatch import Kernel, Table
 from .errors import PluginError, PluginWarning, UnknownNameError, suggestion
+from .formats import Format
 from .frameworks import Framework
 from .hookspecs import Bridge, Command
 from .layouts import Layout
 from .recipes import ScalingRecipe
 from .rules import Rule
 
+_T = TypeVar("_T")
+
 GROUP = "breccia"
 #: The distribution whose manifest raises where others are set aside.
 CORE = "breccia-core"
+_CORE_NAME = "core"
 #: Modules a manifest must not load: seconds of import for everybody, for nothing.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "tensorflow", "safetensors", "torchao")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason."""
+    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason.
+
+    hooks: those it implements and declares something through. declares: what, as "kernels:reference.cast".
+    """
 
     name: str
     distribution: str
@@ -49,15 +57,19 @@ class Plugin:
     hooks: tuple[str, ...] = ()
     declares: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"plug-in {self.name!r} ({self.distribution} {self.version})"
+
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one hook's declarations are checked and named."""
+    """What one hook's declarations are (instances of `type`, or subclasses), and how one is checked."""
 
     type: type
     of_classes: bool
-    name: Callable[[Any], str]
-    check: Callable[[Any], None] = field(default=lambda declared: None)
+    check: Callable[[Any], None] = lambda declared: None
 
 
 def _value_class(declared: type[Any]) -> None:
@@ -67,35 +79,82 @@ def _value_class(declared: type[Any]) -> None:
         raise PluginError(f"{declared.__name__} is not a frozen dataclass; put @dataclass(frozen=True) above it.")
 
 
+def _recipe_class(declared: type[ScalingRecipe]) -> None:
+    """Raise PluginError unless it is a value class and, where every field has a default, its default instance is sound."""
+    _value_class(declared)
+    if any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(declared)):  # type: ignore[arg-type]
+        return
+    what = f"recipe {declared.name!r}: {declared.__name__}()"
+    recipe = _asked(what, declared, declared)
+    levels = len(_asked(f"{what}.format", lambda: recipe.format, Format).levels)
+    rules = _asked(f"{what}.rules", lambda: recipe.rules, tuple)
+    _asked(f"{what}.layout", lambda: recipe.layout, Layout)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise PluginError(f"{what}.rules holds {rule!r}, which is no Rule.")
+    if len(rules) != levels:
+        raise PluginError(f"{what} gives {len(rules)} rule(s) for the {levels} scale level(s) of its format; give one a level.")
+
+
+def _asked(what: str, question: Callable[[], _T], kind: type) -> _T:
+    """The answer, of type `kind`. Raises PluginError naming `what` was asked."""
+    try:
+        found = question()
+    except Exception as e:
+        raise PluginError(f"{what} raised {type(e).__name__}: {e}") from e
+    if not isinstance(found, kind):
+        raise PluginError(f"{what} must be {kind.__name__}; got {found!r}.")
+    return found
+
+
+def _declaration(declared: Framework | Kernel | Bridge | Command) -> None:
+    declared.check()
+
+
 KINDS: dict[str, _Kind] = {
-    "breccia_codecs": _Kind(Codec, False, lambda d: d.name),
-    "breccia_rules": _Kind(Rule, False, lambda d: d.name),
-    "breccia_layouts": _Kind(Layout, True, lambda d: d.name, _value_class),
-    "breccia_recipes": _Kind(ScalingRecipe, True, lambda d: d.name, _value_class),
-    "breccia_frameworks": _Kind(Framework, False, lambda d: d.name, lambda d: d.check()),
-    "breccia_kernels": _Kind(Kernel, False, lambda d: d.name, lambda d: d.check()),
-    "breccia_bridges": _Kind(Bridge, False, lambda d: d.name, lambda d: d.check()),
-    "breccia_cli": _Kind(Command, False, lambda d: d.name, lambda d: d.check()),
+    "breccia_codecs": _Kind(Codec, False),
+    "breccia_rules": _Kind(Rule, False),
+    "breccia_layouts": _Kind(Layout, True, _value_class),
+    "breccia_recipes": _Kind(ScalingRecipe, True, _recipe_class),
+    "breccia_frameworks": _Kind(Framework, False, _declaration),
+    "breccia_kernels": _Kind(Kernel, False, _declaration),
+    "breccia_bridges": _Kind(Bridge, False, _declaration),
+    "breccia_cli": _Kind(Command, False, _declaration),
 }
 
 
-class Registry:
-    """What all active plug-ins declare, by hook and name."""
+def _warn(message: str) -> None:
+    warnings.warn(message, PluginWarning, stacklevel=3)
 
-    def __init__(self, found: Iterable[tuple[Plugin, Callable[[], ModuleType]]], environ: dict[str, str]) -> None:
+
+class Registry:
+    """What all active plug-ins declare, by hook and name. `warn` is told of what is amiss."""
+
+    def __init__(
+        self,
+        found: Iterable[tuple[Plugin, Callable[[], ModuleType]]],
+        environ: Mapping[str, str],
+        warn: Callable[[str], None] = _warn,
+    ) -> None:
+        self._warn = warn
         self.plugins: list[Plugin] = []
         self.declared: dict[str, dict[str, Any]] = {hook: {} for hook in KINDS}
         self._manager = pluggy.PluginManager("breccia")
         self._manager.add_hookspecs(hookspecs)
         blocked = _list(environ.get("BRECCIA_BLOCK", ""))
         for plugin, load in found:
-            if plugin.name in blocked:
+            if plugin.name in blocked and plugin.distribution != CORE:
                 self.plugins.append(replace(plugin, status="blocked", reason="named in BRECCIA_BLOCK"))
             else:
                 self.plugins.append(self._add(plugin, load))
         prefer = _list(environ.get("BRECCIA_PREFER", ""))
         tracing = environ.get("BRECCIA_TRACE", "") not in ("", "0")
         self.table = Table(self.declared["breccia_kernels"].values(), prefer, tracing)
+        if _CORE_NAME in blocked:
+            warn("BRECCIA_BLOCK names 'core', which cannot be blocked: every call needs it. It stays.")
+        plugins = [p.name for p in self.plugins if p.distribution != CORE]
+        self._doubt("BRECCIA_BLOCK", "plug-in", [n for n in blocked if n != _CORE_NAME], plugins)
+        self._doubt("BRECCIA_PREFER", "kernel", prefer, list(self.declared["breccia_kernels"]))
 
     @property
     def recipes(self) -> dict[str, type[ScalingRecipe]]:
@@ -132,6 +191,15 @@ class Registry:
                 return f" It is installed but {state.removesuffix('.')}."
         return ""
 
+    def origin(self, plugin: str) -> str:
+        """How messages call the plug-in of that name."""
+        return next((p.title for p in self.plugins if p.name == plugin), f"plug-in {plugin!r}")
+
+    def _doubt(self, variable: str, what: str, names: list[str], known: list[str]) -> None:
+        for name in names:
+            if name not in known:
+                self._warn(f"{variable} names {name!r}, which is no {what} here{suggestion(name, known)}")
+
     # -- adding one plug-in ---------------------------------------------------------------------------------------
 
     def _add(self, plugin: Plugin, load: Callable[[], ModuleType]) -> Plugin:
@@ -143,19 +211,13 @@ class Registry:
             if plugin.distribution == CORE:
                 raise
             why = str(e) if isinstance(e, PluginError) else f"{type(e).__name__}: {e}"
-            warnings.warn(
-                f"breccia plug-in {plugin.name!r} ({plugin.distribution} {plugin.version}) is set aside: {why}",
-                PluginWarning,
-                stacklevel=2,
-            )
+            self._warn(f"breccia {plugin.title} is set aside: {why}")
             return replace(plugin, status="set aside", reason=why)
         heavy = [m for m in HEAVY if m in sys.modules and m not in before]
         if heavy:
-            warnings.warn(
+            self._warn(
                 f"breccia plug-in {plugin.name!r} ({plugin.module}) imported {', '.join(heavy)} while declaring itself; move "
-                "that import into the module its targets name.",
-                PluginWarning,
-                stacklevel=2,
+                "that import into the module its targets name."
             )
         for hook, name, value in declared:
             self.declared[hook][name] = value
@@ -213,9 +275,7 @@ class Registry:
         if not fits:
             wanted = f"subclasses of {kind.type.__name__}" if kind.of_classes else f"{kind.type.__name__} instances"
             raise PluginError(f"{hook} returns {wanted}; it returned {value!r}.")
-        name = kind.name(value)
-        if not name:
-            raise PluginError(f"{hook} returned {value!r}, which has no name.")
+        name = _name_of(value, hook)
         if any((h, n) == (hook, name) for h, n, _ in so_far):
             raise PluginError(f"{hook}: it declares the name {name!r} twice.")
         if name in self.declared[hook]:
@@ -223,6 +283,14 @@ class Registry:
             raise PluginError(f"{hook}: the name {name!r} is taken by plug-in {owner!r}; choose another.")
         kind.check(value)
         return name
+
+
+def _name_of(value: Any, hook: str) -> str:
+    if not value.name:
+        raise PluginError(f"{hook} returned {value!r}, which has no name.")
+    if not isinstance(value.name, str):
+        raise PluginError(f"{hook} returned {value!r}: name must be str; got {value.name!r}.")
+    return value.name
 
 
 def _returned(hook: str, implementation: pluggy.HookImpl) -> Iterable[Any]:
@@ -251,7 +319,7 @@ def _list(text: str) -> list[str]:
 def _core() -> tuple[Plugin, Callable[[], ModuleType]]:
     from . import __version__
 
-    return Plugin("core", CORE, __version__, builtin.__name__), lambda: builtin
+    return Plugin(_CORE_NAME, CORE, __version__, builtin.__name__), lambda: builtin
 
 
 def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
@@ -287,9 +355,12 @@ def reload() -> Registry:
             raise PluginError("a manifest used the registry while it is being built; a manifest only returns declarations.")
         _building = True
         try:
-            fresh = Registry(_installed(), dict(os.environ))
+            messages: list[str] = []
+            fresh = Registry(_installed(), os.environ, messages.append)
         finally:
             _building = False
         frameworks.install(tuple(fresh.frameworks.values()))
         _current = fresh
+        for message in messages:
+            _warn(message)
         return fresh

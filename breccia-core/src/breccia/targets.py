@@ -1,4 +1,7 @@
-"""Targets: strings `"package.module:attribute"` that declarations hold so that nothing is imported before it wins."""
+"""What declarations hold: fields of the types they are annotated with, and targets.
+
+A target is a string `"package.module:attribute"`, so that nothing is imported before it wins.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from .errors import PluginError
 
@@ -29,11 +33,46 @@ def load(target: str) -> Any:
     return found
 
 
-def check(target: Any) -> None:
-    """Raise PluginError unless `target` is written `module:attribute`."""
+def load_declared(what: str, target: str, remedy: str = "") -> Any:
+    """`load(target)` of a declaration, `what`. Raises PluginError naming it and the cause, whatever its module raises."""
+    try:
+        return load(target)
+    except (Exception, SystemExit) as e:
+        cause = str(e).removesuffix(".") if isinstance(e, PluginError) else f"{type(e).__name__}: {e}"
+        raise PluginError(f"{what} cannot be loaded: {cause}.{remedy}", target=target) from e
+
+
+def check(target: Any, what: str) -> None:
+    """Raise PluginError, naming `what` it is, unless `target` is written `module:attribute`."""
     module, colon, path = target.partition(":") if isinstance(target, str) else ("", "", "")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
-        raise PluginError(f"a target is written 'package.module:attribute'; got {target!r}.")
+        raise PluginError(f"{what}: a target is written 'package.module:attribute'; got {target!r}.")
+
+
+def check_fields(declaration: object, what: str) -> None:
+    """Raise PluginError, naming `what` it is, unless each field of the dataclass holds what its annotation says."""
+    for field, kind in _annotations(type(declaration)).items():
+        value = getattr(declaration, field)
+        if not _holds(value, kind):
+            wanted = kind.__name__ if get_origin(kind) is None and isinstance(kind, type) else str(kind)
+            raise PluginError(f"{what}: {field} must be {wanted}; got {value!r}.", **{field: value})
+
+
+_annotations = cache(get_type_hints)
+
+
+def _holds(value: Any, kind: Any) -> bool:
+    """Is `value` of type `kind`: a class, a union, or a tuple of such?"""
+    inner = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_holds(value, one) for one in inner)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        items = cast("tuple[Any, ...]", value)
+        each = inner[:1] * len(items) if inner[-1] is ... else inner
+        return len(items) == len(each) and all(map(_holds, items, each))
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def installed(module: str) -> bool:

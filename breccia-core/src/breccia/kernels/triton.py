@@ -9,30 +9,31 @@ from .. import targets
 from ..dispatch import Kernel
 from ..errors import suggestion
 from ..registry import registry
+from ..siblings import TRITON
 
 __all__ = ["TRITON_AVAILABLE"]
 
 
 def _kernels() -> dict[str, Kernel]:
     """The declared kernels by function name; none where they cannot be imported."""
-    declared = [k for k in registry().table.kernels if k.plugin == "triton"]
+    declared = [k for k in registry().table.kernels if k.plugin == TRITON.plugin]
     return {k.target.rpartition(":")[2]: k for k in declared if not _missing()}
 
 
 def _missing() -> list[str]:
-    return [module for module in ("torch", "triton") if not targets.installed(module)]
+    return [module for module in TRITON.kernels if not targets.installed(module)]
 
 
 def __getattr__(name: str) -> Any:
-    active = any(p.distribution == "breccia-triton" and p.status == "active" for p in registry().plugins)
+    active = any(p.distribution == TRITON.distribution and p.status == "active" for p in registry().plugins)
     if name == "TRITON_AVAILABLE":
         return active and not _missing()
     if name.startswith("_"):
         raise AttributeError(f"module 'breccia.kernels.triton' has no attribute {name!r}")
     if not active:
         raise ImportError(
-            f"breccia.kernels.triton.{name} comes with breccia-triton: pip install breccia-triton."
-            + registry().absence("breccia-triton"),
+            f"breccia.kernels.triton.{name} comes with {TRITON.distribution}: {TRITON.remedy}."
+            + registry().absence(TRITON.distribution),
             name=name,
         )
     if _missing():
@@ -43,7 +44,7 @@ def __getattr__(name: str) -> Any:
         )
     kernels = _kernels()
     if name not in kernels:
-        raise AttributeError(f"breccia-triton declares no kernel function {name!r}{suggestion(name, list(kernels))}")
+        raise AttributeError(f"{TRITON.distribution} declares no kernel function {name!r}{suggestion(name, list(kernels))}")
     return targets.load(kernels[name].target)
 
 

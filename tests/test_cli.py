@@ -1,0 +1,234 @@
+"""The program: a broken command harms no other, and every way out of it has its line and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import breccia
+
+MANIFEST = """
+from breccia import Command, hookimpl
+api = 1
+@hookimpl
+def breccia_cli():
+    return [
+        Command("works", "acme_commands:works", "Does what it says."),
+        Command("absent", "module_of_nobody:run", "Needs what is not installed."),
+        Command("gone", "acme_commands:gone", "Is not where it was declared."),
+        Command("crash", "acme_crashes:run", "Has a module that fails."),
+        Command("leave", "acme_leaves:run", "Has a module that leaves the process."),
+        Command("number", "acme_commands:NUMBER", "Is no function."),
+        Command("unreadable", "acme_commands:unreadable", "Takes what no line can spell."),
+    ]
+"""
+COMMANDS = """
+import typer
+import breccia
+
+NUMBER = 5
+
+def works(how: str = "well", as_json: bool = typer.Option(False, "--json"), words: list[str] = typer.Argument(None)) -> int:
+    if how == "interrupted":
+        raise KeyboardInterrupt
+    if how == "badly":
+        raise ZeroDivisionError("a fault of the program")
+    if how == "aborted":
+        raise typer.Abort
+    if how == "exit":
+        raise typer.Exit(7)
+    if how == "odd":
+        raise breccia.ShapeError("shapes\\n  differ", shape=(2, 3), kind=int, limit=float("nan"))
+    if how == "silent":
+        raise OSError
+    print(how, *(words or ()))
+    return 3
+
+def unreadable(x: "Nowhere") -> None: ...
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path) -> Path:
+    """A folder with a plug-in of one command that works and several that cannot be loaded."""
+    info = tmp_path / "acme_breccia-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-breccia\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[breccia]\nacme = acme_manifest\n")
+    (tmp_path / "acme_manifest.py").write_text(MANIFEST)
+    (tmp_path / "acme_commands.py").write_text(COMMANDS)
+    (tmp_path / "acme_crashes.py").write_text("raise RuntimeError('no driver')")
+    (tmp_path / "acme_leaves.py").write_text("raise SystemExit('bye')")
+    return tmp_path
+
+
+def program(*words: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`breccia` in a process of its own, which finds the distributions in `path`."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("BRECCIA_", "PYTHON"))}
+    environ = clean | {"COLUMNS": "200", "TERMINAL_WIDTH": "200"} | ({"PYTHONPATH": str(path)} if path else {}) | environ
+    return subprocess.run([sys.executable, "-m", "breccia", *words], env=environ, capture_output=True, text=True)
+
+
+def said(*words: str, path: Path | None = None, **environ: str) -> tuple[int, str, str]:
+    done = program(*words, path=path, **environ)
+    return done.returncode, done.stdout, done.stderr
+
+
+# -- commands that cannot be loaded ---------------------------------------------------------------------------------------
+
+
+def test_a_broken_command_stops_no_other(acme: Path) -> None:
+    assert said("works", path=acme) == (0, "well\n", "")
+    assert said("--version", path=acme) == (0, f"breccia {breccia.__version__}\n", "")
+    code, out, err = said("plugins", "--json", path=acme)
+    assert (code, err) == (0, "")
+    assert {p["name"]: p["status"] for p in json.loads(out)}["acme"] == "active"
+
+
+def test_help_lists_every_command_whether_it_can_be_loaded_or_not(acme: Path) -> None:
+    code, out, err = said("--help", path=acme)
+    assert (code, err) == (0, "")
+    for line in ("works", "absent", "gone", "crash", "leave", "number", "unreadable", "explain", "plugins", "convert"):
+        assert line in out
+    assert "Needs what is not installed." in out
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("absent", "cannot be loaded: ModuleNotFoundError: No module named 'module_of_nobody'."),
+        ("gone", "cannot be loaded: target 'acme_commands:gone': acme_commands has no 'gone'; correct the declaration."),
+        ("crash", "cannot be loaded: RuntimeError: no driver."),
+        ("leave", "cannot be loaded: SystemExit: bye."),
+        ("number", "is no function that Typer can read: "),
+        ("unreadable", "is no function that Typer can read: NameError: name 'Nowhere' is not defined"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--help"], ["--json", "x"]], ids=["plain", "help", "json"])
+def test_a_command_that_cannot_be_loaded_says_so(acme: Path, command: str, reason: str, words: list[str]) -> None:
+    code, out, err = said(command, *words, path=acme)
+    assert (code, out) == (1, "")
+    message = f"command {command!r} of plug-in 'acme' (acme-breccia 0.1) {reason}"
+    if "--json" in words:
+        error = json.loads(err)["error"]
+        assert error["type"] == "PluginError" and error["message"].startswith(message)
+    else:
+        assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_a_command_is_loaded_when_it_is_used_and_not_before() -> None:
+    script = (
+        "import sys\nfrom breccia import cli\n"
+        "try: cli.run(['--help'])\nexcept SystemExit: pass\nassert 'breccia_bridges.commands' not in sys.modules\n"
+        "try: cli.run(['inspect', '--help'])\nexcept SystemExit: pass\nassert 'breccia_bridges.commands' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_of_an_absent_sibling_names_it_whatever_follows() -> None:
+    for words in (["a", "b", "--recipe", "nvfp4"], ["--help"], []):
+        code, out, err = said("convert", *words, BRECCIA_BLOCK="bridges")
+        assert (code, out) == (1, "")
+        assert err == "error: `breccia convert` comes with breccia-bridges: pip install breccia-bridges\n"
+    code, out, _ = said("--help", BRECCIA_BLOCK="bridges")
+    assert code == 0 and "convert" not in out
+
+
+def test_the_list_of_plug_ins_prints_reasons_as_they_are(acme: Path) -> None:
+    (acme / "acme_manifest.py").write_text("raise RuntimeError('[bold]brackets[/] are no markup')")
+    code, out, err = said("plugins", path=acme)
+    assert code == 0 and "set aside" in out and "RuntimeError: [bold]brackets[/] are no markup" in out
+    assert "PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside" in err
+
+
+# -- ways out ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_debug_is_read_anywhere_on_the_line(place: int) -> None:
+    words = ["explain", "cast", "nvpf4"]
+    code, _, err = said(*words[:place], "--debug", *words[place:])
+    assert code == 1
+    assert err.startswith("Traceback (most recent call last):") and "UnknownNameError: no recipe 'nvpf4'" in err
+
+
+def test_what_follows_two_dashes_is_no_option(acme: Path) -> None:
+    assert said("works", "--", "--debug", "--json", path=acme) == (0, "well --debug --json\n", "")
+    code, _, err = said("works", "--how", "odd", "--", "--debug", "--json", path=acme)
+    assert (code, err) == (1, "error: shapes differ\n")
+
+
+def test_an_error_is_json_where_the_line_asks_for_json(acme: Path) -> None:
+    code, out, err = said("works", "--how", "odd", "--json", path=acme)
+    assert (code, out) == (1, "")
+    assert json.loads(err, parse_constant=pytest.fail) == {
+        "error": {
+            "type": "ShapeError",
+            "message": "shapes differ",
+            "found": {"shape": [2, 3], "kind": "<class 'int'>", "limit": "NaN"},
+        }
+    }
+    code, _, err = said("explain", "cast", "nvpf4", "--json")
+    error = json.loads(err)["error"]
+    assert (code, error["type"], error["found"]["name"]) == (1, "UnknownNameError", "nvpf4")
+    assert error["message"].startswith("no recipe 'nvpf4'; did you mean 'nvfp4'?")
+    code, _, err = said("works", "--how", "silent", "--json", path=acme)
+    assert (code, json.loads(err)["error"]) == (1, {"type": "OSError", "message": "OSError", "found": {}})
+
+
+def test_a_line_that_cannot_be_read_exits_with_two_in_text_and_in_json() -> None:
+    code, out, err = said("explain", "cast", "nvfp4", "--nope")
+    assert (code, out) == (2, "") and "No such option: --nope" in err
+    for words in (["explain", "cast", "nvfp4", "--nope"], ["explain"], ["convrt"]):
+        code, out, err = said(*words, "--json")
+        assert (code, out) == (2, "")
+        assert set(json.loads(err)["error"]) == {"type", "message", "found"}
+    assert json.loads(err)["error"]["message"].startswith("No such command 'convrt'")
+
+
+def test_json_and_debug_together_show_the_traceback() -> None:
+    code, _, err = said("explain", "cast", "nvpf4", "--json", "--debug")
+    assert code == 1 and err.startswith("Traceback")
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
+def test_exit_codes_of_a_command_are_its_own(acme: Path, words: list[str]) -> None:
+    assert said("works", *words, path=acme)[0] == 0, "what it returns is no exit code"
+    assert said("works", "--how", "exit", *words, path=acme)[0] == 7
+    code, _, err = said("works", "--how", "aborted", *words, path=acme)
+    assert code == 1 and "Abort" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
+def test_an_interrupt_is_one_line_and_exit_code_130(acme: Path, words: list[str]) -> None:
+    assert said("works", "--how", "interrupted", *words, path=acme) == (130, "", "interrupted\n")
+    code, _, err = said("works", "--how", "interrupted", "--debug", *words, path=acme)
+    assert code != 0 and err.startswith("Traceback") and "KeyboardInterrupt" in err
+
+
+@pytest.mark.parametrize("module", ["acme_manifest", "rich", "acme_crashes"])
+def test_an_interrupt_while_something_is_imported_is_that_line_too(acme: Path, module: str) -> None:
+    (acme / f"{module}.py").write_text("raise KeyboardInterrupt")
+    assert said("crash", path=acme) == (130, "", "interrupted\n")
+
+
+def test_a_fault_of_the_program_shows_its_traceback(acme: Path) -> None:
+    for words in ([], ["--json"]):
+        code, _, err = said("works", "--how", "badly", *words, path=acme)
+        assert code == 1
+        assert err.startswith("Traceback") and "ZeroDivisionError: a fault of the program" in err
+
+
+def test_a_warning_of_a_plug_in_that_was_made_an_error_is_one_line(acme: Path) -> None:
+    (acme / "acme_manifest.py").write_text("raise RuntimeError('boom')")
+    environ: dict[str, Any] = {"PYTHONWARNINGS": "error::UserWarning"}
+    code, _, err = said("plugins", path=acme, **environ)
+    assert code == 1
+    assert err == "error: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom\n"
