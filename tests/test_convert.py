@@ -28,8 +28,9 @@ from breccia import codecs, formats
 from breccia.bridges import load_safetensors
 from breccia_bridges import commands
 from breccia_bridges import convert as converter
+from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.container import Container, Writer
-from breccia_bridges.convert import INDEX, Selection, convert
+from breccia_bridges.convert import Selection, convert
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -169,6 +170,15 @@ def test_a_sharded_folder_converts_shard_by_shard_with_its_companions(sharded: P
     )
     loaded = {k: v for p in out.glob("*.safetensors") for k, v in load_safetensors(p).items()}
     assert set(loaded) == set(weights())
+
+
+def test_a_converted_folder_loads_as_one(sharded: Path, tmp_path: Path) -> None:
+    convert(sharded, tmp_path / "out", breccia.NVFP4BlockScaling())
+    loaded = load_safetensors(tmp_path / "out")
+    assert set(loaded) == set(weights())
+    assert {name for name, tensor in loaded.items() if isinstance(tensor, breccia.ScaledTensor)} <= set(QUANTIZED)
+    with pytest.raises(breccia.UnsupportedError, match="holds no .safetensors file"):
+        load_safetensors(_folder(tmp_path / "empty"))
 
 
 def test_a_folder_without_an_index_converts_too(source: Path, tmp_path: Path) -> None:
@@ -371,7 +381,7 @@ def test_the_program_converts_inspects_and_reports(source: Path, tmp_path: Path,
     for part in ("INT4Scaling(group_size=32", "2 tensors, ", "kept", "SQNR", "worst", "verified"):
         assert part in text
     code, text, _ = run("inspect", out)
-    assert code == 0 and "layer.0.experts" in text and "3×16×32" in text and "11 tensors, 2 of them scaled" in text
+    assert code == 0 and "layer.0.experts" in text and "3x16x32" in text and "11 tensors, 2 of them scaled" in text
     code, text, _ = run("inspect", out, "--json")
     rows = {row["name"]: row for row in json.loads(text)["tensors"]}
     assert rows["layer.0.experts"]["recipe"] == breccia.INT4Scaling(group_size=32).to_dict()

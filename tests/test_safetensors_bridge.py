@@ -672,3 +672,8 @@ def test_old_files_are_checked_too(tmp_path: Path) -> None:
         load_safetensors(tmp_path / "b")
     write_old(tmp_path / "c", bytes([1, 2, 3, 4]), shapes)
     assert load_safetensors(tmp_path / "c")["w"].data.tolist() == [[0x21, 0x43]]
+
+
+def test_swapped_arguments_of_save_are_told(tmp_path: Path) -> None:
+    with pytest.raises(breccia.UnsupportedError, match=r"takes \(tensors, path\): a mapping of names first; got str"):
+        save_safetensors(str(tmp_path / "x.safetensors"), {})  # type: ignore[arg-type]

@@ -21,8 +21,9 @@ from rich.text import Text
 import breccia
 from breccia.cli import Json, print_json
 
+from .checkpoint import checkpoint_files, source_bytes
 from .container import Container, Shape
-from .convert import Report, Selection, checkpoint_files, source_bytes
+from .convert import Report, Selection
 from .convert import convert as convert_checkpoint
 from .safetensors import PARTS, Config, read_configs
 
@@ -30,10 +31,17 @@ from .safetensors import PARTS, Config, read_configs
 def convert(
     source: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder of them.", show_default=False)],
     destination: Annotated[Path, typer.Argument(help="Where to write; of the same kind.", show_default=False)],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="NAME[,field=value...]", show_default=False)],
-    include: Annotated[list[str] | None, typer.Option(help="Quantize names like this although kept by default.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave names like this as they are.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a destination that exists.")] = False,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe", "-r", help="block, mxfp8, nvfp4, int4, ...; with fields: block,block_m=128", show_default=False
+        ),
+    ],
+    include: Annotated[list[str] | None, typer.Option(help="Glob of names to quantize although kept by default.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Glob of names to leave as they are.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a destination that exists: a file, or a whole checkpoint folder.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint's floating matrices; embeddings, norms and lm_head are kept unless included."""
@@ -148,7 +156,7 @@ def inspect(
         table.add_column(heading, no_wrap=True)
     for r in rows:
         bits = f"{8 * r['bytes'] / r['parameters']:.2f}" if r["parameters"] else "-"
-        table.add_row(r["name"], "×".join(map(str, r["shape"])) or "scalar", r["stored_as"], bits, _size(r["bytes"]))
+        table.add_row(r["name"], "x".join(map(str, r["shape"])) or "scalar", r["stored_as"], bits, _size(r["bytes"]))
     console = Console(soft_wrap=True)
     console.print(table)
     scaled = [r for r in rows if r["recipe"]]

@@ -24,10 +24,9 @@ from breccia.codecs import BF16
 from breccia.formats import TENSOR
 from breccia.ops import NUMPY
 
+from .checkpoint import INDEX, checkpoint_files, weight_map
 from .container import Container, Entry, Shape, Writer, byte_count
 from .safetensors import PARTS, Described, open_writer, plan, read_configs, read_tensor
-
-INDEX = "model.safetensors.index.json"
 
 #: Left as they are unless `include` names them: they are small, or their precision shows in every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
@@ -240,37 +239,6 @@ def convert(
     return report
 
 
-def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the file itself, or those of a folder (its index's, where it has one)."""
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint {path}; give a .safetensors file or a folder that holds some.")
-    if path.is_file():
-        if path.suffix != ".safetensors":
-            raise UnsupportedError(f"{path} is not a .safetensors file; convert it to safetensors first.", path=str(path))
-        return [path]
-    if not path.is_dir():
-        raise UnsupportedError(
-            f"{path} is neither a file nor a folder; give a .safetensors file or a folder that holds some.", path=str(path)
-        )
-    index = path / INDEX
-    if index.exists():
-        names = sorted(set(_weight_map(index).values()))
-    else:
-        names = sorted(p.name for p in path.glob("*.safetensors") if not p.is_dir() and not p.name.startswith("."))
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
-        said = f"{index} names" if index.exists() else f"{path} has links to nothing, or special files:"
-        raise CorruptFileError(f"{said} {', '.join(missing)}, which the folder lacks; fetch it again.", missing=missing)
-    if not names:
-        raise UnsupportedError(f"folder {path} holds no .safetensors file.", path=str(path))
-    return [path / name for name in names]
-
-
-def source_bytes(source: str | os.PathLike[str]) -> int:
-    """Bytes of all tensors of a checkpoint, from its headers."""
-    return sum(e.nbytes for path in checkpoint_files(Path(source)) for e in Container(path).entries.values())
-
-
 # ------------------------------------------------------------------------------------------------ one file
 
 
@@ -473,7 +441,7 @@ def _checked_names(src: Path, files: list[Path]) -> set[str]:
 
 
 def _check_index(index: Path, held: dict[str, list[str]]) -> None:
-    listed = _weight_map(index)
+    listed = weight_map(index)
     for name in dict.fromkeys((*listed, *held)):
         found = held.get(name, [])
         if len(found) > 1:
@@ -489,18 +457,6 @@ def _check_index(index: Path, held: dict[str, list[str]]) -> None:
         raise CorruptFileError(
             f"{index}: tensor {name!r} {wrong}; fetch the checkpoint again, or mend its index.", path=str(index), name=name
         )
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))
-        found = listed["weight_map"]
-        plain = all(isinstance(n, str) and isinstance(f, str) and Path(f).name == f for n, f in found.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CorruptFileError(f"{index} has no readable weight_map ({type(e).__name__}: {e}); fetch it again.") from e
-    if not plain:
-        raise CorruptFileError(f"{index}: weight_map maps tensor names to files of the same folder; it holds something else.")
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ the destination

@@ -25,7 +25,9 @@ def breccia_bridges() -> Iterable[Bridge]:
 def breccia_cli() -> Iterable[Command]:
     return [
         Command(
-            "convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a sharded folder."
+            "convert",
+            "breccia_bridges.commands:convert",
+            "Quantize the matrices of a .safetensors file or folder; embeddings, norms and lm_head are kept.",
         ),
         Command("inspect", "breccia_bridges.commands:inspect", "Show what a checkpoint holds, from its headers alone."),
     ]

@@ -15,6 +15,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
@@ -31,6 +32,7 @@ from breccia.recipes import ScalingRecipe
 from breccia.registry import registry
 from breccia.tensor import ScaledTensor, packed_length, packing
 
+from .checkpoint import checkpoint_files
 from .container import DTYPES, Container, Shape, Writer, check_text
 
 #: The layout of files this version writes and reads, as their metadata name it.
@@ -174,6 +176,10 @@ def save_safetensors(
 
     Raises UnsupportedError for names or metadata that are no text, or collide, and for dtypes the format lacks.
     """
+    if not isinstance(tensors, Mapping):
+        raise UnsupportedError(
+            f"save_safetensors takes (tensors, path): a mapping of names first; got {type(tensors).__name__}."
+        )
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
     with open_writer(path, described, extra_metadata, force=force) as writer:
         for name, tensor in tensors.items():
@@ -240,7 +246,7 @@ def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[s
 def load_safetensors(
     path: str | os.PathLike[str], *, framework: str = "numpy", device: Any = None
 ) -> dict[str, ScaledTensor | Array]:
-    """Scaled tensors and plain arrays of a safetensors file, by name, in the order of its header.
+    """Scaled tensors and plain arrays of a safetensors file, or of a checkpoint folder of them, by name.
 
     framework: whose arrays; "numpy" maps the file and reads only what is touched (copy-on-write: the file never changes).
     device: where that framework is to put them, in its own spelling.
@@ -252,15 +258,16 @@ def load_safetensors(
     declares; UnsupportedError where the framework lacks a plain array's dtype.
     """
     target = _Target.of(framework, device)
-    container = Container(path)
-    configs = read_configs(container)
-    owners = _owners(configs)
     out: dict[str, ScaledTensor | Array] = {}
-    for entry in container.entries:
-        if entry not in owners:
-            out[entry] = target.plain(container, entry)
-        elif owners[entry] not in out:
-            out[owners[entry]] = _scaled(container, owners[entry], configs[owners[entry]], target)
+    for file in checkpoint_files(Path(path)) if os.path.isdir(path) else [path]:
+        container = Container(file)
+        configs = read_configs(container)
+        owners = _owners(configs)
+        for entry in container.entries:
+            if entry not in owners:
+                out[entry] = target.plain(container, entry)
+            elif owners[entry] not in out:
+                out[owners[entry]] = _scaled(container, owners[entry], configs[owners[entry]], target)
     return out
 
 
