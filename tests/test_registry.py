@@ -659,3 +659,14 @@ def test_plug_ins_are_values() -> None:
     first = breccia.plugins()[0]
     assert first == replace(first)
     assert set(KINDS) >= set(first.hooks)
+
+
+def test_a_framework_of_a_missing_sibling_is_named_with_its_remedy() -> None:
+    code = "import breccia; breccia.explain('cast', 'nvfp4', on='torch')"
+    environment = {**os.environ, "BRECCIA_BLOCK": "torch"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "UnknownNameError: no framework 'torch'" in done.stderr
+    assert (
+        "It comes with breccia-torch: pip install breccia-torch. It is installed but blocked: named in BRECCIA_BLOCK."
+        in done.stderr
+    )

@@ -30,6 +30,7 @@ from .hookspecs import Bridge, Command
 from .layouts import Layout
 from .recipes import ScalingRecipe
 from .rules import Rule
+from .siblings import SIBLINGS
 
 _T = TypeVar("_T")
 
@@ -180,7 +181,10 @@ class Registry:
         """The declaration of that name. Raises UnknownNameError with a suggestion."""
         table = self.declared[hook]
         if name not in table:
-            raise UnknownNameError(f"no {what} {name!r}{suggestion(str(name), list(table))}", name=name, known=list(table))
+            ours = next((s for s in SIBLINGS if hook == "breccia_frameworks" and s.plugin == name and s.arrays), None)
+            remedy = f" It comes with {ours.distribution}: {ours.remedy}.{self.absence(ours.distribution)}" if ours else ""
+            message = f"no {what} {name!r}{suggestion(str(name), list(table))}{remedy}"
+            raise UnknownNameError(message, name=name, known=list(table))
         return table[name]
 
     def absence(self, distribution: str) -> str:
