@@ -661,7 +661,7 @@ def test_a_converted_folder_says_what_its_config_does_not(sharded: Path, source:
     assert text.splitlines()[-1].split(maxsplit=1) == [
         "note",
         "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load this "
-        "folder as it is; load its files with breccia.bridges.load_safetensors",
+        "folder as it is; load it with breccia.bridges.load_safetensors",
     ]
     _, text, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8")
     assert "config.json" not in text

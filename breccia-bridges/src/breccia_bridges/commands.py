@@ -124,7 +124,7 @@ def _print_report(report: Report, seconds: float) -> None:
     if (Path(report.destination) / "config.json").exists():
         rows["note"] = (
             "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load "
-            "this folder as it is; load its files with breccia.bridges.load_safetensors"
+            "this folder as it is; load it with breccia.bridges.load_safetensors"
         )
     for name, value in rows.items():
         table.add_row(name, Text(value))
