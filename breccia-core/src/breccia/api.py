@@ -8,7 +8,7 @@ from typing import Any
 
 from .dispatch import OPS, Explanation, Options, device_of
 from .errors import RecipeError, UnknownNameError, UnsupportedError, suggestion
-from .frameworks import framework_of, output_dtype
+from .frameworks import framework_of, output_dtype, same_framework
 from .options import check_options
 from .recipes import ScalingRecipe, check_recipe
 from .registry import Plugin, registry
@@ -44,11 +44,7 @@ def cast(
     Raises UnsupportedError (a TypeError) for a dtype or type it does not take, ShapeError or LayoutError (ValueErrors) for
     shapes, NoKernelError where no kernel can.
     """
-    if not isinstance(recipe, ScalingRecipe):
-        _refuse_recipe(recipe)
-    framework = _framework_to_cast(x)
-    options = _cast_options(x, axis, scale, rounding, seed, nonfinite, out)
-    kernel = registry().table.resolve("cast", framework, x, None, recipe, prefer, options)
+    kernel = _casting("cast", x, recipe, prefer, axis, scale, rounding, seed, nonfinite, out)
     given = {} if out is None else {"out": out}
     return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
 
@@ -94,16 +90,9 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefe
     Each operand is a ScaledTensor or a floating array of the same framework. A weight stored (N, K) with blocks along K is
     passed as `w.mT`.
     """
-    framework = framework_of(a.data if isinstance(a, ScaledTensor) else a, "a").name
-    other = framework_of(b.data if isinstance(b, ScaledTensor) else b, "b").name
-    if framework != other:
-        raise UnsupportedError(
-            f"matmul: a is a {framework} array and b a {other} array; move both to one framework "
-            "(breccia.bridges.from_dlpack, or the frameworks' own conversions).",
-            a=framework,
-            b=other,
-        )
-    here, there = (device_of(x.data if isinstance(x, ScaledTensor) else x) for x in (a, b))
+    arrays = {name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))}
+    framework = same_framework(arrays).name
+    here, there = map(device_of, arrays.values())
     if here != there:
         raise UnsupportedError(f"matmul: a is on {here} and b on {there}; move both to one device.", a=here, b=there)
     kernel = registry().table.resolve("matmul", framework, a, b, None, prefer, _out_options(out_dtype, out))
@@ -125,11 +114,7 @@ def cast_ste(
 
     Options are those of `cast`. On NumPy, which has no gradients, it is the round trip.
     """
-    if not isinstance(recipe, ScalingRecipe):
-        _refuse_recipe(recipe)
-    framework = _framework_to_cast(x)
-    options = _cast_options(x, axis, scale, rounding, seed, nonfinite)
-    kernel = registry().table.resolve("cast_ste", framework, x, None, recipe, prefer, options)
+    kernel = _casting("cast_ste", x, recipe, prefer, axis, scale, rounding, seed, nonfinite)
     return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
 
@@ -150,11 +135,7 @@ def cast_ste_clipped(
 
     The bounds default to plus and minus the element codec's largest value.
     """
-    if not isinstance(recipe, ScalingRecipe):
-        _refuse_recipe(recipe)
-    framework = _framework_to_cast(x)
-    options = _cast_options(x, axis, scale, rounding, seed, nonfinite)
-    kernel = registry().table.resolve("cast_ste_clipped", framework, x, None, recipe, prefer, options)
+    kernel = _casting("cast_ste_clipped", x, recipe, prefer, axis, scale, rounding, seed, nonfinite)
     clip = (clip_min, clip_max)
     return kernel(x, recipe, *clip, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
 
@@ -223,6 +204,16 @@ def _field_value(text: str) -> Any:
         return text
 
 
+def _casting(op: str, x: Any, recipe: ScalingRecipe, prefer: Prefer, axis: int, *options: Any) -> Any:
+    """The kernel of a verb that casts array `x`."""
+    if not isinstance(recipe, ScalingRecipe):
+        _refuse_recipe(recipe)
+    if isinstance(x, ScaledTensor):
+        raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) writes it under another recipe.")
+    framework = framework_of(x).name
+    return registry().table.resolve(op, framework, x, None, recipe, prefer, _cast_options(x, axis, *options))
+
+
 def _cast_options(x: Any, axis: int, scale: Any, rounding: str, seed: int | None, nonfinite: str, out: Any = None) -> Options:
     """The options of a cast that are not at their default, for kernels to decline."""
     if axis == -1 and scale is None and rounding == "nearest" and seed is None and nonfinite == "propagate" and out is None:
@@ -241,12 +232,6 @@ def _out_options(out_dtype: Any, out: Any) -> Options:
     name = output_dtype(out_dtype)
     options: Options = () if name == "float32" else (("out_dtype", name),)
     return options if out is None else (*options, ("out", True))
-
-
-def _framework_to_cast(x: Any) -> str:
-    if isinstance(x, ScaledTensor):
-        raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) writes it under another recipe.")
-    return framework_of(x).name
 
 
 def _need_scaled(verb: str, st: Any) -> None:

@@ -71,7 +71,7 @@ def application() -> TyperGroup:
         version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", callback=_version)] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")] = False,
     ) -> None:
-        pass
+        """What stands before a command."""
 
     program = typer.main.get_command(app)
     assert isinstance(program, TyperGroup)

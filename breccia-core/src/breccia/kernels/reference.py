@@ -377,12 +377,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
         if fmt.offset == "bias":
             v = v + tiles.beside(ops.f32(_scale_k_last(ops, st.zero_point, tiles, axis)))
         v = _k_last(ops, tiles.join(v), axis)
-        value = v if name == "float32" else ops.to_float(v, name)
-    if out is None:
-        return value
-    _check_out(out, value)
-    ops.assign(out, value)
-    return out
+        return _result(ops, v, name, out)
 
 
 def _scale_k_last(ops: Ops, scale: Array, tiles: _Tiles, axis: int) -> Array:
@@ -411,11 +406,18 @@ def _apply(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
     return v * ops.div(value, fmt.capacity(level))
 
 
-def _check_out(out: Array, value: Array) -> None:
+def _result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
+    """FP32 `value` in the dtype named, in `out` if that is given. Raises before the first byte where `out` does not fit."""
+    if dtype != "float32":
+        value = ops.to_float(value, dtype)
+    if out is None:
+        return value
     same_framework({"the result": value, "out": out})
     wanted, found = (tuple(value.shape), dtype_name(value)), (tuple(out.shape), dtype_name(out))
     if wanted != found:
         raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {found[0]} and {found[1]}.")
+    ops.assign(out, value)
+    return out
 
 
 # ------------------------------------------------------------------------------------------------ the other verbs
@@ -450,12 +452,7 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = No
     with ops.quiet():
         left, right = (dequantize(x) if isinstance(x, ScaledTensor) else _raw(ops, x, n) for n, x in (("a", a), ("b", b)))
         product = ops.matmul(left, right)
-        value = product if name == "float32" else ops.to_float(product, name)
-    if out is None:
-        return value
-    _check_out(out, value)
-    ops.assign(out, value)
-    return out
+        return _result(ops, product, name, out)
 
 
 def _raw(ops: Ops, x: Array, name: str) -> Array:
