@@ -18,11 +18,12 @@ from .errors import RecipeError
 if TYPE_CHECKING:
     from .ops import Array, Ops
 
-_F32_INF = 0x7F800000
+#: Bits of FP32: all but the sign, the mantissa field, the smallest normal number (also the implicit bit), and Inf.
+MAGNITUDE = 0x7FFFFFFF
+MANTISSA = 0x007FFFFF
+NORMAL = 0x00800000
+F32_INF = 0x7F800000
 _F32_NAN = 0x7FC00000
-_MAGNITUDE = 0x7FFFFFFF
-_MANTISSA = 0x007FFFFF
-_IMPLICIT = 0x00800000
 _MIN_NORMAL = 2.0**-126
 
 
@@ -176,7 +177,7 @@ class Minifloat(Codec):
         if self.bits == 32:
             return u
         sign = ((u >> 31) & 1) << (self.bits - 1)
-        magnitude = u & _MAGNITUDE
+        magnitude = u & MAGNITUDE
         finite = ops.minimum(magnitude, _f32_bits(self.largest))
         exponent = finite >> 23
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
@@ -184,9 +185,9 @@ class Minifloat(Codec):
         significand = _round_shift(ops, _significand(ops, finite), shift, word)
         code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
         if self.nan is not None:
-            code = ops.where(magnitude == _F32_INF, self.nan if self.inf is None else self.inf, code)
-            sign = ops.where(magnitude > _F32_INF if self.inf is not None else magnitude >= _F32_INF, 0, sign)
-            code = ops.where(magnitude > _F32_INF, self.nan, code)
+            code = ops.where(magnitude == F32_INF, self.nan if self.inf is None else self.inf, code)
+            sign = ops.where(magnitude > F32_INF if self.inf is not None else magnitude >= F32_INF, 0, sign)
+            code = ops.where(magnitude > F32_INF, self.nan, code)
         return code | sign
 
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
@@ -215,11 +216,11 @@ class PowerOfTwo(Codec):
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
         u = ops.bits(y)
-        magnitude = u & _MAGNITUDE
-        nearest = (magnitude + _IMPLICIT // 2) >> 23  # the mantissa rounds into the exponent, 1.5 upwards
-        nearest = ops.where((u < 0) | (magnitude < _IMPLICIT), 0, nearest)
+        magnitude = u & MAGNITUDE
+        nearest = (magnitude + NORMAL // 2) >> 23  # the mantissa rounds into the exponent, 1.5 upwards
+        nearest = ops.where((u < 0) | (magnitude < NORMAL), 0, nearest)
         code = self.encode_exponent(ops, nearest - 127)
-        return ops.where(magnitude >= _F32_INF, self.nan, code)
+        return ops.where(magnitude >= F32_INF, self.nan, code)
 
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
         return ops.minimum(ops.maximum(n + self.bias, 0), self.nan - 1)
@@ -267,7 +268,7 @@ class Integer(Codec):
         """As `Codec.encode`; `zero_point` (FP32 whole numbers) is added to the rounded number."""
         y = ops.minimum(ops.maximum(y, self.low - zero_point), self.high - zero_point)
         u = ops.bits(y)
-        magnitude = u & _MAGNITUDE
+        magnitude = u & MAGNITUDE
         whole = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
         signed = ops.where(u < 0, -whole, whole) + ops.whole(zero_point)
         return signed & ((1 << self.bits) - 1)
@@ -279,7 +280,7 @@ def _f32_bits(value: float) -> int:
 
 def _significand(ops: Ops, magnitude: Array) -> Array:
     """24-bit significand of FP32 magnitude bits; 0 for FP32 subnormals, which count as zero."""
-    return ops.where(magnitude < _IMPLICIT, 0, (magnitude & _MANTISSA) | _IMPLICIT)
+    return ops.where(magnitude < NORMAL, 0, (magnitude & MANTISSA) | NORMAL)
 
 
 def _round_shift(ops: Ops, m: Array, shift: Array, word: Array | None) -> Array:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .codecs import F32_INF, MAGNITUDE, NORMAL
 from .errors import UnsupportedError
 from .frameworks import ops_of
 from .recipes import DelayedScaling
-
-_MAGNITUDE = 0x7FFFFFFF
-_F32_INF = 0x7F800000
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +37,7 @@ class AmaxHistory:
         """A history that also holds the amax of `x`; the oldest value is dropped beyond `amax_history_len`."""
         ops = ops_of(x)
         y = ops.f32(x)
-        magnitude = ops.bits(y) & _MAGNITUDE
+        magnitude = ops.bits(y) & MAGNITUDE
         amax = ops.amax(magnitude, tuple(range(len(y.shape))))
         unit = (1,) * len(y.shape)
         amaxes = (*self.amaxes, ops.reshape(ops.unbits(amax), ()))[-self.recipe.amax_history_len :]
@@ -47,7 +45,7 @@ class AmaxHistory:
         for other in amaxes[1:]:
             largest = ops.maximum(largest, ops.reshape(ops.bits(other), unit))
         level, fmt = self.recipe.format.scale, self.recipe.format
-        usable = (largest < _F32_INF) & (largest >= 0x00800000)
+        usable = (largest < F32_INF) & (largest >= NORMAL)
         statistic = ops.unbits(ops.where(usable, largest, 0))
         codes = self.recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.capacity(level), None)
         before = self.scale if hasattr(self.scale, "shape") else ops.constant(float(self.scale), x)

@@ -9,14 +9,13 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .codecs import Codec, Minifloat
+from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Minifloat
 from .errors import RecipeError
 
 if TYPE_CHECKING:
     from .ops import Array, Ops
 
-_F32_MAX = 0x7F7FFFFF
-_MANTISSA = 0x007FFFFF
+_F32_MAX = F32_INF - 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Linear(Rule):
         if not isinstance(codec, Minifloat):
             raise RecipeError(f"rule 'linear' writes float scales; {codec.name} holds powers of two: use 'rceil'.")
         t = ops.div(statistic, capacity)
-        t = ops.where(ops.bits(t) <= _MANTISSA, 0.0, t)  # below 2^-126: zero, on every backend
+        t = ops.where(ops.bits(t) <= MANTISSA, 0.0, t)  # below 2^-126: zero, on every backend
         if coarse is not None:
             t = saturated(ops, ops.div(t, coarse))
         if self.margin:
@@ -73,15 +72,15 @@ class Exponent(Rule):
             a = a + (1 << (22 - element.mantissa_bits))
         n = (a >> 23) - (cap >> 23)
         if self.name == "rceil":
-            n = ops.where((a & _MANTISSA) > (cap & _MANTISSA), n + 1, n)
+            n = ops.where((a & MANTISSA) > (cap & MANTISSA), n + 1, n)
         return codec.encode_exponent(ops, n)
 
 
 def saturated(ops: Ops, y: Array) -> Array:
     """`y` with ±Inf replaced by the largest finite FP32. NaN stays."""
     u = ops.bits(y)
-    magnitude = u & 0x7FFFFFFF
-    return ops.unbits(ops.where(magnitude == 0x7F800000, (u & ~0x7FFFFFFF) | _F32_MAX, u))
+    magnitude = u & MAGNITUDE
+    return ops.unbits(ops.where(magnitude == F32_INF, (u & ~MAGNITUDE) | _F32_MAX, u))
 
 
 LINEAR = Linear("linear")

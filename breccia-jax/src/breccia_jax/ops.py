@@ -10,14 +10,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from breccia.codecs import F32_INF, MAGNITUDE, MANTISSA, NORMAL
 from breccia.errors import UnsupportedError
 from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
-
-_MAGNITUDE = 0x7FFFFFFF
-_F32_INF = 0x7F800000
-_MANTISSA = 0x007FFFFF
-_IMPLICIT = 0x00800000
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
 
@@ -127,9 +123,9 @@ def _divided(a: Array, b: Array) -> Array:
     for all (30 % of quotients of random numbers differ in the last bit: jax 0.11, H200).
     """
     u, v = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
-    sign = (u ^ v) & ~_MAGNITUDE
-    u, v = u & _MAGNITUDE, v & _MAGNITUDE
-    significands = ((u & _MANTISSA) | _IMPLICIT, (v & _MANTISSA) | _IMPLICIT)
+    sign = (u ^ v) & ~MAGNITUDE
+    u, v = u & MAGNITUDE, v & MAGNITUDE
+    significands = ((u & MANTISSA) | NORMAL, (v & MANTISSA) | NORMAL)
     below = significands[0] < significands[1]
     rest = jnp.where(below, significands[0] * 2, significands[0])
 
@@ -142,9 +138,9 @@ def _divided(a: Array, b: Array) -> Array:
     up = (quotient & 1) & ((rest != 0) | ((quotient >> 1) & 1))
     exponent = (u >> 23) - (v >> 23) + 126 - below  # of a significand whose implicit bit adds the last one
     bits = (exponent << 23) + (quotient >> 1) + up
-    bits = jnp.where(exponent < 0, 0, jnp.where(bits >= _F32_INF, _F32_INF, bits))
-    bits = jnp.where(exponent >= 254, _F32_INF, bits)
-    ordinary = (u >= _IMPLICIT) & (v >= _IMPLICIT) & (u < _F32_INF) & (v < _F32_INF)
+    bits = jnp.where(exponent < 0, 0, jnp.where(bits >= F32_INF, F32_INF, bits))
+    bits = jnp.where(exponent >= 254, F32_INF, bits)
+    ordinary = (u >= NORMAL) & (v >= NORMAL) & (u < F32_INF) & (v < F32_INF)
     return jnp.where(ordinary, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN need no rounding
 
 

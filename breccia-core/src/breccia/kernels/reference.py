@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..codecs import Codec, Integer
+from ..codecs import F32_INF, MAGNITUDE, NORMAL, Codec, Integer
 from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
@@ -24,11 +24,6 @@ from ..options import check_options
 from ..recipes import ScalingRecipe, check_recipe
 from ..rules import saturated
 from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis, packing
-
-_MAGNITUDE = 0x7FFFFFFF
-_F32_INF = 0x7F800000
-_MIN_NORMAL = 0x00800000
-
 
 # ------------------------------------------------------------------------------------------------ geometry
 
@@ -186,11 +181,11 @@ def _write(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """(data, scale, zero_point, global_scale) of K-last FP32 `y`."""
     u = ops.bits(y)
-    magnitude = u & _MAGNITUDE
-    finite = magnitude < _F32_INF
+    magnitude = u & MAGNITUDE
+    finite = magnitude < F32_INF
     # Input below 2^-126 is zero on every backend, and Inf and NaN take no part in finite arithmetic.
-    ordinary = finite & (magnitude >= _MIN_NORMAL)
-    clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~_MAGNITUDE)))
+    ordinary = finite & (magnitude >= NORMAL)
+    clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~MAGNITUDE)))
     words = None if words is None else tiles.split(words)
 
     level, element = fmt.scale, fmt.element
@@ -200,10 +195,10 @@ def _write(
         coarse, supplied = tiles.coarse(ops.f32(global_scale)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
-    faulty = amax >= _F32_INF
+    faulty = amax >= F32_INF
     low, high = _range(ops, clean, tiles) if fmt.offset == "zero_point" else (None, None)
     if supplied is None:
-        statistic = ops.unbits(ops.where((amax >= _MIN_NORMAL) & ~faulty, amax, 0))
+        statistic = ops.unbits(ops.where((amax >= NORMAL) & ~faulty, amax, 0))
         if low is not None:
             statistic = saturated(ops, high - low)
         codes = recipe.rules[-1].scale(ops, statistic, level.codec, element, fmt.capacity(level), coarse)
@@ -238,7 +233,7 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     whole = _Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
     if supplied is not None:
         return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
-    finite = ops.where((magnitude < _F32_INF) & (magnitude >= _MIN_NORMAL), magnitude, 0)
+    finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
     amax = ops.unbits(ops.amax(finite, whole.axes))
     codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.capacity(level), None)
     codes = ops.where(amax == 0, level.codec.zero_scale, codes)
@@ -249,7 +244,7 @@ def _range(ops: Ops, clean: Array, tiles: _Tiles) -> tuple[Array, Array]:
     """(min(0, smallest), max(0, largest)) of each block, from the magnitudes of each sign."""
     u = ops.bits(clean)
     high = ops.unbits(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
-    low = -ops.unbits(ops.amax(ops.where(u < 0, u & _MAGNITUDE, 0), tiles.axes))
+    low = -ops.unbits(ops.amax(ops.where(u < 0, u & MAGNITUDE, 0), tiles.axes))
     return low, high
 
 
@@ -277,7 +272,7 @@ def _check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout,
 
 
 def _refuse_nonfinite(ops: Ops, y: Array) -> None:
-    if ops.any((ops.bits(y) & _MAGNITUDE) >= _F32_INF):
+    if ops.any((ops.bits(y) & MAGNITUDE) >= F32_INF):
         raise NonFiniteError(
             "cast(nonfinite='raise'): x holds NaN or Inf. Clean it first, or pass nonfinite='propagate' to mark the blocks "
             "they are in."
