@@ -25,8 +25,8 @@ class Declared:
         return _identities.setdefault(self, object())
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: an identity is of one process."""
-        return {name: value for name, value in vars(self).items() if name != "identity"}
+        """The fields alone: an identity is of one process, and what follows from the fields is not stored beside them."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., "fields": {...}}` with every field, ready for `json.dumps`."""

@@ -7,6 +7,7 @@ framework then casts, decodes and multiplies it, and the conformance kit tests i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from .codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, UINT4, Codec
@@ -30,12 +31,12 @@ class ScalingRecipe(Declared):
     kind: ClassVar[str] = "recipe"
     source: ClassVar[str] = ""
 
-    @property
+    @cached_property
     def format(self) -> Format:
         """What the written bytes mean."""
         raise RecipeError(f"recipe {type(self).__name__} declares no format")
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """How scales map onto data when blocks run along the last axis; derived from the finest level's block."""
         match self.format.scale.block:
@@ -48,7 +49,7 @@ class ScalingRecipe(Declared):
             case block:
                 raise RecipeError(f"recipe {self.name!r}: no standard layout has blocks {block}; declare `layout`.")
 
-    @property
+    @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The scale rule of each level of `format`, coarse to fine."""
         return (LINEAR,) * len(self.format.levels)
@@ -97,11 +98,11 @@ class DelayedScaling(ScalingRecipe):
                 f"amax_history_len must be >= 1, got {self.amax_history_len}", amax_history_len=self.amax_history_len
             )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Format(_FP8[self.fp8_format], (Level(F32, TENSOR),))
 
-    @property
+    @cached_property
     def rules(self) -> tuple[Rule, ...]:
         return (Linear("linear", self.margin),)
 
@@ -117,7 +118,7 @@ class Float8CurrentScaling(ScalingRecipe):
     def __post_init__(self) -> None:
         _check_fp8_format(self.fp8_format)
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Format(_FP8[self.fp8_format], (Level(F32, TENSOR),))
 
@@ -143,15 +144,15 @@ class Float8BlockScaling(ScalingRecipe):
         check_positive("Float8BlockScaling", "block_m", self.block_m)
         check_type("Float8BlockScaling", "power_of_two_scale", self.power_of_two_scale, bool)
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Format(_FP8[self.fp8_format], (Level(F32, (self.block_m, self.block_k)),))
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return PerBlockK(self.block_k) if self.block_m == 1 else PerBlockMN(self.block_m, self.block_k)
 
-    @property
+    @cached_property
     def rules(self) -> tuple[Rule, ...]:
         return (RCEIL if self.power_of_two_scale else LINEAR,)
 
@@ -178,11 +179,11 @@ class MXFP8BlockScaling(ScalingRecipe):
                 scale_rule=self.scale_rule,
             )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return Format(_FP8[self.fp8_format], (Level(E8M0, (1, self.block_size)),))
 
-    @property
+    @cached_property
     def rules(self) -> tuple[Rule, ...]:
         return (_E8M0_RULES[self.scale_rule],)
 
@@ -208,7 +209,7 @@ class NVFP4BlockScaling(ScalingRecipe):
         _check_fixed("NVFP4", "scale_format", self.scale_format, "E4M3")
         check_type("NVFP4BlockScaling", "two_level", self.two_level, bool)
 
-    @property
+    @cached_property
     def format(self) -> Format:
         block = Level(E4M3, (1, self.block_size))
         return Format(E2M1, (Level(F32, TENSOR), block) if self.two_level else (block,))
@@ -246,12 +247,12 @@ class INT4Scaling(ScalingRecipe):
                 symmetric=False,
             )
 
-    @property
+    @cached_property
     def format(self) -> Format:
         level = Level(_SCALE_FLOATS[self.scale_dtype], (1, self.group_size))
         return Format(INT4 if self.signed else UINT4, (level,), "none" if self.symmetric else "zero_point")
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return PerBlockK(self.group_size)
 
