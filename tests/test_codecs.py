@@ -9,7 +9,29 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from breccia.codecs import BF16, CODECS, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, UINT4, Codec, Integer, Minifloat
+from breccia.codecs import (
+    BF16,
+    CODECS,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    INT4,
+    INT8,
+    MXINT8,
+    NF4,
+    UINT4,
+    UINT8,
+    Codec,
+    Integer,
+    Lookup,
+    Minifloat,
+)
+from breccia.errors import RecipeError
 from breccia.ops import NUMPY
 from breccia.testing import oracle
 
@@ -17,6 +39,8 @@ FOREIGN = {
     E4M3: ml_dtypes.float8_e4m3fn,
     E5M2: ml_dtypes.float8_e5m2,
     E2M1: ml_dtypes.float4_e2m1fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
     E8M0: ml_dtypes.float8_e8m0fnu,
     F16: np.float16,
     BF16: ml_dtypes.bfloat16,
@@ -62,7 +86,7 @@ def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> No
                 infinite = codec.nan if codec.inf is None else codec.inf | sign
                 theirs = np.where(np.isinf(x), infinite, theirs)
             else:
-                keep = ~np.isnan(x)  # E2M1 has no NaN to write; casts never ask for one
+                keep = ~np.isnan(x)  # without a NaN code; casts never ask for one
                 ours, theirs = ours[keep], theirs[keep]
         else:
             theirs = np.where(np.isfinite(x) & (x > codec.max), 254, theirs)
@@ -71,14 +95,48 @@ def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> No
     assert seen >= 10**7
 
 
-@pytest.mark.parametrize("codec", [INT4, UINT4], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [INT4, UINT4, INT8, UINT8, MXINT8], ids=lambda c: c.name)
 def test_ten_million_inputs_encode_as_numpy_rounds_and_clips_them(codec: Integer) -> None:
     """ml_dtypes wraps integers around; NumPy's rint and clip are the second road here."""
+    edge, step = 1.3 * codec.max, 2.0**-codec.fraction_bits / 4
     for chunk in range(10):
         rng = np.random.default_rng(chunk)
-        x = (rng.uniform(-20, 20, 1 << 20) if chunk % 2 else rng.integers(-80, 80, 1 << 20) / 4).astype(np.float32)
-        expected = np.clip(np.rint(x), codec.low, codec.high).astype(np.int32) & 15
-        np.testing.assert_array_equal(codec.encode(NUMPY, x), expected)
+        steps = rng.integers(-edge / step, edge / step, 1 << 20) * step  # every midpoint among them
+        x = (rng.uniform(-edge, edge, 1 << 20) if chunk % 2 else steps).astype(np.float32)
+        expected = np.clip(np.rint(x * 2.0**codec.fraction_bits), codec.low, codec.high).astype(np.int32)
+        np.testing.assert_array_equal(codec.encode(NUMPY, x), expected & ((1 << codec.bits) - 1))
+
+
+#: Codes in no order, uneven steps, a tie between two even codes (0 and 2: to the smaller value) and one of an odd code.
+SCRAMBLED = Lookup("scrambled", 2, None, "this test", (1.0, -3.0, 2.0, 7.25))
+
+
+@pytest.mark.parametrize("codec", [NF4, SCRAMBLED], ids=lambda c: c.name)
+def test_a_table_is_encoded_by_the_nearest_value_in_it(codec: Lookup) -> None:
+    """Against distances in FP64, exact for these tables: 10^6 numbers, every midpoint and its FP32 neighbours."""
+    values = np.array(codec.values)
+    ascending = np.sort(values)
+    middles = ((ascending[1:] + ascending[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(end)) for end in (-np.inf, np.inf)]
+    some = np.random.default_rng(0).uniform(-1.5, 1.5, 1 << 20) * codec.max
+    x = np.concatenate([middles, *beside, values, [0.0, 1e30, -1e30], some]).astype(np.float32)
+    codes = codec.encode(NUMPY, x)
+    distance = np.abs(x[:, None].astype(np.float64) - values)
+    np.testing.assert_array_equal(np.take_along_axis(distance, codes[:, None], 1)[:, 0], distance.min(1))
+    assert codec.encode(NUMPY, values.astype(np.float32)).tolist() == list(range(len(values)))
+    for i in range(len(middles) if codec is SCRAMBLED else 0):
+        expected = oracle.encode(codec, Fraction(float(middles[i])))
+        assert codes[i] == expected
+    if codec is SCRAMBLED:
+        assert codec.encode(NUMPY, np.array([1.5, -1.0, 4.625], np.float32)).tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [((0.0, 1.0), "got 2"), ((0.0, 1.0, 1.0, 2.0), "got 4"), ((0.0, 0.1, 1.0, 2.0), "got 4")]
+)
+def test_a_table_of_another_form_is_refused(values: tuple[float, ...], found: str) -> None:
+    with pytest.raises(RecipeError, match=f"codec 'odd': values must be 4 distinct finite FP32 numbers for 2 bits; {found}"):
+        Lookup("odd", 2, None, "this test", values)
 
 
 @pytest.mark.parametrize("codec", SMALL, ids=lambda c: c.name)
@@ -104,14 +162,15 @@ def test_stored_floats_read_back_exactly(codec: Codec) -> None:
     np.testing.assert_array_equal(values[keep].astype(np.float64), expected[keep])
 
 
-@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, INT4, UINT4], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2, INT4, UINT4, INT8, MXINT8, NF4], ids=lambda c: c.name)
 def test_stochastic_encoding_equals_the_oracle_and_its_mean_is_unbiased(codec: Codec) -> None:
     rng = np.random.default_rng(3)
-    x = np.repeat(rng.uniform(0 if codec is UINT4 else -5, 5, 6), 4096).astype(np.float32)
+    edge = min(5, 0.9 * codec.max)
+    x = np.repeat(rng.uniform(0 if codec is UINT4 else -edge, edge, 6), 4096).astype(np.float32)
     words = rng.integers(0, 1 << 32, x.size, dtype=np.uint64).astype(np.uint32)
     codes = codec.encode(NUMPY, x, words.view(np.int32))
     some = range(0, x.size, 37)
-    if isinstance(codec, Minifloat):
+    if not isinstance(codec, Integer):
         expected = [oracle.encode(codec, Fraction(float(x[i])), x[i] < 0, int(words[i])) for i in some]
         assert codes[list(some)].tolist() == expected
     values = codec.decode(NUMPY, codes).reshape(6, 4096).astype(np.float64)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import RECIPES as RECIPES_TO_TEST
 
 import breccia
 from breccia import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     INT4Scaling,
+    INT8Scaling,
     LayoutError,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
+    MXINT8BlockScaling,
     NVFP4BlockScaling,
     PerBlockK,
     PerBlockMN,
@@ -25,20 +32,26 @@ from breccia import (
     PerTensor,
     RecipeError,
 )
-from breccia.codecs import E2M1, E4M3, E8M0, F32, INT4
+from breccia.codecs import E2M1, E4M3, E8M0, F32, INT4, MXINT8, NF4
 from breccia.formats import TENSOR, Format, Level
 from breccia.layouts import Layout
 from breccia.recipes import RECIPES
-from breccia.rules import EVEN, LINEAR
+from breccia.rules import EVEN, HALF_RANGE, LINEAR, RCEIL, TE
 
-#: Fields, order and defaults of the six recipes as their users know them; fields after the bar came later.
+#: Fields, order and defaults of the recipes as their users know them: positions and names are for ever.
+INTEGERS: dict[str, Any] = {"symmetric": True, "scale_rule": "linear", "offset": "zero_point"}
 FIELDS = {
-    "delayed": {"fp8_format": "E4M3", "amax_history_len": 16, "margin": 0},
-    "current": {"fp8_format": "E4M3"},
-    "block": {"fp8_format": "E4M3", "block_k": 128, "block_m": 1, "power_of_two_scale": False},
+    "delayed": {"fp8_format": "E4M3", "amax_history_len": 16, "margin": 0, "scale_rule": "linear"},
+    "current": {"fp8_format": "E4M3", "scale_rule": "linear"},
+    "row": {"fp8_format": "E4M3", "power_of_two_scale": False, "scale_rule": "linear"},
+    "block": {"fp8_format": "E4M3", "block_k": 128, "block_m": 1, "power_of_two_scale": False, "scale_rule": "linear"},
     "mxfp8": {"fp8_format": "E4M3", "block_size": 32, "scale_rule": "rceil"},
+    "mxfp6": {"fp6_format": "E2M3", "block_size": 32, "scale_rule": "rceil"},
+    "mxfp4": {"block_size": 32, "scale_rule": "rceil"},
+    "mxint8": {"block_size": 32, "scale_rule": "rceil"},
     "nvfp4": {"fp4_format": "E2M1", "block_size": 16, "scale_format": "E4M3", "two_level": True},
-    "int4": {"group_size": 128, "signed": True, "scale_dtype": "fp16", "symmetric": True},
+    "int4": {"group_size": 128, "signed": True, "scale_dtype": "fp16"} | INTEGERS,
+    "int8": {"group_size": None, "signed": True, "scale_dtype": "fp32"} | INTEGERS,
 }
 
 
@@ -70,7 +83,7 @@ def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.Scal
         (lambda: Float8BlockScaling(block_m=-1), "block_m must be > 0, got -1"),
         (lambda: Float8BlockScaling(power_of_two_scale=1), "power_of_two_scale must be bool, got 1"),  # type: ignore[arg-type]
         (lambda: MXFP8BlockScaling(block_size=16), "MXFP8 block_size is fixed at 32 by the OCP MX spec, got 16"),
-        (lambda: MXFP8BlockScaling(scale_rule="up"), "scale_rule must be one of rceil, floor, even; got 'up'"),
+        (lambda: MXFP8BlockScaling(scale_rule="up"), "scale_rule must be one of 'rceil', 'floor', 'even', got 'up'"),
         (lambda: NVFP4BlockScaling(fp4_format="E3M0"), "NVFP4 fp4_format is fixed at 'E2M1', got 'E3M0'"),
         (lambda: NVFP4BlockScaling(block_size=32), "NVFP4 block_size is fixed at 16, got 32"),
         (lambda: NVFP4BlockScaling(scale_format="E8M0"), "NVFP4 scale_format is fixed at 'E4M3', got 'E8M0'"),
@@ -78,6 +91,20 @@ def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.Scal
         (lambda: INT4Scaling(group_size=0), "group_size must be > 0, got 0"),
         (lambda: INT4Scaling(scale_dtype="fp8"), "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'fp8'"),
         (lambda: INT4Scaling(symmetric=False), r"asymmetric INT4 \(symmetric=False\) requires signed=False.*got signed=True"),
+        (lambda: Float8CurrentScaling(scale_rule="floor"), "must be one of 'linear', 'recip', 'divide', 'te', got 'floor'"),
+        (
+            lambda: Float8BlockScaling(power_of_two_scale=True, scale_rule="divide"),
+            "power_of_two_scale=True goes with scale_rule='linear' or 'te', got 'divide'",
+        ),
+        (lambda: Float8RowScaling(power_of_two_scale=0), "power_of_two_scale must be bool, got 0"),  # type: ignore[arg-type]
+        (lambda: MXFP6BlockScaling("E2M1"), "fp6_format must be 'E2M3' or 'E3M2', got 'E2M1'"),
+        (lambda: MXFP4BlockScaling(block_size=16), "MXFP4 block_size is fixed at 32 by the OCP MX spec, got 16"),
+        (lambda: MXINT8BlockScaling(scale_rule="te"), "scale_rule must be one of 'rceil', 'floor', 'even', got 'te'"),
+        (lambda: INT8Scaling(group_size=0), "group_size must be > 0, got 0"),
+        (lambda: INT8Scaling(symmetric=False), r"asymmetric INT8 .*unsigned 0..255 range.*got signed=True"),
+        (lambda: INT4Scaling(offset="bias"), "offset='bias' goes with symmetric=False; symmetric INT4 has no offset"),
+        (lambda: INT4Scaling(offset="none"), "offset must be 'zero_point' or 'bias', got 'none'"),
+        (lambda: INT4Scaling(signed=False, scale_rule="half_range"), "'half_range' is for signed codes; got signed=False"),
         (lambda: PerBlockK(0), "block_size must be > 0, got 0"),
         (lambda: PerBlockMN(0, 4), "block_m must be > 0, got 0"),
         (lambda: PerBlockMN(4, 0), "block_n must be > 0, got 0"),
@@ -87,7 +114,8 @@ def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.Scal
         (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
         (lambda: Format(E4M3, (Level(F32, (1, 8)), Level(E8M0, (1, 4)))), r"coarse level spans the tensor.*got \(1, 8\)"),
         (lambda: Format(E4M3, (Level(F32, TENSOR),), "shift"), "offset is one of none, zero_point, bias; got 'shift'"),
-        (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts integer codes; .* E2M1"),
+        (lambda: Format(MXINT8, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* MXINT8"),
+        (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* E2M1"),
         (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: block, current"),
         (lambda: breccia.recipe("block,blok_k=4"), r"recipe 'block' has no field 'blok_k'; did you mean 'block_k'\?"),
         (lambda: breccia.recipe("block,128"), "fields are written name=value; got '128'"),
@@ -159,8 +187,61 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
     x = np.ones((2, 8), np.float32)
     with pytest.raises(RecipeError, match="rule 'linear' writes float scales; E8M0 holds powers of two: use 'rceil'"):
         breccia.cast(x, Odd())
-    with pytest.raises(RecipeError, match="rule 'even' rounds to the element's mantissa bits; INT4 has none"):
-        breccia.cast(x, Odd(INT4, EVEN))
+    with pytest.raises(RecipeError, match="rule 'even' rounds to the element's mantissa bits; NF4 has none"):
+        breccia.cast(x, Odd(NF4, EVEN))
+    with pytest.raises(RecipeError, match="rule 'te' writes float scales; E8M0 holds powers of two"):
+        breccia.cast(x, Odd(E4M3, TE))
+
+    @dataclasses.dataclass(frozen=True)
+    class Rounded(Float8CurrentScaling):
+        @property
+        def rules(self) -> tuple[Any, ...]:
+            return (HALF_RANGE,)
+
+    with pytest.raises(RecipeError, match="rule 'half_range' is for signed integer elements; E4M3 is none"):
+        breccia.cast(x, Rounded())
+
+    @dataclasses.dataclass(frozen=True)
+    class TwoLevels(NVFP4BlockScaling):
+        fine: Any = TE
+
+        @property
+        def rules(self) -> tuple[Any, ...]:
+            return (LINEAR, self.fine)
+
+    for fine in (TE, RCEIL):
+        with pytest.raises(RecipeError, match=f"rule '{fine.name}' writes the only level of a format; use 'linear' under"):
+            breccia.cast(x, TwoLevels(fine=fine))
+
+
+# ------------------------------------------------------------------------------------------------ fingerprints
+
+
+def test_fingerprints_are_those_of_their_published_definition() -> None:
+    """Recomputed from the text of the docstrings; a change of these numbers is a change of the numerics version."""
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    assert Float8CurrentScaling().fingerprint() == digest('{"fields":{},"numerics":1,"recipe":"current"}')
+    block = Float8BlockScaling("E5M2", block_m=128)
+    assert block.fingerprint() == digest('{"fields":{"block_m":128,"fp8_format":"E5M2"},"numerics":1,"recipe":"block"}')
+    codes = ",".join(str(int(v)) for v in np.arange(16, dtype=np.int8).astype(np.float32).view(np.uint32))
+    signed = ",".join(str(int(v)) for v in np.array([*range(8), *range(-8, 0)], np.float32).view(np.uint32))
+    for unsigned, table in ((True, codes), (False, signed)):
+        decoding = (
+            f'{{"element":{{"bits":4,"table":[{table}]}},"levels":[[{{"bits":16,"name":"F16"}},[1,128],"multiplier"]],'
+            '"numerics":1,"offset":"none"}'
+        )
+        assert INT4Scaling(signed=not unsigned).format.fingerprint() == digest(decoding)
+
+
+def test_fingerprints_tell_apart_what_writes_other_bytes_and_nothing_else() -> None:
+    assert len({r.fingerprint() for r in RECIPES_TO_TEST}) == len(RECIPES_TO_TEST)
+    assert DelayedScaling(amax_history_len=4).fingerprint() == DelayedScaling().fingerprint()
+    assert Float8CurrentScaling().format.fingerprint() == DelayedScaling(margin=2).format.fingerprint()
+    assert MXFP8BlockScaling().format.fingerprint() == MXFP8BlockScaling(scale_rule="floor").format.fingerprint()
+    assert MXFP8BlockScaling().fingerprint() != MXFP8BlockScaling(scale_rule="floor").fingerprint()
 
 
 # ------------------------------------------------------------------------------------------------ layouts

@@ -9,16 +9,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, INT4, UINT4, Codec
+from breccia.codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, INT4, INT8, UINT4, UINT8, Codec
 from breccia.testing import oracle
 
 FOREIGN = {
     E4M3: ml_dtypes.float8_e4m3fn,
     E5M2: ml_dtypes.float8_e5m2,
     E2M1: ml_dtypes.float4_e2m1fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
     E8M0: ml_dtypes.float8_e8m0fnu,
     INT4: ml_dtypes.int4,
     UINT4: ml_dtypes.uint4,
+    INT8: np.int8,
+    UINT8: np.uint8,
     F16: np.float16,
     BF16: ml_dtypes.bfloat16,
 }
@@ -35,7 +39,7 @@ def test_every_code_decodes_as_ml_dtypes_decodes_it(codec: Codec) -> None:
     assert [bits(oracle.decode(codec, c)) for c in range(1 << codec.bits)] == [bits(float(v)) for v in theirs]
 
 
-@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, F16, BF16], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2, F16, BF16], ids=lambda c: c.name)
 def test_values_encode_as_ml_dtypes_encodes_them(codec: Codec) -> None:
     """Grid points, midpoints, their neighbours and random numbers, within range (overflow differs on purpose)."""
     values, _ = oracle.ladder(codec)

@@ -19,7 +19,7 @@ from breccia.testing import oracle
 def unpacked(codec: Codec, data: np.ndarray, length: int) -> np.ndarray:
     """Codes, one per item, by shifting whole rows as one big integer: another road than `reference.unpack`."""
     if codec.bits == 8:
-        return data.astype(np.uint32)
+        return bits(data)
     rows = data.reshape(-1, data.shape[-1])
     mask = (1 << codec.bits) - 1
     out = np.zeros((len(rows), length), np.uint32)
@@ -40,7 +40,7 @@ def assert_written(scaled: breccia.ScaledTensor, expected: oracle.Written) -> No
     if expected.global_scale is not None:
         assert int(bits(scaled.global_scale)) == expected.global_scale
     if expected.zero_point is not None:
-        np.testing.assert_array_equal(scaled.zero_point, expected.zero_point)
+        np.testing.assert_array_equal(bits(scaled.zero_point), expected.zero_point)
 
 
 def assert_decoded(scaled: breccia.ScaledTensor, expected: oracle.Written) -> None:
@@ -131,7 +131,8 @@ def every_decodable(recipe: breccia.ScalingRecipe) -> breccia.ScaledTensor:
     rows = np.resize(codes, (len(scales), -(-len(codes) // k) * k))
     data = reference.pack(NUMPY, rows, fmt.element)
     stored = np.repeat(scales[:, None], rows.shape[1] // k, axis=1)
-    zero = np.resize(np.arange(16, dtype=np.uint8), stored.shape) if fmt.offset == "zero_point" else None
+    offsets = {"none": None, "zero_point": np.arange(16, dtype=np.uint8), "bias": scales[::-1]}
+    zero = None if offsets[fmt.offset] is None else np.resize(offsets[fmt.offset], stored.shape)
     coarse = np.float32(0.0173) if fmt.global_scale is not None else None
     return breccia.from_buffer(data, stored, recipe, recipe.layout, zero, coarse, shape=rows.shape)
 
@@ -144,7 +145,7 @@ def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: b
         unpacked(fmt.element, scaled.data, scaled.shape[-1]),
         bits(scaled.scale),
         None if scaled.global_scale is None else int(bits(np.asarray(scaled.global_scale))),
-        scaled.zero_point,
+        None if scaled.zero_point is None else bits(scaled.zero_point),
     )
     assert_decoded(scaled, written)
 

@@ -18,6 +18,7 @@ from .api import recipe as recipe
 from .api import requantize as requantize
 from .codecs import Codec as Codec
 from .codecs import Integer as Integer
+from .codecs import Lookup as Lookup
 from .codecs import Minifloat as Minifloat
 from .codecs import PowerOfTwo as PowerOfTwo
 from .dispatch import Explanation as Explanation
@@ -51,8 +52,13 @@ from .layouts import PerTensor as PerTensor
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling
+from .recipes import Float8RowScaling as Float8RowScaling
 from .recipes import INT4Scaling as INT4Scaling
+from .recipes import INT8Scaling as INT8Scaling
+from .recipes import MXFP4BlockScaling as MXFP4BlockScaling
+from .recipes import MXFP6BlockScaling as MXFP6BlockScaling
 from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
+from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
 from .tensor import ScaledTensor as ScaledTensor

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .errors import RecipeError
@@ -242,36 +244,132 @@ class PowerOfTwo(Codec):
 
 @dataclass(frozen=True)
 class Integer(Codec):
-    """Two's complement if `signed`, else unsigned.
+    """Two's complement if `signed`, else unsigned; value code * 2^-`fraction_bits`.
 
     A signed codec holds `-2^(bits-1)` too; `max`, which scales are computed from, is the positive end.
     """
 
     signed: bool
+    fraction_bits: int = 0
 
     @property
     def max(self) -> float:
-        return float(self.high)
+        return math.ldexp(self.high, -self.fraction_bits)
 
     @property
     def high(self) -> int:
+        """Largest code as a number."""
         return 2 ** (self.bits - self.signed) - 1
 
     @property
     def low(self) -> int:
+        """Smallest code as a number."""
         return -(self.high + 1) if self.signed else 0
 
+    @property
+    def mantissa_bits(self) -> int:
+        """Bits behind the leading one of the largest value."""
+        return self.high.bit_length() - 1
+
     def value(self, code: int) -> float:
-        return float(code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code)
+        whole = code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code
+        return math.ldexp(whole, -self.fraction_bits)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None, zero_point: Any = 0) -> Array:
         """As `Codec.encode`; `zero_point` (FP32 whole numbers) is added to the rounded number."""
-        y = ops.minimum(ops.maximum(y, self.low - zero_point), self.high - zero_point)
-        u = ops.bits(y)
+        least, most = (math.ldexp(end, -self.fraction_bits) for end in (self.low, self.high))
+        y = ops.minimum(ops.maximum(y, least - zero_point), most - zero_point)
+        u = ops.bits(y * 2.0**self.fraction_bits if self.fraction_bits else y)
         magnitude = u & MAGNITUDE
         whole = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
         signed = ops.where(u < 0, -whole, whole) + ops.whole(zero_point)
         return signed & ((1 << self.bits) - 1)
+
+
+@dataclass(frozen=True)
+class Lookup(Codec):
+    """Code c stands for `values[c]`: 2^bits distinct FP32 numbers in any order, of at most 8 bits.
+
+    Raises RecipeError for a table of another form.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        fits = 1 <= self.bits <= 8 and len(set(self.values)) == len(self.values) == 1 << self.bits
+        if not fits or not all(math.isfinite(v) and f32(v) == v for v in self.values):
+            raise RecipeError(
+                f"codec {self.name!r}: values must be {1 << self.bits} distinct finite FP32 numbers for {self.bits} bits; got "
+                f"{len(self.values)}: {self.values!r}",
+                values=self.values,
+            )
+
+    @property
+    def max(self) -> float:
+        return max(self.values)
+
+    def value(self, code: int) -> float:
+        return self.values[code]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Codes by ascending value."""
+        return tuple(sorted(range(len(self.values)), key=self.values.__getitem__))
+
+    @cached_property
+    def thresholds(self) -> tuple[int, ...]:
+        """FP32 bits, by place in `order`: the smallest number nearest to the value there (that of place 0 is unused)."""
+        found = [0]
+        for low, high in pairwise(self.order):
+            middle = (Fraction(self.values[low]) + Fraction(self.values[high])) / 2
+            t = f32(float(middle))
+            tie_goes_down = high % 2 == 1 or low % 2 == 0
+            while Fraction(t) < middle or (Fraction(t) == middle and tie_goes_down):
+                t = _next_f32(t)
+            found.append(_f32_bits(t))
+        return tuple(found)
+
+    def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
+        """As `Codec.encode`. A tie between two even or two odd codes goes to the smaller value.
+
+        Stochastic: f of the numerics contract, section 5.5, is fl(fl(y - low) / fl(high - low)), from the smaller value up.
+        """
+        if word is None:
+            return self._codes(ops, self._place(ops, y, self.thresholds))
+        ascending = [self.values[code] for code in self.order]
+        values = tuple(map(_f32_bits, ascending))
+        y = ops.minimum(ops.maximum(y, ascending[0]), ascending[-1])
+        place = self._place(ops, y, values)
+        low, high = (ops.unbits(ops.take(values, ops.minimum(p, len(values) - 1))) for p in (place, place + 1))
+        f = ops.div(y - low, ops.where(low < high, high - low, 1.0))
+        up = ops.whole(ops.minimum(f, 1.0) * 2.0**30) + ((word >> 2) & 0x3FFFFFFF) >= 1 << 30
+        return self._codes(ops, ops.where(up, place + 1, place))
+
+    def _place(self, ops: Ops, y: Array, starts: tuple[int, ...]) -> Array:
+        """Largest place whose start is <= y, by bisection; 0 where none is."""
+        place = ops.bits(y) * 0
+        for bit in reversed(range(self.bits)):
+            there = place + (1 << bit)
+            place = ops.where(y >= ops.unbits(ops.take(starts, there)), there, place)
+        return place
+
+    def _codes(self, ops: Ops, place: Array) -> Array:
+        return place if self.order == tuple(range(len(self.order))) else ops.take(self.order, place)
+
+
+def f32(value: float) -> float:
+    """The FP32 number nearest to `value`."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def _next_f32(value: float) -> float:
+    """The FP32 number just above the finite FP32 number `value`."""
+    u = struct.unpack("<i", struct.pack("<f", value))[0]
+    if value == 0:
+        u = 1
+    else:
+        u += 1 if value > 0 else -1
+    return struct.unpack("<f", struct.pack("<i", u))[0]
 
 
 def _f32_bits(value: float) -> int:
@@ -303,9 +401,38 @@ _IEEE = "IEEE 754-2019"
 E4M3 = Minifloat("E4M3", 8, "float8_e4m3fn", f"{_OCP8}, section 5", 4, 3, 7, 448.0, nan=0x7F)
 E5M2 = Minifloat("E5M2", 8, "float8_e5m2", f"{_OCP8}, section 5", 5, 2, 15, 57344.0, nan=0x7F, inf=0x7C)
 E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 2, 1, 1, 6.0)
+E2M3 = Minifloat("E2M3", 6, None, f"{_MX}, section 5.3.2", 2, 3, 1, 7.5)
+E3M2 = Minifloat("E3M2", 6, None, f"{_MX}, section 5.3.2", 3, 2, 3, 28.0)
 E8M0 = PowerOfTwo("E8M0", 8, "float8_e8m0fnu", f"{_MX}, section 5.4.1", 127, nan=255)
 INT4 = Integer("INT4", 4, None, "two's complement", True)
 UINT4 = Integer("UINT4", 4, None, "unsigned binary", False)
+INT8 = Integer("INT8", 8, "int8", "two's complement", True)
+UINT8 = Integer("UINT8", 8, None, "unsigned binary", False)
+MXINT8 = Integer("MXINT8", 8, "int8", f"{_MX}, section 5.3.4", True, fraction_bits=6)
+NF4 = Lookup(
+    "NF4",
+    4,
+    None,
+    "QLoRA (arXiv:2305.14314), appendix E",
+    (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+)
 F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 5, 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
 BF16 = Minifloat(
     "BF16",
@@ -334,4 +461,4 @@ F32 = Minifloat(
     scale_min=2.0**-126,
 )
 
-CODECS: tuple[Codec, ...] = (E4M3, E5M2, E2M1, E8M0, INT4, UINT4, F32, F16, BF16)
+CODECS: tuple[Codec, ...] = (E4M3, E5M2, E2M1, E2M3, E3M2, E8M0, INT4, UINT4, INT8, UINT8, MXINT8, NF4, F32, F16, BF16)

@@ -5,10 +5,16 @@ A format says nothing about how its scales were chosen: that is the recipe's par
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from .codecs import Codec, Integer
 from .errors import RecipeError
+
+#: Version of docs/spec/numerics.md, part of every fingerprint.
+NUMERICS = 1
 
 SENSES = ("multiplier", "divisor", "amax")
 OFFSETS = ("none", "zero_point", "bias")
@@ -61,9 +67,9 @@ class Format:
             )
         if self.offset not in OFFSETS:
             raise RecipeError(f"offset is one of {', '.join(OFFSETS)}; got {self.offset!r}.", offset=self.offset)
-        if self.offset == "zero_point" and not isinstance(self.element, Integer):
+        if self.offset == "zero_point" and not (isinstance(self.element, Integer) and self.element.fraction_bits == 0):
             raise RecipeError(
-                f"a zero-point shifts integer codes; the element codec here is {self.element.name}.",
+                f"a zero-point shifts whole numbers; the element codec here is {self.element.name}.",
                 element=self.element.name,
             )
 
@@ -83,3 +89,28 @@ class Format:
         for finer in self.levels[self.levels.index(level) + 1 :]:
             cap *= finer.codec.max
         return cap
+
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, of what decides how bytes decode, whoever wrote them.
+
+        Hashed is the canonical JSON (sorted keys, no spaces) of the numerics version; the element's bits and the FP32 bit
+        pattern of each of its codes; per level its codec, block and sense; and the offset.
+        """
+        return sha256(
+            {
+                "numerics": NUMERICS,
+                "element": _decoding(self.element),
+                "levels": [[_decoding(level.codec), list(level.block), level.sense] for level in self.levels],
+                "offset": self.offset,
+            }
+        )
+
+
+def _decoding(codec: Codec) -> dict[str, Any]:
+    """What says how codes of `codec` decode, in JSON."""
+    return {"bits": codec.bits, "table": list(codec.table)} if codec.bits <= 8 else {"bits": codec.bits, "name": codec.name}
+
+
+def sha256(facts: dict[str, Any]) -> str:
+    """Hexadecimal SHA-256 of the canonical JSON of `facts`: sorted keys, no spaces, ASCII."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

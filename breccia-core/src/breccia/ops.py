@@ -37,7 +37,7 @@ class Ops(Protocol):
 
     def storage(self, codec: Codec) -> str:
         """Name of the dtype that codes of `codec` are stored in."""
-        if codec.bits < 8 or codec.dtype is None or (codec.bits == 8 and not self.native_float8):
+        if codec.bits < 8 or codec.dtype is None or (codec.dtype.startswith("float8") and not self.native_float8):
             return "uint8"
         return self.bfloat16 if codec.dtype == "bfloat16" else codec.dtype
 

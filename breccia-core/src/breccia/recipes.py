@@ -6,19 +6,24 @@ framework then casts, decodes and multiplies it, and the conformance kit tests i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, UINT4, Codec
+from .codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, UINT4, UINT8, Codec
 from .declared import Declared, check_positive, check_type
 from .errors import RecipeError, UnsupportedError
-from .formats import TENSOR, Format, Level
+from .formats import NUMERICS, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
-from .rules import EVEN, FLOOR, LINEAR, RCEIL, Linear, Rule
+from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
 
 _FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}
+_FP6: dict[str, Codec] = {"E2M3": E2M3, "E3M2": E3M2}
 _SCALE_FLOATS: dict[str, Codec] = {"fp16": F16, "bf16": BF16, "fp32": F32}
+_FP8_RULES: dict[str, Any] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, TE)}
+_INTEGER_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, HALF_RANGE)}
 _E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)}
 
 
@@ -54,6 +59,20 @@ class ScalingRecipe(Declared):
         """The scale rule of each level of `format`, coarse to fine."""
         return (LINEAR,) * len(self.format.levels)
 
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, of what decides the bytes a cast writes.
+
+        Recipes of equal fingerprint write equal bytes from equal (x, scale, seed) on every backend and in every release. Hashed
+        is the canonical JSON (sorted keys, no spaces) of the numerics version, the recipe's name, and those fields that are not
+        at their default and affect bytes.
+        """
+        fields = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+            if f.metadata.get("affects_bytes", True) and getattr(self, f.name) != f.default
+        }
+        return sha256({"numerics": NUMERICS, "recipe": self.name, "fields": fields})
+
 
 def check_recipe(recipe: object) -> None:
     """Raise UnsupportedError unless `recipe` is a recipe; a class, the commonest slip, is named."""
@@ -63,9 +82,10 @@ def check_recipe(recipe: object) -> None:
         raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found}{hint}")
 
 
-def _check_fp8_format(fp8_format: str) -> None:
-    if not isinstance(fp8_format, str) or fp8_format not in _FP8:
-        raise RecipeError(f"fp8_format must be 'E4M3' or 'E5M2', got {fp8_format!r}", fp8_format=fp8_format)
+def _check_one_of(field: str, value: object, allowed: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
+        raise RecipeError(f"{field} must be {named}, got {value!r}", **{field: value})
 
 
 def _check_fixed(recipe: str, field: str, value: object, fixed: object, by: str = "") -> None:
@@ -73,22 +93,131 @@ def _check_fixed(recipe: str, field: str, value: object, fixed: object, by: str 
         raise RecipeError(f"{recipe} {field} is fixed at {fixed!r}{by}, got {value!r}", **{field: value})
 
 
+def _fp8_rule(scale_rule: str, power_of_two_scale: bool) -> Rule:
+    """The rule of FP8 recipes with FP32 scales, which may be powers of two under "linear" and "te"."""
+    if not power_of_two_scale:
+        return _FP8_RULES[scale_rule]
+    return Inverse(TE.name, power_of_two=True) if scale_rule == TE.name else RCEIL
+
+
+class _FP8Blocks(ScalingRecipe):
+    """What FP8 recipes with FP32 scales per block share."""
+
+    fp8_format: str
+    power_of_two_scale: bool
+    scale_rule: str
+
+    def __post_init__(self) -> None:
+        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        check_type(type(self).__name__, "power_of_two_scale", self.power_of_two_scale, bool)
+        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
+        if self.power_of_two_scale and self.scale_rule not in (LINEAR.name, TE.name):
+            raise RecipeError(
+                f"power_of_two_scale=True goes with scale_rule='linear' or 'te', got {self.scale_rule!r}",
+                scale_rule=self.scale_rule,
+            )
+
+    @property
+    def block(self) -> Block:
+        raise RecipeError(f"recipe {type(self).__name__} declares no block")
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(_FP8[self.fp8_format], (Level(F32, self.block),))
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return (_fp8_rule(self.scale_rule, self.power_of_two_scale),)
+
+
+class _MX(ScalingRecipe):
+    """What the OCP MX recipes share: `block_size` elements along K share an E8M0 scale."""
+
+    block_size: int
+    scale_rule: str
+
+    def __post_init__(self) -> None:
+        _check_fixed(type(self).__name__.removesuffix("BlockScaling"), "block_size", self.block_size, 32, " by the OCP MX spec")
+        _check_one_of("scale_rule", self.scale_rule, _E8M0_RULES)
+
+    @property
+    def element(self) -> Codec:
+        raise RecipeError(f"recipe {type(self).__name__} declares no element codec")
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(self.element, (Level(E8M0, (1, self.block_size)),))
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return (_E8M0_RULES[self.scale_rule],)
+
+
+class _Integers(ScalingRecipe):
+    """What the integer recipes share: a float scale per `group_size` elements along K, None for whole rows."""
+
+    group_size: Any  # int, or None where the recipe has whole rows
+    signed: bool
+    scale_dtype: str
+    symmetric: bool
+    scale_rule: str
+    offset: str
+    #: The (unsigned, signed) element codecs.
+    codecs: ClassVar[tuple[Codec, Codec]]
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_type(owner, "signed", self.signed, bool)
+        check_type(owner, "symmetric", self.symmetric, bool)
+        _check_one_of("scale_dtype", self.scale_dtype, _SCALE_FLOATS)
+        _check_one_of("scale_rule", self.scale_rule, _INTEGER_RULES)
+        _check_one_of("offset", self.offset, ("zero_point", "bias"))
+        width = f"INT{self.codecs[0].bits}"
+        if not self.symmetric and self.signed:
+            raise RecipeError(
+                f"asymmetric {width} (symmetric=False) requires signed=False: the zero-point moves an unsigned "
+                f"0..{self.codecs[0].max:g} range onto the values; got signed=True",
+                signed=True,
+                symmetric=False,
+            )
+        if self.symmetric and self.offset != "zero_point":
+            raise RecipeError(f"offset={self.offset!r} goes with symmetric=False; symmetric {width} has no offset")
+        if self.scale_rule == HALF_RANGE.name and not self.signed:
+            raise RecipeError("scale_rule='half_range' is for signed codes; got signed=False", scale_rule=self.scale_rule)
+
+    @cached_property
+    def format(self) -> Format:
+        level = Level(_SCALE_FLOATS[self.scale_dtype], (1, self.group_size))
+        return Format(self.codecs[self.signed], (level,), "none" if self.symmetric else self.offset)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return PerChannel() if self.group_size is None else PerBlockK(self.group_size)
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return (_INTEGER_RULES[self.scale_rule],)
+
+
 @dataclass(frozen=True)
 class DelayedScaling(ScalingRecipe):
     """Per-tensor FP8 whose scale is meant to come from a history of amax values.
 
     The history is a policy outside the recipe: `breccia.AmaxHistory` chooses a scale, `cast(x, recipe, scale=...)`
-    takes it. Without `scale=`, the current amax is used. `margin` multiplies the scale by 2^margin.
+    takes it. Without `scale=`, the current amax is used. `margin` multiplies the scale by 2^margin. `scale_rule` is that of
+    `Float8CurrentScaling`.
     """
 
     name: ClassVar[str] = "delayed"
     source: ClassVar[str] = "TransformerEngine 2.x, common.recipe.DelayedScaling"
     fp8_format: str = "E4M3"
-    amax_history_len: int = 16
+    amax_history_len: int = field(default=16, metadata={"affects_bytes": False})
     margin: int = 0
+    scale_rule: str = "linear"
 
     def __post_init__(self) -> None:
-        _check_fp8_format(self.fp8_format)
+        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
         check_type("DelayedScaling", "amax_history_len", self.amax_history_len, int)
         check_type("DelayedScaling", "margin", self.margin, int)
         if not -126 <= self.margin <= 126:
@@ -104,31 +233,58 @@ class DelayedScaling(ScalingRecipe):
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        return (Linear("linear", self.margin),)
+        return (replace(_FP8_RULES[self.scale_rule], margin=self.margin),)
 
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(ScalingRecipe):
-    """Per-tensor FP8, scaled by the tensor's own amax."""
+    """Per-tensor FP8, scaled by the tensor's own amax.
+
+    `scale_rule`: "linear" (default), "recip", "divide", "te"; see `breccia.rules`.
+    """
 
     name: ClassVar[str] = "current"
     source: ClassVar[str] = "TransformerEngine 2.x, common.recipe.Float8CurrentScaling"
     fp8_format: str = "E4M3"
+    scale_rule: str = "linear"
 
     def __post_init__(self) -> None:
-        _check_fp8_format(self.fp8_format)
+        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
 
     @cached_property
     def format(self) -> Format:
         return Format(_FP8[self.fp8_format], (Level(F32, TENSOR),))
 
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return (_FP8_RULES[self.scale_rule],)
+
 
 @dataclass(frozen=True)
-class Float8BlockScaling(ScalingRecipe):
+class Float8RowScaling(_FP8Blocks):
+    """FP8 with one FP32 scale per row along K: per token for activations, per output channel for weights.
+
+    `power_of_two_scale` and `scale_rule` are those of `Float8BlockScaling`.
+    """
+
+    name: ClassVar[str] = "row"
+    source: ClassVar[str] = "torchao 0.18, float8 rowwise scaling (PerRow)"
+    fp8_format: str = "E4M3"
+    power_of_two_scale: bool = False
+    scale_rule: str = "linear"
+
+    @property
+    def block(self) -> Block:
+        return (1, None)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(_FP8Blocks):
     """FP8 with an FP32 scale per `block_k` elements along K, or per `block_m` x `block_k` tile.
 
     `block_m=1` is the activation form, `block_m=128` the weight form of DeepSeek-V3. `power_of_two_scale` rounds each
-    scale up to a power of two.
+    scale up to a power of two. `scale_rule`: "linear" (default), "recip", "divide", "te"; see `breccia.rules`.
     """
 
     name: ClassVar[str] = "block"
@@ -137,28 +293,24 @@ class Float8BlockScaling(ScalingRecipe):
     block_k: int = 128
     block_m: int = 1
     power_of_two_scale: bool = False
+    scale_rule: str = "linear"
 
     def __post_init__(self) -> None:
-        _check_fp8_format(self.fp8_format)
+        super().__post_init__()
         check_positive("Float8BlockScaling", "block_k", self.block_k)
         check_positive("Float8BlockScaling", "block_m", self.block_m)
-        check_type("Float8BlockScaling", "power_of_two_scale", self.power_of_two_scale, bool)
 
-    @cached_property
-    def format(self) -> Format:
-        return Format(_FP8[self.fp8_format], (Level(F32, (self.block_m, self.block_k)),))
+    @property
+    def block(self) -> Block:
+        return (self.block_m, self.block_k)
 
     @cached_property
     def layout(self) -> Layout:
         return PerBlockK(self.block_k) if self.block_m == 1 else PerBlockMN(self.block_m, self.block_k)
 
-    @cached_property
-    def rules(self) -> tuple[Rule, ...]:
-        return (RCEIL if self.power_of_two_scale else LINEAR,)
-
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(ScalingRecipe):
+class MXFP8BlockScaling(_MX):
     """OCP MXFP8: 32 elements along K share an E8M0 scale.
 
     `scale_rule`: "rceil" (default), "floor" (the OCP text), "even"; see `breccia.rules.Exponent`.
@@ -171,21 +323,66 @@ class MXFP8BlockScaling(ScalingRecipe):
     scale_rule: str = "rceil"
 
     def __post_init__(self) -> None:
-        _check_fp8_format(self.fp8_format)
-        _check_fixed("MXFP8", "block_size", self.block_size, 32, " by the OCP MX spec")
-        if not isinstance(self.scale_rule, str) or self.scale_rule not in _E8M0_RULES:
-            raise RecipeError(
-                f"scale_rule must be one of {', '.join(_E8M0_RULES)}; got {self.scale_rule!r}",
-                scale_rule=self.scale_rule,
-            )
+        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        super().__post_init__()
 
-    @cached_property
-    def format(self) -> Format:
-        return Format(_FP8[self.fp8_format], (Level(E8M0, (1, self.block_size)),))
+    @property
+    def element(self) -> Codec:
+        return _FP8[self.fp8_format]
 
-    @cached_property
-    def rules(self) -> tuple[Rule, ...]:
-        return (_E8M0_RULES[self.scale_rule],)
+
+@dataclass(frozen=True)
+class MXFP6BlockScaling(_MX):
+    """OCP MXFP6: 32 elements of 6 bits along K, four in three bytes, share an E8M0 scale.
+
+    `fp6_format`: "E2M3" (default: finer steps) or "E3M2" (wider range). `scale_rule` is that of `MXFP8BlockScaling`.
+    """
+
+    name: ClassVar[str] = "mxfp6"
+    source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
+    fp6_format: str = "E2M3"
+    block_size: int = 32
+    scale_rule: str = "rceil"
+
+    def __post_init__(self) -> None:
+        _check_one_of("fp6_format", self.fp6_format, _FP6)
+        super().__post_init__()
+
+    @property
+    def element(self) -> Codec:
+        return _FP6[self.fp6_format]
+
+
+@dataclass(frozen=True)
+class MXFP4BlockScaling(_MX):
+    """OCP MXFP4: 32 E2M1 elements along K share an E8M0 scale. `scale_rule` is that of `MXFP8BlockScaling`."""
+
+    name: ClassVar[str] = "mxfp4"
+    source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
+    block_size: int = 32
+    scale_rule: str = "rceil"
+
+    @property
+    def element(self) -> Codec:
+        return E2M1
+
+
+@dataclass(frozen=True)
+class MXINT8BlockScaling(_MX):
+    """OCP MXINT8: 32 two's complement fixed-point elements (1.6 bits, up to 1.984375) along K share an E8M0 scale.
+
+    `scale_rule` is that of `MXFP8BlockScaling`. Code -128, which the specification leaves open, is written for what
+    saturates below under "floor" and "even".
+    """
+
+    name: ClassVar[str] = "mxint8"
+    source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
+    block_size: int = 32
+    scale_rule: str = "rceil"
+
+    @property
+    def element(self) -> Codec:
+        return MXINT8
 
 
 @dataclass(frozen=True)
@@ -216,52 +413,65 @@ class NVFP4BlockScaling(ScalingRecipe):
 
 
 @dataclass(frozen=True)
-class INT4Scaling(ScalingRecipe):
+class INT4Scaling(_Integers):
     """4-bit integers, a float scale per `group_size` elements along K (the GPTQ and AWQ family).
 
     Symmetric: `x = scale * code`, codes -8..7 if `signed`, else 0..15 (negative input saturates at 0).
-    Asymmetric (`symmetric=False, signed=False`): `x = scale * (code - zero_point)`, codes and zero-points 0..15.
+    Asymmetric (`symmetric=False, signed=False`): codes 0..15, and by `offset`
+        "zero_point": `x = scale * (code - zero_point)`, zero-points 0..15, zero exactly representable;
+        "bias": `x = scale * code + bias`, a float bias stored like the scale (MLX's affine mode, GGUF Q4_1).
+    `scale_rule`: "linear" (default: amax / 7), "recip", "divide", "half_range" (amax / 7.5); see `breccia.rules`.
     """
 
     name: ClassVar[str] = "int4"
     source: ClassVar[str] = "GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978)"
+    codecs: ClassVar[tuple[Codec, Codec]] = (UINT4, INT4)
     group_size: int = 128
     signed: bool = True
     scale_dtype: str = "fp16"
     symmetric: bool = True
+    scale_rule: str = "linear"
+    offset: str = "zero_point"
 
     def __post_init__(self) -> None:
         check_positive("INT4Scaling", "group_size", self.group_size)
-        check_type("INT4Scaling", "signed", self.signed, bool)
-        check_type("INT4Scaling", "symmetric", self.symmetric, bool)
-        if not isinstance(self.scale_dtype, str) or self.scale_dtype not in _SCALE_FLOATS:
-            raise RecipeError(
-                f"scale_dtype must be one of 'fp16', 'bf16', 'fp32', got {self.scale_dtype!r}",
-                scale_dtype=self.scale_dtype,
-            )
-        if not self.symmetric and self.signed:
-            raise RecipeError(
-                "asymmetric INT4 (symmetric=False) requires signed=False: the zero-point moves an unsigned 0..15 range "
-                "onto the values; got signed=True",
-                signed=True,
-                symmetric=False,
-            )
+        super().__post_init__()
 
-    @cached_property
-    def format(self) -> Format:
-        level = Level(_SCALE_FLOATS[self.scale_dtype], (1, self.group_size))
-        return Format(INT4 if self.signed else UINT4, (level,), "none" if self.symmetric else "zero_point")
 
-    @cached_property
-    def layout(self) -> Layout:
-        return PerBlockK(self.group_size)
+@dataclass(frozen=True)
+class INT8Scaling(_Integers):
+    """8-bit integers, a float scale per row along K, or per `group_size` elements of it.
+
+    Per row (`group_size=None`) is per output channel for weights, per token for activations. Otherwise as `INT4Scaling`, with
+    codes and zero-points -128..127 or 0..255.
+    """
+
+    name: ClassVar[str] = "int8"
+    source: ClassVar[str] = "LLM.int8() (arXiv:2208.07339), SmoothQuant (arXiv:2211.10438)"
+    codecs: ClassVar[tuple[Codec, Codec]] = (UINT8, INT8)
+    group_size: int | None = None
+    signed: bool = True
+    scale_dtype: str = "fp32"
+    symmetric: bool = True
+    scale_rule: str = "linear"
+    offset: str = "zero_point"
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None:
+            check_positive("INT8Scaling", "group_size", self.group_size)
+        super().__post_init__()
 
 
 RECIPES: tuple[type[ScalingRecipe], ...] = (
     DelayedScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     Float8BlockScaling,
     MXFP8BlockScaling,
+    MXFP6BlockScaling,
+    MXFP4BlockScaling,
+    MXINT8BlockScaling,
     NVFP4BlockScaling,
     INT4Scaling,
+    INT8Scaling,
 )

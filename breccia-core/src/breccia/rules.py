@@ -5,11 +5,12 @@ A rule is a value named in a recipe, one per level. The arithmetic of each is in
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Minifloat
+from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Integer, Minifloat, f32
 from .errors import RecipeError
 
 if TYPE_CHECKING:
@@ -32,24 +33,105 @@ class Rule:
         """
         raise RecipeError(f"scale rule {self.name!r} does not say how to scale")
 
+    def scaled(
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, capacity: float
+    ) -> tuple[Array, Array]:
+        """(`x` in units of its scale, is the scale usable?): what codes are rounded from, 0 where the scale is not usable.
+
+        stored: the scales as written. statistic: what `scale` was given, or None where the caller supplied the scales.
+        """
+        return codec.divide(ops, x, stored, coarse)
+
 
 @dataclass(frozen=True)
 class Linear(Rule):
-    """amax / capacity * 2^margin, rounded into the level's codec."""
+    """amax / capacity * 2^margin, rounded into the level's codec. Codes are x times one reciprocal per scale."""
 
     margin: int = 0
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
-        if not isinstance(codec, Minifloat):
-            raise RecipeError(f"rule 'linear' writes float scales; {codec.name} holds powers of two: use 'rceil'.")
-        t = ops.div(statistic, capacity)
-        t = ops.where(ops.bits(t) <= MANTISSA, 0.0, t)  # below 2^-126: zero, on every backend
+        codec = self._floating(codec)
+        t = self._ratio(ops, statistic, element, capacity)
+        t = flushed(ops, t)
         if coarse is not None:
             t = saturated(ops, ops.div(t, coarse))
         if self.margin:
             t = saturated(ops, t * 2.0**self.margin)
         t = ops.minimum(ops.maximum(t, codec.scale_min), codec.scale_max)
         return codec.encode(ops, t)
+
+    def _ratio(self, ops: Ops, statistic: Array, element: Codec, capacity: float) -> Array:
+        return ops.div(statistic, capacity)
+
+    def _floating(self, codec: Codec) -> Minifloat:
+        if not isinstance(codec, Minifloat):
+            raise RecipeError(f"rule {self.name!r} writes float scales; {codec.name} holds powers of two: use 'rceil'.")
+        return codec
+
+
+@dataclass(frozen=True)
+class Reciprocal(Linear):
+    """`Linear` with amax * fl(1 / capacity): how a compiler that rewrites divisions by constants computes it."""
+
+    def _ratio(self, ops: Ops, statistic: Array, element: Codec, capacity: float) -> Array:
+        return statistic * f32(1.0 / capacity)
+
+
+@dataclass(frozen=True)
+class HalfRange(Linear):
+    """`Linear` over half the width of a signed integer codec's range, 7.5 for INT4: amax / ((high - low) / 2)."""
+
+    def _ratio(self, ops: Ops, statistic: Array, element: Codec, capacity: float) -> Array:
+        if not isinstance(element, Integer) or not element.signed:
+            raise RecipeError(f"rule {self.name!r} is for signed integer elements; {element.name} is none.")
+        return ops.div(statistic, math.ldexp(element.high - element.low, -1 - element.fraction_bits))
+
+
+@dataclass(frozen=True)
+class Divide(Linear):
+    """`Linear`, with codes from x / scale: one division per element."""
+
+    def scaled(
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, capacity: float
+    ) -> tuple[Array, Array]:
+        scale = codec.read(ops, stored)
+        if coarse is not None:
+            scale = scale * coarse
+        usable = normal(scale)
+        return ops.where(usable, ops.div(x, ops.where(usable, scale, 1.0)), 0.0), usable
+
+
+@dataclass(frozen=True)
+class Inverse(Linear):
+    """The order of TransformerEngine 2.x: multiplier = capacity / amax, codes from x * multiplier, scale = 1 / multiplier.
+
+    The multiplier is clamped to 2^-126 .. 2^126, and its mantissa cut off under `power_of_two`.
+    """
+
+    power_of_two: bool = False
+
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+        if coarse is not None:
+            raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
+        codec = self._floating(codec)
+        return codec.encode(ops, ops.div(1.0, self._multiplier(ops, statistic, capacity)))
+
+    def scaled(
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, capacity: float
+    ) -> tuple[Array, Array]:
+        if statistic is None:
+            return super().scaled(ops, x, stored, codec, coarse, statistic, capacity)
+        usable = normal(codec.read(ops, stored))
+        multiplier = ops.where(statistic == 0, 1.0, self._multiplier(ops, statistic, capacity))
+        return ops.where(usable, x * multiplier, 0.0), usable
+
+    def _multiplier(self, ops: Ops, statistic: Array, capacity: float) -> Array:
+        m = ops.div(capacity, ops.where(statistic == 0, capacity, statistic))
+        m = ops.minimum(m, 2.0**126)
+        if self.margin:
+            m = m * 2.0**-self.margin
+        m = ops.minimum(ops.maximum(m, 2.0**-126), 2.0**126)
+        return ops.unbits(ops.bits(m) & F32_INF) if self.power_of_two else m
 
 
 @dataclass(frozen=True)
@@ -64,16 +146,24 @@ class Exponent(Rule):
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
         if coarse is not None:
             raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
-        a = ops.bits(statistic)
         cap = struct.unpack("<I", struct.pack("<f", capacity))[0]
-        if self.name == "even":
-            if not isinstance(element, Minifloat):
-                raise RecipeError(f"rule 'even' rounds to the element's mantissa bits; {element.name} has none.")
-            a = a + (1 << (22 - element.mantissa_bits))
-        n = (a >> 23) - (cap >> 23)
-        if self.name == "rceil":
-            n = ops.where((a & MANTISSA) > (cap & MANTISSA), n + 1, n)
-        return codec.encode_exponent(ops, n)
+        carry = self.carry(element, cap)
+        return codec.encode_exponent(ops, ((ops.bits(statistic) + carry) >> 23) - (cap >> 23))
+
+    def carry(self, element: Codec, capacity: int) -> int:
+        """What is added to amax's bits so that its exponent field is the rounded one. capacity: as FP32 bits."""
+        if self.name == "rceil":  # carries where amax's mantissa is the larger one
+            return MANTISSA - (capacity & MANTISSA)
+        if self.name == "floor":
+            return 0
+        if not isinstance(element, Minifloat | Integer):
+            raise RecipeError(f"rule 'even' rounds to the element's mantissa bits; {element.name} has none.")
+        return 1 << (22 - element.mantissa_bits)
+
+
+def normal(scale: Array) -> Array:
+    """Is an FP32 scale a positive normal number with a normal reciprocal?"""
+    return (scale >= 2.0**-126) & (scale <= 2.0**126)
 
 
 def saturated(ops: Ops, y: Array) -> Array:
@@ -83,9 +173,18 @@ def saturated(ops: Ops, y: Array) -> Array:
     return ops.unbits(ops.where(magnitude == F32_INF, (u & ~MAGNITUDE) | _F32_MAX, u))
 
 
+def flushed(ops: Ops, y: Array) -> Array:
+    """`y` with magnitudes below 2^-126 replaced by zero, as XLA does to results."""
+    return ops.where((ops.bits(y) & MAGNITUDE) <= MANTISSA, 0.0, y)
+
+
 LINEAR = Linear("linear")
+RECIP = Reciprocal("recip")
+HALF_RANGE = HalfRange("half_range")
+DIVIDE = Divide("divide")
+TE = Inverse("te")
 RCEIL = Exponent("rceil")
 FLOOR = Exponent("floor")
 EVEN = Exponent("even")
 
-RULES: tuple[Rule, ...] = (LINEAR, RCEIL, FLOOR, EVEN)
+RULES: tuple[Rule, ...] = (LINEAR, RECIP, HALF_RANGE, DIVIDE, TE, RCEIL, FLOOR, EVEN)

@@ -34,7 +34,7 @@ class ScaledTensor:
     data: codes. 8-bit codes one per item (uint8, or the framework's float8 dtype); 4-bit codes two to a uint8 along
         `axis`, the even index in the low nibble.
     scale: what codes are multiplied by; its shape follows from `layout`.
-    zero_point: whole numbers of `scale`'s shape, for recipes with one.
+    zero_point: whole numbers of `scale`'s shape, for recipes with one; the float biases of a format with offset "bias".
     global_scale: the coarse level's FP32 scale, shape () or a prefix of data.shape[:-2], for two-level recipes.
     axis: the contraction axis blocks run along, -1 or -2; stored negative.
     shape: the logical shape. Needed only where `data` ends in padding codes; derived otherwise.
@@ -171,7 +171,8 @@ class ScaledTensor:
         )
 
 
-_ZERO_POINTS = ("uint8", "int8", "int16", "int32", *FLOATS)
+#: Dtypes of `zero_point`, by the format's offset. BF16 biases may be bit patterns, as BF16 scales may.
+_ZERO_POINTS = {"zero_point": ("uint8", "int8", "int16", "int32", *FLOATS), "bias": (*FLOATS, "uint16")}
 #: The fields that hold arrays.
 PARTS = ("data", "scale", "zero_point", "global_scale")
 _FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
@@ -280,9 +281,10 @@ def _check_zero_point(st: ScaledTensor, fmt: Format) -> None:
     if (st.zero_point is not None) != (fmt.offset != "none"):
         state = "needs a zero_point" if st.zero_point is None else "has no zero_point"
         raise LayoutError(f"recipe {st.recipe!r} {state}; got {'none' if st.zero_point is None else 'one'}.")
-    if st.zero_point is not None and dtype_name(st.zero_point) not in _ZERO_POINTS:
+    if st.zero_point is not None and dtype_name(st.zero_point) not in _ZERO_POINTS[fmt.offset]:
+        what = "whole numbers" if fmt.offset == "zero_point" else "biases"
         raise UnsupportedError(
-            f"zero_point must be whole numbers as one of {', '.join(_ZERO_POINTS)}; got {dtype_name(st.zero_point)}.",
+            f"zero_point must be {what} as one of {', '.join(_ZERO_POINTS[fmt.offset])}; got {dtype_name(st.zero_point)}.",
             found=dtype_name(st.zero_point),
         )
     if st.zero_point is not None and tuple(st.zero_point.shape) != tuple(st.scale.shape):

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..codecs import F32_INF, MAGNITUDE, NORMAL, Codec, Integer
+from ..codecs import BF16, F32_INF, MAGNITUDE, NORMAL, Codec, Integer
 from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
@@ -22,7 +22,7 @@ from ..layouts import Layout, PerChannel, PerTensor, Shape
 from ..ops import Array, Ops
 from ..options import check_options
 from ..recipes import ScalingRecipe, check_recipe
-from ..rules import saturated
+from ..rules import flushed, saturated
 from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis, packing
 
 # ------------------------------------------------------------------------------------------------ geometry
@@ -149,8 +149,6 @@ def cast(
     ops = ops_of(x)
     axis = contraction_axis(axis, len(x.shape))
     fmt = recipe.format
-    if fmt.offset == "bias":
-        raise UnsupportedError(f"{type(recipe).__name__} describes data with a float bias, which casts do not write.")
     layout = fitted_layout(recipe, tuple(x.shape), axis)
     with ops.quiet():
         y = _k_last(ops, ops.f32(x), axis)
@@ -188,7 +186,7 @@ def _write(
     clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~MAGNITUDE)))
     words = None if words is None else tiles.split(words)
 
-    level, element = fmt.scale, fmt.element
+    level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
     coarse = global_scale = None
     if fmt.global_scale is not None:
         global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
@@ -196,30 +194,36 @@ def _write(
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
     faulty = amax >= F32_INF
-    low, high = _range(ops, clean, tiles) if fmt.offset == "zero_point" else (None, None)
+    low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
     if supplied is None:
-        statistic = ops.unbits(ops.where((amax >= NORMAL) & ~faulty, amax, 0))
-        if low is not None:
-            statistic = saturated(ops, high - low)
-        codes = recipe.rules[-1].scale(ops, statistic, level.codec, element, fmt.capacity(level), coarse)
+        codes = rule.scale(ops, statistic, level.codec, element, fmt.capacity(level), coarse)
         codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
     else:
-        codes = tiles.beside(level.codec.accept(ops, supplied))
+        codes, statistic = tiles.beside(level.codec.accept(ops, supplied)), None
     # Under a supplied scale NaN and Inf have codes of their own, if the element has any; else their block is marked.
     own_codes = supplied is not None and element.nan_code is not None
     if not own_codes:
         codes = ops.where(faulty, level.codec.need_nan(), codes)
-
     stored = ops.store(codes, ops.storage(level.codec))
-    scaled, usable = level.codec.divide(ops, clean, stored, coarse)
-    scaled, zero_point = saturated(ops, scaled), None
-    if low is not None:
+
+    def in_units_of_scale(x: Array) -> tuple[Array, Array]:
+        y, usable = rule.scaled(ops, x, stored, level.codec, coarse, statistic, fmt.capacity(level))
+        return saturated(ops, y), usable
+
+    zero_point = None
+    if fmt.offset == "zero_point":
         assert isinstance(element, Integer)  # Format sees to it
-        shift, _ = level.codec.divide(ops, -low, stored, coarse)
-        z = ops.where(usable, element.encode(ops, saturated(ops, shift)), 0)
-        written = ops.where(usable, element.encode(ops, scaled, words, element.decode(ops, z)), 0)
+        shift, usable = in_units_of_scale(-low)
+        z = ops.where(usable, element.encode(ops, shift), 0)
+        written = element.encode(ops, in_units_of_scale(clean)[0], words, element.decode(ops, z))
         zero_point = tiles.scale(ops.store(z, "uint8"))
+    elif fmt.offset == "bias":
+        bias = ops.store(level.codec.encode(ops, low), ops.storage(level.codec))
+        scaled, usable = in_units_of_scale(flushed(ops, saturated(ops, clean - level.codec.read(ops, bias))))
+        written = element.encode(ops, scaled, words)
+        zero_point = tiles.scale(ops.store(ops.where(usable, ops.load(bias), 0), ops.storage(level.codec)))
     else:
+        scaled, usable = in_units_of_scale(clean)
         if own_codes:
             scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), scaled)
         written = element.encode(ops, scaled, words)
@@ -240,12 +244,40 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     return whole.scale(ops.store(codes, ops.storage(level.codec)))
 
 
+def _statistic(ops: Ops, amax: Array, clean: Array, tiles: _Tiles, offset: str) -> tuple[Array, Array]:
+    """(low end, what the scale is computed from) of each block: amax, or the width of its range under an offset."""
+    if offset == "none":
+        statistic = ops.unbits(ops.where((amax >= NORMAL) & (amax < F32_INF), amax, 0))
+        return statistic, statistic
+    low, high = (_range if offset == "zero_point" else _extremes)(ops, clean, tiles)
+    return low, flushed(ops, saturated(ops, high - low))
+
+
 def _range(ops: Ops, clean: Array, tiles: _Tiles) -> tuple[Array, Array]:
     """(min(0, smallest), max(0, largest)) of each block, from the magnitudes of each sign."""
     u = ops.bits(clean)
     high = ops.unbits(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
     low = -ops.unbits(ops.amax(ops.where(u < 0, u & MAGNITUDE, 0), tiles.axes))
     return low, high
+
+
+def _extremes(ops: Ops, clean: Array, tiles: _Tiles) -> tuple[Array, Array]:
+    """(smallest, largest) of each block's real elements, without -0; both 0 for a block of none."""
+    u = ops.bits(clean)
+    magnitude = u & MAGNITUDE
+    real = tiles.split(ops.broadcast(ops.whole(ops.constant(1.0, clean)), tiles.shape)) != 0
+
+    def ends(here: Array) -> tuple[Array, Array, Array]:
+        """(is there any?, smallest magnitude, largest magnitude) of the elements `here` in each block."""
+        largest = ops.amax(ops.where(here, magnitude, 0), tiles.axes)
+        smallest = F32_INF - ops.amax(ops.where(here, F32_INF - magnitude, 0), tiles.axes)
+        return ops.amax(ops.where(here, 1, 0), tiles.axes) > 0, ops.unbits(smallest), ops.unbits(largest)
+
+    negative = (u < 0) & (magnitude > 0)
+    below, nearest, farthest = ends(real & negative)
+    above, lowest, highest = ends(real & ~negative)
+    low = ops.where(below, -farthest, ops.where(above, lowest, 0.0))
+    return low, ops.where(above, highest, ops.where(below, -nearest, 0.0))
 
 
 def _check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
@@ -336,7 +368,8 @@ def _assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
     if not isinstance(out, ScaledTensor):
         raise UnsupportedError(f"out= must be a ScaledTensor, got {type(out).__name__}; allocate it with the same call once.")
     parts = [(part, getattr(out, part), getattr(written, part)) for part in PARTS]
-    fits = (out.recipe, out.axis, out.shape) == (written.recipe, written.axis, written.shape) and all(
+    there, here = ((st.recipe, st.layout, st.axis, st.shape) for st in (out, written))
+    fits = there == here and all(
         (a is None) == (b is None) and (b is None or (tuple(a.shape), dtype_name(a)) == (tuple(b.shape), dtype_name(b)))
         for _, a, b in parts
     )
@@ -365,12 +398,14 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
         v = fmt.element.decode(ops, tiles.split(codes))
         scale = tiles.beside(_scale_k_last(ops, st.scale, tiles, axis))
         if fmt.offset == "zero_point":
-            v = v - tiles.beside(_whole_numbers(ops, _scale_k_last(ops, st.zero_point, tiles, axis)))
+            v = v - tiles.beside(_offsets(ops, _scale_k_last(ops, st.zero_point, tiles, axis)))
         v = _apply(ops, v, scale, fmt, fmt.scale)
         if fmt.global_scale is not None:
             v = _apply(ops, v, tiles.coarse(st.global_scale), fmt, fmt.global_scale)
         if fmt.offset == "bias":
-            v = v + tiles.beside(ops.f32(_scale_k_last(ops, st.zero_point, tiles, axis)))
+            bias = tiles.beside(_offsets(ops, _scale_k_last(ops, st.zero_point, tiles, axis)))
+            # Flushed, a subnormal product adds alike on every backend; and no compiler fuses the product into the sum.
+            v = flushed(ops, v) + flushed(ops, bias)
         v = _k_last(ops, tiles.join(v), axis)
         return _result(ops, v, name, out)
 
@@ -385,11 +420,11 @@ def _scale_k_last(ops: Ops, scale: Array, tiles: _Tiles, axis: int) -> Array:
     return _k_last(ops, scale, axis)
 
 
-def _whole_numbers(ops: Ops, zero_point: Array) -> Array:
-    """Zero-points of any dtype as FP32."""
-    if dtype_name(zero_point) in FLOATS:
-        return ops.f32(zero_point)
-    return ops.number(zero_point)
+def _offsets(ops: Ops, zero_point: Array) -> Array:
+    """Zero-points or biases of any dtype as FP32."""
+    if ops.is_bit_pattern(zero_point):
+        return BF16.read(ops, zero_point)
+    return ops.f32(zero_point) if dtype_name(zero_point) in FLOATS else ops.number(zero_point)
 
 
 def _apply(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from ..codecs import F32, Codec, Integer, Minifloat, PowerOfTwo
+from ..codecs import F32, Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from ..formats import Format, Level
 from ..recipes import ScalingRecipe
-from ..rules import Exponent, Linear, Rule
+from ..rules import Divide, Exponent, HalfRange, Inverse, Linear, Reciprocal, Rule
 
 MIN_NORMAL = Fraction(2) ** -126
 FLT_MAX = (2 - Fraction(2) ** -23) * Fraction(2) ** 127
@@ -66,7 +66,10 @@ def f32_bits(value: float) -> int:
 def decode(codec: Codec, code: int) -> float:
     """The exact value of `code` (a float64 holds every value of every codec), NaN, ±inf or -0.0."""
     if isinstance(codec, Integer):
-        return float(code - (1 << codec.bits) if codec.signed and code >> (codec.bits - 1) else code)
+        whole = code - (1 << codec.bits) if codec.signed and code >> (codec.bits - 1) else code
+        return whole / 2**codec.fraction_bits
+    if isinstance(codec, Lookup):
+        return codec.values[code]
     if isinstance(codec, PowerOfTwo):
         return math.nan if code == codec.nan else 2.0 ** (code - codec.bias)
     assert isinstance(codec, Minifloat), codec
@@ -134,12 +137,16 @@ def _choose(codec: Codec, low: Fraction, high: Fraction, q: Fraction, word: int 
         return low
     fraction = (q - low) / (high - low)
     if word is not None:
+        if isinstance(codec, Lookup):  # uneven steps: the position is computed in FP32
+            fraction = min(fl_finite(fl_finite(q - low) / fl_finite(high - low)), Fraction(1))
         away = math.floor(fraction * 2**30) + (word >> 2) >= 2**30
         return high if away else low
     if fraction != Fraction(1, 2):
         return high if fraction > Fraction(1, 2) else low
     if isinstance(codec, PowerOfTwo):
         return high
+    if isinstance(codec, Lookup):
+        return high if code_of(codec, high) % 2 == 0 and code_of(codec, low) % 2 == 1 else low
     return low if code_of(codec, low) % 2 == 0 else high
 
 
@@ -178,14 +185,32 @@ def random_word(seed: int, index: int) -> int:
 # ------------------------------------------------------------------------------------------------ scales
 
 
-def linear(rule: Linear, statistic: Fraction, cap: float, codec: Minifloat, coarse: Fraction | None) -> int:
-    """Rule `linear`: the stored scale of a nonzero block."""
-    t = flush(fl_finite(statistic / Fraction(cap)))
+def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, coarse: Fraction | None) -> int:
+    """Rule `linear` and its kin: the stored scale of a nonzero block."""
+    codec, element, cap = level.codec, fmt.element, Fraction(fmt.capacity(level))
+    assert isinstance(codec, Minifloat), codec
+    if isinstance(rule, Inverse):
+        return encode(codec, fl_finite(1 / multiplier(rule, statistic, cap)))
+    if isinstance(rule, Reciprocal):
+        t = fl_finite(statistic * fl_finite(1 / cap))
+    elif isinstance(rule, HalfRange):
+        assert isinstance(element, Integer) and element.signed, element
+        t = fl_finite(statistic / Fraction(element.high - element.low, 2 ** (1 + element.fraction_bits)))
+    else:
+        t = fl_finite(statistic / cap)
+    t = flush(t)
     if coarse is not None:
         t = fl_finite(t / coarse)
     t = fl_finite(t * Fraction(2) ** rule.margin)
     t = min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max))
     return encode(codec, t)
+
+
+def multiplier(rule: Inverse, statistic: Fraction, cap: Fraction) -> Fraction:
+    """Rule `te`: what the elements of a block are multiplied by."""
+    m = min(fl_finite(cap / statistic), 1 / MIN_NORMAL) / Fraction(2) ** rule.margin
+    m = min(max(fl_finite(m), MIN_NORMAL), 1 / MIN_NORMAL)
+    return Fraction(2) ** floor_log2(m) if rule.power_of_two else m
 
 
 def floor_log2(q: Fraction) -> int:
@@ -200,13 +225,15 @@ def floor_log2(q: Fraction) -> int:
 
 def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
     """Rules `rceil`, `floor`, `even`: n of the scale 2^n of a nonzero block, before clipping to the codec."""
-    cap = Fraction(element.max)
+    cap = max(ladder(element)[0])
     if rule.name == "rceil":
         n = floor_log2(amax / cap)
         return n if amax <= cap * Fraction(2) ** n else n + 1
     if rule.name == "even":
-        assert isinstance(element, Minifloat), element
-        step = Fraction(2) ** (floor_log2(amax) - element.mantissa_bits)
+        assert isinstance(element, Minifloat | Integer), element
+        # An integer's bits behind the leading one of its largest value stand for a mantissa.
+        bits = element.mantissa_bits if isinstance(element, Minifloat) else floor_log2(Fraction(element.high))
+        step = Fraction(2) ** (floor_log2(amax) - bits)
         amax = math.floor(amax / step + Fraction(1, 2)) * step
     return floor_log2(amax) - floor_log2(cap)
 
@@ -215,8 +242,7 @@ def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, coa
     """The code a nonzero finite block's scale is stored as."""
     codec = level.codec
     if isinstance(rule, Linear):
-        assert isinstance(codec, Minifloat), codec
-        return linear(rule, statistic, fmt.capacity(level), codec, coarse)
+        return linear(rule, statistic, level, fmt, coarse)
     assert isinstance(rule, Exponent), rule
     n = exponent(rule, statistic, fmt.element)
     if isinstance(codec, PowerOfTwo):
@@ -247,7 +273,10 @@ def zero_scale(codec: Codec) -> int:
 
 @dataclass
 class Written:
-    """What a cast writes, one code per item: `codes` in logical shape, `scale` in the layout's shape."""
+    """What a cast writes, one code per item: `codes` in logical shape, `scale` in the layout's shape.
+
+    zero_point: as stored; under a bias the codes of the biases, in the scale's codec.
+    """
 
     codes: np.ndarray
     scale: np.ndarray
@@ -310,7 +339,7 @@ def cast(
     supplied = scale if fmt.global_scale is None else None
     codes = np.zeros(x.shape, np.uint32)
     scales = np.zeros(scale_shape(x.shape, level.block), np.uint32)
-    zero_points = np.zeros(scales.shape, np.uint32) if fmt.offset == "zero_point" else None
+    offsets = np.zeros(scales.shape, np.uint32) if fmt.offset != "none" else None
     for where, members in blocks(x.shape, level.block):
         finite = all(i in value for i in members)
         keeps_nan = supplied is not None and nan_code(fmt.element) is not None
@@ -318,11 +347,14 @@ def cast(
             code = nan_code(level.codec)
             assert code is not None, level
             scales[where] = code
+            for i in members:
+                codes[i] = encode(fmt.element, Fraction(0))
             continue
         present = [value[i] for i in members if i in value]
         low, high = min(present, default=Fraction(0)), max(present, default=Fraction(0))
-        low, high = min(low, Fraction(0)), max(high, Fraction(0))
-        statistic = fl_finite(high - low) if zero_points is not None else max(high, -low)
+        if fmt.offset != "bias":
+            low, high = min(low, Fraction(0)), max(high, Fraction(0))
+        statistic = max(high, -low) if offsets is None else flush(fl_finite(high - low))
         if supplied is not None:
             code = f32_bits(supplied) if isinstance(supplied, float) else int(supplied[where])
             stored = supplied_scale(level.codec, code)
@@ -332,17 +364,24 @@ def cast(
         else:
             stored = stored_scale(rule, statistic, level, fmt, coarse) if statistic else zero_scale(level.codec)
         scales[where] = stored
-        inverse = _inverse(level, stored, coarse)
-        if inverse is None:
+        units = _Units(rule, level, fmt, stored, coarse, statistic if supplied is None else None)
+        if not units.usable:
+            for i in members:
+                codes[i] = encode(fmt.element, Fraction(0))
             continue
-        z = 0
-        if zero_points is not None:
-            z = min(max(round(fl_finite(-low * inverse)), 0), int(fmt.element.max))
-            zero_points[where] = z
+        z, bias = 0, Fraction(0)
+        if fmt.offset == "zero_point":
+            assert offsets is not None
+            z = min(max(round(units.of(-low)), 0), int(fmt.element.max))
+            offsets[where] = z
+        elif fmt.offset == "bias":
+            assert offsets is not None
+            offsets[where] = encode(level.codec, low)
+            bias = Fraction(decode(level.codec, int(offsets[where])))
         for i in members:
             word = random_word(seed or 0, _position(i, x.shape)) if rounding == "stochastic" else None
-            codes[i] = _element_code(fmt.element, raw[i], value.get(i), inverse, z, word)
-    return Written(codes, scales, global_bits, zero_points)
+            codes[i] = _element_code(fmt.element, raw[i], value.get(i), units, z, bias, word)
+    return Written(codes, scales, global_bits, offsets)
 
 
 def _position(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -353,28 +392,58 @@ def _position(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return position
 
 
-def _inverse(level: Level, stored: int, coarse: Fraction | None) -> Fraction | None:
-    """What elements are multiplied by, or None where the block has no usable scale."""
-    if math.isnan(decode(level.codec, stored)):
-        return None
-    multiplier = Fraction(decode(level.codec, stored))
-    if isinstance(level.codec, PowerOfTwo) and coarse is None:
-        return 1 / multiplier
-    if coarse is not None:
-        multiplier = fl_finite(multiplier * coarse)
-    return fl_finite(1 / multiplier) if MIN_NORMAL <= multiplier <= 1 / MIN_NORMAL else None
+@dataclass(frozen=True)
+class _Units:
+    """How the elements of one block are brought into units of its scale. statistic: None under a supplied scale."""
+
+    rule: Rule
+    level: Level
+    fmt: Format
+    stored: int
+    coarse: Fraction | None
+    statistic: Fraction | None
+
+    @property
+    def scale(self) -> Fraction | None:
+        """All levels' scale, or None where it is NaN."""
+        value = decode(self.level.codec, self.stored)
+        if math.isnan(value):
+            return None
+        return Fraction(value) if self.coarse is None else fl_finite(Fraction(value) * self.coarse)
+
+    @property
+    def exact(self) -> bool:
+        """A power of two alone, without an FP32 reciprocal in between?"""
+        return isinstance(self.level.codec, PowerOfTwo) and self.coarse is None
+
+    @property
+    def usable(self) -> bool:
+        scale = self.scale
+        return scale is not None and (self.exact or MIN_NORMAL <= scale <= 1 / MIN_NORMAL)
+
+    def of(self, x: Fraction) -> Fraction:
+        """`x` in units of the scale, as FP32."""
+        scale = self.scale
+        assert scale is not None
+        if isinstance(self.rule, Divide):
+            return fl_finite(x / scale)
+        if isinstance(self.rule, Inverse) and self.statistic is not None:
+            by = multiplier(self.rule, self.statistic, Fraction(self.fmt.capacity(self.level))) if self.statistic else 1
+            return fl_finite(x * by)
+        return fl_finite(x * (1 / scale if self.exact else fl_finite(1 / scale)))
 
 
 def _element_code(
-    codec: Codec, raw: float, value: Fraction | None, inverse: Fraction, zero_point: int, word: int | None
+    codec: Codec, raw: float, value: Fraction | None, units: _Units, zero_point: int, bias: Fraction, word: int | None
 ) -> int:
     if value is None:  # NaN or Inf under a supplied scale
         assert isinstance(codec, Minifloat) and codec.nan is not None, codec
         if math.isnan(raw) or codec.inf is None:
             return codec.nan
         return codec.inf | (1 << (codec.bits - 1) if raw < 0 else 0)
-    y = fl_finite(value * inverse)
+    y = units.of(flush(fl_finite(value - bias)))
     if isinstance(codec, Integer):
+        y *= 2**codec.fraction_bits
         low, high = Fraction(codec.low - zero_point), Fraction(codec.high - zero_point)
         y = min(max(y, low), high)
         whole = math.trunc(y)
@@ -385,7 +454,7 @@ def _element_code(
             away = math.floor(fraction * 2**30) + (word >> 2) >= 2**30
             rounded = whole + ((1 if y > 0 else -1) if away else 0)
         return (rounded + zero_point) % (1 << codec.bits)
-    return encode(codec, y, negative=math.copysign(1.0, raw) < 0, word=word)
+    return encode(codec, y, negative=not bias and math.copysign(1.0, raw) < 0, word=word)
 
 
 def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
@@ -394,13 +463,15 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
     out = np.zeros(written.codes.shape, np.float32)
     for where, members in blocks(written.codes.shape, fmt.scale.block):
         scale = decode(fmt.scale.codec, int(written.scale[where]))
-        zero = 0 if written.zero_point is None else int(written.zero_point[where])
+        offset = 0 if written.zero_point is None else int(written.zero_point[where])
         for i in members:
             v = decode(fmt.element, int(written.codes[i]))
-            v = _apply(v - zero if zero else v, scale, fmt.scale, fmt)
+            v = _apply(v - offset if offset and fmt.offset == "zero_point" else v, scale, fmt.scale, fmt)
             if fmt.global_scale is not None:
                 assert written.global_scale is not None
                 v = _apply(v, decode(F32, written.global_scale), fmt.global_scale, fmt)
+            if fmt.offset == "bias":
+                v = _sum(v, decode(fmt.scale.codec, offset))
             out[i] = v
     return out
 
@@ -410,6 +481,14 @@ def _apply(v: float, stored: float, level: Level, fmt: Format) -> float:
     if level.sense == "amax":
         stored = _ieee(stored, fmt.capacity(level), divide=True)
     return _ieee(v, stored, divide=level.sense == "divisor")
+
+
+def _sum(a: float, b: float) -> float:
+    """fl(flush(a) + flush(b)), IEEE rules for NaN, Inf and zeros."""
+    a, b = (0.0 if abs(v) < MIN_NORMAL else v for v in (a, b))
+    if not (math.isfinite(a) and math.isfinite(b)) or a == b == 0:
+        return a + b
+    return float(fl(Fraction(a) + Fraction(b)))
 
 
 def _ieee(a: float, b: float, divide: bool) -> float:
