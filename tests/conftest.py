@@ -22,6 +22,7 @@ from breccia import (
     NVFP4BlockScaling,
     ScalingRecipe,
 )
+from breccia.recipes import NF4Scaling
 
 RECIPES: list[ScalingRecipe] = [
     DelayedScaling(),
@@ -71,6 +72,8 @@ RECIPES: list[ScalingRecipe] = [
     INT8Scaling(group_size=16, scale_dtype="bf16", scale_rule="divide"),
     INT8Scaling(signed=False, symmetric=False),
     INT8Scaling(group_size=16, signed=False, symmetric=False, offset="bias"),
+    NF4Scaling(),
+    NF4Scaling(block_size=16, scale_dtype="fp16"),
 ]
 
 

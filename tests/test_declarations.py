@@ -51,6 +51,7 @@ FIELDS = {
     "mxint8": {"block_size": 32, "scale_rule": "rceil"},
     "nvfp4": {"fp4_format": "E2M1", "block_size": 16, "scale_format": "E4M3", "two_level": True},
     "int4": {"group_size": 128, "signed": True, "scale_dtype": "fp16"} | INTEGERS,
+    "nf4": {"block_size": 64, "scale_dtype": "fp32"},
     "int8": {"group_size": None, "signed": True, "scale_dtype": "fp32"} | INTEGERS,
 }
 

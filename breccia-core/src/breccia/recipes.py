@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from .codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, UINT4, UINT8, Codec
+from .codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Codec
 from .declared import Declared, check_positive, check_type
 from .errors import RecipeError, UnsupportedError
 from .formats import NUMERICS, TENSOR, Block, Format, Level, sha256
@@ -462,6 +462,24 @@ class INT8Scaling(_Integers):
         super().__post_init__()
 
 
+@dataclass(frozen=True)
+class NF4Scaling(ScalingRecipe):
+    """4-bit codes of a table of normal quantiles, a float scale per `block_size` elements along K (QLoRA's NF4)."""
+
+    name: ClassVar[str] = "nf4"
+    source: ClassVar[str] = "QLoRA (arXiv:2305.14314), section 3"
+    block_size: int = 64
+    scale_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_positive("NF4Scaling", "block_size", self.block_size)
+        _check_one_of("scale_dtype", self.scale_dtype, _SCALE_FLOATS)
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(NF4, (Level(_SCALE_FLOATS[self.scale_dtype], (1, self.block_size)),))
+
+
 RECIPES: tuple[type[ScalingRecipe], ...] = (
     DelayedScaling,
     Float8CurrentScaling,
@@ -474,4 +492,5 @@ RECIPES: tuple[type[ScalingRecipe], ...] = (
     NVFP4BlockScaling,
     INT4Scaling,
     INT8Scaling,
+    NF4Scaling,
 )
