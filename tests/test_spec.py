@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from breccia.recipes import Float8CurrentScaling, INT4Scaling, MXFP8BlockScaling, NVFP4BlockScaling
+from breccia.kernels import reference
+from breccia.recipes import (
+    Float8CurrentScaling,
+    INT4Scaling,
+    INT8Scaling,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    MXINT8BlockScaling,
+    NF4Scaling,
+    NVFP4BlockScaling,
+    ScalingRecipe,
+)
 from breccia.testing import oracle
 
 
@@ -63,6 +75,34 @@ def test_asymmetric_int4_block_of_the_spec() -> None:
     assert w.zero_point is not None
     assert (w.scale[0, 0], w.zero_point[0, 0]) == (oracle.f32_bits(1.0), 1)
     assert w.codes[0].tolist() == [0, 15, 1, 7]
+
+
+def test_biased_int4_block_of_the_spec() -> None:
+    recipe = INT4Scaling(group_size=4, signed=False, scale_dtype="fp32", symmetric=False, offset="bias")
+    w = oracle.cast(row(1, 16, 2.4, 8.5), recipe)
+    assert w.zero_point is not None
+    assert w.scale[0, 0] == w.zero_point[0, 0] == oracle.f32_bits(1.0)
+    assert w.codes[0].tolist() == [0, 15, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x", "scale", "data"),
+    [
+        (INT8Scaling(), row(127, -3, 0.5, 1.5), oracle.f32_bits(1.0), "7ffd0002"),
+        (MXFP6BlockScaling(), row(5, -0.2, length=32), 127, "9a0800"),
+        (MXFP4BlockScaling(), row(5, -0.7, length=32), 127, "96"),
+        (MXINT8BlockScaling(), row(1.5, -0.26, length=32), 127, "60ef"),
+        (NF4Scaling(4), row(2, -2, 0.2, 0), oracle.f32_bits(2.0), "0f78"),
+        (Float8CurrentScaling(scale_rule="te"), row(3, 1), 0x3BDB6DB7, "7e71"),
+    ],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_blocks_of_the_spec(recipe: ScalingRecipe, x: np.ndarray, scale: int, data: str) -> None:
+    """By the oracle, and packed by the generic algorithm."""
+    assert np.ravel(oracle.cast(x, recipe).scale)[0] == scale
+    st = reference.cast(x, recipe)
+    assert st.data.tobytes().hex().startswith(data)
+    assert np.ravel(np.atleast_1d(st.scale).view(f"u{st.scale.itemsize}"))[0] == scale
 
 
 @pytest.mark.parametrize(
