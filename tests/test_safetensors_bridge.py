@@ -60,7 +60,8 @@ def cast_on(framework: str, x: np.ndarray, recipe: breccia.ScalingRecipe, axis: 
         return None if part is None else ops.from_numpy(part, view)
 
     data, scale = moved(made.data, ops.storage(fmt.element)), moved(made.scale, ops.storage(fmt.scale.codec))
-    rest = moved(made.zero_point, "uint8"), moved(made.global_scale, "float32")
+    offset = ops.storage(fmt.scale.codec) if fmt.offset == "bias" else "uint8"
+    rest = moved(made.zero_point, offset), moved(made.global_scale, "float32")
     return breccia.from_buffer(data, scale, recipe, made.layout, *rest, axis=made.axis, shape=made.shape)
 
 

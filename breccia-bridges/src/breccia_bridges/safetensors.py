@@ -26,11 +26,12 @@ from breccia.codecs import Codec
 from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnsupportedError
 from breccia.formats import TENSOR
 from breccia.frameworks import dtype_name, ops_of
+from breccia.grids import packed_length, packing
 from breccia.layouts import Layout
 from breccia.ops import Array, Ops
 from breccia.recipes import ScalingRecipe
 from breccia.registry import registry
-from breccia.tensor import ScaledTensor, packed_length, packing
+from breccia.tensor import ScaledTensor
 
 from .checkpoint import checkpoint_files
 from .container import DTYPES, Container, Shape, Writer, check_text
@@ -97,6 +98,8 @@ def describe(name: str, tensor: ScaledTensor | Array) -> Described:
     codec = tensor.recipe.format.scale.codec
     config = Config(tensor.recipe, tensor.layout, tensor.axis, tensor.shape, codec.name if codec.bits <= 8 else scale)
     dtypes = {"data": "U8", "scale": scale}
+    if tensor.recipe.format.offset == "bias":
+        dtypes["zero_point"] = _float_dtype(f"{name}.zero_point", tensor.zero_point)
     entries = {
         f"{name}.{part}": (dtypes.get(part) or _plain_dtype(f"{name}.{part}", array), tuple(array.shape))
         for part, array in _parts(tensor).items()
@@ -141,9 +144,12 @@ def _scale_dtype(name: str, st: ScaledTensor) -> str:
     codec = st.recipe.format.scale.codec
     if codec.bits <= 8:
         return "U8"
-    if codec.name == "BF16" and dtype_name(st.scale) == "uint16":  # its bit pattern
-        return "BF16"
-    return _plain_dtype(f"{name}.scale", st.scale)
+    return _float_dtype(f"{name}.scale", st.scale)
+
+
+def _float_dtype(name: str, array: Array) -> str:
+    """The dtype of float scales and biases; uint16 is BF16's bit pattern."""
+    return "BF16" if dtype_name(array) == "uint16" else _plain_dtype(name, array)
 
 
 def _plain_dtype(name: str, array: Array) -> str:
@@ -397,7 +403,10 @@ def _scaled(container: Container, name: str, config: Config, target: _Target) ->
             codes = _packed(codes, fmt.element)
     data = target.stored(codes, fmt.element)
     scale = target.scale(container, f"{name}.scale", fmt.scale.codec)
-    zero_point = target.plain(container, f"{name}.zero_point")
+    if fmt.offset == "bias":
+        zero_point = target.scale(container, f"{name}.zero_point", fmt.scale.codec)
+    else:
+        zero_point = target.plain(container, f"{name}.zero_point")
     global_scale = target.plain(container, f"{name}.global_scale")
     with _blaming(container, name):
         return ScaledTensor(data, scale, config.recipe, config.layout, zero_point, global_scale, config.axis, shape)
@@ -475,9 +484,9 @@ class _Target:
         )
 
     def _placed(self, array: np.ndarray, dtype: str) -> Array:
-        if self.framework == "numpy":
-            return array
         view = None if dtype == array.dtype.name else dtype
+        if self.framework == "numpy":
+            return self.ops.from_numpy(array, view)
         out = self.ops.from_numpy(np.require(array, requirements=["A", "W"]), view)
         if self.device is None:
             return out

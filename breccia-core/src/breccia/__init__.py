@@ -19,7 +19,8 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(
         ("cast", "dequantize", "requantize", "matmul", "cast_ste", "cast_ste_clipped", "explain", "plugins", "recipe"), "api"
     ),
-    **dict.fromkeys(("ScaledTensor", "from_buffer"), "tensor"),
+    **dict.fromkeys(("ScaledTensor", "bytes_equal", "from_buffer"), "tensor"),
+    **dict.fromkeys(("concat", "stack"), "structure"),
     **dict.fromkeys(
         (
             "ScalingRecipe",
@@ -34,10 +35,11 @@ _HOMES: dict[str, str] = {
             "NVFP4BlockScaling",
             "INT4Scaling",
             "INT8Scaling",
+            "NF4Scaling",
         ),
         "recipes",
     ),
-    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN"), "layouts"),
+    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),
     **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer", "Lookup"), "codecs"),
     **dict.fromkeys(("Kernel", "Explanation"), "dispatch"),
@@ -51,6 +53,7 @@ _HOMES: dict[str, str] = {
             "UnknownNameError",
             "ShapeError",
             "LayoutError",
+            "OutOfRangeError",
             "OptionError",
             "UnsupportedError",
             "NonFiniteError",

@@ -31,6 +31,7 @@ from .errors import LayoutError as LayoutError
 from .errors import NoKernelError as NoKernelError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import OptionError as OptionError
+from .errors import OutOfRangeError as OutOfRangeError
 from .errors import PluginError as PluginError
 from .errors import PluginWarning as PluginWarning
 from .errors import RecipeError as RecipeError
@@ -48,6 +49,7 @@ from .layouts import Layout as Layout
 from .layouts import PerBlockK as PerBlockK
 from .layouts import PerBlockMN as PerBlockMN
 from .layouts import PerChannel as PerChannel
+from .layouts import PerGroupIndex as PerGroupIndex
 from .layouts import PerTensor as PerTensor
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
@@ -59,9 +61,13 @@ from .recipes import MXFP4BlockScaling as MXFP4BlockScaling
 from .recipes import MXFP6BlockScaling as MXFP6BlockScaling
 from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
+from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
+from .structure import concat as concat
+from .structure import stack as stack
 from .tensor import ScaledTensor as ScaledTensor
+from .tensor import bytes_equal as bytes_equal
 from .tensor import from_buffer as from_buffer
 
 __version__: str

@@ -28,6 +28,10 @@ class ShapeError(BrecciaError, ValueError):
     """An array has too few axes, or two operands do not fit together."""
 
 
+class OutOfRangeError(BrecciaError, IndexError):
+    """A position lies beyond the axis it indexes; iteration over a tensor ends by it."""
+
+
 class LayoutError(BrecciaError, ValueError):
     """A scale (or zero-point) contradicts the layout that is said to map it onto the data."""
 

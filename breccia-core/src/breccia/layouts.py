@@ -7,11 +7,13 @@ needs a partial last block, so that one tensor has one spelling.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import index as whole
 from typing import Any, ClassVar
 
 from .declared import Declared, check_positive, check_type
-from .errors import LayoutError
+from .errors import LayoutError, RecipeError
 from .formats import Block
 
 Shape = tuple[int, ...]
@@ -47,6 +49,14 @@ class Layout(Declared):
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
         """This layout with `ragged` set as `shape` needs it."""
+        return self
+
+    def along(self, positions: Iterable[int]) -> Layout:
+        """The layout of a tensor that keeps these positions of the contraction axis, in this order."""
+        return self
+
+    def joined(self, following: Layout) -> Layout:
+        """The layout of a tensor whose contraction axis goes on with that of a tensor under `following`."""
         return self
 
     def validate(self, data: Any, scale: Any, *, shape: Shape | None = None, axis: int = -1) -> None:
@@ -207,4 +217,62 @@ class PerBlockMN(Layout):
         return replace(self, ragged=bool(shape[-2] % self.block_m or shape[-1] % self.block_n))
 
 
-LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
+@dataclass(frozen=True, repr=False)
+class PerGroupIndex(Layout):
+    """Scales by group, in any order: element k of the contraction axis belongs to group `index[k]` (GPTQ's g_idx).
+
+    `scale` (and a zero-point) has shape `(..., M, groups)`, or `(..., groups, N)` where blocks run along axis -2.
+    `index` is any sequence of integers in 0 .. groups - 1, as long as the contraction axis. It describes data that exists:
+    `cast` never writes it.
+    """
+
+    name: ClassVar[str] = "per_group_index"
+    ragged: ClassVar[bool] = False  # type: ignore[misc]
+    index: tuple[int, ...]
+    groups: int
+
+    def __post_init__(self) -> None:
+        check_positive("PerGroupIndex", "groups", self.groups)
+        try:
+            index = tuple(int(whole(i)) for i in self.index)
+        except TypeError:
+            raise RecipeError(f"PerGroupIndex: index must be a sequence of integers, got {self.index!r}") from None
+        wrong = next((k for k, group in enumerate(index) if not 0 <= group < self.groups), None)
+        if wrong is not None:
+            raise RecipeError(
+                f"PerGroupIndex: index[{wrong}]={index[wrong]} must lie in 0..{self.groups - 1} (groups={self.groups})",
+                index=index[wrong],
+                groups=self.groups,
+            )
+        object.__setattr__(self, "index", index)
+
+    def __repr__(self) -> str:
+        ends = ", ".join(map(str, self.index[:8])) + (", ..." if len(self.index) > 8 else "")
+        return f"PerGroupIndex(index=({ends}) of {len(self.index)}, groups={self.groups})"
+
+    def block(self, axis: int = -1) -> Block:
+        """(1, None): a row's scales belong to the whole contraction axis, whose elements choose among them."""
+        return (1, None)
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        if len(self.index) != shape[axis]:
+            raise LayoutError(
+                f"PerGroupIndex: index names a group for each element of axis {axis}, whose length is {shape[axis]} (shape "
+                f"{shape}); it has {len(self.index)} entries.",
+                shape=shape,
+                axis=axis,
+                found=len(self.index),
+            )
+        kept = list(shape)
+        kept[axis] = self.groups
+        return (tuple(kept),)
+
+    def along(self, positions: Iterable[int]) -> Layout:
+        return replace(self, index=tuple(self.index[k] for k in positions))
+
+    def joined(self, following: Layout) -> Layout:
+        assert isinstance(following, PerGroupIndex)
+        return replace(self, index=self.index + following.index)
+
+
+LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN, PerGroupIndex)

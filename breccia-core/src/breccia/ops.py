@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from .codecs import Codec
-from .errors import UnsupportedError
+from .errors import OptionError, UnsupportedError
 from .frameworks import dtype_name
 
 Array = Any
@@ -91,8 +91,12 @@ class Ops(Protocol):
         """`a` with `widths[i]` zeros appended along each axis i."""
         ...
 
-    def concat(self, parts: list[Array]) -> Array:
-        """Arrays joined along the last axis."""
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        """Arrays of one dtype, float8 dtypes included, joined along an axis."""
+        ...
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        """The positions `index` (from 0, none beyond the end) of an axis, in that order. Of any dtype, float8 included."""
         ...
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array: ...
@@ -120,6 +124,10 @@ class Ops(Protocol):
     def assign(self, out: Array, value: Array) -> None:
         """Copy `value` into `out` in place, or raise UnsupportedError where arrays are immutable."""
         raise UnsupportedError(f"{type(out).__module__.partition('.')[0]} arrays are immutable; call without out=.")
+
+    def to(self, a: Array, device: Any) -> Array:
+        """`a` on `device`, as the framework names devices; None leaves it. Raises OptionError for one it does not know."""
+        ...
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         """A NumPy array as this framework's, sharing memory where possible; viewed as the named dtype if given."""
@@ -204,8 +212,11 @@ class _NumpyOps(Ops):
     def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
         return np.pad(a, [(0, w) for w in widths])
 
-    def concat(self, parts: list[Array]) -> Array:
-        return np.concatenate(parts, axis=-1)
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        return np.concatenate(parts, axis=axis)
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        return np.take(a, np.array(index, np.intp), axis=axis)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return np.broadcast_to(np.asarray(a), shape)
@@ -235,11 +246,19 @@ class _NumpyOps(Ops):
     def quiet(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")
 
-    def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
+    def to(self, a: Array, device: Any) -> Array:
+        if device not in (None, "cpu"):
+            raise OptionError(f"NumPy arrays are on the 'cpu'; got device {device!r}.", device=device)
         return a
 
+    def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
+        return a.view(codec_dtype) if codec_dtype else a
+
     def to_numpy(self, a: Array) -> Array:
-        return np.asarray(a)
+        array, name = np.asarray(a), dtype_name(a)
+        if name == "bfloat16":
+            return array.view(np.uint16)
+        return array.view(np.uint8) if name.startswith("float8") else array
 
 
 @lru_cache(maxsize=64)

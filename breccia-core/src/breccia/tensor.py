@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .codecs import Codec
 from .errors import LayoutError, OptionError, UnsupportedError
-from .formats import Format
-from .frameworks import FLOATS, dtype_name, framework_of, same_framework
-from .layouts import Layout, PerBlockK, Shape
+from .formats import TENSOR, Block, Format
+from .frameworks import FLOATS, dtype_name, framework_of, ops_of, same_framework
+from .grids import (
+    Cut,
+    Grid,
+    check_axis,
+    check_cut,
+    data_grid,
+    inferred,
+    kept,
+    packed_length,
+    packing,
+    pieces,
+    read_index,
+    read_positions,
+    releaded,
+    scale_grid,
+    whole_unit,
+)
+from .layouts import Layout, PerBlockK, PerGroupIndex, Shape
 from .options import whole_number
 from .recipes import ScalingRecipe
-
-
-def packing(codec: Codec) -> tuple[int, int]:
-    """(codes, bytes) of the smallest whole group of `codec`'s codes: (1, 1) for 8 bits, (2, 1) for 4, (4, 3) for 6."""
-    group = math.lcm(codec.bits, 8)
-    return group // codec.bits, group // 8
-
-
-def packed_length(codec: Codec, length: int) -> int:
-    """Bytes along the packed axis that hold `length` codes."""
-    codes, size = packing(codec)
-    return -(-length // codes) * size
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False, slots=True, weakref_slot=True)
@@ -155,6 +162,112 @@ class ScaledTensor:
             self.tail,
         )
 
+    # Structural verbs: each commutes with `dequantize` and changes no code.
+
+    def __getitem__(self, index: Any) -> ScaledTensor:
+        """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Parts are views where there are any.
+
+        Leading axes take any. The last two keep whole blocks, and whole bytes of packed codes: where such a unit is longer
+        than one element, a slice starts and stops at its multiples or at the end. An integer drops its axis; one of the last
+        two only under per-tensor scales that span neither, and 8-bit codes.
+
+        Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
+        """
+        return self._cut(read_index(index, self.shape))
+
+    def select(self, axis: int, index: Any) -> ScaledTensor:
+        """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
+
+        For leading axes (experts of an MoE weight), and those of the last two whose blocks and packing groups are one
+        element long (rows of an embedding). Negative positions count from the end. An array is read, so it cannot be traced.
+
+        Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an axis there is not.
+        """
+        shape = self.shape
+        axis = check_axis(axis, len(shape))
+        cuts: list[Cut] = [range(n) for n in shape]
+        cuts[axis] = read_positions(index, axis, shape[axis])
+        return self._cut(tuple(cuts))
+
+    def split(self, size: int | Sequence[int], axis: int = 0) -> tuple[ScaledTensor, ...]:
+        """Consecutive pieces along `axis`: of length `size`, the last one maybe shorter; or of the lengths in a list.
+
+        Raises OptionError for lengths that do not add up, LayoutError where a piece would end inside a block.
+        """
+        shape = self.shape
+        axis = check_axis(axis, len(shape))
+        cuts: list[Cut] = [range(n) for n in shape]
+        found: list[ScaledTensor] = []
+        start = 0
+        for length in pieces(size, shape[axis], axis):
+            cuts[axis] = range(start, start + length) if length else range(0)
+            found.append(self._cut(tuple(cuts)))
+            start += length
+        return tuple(found)
+
+    def reshape(self, *shape: int | Sequence[int]) -> ScaledTensor:
+        """The tensor with other leading axes; its last two lengths (a 1-D tensor's one) stay. One -1 is inferred.
+
+        Raises ShapeError.
+        """
+        old, ops = self.shape, ops_of(self.data)
+        new = inferred(shape, old)
+        if new == old:
+            return self
+        lead = new[: len(new) - len(old[-2:])]
+        parts = {
+            name: ops.reshape(part, (*lead, *part.shape[-2:]))
+            if name == "data"
+            else releaded(ops, part, lead, old, self.axis, scale_block(self, name))
+            for name, part in held(self).items()
+        }
+        return self._with(parts)
+
+    def to(self, device: Any) -> ScaledTensor:
+        """The tensor with every part on `device`, as its framework names devices; None leaves it where it is.
+
+        Raises OptionError for a device the framework does not know.
+        """
+        ops = ops_of(self.data)
+        return self._with({name: ops.to(part, device) for name, part in held(self).items()})
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of what `bytes_equal` compares; the same in every framework and process.
+
+        Hashed are, in this order: UTF-8 canonical JSON (sorted keys, no spaces) of
+        `{"axis": ..., "layout": layout.to_dict(), "parts": {name: [dtype, shape]}, "recipe": recipe.to_dict(), "shape": ...}`
+        over the parts there are, float8 dtypes named "uint8" and bfloat16 "uint16"; then the bytes of data, scale,
+        zero_point and global_scale, each in C order, little-endian.
+        """
+        stored = stored_parts(self)
+        text = json.dumps(_facts(self, stored), sort_keys=True, separators=(",", ":"))
+        found = hashlib.sha256(text.encode())
+        for part in stored.values():
+            found.update(part.reshape(-1).view("u1"))
+        return found.hexdigest()
+
+    def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
+        """What `cuts`, one for each axis, keep."""
+        shape, grids = self.shape, part_grids(self)
+        _check_dropped(self, cuts, grids)
+        for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
+            check_cut(cut, axis, length, whole_unit(grids.values(), axis))
+        ops = ops_of(self.data)
+        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held(self).items()}
+        if any(isinstance(cut, int) for cut in cuts[-2:]):
+            return self._with(parts, axis=-1)  # one scale for all, whichever axis is left
+        along, length = cuts[self.axis], shape[self.axis]
+        assert not isinstance(along, int)
+        left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
+        layout = self.layout if along == range(length) else self.layout.along(along)
+        to_the_end = isinstance(along, range) and along.stop == length
+        return self._with(parts, layout=layout.fitted(left, self.axis), tail=self.tail if to_the_end else 0)
+
+    def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
+        """This tensor with these parts, the only ones it has, and other fields."""
+        fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "tail": self.tail}
+        return ScaledTensor.assemble(**(fields | changed | parts))
+
     #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
 
@@ -181,6 +294,89 @@ _FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "a
 def _fill(self: ScaledTensor, *values: Any) -> None:
     for name, value in zip(_FIELDS, values, strict=True):
         object.__setattr__(self, name, value)
+
+
+def held(st: ScaledTensor) -> dict[str, Any]:
+    """The parts that `st` has, by name."""
+    return {name: part for name in PARTS if (part := getattr(st, name)) is not None}
+
+
+def scale_block(st: ScaledTensor, name: str) -> Block:
+    """The block that each item of the part `name` (scale, zero_point or global_scale) stands for."""
+    return TENSOR if name == "global_scale" else st.layout.block(st.axis)
+
+
+def part_grids(st: ScaledTensor) -> dict[str, Grid]:
+    """How each part follows the logical axes. Raises LayoutError where the layout has blocks in an order of its own."""
+    shape = st.shape
+    found = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
+    for name, part in held(st).items():
+        if name != "data":
+            grid = found[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
+            lengths = [
+                -(-shape[along.axis] // along.codes) if along.codes else n for along, n in zip(grid, part.shape, strict=False)
+            ]
+            if len(grid) != len(part.shape) or lengths != list(part.shape):
+                raise LayoutError(
+                    f"structural verbs need one scale for each block, in the order of blocks; layout {st.layout} stores shape "
+                    f"{tuple(part.shape)} for a tensor of shape {shape}. Dequantize first.",
+                    found=tuple(part.shape),
+                    shape=shape,
+                )
+    return found
+
+
+def _check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid]) -> None:
+    """Raise LayoutError where an integer would drop an axis that codes or scales need."""
+    dropped = [axis for axis in (-2, -1)[-len(cuts) :] if isinstance(cuts[axis], int)]
+    if not dropped:
+        return
+    left = sum(not isinstance(cut, int) for cut in cuts)
+    one_scale = st.layout.block(st.axis) == TENSOR and packing(st.recipe.format.element) == (1, 1)
+    spans = max(sum(not isinstance(cuts[along.axis], int) for along in grid) for name, grid in grids.items() if name != "data")
+    if left and one_scale and spans <= max(left - 2, 0):
+        return
+    axis = dropped[0]
+    keep = "st[..., i:i+1, :]" if axis == -2 else "st[..., i:i+1]"
+    raise LayoutError(
+        f"axis {axis} of shape {st.shape} cannot be dropped: {st.layout} and {st.recipe.format.element.name} codes need it. "
+        f"Keep it with length 1, {keep}, or dequantize first.",
+        axis=axis,
+        shape=st.shape,
+    )
+
+
+def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Do `a` and `b`, of whatever frameworks, hold the same tensor, bit by bit?
+
+    Recipe, layout, axis and logical shape are equal, and so are the shape, dtype and bits of every part; float8 dtypes
+    count as uint8, and bfloat16 as uint16, which are the same bytes. Reads values.
+
+    Raises UnsupportedError unless both are ScaledTensors.
+    """
+    for name, st in (("a", a), ("b", b)):
+        if not isinstance(st, ScaledTensor):
+            raise UnsupportedError(f"bytes_equal compares ScaledTensors; {name} is {type(st).__name__}.")
+    left, right = stored_parts(a), stored_parts(b)
+    if _facts(a, left) != _facts(b, right):
+        return False
+    return all(bool((left[name].reshape(-1).view("u1") == right[name].reshape(-1).view("u1")).all()) for name in left)
+
+
+def stored_parts(st: ScaledTensor) -> dict[str, Any]:
+    """The parts of `st` as NumPy arrays in C order, little-endian, float8 and bfloat16 as bit patterns."""
+    arrays = {name: ops_of(part).to_numpy(part) for name, part in held(st).items()}
+    return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in arrays.items()}
+
+
+def _facts(st: ScaledTensor, stored: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "recipe": st.recipe.to_dict(),
+        "layout": st.layout.to_dict(),
+        "axis": st.axis,
+        "shape": st.shape,
+        "parts": {name: [part.dtype.name, part.shape] for name, part in stored.items()},
+    }
 
 
 def contraction_axis(axis: int, ndim: int) -> int:
@@ -249,8 +445,9 @@ def _check_parts(st: ScaledTensor, fmt: Format) -> None:
     check_codes("scale", st.scale, fmt.scale.codec)
     st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
     expected, found = fmt.scale.block, st.layout.block(st.axis)
-    whole_rows = found == (1, None) and isinstance(st.recipe.layout, PerBlockK)  # a group of whatever size K is
-    if found != expected and not whole_rows:
+    groups = isinstance(st.recipe.layout, PerBlockK)  # whose size may be all of K, or told by an index
+    fits = found == expected and not isinstance(st.layout, PerGroupIndex)
+    if not fits and not (groups and found == (1, None)):
         raise LayoutError(
             f"recipe {st.recipe.name!r} scales blocks of {expected} (rows, elements along axis {st.axis}); layout "
             f"{st.layout} has blocks of {found}. Use {st.recipe.layout.oriented(st.axis)}.",

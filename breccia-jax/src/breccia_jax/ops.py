@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from breccia.codecs import F32_INF, MAGNITUDE, MANTISSA, NORMAL
-from breccia.errors import UnsupportedError
+from breccia.errors import OptionError, UnsupportedError
 from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
 
@@ -66,8 +66,11 @@ class _JaxOps(Ops):
     def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
         return jnp.pad(a, [(0, w) for w in widths])
 
-    def concat(self, parts: list[Array]) -> Array:
-        return jnp.concatenate(parts, axis=-1)
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        return jnp.concatenate(parts, axis=axis)
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        return jnp.take(a, np.array(index, np.int32), axis=axis)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return jnp.broadcast_to(a, shape)
@@ -97,22 +100,33 @@ class _JaxOps(Ops):
         return x.astype(jnp.int32) if hasattr(x, "astype") else int(x)
 
     def any(self, condition: Array) -> bool:
-        if isinstance(condition, Tracer):
-            raise UnsupportedError(
-                "nonfinite='raise' reads values, which a traced JAX function does not have; use nonfinite='propagate' "
-                "inside jit."
-            )
-        return bool(condition.any())
+        return bool(_concrete(condition).any())
+
+    def to(self, a: Array, device: Any) -> Array:
+        try:
+            return a if device is None else jax.device_put(a, jax.devices(device)[0] if isinstance(device, str) else device)
+        except (RuntimeError, TypeError, ValueError) as e:
+            raise OptionError(f"JAX cannot use device {device!r}: {e}", device=str(device)) from e
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         array = jnp.asarray(a)
         return lax.bitcast_convert_type(array, jnp.dtype(codec_dtype)) if codec_dtype else array
 
     def to_numpy(self, a: Array) -> Array:
-        array, name = np.asarray(a), dtype_name(a)
+        array, name = np.asarray(_concrete(a)), dtype_name(a)
         if name == "bfloat16":
             return array.view(np.uint16)
         return array.view(np.uint8) if name.startswith("float8") else array
+
+
+def _concrete(a: Array) -> Array:
+    """`a`, whose values are there to read. Raises UnsupportedError for a tracer."""
+    if isinstance(a, Tracer):
+        raise UnsupportedError(
+            "this call reads values, which a traced JAX function does not have; make it outside jit and vmap, or leave out the "
+            "option that asks for it (use nonfinite='propagate', say)."
+        )
+    return a
 
 
 @jax.jit

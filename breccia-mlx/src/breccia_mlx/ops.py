@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from breccia.errors import OptionError
 from breccia.ops import Array, Ops
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
@@ -59,8 +60,11 @@ class _MlxOps(Ops):
     def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
         return mx.pad(a, [(0, w) for w in widths])
 
-    def concat(self, parts: list[Array]) -> Array:
-        return mx.concatenate(parts, axis=-1)
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        return mx.concatenate(parts, axis=axis)
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        return mx.take(a, mx.array(np.array(index, np.int32)), axis=axis)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return mx.broadcast_to(a, shape)
@@ -84,9 +88,18 @@ class _MlxOps(Ops):
     def any(self, condition: Array) -> bool:
         return bool(mx.any(condition).item())
 
+    def to(self, a: Array, device: Any) -> Array:
+        if device not in (None, "cpu"):
+            raise OptionError(
+                f"MLX arrays lie in memory that all devices share, so they take device 'cpu' or None; got {device!r}. Where "
+                "kernels run is mx.set_default_device's to say.",
+                device=str(device),
+            )
+        return a
+
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         array = mx.array(a)
-        return array.view(getattr(mx, codec_dtype)) if codec_dtype == "bfloat16" else array
+        return array.view(getattr(mx, codec_dtype)) if codec_dtype and hasattr(mx, codec_dtype) else array
 
     def to_numpy(self, a: Array) -> Array:
         return np.array(a.view(mx.uint16)) if a.dtype == mx.bfloat16 else np.array(a)

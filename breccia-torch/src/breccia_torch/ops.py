@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from breccia.errors import OptionError
 from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
 
@@ -70,8 +71,11 @@ class _TorchOps(Ops):
     def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
         return torch.nn.functional.pad(a, [w for width in reversed(widths) for w in (0, width)])
 
-    def concat(self, parts: list[Array]) -> Array:
-        return torch.cat(parts, dim=-1)
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        return torch.cat([_bytes(p) for p in parts], dim=axis).view(parts[0].dtype)
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        return _bytes(a).index_select(axis, torch.tensor(index, dtype=torch.int64, device=a.device)).view(a.dtype)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return a.expand(shape)
@@ -98,6 +102,12 @@ class _TorchOps(Ops):
     def assign(self, out: Array, value: Array) -> None:
         out.copy_(value)
 
+    def to(self, a: Array, device: Any) -> Array:
+        try:
+            return a if device is None else a.to(torch.device(device))
+        except (RuntimeError, TypeError) as e:
+            raise OptionError(f"torch cannot use device {device!r}: {e}", device=device) from e
+
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         tensor = torch.from_numpy(np.require(a, requirements="W") if a.ndim else np.array(a))
         return tensor.view(getattr(torch, codec_dtype)) if codec_dtype else tensor
@@ -106,7 +116,12 @@ class _TorchOps(Ops):
         a = a.detach().cpu()
         if a.dtype == torch.bfloat16:
             return a.view(torch.uint16).numpy()
-        return (a.view(torch.uint8) if dtype_name(a).startswith("float8") else a).numpy()
+        return _bytes(a).numpy()
+
+
+def _bytes(a: Array) -> Array:
+    """A float8 array as uint8, since not every torch function on every device takes float8."""
+    return a.view(torch.uint8) if dtype_name(a).startswith("float8") else a
 
 
 @lru_cache(maxsize=64)

@@ -18,12 +18,13 @@ from ..codecs import BF16, F32_INF, MAGNITUDE, NORMAL, Codec, Integer
 from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
-from ..layouts import Layout, PerChannel, PerTensor, Shape
+from ..grids import packing
+from ..layouts import Layout, PerBlockK, PerChannel, PerGroupIndex, PerTensor, Shape
 from ..ops import Array, Ops
 from ..options import check_options
 from ..recipes import ScalingRecipe, check_recipe
 from ..rules import flushed, saturated
-from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis, packing
+from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis
 
 # ------------------------------------------------------------------------------------------------ geometry
 
@@ -44,8 +45,8 @@ class _Tiles:
 
     @property
     def counts(self) -> tuple[int, int]:
-        m, k = self.sides
-        return -(-self.shape[-2] // m), -(-self.shape[-1] // k)
+        (rows, columns), (m, k) = self.shape[-2:], self.block  # one block for all of a side, be it empty
+        return -(-rows // m) if m else 1, -(-columns // k) if k else 1
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -161,12 +162,14 @@ def cast(
         words = random_words(ops, y, seed or 0) if rounding == "stochastic" else None
         st = _write(ops, y, words, recipe, fmt, tiles, scale)
     data, stored, zero_point, global_scale = st
+    if tiles.block != TENSOR:  # per-tensor scales run along leading axes alone
+        stored, zero_point = _k_last(ops, stored, axis), _k_last(ops, zero_point, axis)
     written = ScaledTensor.assemble(
         _k_last(ops, data, axis),
-        _k_last(ops, stored, axis),
+        stored,
         recipe,
         layout,
-        _k_last(ops, zero_point, axis),
+        zero_point,
         global_scale,
         axis,
         tail=-x.shape[axis] % packing(fmt.element)[0],
@@ -389,6 +392,8 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
     """High-precision values of `st`, as `breccia.dequantize` documents."""
     ops = ops_of(st.data, "data")
     name = output_dtype(out_dtype)
+    if isinstance(st.layout, PerGroupIndex):
+        st = _ungrouped(ops, st, st.layout.index)
     fmt, axis = st.recipe.format, st.axis
     shape = _k_last_shape(st.shape, axis)
     with ops.quiet():
@@ -408,6 +413,12 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
             v = flushed(ops, v) + flushed(ops, bias)
         v = _k_last(ops, tiles.join(v), axis)
         return _result(ops, v, name, out)
+
+
+def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
+    """`st` with the scale (and zero-point) of its group beside each element of the contraction axis: blocks of one."""
+    scale, zero_point = (a if a is None else ops.gather(a, index, st.axis) for a in (st.scale, st.zero_point))
+    return ScaledTensor.assemble(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.tail)
 
 
 def _scale_k_last(ops: Ops, scale: Array, tiles: _Tiles, axis: int) -> Array:
