@@ -19,10 +19,14 @@ from breccia import (
     MXFP6BlockScaling,
     MXFP8BlockScaling,
     MXINT8BlockScaling,
+    NF4Scaling,
     NVFP4BlockScaling,
+    ScaledTensor,
     ScalingRecipe,
+    from_buffer,
 )
-from breccia.recipes import NF4Scaling
+from breccia.kernels import reference
+from breccia.ops import NUMPY
 
 RECIPES: list[ScalingRecipe] = [
     DelayedScaling(),
@@ -111,6 +115,35 @@ def special_rows(columns: int) -> np.ndarray:
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -2.5, 6.0], np.float32)
     rows.append(np.resize(ties, columns))
     return np.array(rows, np.float32)
+
+
+def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
+    """Every element code under many scale codes, foreign NaN and Inf codes included.
+
+    All scale codes of at most 8 bits, or of 16 where `scales` is 2^16; else that many random ones.
+    """
+    fmt = recipe.format
+    codes = np.arange(1 << fmt.element.bits, dtype=np.int32)
+    m, k = fmt.scale.block
+    if fmt.scale.codec.bits == 8:
+        stored = np.arange(256, dtype=np.uint8)
+    else:
+        size = fmt.scale.codec.bits
+        random = np.random.default_rng(0).integers(0, 1 << size, scales, dtype=np.uint64)
+        patterns = np.arange(1 << size) if scales == 1 << size else random
+        stored = NUMPY.store(NUMPY.load(patterns.astype(f"u{size // 8}")), NUMPY.storage(fmt.scale.codec))
+    columns = len(codes) if k is None else -(-len(codes) // k) * k
+    rows = np.resize(codes, (len(stored) * (m or 1), columns))
+    data = reference.pack(NUMPY, rows, fmt.element)
+    if m is None:  # one scale per matrix of one row
+        data, scale = data[:, None], stored
+    else:
+        scale = np.repeat(stored[:, None], columns // (k or columns), axis=1)
+    offsets = {"none": None, "zero_point": np.arange(16, dtype=np.uint8), "bias": stored[::-1]}
+    zero = None if offsets[fmt.offset] is None else np.resize(offsets[fmt.offset], scale.shape)
+    coarse = np.float32(0.0173) if fmt.global_scale is not None else None
+    shape = (len(stored), 1, columns) if m is None else rows.shape
+    return from_buffer(data, scale, recipe, recipe.layout, zero, coarse, shape=shape)
 
 
 @pytest.fixture(params=RECIPES, ids=recipe_id)

@@ -58,6 +58,7 @@ ORDER = [
     {"formats"},
     {"frameworks"},
     {"layouts", "recipes"},
+    {"exact"},
     {"grids"},
     {"tensor"},
     {"ops"},

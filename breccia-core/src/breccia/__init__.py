@@ -57,6 +57,7 @@ _HOMES: dict[str, str] = {
             "OptionError",
             "UnsupportedError",
             "NonFiniteError",
+            "InexactError",
             "NoKernelError",
             "AmbiguousKernelError",
             "DialectError",

@@ -27,6 +27,7 @@ from .errors import AmbiguousKernelError as AmbiguousKernelError
 from .errors import BrecciaError as BrecciaError
 from .errors import CorruptFileError as CorruptFileError
 from .errors import DialectError as DialectError
+from .errors import InexactError as InexactError
 from .errors import LayoutError as LayoutError
 from .errors import NoKernelError as NoKernelError
 from .errors import NonFiniteError as NonFiniteError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .dispatch import OPS, Explanation, Options, device_of
-from .errors import RecipeError, UnknownNameError, UnsupportedError, suggestion
+from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
 from .frameworks import framework_of, output_dtype, same_framework
 from .options import check_options
 from .recipes import ScalingRecipe, check_recipe
@@ -68,19 +68,30 @@ def requantize(
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
+    require_exact: bool = False,
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
     """`st` under another recipe, blocks along the same axis. Under its own recipe it is returned as it is.
 
-    Options are those of `cast`.
+    Where the new format holds all that the old one can say (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to INT8, ...), scales
+    are kept and codes renamed: nothing is rounded, and `rounding` has nothing to do. Elsewhere values go through FP32 and
+    `cast`.
+
+    require_exact: raise InexactError instead of changing a bit of a decoded value. Except on the promised pairs that reads
+        values, so it is not for traced functions.
+
+    The other options are those of `cast`.
     """
     _need_scaled("requantize", st)
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
+    if not isinstance(require_exact, bool):
+        raise OptionError(f"require_exact is True or False; got {require_exact!r}.", require_exact=require_exact)
     options = _cast_options(st, st.axis, scale, rounding, seed, nonfinite, out)
-    kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer, options)
-    given = {} if out is None else {"out": out}
+    given = {"require_exact": True} if require_exact else {}
+    kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer, (*options, *given.items()))
+    given = given if out is None else {**given, "out": out}
     return kernel(st, recipe, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
 
 

@@ -48,6 +48,10 @@ class NonFiniteError(BrecciaError, ValueError):
     """NaN or Inf in the input, where the caller asked for an error (`nonfinite="raise"`)."""
 
 
+class InexactError(BrecciaError, ValueError):
+    """Values would be rounded, where the caller asked for none to be (`require_exact=True`)."""
+
+
 class NoKernelError(BrecciaError, NotImplementedError):
     """No kernel can serve the call. The message is the text of `breccia.explain`."""
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codecs import BF16, F32_INF, MAGNITUDE, NORMAL, Codec, Integer
-from ..errors import LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
+from ..errors import InexactError, LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
+from ..exact import hold_scales, renamed, same_scales
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
 from ..grids import packing
@@ -78,6 +79,17 @@ class _Tiles:
             return self.coarse(a)
         rows, columns = self.counts
         return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
+
+    def respread(self, a: Array, finer: _Tiles) -> Array:
+        """A part as scales are stored, K last, repeated over the blocks of `finer`, which lie within the blocks here."""
+        if finer.block == self.block:
+            return a
+        lead, (rows, columns), (tall, wide) = self.shape[:-2], finer.counts, self.counts
+        if self.block == TENSOR:
+            return self.ops.broadcast(self.coarse(a), (*lead, rows, columns))
+        down, along = (-(-outer // inner) for outer, inner in zip(self.sides, finer.sides, strict=True))
+        beside = self.ops.broadcast(self.ops.reshape(a, (*lead, tall, 1, wide, 1)), (*lead, tall, down, wide, along))
+        return self.ops.reshape(beside, (*lead, tall * down, wide * along))[..., :rows, :columns]
 
     def coarse(self, a: Array) -> Array:
         """A scale of shape () or a prefix of the leading axes, likewise."""
@@ -472,15 +484,97 @@ def requantize(
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
+    require_exact: bool = False,
     out: ScaledTensor | None = None,
 ) -> ScaledTensor:
-    """`st` under another recipe, by way of FP32; under its own recipe, `st` itself."""
+    """`st` under another recipe, as `breccia.requantize` documents."""
     check_options(rounding, seed, nonfinite)
     check_recipe(recipe)
-    if recipe == st.recipe and scale is None:
-        return st if out is None else _assign(ops_of(st.data), out, st)
-    x = dequantize(st)
-    return cast(x, recipe, axis=st.axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, out=out)
+    ops = ops_of(st.data, "data")
+    kept = _kept(ops, st, recipe, require_exact) if scale is None else None
+    if kept is None:
+        x = dequantize(st)
+        written = cast(x, recipe, axis=st.axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+        if require_exact:
+            _refuse_inexact(ops, x, dequantize(written), recipe)
+        kept = written
+    elif nonfinite == "raise":
+        _refuse_nonfinite(ops, dequantize(st))
+    return kept if out is None else _assign(ops, out, kept)
+
+
+def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
+    """`st` under `recipe` with the same scales, repeated over finer blocks, and codes of the same values; None if it has none.
+
+    checking: also where the recipes do not promise it but these very scales allow it, which reads them.
+    """
+    if recipe == st.recipe:
+        return st
+    source, target, axis = st.recipe.format, recipe.format, st.axis
+    grouped = isinstance(st.layout, PerGroupIndex)
+    block = source.scale.block if grouped else st.layout.block(axis)
+    codes = renamed(source.element, target.element)
+    if codes is None or not same_scales(st.recipe, recipe, block):
+        return None
+    if source == target:
+        parts = (st.zero_point, st.global_scale, st.axis, st.tail)
+        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, *parts)
+    promised = hold_scales(source.scale.codec, target.scale.codec)
+    if grouped or not (promised or checking):
+        return None
+    shape = _k_last_shape(st.shape, axis)
+    old, new = _Tiles(ops, shape, block), _Tiles(ops, shape, target.scale.block)
+
+    def respread(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
+        """A part of the scales' shape in the blocks and codec of `target`, K last; None: the codec stays."""
+        part = _scale_k_last(ops, part, old, axis)
+        if codec == new_codec and old.block == new.block:
+            return part
+        words, dtype = ops.load(part), dtype_name(part)
+        if codec is not None and new_codec is not None and codec != new_codec:
+            words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
+        return ops.store(old.respread(words, new) | 0, dtype)  # a broadcast view would share items: `|` copies
+
+    codecs = source.scale.codec, target.scale.codec
+    with ops.quiet():
+        scale = respread(st.scale, *codecs)
+        if not promised:
+            before = codecs[0].read(ops, respread(st.scale, None, None))
+            if ops.any(_differ(ops, before, codecs[1].read(ops, scale))):
+                return None
+        biases = codecs if source.offset == "bias" else (None, None)
+        offset = None if st.zero_point is None else respread(st.zero_point, *biases)
+        data = st.data
+        if source.element != target.element:
+            unpacked = unpack(ops, _k_last(ops, data, axis), source.element, shape[-1])
+            data = _k_last(ops, pack(ops, ops.take(codes, unpacked), target.element), axis)
+    return ScaledTensor.assemble(
+        data,
+        _k_last(ops, scale, axis) if new.block != TENSOR else scale,
+        recipe,
+        fitted_layout(recipe, st.shape, axis),
+        offset if new.block == TENSOR else _k_last(ops, offset, axis),
+        st.global_scale,
+        axis,
+        tail=-shape[-1] % packing(target.element)[0],
+    )
+
+
+def _differ(ops: Ops, a: Array, b: Array) -> Array:
+    """Where two FP32 arrays differ in bits, one NaN being like another."""
+    p, q = ops.bits(a), ops.bits(b)
+    return (p != q) & ~(((p & MAGNITUDE) > F32_INF) & ((q & MAGNITUDE) > F32_INF))
+
+
+def _refuse_inexact(ops: Ops, x: Array, y: Array, recipe: ScalingRecipe) -> None:
+    different = _differ(ops, x, y)
+    if ops.any(different):
+        count = int(ops.to_numpy(ops.whole(different)).sum())
+        raise InexactError(
+            f"requantize(require_exact=True): {count} of {math.prod(x.shape)} values are no numbers of {recipe!r} under its "
+            "scales. Leave require_exact out to round them, or choose a recipe of more bits or finer blocks.",
+            count=count,
+        )
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
