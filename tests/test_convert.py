@@ -975,9 +975,9 @@ def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> N
 
 def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
     code, text, _ = run("explain", "cast", "nvfp4", "--on", "numpy")
-    assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> reference.cast") and "reference.py:" in text
+    assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> numpy.cast") and "kernels/numpy.py:" in text
     code, text, _ = run("explain", "matmul", "block", "mxfp8", "--json")
-    assert json.loads(text)["winner"] == "reference.matmul"
+    assert json.loads(text)["winner"] == "numpy.matmul"
     code, text, _ = run("plugins")
     assert code == 0 and "breccia-core" in text and "breccia-bridges" in text
     code, text, _ = run("plugins", "--json")
@@ -986,7 +986,9 @@ def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
     code, _, err = run("explain", "cast", "nvpf4")
     assert (
         code == 1
-        and err == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: block, current, delayed, int4, mxfp8, nvfp4.\n"
+        and err
+        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: block, current, delayed, int4, int8, mxfp4, "
+        "mxfp6, mxfp8, mxint8, nf4, nvfp4, row.\n"
     )
     code, _, err = run("convrt")
     assert code == 2 and "convert" in err

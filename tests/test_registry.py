@@ -338,7 +338,7 @@ UNSOUND_RECIPES = {
         "Acme().layout raised ZeroDivisionError: division by zero"
     ),
     "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    block_size: int = 33": (
-        "Acme() raised RecipeError: MXFP8 block_size is fixed at 32"
+        "Acme() raised RecipeError: Acme block_size is fixed at 32"
     ),
     "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    format = 'E4M3'": "Acme().format must be Format; got 'E4M3'.",
     "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockK": "Acme().layout must be Layout; got <class ",
@@ -552,7 +552,7 @@ def test_the_environment_is_told_of_names_that_nothing_has(monkeypatch: pytest.M
         "triton."
     )
     assert prefer.startswith(
-        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: reference."
+        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: numpy."
     )
     assert plugin("jax").status == "blocked"
 

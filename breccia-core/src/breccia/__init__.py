@@ -46,6 +46,7 @@ _HOMES: dict[str, str] = {
     "Framework": "frameworks",
     **dict.fromkeys(("Bridge", "Command", "hookimpl"), "hookspecs"),
     "AmaxHistory": "history",
+    **dict.fromkeys(("set_num_threads", "get_num_threads"), "threads"),
     **dict.fromkeys(
         (
             "BrecciaError",

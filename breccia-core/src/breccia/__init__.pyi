@@ -70,5 +70,7 @@ from .structure import stack as stack
 from .tensor import ScaledTensor as ScaledTensor
 from .tensor import bytes_equal as bytes_equal
 from .tensor import from_buffer as from_buffer
+from .threads import get_num_threads as get_num_threads
+from .threads import set_num_threads as set_num_threads
 
 __version__: str

@@ -16,6 +16,8 @@ api = 1
 
 #: Below any kernel a plug-in declares: the generic algorithm serves what nothing else does.
 _LAST = -1000
+#: Above that, and below plug-ins too.
+_FAST = -500
 
 
 @hookimpl
@@ -52,6 +54,10 @@ def breccia_kernels() -> Iterable[Kernel]:
     reference = "breccia.kernels.reference"
     for op in ("cast", "dequantize", "requantize", "matmul"):
         yield Kernel(op, ANY_FRAMEWORK, f"{reference}:{op}", f"reference.{op}", rank=_LAST)
+    numpy = "breccia.kernels.numpy"
+    yield Kernel("cast", "numpy", f"{numpy}:cast", "numpy.cast", rank=_FAST, accepts=f"{numpy}:accepts_cast")
+    for op in ("dequantize", "matmul"):
+        yield Kernel(op, "numpy", f"{numpy}:{op}", f"numpy.{op}", rank=_FAST)
     for op in ("cast_ste", "cast_ste_clipped"):  # NumPy has no gradients, so the round trip is the whole of it
         yield Kernel(op, "numpy", f"{reference}:{op}", f"reference.{op}", rank=_LAST)
 

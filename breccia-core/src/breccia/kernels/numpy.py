@@ -1,0 +1,1088 @@
+"""NumPy kernels: the bytes of the generic algorithm, from few passes over pieces that stay in cache.
+
+An array, K last, is cut into chunks of whole blocks, and each chunk runs through the same steps in buffers its thread
+keeps: magnitudes, amax per block, scales, one multiplication per element, codes by an FP32 addition that rounds in
+hardware, packing. A recipe is served by what it declares. Codecs, rules and offsets that have no fast form here go
+through `reference` chunk by chunk.
+
+Blocks are (m, k): k elements along K by m rows. A block larger than a chunk takes two passes, amax first.
+"""
+
+# NumPy's annotations of functions over `Any` are unknown to pyright; arrays here are `Any` by design. What the checks of
+# an argument are is the generic algorithm's affair, so its own are called.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..codecs import F32, F32_INF, MAGNITUDE, MANTISSA, NORMAL, Codec, Integer, Minifloat, PowerOfTwo
+from ..formats import TENSOR, Block, Format
+from ..frameworks import dtype_name, output_dtype, same_framework
+from ..grids import packed_length, packing
+from ..layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
+from ..ops import NUMPY, Array
+from ..options import check_options
+from ..recipes import ScalingRecipe
+from ..rules import Exponent, Linear, Rule
+from ..tensor import PARTS, ScaledTensor, contraction_axis
+from ..threads import get_num_threads, spread
+from . import reference
+
+if TYPE_CHECKING:
+    from ..dispatch import Call
+
+#: Elements of a chunk: few enough that the buffers of one stay in a core's second-level cache.
+CHUNK = 1 << 16
+#: Bytes that the buffers of all threads may take together, and what one element takes of them.
+_BUFFERS, _PER_ELEMENT = 12 << 20, 24
+#: Bytes of FP32 that `matmul` decodes at a time.
+TILE = 8 << 20
+
+_U1, _U2, _U4, _U8, _I4, _F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
+_F32 = np.dtype(_F4)
+_EXPONENT = F32_INF
+#: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
+_SMALL, _LARGE = 2.0**-60, 2.0**100
+#: Layouts a plan remembers.
+_REMEMBERED = 256
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+class _Buffers:
+    """Work space of one thread for chunks of up to `size` elements, aligned for the widest vectors."""
+
+    def __init__(self, size: int) -> None:
+        def aligned(count: int, dtype: Any) -> Array:
+            raw = np.empty(count * np.dtype(dtype).itemsize + 64, _U1)
+            start = -raw.ctypes.data % 64
+            return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+        size = -(-size // 16) * 16
+        self.size = size
+        self.source, self.scaled, self.a, self.b, self._level = (aligned(size, _U4) for _ in range(5))
+        self.codes, self.sign = aligned(size, _U1), aligned(size, _U1)
+        self._value = -1
+
+    def level(self, value: int, n: int) -> Array:
+        """`n` times the uint32 `value`: NumPy's maximum is three times faster of two arrays than of one and a constant."""
+        if value != self._value:
+            self._level.fill(value)
+            self._value = value
+        return self._level[:n]
+
+
+_kept = threading.local()
+
+
+def _buffers(size: int) -> _Buffers:
+    """This thread's buffers, kept from call to call."""
+    found: _Buffers | None = getattr(_kept, "buffers", None)
+    if found is None or found.size < size:
+        found = _kept.buffers = _Buffers(size)
+    return found
+
+
+def _chunk() -> int:
+    """Elements of a chunk: `CHUNK`, or fewer where so many threads would take too much memory together."""
+    return min(CHUNK, max(_BUFFERS // (_PER_ELEMENT * get_num_threads()), 1 << 12))
+
+
+# ------------------------------------------------------------------------------------------------ codes
+
+
+class _FloatCodes:
+    """Codes of a minifloat with p = `mantissa_bits` >= 1, by adding 2^(23-p) times the binade of |y|.
+
+    The sum's last bit is worth the spacing of codes in that binade, so that the hardware rounds to nearest, ties to even.
+    The binade moved down to bit p is the code's exponent field; `lift` holds what makes both sum up to the code.
+    """
+
+    def __init__(self, codec: Minifloat) -> None:
+        p, first = codec.mantissa_bits, 128 - codec.bias
+        self.shift = 23 - p
+        self.floor = first << 23
+        self.lift = (self.shift << 23) + (-((first + self.shift) << p) & 0xFF)
+        self.largest = _bits(codec.max)
+        self.sign = codec.bits - 1
+        #: |y| below this rounds to no more than the largest code.
+        self.limit = codec.max + math.ldexp(1.0, math.floor(math.log2(codec.max)) - p - 1)
+
+    def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
+        """uint8 `codes` of the first `n` numbers in `work.scaled`; |y| above `limit` needs `clamp`."""
+        u, a, e = work.scaled[:n], work.a[:n], work.b[:n]
+        self._magnitudes(u, a, e, work.level(self.floor, n), codes, clamp)
+        sign = work.sign[:n]
+        np.less(u.view(_I4), 0, out=sign.view(np.bool_))
+        words = work.sign[: -(-n // 8) * 8].view(_U8)
+        np.left_shift(words, self.sign, out=words)
+        np.bitwise_or(codes, sign, out=codes)
+
+    def small(self, y: Array) -> Array:
+        """Codes of a few non-negative numbers, clamped."""
+        u, codes = y.view(_U4), np.empty(y.shape, _U1)
+        self._magnitudes(u, np.empty_like(u), np.empty_like(u), self.floor, codes, True)
+        return codes
+
+    def _magnitudes(self, u: Array, a: Array, e: Array, floor: Any, codes: Array, clamp: bool) -> None:
+        np.bitwise_and(u, MAGNITUDE, out=a)
+        if clamp:
+            np.minimum(a, self.largest, out=a)
+        np.bitwise_and(a, _EXPONENT, out=e)
+        np.maximum(e, floor, out=e)
+        np.add(e, self.lift, out=e)
+        y = a.view(_F4)
+        np.add(y, e.view(_F4), out=y)
+        np.right_shift(e, self.shift, out=e)
+        np.add(a, e, out=a)
+        np.copyto(codes, a, casting="unsafe")
+
+
+class _IntegerCodes:
+    """Codes of an integer codec: the last bits of y + 1.5 * 2^23 (of units), which the addition rounds."""
+
+    def __init__(self, codec: Integer) -> None:
+        unit = math.ldexp(1.0, -codec.fraction_bits)
+        self.magic = _F4(1.5 * 2.0**23 * unit)
+        self.low, self.high = codec.low * unit, codec.high * unit
+        self.signed, self.mask = codec.signed, (1 << codec.bits) - 1
+        self.limit = self.high + unit / 2
+
+    def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
+        """As `_FloatCodes.write`."""
+        y = work.scaled[:n].view(_F4)
+        if clamp:
+            np.minimum(y, self.high, out=y)
+        if clamp or not self.signed:
+            np.maximum(y, self.low, out=y)
+        np.add(y, self.magic, out=y)
+        np.copyto(codes, work.scaled[:n], casting="unsafe")
+        if self.mask != 0xFF:
+            np.bitwise_and(codes, self.mask, out=codes)
+
+
+def _code_writer(codec: Codec) -> _FloatCodes | _IntegerCodes | None:
+    """The fast form of an element codec, or None."""
+    if codec.bits not in (4, 6, 8):
+        return None
+    if type(codec) is Integer:
+        return _IntegerCodes(codec)
+    if type(codec) is Minifloat and codec.mantissa_bits >= 1 and -100 <= codec.bias <= 100 and codec.max < _LARGE:
+        return _FloatCodes(codec)
+    return None
+
+
+def _pack(codes: Array, bits: int, target: Array, scratch: Array) -> None:
+    """uint8 codes (rows, columns), columns in whole groups, to the bytes of `target`, which may want fewer of each."""
+    rows, columns = target.shape
+    if bits == 8:
+        np.copyto(target, codes[:rows, :columns])
+        return
+    flat = codes.reshape(-1)
+    words = scratch[: flat.size].view(_U2)
+    np.right_shift(flat.view(_U2), 8 - bits, out=words)
+    if bits == 4:
+        np.bitwise_or(words, flat.view(_U2), out=words)
+        np.copyto(target, words.reshape(len(codes), -1)[:rows, :columns], casting="unsafe")
+        return
+    pairs = (words & 0xFC0) | (flat.view(_U2) & 0x3F)
+    quads = pairs.view(_U4)
+    quads = (quads & 0xFFF) | ((quads >> 4) & 0xFFF000)
+    groups = quads.view(_U1).reshape(len(codes), -1, 4)
+    np.copyto(target.reshape(rows, -1, 3), groups[:rows, : columns // 3, :3])
+
+
+def _block_amax(work: _Buffers, n: int, k: int) -> Array:
+    """Largest of each `k` of the first `n` uint32 in `work.a`, which is used up with `work.b`."""
+    a, b = work.a, work.b
+    if n == k:
+        return a[:n].max(keepdims=True)
+    if k > 16 or k & (k - 1):
+        return np.maximum.reduceat(a[:n], _starts(n, k))
+    step = k // 2
+    while step:
+        np.maximum(a[: n - step], a[step:n], out=b[: n - step])
+        a, b, step = b, a, step // 2
+    return a[:n:k].copy()
+
+
+@lru_cache(maxsize=64)
+def _starts(n: int, k: int) -> Array:
+    return np.arange(0, n, k)
+
+
+# ------------------------------------------------------------------------------------------------ scales
+
+
+class _Scales:
+    """Scales of one level of a recipe, from uint32 `amax`, 1-D: (stored, inverse), or None where that is not ordinary.
+
+    `inverse` is fl(1 / scale), 0 where the scale is not usable. `quick` serves amax that leads to normal numbers all the
+    way; `careful` serves anything, in the words of codecs and rules.
+    """
+
+    def __init__(self, recipe: ScalingRecipe, level: int) -> None:
+        fmt = recipe.format
+        self.element, self.codec, self.rule = fmt.element, fmt.levels[level].codec, recipe.rules[level]
+        self.capacity = fmt.capacity(fmt.levels[level])
+        self.storage = NUMPY.storage(self.codec)
+        #: Values of all codes, where the level has 8-bit scales that may lie under a coarser one.
+        self.values: Array | None = None
+        self._form: Any = None
+        low, high, codec, rule = _SMALL, _LARGE, self.codec, self.rule
+        if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
+            if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := _code_writer(codec), _FloatCodes):
+                low, self._form, self._writer = 0.0, self._linear8, writer
+                self.values = np.array(codec.table, _U4).view(_F4)
+                self.divisors = np.where(self.values > 0, self.values, _F4(np.inf))
+                self._inverses = self.inverse(np.arange(256, dtype=_U1), None)
+            elif level == 0 and codec.bits in (16, 32):
+                low, high = max(low, codec.scale_min * self.capacity), min(high, codec.scale_max * self.capacity)
+                self._form = self._linear
+        elif type(rule) is Exponent and level == 0 and self._power_of_two():
+            self._offset, self._bias = self._exponents()
+            self._form = self._exponent
+        self._low, self._high = _bits(low), _bits(high)
+
+    def _power_of_two(self) -> bool:
+        c, name = self.codec, self.rule.name
+        rule = name in ("rceil", "floor") or (name == "even" and hasattr(self.element, "mantissa_bits"))
+        return rule and ((type(c) is PowerOfTwo and c.bias == 127) or (type(c) is Minifloat and c.bits == 32))
+
+    def _exponents(self) -> tuple[int, int]:
+        """(offset, bias) such that (amax + offset) >> 23, less bias, is the scale's exponent field."""
+        cap = _bits(self.capacity)
+        offset = {"rceil": MANTISSA - (cap & MANTISSA), "floor": 0}.get(self.rule.name)
+        if offset is None:
+            offset = 1 << (22 - getattr(self.element, "mantissa_bits", 0))
+        return offset, (cap >> 23) - 127
+
+    def quick(self, amax: Array, coarse: _Coarse | None) -> tuple[Array, Array] | None:
+        if self._form is None or (coarse is not None and coarse.inverses is None):
+            return None
+        least = int(np.minimum.reduce(amax))
+        zeros = least == 0
+        if zeros:
+            least = int(np.minimum.reduce(amax - _U4(1))) + 1  # of the others: 0 - 1 wraps round to the largest
+        if least < self._low or np.maximum.reduce(amax) > self._high:
+            return None
+        return self._form(amax, zeros, coarse)
+
+    def _linear(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
+        t = np.divide(amax.view(_F4), _F4(self.capacity))
+        if zeros:
+            np.copyto(t, _F4(1.0), where=amax == 0)
+        if self.codec.bits == 32:
+            return t, np.divide(_F4(1.0), t)
+        if self.storage == "float16":
+            stored = t.astype(np.float16)
+            return stored, np.divide(_F4(1.0), stored, dtype=_F4)
+        u = t.view(_U4)
+        u = (u + ((u >> 16) & 1) + 0x7FFF) & 0xFFFF0000
+        return (u >> 16).astype(_U2), np.divide(_F4(1.0), u.view(_F4))
+
+    def _linear8(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
+        t = np.divide(amax.view(_F4), _F4(self.capacity))
+        inverses = self._inverses
+        if coarse is not None:
+            np.divide(t, coarse.value, out=t)
+            inverses = coarse.inverses
+        stored = self._writer.small(t)
+        return stored, inverses.take(stored)
+
+    def _exponent(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
+        n = ((amax + _U4(self._offset)) >> 23).view(_I4) - self._bias
+        if self.codec.bits == 8:
+            if zeros:
+                np.maximum(n, 0, out=n)
+            return n.astype(_U1), ((254 - n) << 23).view(_F4)
+        if zeros:
+            np.copyto(n, 127, where=amax == 0)
+        return (n << 23).view(_F4), ((254 - n) << 23).view(_F4)
+
+    def careful(
+        self, amax: Array, supplied: Array | None, coarse: _Coarse | None, own_codes: bool = False
+    ) -> tuple[Array, Array]:
+        """As `quick`, for any amax. `supplied`: int32 codes as accepted. Under `own_codes` NaN and Inf mark no block."""
+        a = amax.view(_I4)
+        faulty = a >= F32_INF
+        codes = supplied
+        if codes is None:
+            statistic = np.where((a >= NORMAL) & ~faulty, a, 0).view(_F4)
+            g = None if coarse is None else coarse.value
+            codes = self.rule.scale(NUMPY, statistic, self.codec, self.element, self.capacity, g)
+            codes = np.where(statistic == 0, self.codec.zero_scale, codes)
+        if not own_codes:
+            codes = np.where(faulty, self.codec.need_nan(), codes)
+        stored = NUMPY.store(codes.astype(_I4, copy=False), self.storage)
+        return stored, self.inverse(stored, coarse)
+
+    def inverse(self, stored: Array, coarse: _Coarse | None) -> Array:
+        return self.codec.divide(NUMPY, np.ones(stored.shape, _F4), stored, None if coarse is None else coarse.value)[0]
+
+    def subnormal(self, stored: Array) -> Array:
+        """Where is the inverse an FP32 subnormal, by which nothing is multiplied?"""
+        return stored == 254 if type(self.codec) is PowerOfTwo else np.zeros(stored.shape, np.bool_)
+
+
+class _Coarse:
+    """The FP32 scale of a two-level format's coarse level, with what follows from it for all blocks."""
+
+    def __init__(self, value: Array, scales: _Scales | None) -> None:
+        self.value = value
+        #: `inverse` of every code of the fine level; None where some might not be ordinary.
+        self.inverses: Any = None
+        if scales is not None and scales.values is not None and _SMALL <= value <= 1 / _SMALL:
+            self.inverses = np.divide(_F4(1.0), scales.divisors * value)
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+class _Plan:
+    """What follows from a recipe once: how its codes and scales are written fast, or that the generic algorithm does."""
+
+    def __init__(self, recipe: ScalingRecipe) -> None:
+        self.recipe, self.fmt = recipe, recipe.format
+        fmt, fine = self.fmt, recipe.rules[-1]
+        self.count, self.bits = packing(fmt.element)[0], fmt.element.bits
+        coarse = fmt.global_scale
+        #: Does the generic algorithm take whole tensors of it, not chunks?
+        self.alien = sys.byteorder != "little" or fmt.offset == "bias"
+        if coarse is not None:
+            self.alien |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
+        known = fmt.offset == "none" and type(fine).scaled is Rule.scaled and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
+        self.codes = _code_writer(fmt.element) if known else None
+        self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1)
+        self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0)
+        self._layouts: dict[Any, Layout] = {}
+
+    def layout(self, shape: Shape, axis: int) -> Layout:
+        """`reference.fitted_layout`, remembered by what it depends on."""
+        key = (axis, len(shape), shape[-2:])
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            found = self._layouts[key] = reference.fitted_layout(self.recipe, shape, axis)
+        return found
+
+
+_plans: dict[object, _Plan] = {}
+
+
+def _plan(recipe: ScalingRecipe) -> _Plan:
+    found = _plans.get(recipe.identity)
+    if found is None:
+        found = _plans[recipe.identity] = _Plan(recipe)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+def _sides(block: Block, shape: Shape) -> tuple[int, int]:
+    """(m, k) of `block` over a K-last shape of at least two axes; m is no more than there are rows."""
+    return min(block[0] or shape[-2], shape[-2]), block[1] or shape[-1]
+
+
+def _whole(length: int, group: int) -> int:
+    """`length` rounded up to whole groups."""
+    return -(-length // group) * group
+
+
+def _unit(k: int, length: int, count: int) -> int:
+    """Elements along K that are whole blocks and whole packing groups; one padded block where K is no longer than it."""
+    return math.lcm(k, count) if k < length else _whole(length, count)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One matrix of the tensor, rows by K, with its views of the parts; a flat one has all its blocks in one row.
+
+    values are high-precision numbers, data packed codes, and the others blocks by blocks, None where there are none.
+    lead: number of the matrix among those that have per-tensor scales of their own. limit: elements of a chunk.
+    """
+
+    values: Array
+    data: Array
+    scale: Array | None
+    zero_point: Array | None
+    supplied: Array | None
+    lead: int
+    limit: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape
+
+
+def _pieces(
+    values: Array, block: Block, unit: int, lead: Shape, data: Array, *of_blocks: Array | None
+) -> tuple[list[_Piece], bool]:
+    """(matrices of K-last parts, are they flat?). `lead`: the shape of per-tensor scales. `of_blocks`: three parts."""
+    shape = values.shape
+    m, limit = _sides(block, shape)[0], _chunk()
+    alone = block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
+    merged = alone and values.flags.c_contiguous and data.flags.c_contiguous
+    flat = merged and shape[-1] % unit == 0 and (block == TENSOR or m == 1)
+    prefix = shape[: len(lead) if merged else len(shape) - 2]
+
+    def matrix(part: Array | None, index: tuple[int, ...]) -> Any:
+        return None if part is None else part[index].reshape(1 if flat else -1, -1 if flat else part.shape[-1])
+
+    pieces: list[_Piece] = []
+    for index in np.ndindex(*prefix) if prefix else ((),):
+        number = int(np.ravel_multi_index(index[: len(lead)], lead)) if lead else 0
+        parts = [matrix(part, index) for part in (values, data, *of_blocks)]
+        pieces.append(_Piece(parts[0], parts[1], parts[2], parts[3], parts[4], number, limit))
+    return pieces, flat
+
+
+#: One chunk: its piece, first row, end, first column, end; and the number of its block, where that is larger.
+_Job = tuple[_Piece, int, int, int, int, int]
+
+
+def _cut(piece: _Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int = 0) -> Iterator[_Job]:
+    """Chunks of a part of `piece`, of whole `m` rows by whole `unit` columns, but for the last ones."""
+    limit = piece.limit
+    step = min(_whole(end[1] - corner[1], unit), max(limit // m // unit, 1) * unit)
+    rise = max(limit // step // m, 1) * m
+    for r in range(corner[0], end[0], rise):
+        for c in range(corner[1], end[1], step):
+            yield piece, r, min(r + rise, end[0]), c, min(c + step, end[1]), number
+
+
+def _within_blocks(pieces: list[_Piece], m: int, k: int, unit: int) -> list[_Job]:
+    """Chunks that do not reach across blocks, with the number of their block in the order of `scale`."""
+    jobs: list[_Job] = []
+    number = 0
+    for piece in pieces:
+        rows, columns = piece.shape
+        for r in range(0, rows, m):
+            for c in range(0, columns, k):
+                jobs += _cut(piece, (r, c), (min(r + m, rows), min(c + k, columns)), 1, unit, number)
+                number += 1
+    return jobs
+
+
+def _each(step: Any, jobs: list[_Job], m: int, unit: int) -> None:
+    """`step(buffers, i, *jobs[i])` for all, over the threads."""
+    size = max(_whole(r1 - r0, m) * _whole(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs)
+
+    def work(first: int, end: int) -> None:
+        buffers = _buffers(size)
+        with np.errstate(all="ignore"):  # overflow and NaN are results here, as the contract says
+            for i in range(first, end):
+                step(buffers, i, *jobs[i])
+
+    spread(work, len(jobs))
+
+
+def _load(values: Array, rows: int, columns: int, buffer: Array) -> Array:
+    """`values` (r, c) as FP32 in one row, padded with zeros to (rows, columns): a view where it can be one."""
+    r, c = values.shape
+    if (r, c) == (rows, columns) and values.dtype == _F4 and values.flags.c_contiguous:
+        return values.reshape(-1)
+    flat = buffer[: rows * columns]
+    words = flat.reshape(rows, columns)
+    words[r:], words[:r, c:] = 0, 0
+    if dtype_name(values) == "bfloat16":
+        np.copyto(words[:r, :c], values.view(_U2))
+        np.left_shift(flat, 16, out=flat)
+    else:
+        np.copyto(words.view(_F4)[:r, :c], values)
+    return flat.view(_F4)
+
+
+# ------------------------------------------------------------------------------------------------ cast
+
+
+def cast(
+    x: Array,
+    recipe: ScalingRecipe,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    out: ScaledTensor | None = None,
+) -> ScaledTensor:
+    """`reference.cast`, faster, in memory of its result and some 16 MB."""
+    check_options(rounding, seed, nonfinite)
+    if type(x) is not np.ndarray or x.dtype is not _F32 or not x.ndim or not isinstance(recipe, ScalingRecipe):
+        reference.check_cast(x, recipe)
+    plan = _plan(recipe)
+    axis = contraction_axis(axis, x.ndim)
+    layout = plan.layout(x.shape, axis)
+    call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
+    if rounding != "nearest" or x.size == 0 or not call.possible:
+        options: dict[str, Any] = {"scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite, "out": out}
+        return reference.cast(x, recipe, axis=axis, **options)
+    if scale is not None:
+        call.supply(reference._check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
+    own = call.fitting(out, layout)
+    data, stored, zero_point, global_scale = parts = own or call.fresh()
+    call.run(parts, nonfinite == "raise")
+    if own and out is not None:
+        return out
+    if axis == -2:
+        data = data.swapaxes(-1, -2)
+        if layout.block(axis) != TENSOR:
+            stored, zero_point = stored.swapaxes(-1, -2), zero_point if zero_point is None else zero_point.swapaxes(-1, -2)
+    tail = -x.shape[axis] % plan.count
+    written = ScaledTensor.assemble(data, stored, recipe, layout, zero_point, global_scale, axis, tail)
+    return written if out is None else reference._assign(NUMPY, out, written)
+
+
+_Parts = tuple[Any, Any, Any, Any]
+
+
+class _Cast:
+    """One call of `cast`, of `x` that is not empty. All parts here have K last."""
+
+    def __init__(self, plan: _Plan, x: Array, block: Block, axis: int) -> None:
+        self.plan, self.block, self.axis, self.logical = plan, block, axis, x.shape
+        y = x.swapaxes(-1, -2) if axis == -2 else x
+        self.shape: Shape = y.shape
+        self.y = y if y.ndim > 1 else y.reshape(1, -1)
+        self.per_tensor = block == TENSOR
+        columns = self.y.shape[-1]
+        self.m, k = _sides(block, self.y.shape)
+        self.unit = plan.count if self.per_tensor else _unit(k, columns, plan.count)
+        self.k = k if k < columns else self.unit
+        self.large = self.per_tensor or self.m * self.unit > _chunk()
+        self.two_level = plan.fmt.global_scale is not None
+        #: Supplied scales of the only level; of the coarse one; and the shape of a supplied per-tensor one.
+        self.given: Array | None = None
+        self.coarse_given: Array | None = None
+        self.lead: Shape = ()
+        self.own_codes = False
+        self.pieces: list[_Piece] = []
+        self.coarse: list[_Coarse] = []
+
+    @property
+    def possible(self) -> bool:
+        """Can it be done here? Else the generic algorithm takes the whole array."""
+        return not self.plan.alien and not (self.large and (self.plan.codes is None or self.two_level))
+
+    def supply(self, scale: Array) -> None:
+        if self.two_level:
+            self.coarse_given = scale
+        else:
+            self.given, self.own_codes = scale, self.plan.fmt.element.nan_code is not None
+        if self.two_level or self.per_tensor:
+            self.lead = scale.shape
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _specs(self) -> list[tuple[Shape, str] | None]:
+        """(shape, dtype) of data, scale, zero_point and global_scale."""
+        fmt, y = self.plan.fmt, self.y
+        scale: Shape = (*y.shape[:-2], -(-y.shape[-2] // self.m), -(-y.shape[-1] // self.k))
+        if self.per_tensor:
+            scale = self.lead
+        return [
+            ((*self.shape[:-1], packed_length(fmt.element, self.shape[-1])), NUMPY.storage(fmt.element)),
+            (scale, NUMPY.storage(fmt.scale.codec)),
+            (scale, "uint8") if fmt.offset == "zero_point" else None,
+            (self.lead, "float32") if self.two_level else None,
+        ]
+
+    def fresh(self) -> _Parts:
+        """Parts not written yet."""
+        data, scale, zero_point, coarse = (None if spec is None else np.empty(*spec) for spec in self._specs())
+        return data, scale, zero_point, coarse
+
+    def fitting(self, out: Any, layout: Layout) -> _Parts | None:
+        """The parts of `out`, if they can be written in place."""
+        wanted = (self.plan.recipe, layout, self.axis, self.logical)
+        if not isinstance(out, ScaledTensor) or (out.recipe, out.layout, out.axis, out.shape) != wanted:
+            return None
+        parts: list[Any] = []
+        for name, spec in zip(PARTS, self._specs(), strict=True):
+            part = getattr(out, name)
+            if self.axis == -2 and part is not None and (name == "data" or (name != "global_scale" and not self.per_tensor)):
+                part = part.swapaxes(-1, -2)
+            if (part is None) != (spec is None):
+                return None
+            if spec is not None and not (
+                type(part) is np.ndarray
+                and (part.shape, part.dtype) == spec
+                and part.flags.carray
+                and not np.may_share_memory(part, self.y)
+            ):
+                return None
+            parts.append(part)
+        data, scale, zero_point, coarse = parts
+        return data, scale, zero_point, coarse
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def run(self, parts: _Parts, refuse: bool) -> None:
+        """Write all parts; before the first byte of them raise NonFiniteError for NaN and Inf, under `refuse`."""
+        data, scale, zero_point, global_scale = parts
+        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.given)
+        data = data.view(_U1).reshape(*self.y.shape[:-1], -1)
+        self.pieces, flat = _pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
+        whole = (
+            [job for p in self.pieces for job in _cut(p, (0, 0), p.shape, 1, self.plan.count, p.lead)]
+            if (refuse or self.per_tensor or self.two_level)
+            else []
+        )
+        if refuse and self._largest(whole, False).max() >= F32_INF:
+            reference._refuse_nonfinite(NUMPY, np.full(1, np.nan, _F4))
+        if global_scale is not None:
+            self._write_coarse(global_scale, whole)
+        if self.per_tensor:
+            self._write_large(scale, whole)
+        elif self.large:
+            self._write_large(scale, _within_blocks(self.pieces, self.m, self.k, self.plan.count))
+        else:
+            m = 1 if flat else self.m
+            jobs = [job for p in self.pieces for job in _cut(p, (0, 0), p.shape, m, self.unit)]
+            _each(self._hand_over if self.plan.codes is None else self._write, jobs, m, self.unit)
+
+    def _largest(self, jobs: list[_Job], finite: bool) -> Array:
+        """Bits of the largest magnitude of each job; of the finite ones alone."""
+        found = np.zeros(len(jobs), _U4)
+
+        def step(work: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+            source = _load(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source)
+            a = np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[: source.size])
+            found[i] = a.max()
+            if finite and found[i] >= F32_INF:
+                found[i] = a.max(where=a < F32_INF, initial=0)
+
+        _each(step, jobs, 1, self.plan.count)
+        return found
+
+    def _write_coarse(self, target: Array, whole: list[_Job]) -> None:
+        scales = self.plan.coarse_scales
+        assert scales is not None
+        with np.errstate(all="ignore"):
+            if self.coarse_given is not None:
+                target[...] = scales.codec.accept(NUMPY, self.coarse_given).view(_F4)
+            else:
+                amax = self._largest(whole, True).max(keepdims=True)
+                target[...] = (scales.quick(amax, None) or scales.careful(amax, None, None))[0][0]
+            self.coarse = [_Coarse(value, self.plan.scales) for value in target.reshape(-1)]
+
+    def _write(self, work: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+        """One chunk of whole blocks."""
+        scales, writer, k = self.plan.scales, self.plan.codes, self.k
+        assert scales is not None and writer is not None and piece.scale is not None
+        m = self.m if self.m > 1 else 1
+        rows, columns = _whole(r1 - r0, m), _whole(c1 - c0, self.unit)
+        source = _load(piece.values[r0:r1, c0:c1], rows, columns, work.source)
+        n = source.size
+        np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[:n])
+        amax = _block_amax(work, n, k)
+        if m > 1:
+            amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
+        coarse = self.coarse[piece.lead] if self.coarse else None
+        found = scales.quick(amax, coarse) if piece.supplied is None else None
+        if found is None:
+            if self.own_codes and amax.max() >= F32_INF:
+                return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
+            accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows // m, columns // k)
+            found = scales.careful(amax, accepted, coarse, self.own_codes)
+            if scales.subnormal(found[0]).any():
+                return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
+            if found[1].max() > _LARGE:
+                source = _flushed(work, source)
+        stored, inverse = found
+        target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
+        target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
+        clamp = not np.maximum.reduce(amax.view(_F4) * inverse) < writer.limit
+        if m > 1:
+            inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
+        np.multiply(source, inverse.repeat(k), out=work.scaled[:n].view(_F4))
+        dead = None if np.logical_and.reduce(inverse) else inverse == 0
+        self._write_codes(work, piece.data[r0:r1, self._bytes(c0, c1)], (rows, columns), clamp, dead)
+
+    def _accepted(self, piece: _Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
+        """int32 codes of the supplied scales of a chunk, `rows` by `columns` with the blocks of padding."""
+        assert piece.supplied is not None and self.plan.scales is not None
+        r, c = r0 // self.m, c0 // self.k
+        given = piece.supplied[r : r + rows, c : c + columns]
+        codes = np.zeros((rows, columns), _I4)
+        codes[: given.shape[0], : given.shape[1]] = self.plan.scales.codec.accept(NUMPY, given)
+        return codes.reshape(-1)
+
+    def _write_codes(self, work: _Buffers, target: Array, padded: tuple[int, int], clamp: bool, dead: Array | None) -> None:
+        """Codes of `work.scaled`, of shape `padded`, to `target`; those of `dead` blocks are 0."""
+        writer, n = self.plan.codes, padded[0] * padded[1]
+        assert writer is not None
+        in_place = self.plan.bits == 8 and target.size == n and target.flags.c_contiguous
+        codes = target.reshape(-1) if in_place else work.codes[:n]
+        writer.write(work, n, codes, clamp)
+        if dead is not None:
+            codes.reshape(dead.size, -1)[dead] = 0
+        if not in_place:
+            _pack(codes.reshape(padded), self.plan.bits, target, work.sign)
+
+    def _bytes(self, c0: int, c1: int) -> slice:
+        """Where the codes of columns lie, the first of which begins a packing group."""
+        start = c0 * self.plan.bits // 8
+        return slice(start, start + packed_length(self.plan.fmt.element, c1 - c0))
+
+    # -- blocks larger than a chunk ------------------------------------------------------------------------------
+
+    def _write_large(self, scale: Array, jobs: list[_Job]) -> None:
+        """The amax of every block first, then the codes."""
+        scales, writer = self.plan.scales, self.plan.codes
+        assert scales is not None and writer is not None
+        amax = np.zeros(scale.size, _U4)
+        if not self.own_codes:
+            np.maximum.at(amax, [job[-1] for job in jobs], self._largest(jobs, False))
+        with np.errstate(all="ignore"):
+            found = scales.quick(amax, None) if self.given is None else None
+            if found is None:
+                accepted = None if self.given is None else scales.codec.accept(NUMPY, self.given).reshape(-1)
+                found = scales.careful(amax, accepted, None, self.own_codes)
+            stored, inverse = found
+            scale[...] = stored.reshape(scale.shape)
+            fits = amax.view(_F4) * inverse < writer.limit
+            subnormal = scales.subnormal(stored)
+
+        def step(work: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+            target = piece.data[r0:r1, self._bytes(c0, c1)]
+            if not inverse[number] and not subnormal[number]:
+                target[...] = 0
+                return
+            padded = r1 - r0, _whole(c1 - c0, self.plan.count)
+            source = _load(piece.values[r0:r1, c0:c1], *padded, work.source)
+            n, fit, special = source.size, fits[number], subnormal[number]
+            if self.own_codes:
+                largest = np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[:n]).max()
+                special |= largest >= F32_INF
+                fit = largest.view(_F4) * inverse[number] < writer.limit
+            if special:
+                given = stored[number].reshape(() if self.per_tensor else (1, 1))
+                target[...] = reference.cast(piece.values[r0:r1, c0:c1], self.plan.recipe, scale=given).data.view(_U1)
+                return
+            if inverse[number] > _LARGE:
+                source = _flushed(work, source)
+            np.multiply(source, inverse[number], out=work.scaled[:n].view(_F4))
+            self._write_codes(work, target, padded, not fit, None)
+
+        _each(step, jobs, 1, self.plan.count)
+
+    # -- what has no fast form -----------------------------------------------------------------------------------
+
+    def _hand_over(self, _: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
+        """One chunk of whole blocks, by the generic algorithm."""
+        assert piece.scale is not None
+        values, given = piece.values[r0:r1, c0:c1], None
+        places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
+        if self.coarse:
+            given = self.coarse[piece.lead].value
+        elif piece.supplied is not None:
+            given = piece.supplied[places]
+        if self.k >= self.y.shape[-1]:  # a block is a row, and would be longer in a flat piece
+            values = values.reshape(-1, self.y.shape[-1])
+            given = given if given is None or self.coarse else given.reshape(-1, 1)
+        written = reference.cast(values, self.plan.recipe, scale=given)
+        for part, target in (
+            (written.data.view(_U1), piece.data[r0:r1, self._bytes(c0, c1)]),
+            (written.scale, piece.scale[places]),
+            (written.zero_point, None if piece.zero_point is None else piece.zero_point[places]),
+        ):
+            if target is not None:
+                target[...] = part.reshape(target.shape)
+
+
+def _flushed(work: _Buffers, source: Array) -> Array:
+    """`source` with numbers below 2^-126 as zeros of their sign, in `work.source`; uses up `work.a`."""
+    u = source.view(_U4)
+    n = u.size
+    tiny = np.bitwise_and(u, MAGNITUDE, out=work.a[:n]) < NORMAL
+    signs = np.bitwise_and(u, ~_U4(MAGNITUDE), out=work.a[:n])
+    clean = work.source[:n]
+    np.copyto(clean, u)
+    np.copyto(clean, signs, where=tiny)
+    return clean.view(_F4)
+
+
+# ------------------------------------------------------------------------------------------------ dequantize
+
+
+class _Values:
+    """What follows from a format once: tables from stored bytes to values, in the units that one look-up gives."""
+
+    def __init__(self, fmt: Format) -> None:
+        element, codec = fmt.element, fmt.scale.codec
+        self.count, self.bits = packing(element)[0], element.bits
+        #: May chunks be decoded here, and not by the generic algorithm?
+        self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
+        self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
+        self.known &= sys.byteorder == "little"
+        self.one = np.array(element.table, _U4).view(_F4) if self.known else np.empty(0, _F4)
+        self.table = self.expand(self.one)
+        # 2^-127 is an FP32 subnormal: 2^-126 stands for it, and what it multiplies is halved first.
+        halved = type(codec) is PowerOfTwo and fmt.scale.sense == "multiplier"
+        self.scales = np.array(codec.table, _U4).view(_F4) if codec.bits == 8 else None
+        self.halves: Array | None = None
+        if halved and self.scales is not None:
+            self.halves = np.ones(256, _F4)
+            self.halves[0], self.scales[0] = 0.5, self.scales[1]
+
+    def expand(self, one: Array) -> Array:
+        """The table that whole look-ups go to, of values one by one: of pairs, for codes of less than 8 bits."""
+        if self.bits == 8 or not one.size:
+            return one
+        pairs = np.empty((one.size, one.size, 2), _F4)
+        pairs[..., 0], pairs[..., 1] = one, one[:, None]
+        return pairs.view(_U8).reshape(-1)
+
+    def decode(self, table: Array, data: Array, values: Array) -> None:
+        """FP32 `values`, 1-D and of whole groups, of bytes `data` (rows, columns)."""
+        if self.bits == 6:
+            quads = np.zeros((data.size // 3, 4), _U1)
+            quads[:, :3] = data.reshape(-1, 3)
+            words = quads.view(_U4).reshape(-1)
+            data = ((words & 0xFFF) | ((words << 4) & 0xFFF0000)).view(_U2)
+        np.take(table, data, out=values.view(table.dtype).reshape(data.shape), mode="clip")
+
+
+@lru_cache(maxsize=256)
+def _values(identity: object, recipe: ScalingRecipe) -> _Values:
+    return _Values(recipe.format)
+
+
+def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+    """`reference.dequantize`, faster."""
+    name = output_dtype(out_dtype)
+    two_levels_of_tensor = st.global_scale is not None and st.layout.block() == TENSOR
+    if type(st.layout) not in _LAYOUTS or math.prod(st.shape) == 0 or two_levels_of_tensor:
+        return reference.dequantize(st, out_dtype=name, out=out)
+    dtype = NUMPY.to_float(np.empty(0, _F4), name).dtype
+    shape = st.shape
+    if type(out) is np.ndarray and (out.shape, out.dtype) == (shape, dtype) and not _overlaps(out, st):
+        result = out.swapaxes(-1, -2) if st.axis == -2 else out
+        if result.flags.carray:
+            _Dequantize(st, result).run()
+            return out
+    result = np.empty(shape if st.axis == -1 else (*shape[:-2], shape[-1], shape[-2]), dtype)
+    _Dequantize(st, result).run()
+    result = result.swapaxes(-1, -2) if st.axis == -2 else result
+    return result if out is None else reference._result(NUMPY, result, name, out)
+
+
+_LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
+
+
+def _overlaps(out: Array, st: ScaledTensor) -> bool:
+    return any(
+        np.may_share_memory(out, part) for part in (st.data, st.scale, st.zero_point, st.global_scale) if part is not None
+    )
+
+
+class _Dequantize:
+    """One call of `dequantize` into `result`, K last and contiguous."""
+
+    def __init__(self, st: ScaledTensor, result: Array) -> None:
+        self.st = st = st.mT if st.axis == -2 else st
+        self.fmt = st.recipe.format
+        self.result = result if result.ndim > 1 else result.reshape(1, -1)
+        self.block = st.layout.block()
+        self.per_tensor = self.block == TENSOR
+        self.tables = tables = _values(st.recipe.identity, st.recipe)
+        columns = self.result.shape[-1]
+        self.m, k = _sides(self.block, self.result.shape)
+        self.unit = tables.count if self.per_tensor else _unit(k, columns, tables.count)
+        self.k = k if k < columns else self.unit
+
+        self.large = self.per_tensor or self.m * self.unit > _chunk()
+
+    def run(self) -> None:
+        st, tables, shape = self.st, self.tables, self.result.shape
+        data, scale = np.asarray(st.data), np.asarray(st.scale)
+        zero_point: Any = None if st.zero_point is None else np.asarray(st.zero_point)
+        coarse: Any = None if st.global_scale is None else np.asarray(st.global_scale)
+        scale = scale.view(_U1) if scale.itemsize == 1 else scale
+        if self.block == (1, None) and scale.ndim == 1:
+            along = (*shape[:-1], 1)
+            scale = np.broadcast_to(scale[:, None], along)
+            zero_point = None if zero_point is None else np.broadcast_to(zero_point[:, None], along)
+        self.scale = scale.reshape(-1)
+        self.zero_point = None if zero_point is None else zero_point.reshape(-1)
+        self.coarse = None if coarse is None else coarse.reshape(-1)
+        lead: Shape = coarse.shape if coarse is not None else scale.shape if self.per_tensor else ()
+        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, None)
+        data = data.view(_U1).reshape(*shape[:-1], -1)
+        pieces, flat = _pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
+        if self.per_tensor:
+            jobs = [job for p in pieces for job in _cut(p, (0, 0), p.shape, 1, tables.count, p.lead)]
+        elif self.large:
+            jobs = _within_blocks(pieces, self.m, self.k, tables.count)
+        else:
+            m = 1 if flat else self.m
+            jobs = [job for p in pieces for job in _cut(p, (0, 0), p.shape, m, self.unit)]
+            _each(self._blocks if tables.known else self._hand_over, jobs, m, self.unit)
+            return
+        _each(self._one_scale if tables.known else self._hand_over, jobs, 1, tables.count)
+
+    def _decoded(self, work: _Buffers, table: Array, piece: _Piece, r0: int, r1: int, c0: int, c1: int) -> tuple[Array, Array]:
+        """(values of a chunk, rows by columns; where they belong, maybe the same memory)."""
+        count = self.tables.count
+        rows, columns = r1 - r0, _whole(c1 - c0, count)
+        target = piece.values[r0:r1, c0:c1]
+        direct = target.dtype == _F4 and columns == c1 - c0 and target.flags.c_contiguous
+        values = target.reshape(-1) if direct else work.scaled[: rows * columns].view(_F4)
+        self.tables.decode(table, piece.data[r0:r1, self._bytes(c0, c1)], values)
+        return (target if direct else values.reshape(rows, columns)[:, : c1 - c0]), target
+
+    def _bytes(self, c0: int, c1: int) -> slice:
+        start = c0 * self.tables.bits // 8
+        return slice(start, start + packed_length(self.fmt.element, c1 - c0))
+
+    def _one_scale(self, work: _Buffers, _: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+        """A chunk within one block: what is done to every code is done to the table."""
+        fmt, one = self.fmt, self.tables.one
+        if self.zero_point is not None:
+            one = one - reference._offsets(NUMPY, self.zero_point[number : number + 1])
+        one = reference._apply(NUMPY, one, self.scale[number : number + 1], fmt, fmt.scale)
+        if self.coarse is not None and fmt.global_scale is not None:
+            one = reference._apply(NUMPY, one, self.coarse[piece.lead : piece.lead + 1], fmt, fmt.global_scale)
+        values, target = self._decoded(work, self.tables.expand(one), piece, r0, r1, c0, c1)
+        if values is not target:
+            np.copyto(target, values, casting="unsafe")
+
+    def _blocks(self, work: _Buffers, _: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
+        """A chunk of whole blocks."""
+        fmt, tables, m, k = self.fmt, self.tables, self.m, self.k
+        values, target = self._decoded(work, tables.table, piece, r0, r1, c0, c1)
+        places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
+
+        def beside(a: Array) -> Array:
+            """`a`, one per block, for each of `values`."""
+            return (a if m == 1 else a.repeat(m, axis=0)[: r1 - r0]).repeat(k, axis=1)[:, : c1 - c0]
+
+        if piece.zero_point is not None:
+            np.subtract(values, beside(reference._offsets(NUMPY, piece.zero_point[places])), out=values)
+        assert piece.scale is not None
+        stored = piece.scale[places]
+        if tables.halves is not None and not stored.all():
+            np.multiply(values, beside(tables.halves.take(stored)), out=values)
+        scale = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
+        if fmt.scale.sense == "divisor":
+            np.divide(values, beside(scale), out=values)
+        else:
+            if fmt.scale.sense == "amax":
+                scale = NUMPY.div(scale, fmt.capacity(fmt.scale))
+            np.multiply(values, beside(scale), out=values)
+        coarse = fmt.global_scale
+        if self.coarse is not None and coarse is not None:
+            g = self.coarse[piece.lead]
+            if coarse.sense == "multiplier":
+                np.multiply(values, g, out=values)
+            else:
+                values[...] = reference._apply(NUMPY, values, g, fmt, coarse)
+        if values is not target:
+            np.copyto(target, values, casting="unsafe")
+
+    def _hand_over(self, _: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+        """A chunk by the generic algorithm."""
+        st, count = self.st, self.tables.count
+        data = piece.data[r0:r1, self._bytes(c0, c1)]
+        if self.large:
+            one = () if self.per_tensor else (1, 1)
+            scale, zero_point = (a if a is None else a[number].reshape(one) for a in (self.scale, self.zero_point))
+        else:
+            places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
+            scale, zero_point = (a if a is None else a[places] for a in (piece.scale, piece.zero_point))
+            if self.k >= self.result.shape[-1]:  # a block is a row, and would be longer in a flat piece
+                data = data.reshape(-1, packed_length(self.fmt.element, self.result.shape[-1]))
+                scale, zero_point = (a if a is None else a.reshape(-1, 1) for a in (scale, zero_point))
+        coarse = None if self.coarse is None else self.coarse[piece.lead]
+        tail = -(c1 - c0) % count
+        part = ScaledTensor.assemble(data, scale, st.recipe, st.layout, zero_point, coarse, -1, tail)
+        target = piece.values[r0:r1, c0:c1]
+        np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")
+
+
+# ------------------------------------------------------------------------------------------------ matmul
+
+
+def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
+    """`reference.matmul`, which decodes an operand that is larger than `TILE` piece by piece."""
+    same_framework({name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))})
+    left, right = tuple(a.shape), tuple(b.shape)
+    reference.check_matmul_shapes(left, right)
+    name = output_dtype(out_dtype)
+    for operand, what in ((a, "a"), (b, "b")):
+        if not isinstance(operand, ScaledTensor):
+            reference._raw(NUMPY, operand[..., :0], what)
+    product = np.empty((*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]), _F4)
+    with np.errstate(all="ignore"):
+        _product(a, b, product)
+        return reference._result(NUMPY, product, name, out)
+
+
+def _product(a: Any, b: Any, product: Array) -> None:
+    """a @ b into `product`; each number of it comes from one call of BLAS over all of K."""
+    small = [4 * math.prod(x.shape) <= TILE for x in (a, b)]
+    if all(small):
+        np.matmul(_dense(a), _dense(b), out=product)
+        return
+    if product.ndim > 2 and not (small[0] and len(b.shape) == 2):
+        for i in range(len(product)):
+            left, right = (x if len(x.shape) < product.ndim else x[i if x.shape[0] > 1 else 0] for x in (a, b))
+            _product(left, right, product[i])
+        return
+    rows, columns = (range(0, x.shape[axis], _step(x, axis)) for x, axis in ((a, -2), (b, -1)))
+    for r in rows:
+        left = _dense(a if len(rows) == 1 else a[..., r : r + rows.step, :])
+        for c in columns:
+            right = _dense(b if len(columns) == 1 else b[..., c : c + columns.step])
+            np.matmul(left, right, out=product[..., r : r + rows.step, c : c + columns.step])
+
+
+def _step(x: Any, axis: int) -> int:
+    """How many positions along `axis` to decode at a time: whole blocks and packing groups of some `TILE` bytes."""
+    length = max(x.shape[axis], 1)
+    grain = 1
+    if isinstance(x, ScaledTensor):
+        m, k = x.layout.block(x.axis)
+        per_tensor = x.layout.block(x.axis) == TENSOR
+        side = (k if axis == x.axis else m) or (1 if per_tensor else length)
+        grain = math.lcm(side, packing(x.recipe.format.element)[0] if axis == x.axis else 1)
+    each = 4 * math.prod(x.shape) // length
+    return max(TILE // max(each, 1) // grain, 1) * grain
+
+
+def _dense(x: Any) -> Array:
+    """FP32 values of an operand."""
+    return dequantize(x) if isinstance(x, ScaledTensor) else NUMPY.f32(x)
+
+
+# ------------------------------------------------------------------------------------------------ what is declined
+
+
+def accepts_cast(call: Call) -> str | None:
+    """Why `cast` would give the whole array to the generic algorithm, or None."""
+    if call.option("rounding") == "stochastic":
+        return "stochastic rounding is the generic algorithm's"
+    assert call.a.recipe is not None
+    plan = _plan(call.a.recipe)
+    if plan.alien or (plan.codes is None and plan.fmt.scale.block == TENSOR):
+        return f"{call.a.recipe.name!r} as declared has no fast form here"
+    return None

@@ -1,0 +1,517 @@
+"""The NumPy kernels write and read the bytes of the generic algorithm, faster and in less memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import RECIPES, recipe_id, special_rows, wide
+
+import breccia
+from breccia import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    INT4Scaling,
+    MXFP8BlockScaling,
+    NonFiniteError,
+    NVFP4BlockScaling,
+    OptionError,
+    ScaledTensor,
+    ScalingRecipe,
+    threads,
+)
+from breccia.errors import LayoutError, ShapeError, UnsupportedError
+from breccia.formats import TENSOR
+from breccia.kernels import numpy as kernels
+from breccia.kernels import reference
+from breccia.tensor import PARTS
+
+MIB = 1 << 20
+
+
+def random_bits(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """FP32 of uniformly random bit patterns: every exponent, NaN and Inf, subnormals."""
+    return np.random.default_rng(seed).integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
+
+
+def narrow(x: np.ndarray, dtype: Any) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return x.astype(dtype)
+
+
+INPUTS: dict[str, Callable[[], np.ndarray]] = {
+    "ordinary": lambda: wide((6, 256), seed=1, exponents=2),
+    "wide": lambda: wide((40, 64), seed=2, exponents=100),
+    "specials": lambda: special_rows(64),
+    "specials of whole groups": lambda: special_rows(256),
+    "ragged specials": lambda: special_rows(45),
+    "random bits": lambda: random_bits((48, 160)),
+    "ragged": lambda: wide((7, 37), seed=3),
+    "one column": lambda: wide((5, 1), seed=4),
+    "one row": lambda: wide((1, 300), seed=4),
+    "three axes": lambda: wide((2, 3, 20), seed=5),
+    "four axes": lambda: wide((2, 1, 8, 32), seed=5),
+    "three axes transposed": lambda: wide((3, 17, 20), seed=5).transpose(2, 0, 1),
+    "four axes strided": lambda: wide((4, 3, 8, 64), seed=5)[::2, :, ::-1],
+    "zeros": lambda: np.zeros((4, 48), np.float32),
+    "negative zeros": lambda: np.full((4, 48), -0.0, np.float32),
+    "zero blocks": lambda: wide((8, 256), seed=6, exponents=3) * np.tile(np.array([0, 1], np.float32).repeat(64), 2),
+    "empty rows": lambda: np.zeros((0, 32), np.float32),
+    "empty columns": lambda: np.zeros((3, 0), np.float32),
+    "transposed": lambda: wide((64, 48), seed=7, exponents=3).T,
+    "backwards": lambda: wide((20, 64), seed=8)[::-1, ::-1],
+    "every other column": lambda: wide((20, 128), seed=8)[:, ::2],
+    "big-endian": lambda: wide((20, 64), seed=9).astype(">f4"),
+    "big-endian float16": lambda: narrow(special_rows(64), ">f2"),
+    "float16": lambda: narrow(special_rows(64), np.float16),
+    "float16 transposed": lambda: narrow(special_rows(64), np.float16).T,
+    "bfloat16": lambda: narrow(special_rows(64), ml_dtypes.bfloat16),
+    "bfloat16 strided": lambda: narrow(special_rows(64), ml_dtypes.bfloat16)[::-1, ::2],
+    "scales beyond FP32's half": lambda: special_rows(256) * np.float32(2.0**-100),
+}
+
+
+def bytes_of(part: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def assert_same(found: ScaledTensor, expected: ScaledTensor, what: str = "") -> None:
+    facts = [(st.recipe, st.layout, st.axis, st.tail, st.shape) for st in (found, expected)]
+    assert facts[0] == facts[1]
+    for name in PARTS:
+        a, b = getattr(found, name), getattr(expected, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+            np.testing.assert_array_equal(bytes_of(a), bytes_of(b), err_msg=f"{name} of {what}")
+
+
+def assert_same_values(found: np.ndarray, expected: np.ndarray, what: str = "") -> None:
+    """Equal bits, but that any NaN equals any other."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    number = ~np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(~np.isnan(found.astype(np.float32)), number, err_msg=what)
+    found, expected = (np.ascontiguousarray(a).view(f"u{a.dtype.itemsize}")[number] for a in (found, expected))
+    np.testing.assert_array_equal(found, expected, err_msg=what)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 256 elements, so that small arrays have many, and blocks larger than one."""
+    monkeypatch.setattr(kernels, "CHUNK", 256)
+
+
+@pytest.fixture
+def keep_threads() -> Iterator[None]:
+    before = breccia.get_num_threads()
+    yield
+    breccia.set_num_threads(before)
+
+
+# -- cast ------------------------------------------------------------------------------------------------------------
+
+
+def test_cast_writes_what_the_generic_algorithm_writes(recipe: ScalingRecipe) -> None:
+    for name, make in INPUTS.items():
+        x = make()
+        x.setflags(write=False)
+        for axis in (-1, -2):
+            assert_same(kernels.cast(x, recipe, axis=axis), reference.cast(x, recipe, axis=axis), f"{name}, axis {axis}")
+
+
+@pytest.mark.usefixtures("small_chunks", "keep_threads")
+@pytest.mark.parametrize("count", [1, 3])
+def test_borders_of_chunks_and_the_number_of_threads_change_no_byte(recipe: ScalingRecipe, count: int) -> None:
+    breccia.set_num_threads(count)
+    for x in (random_bits((12, 320), 1), wide((9, 150), 2, 3), wide((3, 12, 64), 3, 3), special_rows(300)):
+        for axis in (-1, -2):
+            expected = reference.cast(x, recipe, axis=axis)
+            assert_same(kernels.cast(x, recipe, axis=axis), expected)
+            assert_same_values(kernels.dequantize(expected), reference.dequantize(expected))
+
+
+def test_one_axis_is_enough_for_a_scale_per_tensor() -> None:
+    for x in (wide((1000,), 1, 3), special_rows(40)[3], np.zeros(0, np.float32)):
+        for recipe in RECIPES:
+            if recipe.format.scale.block == TENSOR:
+                assert_same(kernels.cast(x, recipe), reference.cast(x, recipe))
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0, 0.037, 2.0**-126, 2.0**126, 3e38, 2.0**100, 2.0**-120, 0.0, -1.0, float("nan"), float("inf")]
+)
+def test_a_supplied_scale_per_tensor_is_used_as_the_generic_algorithm_uses_it(scale: float) -> None:
+    for recipe in RECIPES:
+        if (recipe.format.global_scale or recipe.format.scale).block == TENSOR:
+            for x in (special_rows(64), wide((6, 64), 1, 3), random_bits((4, 64))):
+                assert_same(kernels.cast(x, recipe, scale=scale), reference.cast(x, recipe, scale=scale))
+
+
+@pytest.mark.parametrize("chunk", [256, kernels.CHUNK])
+def test_supplied_scales_per_block_are_used_as_the_generic_algorithm_uses_them(
+    recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    for x in (special_rows(300), wide((9, 64), 1, 40)):
+        for axis in (-1, -2):
+            computed = reference.cast(np.nan_to_num(x), recipe, axis=axis)
+            scale = computed.scale if computed.global_scale is None else computed.global_scale
+            odd = np.frombuffer(np.random.default_rng(3).bytes(scale.nbytes), scale.dtype).reshape(scale.shape)
+            for supplied in (scale, odd):
+                expected = reference.cast(x, recipe, axis=axis, scale=supplied)
+                assert_same(kernels.cast(x, recipe, axis=axis, scale=supplied), expected)
+
+
+def test_supplied_scales_per_expert_are_used_as_the_generic_algorithm_uses_them() -> None:
+    x = np.stack([special_rows(32)[:15], wide((15, 32), 2, 3)])
+    for recipe in (Float8CurrentScaling(), Float8CurrentScaling("E5M2"), NVFP4BlockScaling()):
+        scale = np.array([0.5, 3.0], np.float32)
+        for view in (x, x[:, ::-1]):
+            assert_same(kernels.cast(view, recipe, scale=scale), reference.cast(view, recipe, scale=scale))
+
+
+def test_stochastic_casts_are_those_of_the_generic_algorithm(recipe: ScalingRecipe) -> None:
+    options: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
+    x = wide((4, 64), 1, 3)
+    assert_same(kernels.cast(x, recipe, **options), reference.cast(x, recipe, **options))
+    assert_same(breccia.cast(x, recipe, **options), reference.cast(x, recipe, **options))
+
+
+def test_nonfinite_raise_raises_before_the_first_byte(recipe: ScalingRecipe) -> None:
+    x = wide((8, 64), 1, 3)
+    assert_same(kernels.cast(x, recipe, nonfinite="raise"), reference.cast(x, recipe))
+    out = kernels.cast(x, recipe)
+    before = {name: part.copy() for name in PARTS if (part := getattr(out, name)) is not None}
+    for bad in (np.nan, np.inf, -np.inf):
+        y = x[::-1].copy()
+        y[5, 7] = bad
+        with pytest.raises(NonFiniteError, match="x holds NaN or Inf"):
+            kernels.cast(y, recipe, nonfinite="raise", out=out)
+    for name, part in before.items():
+        np.testing.assert_array_equal(bytes_of(getattr(out, name)), bytes_of(part))
+
+
+def test_out_is_written_in_place_and_returned(recipe: ScalingRecipe) -> None:
+    for x in (wide((8, 64), 1, 3), special_rows(37)):
+        for axis in (-1, -2):
+            out = kernels.cast(np.ones_like(x), recipe, axis=axis)
+            data = out.data
+            assert kernels.cast(x, recipe, axis=axis, out=out) is out
+            assert out.data is data
+            assert_same(out, reference.cast(x, recipe, axis=axis))
+
+
+def test_out_of_strided_parts_is_written_too() -> None:
+    x = wide((8, 64), 1, 3)
+    whole = kernels.cast(np.ones((8, 128), np.float32), MXFP8BlockScaling())
+    out = ScaledTensor(whole.data[:, ::2], whole.scale[:, ::2], whole.recipe, whole.layout)
+    kernels.cast(x, MXFP8BlockScaling(), out=out)
+    assert_same(out, reference.cast(x, MXFP8BlockScaling()))
+
+
+def test_out_that_does_not_fit_is_refused() -> None:
+    x = wide((8, 64), 1, 3)
+    for out in (kernels.cast(x[:4], MXFP8BlockScaling()), kernels.cast(x, Float8BlockScaling())):
+        with pytest.raises(LayoutError, match="out= is"):
+            kernels.cast(x, MXFP8BlockScaling(), out=out)
+
+
+def test_what_the_generic_algorithm_refuses_is_refused() -> None:
+    x = np.ones((4, 64), np.float32)
+    with pytest.raises(UnsupportedError, match="cast takes float32"):
+        kernels.cast(x.astype(np.float64), MXFP8BlockScaling())
+    with pytest.raises(ShapeError, match="at least one axis"):
+        kernels.cast(np.float32(1), Float8CurrentScaling())
+    with pytest.raises(ShapeError, match="requires x.ndim >= 2"):
+        kernels.cast(x[0], MXFP8BlockScaling())
+    with pytest.raises(UnsupportedError, match="did you mean"):
+        kernels.cast(x, MXFP8BlockScaling)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="rounding"):
+        kernels.cast(x, MXFP8BlockScaling(), rounding="up")
+    with pytest.raises(LayoutError, match="contraction axis"):
+        kernels.cast(x, MXFP8BlockScaling(), axis=-3)
+    with pytest.raises(LayoutError, match="scale= must have shape"):
+        kernels.cast(x, Float8CurrentScaling(), scale=np.ones(3, np.float32))
+
+
+def test_flushed_subnormals_change_no_byte() -> None:
+    """Inputs below 2^-126 are zeros of their sign, however large the reciprocal of their scale."""
+    tiny = np.float32(2.0**-127)
+    for recipe in RECIPES:
+        x = np.full((4, 256), tiny)
+        x[1] = -tiny
+        x[2, ::2] = 2.0**-126
+        x[3, 1::7] = -(2.0**-120)
+        assert_same(kernels.cast(x, recipe), reference.cast(x, recipe))
+
+
+@pytest.mark.slow
+def test_a_hundred_million_numbers_of_all_kinds_are_written_alike(recipe: ScalingRecipe) -> None:
+    rows = max(2, 100_000_000 // len(RECIPES) // 4096 // 2)
+    for seed in range(2):
+        x = random_bits((rows, 4096), seed)
+        if seed == 1:  # blocks without NaN and Inf, which half of the others have
+            u = x.view(np.uint32)
+            u &= np.uint32(0xBFFFFFFF)
+        for r in range(0, rows, 256):
+            part = x[r : r + 256]
+            expected = reference.cast(part, recipe)
+            assert_same(kernels.cast(part, recipe), expected)
+            assert_same_values(kernels.dequantize(expected), reference.dequantize(expected))
+
+
+@pytest.mark.parametrize("kind", ["float32", "transposed", "float16"])
+def test_a_cast_takes_the_memory_of_its_result_and_16_mib(kind: str) -> None:
+    x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
+    x = x.T if kind == "transposed" else x.astype(kind)
+    for recipe in (
+        Float8CurrentScaling(),
+        Float8BlockScaling(block_m=128),
+        MXFP8BlockScaling(),
+        NVFP4BlockScaling(),
+        INT4Scaling(),
+    ):
+        kernels.cast(x[:64, :128], recipe)
+        tracemalloc.start()
+        st = kernels.cast(x, recipe)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak <= st.nbytes + 16 * MIB, recipe_id(recipe)
+
+
+# -- dequantize ------------------------------------------------------------------------------------------------------
+
+
+def test_dequantize_reads_what_the_generic_algorithm_reads(recipe: ScalingRecipe) -> None:
+    for name, make in INPUTS.items():
+        st = reference.cast(make(), recipe)
+        assert_same_values(kernels.dequantize(st), reference.dequantize(st), name)
+        for way, dtype in ((st, "float16"), (st.mT, "bfloat16")):
+            expected = reference.dequantize(way, out_dtype=dtype)
+            assert_same_values(kernels.dequantize(way, out_dtype=dtype), expected, name)
+            out = np.ones_like(expected)
+            assert kernels.dequantize(way, out_dtype=dtype, out=out) is out
+            assert_same_values(out, expected, name)
+
+
+@pytest.mark.parametrize("chunk", [256, kernels.CHUNK])
+def test_every_code_under_every_scale_decodes_alike(recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes and scales of random bytes: NaN, Inf, negative scales, scale 0, E8M0's 0 and 255."""
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    rng = np.random.default_rng(2)
+    for shape in ((64, 512), (19, 45)):
+        like = reference.cast(np.ones(shape, np.float32), recipe)
+        parts = {name: a for name in PARTS if (a := getattr(like, name)) is not None}
+        noise = {n: np.frombuffer(rng.bytes(a.nbytes), a.dtype).reshape(a.shape) for n, a in parts.items()}
+        st = ScaledTensor.assemble(recipe=recipe, layout=like.layout, tail=like.tail, **noise)  # type: ignore[arg-type]
+        assert_same_values(kernels.dequantize(st), reference.dequantize(st))
+
+
+def test_all_pairs_of_an_8_bit_code_and_an_8_bit_scale_decode_alike() -> None:
+    codes = np.repeat(np.arange(256, dtype=np.uint8)[None], 256, axis=0)
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    for fp8 in ("E4M3", "E5M2"):
+        recipe = MXFP8BlockScaling(fp8)
+        st = ScaledTensor(codes, scales, recipe, recipe.layout)
+        assert_same_values(kernels.dequantize(st), reference.dequantize(st))
+
+
+def test_scales_in_other_forms_decode_alike() -> None:
+    x = wide((6, 64), 1, 3)
+    st = kernels.cast(x, INT4Scaling(group_size=64))
+    whole_rows = ScaledTensor(st.data, st.scale[:, 0].copy(), st.recipe, breccia.PerChannel())
+    assert_same_values(kernels.dequantize(whole_rows), reference.dequantize(whole_rows))
+    assert_same_values(kernels.dequantize(whole_rows.mT), reference.dequantize(whole_rows.mT))
+    brain = kernels.cast(x, INT4Scaling(group_size=16, scale_dtype="bf16"))
+    floats = ScaledTensor(brain.data, brain.scale.view(ml_dtypes.bfloat16), brain.recipe, brain.layout)
+    assert_same_values(kernels.dequantize(floats), reference.dequantize(brain))
+    native = kernels.cast(x, MXFP8BlockScaling())
+    named = (native.data.view(ml_dtypes.float8_e4m3fn), native.scale.view(ml_dtypes.float8_e8m0fnu))
+    assert_same_values(kernels.dequantize(ScaledTensor(*named, native.recipe, native.layout)), reference.dequantize(native))
+    experts = np.stack([x, x])
+    for recipe in (Float8CurrentScaling(), NVFP4BlockScaling()):
+        st = kernels.cast(experts, recipe, scale=np.array([0.5, 2.0], np.float32))
+        assert_same_values(kernels.dequantize(st), reference.dequantize(st))
+
+
+def test_out_of_another_shape_or_dtype_is_refused() -> None:
+    st = kernels.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
+    for out in (np.empty((4, 32), np.float32), np.empty((4, 64), np.float16)):
+        with pytest.raises(ShapeError, match="out= must have shape"):
+            kernels.dequantize(st, out=out)
+    strided = np.empty((4, 128), np.float32)[:, ::2]
+    assert kernels.dequantize(st, out=strided) is strided
+    assert_same_values(strided.copy(), reference.dequantize(st))
+
+
+# -- matmul ----------------------------------------------------------------------------------------------------------
+
+
+def exact(x: Any) -> np.ndarray:
+    return (reference.dequantize(x) if isinstance(x, ScaledTensor) else x).astype(np.float64)
+
+
+def assert_product(a: Any, b: Any, product: np.ndarray) -> None:
+    """Within K rounding errors of FP32 of the sum of magnitudes, or K underflows, in whatever order BLAS adds."""
+    left, right = exact(a), exact(b)
+    bound = left.shape[-1] * (2.0**-23 * (np.abs(left) @ np.abs(right)) + 2.0**-126)
+    assert product.dtype == np.float32
+    assert (np.abs(product - left @ right) <= bound).all()
+
+
+@pytest.mark.parametrize("tile", [1 << 12, kernels.TILE])
+def test_matmul_is_the_product_of_the_values(recipe: ScalingRecipe, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", tile)
+    x, w = wide((48, 128), 1, 2), wide((80, 128), 2, 2)
+    a, b = breccia.cast(x, recipe), breccia.cast(w, recipe).mT
+    across = breccia.cast(w.T.copy(), recipe)  # blocks along N
+    for left, right in ((a, b), (x, b), (a, w.T), (a, across), (x.astype(np.float16), b)):
+        assert_product(left, right, kernels.matmul(left, right))
+
+
+@pytest.mark.parametrize("tile", [1 << 12, kernels.TILE])
+def test_matmul_broadcasts_leading_axes(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", tile)
+    recipe = Float8BlockScaling(block_k=32)
+    x, w = wide((3, 2, 8, 64), 1, 2), wide((2, 40, 64), 2, 2)
+    a, b, flat = breccia.cast(x, recipe), breccia.cast(w, recipe).mT, breccia.cast(w[0], recipe).mT
+    experts = breccia.cast(w, Float8CurrentScaling(), scale=np.array([0.5, 2.0], np.float32)).mT
+    one = breccia.cast(x[:, :1], recipe)
+    for left, right in ((a, b), (x, b), (a, flat), (x, flat), (a, experts), (one, b), (x[0, 0], b)):
+        product = kernels.matmul(left, right)
+        assert product.shape == reference.matmul(left, right).shape
+        assert_product(left, right, product)
+
+
+def test_matmul_writes_out_and_out_dtype() -> None:
+    recipe = MXFP8BlockScaling()
+    a, b = breccia.cast(wide((4, 64), 1, 2), recipe), breccia.cast(wide((8, 64), 2, 2), recipe).mT
+    product = kernels.matmul(a, b)
+    np.testing.assert_array_equal(kernels.matmul(a, b, "float16"), product.astype(np.float16))
+    out = np.empty((4, 8), ml_dtypes.bfloat16)
+    assert kernels.matmul(a, b, "bfloat16", out=out) is out
+    np.testing.assert_array_equal(out, product.astype(ml_dtypes.bfloat16))
+
+
+def test_matmul_refuses_what_the_generic_algorithm_refuses() -> None:
+    a = breccia.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
+    with pytest.raises(ShapeError, match="shape mismatch"):
+        kernels.matmul(a, a)
+    with pytest.raises(ShapeError, match="at least two axes"):
+        kernels.matmul(a, np.ones(64, np.float32))
+    with pytest.raises(UnsupportedError, match="b is float64"):
+        kernels.matmul(a, np.ones((64, 4)))
+    with pytest.raises(ShapeError, match="out= must have shape"):
+        kernels.matmul(a, a.mT, out=np.empty((4, 5), np.float32))
+
+
+def test_matmul_makes_no_dense_copy_of_a_large_weight() -> None:
+    weight = breccia.cast(np.random.default_rng(0).standard_normal((4096, 4096), np.float32), MXFP8BlockScaling()).mT
+    x = np.ones((2, 4096), np.float32)
+    kernels.matmul(x, weight)
+    tracemalloc.start()
+    product = kernels.matmul(x, weight)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= 2 * kernels.TILE + 16 * MIB < 4 * 4096 * 4096
+    assert_product(x, weight, product)
+
+
+# -- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def test_numpy_arrays_are_served_by_these_kernels() -> None:
+    x = np.ones((4, 64), np.float32)
+    st = breccia.cast(x, MXFP8BlockScaling())
+    for explanation, name in (
+        (breccia.explain("cast", x, MXFP8BlockScaling()), "numpy.cast"),
+        (breccia.explain("dequantize", st), "numpy.dequantize"),
+        (breccia.explain("matmul", st, st.mT), "numpy.matmul"),
+    ):
+        assert explanation.winner is not None and explanation.winner.name == name
+
+
+def test_each_recipe_is_served_or_declined_with_a_reason(recipe: ScalingRecipe) -> None:
+    verdicts = {v.kernel.name: v.reason for v in breccia.explain("cast", np.ones((4, 64), np.float32), recipe).verdicts}
+    reason = verdicts["numpy.cast"]
+    assert reason is None or "no fast form" in reason
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("keep_threads")
+def test_the_number_of_threads_is_what_was_set() -> None:
+    breccia.set_num_threads(3)
+    assert breccia.get_num_threads() == 3
+    breccia.set_num_threads(np.int64(1))  # type: ignore[arg-type]
+    assert breccia.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "two", None])
+def test_a_number_of_threads_that_cannot_be_is_refused(n: Any) -> None:
+    before = breccia.get_num_threads()
+    with pytest.raises(OptionError, match=r"n >= 1|n must be a whole number"):
+        breccia.set_num_threads(n)
+    assert breccia.get_num_threads() == before
+
+
+def test_by_default_there_is_a_thread_for_each_cpu_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_threads", None)
+    expected = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert breccia.get_num_threads() == expected
+
+
+@pytest.mark.usefixtures("keep_threads")
+def test_parts_make_up_the_whole_and_come_from_a_pool_that_stays() -> None:
+    breccia.set_num_threads(3)
+    for _ in range(2):
+        seen: list[int] = []
+        names: set[str] = set()
+
+        def work(first: int, end: int, seen: list[int] = seen, names: set[str] = names) -> None:
+            seen.extend(range(first, end))
+            names.add(threading.current_thread().name)
+
+        threads.spread(work, 10)
+        assert sorted(seen) == list(range(10))
+        assert names <= {threading.current_thread().name, "breccia_0", "breccia_1"}
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize("part", [0, 2])
+def test_an_exception_of_any_thread_is_raised(part: int) -> None:
+    breccia.set_num_threads(3)
+
+    def work(first: int, end: int) -> None:
+        if first == part:
+            raise ValueError("of a part")
+
+    with pytest.raises(ValueError, match="^of a part$"):
+        threads.spread(work, 3)
+
+
+def _cast_in_child(queue: Any) -> None:
+    queue.put(kernels.cast(np.ones((1024, 1024), np.float32), MXFP8BlockScaling()).scale[0, 0])
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_casts_with_threads_of_its_own() -> None:
+    breccia.set_num_threads(2)
+    expected = kernels.cast(np.ones((1024, 1024), np.float32), MXFP8BlockScaling()).scale[0, 0]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_cast_in_child, args=(queue,))
+    child.start()
+    assert queue.get(timeout=30) == expected
+    child.join(30)
+    assert child.exitcode == 0
