@@ -291,9 +291,13 @@ PARTS = ("data", "scale", "zero_point", "global_scale")
 _FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
 
 
+#: How a frozen instance is filled: by the descriptors of its slots.
+_SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in _FIELDS)
+
+
 def _fill(self: ScaledTensor, *values: Any) -> None:
-    for name, value in zip(_FIELDS, values, strict=True):
-        object.__setattr__(self, name, value)
+    for put, value in zip(_SETTERS, values, strict=True):
+        put(self, value)
 
 
 def held(st: ScaledTensor) -> dict[str, Any]:

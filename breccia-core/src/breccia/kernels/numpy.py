@@ -20,12 +20,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..codecs import F32, F32_INF, MAGNITUDE, MANTISSA, NORMAL, Codec, Integer, Minifloat, PowerOfTwo
+from ..codecs import F32, F32_INF, MAGNITUDE, NORMAL, Codec, Integer, Minifloat, PowerOfTwo
 from ..formats import TENSOR, Block, Format
 from ..frameworks import dtype_name, output_dtype, same_framework
 from ..grids import packed_length, packing
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..dispatch import Call
 
 #: Elements of a chunk: few enough that the buffers of one stay in a core's second-level cache.
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 #: Bytes that the buffers of all threads may take together, and what one element takes of them.
 _BUFFERS, _PER_ELEMENT = 12 << 20, 24
 #: Bytes of FP32 that `matmul` decodes at a time.
@@ -51,10 +51,15 @@ TILE = 8 << 20
 _U1, _U2, _U4, _U8, _I4, _F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
 _F32 = np.dtype(_F4)
 _EXPONENT = F32_INF
+_MAGNITUDE = _U4(MAGNITUDE)
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
 _SMALL, _LARGE = 2.0**-60, 2.0**100
 #: Layouts a plan remembers.
 _REMEMBERED = 256
+#: Scales that Python's own minimum is faster for; elements of arrays whose cost is that of NumPy's calls.
+_FEW, _SMALL_ARRAY = 64, 1 << 13
+#: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
+_PAIRED = 1 << 20
 
 
 def _bits(value: float) -> int:
@@ -115,6 +120,7 @@ class _FloatCodes:
 
     def __init__(self, codec: Minifloat) -> None:
         p, first = codec.mantissa_bits, 128 - codec.bias
+        self.codec = codec
         self.shift = 23 - p
         self.floor = first << 23
         self.lift = (self.shift << 23) + (-((first + self.shift) << p) & 0xFF)
@@ -133,8 +139,23 @@ class _FloatCodes:
         np.left_shift(words, self.sign, out=words)
         np.bitwise_or(codes, sign, out=codes)
 
+    @cached_property
+    def by_half(self) -> Array:
+        """Codes by the upper 16 bits of an FP32 number, the last of them set where the lower half is not zero.
+
+        That bit stands for all numbers strictly between its neighbours. Midpoints of codes need one bit more than a mantissa,
+        so none lies there.
+        """
+        halves = np.arange(1 << 16, dtype=_U4) << 16
+        return self.codec.encode(NUMPY, halves.view(_F4)).astype(_U1)
+
+    def few(self, y: Array, clamp: bool) -> Array:
+        """Codes of a few numbers, in few calls."""
+        halves = y.view(_U2)
+        return self.by_half.take(halves[..., 1::2] | (halves[..., ::2] != 0))
+
     def small(self, y: Array) -> Array:
-        """Codes of a few non-negative numbers, clamped."""
+        """Codes of some non-negative numbers, clamped."""
         u, codes = y.view(_U4), np.empty(y.shape, _U1)
         self._magnitudes(u, np.empty_like(u), np.empty_like(u), self.floor, codes, True)
         return codes
@@ -175,6 +196,13 @@ class _IntegerCodes:
         if self.mask != 0xFF:
             np.bitwise_and(codes, self.mask, out=codes)
 
+    def few(self, y: Array, clamp: bool) -> Array:
+        """As `_FloatCodes.few`."""
+        if clamp or not self.signed:
+            y = np.maximum(np.minimum(y, self.high), self.low)
+        codes = (y + self.magic).view(_U4).astype(_U1)
+        return codes if self.mask == 0xFF else codes & self.mask
+
 
 def _code_writer(codec: Codec) -> _FloatCodes | _IntegerCodes | None:
     """The fast form of an element codec, or None."""
@@ -182,7 +210,7 @@ def _code_writer(codec: Codec) -> _FloatCodes | _IntegerCodes | None:
         return None
     if type(codec) is Integer:
         return _IntegerCodes(codec)
-    if type(codec) is Minifloat and codec.mantissa_bits >= 1 and -100 <= codec.bias <= 100 and codec.max < _LARGE:
+    if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and -100 <= codec.bias <= 100 and codec.max < _LARGE:
         return _FloatCodes(codec)
     return None
 
@@ -205,6 +233,14 @@ def _pack(codes: Array, bits: int, target: Array, scratch: Array) -> None:
     quads = (quads & 0xFFF) | ((quads >> 4) & 0xFFF000)
     groups = quads.view(_U1).reshape(len(codes), -1, 4)
     np.copyto(target.reshape(rows, -1, 3), groups[:rows, : columns // 3, :3])
+
+
+def _times(values: Array, per_block: Array, k: int, out: Array) -> None:
+    """`values` times the number of their block of `k`, all 1-D, into `out`."""
+    if k >= 32:
+        np.multiply(values.reshape(-1, k), per_block[:, None], out=out.reshape(-1, k))
+    else:  # NumPy's loop over a short block costs more than writing the numbers out
+        np.multiply(values, per_block.repeat(k), out=out)
 
 
 def _block_amax(work: _Buffers, n: int, k: int) -> Array:
@@ -255,7 +291,8 @@ class _Scales:
                 low, high = max(low, codec.scale_min * self.capacity), min(high, codec.scale_max * self.capacity)
                 self._form = self._linear
         elif type(rule) is Exponent and level == 0 and self._power_of_two():
-            self._offset, self._bias = self._exponents()
+            self._carry = self._carried(rule)
+            self._reciprocals = ((254 - np.minimum(np.arange(256, dtype=_I4), 254)) << 23).view(_F4)
             self._form = self._exponent
         self._low, self._high = _bits(low), _bits(high)
 
@@ -264,24 +301,24 @@ class _Scales:
         rule = name in ("rceil", "floor") or (name == "even" and hasattr(self.element, "mantissa_bits"))
         return rule and ((type(c) is PowerOfTwo and c.bias == 127) or (type(c) is Minifloat and c.bits == 32))
 
-    def _exponents(self) -> tuple[int, int]:
-        """(offset, bias) such that (amax + offset) >> 23, less bias, is the scale's exponent field."""
+    def _carried(self, rule: Exponent) -> Any:
+        """What added to amax's bits makes the scale's exponent field of theirs (of normal numbers)."""
         cap = _bits(self.capacity)
-        offset = {"rceil": MANTISSA - (cap & MANTISSA), "floor": 0}.get(self.rule.name)
-        if offset is None:
-            offset = 1 << (22 - getattr(self.element, "mantissa_bits", 0))
-        return offset, (cap >> 23) - 127
+        return _I4(rule.carry(self.element, cap) - (((cap >> 23) - 127) << 23))
 
     def quick(self, amax: Array, coarse: _Coarse | None) -> tuple[Array, Array] | None:
         if self._form is None or (coarse is not None and coarse.inverses is None):
             return None
-        least = int(np.minimum.reduce(amax))
-        zeros = least == 0
-        if zeros:
-            least = int(np.minimum.reduce(amax - _U4(1))) + 1  # of the others: 0 - 1 wraps round to the largest
-        if least < self._low or np.maximum.reduce(amax) > self._high:
-            return None
-        return self._form(amax, zeros, coarse)
+        if amax.size <= _FEW:
+            ordered: list[int] = sorted(amax.tolist())
+            least, most = ordered[0], ordered[-1]
+            if zeros := least == 0:
+                least = next(filter(None, ordered), self._low)
+        else:
+            least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
+            if zeros := least == 0:
+                least = int(np.minimum.reduce(amax - _U4(1))) + 1  # of the others: 0 - 1 wraps round to the largest
+        return self._form(amax, zeros, coarse) if least >= self._low and most <= self._high else None
 
     def _linear(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
         t = np.divide(amax.view(_F4), _F4(self.capacity))
@@ -302,15 +339,16 @@ class _Scales:
         if coarse is not None:
             np.divide(t, coarse.value, out=t)
             inverses = coarse.inverses
-        stored = self._writer.small(t)
+        stored = self._writer.few(t, True) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
 
     def _exponent(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
-        n = ((amax + _U4(self._offset)) >> 23).view(_I4) - self._bias
+        n = (amax.view(_I4) + self._carry) >> 23
         if self.codec.bits == 8:
             if zeros:
                 np.maximum(n, 0, out=n)
-            return n.astype(_U1), ((254 - n) << 23).view(_F4)
+            stored = n.astype(_U1)
+            return stored, self._reciprocals.take(stored)
         if zeros:
             np.copyto(n, 127, where=amax == 0)
         return (n << 23).view(_F4), ((254 - n) << 23).view(_F4)
@@ -361,6 +399,7 @@ class _Plan:
         self.recipe, self.fmt = recipe, recipe.format
         fmt, fine = self.fmt, recipe.rules[-1]
         self.count, self.bits = packing(fmt.element)[0], fmt.element.bits
+        self.storage = NUMPY.storage(fmt.element)
         coarse = fmt.global_scale
         #: Does the generic algorithm take whole tensors of it, not chunks?
         self.alien = sys.byteorder != "little" or fmt.offset == "bias"
@@ -371,6 +410,46 @@ class _Plan:
         self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1)
         self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0)
         self._layouts: dict[Any, Layout] = {}
+        #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
+        self.plain = known and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
+        self.exact = type(fine) is Linear and fmt.global_scale is None
+
+    def short(self, x: Array) -> ScaledTensor | None:
+        """`cast` of contiguous FP32 `x` of few elements, whole blocks and ordinary numbers; None where it is not that."""
+        scales, writer, shape = self.scales, self.codes, x.shape
+        if not self.plain or scales is None or writer is None:
+            return None
+        block = self.fmt.scale.block
+        k = block[1] or (x.size if block == TENSOR else shape[-1])
+        if (block != TENSOR and shape[-1] % k) or shape[-1] % self.count or k % self.count:
+            return None
+        rows = x.reshape(-1, k)
+        amax = np.maximum.reduce(rows.view(_U4) & _MAGNITUDE, axis=1)
+        global_scale = coarse = None
+        if self.coarse_scales is not None:
+            found = self.coarse_scales.quick(np.maximum.reduce(amax, keepdims=True), None)
+            if found is None:
+                return None
+            global_scale = found[0].reshape(())
+            coarse = _Coarse(found[0][0], scales)
+        found = scales.quick(amax, coarse)
+        if found is None:
+            return None
+        stored, inverse = found
+        codes = writer.few(rows * inverse[:, None], not self.exact)
+        if scales.values is not None and not inverse.all():
+            codes[inverse == 0] = 0
+        if self.bits == 8:
+            data = codes.reshape(shape).view(self.storage)
+        elif self.bits == 4:
+            pairs = codes.reshape(*shape[:-1], -1).view(_U2)
+            data = (pairs | (pairs >> 4)).astype(_U1)
+        else:
+            data = np.empty((rows.size // k, k * self.bits // 8), _U1)
+            _pack(codes, self.bits, data, np.empty(rows.size, _U1))
+            data = data.reshape(*shape[:-1], -1)
+        stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
+        return ScaledTensor.assemble(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
 
     def layout(self, shape: Shape, axis: int) -> Layout:
         """`reference.fitted_layout`, remembered by what it depends on."""
@@ -525,6 +604,23 @@ def cast(
     out: ScaledTensor | None = None,
 ) -> ScaledTensor:
     """`reference.cast`, faster, in memory of its result and some 16 MB."""
+    if (
+        scale is None
+        and out is None
+        and axis == -1
+        and rounding == "nearest"
+        and nonfinite == "propagate"
+        and type(x) is np.ndarray
+        and x.dtype is _F32
+        and 0 < x.size <= _SMALL_ARRAY
+        and x.ndim > 1
+        and x.flags.c_contiguous
+        and seed is None
+        and isinstance(recipe, ScalingRecipe)
+    ):
+        written = _plan(recipe).short(x)
+        if written is not None:
+            return written
     check_options(rounding, seed, nonfinite)
     if type(x) is not np.ndarray or x.dtype is not _F32 or not x.ndim or not isinstance(recipe, ScalingRecipe):
         reference.check_cast(x, recipe)
@@ -713,7 +809,7 @@ class _Cast:
         clamp = not np.maximum.reduce(amax.view(_F4) * inverse) < writer.limit
         if m > 1:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
-        np.multiply(source, inverse.repeat(k), out=work.scaled[:n].view(_F4))
+        _times(source, inverse, k, work.scaled[:n].view(_F4))
         dead = None if np.logical_and.reduce(inverse) else inverse == 0
         self._write_codes(work, piece.data[r0:r1, self._bytes(c0, c1)], (rows, columns), clamp, dead)
 
@@ -844,16 +940,27 @@ class _Values:
             self.halves = np.ones(256, _F4)
             self.halves[0], self.scales[0] = 0.5, self.scales[1]
 
-    def expand(self, one: Array) -> Array:
-        """The table that whole look-ups go to, of values one by one: of pairs, for codes of less than 8 bits."""
-        if self.bits == 8 or not one.size:
+    def expand(self, one: Array, many: bool = False) -> Array:
+        """The table for look-ups, of values one by one: of pairs of codes, for 8 bits only where `many` look-ups pay for it."""
+        if not one.size or (self.bits == 8 and not many):
             return one
         pairs = np.empty((one.size, one.size, 2), _F4)
         pairs[..., 0], pairs[..., 1] = one, one[:, None]
         return pairs.view(_U8).reshape(-1)
 
+    @cached_property
+    def wide(self) -> Array:
+        """`table` for many look-ups."""
+        return self.expand(self.one, True)
+
     def decode(self, table: Array, data: Array, values: Array) -> None:
         """FP32 `values`, 1-D and of whole groups, of bytes `data` (rows, columns)."""
+        if self.bits == 8 and table.dtype == _U8:
+            if data.size % 2 == 0:
+                pairs = data.reshape(-1).view(_U2)
+                np.take(table, pairs, out=values.view(_U8), mode="clip")
+                return
+            table = table[:256].view(_F4)[::2]  # the pairs whose second code is 0
         if self.bits == 6:
             quads = np.zeros((data.size // 3, 4), _U1)
             quads[:, :3] = data.reshape(-1, 3)
@@ -911,6 +1018,10 @@ class _Dequantize:
         self.k = k if k < columns else self.unit
 
         self.large = self.per_tensor or self.m * self.unit > _chunk()
+        #: Are there look-ups enough for a table of pairs of bytes: in all, and in each block that has its own?
+        self.many = self.result.size >= _PAIRED
+        self.many_each = self.result.size >= _PAIRED if self.per_tensor else self.m * self.k >= _PAIRED
+        self.made: dict[int, Array] = {}
 
     def run(self) -> None:
         st, tables, shape = self.st, self.tables, self.result.shape
@@ -956,39 +1067,54 @@ class _Dequantize:
 
     def _one_scale(self, work: _Buffers, _: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk within one block: what is done to every code is done to the table."""
+        table = self.made.get(number)
+        if table is None:
+            table = self.tables.expand(self._scaled(number, piece.lead), self.many_each)
+            if self.per_tensor:  # all chunks of a matrix share it
+                self.made[number] = table
+        values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
+        if values is not target:
+            np.copyto(target, values, casting="unsafe")
+
+    def _scaled(self, number: int, lead: int) -> Array:
+        """Values of all codes under the scales of block `number`."""
         fmt, one = self.fmt, self.tables.one
         if self.zero_point is not None:
             one = one - reference._offsets(NUMPY, self.zero_point[number : number + 1])
         one = reference._apply(NUMPY, one, self.scale[number : number + 1], fmt, fmt.scale)
         if self.coarse is not None and fmt.global_scale is not None:
-            one = reference._apply(NUMPY, one, self.coarse[piece.lead : piece.lead + 1], fmt, fmt.global_scale)
-        values, target = self._decoded(work, self.tables.expand(one), piece, r0, r1, c0, c1)
-        if values is not target:
-            np.copyto(target, values, casting="unsafe")
+            one = reference._apply(NUMPY, one, self.coarse[lead : lead + 1], fmt, fmt.global_scale)
+        return one
 
     def _blocks(self, work: _Buffers, _: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
         """A chunk of whole blocks."""
         fmt, tables, m, k = self.fmt, self.tables, self.m, self.k
-        values, target = self._decoded(work, tables.table, piece, r0, r1, c0, c1)
+        table = tables.wide if self.many else tables.table
+        values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
         places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
 
-        def beside(a: Array) -> Array:
-            """`a`, one per block, for each of `values`."""
-            return (a if m == 1 else a.repeat(m, axis=0)[: r1 - r0]).repeat(k, axis=1)[:, : c1 - c0]
+        def with_each(op: Any, a: Array) -> None:
+            """`values` op `a`, which has one number per block, in place."""
+            if m == 1 and k >= 32 and values.shape[1] % k == 0:  # see `_times`
+                grid = values.reshape(len(values), -1, k)
+                op(grid, a[:, :, None], out=grid)
+            else:
+                rows = a if m == 1 else a.repeat(m, axis=0)[: r1 - r0]
+                op(values, rows.repeat(k, axis=1)[:, : c1 - c0], out=values)
 
         if piece.zero_point is not None:
-            np.subtract(values, beside(reference._offsets(NUMPY, piece.zero_point[places])), out=values)
+            with_each(np.subtract, reference._offsets(NUMPY, piece.zero_point[places]))
         assert piece.scale is not None
         stored = piece.scale[places]
         if tables.halves is not None and not stored.all():
-            np.multiply(values, beside(tables.halves.take(stored)), out=values)
+            with_each(np.multiply, tables.halves.take(stored))
         scale = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
         if fmt.scale.sense == "divisor":
-            np.divide(values, beside(scale), out=values)
+            with_each(np.divide, scale)
         else:
             if fmt.scale.sense == "amax":
                 scale = NUMPY.div(scale, fmt.capacity(fmt.scale))
-            np.multiply(values, beside(scale), out=values)
+            with_each(np.multiply, scale)
         coarse = fmt.global_scale
         if self.coarse is not None and coarse is not None:
             g = self.coarse[piece.lead]
