@@ -642,6 +642,7 @@ def cast(
     if (
         scale is None
         and out is None
+        and type(axis) is int
         and axis == -1
         and rounding == "nearest"
         and nonfinite == "propagate"
