@@ -481,7 +481,7 @@ def test_parts_make_up_the_whole_and_come_from_a_pool_that_stays() -> None:
             seen.extend(range(first, end))
             names.add(threading.current_thread().name)
 
-        threads.spread(work, 10)
+        threads.spread(work, 10, 3)
         assert sorted(seen) == list(range(10))
         assert names <= {threading.current_thread().name, "breccia_0", "breccia_1"}
 
@@ -496,7 +496,7 @@ def test_an_exception_of_any_thread_is_raised(part: int) -> None:
             raise ValueError("of a part")
 
     with pytest.raises(ValueError, match="^of a part$"):
-        threads.spread(work, 3)
+        threads.spread(work, 3, 3)
 
 
 #: In a process of its own: other frameworks' threads, which this one may have, do not survive a fork.

@@ -24,7 +24,10 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def set_num_threads(n: int) -> None:
-    """Let NumPy kernels use `n` threads, the caller's among them. Raises OptionError unless `n` is a whole number >= 1."""
+    """Let NumPy kernels use up to `n` threads, the caller's among them; they take no more than help them.
+
+    Raises OptionError unless `n` is a whole number >= 1.
+    """
     global _threads, _pool
     number = whole_number("n", n)
     if number < 1:
@@ -37,7 +40,7 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """Threads that NumPy kernels use: what `set_num_threads` was told, else the CPUs this process may run on."""
+    """Threads that NumPy kernels may use: what `set_num_threads` was told, else the CPUs this process may run on."""
     global _threads
     if _threads is None:
         affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
@@ -45,12 +48,12 @@ def get_num_threads() -> int:
     return _threads
 
 
-def spread(work: Callable[[int, int], None], count: int) -> None:
-    """Call `work(first, end)` for parts that make up range(count), each on a thread; the first exception of any is raised.
+def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
+    """Call `work(first, end)` for parts that make up range(count), on up to `threads` threads; the first exception is raised.
 
     `work` must not call `spread` itself: a pool whose threads all wait for each other would stand still.
     """
-    threads = min(get_num_threads(), count)
+    threads = min(threads, count)
     if threads <= 1:
         work(0, count)
         return

@@ -41,8 +41,11 @@ from . import reference
 if TYPE_CHECKING:
     from ..dispatch import Call
 
-#: Elements of a chunk: few enough that the buffers of one stay in a core's second-level cache.
-CHUNK = 1 << 18
+#: Elements of a chunk. One thread wants its buffers in the second-level cache; several meet at the interpreter's lock between
+#: NumPy's calls, so theirs are long.
+CHUNK, ALONE = 1 << 18, 1 << 16
+#: Threads beyond which that lock costs more than they bring (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
+MOST_THREADS = 4
 #: Bytes that the buffers of all threads may take together, and what one element takes of them.
 _BUFFERS, _PER_ELEMENT = 12 << 20, 24
 #: Bytes of FP32 that `matmul` decodes at a time.
@@ -103,9 +106,14 @@ def _buffers(size: int) -> _Buffers:
     return found
 
 
+def _threads() -> int:
+    return min(get_num_threads(), MOST_THREADS)
+
+
 def _chunk() -> int:
-    """Elements of a chunk: `CHUNK`, or fewer where so many threads would take too much memory together."""
-    return min(CHUNK, max(_BUFFERS // (_PER_ELEMENT * get_num_threads()), 1 << 12))
+    """Elements of a chunk."""
+    threads = _threads()
+    return min(CHUNK, ALONE) if threads == 1 else min(CHUNK, _BUFFERS // (_PER_ELEMENT * threads))
 
 
 # ------------------------------------------------------------------------------------------------ codes
@@ -605,7 +613,7 @@ def _each(step: Any, jobs: list[_Job], m: int, unit: int) -> None:
             for i in range(first, end):
                 step(buffers, i, *jobs[i])
 
-    spread(work, len(jobs))
+    spread(work, len(jobs), _threads())
 
 
 def _load(values: Array, rows: int, columns: int, buffer: Array) -> Array:
