@@ -57,7 +57,9 @@ _EXPONENT = F32_INF
 _MAGNITUDE = _U4(MAGNITUDE)
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
 _SMALL, _LARGE = 2.0**-60, 2.0**100
-#: Layouts a plan remembers.
+#: Largest codes and capacities for which that holds; below, their reciprocals'.
+_MODEST = 2.0**20
+#: Plans that are remembered, and layouts of each.
 _REMEMBERED = 256
 #: Scales that Python's own minimum is faster for; elements of arrays whose cost is that of NumPy's calls.
 _FEW, _SMALL_ARRAY = 64, 1 << 13
@@ -158,10 +160,11 @@ class _FloatCodes:
         so none lies there.
         """
         halves = np.arange(1 << 16, dtype=_U4) << 16
+        halves[[F32_INF >> 16, (F32_INF >> 16) + (1 << 15)]] -= 1 << 16  # overflow saturates
         return self.codec.encode(NUMPY, halves.view(_F4)).astype(_U1)
 
-    def few(self, y: Array, clamp: bool) -> Array:
-        """Codes of a few numbers, in few calls."""
+    def few(self, y: Array) -> Array:
+        """Codes of a few numbers, in few calls; what overflowed to Inf saturates."""
         halves = y.view(_U2)
         return self.by_half.take(halves[..., 1::2] | (halves[..., ::2] != 0))
 
@@ -210,11 +213,9 @@ class _IntegerCodes:
         if self.mask != 0xFF:
             np.bitwise_and(codes, self.mask, out=codes)
 
-    def few(self, y: Array, clamp: bool) -> Array:
+    def few(self, y: Array) -> Array:
         """As `_FloatCodes.few`."""
-        if clamp or not self.signed:
-            y = np.maximum(np.minimum(y, self.high), self.low)
-        codes = (y + self.magic).view(_U4).astype(_U1)
+        codes = (np.maximum(np.minimum(y, self.high), self.low) + self.magic).view(_U4).astype(_U1)
         return codes if self.mask == 0xFF else codes & self.mask
 
 
@@ -237,7 +238,7 @@ class _TableCodes:
             np.add(codes, reached, out=codes)
         np.copyto(codes, self.order.take(codes))
 
-    def few(self, y: Array, clamp: bool) -> Array:
+    def few(self, y: Array) -> Array:
         """As `_FloatCodes.few`."""
         return self.order.take(self.starts.searchsorted(y, side="right"))
 
@@ -245,6 +246,7 @@ class _TableCodes:
 _Codes = _FloatCodes | _IntegerCodes | _TableCodes
 
 
+@lru_cache(maxsize=64)
 def _code_writer(codec: Codec) -> _Codes | None:
     """The fast form of an element codec, or None."""
     if codec.bits not in (4, 6, 8):
@@ -253,7 +255,7 @@ def _code_writer(codec: Codec) -> _Codes | None:
         return _TableCodes(codec)
     if type(codec) is Integer:
         return _IntegerCodes(codec)
-    if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and -100 <= codec.bias <= 100 and codec.max < _LARGE:
+    if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16 and codec.max <= _MODEST:
         return _FloatCodes(codec)
     return None
 
@@ -337,6 +339,8 @@ class _Scales:
             self._carry = self._carried(rule)
             self._reciprocals = ((254 - np.minimum(np.arange(256, dtype=_I4), 254)) << 23).view(_F4)
             self._form = self._exponent
+        if not 1 / _MODEST <= self.capacity <= _MODEST:
+            self._form = None
         self._low, self._high = _bits(low), _bits(high)
 
     def _power_of_two(self) -> bool:
@@ -382,14 +386,14 @@ class _Scales:
         if coarse is not None:
             np.divide(t, coarse.value, out=t)
             inverses = coarse.inverses
-        stored = self._writer.few(t, True) if t.size <= _FEW else self._writer.small(t)
+        stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
 
     def _exponent(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
         n = (amax.view(_I4) + self._carry) >> 23
         if self.codec.bits == 8:
             if zeros:
-                np.maximum(n, 0, out=n)
+                np.copyto(n, 0, where=amax == 0)
             stored = n.astype(_U1)
             return stored, self._reciprocals.take(stored)
         if zeros:
@@ -455,7 +459,6 @@ class _Plan:
         self._layouts: dict[Any, Layout] = {}
         #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
         self.plain = known and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
-        self.exact = type(fine) is Linear and fmt.global_scale is None
 
     def short(self, x: Array) -> ScaledTensor | None:
         """`cast` of contiguous FP32 `x` of few elements, whole blocks and ordinary numbers; None where it is not that."""
@@ -479,7 +482,7 @@ class _Plan:
         if found is None:
             return None
         stored, inverse = found
-        codes = writer.few(rows * inverse[:, None], not self.exact)
+        codes = writer.few(rows * inverse[:, None])
         if scales.values is not None and not inverse.all():
             codes[inverse == 0] = writer.zero
         if self.bits == 8:
@@ -511,6 +514,8 @@ _plans: dict[object, _Plan] = {}
 def _plan(recipe: ScalingRecipe) -> _Plan:
     found = _plans.get(recipe.identity)
     if found is None:
+        if len(_plans) >= _REMEMBERED:
+            _plans.clear()
         found = _plans[recipe.identity] = _Plan(recipe)
     return found
 
@@ -554,14 +559,24 @@ class _Piece:
         return self.values.shape
 
 
+def _alone(shape: Shape, block: Block) -> bool:
+    """Do matrices stacked on each other have the blocks that each has?"""
+    return block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
+
+
+def _scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:
+    """Would there be many small pieces, whose calls cost more than the generic algorithm?"""
+    count = math.prod(shape[: len(lead)] if contiguous and _alone(shape, block) else shape[:-2])
+    return count > 64 and math.prod(shape) // count < 1 << 14
+
+
 def _pieces(
     values: Array, block: Block, unit: int, lead: Shape, data: Array, *of_blocks: Array | None
 ) -> tuple[list[_Piece], bool]:
     """(matrices of K-last parts, are they flat?). `lead`: the shape of per-tensor scales. `of_blocks`: three parts."""
     shape = values.shape
     m, limit = _sides(block, shape)[0], _chunk()
-    alone = block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
-    merged = alone and values.flags.c_contiguous and data.flags.c_contiguous
+    merged = _alone(shape, block) and values.flags.c_contiguous and data.flags.c_contiguous
     flat = merged and shape[-1] % unit == 0 and (block == TENSOR or m == 1)
     prefix = shape[: len(lead) if merged else len(shape) - 2]
 
@@ -662,7 +677,8 @@ def cast(
         and seed is None
         and isinstance(recipe, ScalingRecipe)
     ):
-        written = _plan(recipe).short(x)
+        with np.errstate(all="ignore"):
+            written = _plan(recipe).short(x)
         if written is not None:
             return written
     check_options(rounding, seed, nonfinite)
@@ -672,11 +688,12 @@ def cast(
     axis = contraction_axis(axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
-    if rounding != "nearest" or x.size == 0 or not call.possible:
+    known = rounding == "nearest" and x.size > 0 and call.possible
+    if known and scale is not None:
+        call.supply(reference._check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
+    if not known or _scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
         options: dict[str, Any] = {"scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite, "out": out}
         return reference.cast(x, recipe, axis=axis, **options)
-    if scale is not None:
-        call.supply(reference._check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
     own = call.fitting(out, layout)
     data, stored, zero_point, global_scale = parts = own or call.fresh()
     call.run(parts, nonfinite == "raise")
@@ -702,6 +719,8 @@ class _Cast:
         y = x.swapaxes(-1, -2) if axis == -2 else x
         self.shape: Shape = y.shape
         self.y = y if y.ndim > 1 else y.reshape(1, -1)
+        if _scattered(self.y.shape, block, (), self.y.flags.c_contiguous):
+            self.y = np.ascontiguousarray(self.y)
         self.per_tensor = block == TENSOR
         columns = self.y.shape[-1]
         self.m, k = _sides(block, self.y.shape)
@@ -767,7 +786,7 @@ class _Cast:
                 type(part) is np.ndarray
                 and (part.shape, part.dtype) == spec
                 and part.flags.carray
-                and not np.may_share_memory(part, self.y)
+                and not any(a is not None and np.may_share_memory(part, a) for a in (self.y, self.given, self.coarse_given))
             ):
                 return None
             parts.append(part)
@@ -979,6 +998,7 @@ class _Values:
         self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
+        self.element = element
         self.one = np.array(element.table, _U4).view(_F4) if self.known else np.empty(0, _F4)
         self.table = self.expand(self.one)
         # 2^-127 is an FP32 subnormal: 2^-126 stands for it, and what it multiplies is halved first.
@@ -991,22 +1011,18 @@ class _Values:
 
     def expand(self, one: Array, many: bool = False) -> Array:
         """The table for look-ups, of values one by one: of pairs of codes, for 8 bits only where `many` look-ups pay for it."""
-        if not one.size or (self.bits == 8 and not many):
-            return one
-        pairs = np.empty((one.size, one.size, 2), _F4)
-        pairs[..., 0], pairs[..., 1] = one, one[:, None]
-        return pairs.view(_U8).reshape(-1)
+        return one if not one.size or (self.bits == 8 and not many) else _pairs(one)
 
-    @cached_property
+    @property
     def wide(self) -> Array:
-        """`table` for many look-ups."""
-        return self.expand(self.one, True)
+        """`table` for many look-ups, one for all recipes of the codec."""
+        return _wide(self.element)
 
     def decode(self, table: Array, data: Array, values: Array) -> None:
         """FP32 `values`, 1-D and of whole groups, of bytes `data` (rows, columns)."""
         if self.bits == 8 and table.dtype == _U8:
             if data.size % 2 == 0:
-                pairs = data.reshape(-1).view(_U2)
+                pairs = np.ascontiguousarray(data).reshape(-1).view(_U2)
                 np.take(table, pairs, out=values.view(_U8), mode="clip")
                 return
             table = table[:256].view(_F4)[::2]  # the pairs whose second code is 0
@@ -1018,25 +1034,39 @@ class _Values:
         np.take(table, data, out=values.view(table.dtype).reshape(data.shape), mode="clip")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_REMEMBERED)
 def _values(identity: object, recipe: ScalingRecipe) -> _Values:
     return _Values(recipe.format)
+
+
+def _pairs(one: Array) -> Array:
+    """FP32 values of two codes at a time, the first in the low bits of the place, as uint64."""
+    pairs = np.empty((one.size, one.size, 2), _F4)
+    pairs[..., 0], pairs[..., 1] = one, one[:, None]
+    return pairs.view(_U8).reshape(-1)
+
+
+@lru_cache(maxsize=16)
+def _wide(codec: Codec) -> Array:
+    return _pairs(np.array(codec.table, _U4).view(_F4))
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
     """`reference.dequantize`, faster."""
     name = output_dtype(out_dtype)
-    two_levels_of_tensor = st.global_scale is not None and st.layout.block() == TENSOR
-    if type(st.layout) not in _LAYOUTS or math.prod(st.shape) == 0 or two_levels_of_tensor:
+    shape: Shape = st.shape if st.axis == -1 else (*st.shape[:-2], st.shape[-1], st.shape[-2])
+    block, two_level = st.layout.block(st.axis), st.global_scale is not None
+    declined = type(st.layout) not in _LAYOUTS or math.prod(shape) == 0 or (two_level and block == TENSOR)
+    lead: Shape = st.global_scale.shape if two_level else st.scale.shape if block == TENSOR else ()
+    if declined or _scattered(shape, block, lead, True):
         return reference.dequantize(st, out_dtype=name, out=out)
     dtype = NUMPY.to_float(np.empty(0, _F4), name).dtype
-    shape = st.shape
-    if type(out) is np.ndarray and (out.shape, out.dtype) == (shape, dtype) and not _overlaps(out, st):
+    if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
         result = out.swapaxes(-1, -2) if st.axis == -2 else out
         if result.flags.carray:
             _Dequantize(st, result).run()
             return out
-    result = np.empty(shape if st.axis == -1 else (*shape[:-2], shape[-1], shape[-2]), dtype)
+    result = np.empty(shape, dtype)
     _Dequantize(st, result).run()
     result = result.swapaxes(-1, -2) if st.axis == -2 else result
     return result if out is None else reference._result(NUMPY, result, name, out)
@@ -1069,7 +1099,8 @@ class _Dequantize:
         self.large = self.per_tensor or self.m * self.unit > _chunk()
         #: Are there look-ups enough for a table of pairs of bytes: in all, and in each block that has its own?
         self.many = self.result.size >= _PAIRED
-        self.many_each = self.result.size >= _PAIRED if self.per_tensor else self.m * self.k >= _PAIRED
+        each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
+        self.many_each = (each if self.per_tensor else self.m * self.k) >= _PAIRED
         self.made: dict[int, Array] = {}
 
     def run(self) -> None:
@@ -1088,6 +1119,8 @@ class _Dequantize:
         lead: Shape = coarse.shape if coarse is not None else scale.shape if self.per_tensor else ()
         of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, None)
         data = data.view(_U1).reshape(*shape[:-1], -1)
+        if _scattered(shape, self.block, (), data.flags.c_contiguous):
+            data = np.ascontiguousarray(data)
         pieces, flat = _pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
         if self.per_tensor:
             jobs = [job for p in pieces for job in _cut(p, (0, 0), p.shape, 1, tables.count, p.lead)]
@@ -1119,7 +1152,9 @@ class _Dequantize:
         table = self.made.get(number)
         if table is None:
             table = self.tables.expand(self._scaled(number, piece.lead), self.many_each)
-            if self.per_tensor:  # all chunks of a matrix share it
+            if self.per_tensor:  # the chunks of a matrix share it, and few matrices are in work at a time
+                if len(self.made) > MOST_THREADS:
+                    self.made.clear()
                 self.made[number] = table
         values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
         if values is not target:
