@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ import breccia
 from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     INT4Scaling,
+    INT8Scaling,
     MXFP8BlockScaling,
     NonFiniteError,
     NVFP4BlockScaling,
@@ -28,10 +31,12 @@ from breccia import (
     ScalingRecipe,
     threads,
 )
-from breccia.errors import LayoutError, ShapeError, UnsupportedError
-from breccia.formats import TENSOR
+from breccia.codecs import BF16, E4M3, E5M2, E8M0, F16, F32, Codec, Integer, Lookup, Minifloat
+from breccia.errors import LayoutError, RecipeError, ShapeError, UnsupportedError
+from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
+from breccia.rules import FLOOR, LINEAR, RCEIL, Rule
 from breccia.tensor import PARTS
 
 MIB = 1 << 20
@@ -518,3 +523,132 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_casts_with_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------ corners, each once a fault
+
+
+def test_bytes_are_decoded_by_pairs_in_every_shape_and_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of pairs serve large tensors; here all, in small chunks: one row, one column, odd lengths, K in front."""
+    monkeypatch.setattr(kernels, "_PAIRED", 1)
+    for chunk in (64, 256, 1 << 18):
+        monkeypatch.setattr(kernels, "CHUNK", chunk)
+        monkeypatch.setattr(kernels, "ALONE", chunk)
+        for recipe in (Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling(block_m=4, block_k=8), INT8Scaling()):
+            for shape in ((1, 257), (257, 1), (33, 31), (64, 257), (3, 5, 33)):
+                for axis in (-1, -2):
+                    st = reference.cast(wide(shape, seed=3, exponents=3), recipe, axis=axis)
+                    packed = [np.array(p, order="C") for p in (st.data, st.scale)]
+                    same = ScaledTensor(*packed, recipe, st.layout, axis=axis)
+                    for way in (st, same, st.mT):
+                        assert_same_values(kernels.dequantize(way), reference.dequantize(way))
+
+
+@pytest.mark.parametrize("recipe", [INT4Scaling(), INT8Scaling(group_size=128, scale_dtype="fp16")], ids=recipe_id)
+def test_codes_under_subnormal_fp16_scales_saturate_and_do_not_wrap(recipe: ScalingRecipe) -> None:
+    """Such a scale may be rounded to half of what the block needs."""
+    for exponent in np.linspace(-24, -12, 97):
+        x = np.full((1, 128), np.float32(2.0**exponent))
+        x[0, ::2] *= -1
+        assert_same(kernels.cast(x, recipe), reference.cast(x, recipe))
+
+
+@pytest.mark.parametrize("columns", [32, 4096])
+def test_block_scales_that_overflow_under_a_supplied_global_scale_saturate(columns: int) -> None:
+    """The same bytes whether a chunk has few blocks or many."""
+    for magnitude in (-90.0, -20.0, 20.0, 90.0):
+        x = np.full((2, columns), np.float32(2.0**magnitude))
+        for scale in (2.0**-60, 2.0**-50, 1.0, 2.0**50, 2.0**60):
+            expected = reference.cast(x, NVFP4BlockScaling(), scale=scale)
+            assert_same(kernels.cast(x, NVFP4BlockScaling(), scale=scale), expected)
+
+
+def test_a_caller_who_raises_on_floating_point_flags_is_not_served_any_flag(recipe: ScalingRecipe) -> None:
+    x = np.concatenate([wide((4, 64), seed=9, exponents=60), special_rows(64)])
+    weight = wide((3, 64), seed=10, exponents=3)
+    with np.errstate(all="raise"):
+        for part in (x[:1], x[:4], x):
+            st = breccia.cast(part, recipe)
+            breccia.dequantize(st)
+            breccia.requantize(st, MXFP8BlockScaling())
+            breccia.matmul(breccia.cast(weight, recipe), weight.T)
+
+
+def test_scales_supplied_from_the_tensor_that_is_written_are_read_first() -> None:
+    x = wide((600, 256), seed=11, exponents=2)
+    out = kernels.cast(x, Float8RowScaling())
+    scale = out.scale[::-1]
+    expected = reference.cast(x, Float8RowScaling(), scale=scale.copy())
+    assert_same(kernels.cast(x, Float8RowScaling(), scale=scale, out=out), expected)
+
+
+def test_many_experts_are_decoded_in_little_memory() -> None:
+    x = wide((512, 32, 64), seed=12, exponents=2)
+    st = kernels.cast(x, Float8CurrentScaling(), scale=np.linspace(0.1, 1, 512, dtype=np.float32))
+    kernels.dequantize(st)
+    tracemalloc.start()
+    try:
+        result = kernels.dequantize(st)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert_same_values(result, reference.dequantize(st))
+    assert peak <= 16 * result.nbytes  # the generic algorithm's own, which takes so many small matrices
+
+
+def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
+    """A recipe of a codec nobody knows: bits, bias, range and table drawn, under any level of scales."""
+    bits = int(rng.choice([4, 6, 8]))
+    kind = rng.integers(3 if bits == 4 else 2)
+    if kind == 0:
+        mantissa = int(rng.integers(1, min(bits - 1, 6)))
+        bias = int(rng.integers(-20, 21))
+        top = (1 << (bits - 1)) - 1 if bits < 8 else (1 << (bits - 1)) - 2
+        shape = Minifloat("random", bits, None, "this test", bits - 1 - mantissa, mantissa, bias, 1.0)
+        element: Codec = dataclasses.replace(shape, largest=shape.value(top), nan=top + 1 if bits == 8 else None)
+    elif kind == 1:
+        element = Integer("random", bits, None, "this test", bool(rng.integers(2)), int(rng.integers(-3, bits + 2)))
+    else:
+        others = np.float32(rng.standard_normal(14)).tolist()
+        element = Lookup("random", bits, None, "this test", tuple(rng.permutation([0.0, 1.0, *others]).tolist()))
+    m, k = (int(rng.choice(side)) for side in ([1, 1, 3], [8, 16, 32, 40]))
+    powers = bool(rng.integers(2))
+    if powers:
+        levels = (Level(E8M0 if rng.integers(2) else F32, (m, k)),)
+        rules: tuple[Rule, ...] = (rng.choice(np.array([RCEIL, FLOOR], object)),)
+    else:
+        fine = Level((F32, F16, BF16, E4M3, E5M2)[rng.integers(5)], (m, k))
+        levels = (Level(F32, TENSOR), fine) if fine.codec is E4M3 and rng.integers(2) else (fine,)
+        rules = (LINEAR,) * len(levels)
+
+    @dataclasses.dataclass(frozen=True)
+    class Drawn(ScalingRecipe):
+        @property
+        def format(self) -> Format:
+            return Format(element, levels)
+
+        @property
+        def rules(self) -> tuple[Rule, ...]:
+            return rules
+
+    return Drawn()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_recipe_of_declarations_never_seen_is_served_the_same_bytes(seed: int) -> None:
+    """What a plug-in may declare: the kernels go by the declarations, or hand over."""
+    rng = np.random.default_rng(seed)
+    recipe = None
+    while recipe is None:
+        try:
+            recipe = declared_at_random(rng)
+            _ = recipe.format.element.max
+        except RecipeError:
+            recipe = None
+    for exponents in (2, 40, 110):
+        for shape in ((1, 40), (7, 96), (70, 160)):
+            x = wide(shape, seed=seed, exponents=exponents)
+            x[0] = 0
+            expected = reference.cast(x, recipe)
+            assert_same(kernels.cast(x, recipe), expected, f"{recipe.format}, {shape}, {exponents}")
+            assert_same_values(kernels.dequantize(expected), reference.dequantize(expected))

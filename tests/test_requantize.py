@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import breccia
 from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowScaling,
     INT4Scaling,
     INT8Scaling,
     MXFP4BlockScaling,
@@ -21,7 +23,9 @@ from breccia import (
     MXINT8BlockScaling,
     NVFP4BlockScaling,
 )
+from breccia.codecs import E2M1, E2M3, F32, Codec
 from breccia.exact import is_exact
+from breccia.formats import Format, Level
 from breccia.frameworks import ops_of
 from breccia.kernels import reference
 
@@ -166,6 +170,51 @@ def test_a_power_of_two_rescale_between_fp32_and_e8m0_scales_is_exact_where_thes
         kept = breccia.requantize(st, target, require_exact=True)
         assert kept.data is st.data
         assert same_values(breccia.dequantize(st), breccia.dequantize(kept))
+
+
+@pytest.mark.parametrize("narrow", ["fp16", "bf16"])
+def test_biases_that_a_narrower_codec_would_round_are_not_called_exact(narrow: str) -> None:
+    """The scale is 1, which any codec holds; the bias 0.1 is not."""
+    x = (np.float32(0.1) + np.arange(16, dtype=np.float32))[None]
+    wide_bias, narrow_bias = (
+        INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias", scale_dtype=d) for d in ("fp32", narrow)
+    )
+    with pytest.raises(breccia.InexactError):
+        breccia.requantize(breccia.cast(x, wide_bias), narrow_bias, require_exact=True)
+    whole = breccia.cast(np.arange(16, dtype=np.float32)[None], wide_bias)
+    kept = breccia.requantize(whole, narrow_bias, require_exact=True)
+    assert same_values(breccia.dequantize(whole), breccia.dequantize(kept))
+
+
+def test_an_amax_scale_means_another_multiplier_under_another_element() -> None:
+    """The multiplier is amax / capacity: the same amax under E2M1 and E2M3 says two things."""
+
+    @dataclass(frozen=True)
+    class Foreign(breccia.ScalingRecipe):
+        element: Codec = E2M1
+
+        @property
+        def format(self) -> Format:
+            return Format(self.element, (Level(F32, (1, 16), "amax"),))
+
+    assert not is_exact(Foreign(), Foreign(E2M3)) and is_exact(Foreign(), Foreign())
+
+
+def test_a_vector_has_no_rows_to_scale() -> None:
+    st = breccia.cast(np.ones(32, np.float32), Float8CurrentScaling())
+    for target in (Float8RowScaling(), Float8BlockScaling()):
+        with pytest.raises(breccia.ShapeError, match=r"requires x.ndim >= 2, got 1 \(shape \(32,\)\); reshape x to \(1, 32\)"):
+            breccia.requantize(st, target)
+
+
+def test_a_scale_of_one_number_per_row_stays_what_it_is() -> None:
+    x = wide((2, 3, 32), seed=11, exponents=2)
+    st = breccia.cast(x, INT8Scaling(scale_dtype="fp16"))
+    rows = breccia.from_buffer(st.data, np.ascontiguousarray(st.scale[0, :, 0]), st.recipe, st.layout)
+    kept = breccia.requantize(rows, INT8Scaling(scale_dtype="fp16", scale_rule="half_range"), require_exact=True)
+    assert kept.scale is rows.scale
+    widened = breccia.requantize(rows, INT8Scaling())
+    assert widened.scale.flags.writeable and same_values(breccia.dequantize(rows), breccia.dequantize(widened))
 
 
 def test_refusing_to_round_says_how_many_values_would_change_and_what_to_do() -> None:

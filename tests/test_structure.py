@@ -395,7 +395,11 @@ def torch_st() -> ScaledTensor:
         (lambda: ST.reshape(3, -1, 64), ValueError, "must end in 4, 64"),
         (lambda: ST.to("cuda"), ValueError, "NumPy arrays are on the 'cpu'; got device 'cuda'"),
         (lambda: torch_st().to("nowhere"), ValueError, "torch cannot use device 'nowhere'"),
-        (lambda: torch_st().to(torch_st().data.dtype), ValueError, "torch cannot use device torch.float8_e4m3fn"),
+        (
+            lambda: torch_st().to(torch_st().data.dtype),
+            ValueError,
+            "moves a tensor to a device; torch.float8_e4m3fn is a dtype",
+        ),
         (lambda: breccia.cast(convert("jax", X), BLOCK).to("nowhere"), ValueError, "JAX cannot use device 'nowhere'"),
         (lambda: breccia.cast(convert("mlx", X), BLOCK).to("gpu"), ValueError, "memory that all devices share.*got 'gpu'"),
         (lambda: breccia.concat([]), ValueError, "concat needs at least one tensor; got none"),
@@ -668,3 +672,22 @@ def regrouped(groups: int) -> tuple[Any, ...]:
     st, _ = grouped()
     layout = PerGroupIndex([k % groups for k in range(12)], groups)
     return st.data, 2 * st.scale[..., :groups], st.recipe, layout, st.zero_point[..., :groups]
+
+
+def test_a_tensor_has_a_length_and_iterates_over_its_first_axis() -> None:
+    st = breccia.cast(wide((3, 4, 32), seed=1), breccia.MXFP8BlockScaling())
+    assert len(st) == 3
+    assert [breccia.bytes_equal(one, st[n]) for n, one in enumerate(st)] == [True] * 3
+    with pytest.raises(TypeError):
+        _ = 0 in st
+
+
+def test_one_tensor_is_no_list_of_tensors_and_a_dtype_no_device() -> None:
+    st = breccia.cast(wide((3, 4, 32), seed=1), breccia.MXFP8BlockScaling())
+    for verb in (breccia.concat, breccia.stack):
+        with pytest.raises(breccia.UnsupportedError, match=r"a list of ScaledTensors, got one ScaledTensor: \w+\(\[a, b\]\)"):
+            verb(st)  # type: ignore[arg-type]
+        with pytest.raises(breccia.UnsupportedError, match="got one int"):
+            verb(5)  # type: ignore[arg-type]
+    with pytest.raises(breccia.OptionError, match=r"to\(\) moves a tensor to a device; .*float16.* is a dtype.*out_dtype="):
+        st.to(np.dtype("float16"))

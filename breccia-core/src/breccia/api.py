@@ -74,9 +74,9 @@ def requantize(
 ) -> ScaledTensor:
     """`st` under another recipe, blocks along the same axis. Under its own recipe it is returned as it is.
 
-    Where the new format holds all that the old one can say (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to INT8, ...), scales
-    are kept and codes renamed: nothing is rounded, and `rounding` has nothing to do. Elsewhere values go through FP32 and
-    `cast`.
+    Where the new format holds all that the old one can say (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to FP8 blocks, ...),
+    scales are kept and codes renamed: nothing is rounded, and `rounding` has nothing to do. Elsewhere values go through
+    FP32 and `cast`.
 
     require_exact: raise InexactError instead of changing a bit of a decoded value. Except on the promised pairs that reads
         values, so it is not for traced functions.

@@ -288,8 +288,9 @@ class Integer(Codec):
 
 @dataclass(frozen=True)
 class Lookup(Codec):
-    """Code c stands for `values[c]`: 2^bits distinct FP32 numbers in any order, of at most 8 bits.
+    """Code c stands for `values[c]`: 2^bits distinct FP32 numbers in any order, for at most 8 bits.
 
+    Zero and a positive number are among them. Scales are computed from the largest value, as those of signed integers are.
     Raises RecipeError for a table of another form.
     """
 
@@ -297,10 +298,11 @@ class Lookup(Codec):
 
     def __post_init__(self) -> None:
         fits = 1 <= self.bits <= 8 and len(set(self.values)) == len(self.values) == 1 << self.bits
-        if not fits or not all(math.isfinite(v) and f32(v) == v for v in self.values):
+        fits = fits and all(math.isfinite(v) and f32(v) == v for v in self.values)
+        if not fits or 0.0 not in self.values or max(self.values) <= 0:
             raise RecipeError(
-                f"codec {self.name!r}: values must be {1 << self.bits} distinct finite FP32 numbers for {self.bits} bits; got "
-                f"{len(self.values)}: {self.values!r}",
+                f"codec {self.name!r}: values must be {1 << self.bits} distinct finite FP32 numbers for {self.bits} bits, "
+                f"with 0 and a positive one; got {len(self.values)}: {self.values!r}",
                 values=self.values,
             )
 

@@ -9,7 +9,7 @@ import math
 from functools import lru_cache
 
 from .codecs import F32, MAGNITUDE, NORMAL, Codec, Minifloat
-from .formats import TENSOR, Block
+from .formats import TENSOR, Block, Format
 from .recipes import ScalingRecipe
 from .rules import Exponent, Inverse
 
@@ -31,8 +31,13 @@ def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | Non
     """
     if _powers_of_two(target) and not _powers_of_two(source):
         return False
-    steps = [(f.offset, f.global_scale, f.scale.sense) for f in (source.format, target.format)]
+    steps = [(f.offset, f.global_scale, f.scale.sense, _capacities(f)) for f in (source.format, target.format)]
     return steps[0] == steps[1] and _nests(block or source.format.scale.block, target.format.scale.block)
+
+
+def _capacities(fmt: Format) -> list[float]:
+    """Of the levels that decoding needs them for."""
+    return [fmt.capacity(level) for level in fmt.levels if level.sense == "amax"]
 
 
 def _powers_of_two(recipe: ScalingRecipe) -> bool:

@@ -87,6 +87,8 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
 
 def _alike(verb: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
     """The tensors as a list. Raises unless they are of one framework, recipe, axis and rank, and their parts of one dtype."""
+    if isinstance(tensors, ScaledTensor) or not isinstance(tensors, Iterable):
+        raise UnsupportedError(f"{verb} takes a list of ScaledTensors, got one {type(tensors).__name__}: {verb}([a, b]).")
     sts = list(tensors)
     if not sts:
         raise OptionError(f"{verb} needs at least one tensor; got none.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,15 @@ class ScaledTensor:
         """
         return self._cut(read_index(index, self.shape))
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[ScaledTensor]:
+        return (self[n] for n in range(len(self)))
+
+    #: `value in st` would compare codes with numbers.
+    __contains__ = None
+
     def select(self, axis: int, index: Any) -> ScaledTensor:
         """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
 
@@ -228,6 +237,12 @@ class ScaledTensor:
 
         Raises OptionError for a device the framework does not know.
         """
+        if hasattr(device, "itemsize"):
+            raise OptionError(
+                f"to() moves a tensor to a device; {device!r} is a dtype. Values of another dtype are "
+                "breccia.dequantize(st, out_dtype=...).",
+                device=str(device),
+            )
         ops = ops_of(self.data)
         return self._with({name: ops.to(part, device) for name, part in held(self).items()})
 

@@ -522,28 +522,32 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     promised = hold_scales(source.scale.codec, target.scale.codec)
     if grouped or not (promised or checking):
         return None
+    layout = fitted_layout(recipe, st.shape, axis)
     shape = _k_last_shape(st.shape, axis)
     old, new = _Tiles(ops, shape, block), _Tiles(ops, shape, target.scale.block)
 
     def respread(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
         """A part of the scales' shape in the blocks and codec of `target`, K last; None: the codec stays."""
-        part = _scale_k_last(ops, part, old, axis)
         if codec == new_codec and old.block == new.block:
-            return part
+            return part if old.block == TENSOR else _k_last(ops, part, axis)
+        part = _scale_k_last(ops, part, old, axis)
         words, dtype = ops.load(part), dtype_name(part)
         if codec is not None and new_codec is not None and codec != new_codec:
             words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
         return ops.store(old.respread(words, new) | 0, dtype)  # a broadcast view would share items: `|` copies
 
     codecs = source.scale.codec, target.scale.codec
+
+    def changed(part: Array, into: Array) -> bool:
+        """Are numbers of a part other ones in the codec of `target`?"""
+        return ops.any(_differ(ops, codecs[0].read(ops, respread(part, None, None)), codecs[1].read(ops, into)))
+
+    biased = source.offset == "bias"
     with ops.quiet():
         scale = respread(st.scale, *codecs)
-        if not promised:
-            before = codecs[0].read(ops, respread(st.scale, None, None))
-            if ops.any(_differ(ops, before, codecs[1].read(ops, scale))):
-                return None
-        biases = codecs if source.offset == "bias" else (None, None)
-        offset = None if st.zero_point is None else respread(st.zero_point, *biases)
+        offset = None if st.zero_point is None else respread(st.zero_point, *(codecs if biased else (None, None)))
+        if not promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
+            return None
         data = st.data
         if source.element != target.element:
             unpacked = unpack(ops, _k_last(ops, data, axis), source.element, shape[-1])
@@ -552,7 +556,7 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
         data,
         _k_last(ops, scale, axis) if new.block != TENSOR else scale,
         recipe,
-        fitted_layout(recipe, st.shape, axis),
+        layout,
         offset if new.block == TENSOR else _k_last(ops, offset, axis),
         st.global_scale,
         axis,
