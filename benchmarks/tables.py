@@ -1,0 +1,310 @@
+"""Results as tables: the same cells on a terminal (rich) and in the documents (draw.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+from rich.console import Console
+from rich.table import Table as RichTable
+from rivals import OLD, OURS, RIVALS
+
+Result = dict[str, Any]
+
+#: A run whose start found more load than this, or whose two passes of ours differ by more than this factor, says little
+#: about ratios: what disturbs it need not have disturbed everybody alike.
+BUSY, DRIFT = 0.5, 1.25
+
+#: Columns of text where the output is no terminal whose width could be asked.
+WIDE = 180
+
+PUBLISHED: dict[str, Any] = json.loads((common.HERE / "published.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column is the row's name. `note` says what a reader of the cells must know."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+# ------------------------------------------------------------------------------------------------ numbers as text
+
+
+def three(value: float) -> str:
+    """Three significant digits, without exponents."""
+    if not math.isfinite(value) or value == 0:
+        return "0" if value == 0 else "-"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def trio(times: Iterable[float], unit: float) -> str:
+    """min / median / max in the unit."""
+    return " / ".join(three(t * unit) for t in times)
+
+
+def ratio(value: float) -> str:
+    return f"{three(value)}×"
+
+
+def share(value: float) -> str:
+    """A part of 1 in percent, which reads 100 only where it is all."""
+    return "100 %" if value == 1 else f"{math.floor(1e5 * value) / 1e3:.3f} %"
+
+
+def bits(value: float) -> str:
+    """Bits per parameter: to four decimals, as block scales make round fractions of it."""
+    return f"{value:.4f}".rstrip("0").rstrip(".")
+
+
+# ------------------------------------------------------------------------------------------------ cast
+
+
+def timing(result: Result, rival: str, recipe: str, op: str, small: bool = False) -> dict[str, Any] | None:
+    """The rival's times over all its passes, how they moved from the first to the last, and what kernel served."""
+    shape = result["options"]["small"] if small else [result["options"]["size"]] * 2
+    found = [
+        row
+        for one in result["passes"]
+        if one["rival"] == rival
+        for row in one["rows"]
+        if (row["recipe"], row["op"], row["shape"]) == (recipe, op, shape)
+    ]
+    if not found:
+        return None
+    every = [s for row in found for s in row["seconds"]]
+    drift = found[-1]["median_s"] / found[0]["median_s"]
+    middle = (min(every), statistics.median(every), max(every))
+    return {"trio": middle, "factor": found[0]["factor"], "drift": drift, "kernel": found[0]["kernel"]}
+
+
+def rivals_of(result: Result) -> list[str]:
+    present = {one["rival"] for one in result["passes"]}
+    return [name for name in RIVALS if name in present]
+
+
+def recipes_of(result: Result) -> list[str]:
+    return [row["recipe"] for row in result["checks"]]
+
+
+def speed_up(result: Result, rival: str, recipe: str, op: str) -> float:
+    """The rival's least time over ours."""
+    ours, theirs = timing(result, OURS, recipe, op), timing(result, rival, recipe, op)
+    assert ours and theirs, "every pass measures every recipe"
+    return theirs["trio"][0] / ours["trio"][0]
+
+
+def versioned(result: Result, name: str) -> str:
+    """`name version`, the version once."""
+    version = next(one["version"] for one in result["passes"] if one["rival"] == name)
+    return name.replace("-", " ") if name == OLD else f"{name} {version}"
+
+
+def unsteady(result: Result) -> str:
+    """What a reader must know who quotes the run; empty where there is nothing."""
+    load = result["provenance"]["load_1m"] or 0.0
+    drifts = [timing(result, OURS, recipe, op)["drift"] for recipe in recipes_of(result) for op in ("cast", "dequantize")]
+    low, high = min(drifts), max(drifts)
+    if load <= BUSY and high <= DRIFT and low >= 1 / DRIFT:
+        return ""
+    return (
+        f" **The machine was not steady** (load {load} before the first pass, ours last / first between {low:.2f} and "
+        f"{high:.2f}): ratios hold to about that factor."
+    )
+
+
+def times(result: Result, op: str) -> Table:
+    """Time at full size and speed-up over each rival."""
+    rivals = rivals_of(result)
+    rows: list[tuple[str, ...]] = []
+    extrapolated = 1.0
+    for recipe in recipes_of(result):
+        ours = timing(result, OURS, recipe, op)
+        cells = [recipe, trio(ours["trio"], 1e3), f"{ours['drift']:.2f}"]
+        for name in rivals:
+            theirs = timing(result, name, recipe, op)
+            extrapolated = max(extrapolated, theirs["factor"])
+            cells.append(trio(theirs["trio"], 1e3) + (f" (×{theirs['factor']:g})" if theirs["factor"] != 1 else ""))
+        rows.append((*cells, *(ratio(speed_up(result, name, recipe, op)) for name in rivals), ours["kernel"]))
+    size, slab = result["options"]["size"], result["options"]["slab_rows"]
+    note = f"Milliseconds for {size}×{size} FP32: min / median / max of {result['options']['runs']} runs (ours: of two passes)."
+    if extrapolated != 1:
+        note += f" (×{extrapolated:g}): ×{extrapolated:g} from {slab}×{size}, measured on that slab of rows and multiplied."
+    note += unsteady(result)
+    headings = ("recipe", versioned(result, OURS), "last / first", *(versioned(result, n) for n in rivals))
+    headings += (*(f"over {n.replace('-', ' ')}" for n in rivals), "our kernel")
+    return Table(op, headings, tuple(rows), note)
+
+
+def calls(result: Result) -> Table:
+    """Time of one small call."""
+    names = [OURS, *rivals_of(result)]
+    rows: list[tuple[str, ...]] = []
+    for recipe in recipes_of(result):
+        cells = [recipe]
+        for op in ("cast", "dequantize"):
+            cells += [trio(timing(result, name, recipe, op, small=True)["trio"], 1e6) for name in names]
+        rows.append(tuple(cells))
+    shape = "×".join(map(str, result["options"]["small"]))
+    headings = ("recipe", *(f"{op}, {versioned(result, n)}" for op in ("cast", "dequantize") for n in names))
+    note = f"Microseconds per call at {shape}, call to result: min / median / max of loops of many calls."
+    return Table(f"one {shape} call", headings, tuple(rows), note)
+
+
+def agreement(result: Result) -> Table:
+    """What the rivals of the run wrote, next to ours."""
+    rivals = rivals_of(result)
+    rows: list[tuple[str, ...]] = []
+    for row in result["checks"]:
+        cells = [row["recipe"], *(f"{row['sqnr_db'][name]:.2f}" for name in (OURS, *rivals))]
+        for part in ("same_scales", "same_values"):
+            cells += [share(row[part][n]) if n in row[part] else "other rule" for n in rivals]
+        rows.append(tuple(cells))
+    headings = ("recipe", *(f"SQNR dB, {n.replace('-', ' ')}" for n in (OURS, *rivals)))
+    headings += tuple(f"{part} as {n.replace('-', ' ')}" for part in ("same scales", "same values") for n in rivals)
+    note = (
+        "On standard normal data of the same run. Scales are compared bit for bit, values to two FP32 roundings. `other rule`: "
+        "that rival defines the stored scale differently."
+    )
+    return Table("what was written", headings, tuple(rows), note)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def sizes(result: Result) -> Table:
+    """Bytes per parameter against FP32, BF16 and the older package's published table."""
+    table_size, size = result["options"]["table_size"], result["options"]["size"]
+    published = PUBLISHED["memory"]["rows"]
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        small, large = (row["bytes"][str(n)] for n in (table_size, size))
+        of_fp32 = small / (4 * table_size**2)
+        old = published.get(row["recipe"])
+        cells = (row["recipe"], bits(8 * small / table_size**2), bits(8 * large / size**2), f"{small / 1e6:.3f} MB")
+        cells += (f"{of_fp32:.4f}×", f"{2 * of_fp32:.4f}×", f"{old['of_fp32']:.2f}× ({old['megabytes']:.2f} MB)" if old else "")
+        rows.append(cells)
+    headings = ("recipe", f"bits/param at {table_size}²", f"at {size}²", f"bytes at {table_size}²", "of FP32", "of BF16")
+    note = f"Codes and scales, all of them. breccia {PUBLISHED['version']}: of FP32 at {table_size}², as its page publishes it."
+    return Table("memory", (*headings, f"breccia {PUBLISHED['version']}"), tuple(rows), note)
+
+
+def peaks(result: Result) -> Table:
+    """Memory beyond input and output."""
+    size = result["options"]["size"]
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        cells = [row["recipe"]]
+        for op in ("cast", "dequantize"):
+            peak = row["peak"][op]
+            cells += [f"{peak[measure] / 2**20:.1f}" for measure in ("resident", "allocated")]
+        rows.append(tuple(cells))
+    headings = ("recipe", "cast, resident", "cast, allocated", "dequantize, resident", "dequantize, allocated")
+    note = (
+        f"MiB beyond input and output at {size}×{size}, of which the FP32 side is {4 * size * size / 2**20:g} MiB. Resident: "
+        "growth of the process over its first call of that size. Allocated: the peak of what Python and NumPy asked for in a "
+        "second call."
+    )
+    return Table("peak memory", headings, tuple(rows), note)
+
+
+# ------------------------------------------------------------------------------------------------ accuracy
+
+#: Names of data sets: what tables and plots single out.
+GAUSSIAN = "normal x 1"
+TRAINED = "all-MiniLM-L6-v2"
+
+
+def quality(result: Result, defaults: bool) -> Table:
+    """SQNR on every data set, for recipes as they are by default, or for their variants."""
+    sources = list(result["rows"][0]["data"])
+    trained = [source for source in sources if source == TRAINED]
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        if row["default"] != defaults:
+            continue
+        data = row["data"]
+        cells = [row["recipe"], bits(data[GAUSSIAN]["bits_per_parameter"]), f"{data[GAUSSIAN]['cosine']:.5f}"]
+        cells += [f"{data[source]['sqnr_db']:.2f}" for source in sources]
+        cells += [f"{data[source]['worst_sqnr_db']:.2f}" for source in trained]
+        cells.append(f"{100 * data[GAUSSIAN]['max_error']:.3g} %")
+        rows.append(tuple(cells))
+    headings = ("recipe", "bits/param", "cosine", *(f"dB, {s}" for s in sources))
+    headings += (*(f"worst matrix of {s}" for s in trained), "largest error")
+    size, seeds = result["options"]["size"], result["options"]["seeds"]
+    note = (
+        f"SQNR in dB over all matrices of a data set: drawn {size}×{size}, seeds 0 to {seeds - 1}; cosine (mean of the "
+        "matrices), bits and largest error (as a part of the largest element) on standard normal data."
+    )
+    return Table("accuracy" if defaults else "variants", headings, tuple(rows), note)
+
+
+def published(result: Result) -> Table:
+    """The older package's published cosines beside ours."""
+    old = PUBLISHED["cosine"]["rows"]
+    ours = {row["recipe"]: row["data"][GAUSSIAN]["cosine"] for row in result["rows"] if row["default"]}
+    rows = tuple((name, f"{old[name]:.4f}", f"{ours[name]:.4f}") for name in old if name in ours)
+    headings = ("recipe", f"breccia {PUBLISHED['version']}, published", "breccia, measured")
+    seeds = result["options"]["seeds"]
+    note = f"Cosine with FP32 on normal data, mean of {seeds} seeds (published: {PUBLISHED['cosine']['seeds']})."
+    return Table("cosine", headings, rows, note)
+
+
+# ------------------------------------------------------------------------------------------------ all of them
+
+#: What each benchmark has to show, by the name that documents call it by.
+TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
+    "cast": {
+        "cast": lambda result: times(result, "cast"),
+        "dequantize": lambda result: times(result, "dequantize"),
+        "calls": calls,
+        "agreement": agreement,
+    },
+    "memory": {"memory": sizes, "peaks": peaks},
+    "accuracy": {
+        "accuracy": lambda result: quality(result, True),
+        "variants": lambda result: quality(result, False),
+        "published": published,
+    },
+}
+
+
+def machine(result: Result) -> str:
+    """Where and when, in one line."""
+    p = result["provenance"]
+    versions = ", ".join(f"{name.replace('-core', '')} {v}" for name, v in p["versions"].items() if v)
+    commit = f"commit {p['commit'][:10]}{' with changes' if p['modified'] else ''}" if p["commit"] else "no commit known"
+    steering = "".join(f", {k}={v}" for k, v in p["environment"].items())
+    machine = f"{p['cpu']}, {p['cores']} core(s), load {p['load_1m']}, {p['os']}"
+    return f"{machine}, Python {p['python']}, {versions}, {commit}, {p['date_utc']} UTC{steering}: `{p['command']}`"
+
+
+def tell(result: Result, out: Path | None, as_json: bool) -> None:
+    """Print the result, as tables or JSON, and write it where asked."""
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDE)
+        console.print(machine(result), markup=False, highlight=False, soft_wrap=True)
+        for made in TABLES[result["benchmark"]].values():
+            table = made(result)
+            drawn = RichTable(*table.headings, title=table.title, caption=table.note, title_justify="left")
+            drawn.caption_justify = "left"
+            for row in table.rows:
+                drawn.add_row(*row)
+            console.print(drawn)
+    if out is not None:
+        path = common.save(result, out)
+        if not as_json:
+            Console().print(f"written: {path}", soft_wrap=True, markup=False)
