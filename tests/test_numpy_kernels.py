@@ -525,6 +525,25 @@ def test_a_forked_child_casts_with_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
 
 
+# ------------------------------------------------------------------------------------------------ the verbs made of both
+
+
+def test_verbs_made_of_cast_and_dequantize_write_the_same_bytes(recipe: ScalingRecipe) -> None:
+    x = np.concatenate([wide((6, 96), seed=13, exponents=6), special_rows(96)])
+    st = reference.cast(x, recipe)
+    for target in (MXFP8BlockScaling(), INT4Scaling(group_size=32), Float8CurrentScaling()):
+        assert_same(kernels.requantize(st, target), reference.requantize(st, target))
+    half = narrow(wide((6, 96), seed=14, exponents=3), np.float16)
+    for clip in ((), (-1.0, 2.0)):
+        ours, theirs = (
+            (module.cast_ste_clipped(half, recipe, *clip) if clip else module.cast_ste(half, recipe))
+            for module in (kernels, reference)
+        )
+        assert ours.dtype == np.float16 and ours.tobytes() == theirs.tobytes()
+    with pytest.raises(OptionError, match="clip_min must be less than clip_max"):
+        kernels.cast_ste_clipped(half, recipe, 2.0, 1.0)
+
+
 # ------------------------------------------------------------------------------------------------ corners, each once a fault
 
 

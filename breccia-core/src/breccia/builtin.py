@@ -56,7 +56,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         yield Kernel(op, ANY_FRAMEWORK, f"{reference}:{op}", f"reference.{op}", rank=_LAST)
     numpy = "breccia.kernels.numpy"
     yield Kernel("cast", "numpy", f"{numpy}:cast", "numpy.cast", rank=_FAST, accepts=f"{numpy}:accepts_cast")
-    for op in ("dequantize", "matmul"):
+    for op in ("dequantize", "requantize", "matmul", "cast_ste", "cast_ste_clipped"):
         yield Kernel(op, "numpy", f"{numpy}:{op}", f"numpy.{op}", rank=_FAST)
     for op in ("cast_ste", "cast_ste_clipped"):  # NumPy has no gradients, so the round trip is the whole of it
         yield Kernel(op, "numpy", f"{reference}:{op}", f"reference.{op}", rank=_LAST)

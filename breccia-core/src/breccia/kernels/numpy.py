@@ -661,7 +661,10 @@ def cast(
     nonfinite: str = "propagate",
     out: ScaledTensor | None = None,
 ) -> ScaledTensor:
-    """`reference.cast`, faster, in memory of its result and some 16 MB."""
+    """`reference.cast`, faster, in memory of its result and at most 16 MB.
+
+    Up to 6 MB of that are work space, which each thread keeps for its next call.
+    """
     if (
         scale is None
         and out is None
@@ -1227,6 +1230,27 @@ class _Dequantize:
         part = ScaledTensor.assemble(data, scale, st.recipe, st.layout, zero_point, coarse, -1, tail)
         target = piece.values[r0:r1, c0:c1]
         np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")
+
+
+# ------------------------------------------------------------------------------------------------ both, one after the other
+
+
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    """`reference.requantize` by way of the verbs here."""
+    return reference.requantized(cast, dequantize, st, recipe, **options)
+
+
+def cast_ste(x: Array, recipe: ScalingRecipe, **options: Any) -> Array:
+    """`reference.cast_ste` by way of the verbs here."""
+    return dequantize(cast(x, recipe, **options), out_dtype=dtype_name(x))
+
+
+def cast_ste_clipped(
+    x: Array, recipe: ScalingRecipe, clip_min: float | None = None, clip_max: float | None = None, **options: Any
+) -> Array:
+    """`reference.cast_ste_clipped` by way of the verbs here."""
+    reference.clip_bounds(recipe, clip_min, clip_max)
+    return cast_ste(x, recipe, **options)
 
 
 # ------------------------------------------------------------------------------------------------ matmul

@@ -11,6 +11,7 @@ need no split and broadcast from the left.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -488,6 +489,24 @@ def requantize(
     out: ScaledTensor | None = None,
 ) -> ScaledTensor:
     """`st` under another recipe, as `breccia.requantize` documents."""
+    options: dict[str, Any] = {"scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite}
+    return requantized(cast, dequantize, st, recipe, require_exact=require_exact, out=out, **options)
+
+
+def requantized(
+    cast: Callable[..., ScaledTensor],
+    dequantize: Callable[[ScaledTensor], Array],
+    st: ScaledTensor,
+    recipe: ScalingRecipe,
+    *,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    require_exact: bool = False,
+    out: ScaledTensor | None = None,
+) -> ScaledTensor:
+    """`requantize` with these `cast` and `dequantize`, for backends that have faster ones."""
     check_options(rounding, seed, nonfinite)
     check_recipe(recipe)
     ops = ops_of(st.data, "data")
