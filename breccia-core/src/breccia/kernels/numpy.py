@@ -33,7 +33,7 @@ from ..layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor, Shap
 from ..ops import NUMPY, Array
 from ..options import check_options
 from ..recipes import ScalingRecipe
-from ..rules import Exponent, Linear, Rule
+from ..rules import Divide, Exponent, Inverse, Linear, Rule
 from ..tensor import PARTS, ScaledTensor, contraction_axis
 from ..threads import get_num_threads, spread
 from . import reference
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 #: Elements of a chunk. One thread wants its buffers in the second-level cache; several meet at the interpreter's lock between
 #: NumPy's calls, so theirs are long.
 CHUNK, ALONE = 1 << 18, 1 << 16
+#: The same for chunks that the generic algorithm takes, which needs some 100 bytes an element.
+GENERIC = 1 << 15
 #: Threads beyond which that lock costs more than they bring (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
 MOST_THREADS = 4
 #: Bytes that the buffers of all threads may take together, and what one element takes of them.
@@ -406,16 +408,17 @@ class _Scales:
         """As `quick`, for any amax. `supplied`: int32 codes as accepted. Under `own_codes` NaN and Inf mark no block."""
         a = amax.view(_I4)
         faulty = a >= F32_INF
-        codes = supplied
+        codes, statistic = supplied, None
+        g = None if coarse is None else coarse.value
         if codes is None:
             statistic = np.where((a >= NORMAL) & ~faulty, a, 0).view(_F4)
-            g = None if coarse is None else coarse.value
             codes = self.rule.scale(NUMPY, statistic, self.codec, self.element, self.capacity, g)
             codes = np.where(statistic == 0, self.codec.zero_scale, codes)
         if not own_codes:
             codes = np.where(faulty, self.codec.need_nan(), codes)
         stored = NUMPY.store(codes.astype(_I4, copy=False), self.storage)
-        return stored, self.inverse(stored, coarse)
+        one = np.ones(stored.shape, _F4)
+        return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.capacity)[0]
 
     def inverse(self, stored: Array, coarse: _Coarse | None) -> Array:
         return self.codec.divide(NUMPY, np.ones(stored.shape, _F4), stored, None if coarse is None else coarse.value)[0]
@@ -449,16 +452,19 @@ class _Plan:
         self.storage = NUMPY.storage(fmt.element)
         coarse = fmt.global_scale
         #: Does the generic algorithm take whole tensors of it, not chunks?
-        self.alien = sys.byteorder != "little" or fmt.offset == "bias"
+        self.alien = sys.byteorder != "little"
         if coarse is not None:
             self.alien |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
-        known = fmt.offset == "none" and type(fine).scaled is Rule.scaled and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
+        multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
+        #: Are codes computed by division? The scales are found here, the codes by the generic algorithm.
+        self.divides = type(fine).scaled is Divide.scaled
+        known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
         self.codes = _code_writer(fmt.element) if known else None
         self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1)
         self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0)
         self._layouts: dict[Any, Layout] = {}
         #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
-        self.plain = known and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
+        self.plain = known and not self.divides and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
 
     def short(self, x: Array) -> ScaledTensor | None:
         """`cast` of contiguous FP32 `x` of few elements, whole blocks and ordinary numbers; None where it is not that."""
@@ -761,10 +767,11 @@ class _Cast:
         scale: Shape = (*y.shape[:-2], -(-y.shape[-2] // self.m), -(-y.shape[-1] // self.k))
         if self.per_tensor:
             scale = self.lead
+        offset = "uint8" if fmt.offset == "zero_point" else NUMPY.storage(fmt.scale.codec)
         return [
             ((*self.shape[:-1], packed_length(fmt.element, self.shape[-1])), NUMPY.storage(fmt.element)),
             (scale, NUMPY.storage(fmt.scale.codec)),
-            (scale, "uint8") if fmt.offset == "zero_point" else None,
+            None if fmt.offset == "none" else (scale, offset),
             (self.lead, "float32") if self.two_level else None,
         ]
 
@@ -804,6 +811,10 @@ class _Cast:
         of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.given)
         data = data.view(_U1).reshape(*self.y.shape[:-1], -1)
         self.pieces, flat = _pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
+        fast = self.plan.codes is not None and not self.plan.divides
+        if not fast:
+            for piece in self.pieces:
+                piece.limit = min(piece.limit, GENERIC)
         whole = (
             [job for p in self.pieces for job in _cut(p, (0, 0), p.shape, 1, self.plan.count, p.lead)]
             if (refuse or self.per_tensor or self.two_level)
@@ -820,7 +831,7 @@ class _Cast:
         else:
             m = 1 if flat else self.m
             jobs = [job for p in self.pieces for job in _cut(p, (0, 0), p.shape, m, self.unit)]
-            _each(self._hand_over if self.plan.codes is None else self._write, jobs, m, self.unit)
+            _each(self._write if fast else self._hand_over, jobs, m, self.unit)
 
     def _largest(self, jobs: list[_Job], finite: bool) -> Array:
         """Bits of the largest magnitude of each job; of the finite ones alone."""
@@ -941,7 +952,7 @@ class _Cast:
                 largest = np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[:n]).max()
                 special |= largest >= F32_INF
                 fit = largest.view(_F4) * inverse[number] < writer.limit
-            if special:
+            if special or self.plan.divides:
                 given = stored[number].reshape(() if self.per_tensor else (1, 1))
                 target[...] = reference.cast(piece.values[r0:r1, c0:c1], self.plan.recipe, scale=given).data.view(_U1)
                 return
