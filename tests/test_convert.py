@@ -493,8 +493,10 @@ def test_a_destination_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 import breccia_bridges.convert as converter
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background may ignore these two
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def cast(*arguments, **options):
     print("casting", flush=True)
