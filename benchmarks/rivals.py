@@ -52,8 +52,8 @@ class Rival:
     cast: Callable[[str], Callable[[np.ndarray], Any]]
     dequantize: Callable[[Any], np.ndarray]
     scale: Callable[[Any], np.ndarray]
-    #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab.
-    taller: Callable[[Any, int], Any]
+    #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab; for rivals in SLABS.
+    taller: Callable[[Any, int], Any] | None = None
     #: What serves (op, recipe, x), where there is a choice.
     kernel: Callable[[str, str, np.ndarray], str | None] = lambda op, recipe, x: None
 
@@ -196,7 +196,4 @@ def straightforward() -> Rival:
         found = np.asarray(cast[2])
         return found.view(np.uint8) if found.dtype.itemsize == 1 else found
 
-    def taller(cast: Any, n: int) -> Any:
-        raise NotImplementedError("every cast of this rival runs at full size")
-
-    return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, scale_of, taller)
+    return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, scale_of)

@@ -54,7 +54,7 @@ class Codec:
     @cached_property
     def table(self) -> tuple[int, ...]:
         """FP32 bit pattern of every code, for codecs of at most 8 bits."""
-        return tuple(_f32_bits(self.value(code)) for code in range(1 << self.bits))
+        return tuple(f32_bits(self.value(code)) for code in range(1 << self.bits))
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
         """int32 codes of FP32 `y`: nearest, or stochastic by the random int32 `word`; saturating.
@@ -180,7 +180,7 @@ class Minifloat(Codec):
             return u
         sign = ((u >> 31) & 1) << (self.bits - 1)
         magnitude = u & MAGNITUDE
-        finite = ops.minimum(magnitude, _f32_bits(self.largest))
+        finite = ops.minimum(magnitude, f32_bits(self.largest))
         exponent = finite >> 23
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
@@ -328,7 +328,7 @@ class Lookup(Codec):
             tie_goes_down = high % 2 == 1 or low % 2 == 0
             while Fraction(t) < middle or (Fraction(t) == middle and tie_goes_down):
                 t = _next_f32(t)
-            found.append(_f32_bits(t))
+            found.append(f32_bits(t))
         return tuple(found)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
@@ -339,7 +339,7 @@ class Lookup(Codec):
         if word is None:
             return self._codes(ops, self._place(ops, y, self.thresholds))
         ascending = [self.values[code] for code in self.order]
-        values = tuple(map(_f32_bits, ascending))
+        values = tuple(map(f32_bits, ascending))
         y = ops.minimum(ops.maximum(y, ascending[0]), ascending[-1])
         place = self._place(ops, y, values)
         low, high = (ops.unbits(ops.take(values, ops.minimum(p, len(values) - 1))) for p in (place, place + 1))
@@ -374,7 +374,8 @@ def _next_f32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<i", u))[0]
 
 
-def _f32_bits(value: float) -> int:
+def f32_bits(value: float) -> int:
+    """Bit pattern of the FP32 number nearest to `value`; of the quiet NaN for any NaN."""
     return _F32_NAN if math.isnan(value) else struct.unpack("<I", struct.pack("<f", value))[0]
 
 

@@ -6,11 +6,10 @@ A rule is a value named in a recipe, one per level. The arithmetic of each is in
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Integer, Minifloat, f32
+from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Integer, Minifloat, f32, f32_bits
 from .errors import RecipeError
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class Exponent(Rule):
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
         if coarse is not None:
             raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
-        cap = struct.unpack("<I", struct.pack("<f", capacity))[0]
+        cap = f32_bits(capacity)
         carry = self.carry(element, cap)
         return codec.encode_exponent(ops, ((ops.bits(statistic) + carry) >> 23) - (cap >> 23))
 

@@ -15,17 +15,16 @@ Blocks are (m, k): k elements along K by m rows. A block larger than a chunk tak
 from __future__ import annotations
 
 import math
-import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..codecs import F32, F32_INF, MAGNITUDE, NORMAL, Codec, Integer, Lookup, Minifloat, PowerOfTwo
+from ..codecs import F32, F32_INF, MAGNITUDE, NORMAL, Codec, Integer, Lookup, Minifloat, PowerOfTwo, f32_bits
 from ..formats import TENSOR, Block, Format
 from ..frameworks import dtype_name, output_dtype, same_framework
 from ..grids import packed_length, packing
@@ -53,6 +52,7 @@ _BUFFERS, _PER_ELEMENT = 12 << 20, 24
 #: Bytes of FP32 that `matmul` decodes at a time.
 TILE = 8 << 20
 
+_T = TypeVar("_T")
 _U1, _U2, _U4, _U8, _I4, _F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
 _F32 = np.dtype(_F4)
 _EXPONENT = F32_INF
@@ -61,16 +61,12 @@ _MAGNITUDE = _U4(MAGNITUDE)
 _SMALL, _LARGE = 2.0**-60, 2.0**100
 #: Largest codes and capacities for which that holds; below, their reciprocals'.
 _MODEST = 2.0**20
-#: Plans that are remembered, and layouts of each.
+#: Entries of a store of what was derived once (plans, layouts of each, tables).
 _REMEMBERED = 256
 #: Scales that Python's own minimum is faster for; elements of arrays whose cost is that of NumPy's calls.
 _FEW, _SMALL_ARRAY = 64, 1 << 13
 #: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
 _PAIRED = 1 << 20
-
-
-def _bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
 
 
 # ------------------------------------------------------------------------------------------------ buffers
@@ -139,7 +135,7 @@ class _FloatCodes:
         self.shift = 23 - p
         self.floor = first << 23
         self.lift = (self.shift << 23) + (-((first + self.shift) << p) & 0xFF)
-        self.largest = _bits(codec.max)
+        self.largest = f32_bits(codec.max)
         self.sign = codec.bits - 1
         #: |y| below this rounds to no more than the largest code.
         self.limit = codec.max + math.ldexp(1.0, math.floor(math.log2(codec.max)) - p - 1)
@@ -333,7 +329,7 @@ class _Scales:
                 low, self._form, self._writer = 0.0, self._linear8, writer
                 self.values = np.array(codec.table, _U4).view(_F4)
                 self.divisors = np.where(self.values > 0, self.values, _F4(np.inf))
-                self._inverses = self.inverse(np.arange(256, dtype=_U1), None)
+                self._inverses = codec.divide(NUMPY, np.ones(256, _F4), np.arange(256, dtype=_U1))[0]
             elif level == 0 and codec.bits in (16, 32):
                 low, high = max(low, codec.scale_min * self.capacity), min(high, codec.scale_max * self.capacity)
                 self._form = self._linear
@@ -343,7 +339,7 @@ class _Scales:
             self._form = self._exponent
         if not 1 / _MODEST <= self.capacity <= _MODEST:
             self._form = None
-        self._low, self._high = _bits(low), _bits(high)
+        self._low, self._high = f32_bits(low), f32_bits(high)
 
     def _power_of_two(self) -> bool:
         c, name = self.codec, self.rule.name
@@ -352,7 +348,7 @@ class _Scales:
 
     def _carried(self, rule: Exponent) -> Any:
         """What added to amax's bits makes the scale's exponent field of theirs (of normal numbers)."""
-        cap = _bits(self.capacity)
+        cap = f32_bits(self.capacity)
         return _I4(rule.carry(self.element, cap) - (((cap >> 23) - 127) << 23))
 
     def quick(self, amax: Array, coarse: _Coarse | None) -> tuple[Array, Array] | None:
@@ -419,9 +415,6 @@ class _Scales:
         stored = NUMPY.store(codes.astype(_I4, copy=False), self.storage)
         one = np.ones(stored.shape, _F4)
         return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.capacity)[0]
-
-    def inverse(self, stored: Array, coarse: _Coarse | None) -> Array:
-        return self.codec.divide(NUMPY, np.ones(stored.shape, _F4), stored, None if coarse is None else coarse.value)[0]
 
     def subnormal(self, stored: Array) -> Array:
         """Where is the inverse an FP32 subnormal, by which nothing is multiplied?"""
@@ -505,24 +498,23 @@ class _Plan:
 
     def layout(self, shape: Shape, axis: int) -> Layout:
         """`reference.fitted_layout`, remembered by what it depends on."""
-        key = (axis, len(shape), shape[-2:])
-        found = self._layouts.get(key)
-        if found is None:
-            if len(self._layouts) >= _REMEMBERED:
-                self._layouts.clear()
-            found = self._layouts[key] = reference.fitted_layout(self.recipe, shape, axis)
-        return found
+        return _recalled(self._layouts, (axis, len(shape), shape[-2:]), reference.fitted_layout, self.recipe, shape, axis)
 
 
 _plans: dict[object, _Plan] = {}
 
 
 def _plan(recipe: ScalingRecipe) -> _Plan:
-    found = _plans.get(recipe.identity)
+    return _recalled(_plans, recipe.identity, _Plan, recipe)
+
+
+def _recalled(store: dict[Any, _T], key: Any, make: Callable[..., _T], *arguments: Any) -> _T:
+    """What `store` has at `key`, made of the arguments on first use."""
+    found = store.get(key)
     if found is None:
-        if len(_plans) >= _REMEMBERED:
-            _plans.clear()
-        found = _plans[recipe.identity] = _Plan(recipe)
+        if len(store) >= _REMEMBERED:
+            store.clear()
+        found = store[key] = make(*arguments)
     return found
 
 
@@ -601,7 +593,7 @@ def _pieces(
 _Job = tuple[_Piece, int, int, int, int, int]
 
 
-def _cut(piece: _Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int = 0) -> Iterator[_Job]:
+def _cut(piece: _Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int) -> Iterator[_Job]:
     """Chunks of a part of `piece`, of whole `m` rows by whole `unit` columns, but for the last ones."""
     limit = piece.limit
     step = min(_whole(end[1] - corner[1], unit), max(limit // m // unit, 1) * unit)
@@ -609,6 +601,17 @@ def _cut(piece: _Piece, corner: tuple[int, int], end: tuple[int, int], m: int, u
     for r in range(corner[0], end[0], rise):
         for c in range(corner[1], end[1], step):
             yield piece, r, min(r + rise, end[0]), c, min(c + step, end[1]), number
+
+
+def _bytes(element: Codec, c0: int, c1: int) -> slice:
+    """Where the codes of columns lie, the first of which begins a packing group."""
+    start = c0 * element.bits // 8
+    return slice(start, start + packed_length(element, c1 - c0))
+
+
+def _jobs(pieces: list[_Piece], m: int, unit: int) -> list[_Job]:
+    """Chunks of all pieces, with the number of their piece's own per-tensor scale."""
+    return [job for p in pieces for job in _cut(p, (0, 0), p.shape, m, unit, p.lead)]
 
 
 def _within_blocks(pieces: list[_Piece], m: int, k: int, unit: int) -> list[_Job]:
@@ -769,7 +772,7 @@ class _Cast:
             scale = self.lead
         offset = "uint8" if fmt.offset == "zero_point" else NUMPY.storage(fmt.scale.codec)
         return [
-            ((*self.shape[:-1], packed_length(fmt.element, self.shape[-1])), NUMPY.storage(fmt.element)),
+            ((*self.shape[:-1], packed_length(fmt.element, self.shape[-1])), self.plan.storage),
             (scale, NUMPY.storage(fmt.scale.codec)),
             None if fmt.offset == "none" else (scale, offset),
             (self.lead, "float32") if self.two_level else None,
@@ -815,11 +818,7 @@ class _Cast:
         if not fast:
             for piece in self.pieces:
                 piece.limit = min(piece.limit, GENERIC)
-        whole = (
-            [job for p in self.pieces for job in _cut(p, (0, 0), p.shape, 1, self.plan.count, p.lead)]
-            if (refuse or self.per_tensor or self.two_level)
-            else []
-        )
+        whole = _jobs(self.pieces, 1, self.plan.count) if refuse or self.per_tensor or self.two_level else []
         if refuse and self._largest(whole, False).max() >= F32_INF:
             reference._refuse_nonfinite(NUMPY, np.full(1, np.nan, _F4))
         if global_scale is not None:
@@ -830,8 +829,7 @@ class _Cast:
             self._write_large(scale, _within_blocks(self.pieces, self.m, self.k, self.plan.count))
         else:
             m = 1 if flat else self.m
-            jobs = [job for p in self.pieces for job in _cut(p, (0, 0), p.shape, m, self.unit)]
-            _each(self._write if fast else self._hand_over, jobs, m, self.unit)
+            _each(self._write if fast else self._hand_over, _jobs(self.pieces, m, self.unit), m, self.unit)
 
     def _largest(self, jobs: list[_Job], finite: bool) -> Array:
         """Bits of the largest magnitude of each job; of the finite ones alone."""
@@ -889,7 +887,7 @@ class _Cast:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
         _times(source, inverse, k, work.scaled[:n].view(_F4))
         dead = None if np.logical_and.reduce(inverse) else inverse == 0
-        self._write_codes(work, piece.data[r0:r1, self._bytes(c0, c1)], (rows, columns), c1 - c0, clamp, dead)
+        self._write_codes(work, piece.data[r0:r1, _bytes(self.plan.fmt.element, c0, c1)], (rows, columns), c1 - c0, clamp, dead)
 
     def _accepted(self, piece: _Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
         """int32 codes of the supplied scales of a chunk, `rows` by `columns` with the blocks of padding."""
@@ -916,11 +914,6 @@ class _Cast:
         if not in_place:
             _pack(codes.reshape(padded), self.plan.bits, target, work.sign)
 
-    def _bytes(self, c0: int, c1: int) -> slice:
-        """Where the codes of columns lie, the first of which begins a packing group."""
-        start = c0 * self.plan.bits // 8
-        return slice(start, start + packed_length(self.plan.fmt.element, c1 - c0))
-
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
 
     def _write_large(self, scale: Array, jobs: list[_Job]) -> None:
@@ -941,7 +934,7 @@ class _Cast:
             subnormal = scales.subnormal(stored)
 
         def step(work: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
-            target = piece.data[r0:r1, self._bytes(c0, c1)]
+            target = piece.data[r0:r1, _bytes(self.plan.fmt.element, c0, c1)]
             if not inverse[number] and not subnormal[number]:
                 target[...] = 0
                 return
@@ -979,7 +972,7 @@ class _Cast:
             given = given if given is None or self.coarse else given.reshape(-1, 1)
         written = reference.cast(values, self.plan.recipe, scale=given)
         for part, target in (
-            (written.data.view(_U1), piece.data[r0:r1, self._bytes(c0, c1)]),
+            (written.data.view(_U1), piece.data[r0:r1, _bytes(self.plan.fmt.element, c0, c1)]),
             (written.scale, piece.scale[places]),
             (written.zero_point, None if piece.zero_point is None else piece.zero_point[places]),
         ):
@@ -1048,9 +1041,7 @@ class _Values:
         np.take(table, data, out=values.view(table.dtype).reshape(data.shape), mode="clip")
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def _values(identity: object, recipe: ScalingRecipe) -> _Values:
-    return _Values(recipe.format)
+_values: dict[object, _Values] = {}
 
 
 def _pairs(one: Array) -> Array:
@@ -1104,7 +1095,7 @@ class _Dequantize:
         self.result = result if result.ndim > 1 else result.reshape(1, -1)
         self.block = st.layout.block()
         self.per_tensor = self.block == TENSOR
-        self.tables = tables = _values(st.recipe.identity, st.recipe)
+        self.tables = tables = _recalled(_values, st.recipe.identity, _Values, self.fmt)
         columns = self.result.shape[-1]
         self.m, k = _sides(self.block, self.result.shape)
         self.unit = tables.count if self.per_tensor else _unit(k, columns, tables.count)
@@ -1137,13 +1128,12 @@ class _Dequantize:
             data = np.ascontiguousarray(data)
         pieces, flat = _pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
         if self.per_tensor:
-            jobs = [job for p in pieces for job in _cut(p, (0, 0), p.shape, 1, tables.count, p.lead)]
+            jobs = _jobs(pieces, 1, tables.count)
         elif self.large:
             jobs = _within_blocks(pieces, self.m, self.k, tables.count)
         else:
             m = 1 if flat else self.m
-            jobs = [job for p in pieces for job in _cut(p, (0, 0), p.shape, m, self.unit)]
-            _each(self._blocks if tables.known else self._hand_over, jobs, m, self.unit)
+            _each(self._blocks if tables.known else self._hand_over, _jobs(pieces, m, self.unit), m, self.unit)
             return
         _each(self._one_scale if tables.known else self._hand_over, jobs, 1, tables.count)
 
@@ -1154,12 +1144,8 @@ class _Dequantize:
         target = piece.values[r0:r1, c0:c1]
         direct = target.dtype == _F4 and columns == c1 - c0 and target.flags.c_contiguous
         values = target.reshape(-1) if direct else work.scaled[: rows * columns].view(_F4)
-        self.tables.decode(table, piece.data[r0:r1, self._bytes(c0, c1)], values)
+        self.tables.decode(table, piece.data[r0:r1, _bytes(self.fmt.element, c0, c1)], values)
         return (target if direct else values.reshape(rows, columns)[:, : c1 - c0]), target
-
-    def _bytes(self, c0: int, c1: int) -> slice:
-        start = c0 * self.tables.bits // 8
-        return slice(start, start + packed_length(self.fmt.element, c1 - c0))
 
     def _one_scale(self, work: _Buffers, _: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk within one block: what is done to every code is done to the table."""
@@ -1226,7 +1212,7 @@ class _Dequantize:
     def _hand_over(self, _: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk by the generic algorithm."""
         st, count = self.st, self.tables.count
-        data = piece.data[r0:r1, self._bytes(c0, c1)]
+        data = piece.data[r0:r1, _bytes(self.fmt.element, c0, c1)]
         if self.large:
             one = () if self.per_tensor else (1, 1)
             scale, zero_point = (a if a is None else a[number].reshape(one) for a in (self.scale, self.zero_point))

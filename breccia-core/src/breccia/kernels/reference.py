@@ -477,20 +477,9 @@ def _result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
 # ------------------------------------------------------------------------------------------------ the other verbs
 
 
-def requantize(
-    st: ScaledTensor,
-    recipe: ScalingRecipe,
-    *,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    require_exact: bool = False,
-    out: ScaledTensor | None = None,
-) -> ScaledTensor:
-    """`st` under another recipe, as `breccia.requantize` documents."""
-    options: dict[str, Any] = {"scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite}
-    return requantized(cast, dequantize, st, recipe, require_exact=require_exact, out=out, **options)
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    """`st` under another recipe, as `breccia.requantize` documents; its options are those of `requantized`."""
+    return requantized(cast, dequantize, st, recipe, **options)
 
 
 def requantized(
