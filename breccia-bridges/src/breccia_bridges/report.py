@@ -1,0 +1,139 @@
+"""The page of `breccia convert --report` and `breccia compare --report`: one HTML file that needs nothing else, no network."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from breccia import UnsupportedError, __version__
+
+_NEEDS = ("plotly", "jinja2")
+#: What the page's script reads of a run; the template shows the rest.
+_DRAWN = ("label", "bytes_out", "sqnr_db", "lossless", "worst", "tensors")
+
+
+def check_report(path: str | os.PathLike[str]) -> None:
+    """Raise now what `write_report` would raise after the work is done.
+
+    UnsupportedError for a name that is no HTML file's, FileNotFoundError for a folder that is not there, ImportError where
+    the extra `report` is not installed.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UnsupportedError(f"a report is an HTML page, and {target} is no name for one; end it in .html.", path=str(target))
+    if target.is_dir():
+        raise UnsupportedError(f"{target} is a folder; name a file for the report, such as {target / 'report.html'}.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {target}: there is no folder {target.parent}; create it first.")
+    missing = [module for module in _NEEDS if find_spec(module) is None]
+    if missing:
+        raise ImportError(f"--report needs {' and '.join(missing)}: pip install 'breccia-bridges[report]'", name=missing[0])
+
+
+def write_report(
+    path: str | os.PathLike[str], runs: Sequence[Mapping[str, Any]], *, title: str = "Quantization report"
+) -> None:
+    """Write the page of one or several runs over one checkpoint; a page that lies there is replaced.
+
+    runs: what `Report.to_dict` gives, with a label, recipes, warnings and, per tensor, a histogram or None. The same runs
+        give the same bytes.
+    """
+    check_report(path)
+    if not runs:
+        raise UnsupportedError("a report is of one run or more; got none.")
+    page, target = _rendered(runs, title), Path(path)
+    beside = target.parent / f".breccia-{secrets.token_hex(8)}.tmp"
+    try:
+        # A name may hold half of a surrogate pair, which no encoding takes.
+        beside.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    env = Environment(
+        loader=PackageLoader("breccia_bridges"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    env.filters.update(size=_size, percent=_percent, decibel=_decibel, breakable=_breakable)
+    shown: list[dict[str, Any]] = [_finite(run) for run in runs]
+    return env.get_template("report.html").render(
+        title=title,
+        version=__version__,
+        runs=shown,
+        sources=list(dict.fromkeys(Path(run["source"]).name or str(run["source"]) for run in shown)),
+        # One column is enough where all runs kept the same.
+        kept=shown[:1] if all(run["kept"] == shown[0]["kept"] for run in shown) else shown,
+        reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
+        warnings=_warnings(shown),
+        quantized=[{t["name"]: t for t in run["tensors"] if t["quantized"]} for run in shown],
+        drawn=[{key: run[key] for key in _DRAWN} for run in shown],
+        plotly=Markup(str(get_plotlyjs())),
+    )
+
+
+def _warnings(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """Each warning once, with the labels of the runs that gave it; without them where all did."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for text in run["warnings"]:
+            found.setdefault(text, []).append(run["label"])
+    return {text: "" if len(labels) == len(runs) else ", ".join(labels) for text, labels in found.items()}
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for each number in it that JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------------------------------------ numbers and names as text
+
+# No-break spaces keep a number and its unit on one line.
+
+
+def _size(count: float) -> str:
+    if count < 1000:
+        return f"{count:.0f}\xa0B"
+    units = iter(("kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while (count := count / 1000) >= 1000 and unit != "TB":
+        unit = next(units)
+    return f"{count:.2f}\xa0{unit}"
+
+
+def _percent(rate: float | None) -> str:
+    if rate is None:
+        return "–"
+    return "<\xa00.001\xa0%" if 0 < rate < 1e-5 else f"{100 * rate:.3g}\xa0%"
+
+
+def _decibel(record: Mapping[str, Any]) -> str:
+    """The SQNR of a run or tensor."""
+    if record["lossless"]:
+        return "∞"
+    return "not\xa0finite" if record["sqnr_db"] is None else f"{record['sqnr_db']:.2f}\xa0dB"
+
+
+def _breakable(name: str) -> Any:
+    """A tensor's name as markup that lets a line end after a dot."""
+    from markupsafe import Markup, escape
+
+    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
