@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,9 @@ from breccia import (
 )
 from breccia.kernels import reference
 from breccia.ops import NUMPY
+
+#: The program, called: its words, to (exit code, standard output, standard error).
+Run = Callable[..., tuple[int, str, str]]
 
 RECIPES: list[ScalingRecipe] = [
     DelayedScaling(),
@@ -149,6 +154,25 @@ def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
 @pytest.fixture(params=RECIPES, ids=recipe_id)
 def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
     return request.param
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The program in this process: (exit code, standard output, standard error)."""
+    from breccia.cli import run as program
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*words: Any) -> tuple[int, str, str]:
+        try:
+            program([str(w) for w in words])
+            code: Any = 0
+        except SystemExit as e:
+            code = e.code
+        out, err = capsys.readouterr()
+        return code or 0, out, err
+
+    return call
 
 
 def pytest_report_header() -> list[str]:

@@ -148,6 +148,62 @@ def test_the_list_of_plug_ins_prints_reasons_as_they_are(acme: Path) -> None:
     assert "PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside" in err
 
 
+# -- help and completion ----------------------------------------------------------------------------------------------
+
+
+COMMANDS_OF_OURS = ("convert", "compare", "inspect", "explain", "plugins", "doctor", "bench")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS_OF_OURS])
+def test_help_fits_a_screen(command: str) -> None:
+    code, out, err = said(*command.split(), "--help", COLUMNS="80", TERMINAL_WIDTH="80")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert "..." not in out.partition("Commands:")[2], "no line of help is cut short"
+
+
+def test_the_program_lists_its_commands_those_for_checkpoints_first() -> None:
+    _, out, _ = said("--help", COLUMNS="80", TERMINAL_WIDTH="80")
+    listed = [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()]
+    assert listed == list(COMMANDS_OF_OURS)
+
+
+def test_without_a_command_the_program_shows_its_help() -> None:
+    code, out, err = said()
+    assert (code, out) == (2, "") and err.startswith("Usage: breccia") and "error:" not in err
+    code, out, err = said("--json")
+    assert (code, out) == (2, "") and "error" in json.loads(err)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("breccia con", ["convert"]),
+        ("breccia convert a b --recipe nv", ["nvfp4"]),
+        ("breccia convert a b --dry", ["--dry-run"]),
+        ("breccia compare a b --fail", ["--fail-under"]),
+        ("breccia explain ca", ["cast", "cast_ste", "cast_ste_clipped"]),
+        ("breccia explain cast mxfp", ["mxfp4", "mxfp6", "mxfp8"]),
+        ("breccia explain cast nvfp4 --on t", ["torch"]),
+        ("breccia explain cast nvfp4 --prefer numpy.c", ["numpy.cast", "numpy.cast_ste", "numpy.cast_ste_clipped"]),
+        ("breccia bench in", ["int4", "int8"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(line: str, expected: list[str]) -> None:
+    words = line.split()
+    asked = {"_BRECCIA_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    code, out, err = said(**asked)
+    assert (code, err) == (0, "")
+    assert sorted(out.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_can_be_shown(shell: str) -> None:
+    code, out, err = said(_BRECCIA_COMPLETE=f"source_{shell}")
+    assert (code, err) == (0, "") and "_BRECCIA_COMPLETE" in out
+
+
 # -- ways out ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,8 +240,13 @@ def test_an_error_is_json_where_the_line_asks_for_json(acme: Path) -> None:
 
 
 def test_a_line_that_cannot_be_read_exits_with_two_in_text_and_in_json() -> None:
-    code, out, err = said("explain", "cast", "nvfp4", "--nope")
-    assert (code, out) == (2, "") and "No such option: --nope" in err
+    for words, line in [
+        (["explain", "cast", "nvfp4", "--nope"], "No such option: --nope"),
+        (["explain"], "Missing argument 'OP'. See `breccia explain --help`."),
+        (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See `breccia --help`."),
+    ]:
+        code, out, err = said(*words)
+        assert (code, out) == (2, "") and err.startswith(f"error: {line}") and err.count("\n") == 1
     for words in (["explain", "cast", "nvfp4", "--nope"], ["explain"], ["convrt"]):
         code, out, err = said(*words, "--json")
         assert (code, out) == (2, "")

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,39 +18,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import special_rows, wide
+from conftest import Run, special_rows, wide
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 import breccia
 from breccia import codecs, formats
 from breccia.bridges import load_safetensors
-from breccia_bridges import commands
+from breccia_bridges import commands, measure
 from breccia_bridges import convert as converter
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.container import Container, Writer
 from breccia_bridges.convert import Selection, convert
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The program in this process: (exit code, standard output, standard error)."""
-    from breccia.cli import run as program
-
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*words: Any) -> tuple[int, str, str]:
-        try:
-            program([str(w) for w in words])
-            code: Any = 0
-        except SystemExit as e:
-            code = e.code
-        out, err = capsys.readouterr()
-        return code or 0, out, err
-
-    return call
+from breccia_bridges.measure import Stored
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
@@ -118,11 +97,13 @@ def test_figures_of_the_report_are_those_of_the_definition(source: Path, tmp_pat
     x = weights()["layer.0.attention.weight"].astype(np.float64)
     y = breccia.dequantize(breccia.cast(x.astype(np.float32), breccia.NVFP4BlockScaling())).astype(np.float64)
     t = by_name["layer.0.attention.weight"]
-    assert t.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), rel=1e-12)  # FP64 sums, other order
-    assert t.cosine == pytest.approx((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), rel=1e-12)
-    assert t.max_error == np.abs(x - y).max()
+    assert t.measured.sqnr == pytest.approx(
+        10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), rel=1e-12
+    )  # FP64 sums, other order
+    assert t.measured.cosine == pytest.approx((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), rel=1e-12)
+    assert t.measured.max_error == np.abs(x - y).max()
     assert t.bytes_out == 64 * 64 // 2 + 64 * 4 + 4 and t.bytes_in == 64 * 64 * 4
-    assert report.worst is min(report.quantized, key=lambda t: t.sqnr)
+    assert report.worst is min(report.quantized, key=lambda t: t.measured.sqnr)
     assert report.bytes_kept == sum(a.nbytes for n, a in weights().items() if n not in QUANTIZED)
 
 
@@ -793,7 +774,7 @@ def test_slabs_change_no_byte(
     tensors = awkward()
     save_file(tensors, tmp_path / "m.safetensors")
     whole = convert(tmp_path / "m.safetensors", tmp_path / "whole.safetensors", recipe)
-    monkeypatch.setattr(converter, "SLAB", slab)
+    monkeypatch.setattr(measure, "SLAB", slab)
     report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", recipe)
     loaded = load_safetensors(tmp_path / "o.safetensors")
     for name, x in tensors.items():
@@ -804,8 +785,10 @@ def test_slabs_change_no_byte(
             assert (found is None) == (wanted is None)
             assert wanted is None or (found.shape, found.tobytes()) == (wanted.shape, wanted.tobytes()), (name, part)
     for a, b in zip(report.tensors, whole.tensors, strict=True):
-        assert a.max_error == b.max_error or (np.isnan(a.max_error) and np.isnan(b.max_error))
-        assert a.sqnr == pytest.approx(b.sqnr, rel=1e-12, nan_ok=True)  # FP64 sums, other order
+        assert a.measured.max_error == b.measured.max_error or (
+            np.isnan(a.measured.max_error) and np.isnan(b.measured.max_error)
+        )
+        assert a.measured.sqnr == pytest.approx(b.measured.sqnr, rel=1e-12, nan_ok=True)  # FP64 sums, other order
 
 
 @dataclass(frozen=True)
@@ -845,10 +828,10 @@ class Columns(breccia.ScalingRecipe):
 def test_recipes_of_others_keep_their_bytes_whether_slabs_suit_them_or_not(
     recipe: breccia.ScalingRecipe, slabs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(converter, "SLAB", 64)
+    monkeypatch.setattr(measure, "SLAB", 64)
     for i, x in enumerate((wide((3, 10, 40), exponents=3), np.full((3, 10, 40), 1e-6, np.float32))):
         save_file({"w": x}, tmp_path / f"{i}.safetensors")
-        pieces = list(converter._Source(Container(tmp_path / f"{i}.safetensors"), "w", recipe).cast())
+        pieces = list(converter._Source(Stored(Container(tmp_path / f"{i}.safetensors"), "w"), recipe).cast())
         expected = breccia.cast(x, recipe)
         assert len(pieces) == slabs
         for part in pieces[0]:
@@ -856,23 +839,23 @@ def test_recipes_of_others_keep_their_bytes_whether_slabs_suit_them_or_not(
 
 
 def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converter, "SLAB", 150)
+    monkeypatch.setattr(measure, "SLAB", 150)
     save_file({"w": np.ones((6, 10, 16), np.float32), "v": np.ones((6, 5, 8), np.float32)}, tmp_path / "m.safetensors")
     opened, recipe = Container(tmp_path / "m.safetensors"), breccia.Float8BlockScaling(block_k=8, block_m=4)
 
     def shapes(name: str, recipe: breccia.ScalingRecipe) -> list[tuple[int, ...]]:
-        source = converter._Source(opened, name, recipe)
-        return [source.values(slab).shape for slab in source.slabs()]
+        source = converter._Source(Stored(opened, name), recipe)
+        return [source.stored.values(slab).shape for slab in source.slabs]
 
     assert shapes("w", recipe) == [(1, 8, 16) if i % 2 == 0 else (1, 2, 16) for i in range(12)], "a matrix at a time"
     assert shapes("v", recipe) == [(3, 5, 8)] * 2, "several matrices at a time"
-    assert shapes("w", breccia.MXFP8BlockScaling()) == [(1, 9, 16)] * 6 + [(1, 6, 16)], "rows of all matrices alike"
+    assert shapes("w", breccia.MXFP8BlockScaling()) == [(1, 9, 16), (1, 1, 16)] * 6, "rows of one matrix"
 
 
 def test_memory_stays_that_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = wide((1024, 512), exponents=3)
     save_file({"w": x}, tmp_path / "m.safetensors")
-    monkeypatch.setattr(converter, "SLAB", 1 << 14)
+    monkeypatch.setattr(measure, "SLAB", 1 << 14)
     convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())  # imports what it needs
     tracemalloc.start()
     try:
@@ -1021,3 +1004,82 @@ def test_without_the_extra_the_program_says_what_to_install(tmp_path: Path) -> N
     done = program("plugins", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == "breccia: the command line needs typer, which is not installed: pip install 'breccia-core[cli]'\n"
+
+
+# -- dry runs and reports ----------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "o.safetensors"
+    before = entries(tmp_path)
+    code, text, _ = run("convert", source, out, "-r", "nvfp4", "--dry-run", "--json")
+    assert code == 0 and entries(tmp_path) == before
+    planned = json.loads(text)
+    _, text, _ = run("convert", source, out, "-r", "nvfp4", "--json")
+    written = json.loads(text)
+    measured = {"sqnr_db", "cosine", "max_error", "clip_rate", "underflow_rate", "lossless", "worst", "seconds", "dry_run"}
+    assert planned["dry_run"] and not written["dry_run"]
+    assert {k: v for k, v in planned.items() if k not in measured | {"tensors"}} == {
+        k: v for k, v in written.items() if k not in measured | {"tensors"}
+    }
+    for a, b in zip(planned["tensors"], written["tensors"], strict=True):
+        assert all(a[key] == b[key] for key in a if key not in measured)
+        assert a["sqnr_db"] is None and a["lossless"] is None
+    assert planned["sqnr_db"] is None and planned["worst"] is None
+
+
+def test_a_dry_run_reads_no_tensor_and_prints_what_it_did_not_do(
+    source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Container, "array", lambda self, name: pytest.fail(f"read {name}"))
+    code, out, err = run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run")
+    assert (code, err) == (0, "")
+    assert f"dry run    nothing was written to {tmp_path / 'o.safetensors'}" in out
+    assert "verified" not in out and "SQNR" not in out and "quantized  5 tensors" in out
+
+
+def test_a_dry_run_fails_where_the_run_would(source: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "o.safetensors").write_bytes(b"mine")
+    code, _, err = run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run")
+    assert code == 1 and "exists; choose another name, or replace it with --force." in err
+    assert (tmp_path / "o.safetensors").read_bytes() == b"mine"
+    assert run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run", "--force")[0] == 0
+    assert (tmp_path / "o.safetensors").read_bytes() == b"mine"
+
+
+def test_a_dry_run_has_nothing_to_report(source: Path, tmp_path: Path, run: Run) -> None:
+    words = ("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run", "--report", tmp_path / "r.html")
+    code, _, err = run(*words)
+    assert code == 2 and "--report shows what was measured, and --dry-run measures nothing; leave one out." in err
+    assert entries(tmp_path) == ["model.safetensors"]
+
+
+def test_convert_and_compare_write_reports(source: Path, tmp_path: Path, run: Run) -> None:
+    for recipe in ("nvfp4", "mxfp8"):
+        code, out, _ = run(
+            "convert", source, tmp_path / f"{recipe}.safetensors", "-r", recipe, "--report", tmp_path / f"{recipe}.html"
+        )
+        assert code == 0 and f"report     {tmp_path / recipe}.html" in out
+        assert "layer.0.mlp.weight" in (tmp_path / f"{recipe}.html").read_text("utf-8")
+    candidates = [tmp_path / f"{recipe}.safetensors" for recipe in ("nvfp4", "mxfp8")]
+    code, out, _ = run("compare", source, *candidates, "--report", tmp_path / "both.html")
+    assert code == 0 and f"report: {tmp_path / 'both.html'}" in out
+    assert (tmp_path / "both.html").stat().st_size > 1e6
+
+
+def test_a_report_that_cannot_be_written_stops_the_run_before_it_starts(source: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "o.safetensors"
+    for path in (tmp_path / "r.txt", tmp_path / "nowhere" / "r.html"):
+        for words in (("convert", source, out, "-r", "int4"), ("compare", source, source)):
+            code, _, err = run(*words, "--report", path)
+            assert code == 1 and err.startswith("error: ") and str(path) in err.replace("\n", "")
+    assert entries(tmp_path) == ["model.safetensors"]
+
+
+def test_runs_of_one_recipe_are_labelled_by_their_files(source: Path, tmp_path: Path) -> None:
+    reports = [convert(source, tmp_path / f"{n}.safetensors", breccia.INT4Scaling(), histograms=True) for n in "ab"]
+    assert [r["label"] for r in commands.runs(reports)] == ["a", "b"]
+    (alone,) = commands.runs(reports[:1])
+    assert alone["label"] == "int4"
+    listed = {t["name"]: t["histogram"] for t in alone["tensors"]}
+    assert listed["step"] is None and sum(listed["layer.0.attention.weight"]["before"]) == 64 * 64

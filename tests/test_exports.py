@@ -22,7 +22,7 @@ import breccia.kernels.triton
 from breccia import Bridge, Kernel, PluginWarning, builtin, hookimpl
 from breccia.registry import Plugin, Registry
 
-LAZY = [breccia, breccia.bridges, breccia.kernels.triton]
+LAZY = [breccia, breccia.bridges, breccia.kernels, breccia.kernels.triton]
 
 
 def stub(module: ModuleType) -> list[ast.stmt]:
@@ -192,6 +192,21 @@ def test_bridge_of_any_plug_in_is_its_target(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(breccia.bridges, "registry", registry)
     assert breccia.bridges.to_acme is json.dumps
     assert "to_acme" in dir(breccia.bridges)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", breccia.kernels.__all__)
+def test_kernels_are_reached_from_the_package_alone(name: str) -> None:
+    script = f"import breccia; print(breccia.kernels.{name}.__name__, dir(breccia.kernels))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"breccia.kernels.{name} {breccia.kernels.__all__}\n", "")
+
+
+def test_kernels_have_no_other_attributes() -> None:
+    with pytest.raises(AttributeError, match="module 'breccia.kernels' has no attribute 'pallas'"):
+        breccia.kernels.pallas  # noqa: B018
 
 
 # -- kernels.triton --------------------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import math
 import os
 import secrets
 import shutil
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,20 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ScaledTensor, ScalingRecipe, UnsupportedError, cast, dequantize
-from breccia.codecs import BF16
+from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
 from breccia.formats import TENSOR
-from breccia.ops import NUMPY
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
-from .container import Container, Entry, Shape, Writer, byte_count
-from .safetensors import PARTS, Described, open_writer, plan, read_configs, read_tensor
+from .container import Container, Entry, Writer, byte_count
+from .measure import Fidelity, Histogram, Stored, histogram, measure, slabs
+from .results import Advance, Report, TensorReport
+from .safetensors import PARTS, Described, open_writer, plan, read_configs
 
 #: Left as they are unless `include` names them: they are small, or their precision shows in every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
 
-#: Elements cast, or decoded and compared, at a time. It bounds memory and changes no byte.
-SLAB = 1 << 20
-
 _FLOATING = ("F32", "F16", "BF16")
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
-
-Advance = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -70,136 +64,6 @@ class Selection:
         return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in held)]
 
 
-@dataclass(frozen=True)
-class TensorReport:
-    """One tensor of a conversion. Sums are in FP64; `signal` and `noise` are energies, `dot` and `energy` give the cosine.
-
-    reason: why the tensor was kept as it is; empty where it was quantized.
-    """
-
-    name: str
-    shape: Shape
-    dtype: str
-    reason: str
-    bytes_in: int
-    bytes_out: int
-    signal: float = 0.0
-    noise: float = 0.0
-    dot: float = 0.0
-    energy: float = 0.0
-    max_error: float = 0.0
-
-    @property
-    def quantized(self) -> bool:
-        return not self.reason
-
-    @property
-    def parameters(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def sqnr(self) -> float:
-        """Signal-to-quantization-noise ratio in dB; inf where nothing was lost, NaN where the tensor is not finite."""
-        return _decibel(self.signal, self.noise)
-
-    @property
-    def cosine(self) -> float:
-        return _cosine(self.signal, self.dot, self.energy)
-
-
-@dataclass(frozen=True)
-class Report:
-    """A conversion: what was read, what was written, and how close it is.
-
-    unmatched: patterns of the selection that match no tensor.
-    """
-
-    source: str
-    destination: str
-    recipe: ScalingRecipe
-    tensors: list[TensorReport] = field(default_factory=list[TensorReport])
-    unmatched: list[str] = field(default_factory=list[str])
-
-    @property
-    def quantized(self) -> list[TensorReport]:
-        return [t for t in self.tensors if t.quantized]
-
-    @property
-    def kept(self) -> list[TensorReport]:
-        return [t for t in self.tensors if not t.quantized]
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """How many tensors were kept for which reason, the commonest first."""
-        return dict(Counter(t.reason for t in self.kept).most_common())
-
-    @property
-    def bytes_in(self) -> int:
-        return sum(t.bytes_in for t in self.tensors)
-
-    @property
-    def bytes_out(self) -> int:
-        return sum(t.bytes_out for t in self.tensors)
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes left in the precision they had."""
-        return sum(t.bytes_out for t in self.kept)
-
-    @property
-    def bits_per_parameter(self) -> float:
-        """Bits that a quantized parameter takes, its share of the scales included."""
-        return 8 * sum(t.bytes_out for t in self.quantized) / max(1, sum(t.parameters for t in self.quantized))
-
-    @property
-    def sqnr(self) -> float:
-        return _decibel(sum(t.signal for t in self.quantized), sum(t.noise for t in self.quantized))
-
-    @property
-    def cosine(self) -> float:
-        """Mean cosine of the quantized tensors, each weighed by its parameters."""
-        weights = sum(t.parameters for t in self.quantized)
-        return sum(t.cosine * t.parameters for t in self.quantized) / weights if weights else 1.0
-
-    @property
-    def worst(self) -> TensorReport | None:
-        """The quantized tensor of lowest SQNR; one that is not finite comes first."""
-        return min(self.quantized, key=lambda t: -math.inf if math.isnan(t.sqnr) else t.sqnr, default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for `json.dumps`: figures that are not finite become None."""
-        worst = self.worst
-        return {
-            "source": self.source,
-            "destination": self.destination,
-            "recipe": self.recipe.to_dict(),
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "bytes_kept": self.bytes_kept,
-            "bits_per_parameter": self.bits_per_parameter,
-            "sqnr_db": _number(self.sqnr),
-            "cosine": _number(self.cosine),
-            "worst": worst.name if worst else None,
-            "kept": self.reasons,
-            "unmatched": self.unmatched,
-            "tensors": [
-                {
-                    "name": t.name,
-                    "shape": t.shape,
-                    "dtype": t.dtype,
-                    "quantized": t.quantized,
-                    "reason": t.reason or None,
-                    "bytes_in": t.bytes_in,
-                    "bytes_out": t.bytes_out,
-                    "sqnr_db": _number(t.sqnr) if t.quantized else None,
-                    "cosine": _number(t.cosine) if t.quantized else None,
-                    "max_error": _number(t.max_error) if t.quantized else None,
-                }
-                for t in self.tensors
-            ],
-        }
-
-
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -207,6 +71,8 @@ def convert(
     *,
     selection: Selection | None = None,
     force: bool = False,
+    dry_run: bool = False,
+    histograms: bool = False,
     advance: Advance = lambda name, bytes_read: None,
 ) -> Report:
     """Quantize a checkpoint under `recipe`.
@@ -217,6 +83,8 @@ def convert(
         file is read back, its bytes compared with those that were written, and its tensors decoded. A link is replaced, not
         followed.
     force: replace a file, or a folder that holds a checkpoint; otherwise FileExistsError, before anything is read.
+    dry_run: check everything and report sizes, from headers alone, and write nothing.
+    histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
 
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format,
@@ -228,12 +96,17 @@ def convert(
     _check_destination(src, files, dst, force)
     names = _checked_names(src, files)
     report = Report(str(src), str(Path(destination)), recipe, unmatched=chosen.unmatched(names))
+    if dry_run:
+        for path in files:
+            planned = _Plan(path, recipe, chosen)
+            report.tensors.extend(planned.report(name) for name in planned.reasons)
+        return report
     with _staged(dst, force, src.is_dir()) as stage:
         if src.is_dir():
             _copy_companions(src, stage)
         for path in files:
             written = stage / path.name if src.is_dir() else stage
-            report.tensors.extend(_convert_file(path, written, recipe, chosen, advance))
+            report.tensors.extend(_convert_file(_Plan(path, recipe, chosen), written, histograms, advance))
         if src.is_dir() and (src / INDEX).exists():
             _write_index(stage, files)
     return report
@@ -242,40 +115,55 @@ def convert(
 # ------------------------------------------------------------------------------------------------ one file
 
 
-def _convert_file(
-    source: Path, destination: Path, recipe: ScalingRecipe, selection: Selection, advance: Advance
-) -> list[TensorReport]:
-    container = Container(source)
-    described: dict[str, Described] = {}
-    reasons: dict[str, str] = {}
-    for name, entry in container.entries.items():
-        reason = selection.reason_to_keep(name, entry)
-        if not reason:
-            described[name] = plan(name, entry.shape, recipe)
-            if sum(byte_count(*part) for part in described[name][0].values()) >= entry.nbytes:
-                reason = "would not shrink"
-        if reason:
-            described[name] = {name: (entry.dtype, entry.shape)}, None
-        reasons[name] = reason
+class _Plan:
+    """What becomes of each tensor of a file, decided from its header."""
+
+    def __init__(self, path: Path, recipe: ScalingRecipe, selection: Selection) -> None:
+        self.container, self.recipe = Container(path), recipe
+        self.described: dict[str, Described] = {}
+        self.reasons: dict[str, str] = {}
+        for name, entry in self.container.entries.items():
+            reason = selection.reason_to_keep(name, entry)
+            if not reason:
+                self.described[name] = plan(name, entry.shape, recipe)
+                if self._size(name) >= entry.nbytes:
+                    reason = "would not shrink"
+            if reason:
+                self.described[name] = {name: (entry.dtype, entry.shape)}, None
+            self.reasons[name] = reason
+
+    def _size(self, name: str) -> int:
+        return sum(byte_count(*part) for part in self.described[name][0].values())
+
+    def report(self, name: str, fidelity: Fidelity | None = None, counts: Histogram | None = None) -> TensorReport:
+        entry, reason = self.container.entries[name], self.reasons[name]
+        stored_as = entry.dtype if reason else self.recipe.name
+        sizes = entry.nbytes, self._size(name)
+        return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts)
+
+
+def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: Advance) -> list[TensorReport]:
+    container = planned.container
     digests: dict[str, str] = {}
     extra = {k: v for k, v in container.metadata.items() if k not in ("schema", "breccia_version")}
-    with open_writer(destination, described, extra) as writer:
+    with open_writer(destination, planned.described, extra) as writer:
         for name, entry in container.entries.items():
-            if reasons[name]:
+            if planned.reasons[name]:
                 with _digested(writer, name, digests) as put:
                     put(container.array(name))
             else:
-                _write_scaled(writer, digests, name, list(described[name][0]), _Source(container, name, recipe))
+                source = _Source(Stored(container, name), planned.recipe)
+                _write_scaled(writer, digests, name, list(planned.described[name][0]), source)
             advance(name, entry.nbytes)
     written = _reopened(destination, digests)
     configs = read_configs(written)
     reports: list[TensorReport] = []
     for name, entry in container.entries.items():
-        size = sum(written.entries[part].nbytes for part in described[name][0])
-        measured: dict[str, float] = {}
-        if not reasons[name]:
-            measured = _measured(_Source(container, name, recipe), read_tensor(written, name, configs[name]))
-        reports.append(TensorReport(name, entry.shape, entry.dtype, reasons[name], entry.nbytes, size, **measured))
+        if planned.reasons[name]:
+            reports.append(planned.report(name))
+        else:
+            x, y = Stored(container, name), Stored(written, name, configs[name])
+            reports.append(planned.report(name, measure(x, y), histogram(x, y) if histograms else None))
         advance(name, entry.nbytes)
     return reports
 
@@ -286,6 +174,10 @@ def _write_scaled(writer: Writer, digests: dict[str, str], name: str, parts: lis
         for pieces in source.cast():
             for part, piece in pieces.items():
                 puts[f"{name}.{part}"](piece)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager
@@ -322,103 +214,45 @@ def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-# ------------------------------------------------------------------------------------------------ slabs
-
-
-#: Some of a tensor's matrices, and some of their rows of blocks.
-Slab = tuple[slice, slice]
+# ------------------------------------------------------------------------------------------------ casting
 
 
 class _Source:
-    """A tensor to quantize, read by slabs of whole blocks in C order, each of `SLAB` elements or one row of blocks.
+    """A tensor to quantize, by slabs of whole blocks in C order.
 
     Casting slab after slab gives the bytes of one cast, since a block's bytes depend on that block alone and on a scale of
     the whole tensor, where the recipe has one; that is found first, and supplied.
     """
 
-    def __init__(self, container: Container, name: str, recipe: ScalingRecipe) -> None:
-        self.array, self.dtype, self.recipe = container.array(name), container.entries[name].dtype, recipe
+    def __init__(self, stored: Stored, recipe: ScalingRecipe) -> None:
+        self.stored, self.recipe = stored, recipe
         fmt, block = recipe.format, recipe.layout.block()
-        *lead, rows, self.columns = self.array.shape
-        self.matrices, self.rows = math.prod(lead), rows
-        #: Rows of one block.
-        self.side = 1 if block == TENSOR else block[0] or rows
-        if self.side == 1:  # nothing spans rows: all matrices are one
-            self.matrices, self.rows = 1, self.matrices * rows
         self.coarse = len(fmt.levels) == 2
         self.shares = fmt.levels[0].block == TENSOR
         # Not by slabs: zero-points of the whole tensor, and 8-bit scales of it, whose zero cannot be supplied.
-        self.whole = block == TENSOR and (self.coarse or fmt.offset != "none" or fmt.scale.codec.bits <= 8)
-
-    def slabs(self) -> Iterator[Slab]:
-        rows = -(-self.rows // self.side)
-        across, down = self.matrices, rows
-        if not self.whole:
-            across = max(1, SLAB // (self.rows * self.columns))
-            down = max(1, SLAB // (self.side * self.columns))
-        for i in range(0, self.matrices, across):
-            for j in range(0, rows, down):
-                yield slice(i, i + across), slice(j, j + down)
-
-    def piece(self, part: np.ndarray, slab: Slab, side: int = 1) -> np.ndarray:
-        """What lies in `slab` of a part that has `side` rows for each row of blocks."""
-        matrices, blocks = slab
-        stacked = part.reshape(self.matrices, -1, part.shape[-1])
-        return stacked[matrices, blocks.start * side : blocks.stop * side]
-
-    def values(self, slab: Slab) -> np.ndarray:
-        """FP32."""
-        piece = self.piece(self.array, slab, self.side)
-        return BF16.read(NUMPY, piece) if self.dtype == "BF16" else NUMPY.f32(piece)
+        whole = block == TENSOR and (self.coarse or fmt.offset != "none" or fmt.scale.codec.bits <= 8)
+        rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
+        self.slabs = list(slabs(stored.shape, None if whole else rows))
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
         """The parts of the cast tensor in consecutive pieces; those that slabs share come with the first."""
-        slabs = list(self.slabs())
-        scale = self._shared_scale(slabs) if self.shares and len(slabs) > 1 else None
-        for slab in slabs:
-            st = cast(self.values(slab), self.recipe, scale=scale)
+        scale = self._shared_scale() if self.shares and len(self.slabs) > 1 else None
+        for slab in self.slabs:
+            st = cast(self.stored.values(slab), self.recipe, scale=scale)
             parts = {part: getattr(st, part) for part in PARTS}
-            yield {part: a for part, a in parts.items() if a is not None and (a.ndim or slab == slabs[0])}
+            yield {part: a for part, a in parts.items() if a is not None and (a.ndim or slab == self.slabs[0])}
 
-    def _shared_scale(self, slabs: list[Slab]) -> np.ndarray:
+    def _shared_scale(self) -> np.ndarray:
         """The scale of the whole tensor. It depends on the largest magnitude alone, so a cast of the slabs' largest gives it.
 
         A coarse level takes the largest finite one; an only level takes NaN and Inf as well, which mark the tensor.
         """
         largest: list[Any] = []
-        for slab in slabs:
-            magnitude = np.abs(self.values(slab))
+        for slab in self.slabs:
+            magnitude = np.abs(self.stored.values(slab))
             largest.append(magnitude.max(where=np.isfinite(magnitude) if self.coarse else True, initial=0))
         st = cast(np.array([largest], np.float32), self.recipe)
         return st.global_scale if self.coarse else st.scale
-
-    def part_of(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
-        """What lies in `slab` of the tensor cast."""
-        data = self.piece(st.data, slab, self.side)
-        scale, zero_point = (p if p is None or p.ndim == 0 else self.piece(p, slab) for p in (st.scale, st.zero_point))
-        shape = (*data.shape[:-1], self.columns)
-        return ScaledTensor(data, scale, st.recipe, st.layout.fitted(shape), zero_point, st.global_scale, shape=shape)
-
-
-def _measured(source: _Source, st: ScaledTensor) -> dict[str, float]:
-    """`compare` of a tensor and what it became, by slabs."""
-    found = [compare(source.values(slab), dequantize(source.part_of(st, slab))) for slab in source.slabs()]
-    sums = {key: sum(f[key] for f in found) for key in ("signal", "noise", "dot", "energy")}
-    return {**sums, "max_error": float(np.max([f["max_error"] for f in found]))}
-
-
-def compare(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Sums that SQNR and cosine are made of, and the largest error, in FP64, a megaelement at a time."""
-    signal = noise = dot = energy = largest = 0.0
-    a, b = x.reshape(-1), y.reshape(-1)
-    with np.errstate(invalid="ignore"):  # of 0 times Inf
-        for i in range(0, a.size, 1 << 20):
-            p, q = a[i : i + (1 << 20)].astype(np.float64), b[i : i + (1 << 20)].astype(np.float64)
-            e = p - q
-            signal, noise = signal + float(p @ p), noise + float(e @ e)
-            dot, energy = dot + float(p @ q), energy + float(q @ q)
-            largest = float(np.maximum(largest, np.abs(e).max(initial=0.0)))  # NaN stays
-    return {"signal": signal, "noise": noise, "dot": dot, "energy": energy, "max_error": largest}
 
 
 # ------------------------------------------------------------------------------------------------ the source, checked
@@ -598,28 +432,3 @@ def _write_index(stage: Path, files: list[Path]) -> None:
         "weight_map": {name: file for name, (file, _) in sorted(entries.items())},
     }
     (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-# ------------------------------------------------------------------------------------------------ figures
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    ratio = signal / noise
-    return -math.inf if ratio == 0 else 10 * math.log10(ratio)
-
-
-def _cosine(signal: float, dot: float, energy: float) -> float:
-    if signal == 0 and energy == 0:
-        return 1.0
-    product = signal * energy
-    return dot / math.sqrt(product) if product != 0 else 0.0
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

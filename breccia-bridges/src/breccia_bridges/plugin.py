@@ -24,10 +24,7 @@ def breccia_bridges() -> Iterable[Bridge]:
 @hookimpl
 def breccia_cli() -> Iterable[Command]:
     return [
-        Command(
-            "convert",
-            "breccia_bridges.commands:convert",
-            "Quantize the matrices of a .safetensors file or folder; embeddings, norms and lm_head are kept.",
-        ),
-        Command("inspect", "breccia_bridges.commands:inspect", "Show what a checkpoint holds, from its headers alone."),
+        Command("convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a folder."),
+        Command("compare", "breccia_bridges.commands:compare", "Compare checkpoints tensor by tensor."),
+        Command("inspect", "breccia_bridges.commands:inspect", "Show what a checkpoint holds, and suspicious scales."),
     ]

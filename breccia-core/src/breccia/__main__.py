@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from .siblings import unrelated
+
 
 def main() -> None:
     """Run the command line, or say what to install for it."""
@@ -14,7 +16,13 @@ def main() -> None:
         except ImportError as e:
             sys.exit(f"breccia: the command line needs {e.name}, which is not installed: pip install 'breccia-core[cli]'")
         assert rich and typer
-        from .cli import run
+        try:
+            from .cli import run
+        except ImportError:
+            stranger = unrelated()
+            if stranger is None:
+                raise
+            sys.exit(f"error: {stranger.text}. Type: {stranger.remedy}")
 
         run()
     except KeyboardInterrupt:

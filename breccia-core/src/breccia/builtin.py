@@ -46,7 +46,7 @@ def breccia_frameworks() -> Iterable[Framework]:
         ("matrix", "Pass np.asarray(x)."),
         ("ma.MaskedArray", "Say what stands for its masked elements: pass x.filled(value)."),
     )
-    return [Framework("numpy", "numpy", ("ndarray", "generic"), "breccia.ops:NUMPY", refuses)]
+    return [Framework("numpy", "numpy", ("ndarray", "generic"), "breccia.ops:NUMPY", refuses, "breccia.threads:devices")]
 
 
 @hookimpl
@@ -65,6 +65,8 @@ def breccia_kernels() -> Iterable[Kernel]:
 @hookimpl
 def breccia_cli() -> Iterable[Command]:
     return [
-        Command("explain", "breccia.cli:explain", "Say which kernel serves a call, and why the others do not."),
-        Command("plugins", "breccia.cli:plugins", "List the plug-ins found, what they declare, and what was set aside."),
+        Command("explain", "breccia.cli:explain", "Say which kernel serves a call, and why no other does."),
+        Command("plugins", "breccia.cli:plugins", "List plug-ins, what they declare, what was set aside."),
+        Command("doctor", "breccia.cli:doctor", "Say what is installed, missing or wrong; what to type."),
+        Command("bench", "breccia.cli:bench", "Time cast, dequantize and matmul on this machine."),
     ]

@@ -7,11 +7,13 @@ system's is a fault of the program: its traceback shows.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import groupby
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -22,7 +24,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from . import __version__, targets
 from .api import explain as explain_call
+from .api import recipe
 from .dispatch import OPS
+from .doctor import MISSING, NOTE, OK, PROBLEM, examine
 from .errors import BrecciaError, PluginError, PluginWarning
 from .hookspecs import Command
 from .registry import registry
@@ -31,12 +35,34 @@ from .siblings import SIBLINGS, Sibling
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+def recipe_names(incomplete: str) -> list[str]:
+    """For shell completion."""
+    return [name for name in registry().recipes if name.startswith(incomplete)]
+
+
+def framework_names(incomplete: str) -> list[str]:
+    """For shell completion."""
+    return [name for name in registry().frameworks if name.startswith(incomplete)]
+
+
+def _op_names(incomplete: str) -> list[str]:
+    return [name for name in OPS if name.startswith(incomplete)]
+
+
+def _kernel_names(incomplete: str) -> list[str]:
+    return [kernel.name for kernel in registry().table.kernels if kernel.name.startswith(incomplete)]
+
+
 class _Interrupted(Exception):
     """KeyboardInterrupt on its way out: Typer would exit without a word, or with another's."""
 
 
 class _Program(TyperGroup):
-    """All commands. A command's return value is no exit code."""
+    """All commands, those of plug-ins first. A command's return value is no exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        ours = [name for name, command in registry().commands.items() if command.plugin == "core"]
+        return sorted(super().list_commands(ctx), key=lambda name: name in ours)
 
     def invoke(self, ctx: Any) -> None:
         try:
@@ -61,6 +87,7 @@ def application() -> TyperGroup:
     app = typer.Typer(
         name="breccia",
         cls=_Program,
+        rich_markup_mode=None,
         help="Block-scaled low-precision tensors: the same bytes in every framework.",
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -92,7 +119,7 @@ def run(arguments: list[str] | None = None) -> None:
     debug, as_json = "--debug" in ours, "--json" in ours
     rest = [*(word for word in ours if word != "--debug"), *words[len(ours) :]]
     try:
-        sys.exit(application().main(rest, prog_name="breccia", standalone_mode=not as_json))
+        sys.exit(application().main(rest, prog_name="breccia", standalone_mode=False))
     except _Interrupted as e:
         raise KeyboardInterrupt from e
     except (BrecciaError, OSError, ImportError, PluginWarning, typer.Abort) as e:
@@ -103,7 +130,12 @@ def run(arguments: list[str] | None = None) -> None:
         if not hasattr(e, "format_message"):
             raise
         usage: Any = e  # a line that cannot be read; Typer has brought the class from several places
-        _fail(e, usage.format_message(), usage.exit_code, as_json)
+        said = usage.format_message()
+        if type(e).__name__ == "NoArgsIsHelpError" and not as_json:
+            typer.echo(said, err=True)
+            sys.exit(usage.exit_code)
+        command = usage.ctx.command_path if usage.ctx else "breccia"
+        _fail(e, f"{said}{'' if said.endswith(('.', '?', '!')) else '.'} See `{command} --help`.", usage.exit_code, as_json)
 
 
 def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
@@ -124,10 +156,19 @@ def print_json(value: Any) -> None:
 
 
 def explain(
-    op: Annotated[str, typer.Argument(help=f"The verb: {', '.join(OPS)}.")],
-    recipes: Annotated[list[str], typer.Argument(help="Recipe of each operand: a name, or NAME,field=value.")],
-    on: Annotated[str, typer.Option(help="The framework, or framework:device: numpy, torch:cuda, ...")] = "numpy",
-    prefer: Annotated[list[str] | None, typer.Option(help="A kernel to prefer, by name; may be repeated.")] = None,
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"The verb: {', '.join(OPS)}.", autocompletion=_op_names)],
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE", help="Of each operand: a name, or NAME,field=value.", autocompletion=recipe_names),
+    ],
+    on: Annotated[
+        str,
+        typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
+    ] = "numpy",
+    prefer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KERNEL", help="One to prefer, by name; may be repeated.", autocompletion=_kernel_names),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say which kernel serves a call, and why the others do not."""
@@ -156,6 +197,66 @@ def plugins(as_json: Json = False) -> None:
     Console().print(table)
 
 
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, what is missing or wrong, and what to type. Exits with 1 where something is wrong."""
+    found = examine()
+    if as_json:
+        print_json([asdict(f) for f in found])
+    else:
+        width = max(len(f.subject) for f in found)
+        console = Console(soft_wrap=True)
+        for section, lines in groupby(found, lambda f: f.section):
+            console.print(section, style="bold")
+            for f in lines:
+                status = (f"{f.status:8}", _STYLES[f.status])
+                console.print(Text.assemble("  ", status, f"{f.subject:{width}}  ", f.text), highlight=False)
+                if f.remedy:
+                    console.print(f"{'':{width + 12}}{f.remedy}", style="cyan", markup=False, highlight=False)
+    if any(f.status == PROBLEM for f in found):
+        raise typer.Exit(1)
+
+
+_STYLES = {OK: "green", MISSING: "dim", NOTE: "yellow", PROBLEM: "bold red"}
+
+
+def bench(
+    recipes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE", help="What to time.", show_default="block mxfp8 nvfp4 int4", autocompletion=recipe_names
+        ),
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
+    ] = "numpy",
+    size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows and columns of the matrix.")] = 4096,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Counted runs of each verb.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """Time cast, dequantize and matmul on this machine; benchmarks/ of the repository compares with others."""
+    from .bench import ROWS, measure  # NumPy, which no other command needs to start
+
+    specs = recipes or ["block", "mxfp8", "nvfp4", "int4"]
+    found = [t for spec in specs for t in measure(recipe(spec), on, size, runs, spec)]
+    if as_json:
+        shape = {"on": on, "size": size, "rows": ROWS, "runs": runs}
+        print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
+        return
+    table = Table(box=None, header_style="bold")
+    for heading in ("recipe", "verb", "least ms", "median", "most", "GB/s", "kernel"):
+        table.add_column(heading, justify="right" if heading not in ("recipe", "verb", "kernel") else "left")
+    for t in found:
+        times = (t.least, t.to_dict()["median_s"], max(t.seconds))
+        table.add_row(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in times), f"{t.bytes / t.least / 1e9:.3g}", t.kernel)
+    Console().print(table)
+    Console(soft_wrap=True).print(
+        f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by that, transposed. GB/s: codes, scales and FP32, at the least "
+        "time.",
+        highlight=False,
+    )
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"breccia {__version__}")
@@ -166,8 +267,8 @@ def _loaded(command: Command) -> Any:
     """The command that Typer reads from the declared function. Raises PluginError, whatever the plug-in's module raises."""
     what = f"command {command.name!r} of {registry().origin(command.plugin)}"
     function = targets.load_declared(what, command.target)
-    app = typer.Typer(add_completion=False)
-    app.command(command.name, help=command.help)(function)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(command.name, help=inspect.getdoc(function) or command.help)(function)
     try:
         return typer.main.get_command(app)
     except Exception as e:

@@ -27,6 +27,7 @@ class Framework:
 
     types: names of its array types in `module`; "ma.MaskedArray" is one of the submodule `ma`.
     refuses: (name, remedy) of subtypes that compute as no plain array does; the remedy is a sentence for the error.
+    devices: the target of a function that lists the devices there are, a line of text for each, for `breccia doctor`.
     """
 
     name: str
@@ -34,12 +35,15 @@ class Framework:
     types: tuple[str, ...]
     ops: str
     refuses: tuple[tuple[str, str], ...] = ()
+    devices: str | None = None
 
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
         what = f"framework {self.name!r}"
         targets.check_fields(self, what)
-        targets.check(self.ops, f"{what}: ops")
+        for field in ("ops", "devices"):
+            if (target := getattr(self, field)) is not None:
+                targets.check(target, f"{what}: {field}")
         if not self.types:
             raise PluginError(f"{what}: types names the array types in {self.module}; got none.")
 
@@ -107,7 +111,7 @@ def same_framework(arrays: dict[str, Any]) -> Framework:
         if other is not framework:
             raise UnsupportedError(
                 f"{first[0]} is a {framework.name} array and {name} a {other.name} array; move both to one framework "
-                "(breccia.bridges.from_dlpack, or the frameworks' own conversions).",
+                "(its own from_dlpack, or by way of NumPy).",
                 first=framework.name,
                 second=other.name,
             )

@@ -6,6 +6,11 @@ The one place in core that knows them. Nothing here imports or needs them; tests
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+#: The distribution this file belongs to.
+CORE = "breccia-core"
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ TRITON = Sibling("breccia-triton", kernels=("torch", "triton"))
 BRIDGES = Sibling(
     "breccia-bridges",
     bridges=("from_deepseek_v3", "load_safetensors", "save_safetensors", "to_deepseek_v3"),
-    commands=("convert", "inspect"),
+    commands=("compare", "convert", "inspect"),
 )
 SIBLINGS = (
     Sibling("breccia-torch", arrays=("torch",)),
@@ -46,3 +51,48 @@ SIBLINGS = (
     TRITON,
     BRIDGES,
 )
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra of a distribution of ours: the modules it brings, and what needs them."""
+
+    name: str
+    modules: tuple[str, ...]
+    purpose: str
+
+    @property
+    def remedy(self) -> str:
+        """What to type where one is missing."""
+        return f"pip install '{self.name}'"
+
+
+EXTRAS = (
+    Extra("breccia-core[cli]", ("typer", "rich"), "the program"),
+    Extra("breccia-core[ml-dtypes]", ("ml_dtypes",), "bfloat16 and float8 arrays in NumPy"),
+    Extra("breccia-core[testing]", ("pytest", "hypothesis"), "the conformance kit"),
+    Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
+)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """The distribution named `breccia`, an older code base that installs into the same package: what is wrong, and the cure."""
+
+    text: str
+    remedy: str
+
+
+def unrelated() -> Stranger | None:
+    """The older distribution, if it is installed. Its files and ours in one folder make neither work."""
+    try:
+        found = distribution("breccia")
+    except PackageNotFoundError:
+        return None
+    ours, theirs = Path(__file__).parent, Path(str(found.locate_file("breccia")))
+    mixed = theirs.resolve() == ours.resolve()
+    where = "in the same folder as breccia-core, each overwriting the other" if mixed else f"as well, in {theirs}"
+    return Stranger(
+        f"the older, unrelated distribution `breccia` {found.version} is installed {where}",
+        f"pip uninstall breccia; pip install --force-reinstall --no-deps {CORE}",
+    )

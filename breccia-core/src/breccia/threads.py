@@ -48,6 +48,11 @@ def get_num_threads() -> int:
     return _threads
 
 
+def devices() -> list[str]:
+    """Where NumPy computes, for `breccia doctor`."""
+    return [f"cpu, up to {get_num_threads()} threads"]
+
+
 def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
     """Call `work(first, end)` for parts that make up range(count), on up to `threads` threads; the first exception is raised.
 

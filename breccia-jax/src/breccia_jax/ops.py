@@ -168,4 +168,9 @@ def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
     return (p00 & mask) | (middle << 16), high * (n & 0xFFFFFFFF) + p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
 
 
+def devices() -> list[str]:
+    """What JAX computes on, for `breccia doctor`."""
+    return [f"{d.platform}:{d.id} {d.device_kind}".removesuffix(f" {d.platform}") for d in jax.devices()]
+
+
 JAX = _JaxOps()

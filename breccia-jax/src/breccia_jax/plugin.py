@@ -11,4 +11,4 @@ api = 1
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
-    return [Framework("jax", "jax", ("Array",), "breccia_jax.ops:JAX")]
+    return [Framework("jax", "jax", ("Array",), "breccia_jax.ops:JAX", devices="breccia_jax.ops:devices")]

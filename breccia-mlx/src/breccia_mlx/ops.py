@@ -105,4 +105,9 @@ class _MlxOps(Ops):
         return np.array(a.view(mx.uint16)) if a.dtype == mx.bfloat16 else np.array(a)
 
 
+def devices() -> list[str]:
+    """What MLX computes on by default, for `breccia doctor`."""
+    return [mx.default_device().type.name]
+
+
 MLX = _MlxOps()

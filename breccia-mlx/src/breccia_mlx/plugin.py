@@ -11,4 +11,4 @@ api = 1
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
-    return [Framework("mlx", "mlx.core", ("array",), "breccia_mlx.ops:MLX")]
+    return [Framework("mlx", "mlx.core", ("array",), "breccia_mlx.ops:MLX", devices="breccia_mlx.ops:devices")]

@@ -129,4 +129,13 @@ def _table(table: tuple[int, ...], device: torch.device) -> Array:
     return torch.tensor(np.array(table, np.uint32).view(np.int32), device=device)
 
 
+def devices() -> list[str]:
+    """What torch can compute on, for `breccia doctor`."""
+    found = [f"cpu, {torch.get_num_threads()} threads"]
+    for n in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(n)
+        found.append(f"cuda:{n} {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+    return [*found, "mps"] if torch.backends.mps.is_available() else found
+
+
 TORCH = _TorchOps()

@@ -11,4 +11,4 @@ api = 1
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
-    return [Framework("torch", "torch", ("Tensor",), "breccia_torch.ops:TORCH")]
+    return [Framework("torch", "torch", ("Tensor",), "breccia_torch.ops:TORCH", devices="breccia_torch.ops:devices")]

@@ -1,0 +1,145 @@
+"""Compare two checkpoints, tensor by tensor, whatever each is stored as."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from breccia import CorruptFileError, UnsupportedError
+
+from .checkpoint import checkpoint_files
+from .container import Container, Shape
+from .measure import SLAB, Stored, histogram, measure
+from .results import Advance, Report, TensorReport
+from .safetensors import PARTS, Config, read_configs
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor of a checkpoint: the file, and what makes a scaled tensor of its parts."""
+
+    container: Container
+    name: str
+    config: Config | None
+
+    @property
+    def parts(self) -> list[str]:
+        """The entries of the file that hold it."""
+        if self.config is None:
+            return [self.name]
+        return [part for part in (f"{self.name}.{suffix}" for suffix in PARTS) if part in self.container.entries]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.container.entries[part].nbytes for part in self.parts)
+
+    @property
+    def shape(self) -> Shape:
+        """The logical shape."""
+        if self.config is None:
+            return self.container.entries[self.name].shape
+        return self.config.shape or self.container.entries[f"{self.name}.data"].shape
+
+    @property
+    def stored_as(self) -> str:
+        """A recipe's name, or a dtype of the file."""
+        return self.config.recipe.name if self.config else self.container.entries[self.name].dtype
+
+    @property
+    def readable(self) -> bool:
+        """Does the file say which numbers it holds?"""
+        return self.config is not None or self.stored_as in _FLOATING
+
+
+def held_tensors(path: Path) -> dict[str, Held]:
+    """The tensors of a checkpoint by name. Raises CorruptFileError where two files hold the same one."""
+    found: dict[str, Held] = {}
+    for file in checkpoint_files(path):
+        container = Container(file)
+        configs = read_configs(container)
+        owned = {part for name in configs for part in Held(container, name, configs[name]).parts}
+        for name in (*(name for name in container.entries if name not in owned), *configs):
+            if name in found:
+                raise CorruptFileError(
+                    f"tensor {name!r} lies in {found[name].container.path.name} and {file.name} of {path}; fetch it again.",
+                    name=name,
+                )
+            found[name] = Held(container, name, configs.get(name))
+    return found
+
+
+def compare(
+    reference: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    histograms: bool = False,
+    advance: Advance = lambda name, bytes_read: None,
+) -> Report:
+    """How near the tensors of `candidate` are to those of the same name in `reference`.
+
+    Each is a `.safetensors` file or a folder of them, plain or quantized by breccia, in any mixture. Values are compared as
+    FP32, as `dequantize` gives them. Tensors of equal bytes, and those that hold no floating numbers, are listed with the
+    reason why they were not measured.
+    histograms: count the elements of compared tensors by value, in both.
+    advance: called with a tensor's name and its bytes in the reference.
+
+    Raises UnsupportedError where no name is in both, and as `checkpoint_files` and `Container` do.
+    """
+    before, after = held_tensors(Path(reference)), held_tensors(Path(candidate))
+    common = [name for name in before if name in after]
+    if not common:
+        raise UnsupportedError(
+            f"{reference} and {candidate} have no tensor in common ({_some(before)}; {_some(after)}); compare checkpoints of "
+            "one model."
+        )
+    report = Report(
+        str(reference),
+        str(candidate),
+        missing=[name for name in before if name not in after],
+        added=[name for name in after if name not in before],
+    )
+    for name in common:
+        report.tensors.append(_compared(before[name], after[name], histograms))
+        advance(name, before[name].nbytes)
+    return report
+
+
+def _compared(x: Held, y: Held, histograms: bool) -> TensorReport:
+    found = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes)
+    if found.reason:
+        return found
+    a, b = (Stored(held.container, held.name, held.config) for held in (x, y))
+    return replace(found, fidelity=measure(a, b), histogram=histogram(a, b) if histograms else None)
+
+
+def _why_not(x: Held, y: Held) -> str:
+    """Why two tensors are not measured; empty where they are."""
+    if x.shape != y.shape:
+        return f"shapes differ: {spelled(x.shape)} and {spelled(y.shape)}"
+    if x.config is None and y.config is None and x.stored_as == y.stored_as and _same_bytes(x, y):
+        return "equal"
+    unknown = [held.stored_as for held in (x, y) if not held.readable]
+    if not unknown:
+        return ""
+    coded = unknown[0].startswith("F")
+    return f"differ, and {f'breccia finds no scales for {unknown[0]}' if coded else f'{unknown[0]} is not floating'}"
+
+
+def _same_bytes(x: Held, y: Held) -> bool:
+    a, b = (held.container.array(held.name).reshape(-1).view(np.uint8) for held in (x, y))
+    return all(np.array_equal(a[i : i + SLAB], b[i : i + SLAB]) for i in range(0, a.size, SLAB))
+
+
+def spelled(shape: Iterable[int]) -> str:
+    """`2x3`"""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _some(tensors: Mapping[str, Held]) -> str:
+    return ", ".join(list(tensors)[:3]) + (", ..." if len(tensors) > 3 else "") or "none at all"

@@ -1,0 +1,243 @@
+"""How near one tensor is to another: sums in FP64, taken slab by slab, that SQNR, cosine and rates are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from breccia import ScaledTensor, dequantize
+from breccia.codecs import BF16, Codec
+from breccia.grids import packing, whole_unit
+from breccia.kernels.reference import pack
+from breccia.ops import NUMPY
+from breccia.tensor import part_grids
+
+from .container import Container, Shape
+from .safetensors import Config, read_tensor
+
+#: Elements dealt with at a time. It bounds memory and changes no byte.
+SLAB = 1 << 20
+
+#: Some of a tensor's matrices, and some of their rows.
+Slab = tuple[slice, slice]
+
+#: Bins of a histogram: odd, so that zero has one.
+BINS = 101
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Elements by value, in `BINS` equal bins over [-limit, limit], before and after; `outside` fell into none after."""
+
+    limit: float
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    outside: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"low": -self.limit, "high": self.limit, "before": self.before, "after": self.after, "outside": self.outside}
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Sums over the elements x of a tensor and what they became, y; two of them add up to that of both tensors.
+
+    signal: of x * x. noise: of (x - y)^2. dot: of x * y. energy: of y * y. All in FP64.
+    max_error: largest |x - y|.
+    nonzero: elements x other than 0. flushed: those of them that became 0.
+    bounded: elements whose format has a largest value for their block. clipped: those of them beyond it, by more than
+        half of its last step, so that they saturated.
+    """
+
+    count: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    dot: float = 0.0
+    energy: float = 0.0
+    max_error: float = 0.0
+    nonzero: int = 0
+    flushed: int = 0
+    bounded: int = 0
+    clipped: int = 0
+
+    def __add__(self, other: Fidelity) -> Fidelity:
+        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        sums["max_error"] = float(np.maximum(self.max_error, other.max_error))  # NaN stays
+        return Fidelity(**sums)
+
+    @property
+    def sqnr(self) -> float:
+        """Signal-to-quantization-noise ratio in dB; inf where nothing was lost, NaN where the tensor is not finite."""
+        if self.noise == 0:
+            return math.inf
+        ratio = self.signal / self.noise
+        return -math.inf if ratio == 0 else 10 * math.log10(ratio)
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between the two, as vectors; 1 where both are zero."""
+        if self.signal == 0 and self.energy == 0:
+            return 1.0
+        product = self.signal * self.energy
+        return self.dot / math.sqrt(product) if product != 0 else 0.0
+
+    @property
+    def clip_rate(self) -> float | None:
+        """Share of elements that saturated; None where no format bounds them."""
+        return self.clipped / self.bounded if self.bounded else None
+
+    @property
+    def underflow_rate(self) -> float:
+        """Share of nonzero elements that became zero."""
+        return self.flushed / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def lossless(self) -> bool:
+        return self.noise == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures by name, ready for `json.dumps`: those that are not finite become None."""
+        figures = {"sqnr_db": self.sqnr, "cosine": self.cosine, "max_error": self.max_error}
+        plain = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        return {**plain, "clip_rate": self.clip_rate, "underflow_rate": self.underflow_rate, "lossless": self.lossless}
+
+
+#: That of no elements.
+NOTHING = Fidelity()
+
+
+class Stored:
+    """A floating tensor of a checkpoint, plain or scaled, read as FP32 by slabs.
+
+    Its matrices are stacked: a slab is some of them, and some of their rows.
+    """
+
+    def __init__(self, container: Container, name: str, config: Config | None = None) -> None:
+        if config is None:
+            self.shape, self.dtype = container.entries[name].shape, container.entries[name].dtype
+            self._array, self._scaled = container.array(name).reshape(_stacked(self.shape)), None
+            self.unit: int | None = 1
+        else:
+            self._scaled = read_tensor(container, name, config)
+            self.shape, self.dtype = self._scaled.shape, config.recipe.name
+            if self._scaled.ndim > 2:
+                self._scaled = self._scaled.reshape(_stacked(self.shape))
+            self.unit = _row_unit(self._scaled)
+
+    def values(self, slab: Slab) -> np.ndarray:
+        """FP32, of three axes."""
+        if self._scaled is None:
+            piece = self._array[slab]
+            return BF16.read(NUMPY, piece) if self.dtype == "BF16" else NUMPY.f32(piece)
+        return self._decoded(self._piece(self._scaled, slab))
+
+    def limits(self, slab: Slab) -> tuple[np.ndarray, np.ndarray] | None:
+        """The magnitudes, below and above, beyond which each element of the slab saturates; None where nothing says."""
+        if self._scaled is None:
+            return None
+        piece = self._piece(self._scaled, slab)
+        (lowest, below), (highest, above) = _ends(piece.recipe.format.element)
+        low, high = (self._decoded(_of_one_code(piece, code)) for code in (lowest, highest))
+        with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
+            return low - (high * below - low * below), high + (high * above - low * above)
+
+    def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
+        return st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
+
+    def _decoded(self, st: ScaledTensor) -> np.ndarray:
+        return dequantize(st).reshape(_stacked(st.shape))
+
+
+def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
+    """Slabs that cover a tensor, in C order, of about `SLAB` elements and whole `units` of rows; all where one is None."""
+    matrices, rows, columns = _stacked(shape)
+    if None in units or matrices * rows * columns == 0:
+        yield slice(0, matrices), slice(0, rows)
+        return
+    unit = math.lcm(*(u for u in units if u))
+    across = max(1, SLAB // max(1, rows * columns))
+    down = max(1, SLAB // (unit * columns)) * unit
+    for i in range(0, matrices, across):
+        for j in range(0, rows, down):
+            yield slice(i, min(i + across, matrices)), slice(j, min(j + down, rows))
+
+
+def measure(x: Stored, y: Stored) -> Fidelity:
+    """How near `y` is to `x`, of the same shape."""
+    pieces = slabs(x.shape, x.unit, y.unit)
+    return sum((_fidelity(x.values(slab), y.values(slab), y.limits(slab)) for slab in pieces), NOTHING)
+
+
+def histogram(x: Stored, y: Stored) -> Histogram:
+    """The elements of `x`, and of `y`, of the same shape, by value."""
+    pieces = list(slabs(x.shape, x.unit, y.unit))
+    limit = max((_largest(x.values(slab)) for slab in pieces), default=0.0) or 1.0
+    counts = np.zeros((2, BINS), np.int64)
+    for slab in pieces:
+        # In FP64, where the distance of two FP32 numbers is finite.
+        counts += [np.histogram(t.values(slab).astype(np.float64), BINS, (-limit, limit))[0] for t in (x, y)]
+    before, after = (tuple(map(int, row)) for row in counts)
+    return Histogram(limit, before, after, math.prod(x.shape) - sum(after))
+
+
+def _fidelity(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray] | None) -> Fidelity:
+    clipped = np.zeros(x.shape, bool)
+    with np.errstate(invalid="ignore"):  # NaN is beyond no limit
+        if limits is not None:
+            low, high = limits
+            clipped = ((x < low) | (x > high)) & (low < high)
+    nonzero = x != 0
+    p, q = (a.astype(np.float64).reshape(-1) for a in (x, y))
+    with np.errstate(invalid="ignore"):  # of 0 times Inf
+        e = p - q
+        sums = {"signal": float(p @ p), "noise": float(e @ e), "dot": float(p @ q), "energy": float(q @ q)}
+    return Fidelity(
+        count=x.size,
+        **sums,
+        max_error=float(np.abs(e).max(initial=0.0)),
+        nonzero=int(nonzero.sum()),
+        flushed=int((nonzero & (y == 0) & ~clipped).sum()),
+        bounded=0 if limits is None else x.size,
+        clipped=int(clipped.sum()),
+    )
+
+
+def _largest(x: np.ndarray) -> float:
+    magnitude = np.abs(x)
+    return float(magnitude.max(where=np.isfinite(magnitude), initial=0))
+
+
+def _stacked(shape: Shape) -> tuple[int, int, int]:
+    """`shape` as matrices, rows and columns."""
+    *lead, rows, columns = (1, 1, *shape)[-max(2, len(shape)) :]
+    return math.prod(lead), rows, columns
+
+
+def _row_unit(st: ScaledTensor) -> int | None:
+    """Rows that cannot be cut apart; None where there are no rows."""
+    return whole_unit(part_grids(st).values(), st.ndim - 2) if st.ndim > 1 else None
+
+
+@cache
+def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]:
+    """The codes of the least and the largest value, each with half of the step next to it, as a part of their distance."""
+    values = sorted((codec.value(code), code) for code in range(1 << codec.bits) if math.isfinite(codec.value(code)))
+    distinct = sorted({value for value, _ in values})
+    steps = distinct[1] - distinct[0], distinct[-1] - distinct[-2]
+    below, above = (np.float32(step / 2 / (distinct[-1] - distinct[0])) for step in steps)
+    return (values[0][1], below), (values[-1][1], above)
+
+
+def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
+    """The tensor with `code` everywhere, and the scales it has."""
+    codec = st.recipe.format.element
+    group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
+    line = np.resize(group, st.data.shape[st.axis])
+    data = np.broadcast_to(line if st.axis == -1 else line[:, None], st.data.shape)
+    parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
+    return ScaledTensor.assemble(*parts, tail=st.tail)

@@ -1,0 +1,197 @@
+"""What became of the tensors of a checkpoint: one record for each, and their sums. `convert` and `compare` make them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from breccia import ScalingRecipe
+
+from .container import Shape
+from .measure import NOTHING, Fidelity, Histogram
+
+#: Called with a tensor's name and the bytes of it that were dealt with.
+Advance = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor, before and after.
+
+    dtype, stored_as: what it was and is, as a dtype of the file or a recipe's name.
+    reason: why it was left as it is, or could not be compared; empty where it was quantized, or compared.
+    fidelity, histogram: how near it is to what it was, and its elements by value; None where that was not asked for.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    stored_as: str
+    reason: str
+    bytes_in: int
+    bytes_out: int
+    fidelity: Fidelity | None = None
+    histogram: Histogram | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return not self.reason
+
+    @property
+    def parameters(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def measured(self) -> Fidelity:
+        """`fidelity`, or that of nothing."""
+        return self.fidelity or NOTHING
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the histogram, ready for `json.dumps`: figures that are not finite, or unknown, become None."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "stored_as": self.stored_as,
+            "quantized": self.quantized,
+            "reason": self.reason or None,
+            "parameters": self.parameters,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            **(self.fidelity.to_dict() if self.fidelity else dict.fromkeys(NOTHING.to_dict())),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """A checkpoint before and after: what was read, what there is now, and how near it is.
+
+    recipe: the one that was asked for; None where checkpoints were compared.
+    unmatched: patterns of the selection that match no tensor. missing, added: tensors of only one of two checkpoints.
+    """
+
+    source: str
+    destination: str
+    recipe: ScalingRecipe | None = None
+    tensors: list[TensorReport] = field(default_factory=list[TensorReport])
+    unmatched: list[str] = field(default_factory=list[str])
+    missing: list[str] = field(default_factory=list[str])
+    added: list[str] = field(default_factory=list[str])
+
+    @property
+    def quantized(self) -> list[TensorReport]:
+        return [t for t in self.tensors if t.quantized]
+
+    @property
+    def kept(self) -> list[TensorReport]:
+        return [t for t in self.tensors if not t.quantized]
+
+    @property
+    def recipes(self) -> list[str]:
+        """What quantized tensors are stored as, the commonest first."""
+        return [name for name, _ in Counter(t.stored_as for t in self.quantized).most_common()]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many tensors were kept for which reason, the commonest first."""
+        return dict(Counter(t.reason for t in self.kept).most_common())
+
+    @property
+    def parameters(self) -> int:
+        return sum(t.parameters for t in self.tensors)
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(t.bytes_in for t in self.tensors)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(t.bytes_out for t in self.tensors)
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes left in the precision they had."""
+        return sum(t.bytes_out for t in self.kept)
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits that a quantized parameter takes, its share of the scales included."""
+        return 8 * sum(t.bytes_out for t in self.quantized) / max(1, sum(t.parameters for t in self.quantized))
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Of all quantized tensors together."""
+        return sum((t.measured for t in self.quantized), NOTHING)
+
+    @property
+    def sqnr(self) -> float:
+        """Of all quantized tensors together, in dB."""
+        return self.fidelity.sqnr
+
+    @property
+    def cosine(self) -> float:
+        """Mean cosine of the quantized tensors, each weighed by its parameters; 1 where there are none."""
+        weights = sum(t.parameters for t in self.quantized)
+        return sum(t.measured.cosine * t.parameters for t in self.quantized) / weights if weights else 1.0
+
+    @property
+    def worst(self) -> TensorReport | None:
+        """The quantized tensor of lowest SQNR; one that is not finite comes first."""
+        measured = [t for t in self.quantized if t.fidelity]
+        return min(measured, key=lambda t: -math.inf if math.isnan(t.measured.sqnr) else t.measured.sqnr, default=None)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should hear of, in sentences."""
+        found = [f"the pattern {pattern!r} matches no tensor." for pattern in self.unmatched]
+        if self.missing:
+            found.append(f"{_listed(self.missing)} in {self.source} and not in {self.destination}.")
+        if self.added:
+            found.append(f"{_listed(self.added)} in {self.destination} and not in {self.source}.")
+        if not self.quantized and self.recipe is not None:
+            found.append("no tensor was quantized; `--json` says why each was kept.")
+        bad = [t.name for t in self.quantized if not math.isfinite(t.measured.signal)]
+        if bad:
+            found.append(f"NaN or Inf in the source of {', '.join(bad)}; their blocks decode to NaN.")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but histograms, ready for `json.dumps`: figures that are not finite, or unknown, become None."""
+        worst, fidelity = self.worst, self.fidelity
+        known = worst is not None
+        return {
+            "source": self.source,
+            "destination": self.destination,
+            "recipe": self.recipe and self.recipe.to_dict(),
+            "recipes": self.recipes,
+            "parameters": self.parameters,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "bytes_kept": self.bytes_kept,
+            "bits_per_parameter": self.bits_per_parameter,
+            **(fidelity.to_dict() | {"cosine": number(self.cosine)} if known else dict.fromkeys(NOTHING.to_dict())),
+            "worst": worst.name if worst else None,
+            "kept": self.reasons,
+            "unmatched": self.unmatched,
+            "missing": self.missing,
+            "added": self.added,
+            "warnings": self.warnings,
+            "tensors": [t.to_dict() for t in self.tensors],
+        }
+
+
+def number(value: float | None) -> float | None:
+    """`value` where JSON can say it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _listed(names: Iterable[str], shown: int = 3) -> str:
+    """`tensors a, b, c and 4 more are`"""
+    first, *more = list(names)
+    if not more:
+        return f"tensor {first} is"
+    rest = len(more) + 1 - shown
+    return f"tensors {', '.join([first, *more][:shown])}{f' and {rest} more' if rest > 0 else ''} are"

@@ -1,0 +1,213 @@
+"""`breccia doctor` and `breccia bench`: what is there, what is missing with the command that mends it, what is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+import breccia
+from breccia import bench, doctor, siblings, targets, threads
+from breccia.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
+from breccia.siblings import EXTRAS, SIBLINGS, unrelated
+
+
+def found(section: str, subject: str) -> Finding:
+    (one,) = [f for f in examine() if (f.section, f.subject) == (section, subject)]
+    return one
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Distributions and modules of these names are not installed, as far as doctor can tell."""
+    version, installed = importlib.metadata.version, targets.installed
+
+    def without(name: str) -> str:
+        if name in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(doctor, "version", without)
+    monkeypatch.setattr(targets, "installed", lambda module: module not in names and installed(module))
+
+
+def test_everything_installed_is_listed_with_its_version_and_nothing_is_wrong(run: Run) -> None:
+    assert found("breccia", "breccia-core") == Finding("breccia", "breccia-core", OK, breccia.__version__)
+    for framework in ("numpy", "torch", "jax", "mlx"):
+        line = found("frameworks", framework)
+        assert line.status == OK and line.text.startswith(importlib.metadata.version(framework)) and "cpu" in line.text
+    assert found("frameworks", "numpy").text.endswith(f"cpu, up to {threads.get_num_threads()} threads")
+    assert {f.subject for f in examine() if f.section == "extras"} == {extra.name for extra in EXTRAS}
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    assert "breccia-core" in out and "frameworks" in out and PROBLEM not in out
+    code, out, _ = run("doctor", "--json")
+    assert code == 0 and {"section", "subject", "status", "text", "remedy"} == set(json.loads(out)[0])
+
+
+@pytest.mark.parametrize("sibling", SIBLINGS, ids=lambda s: s.distribution)
+def test_an_absent_sibling_is_named_with_the_command_that_brings_it(
+    sibling: siblings.Sibling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent(monkeypatch, sibling.distribution)
+    line = found("breccia", sibling.distribution)
+    assert (line.status, line.text, line.remedy) == (MISSING, "not installed", f"pip install {sibling.distribution}")
+
+
+def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "plotly")
+    line = found("extras", "breccia-bridges[report]")
+    assert line.status == MISSING and line.text.startswith("plotly not installed: --report")
+    assert line.remedy == "pip install 'breccia-bridges[report]'"
+
+
+def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRECCIA_BLOCK", "torch")
+    from breccia import registry
+
+    registry.reload()
+    try:
+        line = found("frameworks", "torch")
+        assert line.status == NOTE and line.text.endswith(" is installed, and breccia does not serve it")
+        assert line.remedy == "pip install breccia-torch"
+        assert found("plug-ins", "torch").remedy == "unset BRECCIA_BLOCK"
+        assert found("system", "BRECCIA_BLOCK").text == "is set to 'torch' and steers breccia"
+        absent(monkeypatch, "torch")
+        assert found("frameworks", "torch").status == MISSING
+    finally:
+        monkeypatch.delenv("BRECCIA_BLOCK")
+        registry.reload()
+
+
+def test_a_framework_that_cannot_name_its_devices_is_a_problem(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def broken() -> list[str]:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(threads, "devices", broken)
+    targets.load.cache_clear()
+    try:
+        line = found("frameworks", "numpy")
+        assert line.status == PROBLEM
+        assert line.text.endswith("asking it for its devices failed: RuntimeError: no driver")
+        assert run("doctor")[0] == 1
+    finally:
+        targets.load.cache_clear()
+
+
+def test_a_sibling_of_another_series_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))
+    line = found("breccia", "breccia-jax")
+    assert line.status == PROBLEM
+    assert line.text == f"0.1.9, which does not belong to breccia-core {breccia.__version__}"
+    assert line.remedy == "pip install 'breccia-jax~=0.2.0'"
+
+
+def test_extras_are_those_that_the_distributions_declare() -> None:
+    import tomllib
+
+    for extra in EXTRAS:
+        distribution, _, name = extra.name.removesuffix("]").partition("[")
+        project = tomllib.loads((Path(__file__).parent.parent / distribution / "pyproject.toml").read_text())["project"]
+        brought = [d.partition(">")[0].replace("-", "_") for d in project["optional-dependencies"][name]]
+        assert brought == list(extra.modules)
+
+
+# -- the older distribution of the same import name ------------------------------------------------------------------
+
+
+def older(folder: Path, package: Path) -> None:
+    """Metadata of the older distribution `breccia`, as pip leaves it, whose files lie in `package`."""
+    info = folder / "breccia-0.1.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breccia\nVersion: 0.1.3\n")
+    (info / "RECORD").write_text("breccia/__init__.py,,\n")
+    package.mkdir(exist_ok=True)
+
+
+def test_no_older_distribution_is_seen_where_there_is_none() -> None:
+    assert unrelated() is None
+    assert not [f for f in examine() if f.subject == "breccia"]
+
+
+def test_the_older_distribution_beside_ours_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    older(tmp_path, tmp_path / "breccia")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = found("breccia", "breccia")
+    assert line.status == PROBLEM
+    assert line.text == (f"the older, unrelated distribution `breccia` 0.1.3 is installed as well, in {tmp_path / 'breccia'}")
+    assert line.remedy == "pip uninstall breccia; pip install --force-reinstall --no-deps breccia-core"
+    code, out, _ = run("doctor")
+    assert code == 1 and line.text in out
+
+
+def overwritten(tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m breccia doctor` in an installation over which the older distribution was installed."""
+    site = tmp_path / "site"
+    shutil.copytree(Path(breccia.__file__).parent, site / "breccia", ignore=shutil.ignore_patterns("__pycache__"))
+    older(site, site / "breccia")
+    (site / "breccia" / "__init__.py").write_text('__version__ = "0.1.3"\n')
+    (site / "breccia" / "recipes.py").write_text("class Float8CurrentScaling: ...\n")
+    isolated = f"import sys; sys.path.insert(0, {str(site)!r}); sys.argv = ['breccia', 'doctor']; import runpy; "
+    return subprocess.run(
+        [sys.executable, "-c", isolated + "runpy.run_module('breccia', run_name='__main__')"], capture_output=True, text=True
+    )
+
+
+def test_the_older_distribution_over_ours_is_one_line_and_not_a_traceback(tmp_path: Path) -> None:
+    done = overwritten(tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: the older, unrelated distribution `breccia` 0.1.3 is installed in the same folder as breccia-core, each "
+        "overwriting the other. Type: pip uninstall breccia; pip install --force-reinstall --no-deps breccia-core\n"
+    )
+
+
+def test_an_import_error_of_ours_alone_still_shows(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    shutil.copytree(Path(breccia.__file__).parent, site / "breccia", ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "breccia" / "recipes.py").write_text("class Float8CurrentScaling: ...\n")
+    script = f"import sys; sys.path.insert(0, {str(site)!r}); import runpy; runpy.run_module('breccia', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and "ImportError: cannot import name" in done.stderr
+
+
+# -- bench -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
+def test_bench_times_three_verbs_and_names_their_kernels(framework: str) -> None:
+    timings = bench.measure(breccia.NVFP4BlockScaling(), framework, size=64, runs=3)
+    assert [t.op for t in timings] == ["cast", "dequantize", "matmul"]
+    st_bytes = 64 * 64 // 2 + 64 * 4 + 4
+    assert [t.bytes for t in timings] == [64 * 64 * 4 + st_bytes] * 2 + [8 * bench.ROWS * 64 + st_bytes]
+    for t in timings:
+        assert len(t.seconds) == 3 and 0 < t.least <= t.to_dict()["median_s"] <= max(t.seconds)
+        assert t.kernel == ("numpy" if framework == "numpy" else "reference") + "." + t.op
+
+
+def test_bench_prints_a_line_for_each_verb(run: Run) -> None:
+    code, out, err = run("bench", "mxfp8", "block,block_m=32", "--size", "64", "--runs", "2")
+    assert (code, err) == (0, "")
+    assert out.count("numpy.cast") == 2 and "block,block_m=32" in out and "64x64 FP32 on numpy" in out
+    code, out, _ = run("bench", "int4", "--size", "64", "--runs", "2", "--json")
+    listed = json.loads(out)
+    assert (listed["on"], listed["size"], listed["runs"], len(listed["timings"])) == ("numpy", 64, 2, 3)
+
+
+def test_bench_refuses_what_it_cannot_time(run: Run) -> None:
+    for words, message in [
+        (["--size", "0"], "error: Invalid value for '--size'"),
+        (["--on", "jx"], "error: no framework 'jx'; did you mean 'jax'?"),
+        (["--on", "torch:abacus"], "error: torch cannot use device 'abacus': "),
+        (["nvpf4"], "error: no recipe 'nvpf4'; did you mean 'nvfp4'?"),
+    ]:
+        code, out, err = run("bench", *words)
+        assert code in (1, 2) and out == "" and err.startswith(message) and err.count("\n") == 1
+    with pytest.raises(breccia.OptionError, match="bench: runs is at least 1; got 0"):
+        bench.measure(breccia.INT4Scaling(), runs=0)

@@ -1,0 +1,209 @@
+"""`breccia inspect`: headers alone by default, the scales when asked; what it calls suspicious, and what it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Run, every_decodable
+from safetensors.numpy import save_file
+
+import breccia
+from breccia.bridges import save_safetensors
+from breccia_bridges.container import Container, Writer
+from breccia_bridges.inspection import inspected, tile
+
+
+def rows(path: Path, scales: bool = False) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in inspected(path, scales)}
+
+
+def doubts(path: Path, scales: bool = False) -> dict[str, list[str]]:
+    return {name: row["suspicious"] for name, row in rows(path, scales).items() if row["suspicious"]}
+
+
+def test_nothing_is_suspicious_about_what_convert_writes(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((20, 96), np.float32)
+    x[:, 32:64] = 0  # blocks of zeros have scales 0, 1 or the least there is
+    save_safetensors({"w": breccia.cast(x, recipe), "norm": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
+    assert doubts(tmp_path / "m.safetensors") == {}
+    assert doubts(tmp_path / "m.safetensors", scales=True) == {}
+
+
+def test_the_range_of_the_scales_is_that_of_the_file(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((20, 96), np.float32)
+    st = breccia.cast(x, breccia.Float8BlockScaling(block_k=32))
+    save_safetensors({"w": st, "norm": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
+    found = rows(tmp_path / "m.safetensors", scales=True)
+    expected = {"count": 60, "min": float(st.scale.min()), "median": float(np.median(st.scale)), "max": float(st.scale.max())}
+    assert found["w"]["scales"] == expected and found["norm"]["scales"] is None
+    assert rows(tmp_path / "m.safetensors")["w"]["scales"] is None
+
+
+def test_without_scales_no_byte_of_the_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_safetensors({"w": breccia.cast(np.ones((4, 32), np.float32), breccia.MXFP8BlockScaling())}, tmp_path / "m.safetensors")
+    monkeypatch.setattr(Container, "array", lambda self, name: pytest.fail(f"read {name}"))
+    assert rows(tmp_path / "m.safetensors")["w"]["stored_as"] == "mxfp8"
+
+
+def test_with_scales_the_codes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_safetensors({"w": breccia.cast(np.ones((4, 32), np.float32), breccia.NVFP4BlockScaling())}, tmp_path / "m.safetensors")
+    real, read = Container.array, []
+    monkeypatch.setattr(Container, "array", lambda self, name: (read.append(name), real(self, name))[1])
+    inspected(tmp_path / "m.safetensors", scales=True)
+    assert read == ["w.scale", "w.global_scale"]
+
+
+def test_scales_of_every_kind_are_named_when_they_are_odd(tmp_path: Path) -> None:
+    def tensor(scale: np.ndarray) -> breccia.ScaledTensor:
+        data = np.zeros((len(scale), 16), np.uint8)
+        return breccia.from_buffer(data, scale.astype(np.float32)[:, None], breccia.Float8BlockScaling(block_k=16), LAYOUT)
+
+    x = np.random.default_rng(0).standard_normal((4, 32), np.float32)
+    bad = x.copy()
+    bad[1, 3] = np.nan
+    tensors = {
+        "nan": breccia.cast(bad, breccia.MXFP8BlockScaling()),
+        "inf": tensor(np.array([1, np.inf, 2])),
+        "negative": tensor(np.array([1, -1, 2])),
+        "zero": tensor(np.array([1, 0, 0])),
+        "subnormal": tensor(np.array([1, 2.0**-130, 2])),
+        "outlier": tensor(np.array([3, 3, 2, 3, 15000])),
+        "ones": tensor(np.ones(5)),
+        "fine": tensor(np.array([1, 2, 900])),
+    }
+    save_safetensors(tensors, tmp_path / "m.safetensors")
+    assert doubts(tmp_path / "m.safetensors", scales=True) == {
+        "nan": ["scale: 1 of 4 NaN (their blocks held NaN or Inf)"],
+        "inf": ["scale: 1 of 3 Inf"],
+        "negative": ["scale: 1 of 3 negative"],
+        "zero": ["scale: 2 of 3 zero"],
+        "subnormal": ["scale: 1 of 3 subnormal in FP32, which some hardware reads as zero"],
+        "outlier": ["scale: the largest is 5e+03 times the median"],
+        "ones": ["scale: all are 1, as those of zeros are, or as if none had been computed"],
+    }
+
+
+LAYOUT = breccia.PerBlockK(16)
+
+
+def test_scales_of_strangers_are_found_by_name_and_checked_by_shape(tmp_path: Path) -> None:
+    eights = np.zeros((256, 300), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    tensors = {
+        "deepseek.weight": eights,
+        "deepseek.weight_scale_inv": np.full((2, 3), 0.5, np.float32),
+        "static.weight": eights,
+        "static.weight_scale": np.float32(0.25).reshape(()),
+        "row.weight": eights,
+        "row.weight_scale": np.full((256, 1), 2.0, np.float32),
+        "mx.weight": eights,
+        "mx.scales": np.full((256, 10), 127, np.uint8),
+        "alone.weight": eights,
+        "odd.weight": eights,
+        "odd.weight_scale": np.ones((7, 7), np.float32),
+        "counted.weight": eights,
+        "counted.weight_scale": np.ones((2, 3), np.int32),
+        "bias": np.zeros(4, np.uint8).view(ml_dtypes.float8_e4m3fn),
+    }
+    with Writer(tmp_path / "m.safetensors", {n: (DTYPES[a.dtype.name], a.shape) for n, a in tensors.items()}) as w:
+        for name, array in tensors.items():
+            w.write(name, array)
+    found = rows(tmp_path / "m.safetensors", scales=True)
+    assert {n: (r["scaled_by"], r["block"]) for n, r in found.items() if r["scaled_by"]} == {
+        "deepseek.weight": ("deepseek.weight_scale_inv", (128, 128)),
+        "static.weight": ("static.weight_scale", (256, 300)),
+        "row.weight": ("row.weight_scale", (1, 300)),
+        "mx.weight": ("mx.scales", (1, 32)),
+        "odd.weight": ("odd.weight_scale", None),
+        "counted.weight": ("counted.weight_scale", (128, 128)),
+    }
+    assert {n: r["scales"]["max"] for n, r in found.items() if r["scales"]}["mx.weight"] == 1.0, "U8 is E8M0"
+    assert doubts(tmp_path / "m.safetensors") == {
+        "alone.weight": ["F8_E4M3 codes without scales that breccia knows by name"],
+        "odd.weight": ["odd.weight_scale of shape 7x7 does not tile shape 256x300"],
+        "counted.weight": ["counted.weight_scale is I32, which is no dtype of scales"],
+    }
+
+
+DTYPES = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "uint8": "U8", "int32": "I32"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "block"),
+    [
+        ((256, 256), (2, 2), (128, 128)),
+        ((100, 100), (1, 1), (100, 100)),
+        ((100, 100), (), (100, 100)),
+        ((100, 129), (100, 2), (1, 128)),
+        ((100, 96), (100, 3), (1, 32)),
+        ((100, 90), (100, 3), (1, 32)),
+        ((10, 9), (10,), (1, 9)),
+        ((10, 9), (6, 1), None),
+        ((10, 9), (20, 1), None),
+        ((10, 9), (0, 1), None),
+        ((10, 9), (1, 10, 9), None),
+        ((12,), (4,), (3,)),
+        ((15,), (5,), (3,)),
+    ],
+)
+def test_a_shape_of_scales_tells_the_block(shape: Any, scales: Any, block: Any) -> None:
+    assert tile(shape, scales) == block
+
+
+def test_float_scales_of_another_width_than_the_recipes_are_told(tmp_path: Path) -> None:
+    x = breccia.cast(np.random.default_rng(0).standard_normal((4, 32), np.float32), breccia.INT4Scaling(group_size=16))
+    kept = breccia.from_buffer(x.data, x.scale.astype(np.float32), x.recipe, x.layout)
+    save_safetensors({"w": kept}, tmp_path / "m.safetensors")
+    assert doubts(tmp_path / "m.safetensors") == {"w": ["its scales are F32; the recipe writes F16"]}
+    assert rows(tmp_path / "m.safetensors", scales=True)["w"]["scales"]["max"] == float(x.scale.max())
+
+
+def test_inspect_prints_ranges_and_doubts(tmp_path: Path, run: Run) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 32), np.float32)
+    x[0, 0] = np.inf
+    save_safetensors({"w": breccia.cast(x, breccia.Float8BlockScaling(block_k=16))}, tmp_path / "m.safetensors")
+    code, out, err = run("inspect", tmp_path / "m.safetensors", "--scales")
+    assert (code, err) == (0, "")
+    assert "suspicious: w: scale: 1 of 8 NaN (their blocks held NaN or Inf)" in out
+    assert " to " in out and "scales, least to largest" in out
+    code, out, _ = run("inspect", tmp_path / "m.safetensors")
+    assert "suspicious" not in out and "scales, least" not in out
+    code, out, _ = run("inspect", tmp_path / "m.safetensors", "--scales", "--json")
+    row = json.loads(out)["tensors"][0]
+    assert row["suspicious"] and row["scales"]["count"] == 8
+
+
+def test_a_stranger_prints_its_blocks(tmp_path: Path, run: Run) -> None:
+    with Writer(tmp_path / "m.safetensors", {"a.weight": ("F8_E4M3", (256, 256)), "a.weight_scale_inv": ("F32", (2, 2))}) as w:
+        w.write("a.weight", np.zeros((256, 256), np.uint8))
+        w.write("a.weight_scale_inv", np.ones((2, 2), np.float32))
+    code, out, _ = run("inspect", tmp_path / "m.safetensors")
+    assert code == 0 and "F8_E4M3, a scale per 128x128" in out and "1 of them scaled" in out
+
+
+def test_every_file_that_decodes_can_be_inspected(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+    st = every_decodable(recipe)
+    save_safetensors({"w": st}, tmp_path / "m.safetensors")
+    assert rows(tmp_path / "m.safetensors", scales=True)["w"]["scales"]["count"] == st.scale.size
+
+
+def test_plain_files_have_no_scales(tmp_path: Path) -> None:
+    save_file({"w": np.ones((4, 4), np.float32)}, tmp_path / "m.safetensors")
+    assert rows(tmp_path / "m.safetensors", scales=True)["w"] | {"bytes": 0} == {
+        "name": "w",
+        "file": "m.safetensors",
+        "shape": [4, 4],
+        "stored_as": "F32",
+        "recipe": None,
+        "layout": None,
+        "scaled_by": None,
+        "block": None,
+        "scales": None,
+        "parameters": 16,
+        "bytes": 0,
+        "suspicious": [],
+    }

@@ -1,0 +1,305 @@
+"""SQNR, clip and underflow rates and histograms are what their definitions say, whatever the slabs; `breccia compare`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Run, special_rows, wide
+from safetensors.numpy import save_file
+
+import breccia
+from breccia.bridges import save_safetensors
+from breccia_bridges import measure
+from breccia_bridges.compare import compare, held_tensors
+from breccia_bridges.container import Container, Writer
+from breccia_bridges.measure import BINS, NOTHING, Fidelity, Stored, slabs
+
+
+def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:
+    save_safetensors({"w": x}, tmp_path / name)
+    held = held_tensors(tmp_path / name)["w"]
+    return Stored(held.container, "w", held.config)
+
+
+def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:
+    """`st` with every element's code replaced, packed by shifts of its own."""
+    bits = st.recipe.format.element.bits
+    count = math.lcm(bits, 8) // bits
+    group = sum(code << (bits * i) for i in range(count)).to_bytes(count * bits // 8, "little")
+    data = np.resize(np.frombuffer(group, np.uint8), st.data.shape[-1])
+    return breccia.ScaledTensor(
+        np.broadcast_to(data, st.data.shape).copy(),
+        st.scale,
+        st.recipe,
+        st.layout,
+        st.zero_point,
+        st.global_scale,
+        shape=st.shape,
+    )
+
+
+def by_definition(x: np.ndarray, st: breccia.ScaledTensor) -> tuple[int, int]:
+    """(clipped, flushed): every code decoded in every block, the ends found by sorting."""
+    codes = range(1 << st.recipe.format.element.bits)
+    values = np.stack([breccia.dequantize(of_one_code(st, code)).astype(np.float64) for code in codes])
+    values = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN sorts last
+    clipped = flushed = 0
+    y = breccia.dequantize(st)
+    for at in np.ndindex(*x.shape):
+        held = np.unique(values[(slice(None), *at)])
+        held = held[~np.isnan(held)]
+        out = False
+        if len(held) > 1:
+            low, high = held[0] - (held[1] - held[0]) / 2, held[-1] + (held[-1] - held[-2]) / 2
+            out = bool(x[at] < low or x[at] > high)
+        clipped += out
+        flushed += bool(x[at] != 0 and y[at] == 0 and not out)
+    return clipped, flushed
+
+
+CLIPPING = [
+    "block,block_k=16",
+    "mxfp8,scale_rule=floor",
+    "mxfp6,scale_rule=floor",
+    "mxfp6",
+    "mxfp4,scale_rule=floor",
+    "nvfp4",
+    "nvfp4,two_level=false",
+    "int4,group_size=16,signed=false",
+    "int4,group_size=16,signed=false,symmetric=false",
+    "int4,group_size=16,scale_rule=half_range",
+    "nf4",
+    "mxint8,scale_rule=floor",
+]
+
+
+@pytest.mark.parametrize("spec", CLIPPING)
+def test_clip_and_underflow_are_what_every_code_decoded_says(spec: str, tmp_path: Path) -> None:
+    recipe = breccia.recipe(spec)
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((6, 70)) * 10.0 ** rng.integers(-3, 3, (6, 70))).astype(np.float32)
+    x[0, :5] = 0
+    st = breccia.cast(x, recipe)
+    found = measure.measure(stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors"))
+    assert (found.clipped, found.flushed) == by_definition(x, st)
+    assert (found.count, found.bounded, found.nonzero) == (420, 420, int((x != 0).sum()))
+
+
+def test_the_cases_above_do_clip_and_flush(tmp_path: Path) -> None:
+    normal = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+    x = stored(tmp_path, normal, "x.safetensors")
+    rates = {}
+    for spec in CLIPPING:
+        st = breccia.cast(normal, breccia.recipe(spec))
+        found = measure.measure(x, stored(tmp_path, st, "y.safetensors"))
+        rates[spec] = found.clip_rate, found.underflow_rate
+    assert rates["mxfp4,scale_rule=floor"][0] and rates["int4,group_size=16,signed=false"][0]
+    assert rates["nvfp4"][0] == rates["block,block_k=16"][0] == 0, "their scales come from the largest element"
+    assert rates["nvfp4"][1] > 0
+
+
+def test_a_supplied_scale_that_is_too_small_clips(tmp_path: Path) -> None:
+    x = np.array([[1.0, 2.0, 3.0, -500.0, 480.0, 460.0, 465.0]], np.float32)
+    st = breccia.cast(x, breccia.Float8CurrentScaling(), scale=1.0)
+    found = measure.measure(stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors"))
+    assert found.clipped == 3, "448 is the largest, its step 32: above 464 an element saturates"
+
+
+def test_blocks_of_nan_are_neither_clipped_nor_flushed(tmp_path: Path) -> None:
+    x = np.ones((2, 32), np.float32)
+    x[0, 3] = np.nan
+    st = breccia.cast(x, breccia.MXFP8BlockScaling())
+    found = measure.measure(stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors"))
+    assert (found.clipped, found.flushed) == (0, 0)
+    assert math.isnan(found.sqnr) and math.isnan(found.max_error)
+    assert found.to_dict()["sqnr_db"] is None and not found.lossless
+
+
+@pytest.mark.parametrize("slab", [1, 100, 1000])
+def test_slabs_change_no_count(
+    slab: int, recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = wide((3, 9, 70), exponents=4)
+    st = breccia.cast(x, recipe)
+    pair = stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors")
+    whole, counts = measure.measure(*pair), measure.histogram(*pair)
+    monkeypatch.setattr(measure, "SLAB", slab)
+    assert measure.histogram(*pair) == counts
+    found = measure.measure(*pair)
+    exact = ("count", "max_error", "nonzero", "flushed", "bounded", "clipped")
+    assert [getattr(found, name) for name in exact] == [getattr(whole, name) for name in exact]
+    for name in ("signal", "noise", "dot", "energy"):  # FP64 sums in another order, of 1890 terms: 1890 * 2^-53 < 1e-12
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+def test_slabs_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SLAB", 50)
+    for shape in [(7,), (), (5, 3), (4, 9, 5), (2, 3, 30, 7), (0, 4), (3, 0, 2)]:
+        for units in [(1,), (4,), (3, 2), (1, None)]:
+            lead, rows = (1, 1) if len(shape) < 2 else (math.prod(shape[:-2]), shape[-2])
+            seen = np.zeros((lead, rows), int)
+            for slab in slabs(shape, *units):
+                seen[slab] += 1
+                unit = None if None in units else math.lcm(*(u for u in units if u))
+                assert unit is None or (slab[1].start % unit == 0 and (slab[1].stop % unit == 0 or slab[1].stop == rows))
+            assert (seen == 1).all() or seen.size == 0
+
+
+def test_a_histogram_counts_each_element_once_before_and_after(tmp_path: Path) -> None:
+    x = special_rows(64)
+    x = np.where(np.isfinite(x), x, 0).astype(np.float32)
+    st = breccia.cast(x, breccia.MXFP4BlockScaling(scale_rule="floor"))
+    h = measure.histogram(stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors"))
+    assert len(h.before) == len(h.after) == BINS
+    limit = float(np.abs(x).max())
+    assert h.limit == limit
+    bins = np.minimum(np.floor((x.astype(np.float64) / limit + 1) / 2 * BINS), BINS - 1)
+    assert h.before == tuple(int((bins == i).sum()) for i in range(BINS))
+    assert sum(h.before) == x.size and sum(h.after) + h.outside == x.size
+
+
+def test_fidelity_of_nothing_is_lossless_and_adds_nothing() -> None:
+    assert NOTHING.lossless and NOTHING.sqnr == math.inf and NOTHING.cosine == 1.0
+    assert NOTHING.clip_rate is None and NOTHING.underflow_rate == 0.0
+    one = Fidelity(4, 2.0, 1.0, 1.5, 2.0, 0.5, 3, 1, 4, 2)
+    assert one + NOTHING == one
+    assert (one + one).to_dict() == one.to_dict() | {"sqnr_db": (one + one).sqnr}
+    assert math.isnan((one + Fidelity(max_error=math.nan)).max_error)
+
+
+# -- compare ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint, and one with the same names in every other state."""
+    rng = np.random.default_rng(0)
+    w = {name: rng.standard_normal((40, 64)).astype(np.float32) for name in ("fp8", "fp4", "brain", "same", "moved", "gone")}
+    others = {"steps": np.arange(3), "odd": np.arange(4), "half": w["fp8"].astype(np.float16)}
+    save_file({**w, **others}, tmp_path / "a.safetensors")
+    after = {
+        "fp8": breccia.cast(w["fp8"], breccia.MXFP8BlockScaling()),
+        "fp4": breccia.cast(w["fp4"].T.copy(), breccia.NVFP4BlockScaling(), axis=-2).mT,
+        "brain": w["brain"].astype(ml_dtypes.bfloat16),
+        "same": w["same"],
+        "moved": w["moved"][:20],
+        "steps": np.arange(3),
+        "odd": np.arange(4) + 1,
+        "half": breccia.cast(w["fp8"].astype(np.float16), breccia.INT4Scaling(group_size=32)),
+        "new": np.ones(2, np.float32),
+    }
+    save_safetensors(after, tmp_path / "b.safetensors")
+    return tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+
+
+def test_compare_measures_what_can_be_and_says_why_the_rest_cannot(pair: tuple[Path, Path]) -> None:
+    report = compare(*pair)
+    assert {t.name: t.reason for t in report.tensors} == {
+        "fp8": "",
+        "fp4": "",
+        "brain": "",
+        "half": "",
+        "same": "equal",
+        "steps": "equal",
+        "odd": "differ, and I64 is not floating",
+        "moved": "shapes differ: 40x64 and 20x64",
+    }
+    assert (report.missing, report.added) == (["gone"], ["new"])
+    by_name = {t.name: t for t in report.tensors}
+    assert [by_name[n].stored_as for n in ("fp8", "fp4", "brain", "half")] == ["mxfp8", "nvfp4", "BF16", "int4"]
+    x = Container(pair[0]).array("fp4").astype(np.float64)
+    y = breccia.dequantize(breccia.bridges.load_safetensors(pair[1])["fp4"]).astype(np.float64)
+    expected = 10 * np.log10((x**2).sum() / ((x - y) ** 2).sum())
+    assert by_name["fp4"].measured.sqnr == pytest.approx(expected, rel=1e-12)  # FP64 sums in another order
+    assert by_name["fp4"].measured.clip_rate == 0.0
+    assert by_name["brain"].measured.clip_rate is None, "no block bounds BF16"
+
+
+def test_compare_finds_what_convert_measured(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+    from breccia_bridges.convert import convert
+
+    save_file({"w": wide((33, 70), exponents=4), "norm": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
+    made = convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", recipe, histograms=True)
+    found = compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors", histograms=True)
+    (a,), (b,) = made.quantized, found.quantized
+    assert a.fidelity == b.fidelity and a.fidelity is not None
+    assert a.histogram == b.histogram and a.histogram is not None
+    assert (made.bytes_in, made.bytes_out, made.recipes) == (found.bytes_in, found.bytes_out, found.recipes)
+
+
+def test_compare_of_a_checkpoint_with_itself_differs_in_nothing(pair: tuple[Path, Path], run: Run) -> None:
+    for path in pair:
+        report = compare(path, path)
+        assert all(t.reason == "equal" or t.measured.lossless for t in report.tensors)
+    code, out, err = run("compare", pair[0], pair[0])
+    assert (code, err) == (0, "") and "0 tensors compared: nothing differs" in out
+
+
+def test_compare_prints_a_line_for_each_tensor_and_what_lies_in_one_only(pair: tuple[Path, Path], run: Run) -> None:
+    code, out, err = run("compare", *pair)
+    assert code == 0
+    assert "warning: tensor gone is of" not in err
+    assert f"warning: tensor gone is in {pair[0]} and not in {pair[1]}." in err
+    assert f"warning: tensor new is in {pair[1]} and not in {pair[0]}." in err
+    assert "4 tensors compared: " in out
+    assert "4 others (" in out and "2 equal" in out and "1 shapes differ: 40x64 and 20x64" in out
+    code, text, _ = run("compare", *pair, "--json")
+    found = json.loads(text)["candidates"][0]
+    assert {t["name"]: t["stored_as"] for t in found["tensors"]}["fp4"] == "nvfp4"
+    assert found["missing"] == ["gone"] and found["recipe"] is None and "histogram" not in found["tensors"][0]
+
+
+def test_compare_takes_several_candidates_and_folders(pair: tuple[Path, Path], tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    pair[1].rename(folder / "b.safetensors")
+    code, text, _ = run("compare", pair[0], folder, pair[0], "--json")
+    assert code == 0
+    assert [c["destination"] for c in json.loads(text)["candidates"]] == [str(folder), str(pair[0])]
+
+
+def test_fail_under_exits_with_one_and_names_what_is_below(pair: tuple[Path, Path], run: Run) -> None:
+    assert run("compare", *pair, "--fail-under", "10")[0] == 0
+    code, _, err = run("compare", *pair, "--fail-under", "25")
+    assert code == 1
+    low = [line for line in err.splitlines() if line.startswith("below 25 dB: ")]
+    assert [line.split()[3] for line in low] == ["fp4", "half"] and low[0].endswith(" dB")
+
+
+def test_fail_under_holds_for_nan(tmp_path: Path, run: Run) -> None:
+    x = np.full((2, 32), np.nan, np.float32)
+    save_file({"w": x}, tmp_path / "a.safetensors")
+    save_safetensors({"w": breccia.cast(x, breccia.MXFP8BlockScaling())}, tmp_path / "b.safetensors")
+    code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--fail-under", "-100")
+    assert code == 1 and "below -100 dB: w of" in err
+
+
+def test_compare_refuses_checkpoints_of_nothing_in_common(tmp_path: Path, run: Run) -> None:
+    save_file({"a": np.ones((2, 2), np.float32)}, tmp_path / "a.safetensors")
+    save_file({f"b{i}": np.ones((2, 2), np.float32) for i in range(4)}, tmp_path / "b.safetensors")
+    code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert code == 1
+    assert "have no tensor in common (a; b0, b1, b2, ...); compare checkpoints of one model." in err
+    code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "nowhere.safetensors")
+    assert code == 1 and "error: no checkpoint " in err
+
+
+def test_a_name_in_two_files_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    for name in ("1.safetensors", "2.safetensors"):
+        save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / name)
+    with pytest.raises(breccia.CorruptFileError, match=r"tensor 'w' lies in 1.safetensors and 2.safetensors of .*; fetch it"):
+        held_tensors(tmp_path)
+
+
+def test_float8_without_scales_is_not_measured(tmp_path: Path) -> None:
+    save_file({"w": np.ones((4, 4), np.float32)}, tmp_path / "a.safetensors")
+    with Writer(tmp_path / "b.safetensors", {"w": ("F8_E4M3", (4, 4))}) as w:
+        w.write("w", np.zeros((4, 4), np.uint8))
+    (t,) = compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors").tensors
+    assert t.reason == "differ, and breccia finds no scales for F8_E4M3"
