@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from typing import Annotated, Any
 import common
 import tables
 import typer
+from blocks import filled
+from blocks import table as markdown_table
 from rivals import OLD, STRAIGHTFORWARD
 from tables import GAUSSIAN, TRAINED, Result, Table
 
 PAGES = ("benchmarks.md", "accuracy.md")
-BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOTHING = "*No result yet: run the benchmark.*\n"
 
 #: Mid-tones that keep a contrast of 3 or more on white and on the dark grounds of code hosts; Okabe and Ito's, which the
@@ -55,8 +55,7 @@ def load(folder: Path) -> dict[str, list[tuple[str, Result]]]:
 
 
 def markdown(table: Table) -> str:
-    lines = [table.headings, ("---", *["---:"] * (len(table.headings) - 1)), *table.rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+    return markdown_table(table.headings, table.rows, numbers=True)
 
 
 def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) -> str:
@@ -212,20 +211,6 @@ def blocks_of(results: dict[str, list[tuple[str, Result]]], plots: dict[str, lis
     for benchmark, found in results.items():
         made[f"{benchmark}-runs"] = "".join(f"- {tables.machine(result)}\n" for _, result in found) or NOTHING
     return made | {name: shown(every) for name, every in plots.items()}
-
-
-def filled(page: Path, blocks: dict[str, str]) -> str:
-    """The page with its blocks replaced. Exits on a name that there is no block of, or a block that does not end."""
-    text = page.read_text(encoding="utf-8")
-    if text.count("<!-- table:") != len(BLOCK.findall(text)):
-        sys.exit(f"draw: {page.name} has a `<!-- table: NAME -->` without its `<!-- end -->`, or spelled otherwise.")
-
-    def replaced(found: re.Match[str]) -> str:
-        if found[2] not in blocks:
-            sys.exit(f"draw: {page.name} asks for a block {found[2]!r}; there are {', '.join(sorted(blocks))}.")
-        return f"{found[1]}\n{blocks[found[2]]}\n{found[4]}"
-
-    return BLOCK.sub(replaced, text)
 
 
 def main(

@@ -1,9 +1,18 @@
-"""Examples and the code blocks of README run as printed; links lead somewhere; documents name only what exists."""
+"""Examples and the code blocks of documents run as printed; links lead somewhere; documents name only what exists."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import runpy
+import shlex
+import sys
+import textwrap
+import tomllib
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +21,53 @@ import pytest
 import breccia
 
 ROOT = Path(__file__).parent.parent
-PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]]
+DOCS = ROOT / "docs"
+PAGES = [p for p in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]]
+#: What a fence may hold: code that runs or parses, commands, and drawings.
+LANGUAGES = ("python", "console", "json", "toml", "text")
+
+FENCE = re.compile(r"^( *)(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
+#: A call of print, on one line or as the formatter breaks it, and the comment behind it.
+PRINTED = re.compile(r"^( *)print\((?:.*|\n(?:\1 +.*\n)+\1)\)  # (?:prints )?(.+)$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?(?: [^)]*)?\)")
+
+
+@dataclass(frozen=True)
+class Fence:
+    language: str
+    text: str
+    line: int
+
+
+def fences(page: Path) -> Iterator[Fence]:
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        yield Fence(found[3].strip(), textwrap.dedent(found[4]), text.count("\n", 0, found.start()) + 1)
+
+
+def every(language: str) -> list[pytest.ParameterSet]:
+    """(page, block) of all pages, as parameters."""
+    found = [(page, fence) for page in PAGES for fence in fences(page) if fence.language == language]
+    return [pytest.param(p, f, id=f"{p.relative_to(ROOT)}:{f.line}") for p, f in found]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    """The commands that docs/scripts/generate.py runs, and whose output documents show."""
+    known, path = set(sys.modules), list(sys.path)
+    sys.path[:0] = [str(DOCS / "scripts"), str(ROOT / "benchmarks")]
+    yield {command for session in importlib.import_module("terminal").sessions() for command in session.commands}
+    sys.path[:] = path
+    for name in set(sys.modules) - known:
+        if str(DOCS) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+# -- code ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/0*.py")), ids=lambda p: p.stem)
@@ -21,10 +76,27 @@ def test_examples_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") >= 5
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_blocks_of_documents_run(page: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(block, str(page), "exec"), {})
+@pytest.mark.parametrize("page", [p for p in PAGES if any(f.language == "python" for f in fences(p))], ids=name_of)
+def test_python_blocks_of_a_page_run_and_print_what_they_say(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, in one namespace and an empty folder. A comment behind `print(...)` is a line it prints; `...` is anything."""
+    monkeypatch.chdir(tmp_path)
+    np.random.seed(0)
+    namespace = {"__name__": "__main__"}
+    for fence in fences(page):
+        if fence.language != "python":
+            continue
+        place = f"{page}:{fence.line}"
+        exec(compile("\n" * fence.line + fence.text, str(page), "exec"), namespace)
+        printed = iter(capsys.readouterr().out.splitlines())
+        for _, wanted in PRINTED.findall(fence.text):
+            pattern = ".*".join(map(re.escape, wanted.split("...")))
+            lines: list[str] = []
+            while not lines or not re.fullmatch(pattern, lines[-1].strip()):
+                line = next(printed, None)
+                assert line is not None, f"{place}: nothing printed is {wanted!r}; after the one before it came {lines}"
+                lines.append(line)
 
 
 def test_the_front_page_example_runs_as_printed() -> None:
@@ -39,13 +111,84 @@ def test_the_front_page_example_runs_as_printed() -> None:
     assert W.layout == breccia.PerBlockK(128, ragged=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_relative_links_lead_to_files(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-        assert link.startswith("http") or (page.parent / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    wrong = [f"{fence.line}: {fence.language!r}" for fence in fences(page) if fence.language not in LANGUAGES]
+    assert not wrong, f"a block is one of {LANGUAGES}"
 
 
-def test_readme_commands_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^\$ make (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
-        assert f"\n{target}:" in makefile
+@pytest.mark.parametrize(("page", "fence"), [*every("json"), *every("toml")])
+def test_data_blocks_can_be_read(page: Path, fence: Fence) -> None:
+    assert {"json": json.loads, "toml": tomllib.loads}[fence.language](fence.text) is not None
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "fence"), every("console"))
+def test_commands_exist(page: Path, fence: Fence, sessions: set[str]) -> None:
+    commands = [re.split(r"\s{2,}# ", line[2:])[0] for line in fence.text.splitlines() if line.startswith("$ ")]
+    assert commands, "a console block shows commands behind `$ `"
+    for command in commands:
+        match command.split(maxsplit=2):
+            case ["make", target]:
+                assert f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8"), command
+            case ["pip", "install", what]:
+                for requirement in (word for word in shlex.split(what) if not word.startswith("-")):
+                    check_requirement(requirement)
+            case ["python", script, *_] if script.endswith(".py"):
+                assert (ROOT / script).is_file(), command
+            case _:
+                assert command in sessions, f"{command!r} is none of the sessions of docs/scripts/terminal.py"
+
+
+def check_requirement(requirement: str) -> None:
+    """It is a distribution of ours, by name or by path, with extras that it has."""
+    found = re.fullmatch(r"(?:\./)?(breccia-\w+)(?:\[([\w,-]+)\])?", requirement)
+    assert found, f"{requirement} is no distribution of ours"
+    project = tomllib.loads((ROOT / found[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == found[1]
+    assert set(filter(None, (found[2] or "").split(","))) <= set(project.get("optional-dependencies", {})), requirement
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_to_what_exists(page: Path) -> None:
+    """As a code host follows them. Anchors of API pages are made when the site is built, which checks them."""
+    for path, anchor in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if anchor and target.suffix == ".md" and target.parent.name != "api":
+            assert anchor in anchors(target), f"{path}#{anchor}"
+        elif anchor and target.suffix != ".md":
+            assert re.fullmatch(r"L\d+", anchor), f"{path}#{anchor}"
+            assert int(anchor[1:]) <= len(target.read_text(encoding="utf-8").splitlines()), f"{path}#{anchor}"
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"`[^`\n]*`", "`code`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as the site names them, and those that it names itself."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = set(re.findall(r'(?:\{ *#|id="|name=")([\w.-]+)', text))
+    for heading in re.findall(r"^#+ (.+?)(?: *\{.*\})?$", text, re.MULTILINE):
+        plain = (
+            unicodedata.normalize("NFKD", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).encode("ascii", "ignore").decode()
+        )
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return found
+
+
+def test_every_public_name_is_on_an_api_page() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: breccia\.(\w+)$", text, re.MULTILINE))
+    modules = {name for name in breccia.__all__ if type(getattr(breccia, name)).__name__ == "module"}
+    in_modules = {name for name in breccia.__all__ if name in vars(breccia.errors)} if "::: breccia.errors\n" in text else set()
+    assert set(breccia.__all__) - modules - in_modules - documented - {"__version__", "hookimpl"} == set()

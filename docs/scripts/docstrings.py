@@ -1,0 +1,50 @@
+"""An extension of Griffe, which reads the sources for the API pages: lines `name: text` of a docstring become a list.
+
+Docstrings are plain prose. Parameters, fields and the values of options are explained by lines that begin with their name
+and a colon; an editor shows them as they are, and Markdown would run them together.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+#: `name: text` or `"value": text`.
+_ITEM = re.compile(r'^(?P<indent> *)(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*|"[\w-]+"): (?P<text>.+)$')
+
+
+class Items(griffe.Extension):
+    """Rewrites the docstrings of functions and classes as they are read."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring and (obj.is_function or obj.is_class):
+            known = {p.name for p in getattr(obj, "parameters", ())} | set(obj.members)
+            obj.docstring.value = listed(obj.docstring.value, known)
+
+
+def listed(text: str, known: set[str]) -> str:
+    """The docstring in Markdown. known: names that an item may be about."""
+    lines: list[str] = []
+    inside = False  # an item: lines that are indented go on with it
+    for line in apart(text, known).splitlines():
+        item = _ITEM.match(line)
+        if item and (item["names"].startswith('"') or set(item["names"].split(", ")) <= known):
+            if not inside and lines and lines[-1]:
+                lines.append("")
+            names = ", ".join(f"`{name}`" for name in item["names"].split(", "))
+            lines.append(f"{item['indent']}- {names}: {item['text']}")
+            inside = True
+        else:
+            if inside and line.strip() and not line.startswith(" "):
+                lines.append("")
+            inside = inside and line.startswith(" ")
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def apart(text: str, known: set[str]) -> str:
+    """Two items that share a line, each on a line of its own."""
+    names = "|".join(map(re.escape, sorted(known)))
+    return re.sub(rf"(?m)^((?:{names}): .*?\.) (?=(?:{names}): )", r"\1\n", text) if names else text

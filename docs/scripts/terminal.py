@@ -1,0 +1,135 @@
+"""What the program prints: commands that are run in a folder with a small model in it, and what they said.
+
+Each is run with the same environment and terminal width. Times differ from run to run and machine to machine; pages keep
+the ones they have as long as nothing else changes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import breccia
+from breccia.registry import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "model.safetensors"
+HIDDEN, MLP, WORDS, LAYERS = 256, 512, 1000, 2
+#: One in so many columns of the last matrix of a layer is larger than its neighbours, as in trained models.
+OUTLIERS = 24
+
+
+@dataclass(frozen=True)
+class Session:
+    """Commands of one block, run one after another in the folder that the sessions before it left.
+
+    status: what the first of them exits with. volatile: the output tells of the machine, and is compared by the first column
+        of what is not indented.
+    """
+
+    name: str
+    commands: tuple[str, ...]
+    status: int = 0
+    volatile: bool = False
+
+
+def sessions() -> list[Session]:
+    """All sessions, in the order they are run in."""
+    nvfp4, int4 = "model-nvfp4.safetensors", "model-int4.safetensors"
+    helps = [Session(f"help-{name}", (f"breccia {name} --help",)) for name in registry().commands]
+    return [
+        Session("help", ("breccia --help",)),
+        *helps,
+        Session("inspect", (f"breccia inspect {MODEL}",)),
+        Session("dry-run", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4 --include '*embed*' --dry-run",)),
+        Session("convert", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4",)),
+        Session("inspect-converted", (f"breccia inspect {nvfp4}",)),
+        Session("scales", (f"breccia inspect {nvfp4} --scales",)),
+        Session("report", (f"breccia convert {MODEL} {int4} --recipe int4 --report report.html",)),
+        Session("compare", (f"breccia compare {MODEL} {nvfp4}",)),
+        Session("compare-several", (f"breccia compare {MODEL} {nvfp4} {int4}",)),
+        Session("gate", (f"breccia compare {MODEL} {int4} --fail-under 18", "echo $?"), status=1),
+        Session("explain", ("breccia explain cast nvfp4 --on torch",)),
+        Session("explain-matmul", ("breccia explain matmul block block",)),
+        Session("json", ("breccia explain cast nvfp4 --json",)),
+        Session("plugins", ("breccia plugins",)),
+        Session("doctor", ("breccia doctor",), volatile=True),
+        Session("bench", ("breccia bench nvfp4 mxfp8 --size 512 --runs 3",), volatile=True),
+        Session("error", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4", "echo $?"), status=1),
+        Session("error-json", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4 --json",), status=1),
+    ]
+
+
+def model() -> dict[str, np.ndarray]:
+    """A transformer's weights in miniature, FP16, the same on every machine; rows differ in size, as trained ones do."""
+    draw = np.random.default_rng(0)
+
+    def weight(rows: int, columns: int) -> np.ndarray:
+        bell = draw.integers(-128, 128, (8, rows, columns)).sum(axis=0)
+        return (bell * 2.0 ** (draw.integers(-2, 2, (rows, 1)) - 14)).astype(np.float16)
+
+    shapes = {f"attn.{x}": (HIDDEN, HIDDEN) for x in "qkvo"}
+    shapes |= {"mlp.gate": (MLP, HIDDEN), "mlp.up": (MLP, HIDDEN), "mlp.down": (HIDDEN, MLP)}
+    tensors = {"embed_tokens.weight": weight(WORDS, HIDDEN), "lm_head.weight": weight(WORDS, HIDDEN)}
+    for layer in (f"layers.{n}" for n in range(LAYERS)):
+        tensors |= {f"{layer}.{name}.weight": weight(*shape) for name, shape in shapes.items()}
+        tensors[f"{layer}.mlp.down.weight"][:, ::OUTLIERS] *= 8
+        tensors |= {f"{layer}.norm_{part}.weight": np.ones(HIDDEN, np.float16) for part in ("attn", "mlp")}
+    return tensors | {"norm.weight": np.ones(HIDDEN, np.float16)}
+
+
+def recorded(wanted: list[Session]) -> Iterator[tuple[str, str]]:
+    """(name, block) of each session. Exits where a command ends otherwise than it should."""
+    with tempfile.TemporaryDirectory(prefix="breccia-") as made:
+        folder = str(Path(made).resolve())  # as programs name it: on macOS the temporary folder is a link
+        breccia.bridges.save_safetensors(model(), Path(folder, MODEL))
+        for session in wanted:
+            lines: list[str] = []
+            status = 0
+            for place, command in enumerate(session.commands):
+                done = run(command, status, folder)
+                status = done.returncode
+                if status != (0 if place else session.status):
+                    sys.exit(
+                        f"generate: session {session.name!r}: `{command}` exited with {status}, and not with "
+                        f"{0 if place else session.status}:\n{done.stdout}"
+                    )
+                lines += [f"$ {command}", plain(done.stdout, folder)]
+            yield f"session-{session.name}", "```console\n" + "\n".join(lines) + "\n```\n"
+
+
+def run(command: str, status: int, folder: str) -> subprocess.CompletedProcess[str]:
+    """The command, as typed after one that exited with `status`; errors among the output, as on a terminal."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environ = {"PATH": programs, "HOME": folder, "COLUMNS": "100", "LINES": "50", "TERM": "dumb", "NO_COLOR": "1"}
+    environ |= {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        ["/bin/sh", "-c", f"(exit {status}); {command}"], cwd=folder, env=environ,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8",
+    )  # fmt: skip
+
+
+def plain(output: str, folder: str) -> str:
+    """The output without what only this machine knows: where the repository, the environment and the folder are."""
+    system = f"{platform.system()}-{platform.machine()}"
+    known = {f"{ROOT}/": "", f"{folder}/": "", sys.prefix: ".venv", sys.base_prefix: "python", platform.platform(): system}
+    for found, name in known.items():
+        output = output.replace(found, name)
+    return "\n".join(line.rstrip() for line in output.splitlines()).strip("\n")
+
+
+def comparable(session: Session, block: str) -> str:
+    """What of a block must be the same whenever and wherever the session is run."""
+    if session.volatile:
+        rows = [line for line in block.strip().splitlines() if not line.startswith("  ")]
+        return "\n".join(re.sub(r"[\d.]+", "#", line.strip().partition("  ")[0]) for line in rows)
+    return re.sub(r"\b\d+(\.\d+)?(?= (s|ms|µs|ns)\b)", "#", block.strip())
