@@ -404,3 +404,49 @@ def test_files_of_stock_torch_open_here_with_equal_bytes(tmp_path: Path) -> None
         assert array.tobytes() == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
     assert opened.array("bfloat16").dtype == np.uint16
     assert opened.array("float8_e8m0fnu").dtype == np.uint8
+
+
+def test_the_file_is_mapped_when_an_array_is_asked_for_and_unmapped_with_the_last_one(tmp_path: Path) -> None:
+    with Writer(tmp_path / "a.safetensors", {"w": ("F32", (4,)), "v": ("F32", (4,))}) as w:
+        w.write("w", np.arange(4, dtype=np.float32))
+        w.write("v", np.zeros(4, np.float32))
+    opened = Container(tmp_path / "a.safetensors")
+    assert opened._map is None
+    first, second = opened.array("w"), opened.array("v")
+    held = opened._map
+    assert held is not None and held() is not None
+    del first
+    assert held() is not None
+    second[0] = 7.0  # this process's copy
+    del second
+    assert held() is None
+    assert opened.array("v").tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("change", ["replaced", "written to"])
+def test_a_file_that_changed_after_its_header_was_read_is_not_read_on(tmp_path: Path, change: str) -> None:
+    for name in "ab":
+        with Writer(tmp_path / name, {"w": ("U8", (4,))}) as w:
+            w.write("w", name.encode() * 4)
+    opened = Container(tmp_path / "a")
+    held = opened.array("w")
+    if change == "replaced":
+        (tmp_path / "b").replace(tmp_path / "a")
+        assert bytes(held) == b"aaaa" == bytes(opened.array("w")), "what is mapped stays as it was"
+    else:
+        os.utime(tmp_path / "a", ns=(1, 1))
+    del held
+    with pytest.raises(
+        breccia.CorruptFileError, match=r"a: it was replaced or written to since its header was read. Open it again"
+    ):
+        opened.array("w")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sparse files, and a limit on memory, as Linux has them")
+def test_a_file_larger_than_memory_can_be_mapped(tmp_path: Path) -> None:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 2
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with open(tmp_path / "a.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    assert Container(tmp_path / "a.safetensors").array("w")[size - 1] == 0

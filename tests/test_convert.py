@@ -31,6 +31,7 @@ from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.container import Container, Writer
 from breccia_bridges.convert import Selection, convert
 from breccia_bridges.measure import Stored
+from breccia_bridges.results import Report
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
@@ -378,7 +379,7 @@ def test_a_source_with_nan_is_converted_and_said(tmp_path: Path, run: Run) -> No
     bad[1, 40] = np.nan
     save_file({"w": bad, "v": np.ones((4, 64), np.float32)}, tmp_path / "m.safetensors")
     code, _, err = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "mxfp8")
-    assert (code, err) == (0, "warning: NaN or Inf in the source of w; their blocks decode to NaN.\n")
+    assert (code, err) == (0, f"warning: NaN or Inf in {tmp_path / 'm.safetensors'}: w; their blocks decode to NaN.\n")
     code, text, _ = run("convert", tmp_path / "m.safetensors", tmp_path / "p.safetensors", "-r", "mxfp8", "--json")
     assert json.loads(text)["sqnr_db"] is None and json.loads(text)["worst"] == "w"
     assert {t["name"]: t["max_error"] for t in json.loads(text)["tensors"]} == {"w": None, "v": 0.0}
@@ -1063,7 +1064,7 @@ def test_convert_and_compare_write_reports(source: Path, tmp_path: Path, run: Ru
         assert "layer.0.mlp.weight" in (tmp_path / f"{recipe}.html").read_text("utf-8")
     candidates = [tmp_path / f"{recipe}.safetensors" for recipe in ("nvfp4", "mxfp8")]
     code, out, _ = run("compare", source, *candidates, "--report", tmp_path / "both.html")
-    assert code == 0 and f"report: {tmp_path / 'both.html'}" in out
+    assert code == 0 and f"report     {tmp_path / 'both.html'}" in out
     assert (tmp_path / "both.html").stat().st_size > 1e6
 
 
@@ -1083,3 +1084,36 @@ def test_runs_of_one_recipe_are_labelled_by_their_files(source: Path, tmp_path: 
     assert alone["label"] == "int4"
     listed = {t["name"]: t["histogram"] for t in alone["tensors"]}
     assert listed["step"] is None and sum(listed["layer.0.attention.weight"]["before"]) == 64 * 64
+
+
+def test_labels_are_the_shortest_that_tell_runs_apart(source: Path, tmp_path: Path) -> None:
+    def labels(*destinations: str) -> list[str]:
+        reports = [Report(str(source), str(tmp_path / path), breccia.INT4Scaling()) for path in destinations]
+        return commands._labels(reports)
+
+    assert labels("Qwen2.5-a", "Qwen2.5-b") == ["Qwen2.5-a", "Qwen2.5-b"]
+    assert labels("a/model.safetensors", "b/model.safetensors") == ["a/model", "b/model"]
+    assert labels("a.safetensors", "a.safetensors") == ["1: a", "2: a"]
+
+
+def test_a_report_never_takes_the_place_of_a_checkpoint(source: Path, tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "out.html"
+    folder.mkdir()
+    shutil.copy(source, folder / "m.safetensors")
+    code, _, err = run("convert", folder, tmp_path / "new.html", "-r", "int4", "--report", tmp_path / "new.html")
+    assert code == 1 and "is a checkpoint of this command; choose another name for the report." in err
+    assert entries(tmp_path) == ["model.safetensors", "out.html"]
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_run(
+    source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", locked)
+    out, report = tmp_path / "o.safetensors", tmp_path / "r.html"
+    for words in (("compare", source, source), ("convert", source, out, "-r", "int4")):
+        code, _, err = run(*words, "--report", report)
+        assert (code, err) == (1, f"error: cannot write {report}: Permission denied; choose another folder.\n")
+    assert entries(tmp_path) == ["model.safetensors"]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Run
 
 import breccia
@@ -84,16 +85,20 @@ def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pyt
         registry.reload()
 
 
-def test_a_framework_that_cannot_name_its_devices_is_a_problem(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no\n driver"), SystemExit("no driver")])
+def test_a_framework_that_cannot_name_its_devices_is_a_problem(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     def broken() -> list[str]:
-        raise RuntimeError("no driver")
+        raise error
 
     monkeypatch.setattr(threads, "devices", broken)
     targets.load.cache_clear()
     try:
         line = found("frameworks", "numpy")
         assert line.status == PROBLEM
-        assert line.text.endswith("asking it for its devices failed: RuntimeError: no driver")
+        assert line.text.endswith(f"asking it for its devices failed: {type(error).__name__}: no driver")
+        assert line.remedy == "pip install --force-reinstall numpy"
         assert run("doctor")[0] == 1
     finally:
         targets.load.cache_clear()
@@ -205,9 +210,23 @@ def test_bench_refuses_what_it_cannot_time(run: Run) -> None:
         (["--size", "0"], "error: Invalid value for '--size'"),
         (["--on", "jx"], "error: no framework 'jx'; did you mean 'jax'?"),
         (["--on", "torch:abacus"], "error: torch cannot use device 'abacus': "),
+        (["--on", "torch:meta"], "error: bench cannot run on torch:meta: "),
+        (["--size", "99999999"], "error: Unable to allocate "),
         (["nvpf4"], "error: no recipe 'nvpf4'; did you mean 'nvfp4'?"),
     ]:
         code, out, err = run("bench", *words)
         assert code in (1, 2) and out == "" and err.startswith(message) and err.count("\n") == 1
     with pytest.raises(breccia.OptionError, match="bench: runs is at least 1; got 0"):
         bench.measure(breccia.INT4Scaling(), runs=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bench runs there")
+def test_bench_on_a_device_that_is_not_there_is_one_line(run: Run) -> None:
+    code, out, err = run("bench", "--on", "torch:cuda", "--size", "8")
+    assert (code, out) == (1, "") and err.startswith("error: torch cannot use device 'cuda': ") and err.count("\n") == 1
+
+
+def test_bench_names_the_framework_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "jax")
+    with pytest.raises(ImportError, match="bench on jax needs jax, which is not installed: pip install jax"):
+        bench.measure(breccia.INT4Scaling(), "jax", size=8, runs=1)

@@ -207,3 +207,35 @@ def test_plain_files_have_no_scales(tmp_path: Path) -> None:
         "bytes": 0,
         "suspicious": [],
     }
+
+
+def test_packed_codes_of_strangers_and_their_scales_are_nothing_suspicious(tmp_path: Path) -> None:
+    fp4, scale = np.zeros((64, 32), np.uint8), np.zeros((64, 4), np.uint8)
+    one = np.ones((), np.float32)
+    layouts = {
+        "a.weight": ("U8", fp4), "a.weight_scale": ("F8_E4M3", scale), "a.weight_scale_2": ("F32", one),
+        "b.weight_packed": ("U8", fp4), "b.weight_scale": ("F8_E4M3", scale), "b.weight_global_scale": ("F32", one),
+    }  # fmt: skip
+    with Writer(tmp_path / "m.safetensors", {name: (dtype, x.shape) for name, (dtype, x) in layouts.items()}) as w:
+        for name, (_, x) in layouts.items():
+            w.write(name, x)
+    assert doubts(tmp_path / "m.safetensors") == {}
+    found = rows(tmp_path / "m.safetensors")
+    assert {n: (r["scaled_by"], r["block"]) for n, r in found.items() if r["scaled_by"]} == {
+        "a.weight": ("a.weight_scale", (1, 8)),
+        "b.weight_packed": ("b.weight_scale", (1, 8)),
+    }
+
+
+def test_a_config_that_contradicts_its_parts_is_told_from_the_header(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((8, 64), np.float32)
+    save_safetensors({"w": breccia.cast(x, breccia.NVFP4BlockScaling())}, tmp_path / "m.safetensors")
+    whole = (tmp_path / "m.safetensors").read_bytes()
+    assert whole.count(b'\\"shape\\":[8,64]') == 1
+    (tmp_path / "m.safetensors").write_bytes(whole.replace(b'\\"shape\\":[8,64]', b'\\"shape\\":[9,64]'))
+    assert doubts(tmp_path / "m.safetensors") == {
+        "w": [
+            "its data has shape 8x32; its config says 9x64, which takes 9x32",
+            "its scale has shape 8x4; its config says 9x64, which takes 9x4",
+        ]
+    }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,20 +238,18 @@ def test_compare_finds_what_convert_measured(recipe: breccia.ScalingRecipe, tmp_
 
 def test_compare_of_a_checkpoint_with_itself_differs_in_nothing(pair: tuple[Path, Path], run: Run) -> None:
     for path in pair:
-        report = compare(path, path)
-        assert all(t.reason == "equal" or t.measured.lossless for t in report.tensors)
-    code, out, err = run("compare", pair[0], pair[0])
-    assert (code, err) == (0, "") and "0 tensors compared: nothing differs" in out
+        assert {t.reason for t in compare(path, path).tensors} == {"equal"}
+        code, out, err = run("compare", path, path, "--fail-under", "1000")
+        assert (code, err) == (0, "") and "nothing differs; " in out
 
 
 def test_compare_prints_a_line_for_each_tensor_and_what_lies_in_one_only(pair: tuple[Path, Path], run: Run) -> None:
     code, out, err = run("compare", *pair)
     assert code == 0
-    assert "warning: tensor gone is of" not in err
-    assert f"warning: tensor gone is in {pair[0]} and not in {pair[1]}." in err
-    assert f"warning: tensor new is in {pair[1]} and not in {pair[0]}." in err
+    assert f"warning: in {pair[0]} and not in {pair[1]}: gone." in err
+    assert f"warning: in {pair[1]} and not in {pair[0]}: new." in err
     assert "4 tensors compared: " in out
-    assert "4 others (" in out and "2 equal" in out and "1 shapes differ: 40x64 and 20x64" in out
+    assert "; not measured: " in out and "2 equal" in out and "1 shapes differ: 40x64 and 20x64" in out
     code, text, _ = run("compare", *pair, "--json")
     found = json.loads(text)["candidates"][0]
     assert {t["name"]: t["stored_as"] for t in found["tensors"]}["fp4"] == "nvfp4"
@@ -265,11 +266,39 @@ def test_compare_takes_several_candidates_and_folders(pair: tuple[Path, Path], t
 
 
 def test_fail_under_exits_with_one_and_names_what_is_below(pair: tuple[Path, Path], run: Run) -> None:
-    assert run("compare", *pair, "--fail-under", "10")[0] == 0
-    code, _, err = run("compare", *pair, "--fail-under", "25")
-    assert code == 1
-    low = [line for line in err.splitlines() if line.startswith("below 25 dB: ")]
-    assert [line.split()[3] for line in low] == ["fp4", "half"] and low[0].endswith(" dB")
+    lossy = [t for t in compare(*pair).quantized if t.measured.sqnr < 25]
+    words = ", ".join(f"{t.name} ({t.measured.sqnr:.2f} dB)" for t in lossy)
+    assert sorted(t.name for t in lossy) == ["fp4", "half"]
+    code, out, err = run("compare", *pair, "--fail-under", "25")
+    assert code == 1 and "4 tensors compared" in out
+    line = err.splitlines()[-1]
+    assert line.startswith(f"error: tensors of {pair[1]} are below 25 dB: {words}, ")
+    for other in ("odd (differ, and I64 is not floating)", "moved (shapes differ: 40x64 and 20x64)", "gone (missing)"):
+        assert other in line
+    code, out, err = run("compare", *pair, "--fail-under", "25", "--json")
+    assert code == 1 and len(json.loads(out)["candidates"]) == 1
+    assert len(json.loads(err[err.index("{") :])["error"]["found"]["below"][str(pair[1])]) == 5
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        ({"a": np.ones((2, 2), np.float32)}, "b (missing)"),
+        ({"a": np.ones((2, 2), np.float32), "b": np.arange(3) + 1}, "b (differ, and I64 is not floating)"),
+        ({"a": np.ones((2, 3), np.float32), "b": np.arange(3)}, "a (shapes differ: 2x2 and 2x3)"),
+    ],
+)
+def test_fail_under_holds_for_what_cannot_be_measured(after: Any, why: str, tmp_path: Path, run: Run) -> None:
+    save_file({"a": np.ones((2, 2), np.float32), "b": np.arange(3)}, tmp_path / "a.safetensors")
+    save_file(after, tmp_path / "b.safetensors")
+    code, out, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--fail-under", "-1000")
+    assert code == 1 and "nothing differs" not in out
+    assert f"error: tensors of {tmp_path / 'b.safetensors'} are below -1000 dB: {why}." in err
+
+
+def test_fail_under_refuses_nan(pair: tuple[Path, Path], run: Run) -> None:
+    code, out, err = run("compare", *pair, "--fail-under", "nan")
+    assert (code, out) == (2, "") and "--fail-under takes a number of dB; NaN is below none." in err
 
 
 def test_fail_under_holds_for_nan(tmp_path: Path, run: Run) -> None:
@@ -277,7 +306,7 @@ def test_fail_under_holds_for_nan(tmp_path: Path, run: Run) -> None:
     save_file({"w": x}, tmp_path / "a.safetensors")
     save_safetensors({"w": breccia.cast(x, breccia.MXFP8BlockScaling())}, tmp_path / "b.safetensors")
     code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--fail-under", "-100")
-    assert code == 1 and "below -100 dB: w of" in err
+    assert code == 1 and "are below -100 dB: w (nan dB)." in err
 
 
 def test_compare_refuses_checkpoints_of_nothing_in_common(tmp_path: Path, run: Run) -> None:
@@ -285,7 +314,7 @@ def test_compare_refuses_checkpoints_of_nothing_in_common(tmp_path: Path, run: R
     save_file({f"b{i}": np.ones((2, 2), np.float32) for i in range(4)}, tmp_path / "b.safetensors")
     code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert code == 1
-    assert "have no tensor in common (a; b0, b1, b2, ...); compare checkpoints of one model." in err
+    assert "have no tensor in common (a; b0, b1, b2 and 1 more); compare checkpoints of one model." in err
     code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "nowhere.safetensors")
     assert code == 1 and "error: no checkpoint " in err
 
@@ -303,3 +332,129 @@ def test_float8_without_scales_is_not_measured(tmp_path: Path) -> None:
         w.write("w", np.zeros((4, 4), np.uint8))
     (t,) = compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors").tensors
     assert t.reason == "differ, and breccia finds no scales for F8_E4M3"
+
+
+def test_scales_of_either_sign_clip_alike(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((8, 16), np.float32)
+    st = breccia.cast(x, breccia.INT4Scaling(group_size=16))
+    for sign in (0.25, -0.25):
+        turned = breccia.from_buffer(st.data, st.scale * np.float16(sign), st.recipe, st.layout)
+        found = measure.measure(stored(tmp_path, x, "x.safetensors"), stored(tmp_path, turned, "y.safetensors"))
+        assert (found.clipped, found.flushed) == by_definition(x, turned) and found.clipped > 50
+
+
+def test_fp64_is_compared_as_it_is(tmp_path: Path, run: Run) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    x = np.array([[1 / 3, 1e300, 2.0]])
+    save_file({"w": x}, a)
+    with np.errstate(over="ignore"):
+        save_file({"w": x.astype(np.float32)}, b)
+    assert compare(a, a).tensors[0].reason == "equal"
+    code, _, err = run("compare", a, b)
+    assert (code, err) == (0, f"warning: NaN or Inf in {b} alone: w.\n")
+    save_file({"w": x[:, ::2].copy()}, a)
+    save_file({"w": x[:, ::2].astype(np.float32)}, b)
+    (t,) = compare(a, b).tensors
+    assert t.measured.max_error == abs(1 / 3 - float(np.float32(1 / 3))) and not t.measured.lossless
+
+
+def test_nan_is_said_of_the_side_that_has_it(tmp_path: Path, run: Run) -> None:
+    x = np.ones((2, 32), np.float32)
+    nan = x.copy()
+    nan[0, 0] = np.nan
+    many = {f"w{n}": nan for n in range(9)}
+    a, b = tmp_path / "nan.safetensors", tmp_path / "fine.safetensors"
+    save_file(many, a)
+    save_file(dict.fromkeys(many, x), b)
+    assert run("compare", a, b)[2] == f"warning: NaN or Inf in {a}: w0, w1, w2 and 6 more.\n"
+    assert run("compare", b, a)[2] == f"warning: NaN or Inf in {a} alone: w0, w1, w2 and 6 more.\n"
+
+
+def test_empty_and_scalar_tensors_are_compared(tmp_path: Path, run: Run) -> None:
+    before = {"none": np.zeros((0, 4), np.float32), "one": np.full((), 0.1, np.float32), "row": np.ones(3, np.float32)}
+    save_file(before, tmp_path / "a.safetensors")
+    save_file({name: np.asarray(x.astype(np.float16)) for name, x in before.items()}, tmp_path / "b.safetensors")
+    code, out, _ = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert code == 0 and {line.split()[-1] for line in out.splitlines()[2:5]} == {"none", "one", "row"}
+
+
+#: Names that something could obey, each with what is to be printed.
+HOSTILE = {
+    "a[/]b": "a[/]b",
+    "[red]x[/red]": "[red]x[/red]",
+    "line\nbreak": "line\\nbreak",
+    "\x1b[31mescape": "\\x1b[31mescape",
+    "t\tab": "t\\tab",
+    "\u2028": "\\u2028",
+    "caf\u00e9": "caf\u00e9",
+}
+
+
+def test_names_are_printed_as_they_are_and_obeyed_by_nothing(tmp_path: Path, run: Run) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 32), np.float32)
+    source, out = tmp_path / "[red]a.safetensors", tmp_path / "b[bold].safetensors"
+    save_file(dict.fromkeys(HOSTILE, x), source)
+    assert run("convert", source, out, "-r", "nvfp4")[0] == 0
+    for words in (("compare", source, out, out), ("inspect", out, "--scales")):
+        code, text, _ = run(*words)
+        assert code == 0
+        for name in HOSTILE.values():
+            assert any(line.endswith(f"  {name}") for line in text.split("\n")), name
+
+
+def test_output_that_cannot_be_encoded_is_escaped_and_fails_nothing(tmp_path: Path) -> None:
+    save_file({"caf\u00e9": np.ones((2, 32), np.float32)}, tmp_path / "a.safetensors")
+    words = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "-r", "mxfp8"]
+    for command in (words, ["inspect", str(tmp_path / "b.safetensors")]):
+        done = subprocess.run(
+            [sys.executable, "-m", "breccia", *command],
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_is_cut_at_eighty_columns(pair: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("compare", *pair, pair[1])
+    assert "\u2026" not in out and "..." not in out
+    lines = out.splitlines()
+    assert sum(line.endswith("  fp4") for line in lines) == 2
+    assert sum(line.endswith(f"  {pair[1]}") for line in lines) == 2, "one line for each candidate"
+    assert lines[1].split() == [
+        "SQNR",
+        "dB",
+        "cosine",
+        "max",
+        "error",
+        "clipped",
+        "underflow",
+        "bits/param",
+        "stored",
+        "as",
+        "tensor",
+    ]
+
+
+def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for n in range(80):
+            save_file({f"w{n}": np.full((2, 2), n + (folder == "b"), np.float32)}, tmp_path / folder / f"{n}.safetensors")
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "from breccia import cli\n"
+        "for words in (['compare', 'a', 'b', '--json'], ['inspect', 'a', '--json', '--scales']):\n"
+        "    try: cli.run(words)\n"
+        "    except SystemExit as e: assert not e.code"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_no_encoding_takes_is_printed_too(tmp_path: Path, run: Run) -> None:
+    header = b'{"\\ud800x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    done = subprocess.run([sys.executable, "-m", "breccia", "inspect", str(tmp_path / "a.safetensors")], capture_output=True)
+    assert done.returncode == 0 and done.stdout.decode().splitlines()[1].endswith("\\ud800x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -18,16 +19,17 @@ from rich.table import Table
 from rich.text import Text
 
 import breccia
-from breccia.cli import Json, print_json, recipe_names
+from breccia.cli import Json, print_json, print_table, printable, recipe_names
 
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
-from .compare import spelled
 from .convert import Selection
 from .convert import convert as convert_checkpoint
 from .inspection import inspected
+from .measure import Fidelity
 from .report import check_report, write_report
 from .results import Advance, Report
+from .text import named, percent, size, spelled
 
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report too.", show_default=False)]
 
@@ -64,7 +66,7 @@ def convert(
     if report is not None:
         if dry_run:
             raise typer.BadParameter("--report shows what was measured, and --dry-run measures nothing; leave one out.")
-        check_report(report)
+        _check_report(report, destination)
     selection = Selection(tuple(include or ()), tuple(exclude or ()))
     started = perf_counter()
     with _interruptible(destination), _progress("quantize and verify", source, 2) as advance:
@@ -79,13 +81,11 @@ def convert(
             advance=advance,
         )
     seconds = perf_counter() - started
-    if report is not None:
-        write_report(report, runs([found]), title=f"{source.name} under {chosen.name}")
     if as_json:
         print_json({**found.to_dict(), "dry_run": dry_run, "seconds": seconds})
     else:
-        _print_conversion(found, seconds, dry_run, report)
-    _warn(found)
+        _print_conversion(found, seconds, dry_run)
+    _finish([found], report, f"{source.name} under {chosen.name}", as_json)
 
 
 def compare(
@@ -100,41 +100,58 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare checkpoints tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
+    if fail_under is not None and math.isnan(fail_under):
+        raise typer.BadParameter("--fail-under takes a number of dB; NaN is below none.")
     if report is not None:
-        check_report(report)
+        _check_report(report, reference, *candidates)
     found: list[Report] = []
     for candidate in candidates:
         with _progress(f"compare {candidate.name}", reference, 1) as advance:
             found.append(compare_checkpoints(reference, candidate, histograms=report is not None, advance=advance))
-    if report is not None:
-        write_report(report, runs(found), title=f"{reference.name} compared")
     if as_json:
         print_json({"reference": str(reference), "candidates": [one.to_dict() for one in found]})
     else:
         _print_comparison(found)
-        if report is not None:
-            Console(soft_wrap=True).print(f"report: {report}", markup=False)
-    for one in found:
-        _warn(one)
+    _finish(found, report, f"{reference.name} compared", as_json)
     if fail_under is not None:
         _refuse_below(found, fail_under)
 
 
+def _check_report(report: Path, *others: Path) -> None:
+    """Refuse before the work what could not be written after it."""
+    check_report(report)
+    if report.absolute() in [other.absolute() for other in others]:
+        raise breccia.UnsupportedError(f"{report} is a checkpoint of this command; choose another name for the report.")
+
+
+def _finish(found: list[Report], report: Path | None, title: str, as_json: bool) -> None:
+    """Write the report and the warnings, when everything else is printed."""
+    console = Console(stderr=True, soft_wrap=True)
+    for warning in (warning for one in found for warning in one.warnings):
+        console.print(Text.assemble(("warning: ", "yellow"), printable(warning)), highlight=False)
+    if report is not None:
+        write_report(report, runs(found), title=title)
+        if not as_json:
+            typer.echo(f"report     {report}")
+
+
 def _refuse_below(found: list[Report], limit: float) -> None:
-    """Exit with 1, naming them, where tensors are further off than allowed; NaN is."""
-    low = [(one, t) for one in found for t in one.quantized if not t.measured.sqnr >= limit]
-    for one, t in low:
-        typer.echo(f"below {limit:g} dB: {t.name} of {one.destination}, {t.measured.sqnr:.2f} dB", err=True)
-    if low:
-        raise typer.Exit(1)
+    """Raise BrecciaError where tensors are further off than allowed, or nobody can say how far: NaN, missing, misshapen."""
+    refused: dict[str, list[str]] = {}
+    for one in found:
+        below = [f"{t.name} ({t.measured.sqnr:.2f} dB)" for t in one.quantized if not t.measured.sqnr >= limit]
+        below += [f"{t.name} ({t.reason})" for t in one.unlike] + [f"{name} (missing)" for name in one.missing]
+        if below:
+            refused[one.destination] = below
+    if refused:
+        said = [f"tensors of {path} are below {limit:g} dB: {named(below, 8)}." for path, below in refused.items()]
+        raise breccia.BrecciaError(" ".join(said), limit=limit, below=refused)
 
 
 def runs(reports: list[Report]) -> list[dict[str, Any]]:
     """What the page shows of each: everything, a label of its own, and the histograms."""
-    names = ["+".join(one.recipes) or "unchanged" for one in reports]
-    labels = names if len(set(names)) == len(names) else [Path(one.destination).stem for one in reports]
     found: list[dict[str, Any]] = []
-    for one, label in zip(reports, labels, strict=True):
+    for one, label in zip(reports, _labels(reports), strict=True):
         listed = one.to_dict()
         for row, t in zip(listed["tensors"], one.tensors, strict=True):
             row["histogram"] = t.histogram and t.histogram.to_dict()
@@ -142,20 +159,24 @@ def runs(reports: list[Report]) -> list[dict[str, Any]]:
     return found
 
 
+def _labels(reports: list[Report]) -> list[str]:
+    """The shortest names that tell them apart: recipes, files, or files with their folders; else with a number."""
+    paths = [Path(one.destination) for one in reports]
+    files = [path.name.removesuffix(".safetensors") for path in paths]
+    recipes = ["+".join(one.recipes) or "unchanged" for one in reports]
+    folders = [f"{path.absolute().parent.name}/{file}" for path, file in zip(paths, files, strict=True)]
+    told = next((names for names in (recipes, files, folders) if len(set(names)) == len(names)), None)
+    return told or [f"{n}: {file}" for n, file in enumerate(files, 1)]
+
+
 @contextmanager
 def _progress(what: str, source: Path, passes: int) -> Generator[Advance]:
     """A bar on a terminal, for `passes` passes over the bytes of a checkpoint."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True, soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=passes * source_bytes(source))
         yield lambda name, size: progress.advance(task, size)
-
-
-def _warn(report: Report) -> None:
-    console = Console(stderr=True, soft_wrap=True)
-    for warning in report.warnings:
-        console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
 
 
 class _Stopped(KeyboardInterrupt):
@@ -196,83 +217,68 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _print_conversion(found: Report, seconds: float, dry_run: bool, report: Path | None) -> None:
+def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.reasons.items())
     rows = {
         "recipe": f"{found.recipe}",
         "quantized": f"{len(found.quantized)} tensors, {found.bits_per_parameter:.2f} bits per parameter",
-        "kept": f"{len(found.kept)} tensors, {_size(found.bytes_kept)} in the precision they had: {reasons or 'none'}",
-        "size": f"{_size(found.bytes_in)} -> {_size(found.bytes_out)} ({found.bytes_out / max(1, found.bytes_in):.3f}x)",
+        "kept": f"{len(found.kept)} tensors, {size(found.bytes_kept)} in the precision they had: {reasons or 'none'}",
+        "size": f"{size(found.bytes_in)} -> {size(found.bytes_out)} ({found.bytes_out / max(1, found.bytes_in):.3f}x)",
     }
     if found.worst is not None:
-        all_of_them = found.fidelity
-        rows["SQNR"] = f"{all_of_them.sqnr:.2f} dB (cosine {found.cosine:.6f})"
-        rows["clipped"] = (
-            f"{_percent(all_of_them.clip_rate)} of elements; {_percent(all_of_them.underflow_rate)} underflow to 0"
-        )
-        rows["worst"] = f"{found.worst.name}: {found.worst.measured.sqnr:.2f} dB"
+        m, worst = found.fidelity, found.worst
+        rows["SQNR"] = f"{m.sqnr:.2f} dB (cosine {found.cosine:.6f})"
+        rows["lost"] = f"{percent(m.clip_rate)} of elements clipped, {percent(m.underflow_rate)} underflow to zero"
+        rows["worst"] = f"{worst.name}: {worst.measured.sqnr:.2f} dB"
     if dry_run:
         rows["dry run"] = f"nothing was written to {found.destination}"
     else:
         rows["verified"] = f"{found.destination}, read back and compared; {seconds:.1f} s"
-    if report is not None:
-        rows["report"] = f"{report}"
     if (Path(found.destination) / "config.json").exists() and not dry_run:
         rows["note"] = (
             "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load "
             "this folder as it is; load it with breccia.bridges.load_safetensors"
         )
     for name, value in rows.items():
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value)))
     Console(soft_wrap=True).print(table)
 
 
+#: Columns of a comparison; the tensor or file comes last, since it may be long.
+_FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")
+
+
 def _print_comparison(found: list[Report]) -> None:
-    console = Console(soft_wrap=True)
     for one in found:
-        table = Table(box=None, header_style="bold")
-        table.add_column("tensor", overflow="fold")
-        for heading in ("stored as", "bits/param", "SQNR dB", "cosine", "max error", "clipped", "underflow"):
-            table.add_column(heading, no_wrap=True, justify="left" if heading == "stored as" else "right")
-        for t in one.quantized:
-            m = t.measured
-            figures = (f"{m.sqnr:.2f}", f"{m.cosine:.6f}", f"{m.max_error:.3g}", _percent(m.clip_rate))
-            table.add_row(t.name, t.stored_as, f"{8 * t.bytes_out / t.parameters:.2f}", *figures, _percent(m.underflow_rate))
-        console.print(f"{one.source} -> {one.destination}", style="bold", markup=False, highlight=False)
+        typer.secho(printable(f"{one.source} -> {one.destination}"), bold=True)
         if one.quantized:
-            console.print(table)
-        kept = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
-        whole = f"{one.fidelity.sqnr:.2f} dB, cosine {one.cosine:.6f}" if one.worst else "nothing differs"
-        console.print(
-            f"{len(one.quantized)} tensors compared: {whole}; {_size(one.bytes_in)} -> {_size(one.bytes_out)}"
-            + (f"; {len(one.kept)} others ({_size(one.bytes_kept)}): {kept}" if kept else ""),
-            markup=False,
-            highlight=False,
-        )
+            rows = [(*_figures(t.measured, t.bits_per_parameter), t.stored_as, t.name) for t in one.quantized]
+            print_table((*_FIGURES, "stored as", "tensor"), rows)
+        typer.echo(printable(_outcome(one)))
     if len(found) > 1:
-        console.print(_summary(found))
+        typer.echo()
+        unmeasured = ("–",) * len(_FIGURES)
+        figures = [_figures(one.fidelity, one.bits_per_parameter) if one.quantized else unmeasured for one in found]
+        rows = [(*line, size(one.bytes_out), one.destination) for line, one in zip(figures, found, strict=True)]
+        print_table((*_FIGURES, ">size", "all of"), rows)
 
 
-def _summary(found: list[Report]) -> Table:
-    """A line for each of several candidates."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("candidate", overflow="fold")
-    for heading in ("bits/param", "size", "SQNR dB", "cosine", "clipped", "underflow", "worst tensor"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "worst tensor" else "right")
-    for one in found:
-        m, worst = one.fidelity, one.worst
-        figures = (
-            (f"{m.sqnr:.2f}", f"{one.cosine:.6f}", _percent(m.clip_rate), _percent(m.underflow_rate)) if worst else ("-",) * 4
-        )
-        named = f"{worst.measured.sqnr:.2f} dB, {worst.name}" if worst else "-"
-        table.add_row(one.destination, f"{one.bits_per_parameter:.2f}", _size(one.bytes_out), *figures, named)
-    return table
+def _figures(m: Fidelity, bits: float | None) -> tuple[str, ...]:
+    cells = (f"{m.sqnr:.2f}", f"{m.cosine:.6f}", f"{m.max_error:.3g}", percent(m.clip_rate), percent(m.underflow_rate))
+    return (*cells, "–" if bits is None else f"{bits:.2f}")
 
 
-def _percent(rate: float | None) -> str:
-    """Three digits, and no zero for what is not."""
-    return "-" if rate is None else f"{100 * rate:.3g} %"
+def _outcome(one: Report) -> str:
+    """How near a whole checkpoint is, and what was not measured."""
+    said = f"{len(one.quantized)} tensors compared"
+    if one.quantized:
+        said += f": {one.fidelity.sqnr:.2f} dB, cosine {one.fidelity.cosine:.6f}"
+    elif not (one.unlike or one.missing or one.added):
+        said = "nothing differs"
+    kept = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
+    others = f"; not measured: {size(one.bytes_kept)}, {kept}" if kept else ""
+    return f"{said}; {size(one.bytes_in)} -> {size(one.bytes_out)}{others}"
 
 
 def inspect(
@@ -285,40 +291,28 @@ def inspect(
     if as_json:
         print_json({"path": str(path), "bytes": sum(r["bytes"] for r in rows), "tensors": rows})
         return
-    table = Table(box=None, header_style="bold")
-    table.add_column("tensor", overflow="fold")
-    for heading in ("shape", "stored as", "bits/param", "bytes", *(("scales, least to largest",) if scales else ())):
-        table.add_column(heading, no_wrap=True)
+    headings = ["stored as", ">bits/param", ">bytes", *(["scales, least to largest"] if scales else []), "shape", "tensor"]
+    lines: list[tuple[str, ...]] = []
     for r in rows:
-        bits = f"{8 * r['bytes'] / r['parameters']:.2f}" if r["parameters"] else "-"
-        cells = [r["name"], spelled(r["shape"]), _stored_as(r), bits, _size(r["bytes"])]
-        if scales:
-            found = r["scales"]
-            cells.append(f"{found['min']:.3g} to {found['max']:.3g}" if found and found["min"] is not None else "")
-        table.add_row(*map(Text, cells))
-    console = Console(soft_wrap=True)
-    console.print(table)
+        bits = f"{8 * r['bytes'] / r['parameters']:.2f}" if r["parameters"] else "–"
+        found = r["scales"]
+        reach = f"{found['min']:.3g} to {found['max']:.3g}" if found and found["min"] is not None else ""
+        shown = [_stored_as(r), bits, size(r["bytes"]), *([reach] if scales else []), spelled(r["shape"]), r["name"]]
+        lines.append(tuple(shown))
+    print_table(headings, lines)
     scaled = [r for r in rows if r["recipe"] or r["scaled_by"]]
     total, parameters = sum(r["bytes"] for r in rows), sum(r["parameters"] for r in rows)
-    console.print(
-        f"{len(rows)} tensors, {len(scaled)} of them scaled; {parameters:,} parameters in {_size(total)}, "
+    typer.echo(
+        f"{len(rows)} tensors, {len(scaled)} of them scaled; {parameters:,} parameters in {size(total)}, "
         f"{8 * total / max(1, parameters):.2f} bits per parameter"
     )
     for r in rows:
         for doubt in r["suspicious"]:
-            console.print(Text.assemble(("suspicious: ", "yellow"), f"{r['name']}: {doubt}"))
+            typer.echo(typer.style("suspicious: ", fg="yellow") + printable(f"{r['name']}: {doubt}"))
 
 
 def _stored_as(row: dict[str, Any]) -> str:
     if not row["scaled_by"]:
         return row["stored_as"]
-    return f"{row['stored_as']}, a scale per {spelled(row['block']) if row['block'] else '?'}"
-
-
-def _size(count: int) -> str:
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+    unit = " bytes" if row["stored_as"] in ("U8", "I8") else ""
+    return f"{row['stored_as']}, a scale per {spelled(row['block']) if row['block'] else '?'}{unit}"

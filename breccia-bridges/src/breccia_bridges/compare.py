@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,11 +12,10 @@ from breccia import CorruptFileError, UnsupportedError
 
 from .checkpoint import checkpoint_files
 from .container import Container, Shape
-from .measure import SLAB, Stored, histogram, measure
-from .results import Advance, Report, TensorReport
+from .measure import FLOATING, SLAB, Stored, histogram, measure
+from .results import EQUAL, Advance, Report, TensorReport
 from .safetensors import PARTS, Config, read_configs
-
-_FLOATING = ("F64", "F32", "F16", "BF16")
+from .text import named, spelled
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Held:
     @property
     def readable(self) -> bool:
         """Does the file say which numbers it holds?"""
-        return self.config is not None or self.stored_as in _FLOATING
+        return self.config is not None or self.stored_as in FLOATING
 
 
 def held_tensors(path: Path) -> dict[str, Held]:
@@ -83,9 +81,9 @@ def compare(
 ) -> Report:
     """How near the tensors of `candidate` are to those of the same name in `reference`.
 
-    Each is a `.safetensors` file or a folder of them, plain or quantized by breccia, in any mixture. Values are compared as
-    FP32, as `dequantize` gives them. Tensors of equal bytes, and those that hold no floating numbers, are listed with the
-    reason why they were not measured.
+    Each is a `.safetensors` file or a folder of them, plain or quantized by breccia, in any mixture. Scaled tensors are
+    compared by the FP32 values that `dequantize` gives. Tensors of equal bytes, and those that hold no floating numbers, are
+    listed with the reason why they were not measured.
     histograms: count the elements of compared tensors by value, in both.
     advance: called with a tensor's name and its bytes in the reference.
 
@@ -94,9 +92,9 @@ def compare(
     before, after = held_tensors(Path(reference)), held_tensors(Path(candidate))
     common = [name for name in before if name in after]
     if not common:
+        here, there = (named(names) or "none at all" for names in (before, after))
         raise UnsupportedError(
-            f"{reference} and {candidate} have no tensor in common ({_some(before)}; {_some(after)}); compare checkpoints of "
-            "one model."
+            f"{reference} and {candidate} have no tensor in common ({here}; {there}); compare checkpoints of one model."
         )
     report = Report(
         str(reference),
@@ -122,8 +120,8 @@ def _why_not(x: Held, y: Held) -> str:
     """Why two tensors are not measured; empty where they are."""
     if x.shape != y.shape:
         return f"shapes differ: {spelled(x.shape)} and {spelled(y.shape)}"
-    if x.config is None and y.config is None and x.stored_as == y.stored_as and _same_bytes(x, y):
-        return "equal"
+    if _same_bytes(x, y):
+        return EQUAL
     unknown = [held.stored_as for held in (x, y) if not held.readable]
     if not unknown:
         return ""
@@ -132,14 +130,15 @@ def _why_not(x: Held, y: Held) -> str:
 
 
 def _same_bytes(x: Held, y: Held) -> bool:
-    a, b = (held.container.array(held.name).reshape(-1).view(np.uint8) for held in (x, y))
+    """Are all parts the same, and do they mean the same?"""
+    if x.config != y.config or x.stored_as != y.stored_as:
+        return False
+    pairs = [(x.container, y.container, part) for part in x.parts]
+    if any(here.entries[part].nbytes != there.entries[part].nbytes for here, there, part in pairs):
+        return False
+    return all(_same(here.array(part), there.array(part)) for here, there, part in pairs)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    a, b = (array.reshape(-1).view(np.uint8) for array in (a, b))
     return all(np.array_equal(a[i : i + SLAB], b[i : i + SLAB]) for i in range(0, a.size, SLAB))
-
-
-def spelled(shape: Iterable[int]) -> str:
-    """`2x3`"""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _some(tensors: Mapping[str, Held]) -> str:
-    return ", ".join(list(tensors)[:3]) + (", ..." if len(tensors) > 3 else "") or "none at all"

@@ -13,6 +13,7 @@ import os
 import secrets
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ DTYPES: dict[str, tuple[int, str]] = {
     "I64": (64, "int64"),
     "U64": (64, "uint64"),
 }
+
+#: MAP_NORESERVE, which Python names from 3.13 on.
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 _FETCH = "Copy or download the file again."
 _REWRITE = "The program that wrote it has a fault: write it again with breccia.bridges.save_safetensors or safetensors."
@@ -118,24 +122,36 @@ class Container:
         _need_little_endian()
         self.path = Path(path)
         with open(self.path, "rb") as file:
+            self._identity = _identity(file)
             size = os.fstat(file.fileno()).st_size
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
             self.metadata, self.entries = self._parsed(header, size - self._data_start)
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        #: The map that arrays in use share. It holds a file descriptor, so it lives no longer than they do.
+        self._map: weakref.ref[mmap.mmap] | None = None
 
     def array(self, name: str) -> np.ndarray:
         """The tensor as a mapped, copy-on-write view: writing to it changes this process's pages, never the file.
 
         BF16 comes as uint16 bit patterns, 8-bit floats as uint8, smaller floats as the flat uint8 bytes of the file.
-        Raises UnknownNameError where the file has no tensor of that name.
+        Raises UnknownNameError where the file has no tensor of that name, CorruptFileError where it changed meanwhile.
         """
         if name not in self.entries:
             raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
         entry = self.entries[name]
         bits, dtype = DTYPES[entry.dtype]
         shape = entry.shape if bits >= 8 else (entry.nbytes,)
-        return np.ndarray(shape, dtype, buffer=self._map, offset=self._data_start + entry.start)
+        return np.ndarray(shape, dtype, buffer=self._mapped(), offset=self._data_start + entry.start)
+
+    def _mapped(self) -> mmap.mmap:
+        held = self._map and self._map()
+        if held is None:
+            with open(self.path, "rb") as file:
+                if _identity(file) != self._identity:
+                    self._refuse("it was replaced or written to since its header was read.", "Open it again.")
+                held = _map(file)
+            self._map = weakref.ref(held)
+        return held
 
     # -- the header ---------------------------------------------------------------------------------------------
 
@@ -368,6 +384,20 @@ class Writer:
             raise IsADirectoryError(f"cannot write {self.path}: it is a directory; give the name of a file.")
         if not self._force and os.path.lexists(self.path):
             raise FileExistsError(f"{self.path} exists; choose another name, or replace it: force=True (--force).")
+
+
+def _identity(file: BinaryIO) -> tuple[int, ...]:
+    """What differs where another file has taken the name, or this one was written to."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _map(file: BinaryIO) -> mmap.mmap:
+    """The file, copy-on-write. No memory is set aside for copies, so that files larger than it can be mapped."""
+    if sys.platform == "win32":
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    flags = mmap.MAP_PRIVATE | _NORESERVE
+    return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _need_little_endian() -> None:

@@ -30,7 +30,7 @@ from .safetensors import PARTS, Described, open_writer, plan, read_configs
 #: Left as they are unless `include` names them: they are small, or their precision shows in every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
 
-_FLOATING = ("F32", "F16", "BF16")
+_CASTABLE = ("F32", "F16", "BF16")
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
 
 
@@ -46,7 +46,7 @@ class Selection:
 
     def reason_to_keep(self, name: str, entry: Entry) -> str:
         """Why a tensor stays as it is; empty where it is to be quantized."""
-        if entry.dtype not in _FLOATING:
+        if entry.dtype not in _CASTABLE:
             return f"{entry.dtype} cannot be cast" if entry.dtype.startswith("F") else "not floating"
         if math.prod(entry.shape) == 0:
             return "empty"

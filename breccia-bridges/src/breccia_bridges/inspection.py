@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from breccia import LayoutError
 from breccia.codecs import CODECS, F32, Codec
+from breccia.formats import TENSOR
+from breccia.grids import packed_length
 from breccia.ops import NUMPY
 
-from .compare import Held, held_tensors, spelled
+from .compare import Held, held_tensors
 from .container import Container, Shape
+from .text import spelled
 
 #: How others name the scales of a tensor `name`: a suffix of the whole name, or a last word in the place of `weight`.
 _FOREIGN_SUFFIXES = ("_scale_inv", "_scale", ".scale", ".scales", "_scales")
@@ -58,14 +62,21 @@ def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
+def _is_scale(name: str) -> bool:
+    """Is it a name that others give to scales?"""
+    return name.endswith(_FOREIGN_SUFFIXES) or name.rpartition(".")[2] in _FOREIGN_WORDS
+
+
 def _is_code(held: Held) -> bool:
-    """Could a stranger's tensor be codes that need scales?"""
-    return held.config is None and held.stored_as.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")) and len(held.shape) > 1
+    """Are these, by their dtype, codes of a stranger that need scales?"""
+    foreign = held.config is None and len(held.shape) > 1 and not _is_scale(held.name)
+    return foreign and held.stored_as.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_"))
 
 
 def _scale_of(held: Held, tensors: dict[str, Held]) -> Held | None:
-    """The tensor that another program's names make the scale of this one."""
-    if not _is_code(held):
+    """The tensor that another program's names make the scale of this one: of codes, or of bytes that may be."""
+    packed = held.config is None and len(held.shape) > 1 and held.stored_as in ("U8", "I8") and not _is_scale(held.name)
+    if not packed and not _is_code(held):
         return None
     stem = held.name.rpartition(".")[0]
     names = [held.name + suffix for suffix in _FOREIGN_SUFFIXES]
@@ -79,6 +90,7 @@ def _suspicious(held: Held, scale: Held | None) -> Iterator[str]:
         wanted, found = held.config.recipe.format.scale.codec.name, held.config.scale_dtype
         if found and found != wanted:
             yield f"its scales are {found}; the recipe writes {wanted}"
+        yield from _contradictions(held)
     elif _is_code(held) and scale is None:
         yield f"{held.stored_as} codes without scales that breccia knows by name"
     elif scale is not None:
@@ -88,14 +100,34 @@ def _suspicious(held: Held, scale: Held | None) -> Iterator[str]:
             yield f"{scale.name} of shape {spelled(scale.shape)} does not tile shape {spelled(held.shape)}"
 
 
+def _contradictions(held: Held) -> Iterator[str]:
+    """Parts of other shapes than the config's logical shape asks for."""
+    config, entries = held.config, held.container.entries
+    if config is None or config.shape is None:
+        return
+    data = list(config.shape)
+    data[config.axis] = packed_length(config.recipe.format.element, data[config.axis])
+    wanted: dict[str, tuple[Shape, ...]] = {"data": (tuple(data),)}
+    try:
+        wanted["scale"] = config.layout.scale_shapes(config.shape, config.axis)
+    except LayoutError as e:
+        yield str(e)
+    for part, shapes in wanted.items():
+        found = entries[f"{held.name}.{part}"].shape
+        if found not in shapes and not (part == "scale" and config.layout.block(config.axis) == TENSOR):
+            asked = " or ".join(map(spelled, shapes))
+            yield f"its {part} has shape {spelled(found)}; its config says {spelled(config.shape)}, which takes {asked}"
+
+
 def tile(shape: Shape, scales: Shape) -> tuple[int, ...] | None:
     """The block that each scale covers, if scales of that shape tile a tensor of that shape."""
     if math.prod(scales) == 1:
         return shape
-    padded = (*scales, *(1,) * (len(shape) - len(scales)))
-    if len(padded) != len(shape):
+    if len(scales) == 1 and len(shape) == 2:  # of rows, or of columns
+        scales = (scales[0], 1) if scales[0] == shape[0] else (1, scales[0]) if scales[0] == shape[1] else (0, 0)
+    if len(scales) != len(shape):
         return None
-    sides = tuple(_side(n, count) for n, count in zip(shape, padded, strict=True))
+    sides = tuple(_side(n, count) for n, count in zip(shape, scales, strict=True))
     return None if 0 in sides else sides
 
 

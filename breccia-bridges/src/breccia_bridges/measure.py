@@ -19,12 +19,16 @@ from breccia.tensor import part_grids
 
 from .container import Container, Shape
 from .safetensors import Config, read_tensor
+from .text import number
 
 #: Elements dealt with at a time. It bounds memory and changes no byte.
 SLAB = 1 << 20
 
 #: Some of a tensor's matrices, and some of their rows.
 Slab = tuple[slice, slice]
+
+#: Dtypes of a file that hold floating numbers as they are.
+FLOATING = ("F64", "F32", "F16", "BF16")
 
 #: Bins of a histogram: odd, so that zero has one.
 BINS = 101
@@ -52,6 +56,7 @@ class Fidelity:
     nonzero: elements x other than 0. flushed: those of them that became 0.
     bounded: elements whose format has a largest value for their block. clipped: those of them beyond it, by more than
         half of its last step, so that they saturated.
+    bad, bad_after: elements x, and y, that are NaN or Inf.
     """
 
     count: int = 0
@@ -64,6 +69,8 @@ class Fidelity:
     flushed: int = 0
     bounded: int = 0
     clipped: int = 0
+    bad: int = 0
+    bad_after: int = 0
 
     def __add__(self, other: Fidelity) -> Fidelity:
         sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -103,7 +110,7 @@ class Fidelity:
     def to_dict(self) -> dict[str, Any]:
         """Figures by name, ready for `json.dumps`: those that are not finite become None."""
         figures = {"sqnr_db": self.sqnr, "cosine": self.cosine, "max_error": self.max_error}
-        plain = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        plain = {name: number(value) for name, value in figures.items()}
         return {**plain, "clip_rate": self.clip_rate, "underflow_rate": self.underflow_rate, "lossless": self.lossless}
 
 
@@ -112,7 +119,7 @@ NOTHING = Fidelity()
 
 
 class Stored:
-    """A floating tensor of a checkpoint, plain or scaled, read as FP32 by slabs.
+    """A floating tensor of a checkpoint, plain or scaled, read by slabs.
 
     Its matrices are stacked: a slab is some of them, and some of their rows.
     """
@@ -130,9 +137,11 @@ class Stored:
             self.unit = _row_unit(self._scaled)
 
     def values(self, slab: Slab) -> np.ndarray:
-        """FP32, of three axes."""
+        """FP32, or FP64 as it is, of three axes."""
         if self._scaled is None:
             piece = self._array[slab]
+            if self.dtype == "F64":
+                return piece
             return BF16.read(NUMPY, piece) if self.dtype == "BF16" else NUMPY.f32(piece)
         return self._decoded(self._piece(self._scaled, slab))
 
@@ -144,7 +153,8 @@ class Stored:
         (lowest, below), (highest, above) = _ends(piece.recipe.format.element)
         low, high = (self._decoded(_of_one_code(piece, code)) for code in (lowest, highest))
         with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
-            return low - (high * below - low * below), high + (high * above - low * above)
+            ends = low - (high * below - low * below), high + (high * above - low * above)
+        return np.minimum(*ends), np.maximum(*ends)  # a negative scale turns them round
 
     def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
         return st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
@@ -193,7 +203,7 @@ def _fidelity(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray
             clipped = ((x < low) | (x > high)) & (low < high)
     nonzero = x != 0
     p, q = (a.astype(np.float64).reshape(-1) for a in (x, y))
-    with np.errstate(invalid="ignore"):  # of 0 times Inf
+    with np.errstate(over="ignore", invalid="ignore"):  # of FP64 squared, and of 0 times Inf
         e = p - q
         sums = {"signal": float(p @ p), "noise": float(e @ e), "dot": float(p @ q), "energy": float(q @ q)}
     return Fidelity(
@@ -204,6 +214,8 @@ def _fidelity(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray
         flushed=int((nonzero & (y == 0) & ~clipped).sum()),
         bounded=0 if limits is None else x.size,
         clipped=int(clipped.sum()),
+        bad=int((~np.isfinite(x)).sum()),
+        bad_after=int((~np.isfinite(y)).sum()),
     )
 
 
@@ -237,7 +249,8 @@ def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
     """The tensor with `code` everywhere, and the scales it has."""
     codec = st.recipe.format.element
     group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
-    line = np.resize(group, st.data.shape[st.axis])
+    length = st.data.shape[st.axis]
+    line = np.tile(group, -(-length // group.size))[:length]
     data = np.broadcast_to(line if st.axis == -1 else line[:, None], st.data.shape)
     parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     return ScaledTensor.assemble(*parts, tail=st.tail)

@@ -6,11 +6,15 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from breccia import UnsupportedError, __version__
+
+from .text import percent, size
 
 _NEEDS = ("plotly", "jinja2")
 #: What the page's script reads of a run; the template shows the rest.
@@ -20,8 +24,8 @@ _DRAWN = ("label", "bytes_out", "sqnr_db", "lossless", "worst", "tensors")
 def check_report(path: str | os.PathLike[str]) -> None:
     """Raise now what `write_report` would raise after the work is done.
 
-    UnsupportedError for a name that is no HTML file's, FileNotFoundError for a folder that is not there, ImportError where
-    the extra `report` is not installed.
+    UnsupportedError for a name that is no HTML file's, OSError for a folder that is not there or cannot be written to,
+    ImportError where the extra `report` is not installed, or broken.
     """
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
@@ -30,9 +34,24 @@ def check_report(path: str | os.PathLike[str]) -> None:
         raise UnsupportedError(f"{target} is a folder; name a file for the report, such as {target / 'report.html'}.")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target}: there is no folder {target.parent}; create it first.")
-    missing = [module for module in _NEEDS if find_spec(module) is None]
-    if missing:
-        raise ImportError(f"--report needs {' and '.join(missing)}: pip install 'breccia-bridges[report]'", name=missing[0])
+    try:
+        for module in (*_NEEDS, "plotly.offline"):
+            import_module(module)
+    except Exception as e:
+        missing = [module for module in _NEEDS if find_spec(module) is None]
+        wrong = f"needs {' and '.join(missing)}" if missing else f"cannot use plotly and jinja2 ({type(e).__name__}: {e})"
+        raise ImportError(f"--report {wrong}: pip install 'breccia-bridges[report]'") from e
+    beside = _beside(target)
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as e:
+        raise type(e)(f"cannot write {target}: {e.strerror}; choose another folder.") from e
+
+
+def _beside(target: Path) -> Path:
+    """A temporary name in the folder of the page."""
+    return target.parent / f".breccia-{secrets.token_hex(8)}.tmp"
 
 
 def write_report(
@@ -47,7 +66,7 @@ def write_report(
     if not runs:
         raise UnsupportedError("a report is of one run or more; got none.")
     page, target = _rendered(runs, title), Path(path)
-    beside = target.parent / f".breccia-{secrets.token_hex(8)}.tmp"
+    beside = _beside(target)
     try:
         # A name may hold half of a surrogate pair, which no encoding takes.
         beside.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -69,7 +88,9 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         lstrip_blocks=True,
     )
     env.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    env.filters.update(size=_size, percent=_percent, decibel=_decibel, breakable=_breakable)
+    env.filters.update(
+        size=partial(size, space=NO_BREAK), percent=partial(percent, space=NO_BREAK), decibel=_decibel, breakable=_breakable
+    )
     shown: list[dict[str, Any]] = [_finite(run) for run in runs]
     return env.get_template("report.html").render(
         title=title,
@@ -106,23 +127,8 @@ def _finite(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------ numbers and names as text
 
-# No-break spaces keep a number and its unit on one line.
-
-
-def _size(count: float) -> str:
-    if count < 1000:
-        return f"{count:.0f}\xa0B"
-    units = iter(("kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while (count := count / 1000) >= 1000 and unit != "TB":
-        unit = next(units)
-    return f"{count:.2f}\xa0{unit}"
-
-
-def _percent(rate: float | None) -> str:
-    if rate is None:
-        return "–"
-    return "<\xa00.001\xa0%" if 0 < rate < 1e-5 else f"{100 * rate:.3g}\xa0%"
+#: Keeps a number and its unit on one line.
+NO_BREAK = "\xa0"
 
 
 def _decibel(record: Mapping[str, Any]) -> str:

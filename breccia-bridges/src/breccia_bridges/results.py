@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,10 @@ from breccia import ScalingRecipe
 
 from .container import Shape
 from .measure import NOTHING, Fidelity, Histogram
+from .text import named
+
+#: The reason for not measuring two tensors of the same bytes.
+EQUAL = "equal"
 
 #: Called with a tensor's name and the bytes of it that were dealt with.
 Advance = Callable[[str, int], None]
@@ -43,6 +47,11 @@ class TensorReport:
     @property
     def parameters(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def bits_per_parameter(self) -> float | None:
+        """Bits that a parameter takes, its share of the scales included; None where there is no parameter."""
+        return 8 * self.bytes_out / self.parameters if self.parameters else None
 
     @property
     def measured(self) -> Fidelity:
@@ -100,6 +109,11 @@ class Report:
         return dict(Counter(t.reason for t in self.kept).most_common())
 
     @property
+    def unlike(self) -> list[TensorReport]:
+        """Those kept that are not equal in both of two checkpoints: nobody can say how near they are."""
+        return [t for t in self.kept if t.reason != EQUAL]
+
+    @property
     def parameters(self) -> int:
         return sum(t.parameters for t in self.tensors)
 
@@ -133,9 +147,8 @@ class Report:
 
     @property
     def cosine(self) -> float:
-        """Mean cosine of the quantized tensors, each weighed by its parameters; 1 where there are none."""
-        weights = sum(t.parameters for t in self.quantized)
-        return sum(t.measured.cosine * t.parameters for t in self.quantized) / weights if weights else 1.0
+        """Of all quantized tensors together, as one vector; 1 where there are none."""
+        return self.fidelity.cosine
 
     @property
     def worst(self) -> TensorReport | None:
@@ -147,15 +160,18 @@ class Report:
     def warnings(self) -> list[str]:
         """What a user should hear of, in sentences."""
         found = [f"the pattern {pattern!r} matches no tensor." for pattern in self.unmatched]
-        if self.missing:
-            found.append(f"{_listed(self.missing)} in {self.source} and not in {self.destination}.")
-        if self.added:
-            found.append(f"{_listed(self.added)} in {self.destination} and not in {self.source}.")
+        for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
+            if names:
+                found.append(f"in {here} and not in {there}: {named(names)}.")
         if not self.quantized and self.recipe is not None:
             found.append("no tensor was quantized; `--json` says why each was kept.")
-        bad = [t.name for t in self.quantized if not math.isfinite(t.measured.signal)]
+        bad = [t.name for t in self.quantized if t.measured.bad]
+        worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:
-            found.append(f"NaN or Inf in the source of {', '.join(bad)}; their blocks decode to NaN.")
+            blocks = "; their blocks decode to NaN" if self.recipe is not None else ""
+            found.append(f"NaN or Inf in {self.source}: {named(bad)}{blocks}.")
+        if worse:
+            found.append(f"NaN or Inf in {self.destination} alone: {named(worse)}.")
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +188,7 @@ class Report:
             "bytes_out": self.bytes_out,
             "bytes_kept": self.bytes_kept,
             "bits_per_parameter": self.bits_per_parameter,
-            **(fidelity.to_dict() | {"cosine": number(self.cosine)} if known else dict.fromkeys(NOTHING.to_dict())),
+            **(fidelity.to_dict() if known else dict.fromkeys(NOTHING.to_dict())),
             "worst": worst.name if worst else None,
             "kept": self.reasons,
             "unmatched": self.unmatched,
@@ -181,17 +197,3 @@ class Report:
             "warnings": self.warnings,
             "tensors": [t.to_dict() for t in self.tensors],
         }
-
-
-def number(value: float | None) -> float | None:
-    """`value` where JSON can say it."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _listed(names: Iterable[str], shown: int = 3) -> str:
-    """`tensors a, b, c and 4 more are`"""
-    first, *more = list(names)
-    if not more:
-        return f"tensor {first} is"
-    rest = len(more) + 1 - shown
-    return f"tensors {', '.join([first, *more][:shown])}{f' and {rest} more' if rest > 0 else ''} are"

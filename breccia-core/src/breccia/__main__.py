@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from .siblings import unrelated
 
@@ -11,11 +12,10 @@ def main() -> None:
     """Run the command line, or say what to install for it."""
     try:
         try:
-            import rich
-            import typer
+            for module in ("rich", "typer"):
+                import_module(module)
         except ImportError as e:
             sys.exit(f"breccia: the command line needs {e.name}, which is not installed: pip install 'breccia-core[cli]'")
-        assert rich and typer
         try:
             from .cli import run
         except ImportError:

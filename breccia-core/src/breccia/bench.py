@@ -14,6 +14,8 @@ import numpy as np
 from . import targets
 from .api import cast, dequantize, explain, matmul
 from .errors import OptionError
+from .frameworks import Framework
+from .ops import Ops
 from .options import whole_number
 from .recipes import ScalingRecipe
 from .registry import registry
@@ -37,9 +39,14 @@ class Timing:
     def least(self) -> float:
         return min(self.seconds)
 
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """Least, median and most."""
+        return self.least, statistics.median(self.seconds), max(self.seconds)
+
     def to_dict(self) -> dict[str, Any]:
-        """Everything, and least, median and most."""
-        spread = {"min_s": self.least, "median_s": statistics.median(self.seconds), "max_s": max(self.seconds)}
+        """Everything, the spread in the place of each time."""
+        spread = dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
         return {"recipe": self.recipe, "op": self.op, "kernel": self.kernel, "bytes": self.bytes, **spread}
 
 
@@ -49,14 +56,24 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
     on: framework, or framework:device. Each result is waited for by reading one item of it. The first call, which loads
     and compiles, is not counted.
 
-    Raises OptionError for a size or a number of runs below 1, UnknownNameError for a framework.
+    Raises OptionError for a size or a number of runs below 1 and for a device there is not, UnknownNameError for a
+    framework, ImportError where it is not installed.
     """
     for name, value in (("size", size), ("runs", runs)):
         if whole_number(name, value) < 1:
             raise OptionError(f"bench: {name} is at least 1; got {value}.", **{name: value})
-    framework, _, device = on.partition(":")
-    ops = targets.load(registry().look_up("breccia_frameworks", framework, "framework").ops)
+    name, _, device = on.partition(":")
+    framework: Framework = registry().look_up("breccia_frameworks", name, "framework")
+    root = framework.module.partition(".")[0]
+    if not targets.installed(root):
+        raise ImportError(f"bench on {name} needs {root}, which is not installed: pip install {root}", name=root)
+    try:
+        return _timings(recipe, targets.load(framework.ops), device, size, runs, label or recipe.name)
+    except RuntimeError as e:  # what frameworks raise for a device that is there in name only
+        raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
 
+
+def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int, label: str) -> list[Timing]:
     def placed(*shape: int) -> Any:
         x = ops.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
         return ops.to(x, device) if device else x
@@ -83,5 +100,5 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
             wait(call())
             seconds.append(perf_counter() - started)
         winner = explain(op, *operands).winner
-        found.append(Timing(label or recipe.name, op, winner.name if winner else "", touched, tuple(seconds)))
+        found.append(Timing(label, op, winner.name if winner else "", touched, tuple(seconds)))
     return found

@@ -8,17 +8,17 @@ system's is a fault of the program: its traceback shows.
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
@@ -117,12 +117,15 @@ def run(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     ours = words[: words.index("--")] if "--" in words else words
     debug, as_json = "--debug" in ours, "--json" in ours
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     rest = [*(word for word in ours if word != "--debug"), *words[len(ours) :]]
     try:
         sys.exit(application().main(rest, prog_name="breccia", standalone_mode=False))
     except _Interrupted as e:
         raise KeyboardInterrupt from e
-    except (BrecciaError, OSError, ImportError, PluginWarning, typer.Abort) as e:
+    except (BrecciaError, OSError, ImportError, MemoryError, PluginWarning, typer.Abort) as e:
         if debug:
             raise
         _fail(e, str(e), 1, as_json)
@@ -148,6 +151,22 @@ def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
     else:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), line), highlight=False)
     sys.exit(code)
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without what a terminal would obey: names come from files that anybody wrote."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print columns; those whose heading begins with ">" are aligned right. Put what may be long last: nothing is cut."""
+    titles = [heading.removeprefix(">") for heading in headings]
+    lines = [titles, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [">" if heading.startswith(">") else "<" for heading in headings]
+    for n, line in enumerate(lines):
+        text = "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True)).rstrip()
+        typer.secho(text, bold=n == 0)
 
 
 def print_json(value: Any) -> None:
@@ -188,13 +207,10 @@ def plugins(as_json: Json = False) -> None:
     if as_json:
         print_json([asdict(p) for p in found])
         return
-    table = Table("plug-in", "distribution", "version", "status", "declares", box=None, header_style="bold")
-    for p in found:
-        style = {"active": "green", "blocked": "yellow"}.get(p.status, "red")
-        counts = Counter(d.partition(":")[0] for d in p.declares)
-        declares = ", ".join(f"{hook} {n}" for hook, n in counts.items()) or "nothing yet"
-        table.add_row(p.name, p.distribution, p.version, Text(p.status, style), Text(p.reason or declares))
-    Console().print(table)
+    counts = {p.name: Counter(d.partition(":")[0] for d in p.declares) for p in found}
+    declared = {name: ", ".join(f"{hook} {n}" for hook, n in count.items()) for name, count in counts.items()}
+    rows = [(p.name, p.distribution, p.version, p.status, p.reason or declared[p.name] or "nothing yet") for p in found]
+    print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
 
 
 def doctor(as_json: Json = False) -> None:
@@ -243,13 +259,8 @@ def bench(
         shape = {"on": on, "size": size, "rows": ROWS, "runs": runs}
         print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
         return
-    table = Table(box=None, header_style="bold")
-    for heading in ("recipe", "verb", "least ms", "median", "most", "GB/s", "kernel"):
-        table.add_column(heading, justify="right" if heading not in ("recipe", "verb", "kernel") else "left")
-    for t in found:
-        times = (t.least, t.to_dict()["median_s"], max(t.seconds))
-        table.add_row(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in times), f"{t.bytes / t.least / 1e9:.3g}", t.kernel)
-    Console().print(table)
+    rows = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
+    print_table(("recipe", "verb", ">least ms", ">median", ">most", ">GB/s", "kernel"), rows)
     Console(soft_wrap=True).print(
         f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by that, transposed. GB/s: codes, scales and FP32, at the least "
         "time.",

@@ -85,9 +85,9 @@ def _framework(framework: Framework) -> Iterator[Finding]:
     text = _version(root) or "of unknown version"
     try:
         devices: list[str] = targets.load(framework.devices)() if framework.devices else []
-    except Exception as e:
-        line = f"{text}, and asking it for its devices failed: {type(e).__name__}: {e}"
-        yield Finding("frameworks", framework.name, PROBLEM, line, f"reinstall {root}: python -c 'import {root}' shows more")
+    except (Exception, SystemExit) as e:
+        line = f"{text}, and asking it for its devices failed: {type(e).__name__}: {' '.join(str(e).split())}"
+        yield Finding("frameworks", framework.name, PROBLEM, line, f"pip install --force-reinstall {root}")
         return
     yield Finding("frameworks", framework.name, OK, "; ".join([text, *devices]))
 

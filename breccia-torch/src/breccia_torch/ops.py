@@ -105,7 +105,7 @@ class _TorchOps(Ops):
     def to(self, a: Array, device: Any) -> Array:
         try:
             return a if device is None else a.to(torch.device(device))
-        except (RuntimeError, TypeError) as e:
+        except (RuntimeError, TypeError, AssertionError) as e:  # AssertionError: torch built without CUDA
             raise OptionError(f"torch cannot use device {device!r}: {e}", device=device) from e
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
