@@ -55,7 +55,7 @@ def main() -> None:
         worst = next(t for t in found["tensors"] if t["name"] == found["worst"])
         table.add_row(
             recipe,
-            f"{found['bits_per_parameter']:.2f}",
+            f"{found['bits_per_parameter']:.3f}",
             f"{found['bytes_out'] / 1e6:.1f} MB",
             f"{found['sqnr_db']:.2f}",
             f"{worst['sqnr_db']:.2f}",
@@ -65,6 +65,7 @@ def main() -> None:
         )
     console.print(table)
     breccia("compare", source, *files.values(), "--report", REPORT)
+    console.print("underflow: nonzero elements that became zero")
     console.print(f"\nEach file was read back and compared after writing. All of it took {perf_counter() - started:.0f} s.")
     console.print(f"\nThe report, tensor by tensor, to open in a browser:\n  {REPORT.resolve()}")
     program = Path(sys.executable).parent / "breccia"

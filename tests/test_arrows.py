@@ -251,7 +251,7 @@ def project(distribution: str) -> dict[str, Any]:
 
 
 def siblings(distribution: str) -> set[str]:
-    return {d.partition("~=")[0] for d in project(distribution)["dependencies"] if d.startswith("breccia-")}
+    return {d.partition("~=")[0].partition("[")[0] for d in project(distribution)["dependencies"] if d.startswith("breccia-")}
 
 
 def test_these_are_all_distributions() -> None:
@@ -273,7 +273,8 @@ def test_siblings_are_pinned_to_this_minor_version(distribution: str) -> None:
     metadata = project(distribution)
     extras: dict[str, list[str]] = metadata.get("optional-dependencies", {})
     wanted = [*metadata["dependencies"], *(d for extra in extras.values() for d in extra)]
-    ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith("breccia-core[")]
+    itself = f"{distribution}["  # extras made of its own extras
+    ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith(itself)]
     pin = "~=" + ".".join(breccia.__version__.split(".")[:2]) + ".0"
     assert ours and all(d.endswith(pin) and d.removesuffix(pin).partition("[")[0] in PACKAGES for d in ours), ours
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import breccia
+from breccia.siblings import install
 
 MANIFEST = """
 from breccia import Command, hookimpl
@@ -136,7 +137,7 @@ def test_a_command_of_an_absent_sibling_names_it_whatever_follows() -> None:
     for words in (["a", "b", "--recipe", "nvfp4"], ["--help"], []):
         code, out, err = said("convert", *words, BRECCIA_BLOCK="bridges")
         assert (code, out) == (1, "")
-        assert err == "error: `breccia convert` comes with breccia-bridges: pip install breccia-bridges\n"
+        assert err == f"error: `breccia convert` comes with breccia-bridges: {install('breccia-bridges')}\n"
     code, out, _ = said("--help", BRECCIA_BLOCK="bridges")
     assert code == 0 and "convert" not in out
 

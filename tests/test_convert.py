@@ -25,11 +25,12 @@ from safetensors.numpy import save_file
 import breccia
 from breccia import codecs, formats
 from breccia.bridges import load_safetensors
+from breccia.siblings import install
 from breccia_bridges import commands, measure
 from breccia_bridges import convert as converter
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.container import Container, Writer
-from breccia_bridges.convert import Selection, convert
+from breccia_bridges.convert import convert
 from breccia_bridges.measure import Stored
 from breccia_bridges.results import Report
 
@@ -110,9 +111,9 @@ def test_figures_of_the_report_are_those_of_the_definition(source: Path, tmp_pat
 
 def test_selection_keeps_embeddings_norms_and_heads_unless_included(source: Path, tmp_path: Path) -> None:
     recipe = breccia.MXFP8BlockScaling()
-    everything = convert(source, tmp_path / "a.safetensors", recipe, selection=Selection(include=("*",)))
+    everything = convert(source, tmp_path / "a.safetensors", recipe, include=("*",))
     assert sorted(t.name for t in everything.quantized) == sorted([*QUANTIZED, "embed_tokens.weight", "lm_head.weight"])
-    some = convert(source, tmp_path / "b.safetensors", recipe, selection=Selection(include=("lm_head*",), exclude=("*.mlp.*",)))
+    some = convert(source, tmp_path / "b.safetensors", recipe, include=("lm_head*",), exclude=("*.mlp.*",))
     assert sorted(t.name for t in some.quantized) == ["layer.0.attention.weight", "layer.0.experts", "lm_head.weight"]
 
 
@@ -174,7 +175,7 @@ def test_a_folder_without_an_index_converts_too(source: Path, tmp_path: Path) ->
 def test_force_replaces_files_and_folders_whole(sharded: Path, source: Path, tmp_path: Path) -> None:
     for src, dst in ((source, tmp_path / "o.safetensors"), (sharded, tmp_path / "o")):
         convert(src, dst, breccia.MXFP8BlockScaling())
-        with pytest.raises(FileExistsError, match="exists; choose another name, or replace it with --force"):
+        with pytest.raises(FileExistsError, match="exists; choose another name, or replace it: force=True"):
             convert(src, dst, breccia.NVFP4BlockScaling())
         convert(src, dst, breccia.NVFP4BlockScaling(), force=True)
         path = dst if dst.is_file() else dst / "model-00001-of-00002.safetensors"
@@ -201,9 +202,10 @@ def test_a_failure_midway_leaves_nothing_and_keeps_what_was_there(
             convert(src, dst, breccia.NVFP4BlockScaling(), force=True, advance=fails)
         assert {p: p.read_bytes() for p in before} == before
         calls = 0
+        new = tmp_path / f"new{dst.suffix}"
         with pytest.raises(OSError, match="No space"):
-            convert(src, tmp_path / "new.safetensors", breccia.NVFP4BlockScaling(), advance=fails)
-        assert not (tmp_path / "new.safetensors").exists()
+            convert(src, new, breccia.NVFP4BlockScaling(), advance=fails)
+        assert not new.exists()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
@@ -396,7 +398,7 @@ def test_a_link_at_the_destination_is_replaced_and_what_it_leads_to_left_alone(s
         target = other / "model.safetensors" if src is source else other
         for aim in (target, tmp_path / "nowhere"):
             link = _link(tmp_path / name, aim)
-            with pytest.raises(FileExistsError, match="exists; choose another name, or replace it with --force"):
+            with pytest.raises(FileExistsError, match="exists; choose another name, or replace it: force=True"):
                 convert(src, link, recipe)
             convert(src, link, recipe, force=True)
             assert not link.is_symlink() and link.is_dir() == src.is_dir()
@@ -682,7 +684,7 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
         "w": None,
         "bias": "fewer than two axes",
         "none": "empty",
-        "embed": "kept by default (use --include)",
+        "embed": "kept by default",
     }
     assert report["kept"]["would not shrink"] == 1
     shutil.copy(tmp_path / "m.safetensors", tmp_path / "n.safetensors")
@@ -997,14 +999,14 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_commands_of_an_absent_distribution_say_where_they_come_from() -> None:
     done = program("convert", "a", "b", "--recipe", "nvfp4", BRECCIA_BLOCK="bridges")
     assert done.returncode == 1
-    assert done.stderr == "error: `breccia convert` comes with breccia-bridges: pip install breccia-bridges\n"
+    assert done.stderr == f"error: `breccia convert` comes with breccia-bridges: {install('breccia-bridges')}\n"
 
 
 def test_without_the_extra_the_program_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ImportError('blocked', name='typer')")
     done = program("plugins", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == "breccia: the command line needs typer, which is not installed: pip install 'breccia-core[cli]'\n"
+    assert done.stderr == f"breccia: the command line needs typer, which is not installed: {install('breccia-core[cli]')}\n"
 
 
 # -- dry runs and reports ----------------------------------------------------------------------------------------------
@@ -1035,14 +1037,14 @@ def test_a_dry_run_reads_no_tensor_and_prints_what_it_did_not_do(
     monkeypatch.setattr(Container, "array", lambda self, name: pytest.fail(f"read {name}"))
     code, out, err = run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run")
     assert (code, err) == (0, "")
-    assert f"dry run    nothing was written to {tmp_path / 'o.safetensors'}" in out
-    assert "verified" not in out and "SQNR" not in out and "quantized  5 tensors" in out
+    assert f"dry run     nothing was written to {tmp_path / 'o.safetensors'}" in out
+    assert "verified" not in out and "SQNR" not in out and "quantized   5 tensors" in out
 
 
 def test_a_dry_run_fails_where_the_run_would(source: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "o.safetensors").write_bytes(b"mine")
     code, _, err = run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run")
-    assert code == 1 and "exists; choose another name, or replace it with --force." in err
+    assert code == 1 and "exists; choose another name, or replace it: force=True (--force)." in err
     assert (tmp_path / "o.safetensors").read_bytes() == b"mine"
     assert run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run", "--force")[0] == 0
     assert (tmp_path / "o.safetensors").read_bytes() == b"mine"
@@ -1117,3 +1119,27 @@ def test_a_folder_that_cannot_be_written_to_stops_the_run(
         code, _, err = run(*words, "--report", report)
         assert (code, err) == (1, f"error: cannot write {report}: Permission denied; choose another folder.\n")
     assert entries(tmp_path) == ["model.safetensors"]
+
+
+def test_a_folder_does_not_become_a_file_name(sharded: Path, tmp_path: Path, run: Run) -> None:
+    code, _, err = run("convert", sharded, tmp_path / "o.safetensors", "-r", "int4")
+    assert code == 1 and "is a name for a file and the source a folder; give the name of a folder." in err
+
+
+def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run: Run) -> None:
+    for word, recipes in [
+        ("fp8", "delayed, current, row, block, mxfp8"),
+        ("FP4", "mxfp4, nvfp4"),
+        ("e2m1", "mxfp4, nvfp4"),
+        ("float6", "mxfp6"),
+    ]:
+        code, _, err = run("explain", "cast", word)
+        assert code == 1
+        assert err == f"error: {word!r} is an element format and no recipe; recipes of it differ in their scales: {recipes}.\n"
+
+
+def test_what_is_kept_by_default_is_named(source: Path, tmp_path: Path, run: Run) -> None:
+    _, out, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "int4")
+    assert "by default  kept, unless --include names them: embed_tokens.weight, lm_head.weight" in out
+    _, _, err = run("convert", source, tmp_path / "p.safetensors", "-r", "int4", "--include", "embed*,lm_head*")
+    assert "warning: the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern." in err

@@ -32,6 +32,7 @@ from breccia import (
 from breccia.dispatch import CONTRACT, OPS, Call, Operand, Table
 from breccia.frameworks import framework_of
 from breccia.recipes import Float8CurrentScaling, INT4Scaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from breccia.siblings import install
 
 MXFP8, NVFP4, CURRENT = MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()
 X = np.ones((64, 96), np.float32)
@@ -636,7 +637,7 @@ def test_an_array_whose_plug_in_is_missing_names_it(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
         registry.reload()
     assert str(e.value).endswith(
-        f"; got {module}.Array. Install its plug-in: pip install breccia-{plugin}. It is installed but blocked: named in "
+        f"; got {module}.Array. Install its plug-in: {install(f'breccia-{plugin}')}. It is installed but blocked: named in "
         "BRECCIA_BLOCK."
     )
 

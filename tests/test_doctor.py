@@ -16,7 +16,7 @@ from conftest import Run
 import breccia
 from breccia import bench, doctor, siblings, targets, threads
 from breccia.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
-from breccia.siblings import EXTRAS, SIBLINGS, unrelated
+from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
 
 
 def found(section: str, subject: str) -> Finding:
@@ -57,14 +57,14 @@ def test_an_absent_sibling_is_named_with_the_command_that_brings_it(
 ) -> None:
     absent(monkeypatch, sibling.distribution)
     line = found("breccia", sibling.distribution)
-    assert (line.status, line.text, line.remedy) == (MISSING, "not installed", f"pip install {sibling.distribution}")
+    assert (line.status, line.text, line.remedy) == (MISSING, "not installed", install(sibling.distribution))
 
 
 def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "plotly")
     line = found("extras", "breccia-bridges[report]")
     assert line.status == MISSING and line.text.startswith("plotly not installed: --report")
-    assert line.remedy == "pip install 'breccia-bridges[report]'"
+    assert line.remedy == install("breccia-bridges[report]")
 
 
 def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pyt
     try:
         line = found("frameworks", "torch")
         assert line.status == NOTE and line.text.endswith(" is installed, and breccia does not serve it")
-        assert line.remedy == "pip install breccia-torch"
+        assert line.remedy == install("breccia-torch")
         assert found("plug-ins", "torch").remedy == "unset BRECCIA_BLOCK"
         assert found("system", "BRECCIA_BLOCK").text == "is set to 'torch' and steers breccia"
         absent(monkeypatch, "torch")
@@ -110,7 +110,18 @@ def test_a_sibling_of_another_series_is_a_problem(monkeypatch: pytest.MonkeyPatc
     line = found("breccia", "breccia-jax")
     assert line.status == PROBLEM
     assert line.text == f"0.1.9, which does not belong to breccia-core {breccia.__version__}"
-    assert line.remedy == "pip install 'breccia-jax~=0.2.0'"
+    assert line.remedy == install("breccia-jax", "--upgrade")
+
+
+def test_what_to_type_is_of_the_clone_there_is_and_of_the_index_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = Path(__file__).resolve().parent.parent
+    assert install("breccia-torch") == f"pip install -e {clone}/breccia-torch"
+    assert install("breccia-bridges[report]") == f"pip install -e '{clone}/breccia-bridges[report]'"
+    monkeypatch.setattr(siblings, "__file__", str(tmp_path / "site-packages" / "breccia" / "siblings.py"))
+    assert install("breccia-torch", "--upgrade") == "pip install --upgrade breccia-torch"
+    assert install("breccia-bridges[report]") == "pip install 'breccia-bridges[report]'"
 
 
 def test_extras_are_those_that_the_distributions_declare() -> None:
@@ -146,7 +157,7 @@ def test_the_older_distribution_beside_ours_is_a_problem(tmp_path: Path, monkeyp
     line = found("breccia", "breccia")
     assert line.status == PROBLEM
     assert line.text == (f"the older, unrelated distribution `breccia` 0.1.3 is installed as well, in {tmp_path / 'breccia'}")
-    assert line.remedy == "pip uninstall breccia; pip install --force-reinstall --no-deps breccia-core"
+    assert line.remedy == "pip uninstall breccia; " + install("breccia-core", "--force-reinstall", "--no-deps")
     code, out, _ = run("doctor")
     assert code == 1 and line.text in out
 

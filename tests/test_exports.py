@@ -21,6 +21,7 @@ import breccia.bridges
 import breccia.kernels.triton
 from breccia import Bridge, Kernel, PluginWarning, builtin, hookimpl
 from breccia.registry import Plugin, Registry
+from breccia.siblings import install
 
 LAZY = [breccia, breccia.bridges, breccia.kernels, breccia.kernels.triton]
 
@@ -141,7 +142,7 @@ def test_bridge_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(breccia.bridges, "registry", fake())
     with pytest.raises(ImportError) as e:
         breccia.bridges.save_safetensors  # noqa: B018
-    assert str(e.value) == "breccia.bridges.save_safetensors comes with breccia-bridges: pip install breccia-bridges."
+    assert str(e.value) == f"breccia.bridges.save_safetensors comes with breccia-bridges: {install('breccia-bridges')}."
     assert e.value.name == "save_safetensors"
 
 
@@ -150,7 +151,7 @@ def test_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path
     environ = os.environ | {"BRECCIA_BLOCK": "bridges"}
     run = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert run.stdout == (
-        "breccia.bridges.load_safetensors comes with breccia-bridges: pip install breccia-bridges. "
+        f"breccia.bridges.load_safetensors comes with breccia-bridges: {install('breccia-bridges')}. "
         "It is installed but blocked: named in BRECCIA_BLOCK.\n"
     )
 
@@ -226,7 +227,7 @@ def test_kernels_of_a_missing_breccia_triton_name_it(monkeypatch: pytest.MonkeyP
     assert breccia.kernels.triton.TRITON_AVAILABLE is False
     with pytest.raises(ImportError) as e:
         breccia.kernels.triton.dumps  # noqa: B018
-    assert str(e.value) == "breccia.kernels.triton.dumps comes with breccia-triton: pip install breccia-triton."
+    assert str(e.value) == f"breccia.kernels.triton.dumps comes with breccia-triton: {install('breccia-triton')}."
 
 
 def test_kernels_without_triton_itself_name_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from breccia_bridges import measure
 from breccia_bridges.compare import compare, held_tensors
 from breccia_bridges.container import Container, Writer
 from breccia_bridges.measure import BINS, NOTHING, Fidelity, Stored, slabs
+from breccia_bridges.results import EQUAL
 
 
 def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:
@@ -208,8 +209,8 @@ def test_compare_measures_what_can_be_and_says_why_the_rest_cannot(pair: tuple[P
         "fp4": "",
         "brain": "",
         "half": "",
-        "same": "equal",
-        "steps": "equal",
+        "same": EQUAL,
+        "steps": EQUAL,
         "odd": "differ, and I64 is not floating",
         "moved": "shapes differ: 40x64 and 20x64",
     }
@@ -238,7 +239,7 @@ def test_compare_finds_what_convert_measured(recipe: breccia.ScalingRecipe, tmp_
 
 def test_compare_of_a_checkpoint_with_itself_differs_in_nothing(pair: tuple[Path, Path], run: Run) -> None:
     for path in pair:
-        assert {t.reason for t in compare(path, path).tensors} == {"equal"}
+        assert {t.reason for t in compare(path, path).tensors} == {EQUAL}
         code, out, err = run("compare", path, path, "--fail-under", "1000")
         assert (code, err) == (0, "") and "nothing differs; " in out
 
@@ -249,7 +250,7 @@ def test_compare_prints_a_line_for_each_tensor_and_what_lies_in_one_only(pair: t
     assert f"warning: in {pair[0]} and not in {pair[1]}: gone." in err
     assert f"warning: in {pair[1]} and not in {pair[0]}: new." in err
     assert "4 tensors compared: " in out
-    assert "; not measured: " in out and "2 equal" in out and "1 shapes differ: 40x64 and 20x64" in out
+    assert "; not measured: " in out and "2 same in both" in out and "1 shapes differ: 40x64 and 20x64" in out
     code, text, _ = run("compare", *pair, "--json")
     found = json.loads(text)["candidates"][0]
     assert {t["name"]: t["stored_as"] for t in found["tensors"]}["fp4"] == "nvfp4"
@@ -322,7 +323,9 @@ def test_compare_refuses_checkpoints_of_nothing_in_common(tmp_path: Path, run: R
 def test_a_name_in_two_files_of_a_folder_is_an_error(tmp_path: Path) -> None:
     for name in ("1.safetensors", "2.safetensors"):
         save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / name)
-    with pytest.raises(breccia.CorruptFileError, match=r"tensor 'w' lies in 1.safetensors and 2.safetensors of .*; fetch it"):
+    with pytest.raises(
+        breccia.CorruptFileError, match=r"tensor 'w' lies in 1.safetensors and 2.safetensors of .*; name one file, or fetch"
+    ):
         held_tensors(tmp_path)
 
 
@@ -349,7 +352,7 @@ def test_fp64_is_compared_as_it_is(tmp_path: Path, run: Run) -> None:
     save_file({"w": x}, a)
     with np.errstate(over="ignore"):
         save_file({"w": x.astype(np.float32)}, b)
-    assert compare(a, a).tensors[0].reason == "equal"
+    assert compare(a, a).tensors[0].reason == EQUAL
     code, _, err = run("compare", a, b)
     assert (code, err) == (0, f"warning: NaN or Inf in {b} alone: w.\n")
     save_file({"w": x[:, ::2].copy()}, a)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import breccia
-from breccia import PluginError, PluginWarning, builtin, registry
+from breccia import PluginError, PluginWarning, builtin, registry, siblings
 from breccia.frameworks import framework_of
 from breccia.registry import KINDS, Plugin, Registry
 from breccia.siblings import SIBLINGS
@@ -667,6 +667,6 @@ def test_a_framework_of_a_missing_sibling_is_named_with_its_remedy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "UnknownNameError: no framework 'torch'" in done.stderr
     assert (
-        "It comes with breccia-torch: pip install breccia-torch. It is installed but blocked: named in BRECCIA_BLOCK."
-        in done.stderr
+        f"It comes with breccia-torch: {siblings.install('breccia-torch')}. It is installed but blocked: named in "
+        "BRECCIA_BLOCK." in done.stderr
     )

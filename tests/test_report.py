@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from breccia import UnsupportedError, __version__
+from breccia.siblings import install
 from breccia_bridges.report import check_report, write_report
 
 pytest.importorskip("plotly", reason="plotly comes with breccia-bridges[report]")
@@ -158,7 +159,7 @@ def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
     found = json.loads(page.json, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found[0]["tensors"][0]["sqnr_db"] is None
     assert found[0]["tensors"][0]["max_error"] is None
-    assert "nvfp4 4.50 8.19 kB → 1.15 kB 0.141× 0 B 0 % not finite – 0.1 % 7.12 % w not finite" in page.lines
+    assert "nvfp4 4.500 8.19 kB → 1.15 kB 0.141× 0 B 0 % not finite – 0.1 % 7.12 % w not finite" in page.lines
 
 
 def test_half_a_surrogate_pair_in_a_name_is_written(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_the_summary_says_every_figure_of_a_run(tmp_path: Path) -> None:
     assert page.lines.count("Two ways") == 2
     assert "model.safetensors 6,144 parameters, 24.58 kB" in page.lines
     assert (
-        "nvfp4 4.50 24.58 kB → 19.09 kB 0.777× 8.19 kB 42.9 % 20.25 dB 0.995000 0.1 % 7.12 % layer.10.w 19.50 dB" in page.lines
+        "nvfp4 4.500 24.58 kB → 19.09 kB 0.777× 8.19 kB 42.9 % 20.25 dB 0.995000 0.1 % 7.12 % layer.10.w 19.50 dB" in page.lines
     )
     assert f"breccia {__version__}" in page.lines
 
@@ -251,7 +252,7 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(
 ) -> None:
     for module in absent:
         monkeypatch.setitem(sys.modules, module, None)
-    wanted = rf"^--report needs {named}: pip install 'breccia-bridges\[report\]'$"
+    wanted = f"^--report needs {named}: {re.escape(install('breccia-bridges[report]'))}$"
     with pytest.raises(ImportError, match=wanted):
         check_report(tmp_path / "report.html")
 
@@ -406,7 +407,7 @@ def test_choosing_a_run_changes_bars_histogram_and_table_and_keeps_the_tensor(op
     assert bar_names(page) == ["layer.2.w", "layer.10.w"]
     assert page.locator("#bars .point path").first.evaluate("bar => getComputedStyle(bar).fill") != before
     assert column(page, "Stored as") == ["mxfp8", "mxfp8", "F32"]
-    assert page.locator("#about").inner_text().startswith("64 × 32, mxfp8, 4.50 bits per parameter. SQNR 32.00\xa0dB,")
+    assert page.locator("#about").inner_text().startswith("64 × 32, mxfp8, 4.500 bits per parameter. SQNR 32.00\xa0dB,")
     assert page.locator("#tensor option:checked").inner_text() == "layer.10.w"
 
 

@@ -20,10 +20,11 @@ from rich.text import Text
 
 import breccia
 from breccia.cli import Json, print_json, print_table, printable, recipe_names
+from breccia.registry import registry
 
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
-from .convert import Selection
+from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
 from .inspection import inspected
 from .measure import Fidelity
@@ -32,6 +33,10 @@ from .results import Advance, Report
 from .text import named, percent, size, spelled
 
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report too.", show_default=False)]
+
+
+def _recipes() -> str:
+    return ", ".join(registry().recipes)
 
 
 def convert(
@@ -47,15 +52,15 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help="block, mxfp8, nvfp4, int4, ...; with fields: block,block_m=128",
+            help=f"One of {_recipes()}. With fields: block,block_m=128.",
             show_default=False,
             autocompletion=recipe_names,
         ),
     ],
     include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Names to quantize although kept by default.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Names to quantize though kept by default; repeatable.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Names to leave as they are.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Names to leave as they are; repeatable.")] = None,
     report: ReportFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, say what would be written, and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the destination: a file, or a checkpoint folder.")] = False,
@@ -67,14 +72,14 @@ def convert(
         if dry_run:
             raise typer.BadParameter("--report shows what was measured, and --dry-run measures nothing; leave one out.")
         _check_report(report, destination)
-    selection = Selection(tuple(include or ()), tuple(exclude or ()))
     started = perf_counter()
     with _interruptible(destination), _progress("quantize and verify", source, 2) as advance:
         found = convert_checkpoint(
             source,
             destination,
             chosen,
-            selection=selection,
+            include=include or (),
+            exclude=exclude or (),
             force=force,
             dry_run=dry_run,
             histograms=report is not None,
@@ -222,10 +227,13 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.reasons.items())
     rows = {
         "recipe": f"{found.recipe}",
-        "quantized": f"{len(found.quantized)} tensors, {found.bits_per_parameter:.2f} bits per parameter",
+        "quantized": f"{len(found.quantized)} tensors, {found.bits_per_parameter:.3f} bits per parameter",
         "kept": f"{len(found.kept)} tensors, {size(found.bytes_kept)} in the precision they had: {reasons or 'none'}",
         "size": f"{size(found.bytes_in)} -> {size(found.bytes_out)} ({found.bytes_out / max(1, found.bytes_in):.3f}x)",
     }
+    default = [t.name for t in found.kept if t.reason == BY_DEFAULT]
+    if default:
+        rows["by default"] = f"kept, unless --include names them: {named(default)}"
     if found.worst is not None:
         m, worst = found.fidelity, found.worst
         rows["SQNR"] = f"{m.sqnr:.2f} dB (cosine {found.cosine:.6f})"
@@ -266,7 +274,7 @@ def _print_comparison(found: list[Report]) -> None:
 
 def _figures(m: Fidelity, bits: float | None) -> tuple[str, ...]:
     cells = (f"{m.sqnr:.2f}", f"{m.cosine:.6f}", f"{m.max_error:.3g}", percent(m.clip_rate), percent(m.underflow_rate))
-    return (*cells, "–" if bits is None else f"{bits:.2f}")
+    return (*cells, "–" if bits is None else f"{bits:.3f}")
 
 
 def _outcome(one: Report) -> str:
@@ -294,7 +302,7 @@ def inspect(
     headings = ["stored as", ">bits/param", ">bytes", *(["scales, least to largest"] if scales else []), "shape", "tensor"]
     lines: list[tuple[str, ...]] = []
     for r in rows:
-        bits = f"{8 * r['bytes'] / r['parameters']:.2f}" if r["parameters"] else "–"
+        bits = f"{8 * r['bytes'] / r['parameters']:.3f}" if r["parameters"] else "–"
         found = r["scales"]
         reach = f"{found['min']:.3g} to {found['max']:.3g}" if found and found["min"] is not None else ""
         shown = [_stored_as(r), bits, size(r["bytes"]), *([reach] if scales else []), spelled(r["shape"]), r["name"]]
@@ -304,7 +312,7 @@ def inspect(
     total, parameters = sum(r["bytes"] for r in rows), sum(r["parameters"] for r in rows)
     typer.echo(
         f"{len(rows)} tensors, {len(scaled)} of them scaled; {parameters:,} parameters in {size(total)}, "
-        f"{8 * total / max(1, parameters):.2f} bits per parameter"
+        f"{8 * total / max(1, parameters):.3f} bits per parameter"
     )
     for r in rows:
         for doubt in r["suspicious"]:

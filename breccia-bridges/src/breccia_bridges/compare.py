@@ -13,7 +13,7 @@ from breccia import CorruptFileError, UnsupportedError
 from .checkpoint import checkpoint_files
 from .container import Container, Shape
 from .measure import FLOATING, SLAB, Stored, histogram, measure
-from .results import EQUAL, Advance, Report, TensorReport
+from .results import EQUAL, Advance, Report, TensorReport, unnoticed
 from .safetensors import PARTS, Config, read_configs
 from .text import named, spelled
 
@@ -65,7 +65,8 @@ def held_tensors(path: Path) -> dict[str, Held]:
         for name in (*(name for name in container.entries if name not in owned), *configs):
             if name in found:
                 raise CorruptFileError(
-                    f"tensor {name!r} lies in {found[name].container.path.name} and {file.name} of {path}; fetch it again.",
+                    f"tensor {name!r} lies in {found[name].container.path.name} and {file.name} of {path}; name one file, or "
+                    "fetch the folder again.",
                     name=name,
                 )
             found[name] = Held(container, name, configs.get(name))
@@ -77,7 +78,7 @@ def compare(
     candidate: str | os.PathLike[str],
     *,
     histograms: bool = False,
-    advance: Advance = lambda name, bytes_read: None,
+    advance: Advance | None = None,
 ) -> Report:
     """How near the tensors of `candidate` are to those of the same name in `reference`.
 
@@ -104,7 +105,7 @@ def compare(
     )
     for name in common:
         report.tensors.append(_compared(before[name], after[name], histograms))
-        advance(name, before[name].nbytes)
+        (advance or unnoticed)(name, before[name].nbytes)
     return report
 
 

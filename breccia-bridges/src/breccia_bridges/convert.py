@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,18 +24,21 @@ from breccia.formats import TENSOR
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .container import Container, Entry, Writer, byte_count
 from .measure import Fidelity, Histogram, Stored, histogram, measure, slabs
-from .results import Advance, Report, TensorReport
+from .results import Advance, Report, TensorReport, unnoticed
 from .safetensors import PARTS, Described, open_writer, plan, read_configs
 
 #: Left as they are unless `include` names them: they are small, or their precision shows in every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
+
+#: The reason for keeping them.
+BY_DEFAULT = "kept by default"
 
 _CASTABLE = ("F32", "F16", "BF16")
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
 
 
 @dataclass(frozen=True)
-class Selection:
+class _Selection:
     """Which tensors are quantized: floating ones of two axes or more, less `KEPT` and `exclude`, plus `include`.
 
     Patterns are shell-style globs over whole names. `exclude` beats `include`, which beats `KEPT`.
@@ -55,7 +58,7 @@ class Selection:
         if _matches(name, self.exclude):
             return "excluded"
         kept = _matches(name, KEPT) and not _matches(name, self.include)
-        return "kept by default (use --include)" if kept else ""
+        return BY_DEFAULT if kept else ""
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of `names`."""
@@ -69,11 +72,12 @@ def convert(
     destination: str | os.PathLike[str],
     recipe: ScalingRecipe,
     *,
-    selection: Selection | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     force: bool = False,
     dry_run: bool = False,
     histograms: bool = False,
-    advance: Advance = lambda name, bytes_read: None,
+    advance: Advance | None = None,
 ) -> Report:
     """Quantize a checkpoint under `recipe`.
 
@@ -82,6 +86,8 @@ def convert(
     destination: of the same kind as `source`. It appears under its name only when everything is written and verified: each
         file is read back, its bytes compared with those that were written, and its tensors decoded. A link is replaced, not
         followed.
+    include, exclude: shell-style globs over whole names. Quantized are floating tensors of two axes or more, less `KEPT` and
+        `exclude`, plus `include`; `exclude` beats `include`, which beats `KEPT`.
     force: replace a file, or a folder that holds a checkpoint; otherwise FileExistsError, before anything is read.
     dry_run: check everything and report sizes, from headers alone, and write nothing.
     histograms: count the elements of quantized tensors by value, before and after.
@@ -91,7 +97,7 @@ def convert(
     UnsupportedError for one that is quantized already or no checkpoint, and for a destination that is the source, lies in it
     or holds it; OSError where files cannot be read or written.
     """
-    src, dst, chosen = Path(source), _location(Path(destination)), selection or Selection()
+    src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
     _check_destination(src, files, dst, force)
     names = _checked_names(src, files)
@@ -106,7 +112,7 @@ def convert(
             _copy_companions(src, stage)
         for path in files:
             written = stage / path.name if src.is_dir() else stage
-            report.tensors.extend(_convert_file(_Plan(path, recipe, chosen), written, histograms, advance))
+            report.tensors.extend(_convert_file(_Plan(path, recipe, chosen), written, histograms, advance or unnoticed))
         if src.is_dir() and (src / INDEX).exists():
             _write_index(stage, files)
     return report
@@ -118,7 +124,7 @@ def convert(
 class _Plan:
     """What becomes of each tensor of a file, decided from its header."""
 
-    def __init__(self, path: Path, recipe: ScalingRecipe, selection: Selection) -> None:
+    def __init__(self, path: Path, recipe: ScalingRecipe, selection: _Selection) -> None:
         self.container, self.recipe = Container(path), recipe
         self.described: dict[str, Described] = {}
         self.reasons: dict[str, str] = {}
@@ -316,6 +322,8 @@ def _check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> 
         wrong = f"holds the source {src}; choose a destination that does not"
     elif src.is_file() and dst.is_dir():
         wrong = "is a folder and the source a file; give a name that ends in .safetensors"
+    elif src.is_dir() and dst.suffix == ".safetensors":
+        wrong = "is a name for a file and the source a folder; give the name of a folder"
     elif src.is_file() and dst.suffix != ".safetensors":
         wrong = "is no name for a .safetensors file; end it in .safetensors"
     else:
@@ -334,7 +342,7 @@ def _check_taken(dst: Path, force: bool, folder: bool) -> None:
     if folder and dst.exists() and not dst.is_dir():
         raise FileExistsError(f"{dst} is a file and the source a folder; choose another name.")
     if not force:
-        raise FileExistsError(f"{dst} exists; choose another name, or replace it with --force.")
+        raise FileExistsError(f"{dst} exists; choose another name, or replace it: force=True (--force).")
     if dst.is_symlink():
         return
     if not dst.is_dir() and not dst.is_file():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import UnsupportedError, __version__
+from breccia.siblings import install
 
 from .text import percent, size
 
@@ -40,7 +41,7 @@ def check_report(path: str | os.PathLike[str]) -> None:
     except Exception as e:
         missing = [module for module in _NEEDS if find_spec(module) is None]
         wrong = f"needs {' and '.join(missing)}" if missing else f"cannot use plotly and jinja2 ({type(e).__name__}: {e})"
-        raise ImportError(f"--report {wrong}: pip install 'breccia-bridges[report]'") from e
+        raise ImportError(f"--report {wrong}: {install('breccia-bridges[report]')}") from e
     beside = _beside(target)
     try:
         beside.touch()

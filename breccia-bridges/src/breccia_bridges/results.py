@@ -15,10 +15,14 @@ from .measure import NOTHING, Fidelity, Histogram
 from .text import named
 
 #: The reason for not measuring two tensors of the same bytes.
-EQUAL = "equal"
+EQUAL = "same in both"
 
 #: Called with a tensor's name and the bytes of it that were dealt with.
 Advance = Callable[[str, int], None]
+
+
+def unnoticed(name: str, bytes_done: int) -> None:
+    """The `Advance` of those who do not ask."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """What a user should hear of, in sentences."""
-        found = [f"the pattern {pattern!r} matches no tensor." for pattern in self.unmatched]
+        found = [f"the pattern {pattern!r} matches no tensor{_hint(pattern)}." for pattern in self.unmatched]
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
                 found.append(f"in {here} and not in {there}: {named(names)}.")
@@ -197,3 +201,7 @@ class Report:
             "warnings": self.warnings,
             "tensors": [t.to_dict() for t in self.tensors],
         }
+
+
+def _hint(pattern: str) -> str:
+    return "; give the option once for each pattern" if "," in pattern else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from .siblings import unrelated
+from .siblings import install, unrelated
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
             for module in ("rich", "typer"):
                 import_module(module)
         except ImportError as e:
-            sys.exit(f"breccia: the command line needs {e.name}, which is not installed: pip install 'breccia-core[cli]'")
+            sys.exit(f"breccia: the command line needs {e.name}, which is not installed: {install('breccia-core[cli]')}")
         try:
             from .cli import run
         except ImportError:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from .codecs import Integer, Minifloat
 from .dispatch import OPS, Explanation, Options, device_of
 from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
 from .frameworks import framework_of, output_dtype, same_framework
@@ -203,8 +204,21 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
             raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
         fields[field.strip()] = _field_value(value.strip())
     known = registry().recipes
+    if name.lower() not in known and (held := [n for n, c in known.items() if name.lower() in _element_names(c())]):
+        raise UnknownNameError(
+            f"{name!r} is an element format and no recipe; recipes of it differ in their scales: {', '.join(held)}.",
+            name=name,
+            known=held,
+        )
     spelled = next((n for n, c in known.items() if name.lower() in (n.lower(), c.__name__.lower())), name)
     return registry().look_up("breccia_recipes", spelled, "recipe").with_fields(fields)
+
+
+def _element_names(of: ScalingRecipe) -> tuple[str, ...]:
+    """What people call the element format of a recipe."""
+    element = of.format.element
+    kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
+    return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
 
 
 def _field_value(text: str) -> Any:

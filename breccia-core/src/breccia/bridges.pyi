@@ -1,9 +1,29 @@
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .recipes import ScalingRecipe
 from .tensor import ScaledTensor
 
+def compare(
+    reference: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    histograms: bool = False,
+    advance: Callable[[str, int], None] | None = None,
+) -> Any: ...
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    recipe: ScalingRecipe,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    force: bool = False,
+    dry_run: bool = False,
+    histograms: bool = False,
+    advance: Callable[[str, int], None] | None = None,
+) -> Any: ...
 def from_deepseek_v3(
     data: Any, scale: Any, *, block_k: int = 128, fp8_format: str = "E4M3", block_m: int | None = None
 ) -> ScaledTensor: ...

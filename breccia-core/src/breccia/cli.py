@@ -260,10 +260,10 @@ def bench(
         print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
         return
     rows = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
-    print_table(("recipe", "verb", ">least ms", ">median", ">most", ">GB/s", "kernel"), rows)
+    print_table(("recipe", "verb", ">min ms", ">median", ">max", ">GB/s", "kernel"), rows)
     Console(soft_wrap=True).print(
-        f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by that, transposed. GB/s: codes, scales and FP32, at the least "
-        "time.",
+        f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by that, transposed. GB/s: codes, scales and FP32, at the "
+        "least time.",
         highlight=False,
     )
 

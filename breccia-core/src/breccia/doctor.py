@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from . import __version__, targets
 from .frameworks import Framework
 from .registry import Plugin, registry
-from .siblings import CORE, EXTRAS, SIBLINGS, unrelated
+from .siblings import CORE, EXTRAS, SIBLINGS, install, unrelated
 
 #: What a finding says of its subject. A problem makes results wrong or a part of breccia useless.
 OK, MISSING, NOTE, PROBLEM = "ok", "missing", "note", "problem"
@@ -62,10 +62,10 @@ def _distributions() -> Iterator[Finding]:
     for name in (CORE, *(sibling.distribution for sibling in SIBLINGS)):
         found = _version(name)
         if found is None:
-            yield Finding("breccia", name, MISSING, "not installed", f"pip install {name}")
+            yield Finding("breccia", name, MISSING, "not installed", install(name))
         elif found.rpartition(".")[0] != series:
             text = f"{found}, which does not belong to breccia-core {__version__}"
-            yield Finding("breccia", name, PROBLEM, text, f"pip install '{name}~={series}.0'")
+            yield Finding("breccia", name, PROBLEM, text, install(name, "--upgrade"))
         else:
             yield Finding("breccia", name, OK, found)
 

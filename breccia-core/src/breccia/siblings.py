@@ -5,12 +5,21 @@ The one place in core that knows them. Nothing here imports or needs them; tests
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 #: The distribution this file belongs to.
 CORE = "breccia-core"
+
+
+def install(requirement: str, *options: str) -> str:
+    """The pip command that installs a distribution of ours, with its extras: from the clone this file lies in, if it does."""
+    clone = Path(__file__).parents[3]
+    if not (clone / CORE / "pyproject.toml").is_file():
+        return shlex.join(["pip", "install", *options, requirement])
+    return shlex.join(["pip", "install", *options, "-e", str(clone / requirement)])
 
 
 @dataclass(frozen=True)
@@ -35,13 +44,13 @@ class Sibling:
     @property
     def remedy(self) -> str:
         """What to type where it is missing."""
-        return f"pip install {self.distribution}"
+        return install(self.distribution)
 
 
 TRITON = Sibling("breccia-triton", kernels=("torch", "triton"))
 BRIDGES = Sibling(
     "breccia-bridges",
-    bridges=("from_deepseek_v3", "load_safetensors", "save_safetensors", "to_deepseek_v3"),
+    bridges=("compare", "convert", "from_deepseek_v3", "load_safetensors", "save_safetensors", "to_deepseek_v3"),
     commands=("compare", "convert", "inspect"),
 )
 SIBLINGS = (
@@ -64,7 +73,7 @@ class Extra:
     @property
     def remedy(self) -> str:
         """What to type where one is missing."""
-        return f"pip install '{self.name}'"
+        return install(self.name)
 
 
 EXTRAS = (
@@ -94,5 +103,5 @@ def unrelated() -> Stranger | None:
     where = "in the same folder as breccia-core, each overwriting the other" if mixed else f"as well, in {theirs}"
     return Stranger(
         f"the older, unrelated distribution `breccia` {found.version} is installed {where}",
-        f"pip uninstall breccia; pip install --force-reinstall --no-deps {CORE}",
+        f"pip uninstall breccia; {install(CORE, '--force-reinstall', '--no-deps')}",
     )

@@ -214,7 +214,7 @@
       hovertext: drawn[i].map(
         (t) =>
           `<b>${folded(t.name)}</b><br>${shape(t)}, ${size(t.bytes_out)}<br>` +
-          `${fixed(bits(t), 2)} bits per parameter, ${withUnit(t)}`,
+          `${fixed(bits(t), 3)} bits per parameter, ${withUnit(t)}`,
       ),
       hoverinfo: "text",
     }));
@@ -291,10 +291,11 @@
     node.hidden = !t;
     $("choice").hidden = !t;
     $("about").textContent = t
-      ? `${shape(t)}, ${t.stored_as}, ${fixed(bits(t), 2)} bits per parameter. SQNR ${withUnit(t)}, ` +
+      ? `${shape(t)}, ${t.stored_as}, ${fixed(bits(t), 3)} bits per parameter. SQNR ${withUnit(t)}, ` +
         `largest error ${scientific(t.max_error)}, ${percent(t.clip_rate)} clipped, ${percent(t.underflow_rate)} underflow.`
       : "There is no histogram to draw.";
-    note("histogram-note", t?.histogram.outside ? `${grouped.format(t.histogram.outside)} elements lie outside this range.` : "");
+    const outside = t?.histogram.outside;
+    note("histogram-note", outside ? `${grouped.format(outside)} ${outside === 1 ? "element lies" : "elements lie"} outside this range.` : "");
     if (!t) return;
     const { low, high, before, after } = t.histogram;
     const step = (high - low) / before.length;
@@ -350,7 +351,7 @@
     { id: "name", title: "Name", value: (t) => t.name, style: "name" },
     { id: "shape", title: "Shape", value: (t) => t.parameters, text: shape, style: NUMBER },
     { id: "stored", title: "Stored as", value: (t) => t.stored_as, text: (t) => t.stored_as },
-    { id: "bits", title: "Bits per parameter", value: bits, text: (t) => fixed(bits(t), 2), style: NUMBER },
+    { id: "bits", title: "Bits per parameter", value: bits, text: (t) => fixed(bits(t), 3), style: NUMBER },
     { id: "bytes", title: "Bytes", value: (t) => t.bytes_out, text: (t) => grouped.format(t.bytes_out), style: NUMBER },
     { id: "sqnr", title: "SQNR, dB", value: accuracy, text: (t) => (t.quantized ? decibel(t) : NONE), style: NUMBER },
     { id: "cosine", title: "Cosine", value: (t) => t.cosine, text: (t) => fixed(t.cosine, 6), style: NUMBER },
