@@ -64,6 +64,7 @@ def main() -> None:
             f"{found['seconds']:.1f}",
         )
     console.print(table)
+    console.print("underflow: nonzero elements that became zero")
     breccia("compare", source, *files.values(), "--report", REPORT)
     console.print("underflow: nonzero elements that became zero")
     console.print(f"\nEach file was read back and compared after writing. All of it took {perf_counter() - started:.0f} s.")

@@ -674,7 +674,7 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "--exclude", "out", "-r")
     code, text, err = run(*words, "int4,scale_dtype=fp32", "--json")
     report = json.loads(text)
-    assert (code, err) == (0, "")
+    assert code == 0 and err.count("\n") == 1 and "the last axis of conv.weight (16.00 bits) is shorter than a block" in err
     assert {t["name"]: t["reason"] for t in report["tensors"]} == {
         "conv.weight": None,
         "gate.weight": "would not shrink",
@@ -1143,3 +1143,14 @@ def test_what_is_kept_by_default_is_named(source: Path, tmp_path: Path, run: Run
     assert "by default  kept, unless --include names them: embed_tokens.weight, lm_head.weight" in out
     _, _, err = run("convert", source, tmp_path / "p.safetensors", "-r", "int4", "--include", "embed*,lm_head*")
     assert "warning: the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern." in err
+
+
+def test_rows_shorter_than_a_block_are_told(tmp_path: Path, run: Run) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"conv.weight": (32, 16, 3, 3), "tail.weight": (32, 40), "fine.weight": (32, 64)}
+    save_file({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
+    _, _, err = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "nvfp4")
+    assert err == (
+        "warning: the last axis of conv.weight (8.01 bits) is shorter than a block, so that scales take more room than they "
+        "should; --exclude keeps such tensors as they are.\n"
+    )

@@ -820,3 +820,10 @@ def test_matmul_refuses_operands_on_two_devices_by_name() -> None:
     a = torch.ones(4, 32)
     with pytest.raises(TypeError, match="matmul: a is on cpu and b on meta; move both to one device"):
         breccia.matmul(a, torch.ones(32, 4, device="meta"))
+
+
+def test_a_device_that_a_framework_cannot_have_is_refused() -> None:
+    with pytest.raises(breccia.UnsupportedError, match=r"^numpy arrays are on cpu only; got on='numpy:cuda'\.$"):
+        breccia.explain("cast", "nvfp4", on="numpy:cuda")
+    assert breccia.explain("cast", "nvfp4", on="numpy:cpu").winner is not None
+    assert breccia.explain("cast", "nvfp4", on="torch:cuda").winner is not None, "whether this machine has one or not"

@@ -10,8 +10,9 @@ from typing import Any
 
 from breccia import ScalingRecipe
 
-from .container import Shape
+from .container import Shape, byte_count
 from .measure import NOTHING, Fidelity, Histogram
+from .safetensors import plan
 from .text import named
 
 #: The reason for not measuring two tensors of the same bytes.
@@ -160,6 +161,15 @@ class Report:
         measured = [t for t in self.quantized if t.fidelity]
         return min(measured, key=lambda t: -math.inf if math.isnan(t.measured.sqnr) else t.measured.sqnr, default=None)
 
+    def _wide(self, recipe: ScalingRecipe) -> list[str]:
+        """The quantized tensors that take half as much again as tensors of whole blocks do."""
+        side = 4096
+        parts, _ = plan("w", (side, side), recipe)
+        whole = 8 * sum(byte_count(*part) for part in parts.values()) / side**2
+        return [
+            f"{t.name} ({t.bits_per_parameter:.2f} bits)" for t in self.quantized if (t.bits_per_parameter or 0) > 1.5 * whole
+        ]
+
     @property
     def warnings(self) -> list[str]:
         """What a user should hear of, in sentences."""
@@ -169,6 +179,11 @@ class Report:
                 found.append(f"in {here} and not in {there}: {named(names)}.")
         if not self.quantized and self.recipe is not None:
             found.append("no tensor was quantized; `--json` says why each was kept.")
+        if self.recipe is not None and (wide := self._wide(self.recipe)):
+            found.append(
+                f"the last axis of {named(wide)} is shorter than a block, so that scales take more room than they should; "
+                "--exclude keeps such tensors as they are."
+            )
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:

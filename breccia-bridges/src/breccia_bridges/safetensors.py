@@ -490,10 +490,4 @@ class _Target:
         out = self.ops.from_numpy(np.require(array, requirements=["A", "W"]), view)
         if self.device is None:
             return out
-        if hasattr(out, "to_device"):  # the array API's spelling
-            return out.to_device(self.device)
-        if hasattr(out, "to"):
-            return out.to(self.device)
-        raise UnsupportedError(
-            f"{self.framework} arrays belong to no device; got device={self.device!r}. Leave it out.", device=self.device
-        )
+        return self.ops.to(out, self.device)

@@ -9,7 +9,7 @@ from typing import Any
 from .codecs import Integer, Minifloat
 from .dispatch import OPS, Explanation, Options, device_of
 from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
-from .frameworks import framework_of, output_dtype, same_framework
+from .frameworks import Framework, framework_of, output_dtype, same_framework
 from .options import check_options
 from .recipes import ScalingRecipe, check_recipe
 from .registry import Plugin, registry
@@ -175,7 +175,9 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
     name, _, device = (on or "").partition(":")
     framework = framework_of(arrays[0]).name if arrays else name or "numpy"
-    registry().look_up("breccia_frameworks", name or framework, "framework")
+    declared: Framework = registry().look_up("breccia_frameworks", name or framework, "framework")
+    if device and declared.kinds and device not in declared.kinds:
+        raise UnsupportedError(f"{declared.name} arrays are on {' or '.join(declared.kinds)} only; got on={on!r}.", on=on)
     where = f"{framework}:{device_of(arrays[0])}" if arrays else on
     if arrays and on not in (None, framework, where):
         raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; leave on= out.")

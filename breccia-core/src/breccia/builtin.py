@@ -46,7 +46,9 @@ def breccia_frameworks() -> Iterable[Framework]:
         ("matrix", "Pass np.asarray(x)."),
         ("ma.MaskedArray", "Say what stands for its masked elements: pass x.filled(value)."),
     )
-    return [Framework("numpy", "numpy", ("ndarray", "generic"), "breccia.ops:NUMPY", refuses, "breccia.threads:devices")]
+    return [
+        Framework("numpy", "numpy", ("ndarray", "generic"), "breccia.ops:NUMPY", refuses, "breccia.threads:devices", ("cpu",))
+    ]
 
 
 @hookimpl

@@ -27,6 +27,7 @@ class Framework:
 
     types: names of its array types in `module`; "ma.MaskedArray" is one of the submodule `ma`.
     refuses: (name, remedy) of subtypes that compute as no plain array does; the remedy is a sentence for the error.
+    kinds: the kinds of device its arrays can be on, where there are no others; empty where nobody can tell.
     devices: the target of a function that lists the devices there are, a line of text for each, for `breccia doctor`.
     """
 
@@ -36,6 +37,7 @@ class Framework:
     ops: str
     refuses: tuple[tuple[str, str], ...] = ()
     devices: str | None = None
+    kinds: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
