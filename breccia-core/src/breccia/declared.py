@@ -13,6 +13,11 @@ from .errors import RecipeError, suggestion
 _identities: dict[Any, object] = {}
 
 
+def rebuilt(cls: type[Declared], fields: dict[str, Any]) -> Declared:
+    """The declaration of a pickle. Raises what its constructor raises."""
+    return cls.with_fields(fields)
+
+
 class Declared:
     """Base of declarations that travel in files as `{"name": ..., "fields": {...}}`."""
 
@@ -24,9 +29,9 @@ class Declared:
         """One object for all equal declarations of a process; it hashes and compares in C, many times faster than fields."""
         return _identities.setdefault(self, object())
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: an identity is of one process, and what follows from the fields is not stored beside them."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its fields alone, which are checked when it is read: what follows from them is not stored beside them."""
+        return rebuilt, (type(self), {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., "fields": {...}}` with every field, ready for `json.dumps`."""

@@ -283,6 +283,11 @@ class ScaledTensor:
         fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "tail": self.tail}
         return ScaledTensor.assemble(**(fields | changed | parts))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its constructor's arguments, which are checked when it is read: a pickle may come from anybody."""
+        parts = (self.data, self.scale, self.recipe, self.layout, self.zero_point, self.global_scale, self.axis, self.tail)
+        return restored, parts
+
     #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
 
@@ -297,6 +302,13 @@ class ScaledTensor:
             f"scale_shape={tuple(self.scale.shape)}, recipe={type(self.recipe).__name__}, "
             f"layout={type(self.layout).__name__}{axis})"
         )
+
+
+def restored(
+    data: Any, scale: Any, recipe: ScalingRecipe, layout: Layout, zero_point: Any, global_scale: Any, axis: int, tail: int
+) -> ScaledTensor:
+    """The tensor of a pickle. Raises what ScaledTensor raises."""
+    return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, tail=tail)
 
 
 #: Dtypes of `zero_point`, by the format's offset. BF16 biases may be bit patterns, as BF16 scales may.

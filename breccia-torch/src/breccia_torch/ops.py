@@ -8,9 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.errors import OptionError
+from breccia.errors import OptionError, UnsupportedError
 from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
+
+from . import container
+
+container.register()
+
+#: The types whose values are in memory.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -19,6 +26,7 @@ class _TorchOps(Ops):
     native_float8 = True
 
     def f32(self, x: Array) -> Array:
+        need_dense(x)
         return x.to(torch.float32)
 
     def to_float(self, x: Array, dtype: str) -> Array:
@@ -40,7 +48,9 @@ class _TorchOps(Ops):
         return codes.to(_WORDS[kind.itemsize]).view(kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
-        return _table(table, codes.device)[codes.long()]
+        # A fake tensor wants a fake table, and a table made under a fake mode must not outlive it.
+        made = _table if type(codes) in PLAIN else _table.__wrapped__
+        return made(table, codes.device)[codes.long()]
 
     def where(self, condition: Array, a: Any, b: Any) -> Array:
         return torch.where(condition, a, b)
@@ -117,6 +127,14 @@ class _TorchOps(Ops):
         if a.dtype == torch.bfloat16:
             return a.view(torch.uint16).numpy()
         return _bytes(a).numpy()
+
+
+def need_dense(x: Array) -> None:
+    """Raise UnsupportedError for a sparse tensor, whose elements are not in memory one by one."""
+    if x.layout is not torch.strided:
+        raise UnsupportedError(
+            f"x is a sparse tensor ({x.layout}); breccia computes on dense ones: pass x.to_dense().", found=x.layout
+        )
 
 
 def _bytes(a: Array) -> Array:

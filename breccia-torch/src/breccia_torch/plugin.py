@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from breccia import Framework, hookimpl
+from breccia import Framework, Kernel, hookimpl
 
 api = 1
 
@@ -12,3 +12,14 @@ api = 1
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
     return [Framework("torch", "torch", ("Tensor",), "breccia_torch.ops:TORCH", devices="breccia_torch.ops:devices")]
+
+
+@hookimpl
+def breccia_kernels() -> Iterable[Kernel]:
+    cpu, gradients = "breccia_torch.cpu", "breccia_torch.gradients"
+    numpy_does = "breccia.kernels.numpy:accepts_cast"
+    yield Kernel("cast", "torch", f"{cpu}:cast", "torch.cpu.cast", device="cpu", accepts=numpy_does)
+    for op in ("dequantize", "requantize", "matmul"):
+        yield Kernel(op, "torch", f"{cpu}:{op}", f"torch.cpu.{op}", device="cpu")
+    for op in ("cast_ste", "cast_ste_clipped"):
+        yield Kernel(op, "torch", f"{gradients}:{op}", f"torch.{op}")

@@ -1074,7 +1074,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
     result = np.empty(shape, dtype)
     _Dequantize(st, result).run()
     result = result.swapaxes(-1, -2) if st.axis == -2 else result
-    return result if out is None else reference._result(NUMPY, result, name, out)
+    return result if out is None else reference.result(NUMPY, result, name, out)
 
 
 _LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
@@ -1265,7 +1265,7 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = No
     product = np.empty((*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]), _F4)
     with np.errstate(all="ignore"):
         _product(a, b, product)
-        return reference._result(NUMPY, product, name, out)
+        return reference.result(NUMPY, product, name, out)
 
 
 def _product(a: Any, b: Any, product: Array) -> None:

@@ -425,7 +425,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
             # Flushed, a subnormal product adds alike on every backend; and no compiler fuses the product into the sum.
             v = flushed(ops, v) + flushed(ops, bias)
         v = _k_last(ops, tiles.join(v), axis)
-        return _result(ops, v, name, out)
+        return result(ops, v, name, out)
 
 
 def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
@@ -460,7 +460,7 @@ def _apply(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
     return v * ops.div(value, fmt.capacity(level))
 
 
-def _result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
+def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
     """FP32 `value` in the dtype named, in `out` if that is given. Raises before the first byte where `out` does not fit."""
     if dtype != "float32":
         value = ops.to_float(value, dtype)
@@ -599,7 +599,7 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = No
     with ops.quiet():
         left, right = (dequantize(x) if isinstance(x, ScaledTensor) else _raw(ops, x, n) for n, x in (("a", a), ("b", b)))
         product = ops.matmul(left, right)
-        return _result(ops, product, name, out)
+        return result(ops, product, name, out)
 
 
 def _raw(ops: Ops, x: Array, name: str) -> Array:

@@ -1,0 +1,47 @@
+"""What torch must know of ScaledTensor: that it is a tree of tensors, and that checkpoints may hold it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from breccia.declared import rebuilt
+from breccia.registry import registry
+from breccia.tensor import ScaledTensor, restored
+
+_PARTS = ("data", "scale", "zero_point", "global_scale")
+
+Context = tuple[Any, Any, int, int]
+
+
+def _flatten(st: ScaledTensor) -> tuple[list[Any], Context]:
+    return [st.data, st.scale, st.zero_point, st.global_scale], (st.recipe, st.layout, st.axis, st.tail)
+
+
+def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Context]:
+    leaves, context = _flatten(st)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(_PARTS, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: Context) -> ScaledTensor:
+    """Unchecked: leaves may be placeholders."""
+    data, scale, zero_point, global_scale = leaves
+    recipe, layout, axis, tail = context
+    return ScaledTensor.assemble(data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+
+
+@cache
+def register() -> None:
+    """Make ScaledTensor a pytree node, and let `torch.load(..., weights_only=True)` read it."""
+    pytree.register_pytree_node(
+        ScaledTensor,
+        _flatten,
+        _unflatten,
+        serialized_type_name="breccia.ScaledTensor",
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
+    declared = registry()
+    torch.serialization.add_safe_globals([restored, rebuilt, *declared.recipes.values(), *declared.layouts.values()])

@@ -1,0 +1,132 @@
+"""The NumPy kernels on torch's memory: parts of CPU tensors are seen as arrays, and results as tensors, without a copy.
+
+Tensors that have no memory of their own to look at (fakes, those under functorch transforms, subclasses) take the generic
+algorithm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from breccia.frameworks import dtype_name, output_dtype
+from breccia.kernels import numpy as kernels
+from breccia.kernels import reference
+from breccia.recipes import ScalingRecipe
+from breccia.tensor import ScaledTensor, held
+
+from .ops import PLAIN, TORCH, need_dense
+
+Array = Any
+
+#: torch has no public way to ask; functorch wraps tensors without changing their type.
+_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
+
+
+def cast(
+    x: Array,
+    recipe: ScalingRecipe,
+    *,
+    axis: int = -1,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    out: ScaledTensor | None = None,
+) -> ScaledTensor:
+    """`reference.cast` by the NumPy kernel."""
+    options: dict[str, Any] = {"axis": axis, "rounding": rounding, "seed": seed, "nonfinite": nonfinite}
+    supplied = isinstance(scale, torch.Tensor)
+    if not _plain(x) or (supplied and not _plain(scale)) or (out is not None and not _takes(out, recipe)):
+        return reference.cast(x, recipe, scale=scale, out=out, **options)
+    reference.check_cast(x, recipe)
+    options["scale"] = _array(scale) if supplied else scale
+    if out is None:
+        return _tensors(kernels.cast(_floats(x), recipe, **options))
+    kernels.cast(_floats(x), recipe, out=_arrays(out), **options)
+    return out
+
+
+def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+    """`reference.dequantize` by the NumPy kernel."""
+    name = output_dtype(out_dtype)
+    if not _viewable(st) or (out is not None and not _plain(out)):
+        return reference.dequantize(st, out_dtype=name, out=out)
+    if name == "bfloat16":  # which NumPy lacks
+        return reference.result(TORCH, dequantize(st), name, out)
+    if out is None:
+        return torch.from_numpy(kernels.dequantize(_arrays(st), out_dtype=name))
+    kernels.dequantize(_arrays(st), out_dtype=name, out=_array(out))
+    return out
+
+
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    """`reference.requantize` by way of the verbs here."""
+    return reference.requantized(cast, dequantize, st, recipe, **options)
+
+
+def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
+    """`reference.matmul` of operands decoded here; gradients flow to one that is a tensor."""
+    left, right = (dequantize(x) if isinstance(x, ScaledTensor) else x for x in (a, b))
+    return reference.matmul(left, right, out_dtype, out=out)
+
+
+# ------------------------------------------------------------------------------------------------ the same memory
+
+
+def _plain(x: Array) -> bool:
+    """Has `x` memory that NumPy can look at?"""
+    if type(x) not in PLAIN or x.device.type != "cpu" or _wrapped(x):
+        return False
+    need_dense(x)
+    return True
+
+
+def _viewable(st: Any) -> bool:
+    return isinstance(st, ScaledTensor) and all(map(_plain, held(st).values()))
+
+
+def _takes(out: Any, recipe: ScalingRecipe) -> bool:
+    """Can the kernel write into `out`? It sees bytes, which do not tell float8 from uint8."""
+    dtypes = _dtypes(recipe)
+    return _viewable(out) and all(dtype_name(p) == dtypes.get(name, dtype_name(p)) for name, p in held(out).items())
+
+
+def _floats(x: Array) -> np.ndarray:
+    """FP32 or FP16; BF16, which NumPy lacks, as FP32."""
+    x = x.detach().resolve_conj().resolve_neg()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _array(part: Array) -> np.ndarray:
+    """A stored part: float8 as bytes, bfloat16 as bit patterns, others as they are."""
+    part = part.detach()
+    if part.dtype == torch.bfloat16:
+        return part.view(torch.uint16).numpy()
+    return (part.view(torch.uint8) if part.dtype.is_floating_point and part.itemsize == 1 else part).numpy()
+
+
+def _arrays(st: ScaledTensor) -> ScaledTensor:
+    parts = {name: _array(part) for name, part in held(st).items()}
+    return ScaledTensor.assemble(recipe=st.recipe, layout=st.layout, axis=st.axis, tail=st.tail, **parts)
+
+
+def _tensors(st: ScaledTensor) -> ScaledTensor:
+    """The result of a NumPy kernel, in the dtypes that torch stores its codecs in."""
+    dtypes = _dtypes(st.recipe)
+    parts = {name: _tensor(part, dtypes.get(name)) for name, part in held(st).items()}
+    return ScaledTensor.assemble(recipe=st.recipe, layout=st.layout, axis=st.axis, tail=st.tail, **parts)
+
+
+def _dtypes(recipe: ScalingRecipe) -> dict[str, str]:
+    """What torch stores the parts of a cast in, but for those that have one dtype everywhere."""
+    fmt = recipe.format
+    found = {"data": TORCH.storage(fmt.element), "scale": TORCH.storage(fmt.scale.codec)}
+    return found | {"zero_point": found["scale"]} if fmt.offset == "bias" else found
+
+
+def _tensor(part: np.ndarray, dtype: str | None) -> Array:
+    found = torch.from_numpy(part if isinstance(part, np.ndarray) else np.asarray(part))
+    return found if dtype is None or found.dtype == (wanted := getattr(torch, dtype)) else found.view(wanted)

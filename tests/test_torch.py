@@ -1,0 +1,248 @@
+"""torch on a CPU: NumPy's kernels on torch's memory, gradients, transforms, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import special_rows, wide
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, jvp, vmap
+from torch.utils import _pytree as pytree
+
+import breccia
+from breccia.tensor import held
+
+X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
+NVFP4 = breccia.NVFP4BlockScaling()
+MXFP8 = breccia.MXFP8BlockScaling()
+CURRENT = breccia.Float8CurrentScaling()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bits, NaN equal to NaN."""
+    return torch.equal(torch.nan_to_num(a, nan=7e30), torch.nan_to_num(b, nan=7e30)) and torch.equal(a.isnan(), b.isnan())
+
+
+def test_numpys_kernels_serve_tensors_on_a_cpu_and_the_generic_algorithm_others() -> None:
+    x = torch.ones(4, 32)
+    st = breccia.cast(x, MXFP8)
+    for op, operands in {"cast": (x, MXFP8), "dequantize": (st,), "requantize": (st, NVFP4), "matmul": (x, st.mT)}.items():
+        winner = breccia.explain(op, *operands).winner
+        assert winner is not None and winner.name == f"torch.cpu.{op}"
+    on_cuda = breccia.explain("cast", MXFP8, on="torch:cuda")
+    assert on_cuda.winner is not None and on_cuda.winner.name == "reference.cast"
+    assert "runs on cpu, the data is on cuda" in str(on_cuda)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_dtype_and_stride_gives_the_bytes_of_the_generic_algorithm(
+    recipe: breccia.ScalingRecipe, dtype: torch.dtype
+) -> None:
+    x = torch.from_numpy(X).to(dtype)
+    cube = torch.from_numpy(wide((3, 8, 64), seed=41, exponents=5)).to(dtype)
+    views = [x, x.t(), x[::2, 3:], x[:, ::3], cube, cube.transpose(0, 1), cube[:, :, :1].expand(3, 8, 64), x[:0], x[:, :0]]
+    for view in views:
+        for options in ({}, {"axis": -2}):
+            ours, generic = (breccia.cast(view, recipe, prefer=k, **options) for k in (None, "reference.cast"))
+            assert breccia.bytes_equal(ours, generic)
+            assert {n: (p.dtype, p.shape) for n, p in held(ours).items()} == {
+                n: (p.dtype, p.shape) for n, p in held(generic).items()
+            }
+            for out_dtype in ("float32", "float16", "bfloat16"):
+                a, b = (breccia.dequantize(ours, out_dtype=out_dtype, prefer=k) for k in (None, "reference.dequantize"))
+                assert a.dtype == b.dtype and same(a, b)
+
+
+def test_supplied_scales_and_out_are_taken_as_tensors(recipe: breccia.ScalingRecipe) -> None:
+    x = torch.from_numpy(wide((20, 70), seed=42, exponents=2))
+    first = breccia.cast(x, recipe)
+    out = breccia.cast(x * 3, recipe)
+    pointers = {name: part.data_ptr() for name, part in held(out).items()}
+    assert breccia.cast(x, recipe, out=out) is out and breccia.bytes_equal(out, first)
+    assert {name: part.data_ptr() for name, part in held(out).items()} == pointers
+    y = torch.empty(20, 70)
+    assert breccia.dequantize(first, out=y) is y and torch.equal(y, breccia.dequantize(first))
+    scale = first.scale if first.global_scale is None else first.global_scale
+    if recipe.format.offset == "none":
+        again, generic = (breccia.cast(x, recipe, scale=scale, prefer=k) for k in (None, "reference.cast"))
+        assert breccia.bytes_equal(again, generic)
+
+
+def test_matmul_and_requantize_equal_the_generic_algorithm() -> None:
+    a, w = torch.from_numpy(wide((5, 64), exponents=1)), torch.from_numpy(wide((7, 64), seed=1, exponents=1))
+    sa, sw = breccia.cast(a, MXFP8), breccia.cast(w, NVFP4)
+    for left, right in ((sa, sw.mT), (a, sw.mT), (sa, w.mT)):
+        assert torch.equal(breccia.matmul(left, right), breccia.matmul(left, right, prefer="reference.matmul"))
+    assert breccia.bytes_equal(breccia.requantize(sw, MXFP8), breccia.requantize(sw, MXFP8, prefer="reference.requantize"))
+
+
+def test_a_parameter_is_read_and_codes_carry_no_gradient() -> None:
+    w = torch.nn.Parameter(torch.from_numpy(wide((4, 64), exponents=2)))
+    st = breccia.cast(w, NVFP4)
+    assert breccia.bytes_equal(st, breccia.cast(w.detach(), NVFP4))
+    assert not st.data.requires_grad and not breccia.dequantize(st).requires_grad
+
+
+def test_fake_tensors_have_shapes_and_dtypes_and_no_values(recipe: breccia.ScalingRecipe) -> None:
+    real = breccia.cast(torch.ones(6, 70), recipe)
+    with FakeTensorMode():
+        st = breccia.cast(torch.ones(6, 70), recipe)
+        y = breccia.dequantize(st, out_dtype=torch.bfloat16)
+    assert {n: (p.dtype, p.shape) for n, p in held(st).items()} == {n: (p.dtype, p.shape) for n, p in held(real).items()}
+    assert (st.shape, st.layout, y.shape, y.dtype) == (real.shape, real.layout, (6, 70), torch.bfloat16)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(recipe: breccia.ScalingRecipe, dtype: torch.dtype) -> None:
+    x = torch.from_numpy(wide((6, 70), seed=3, exponents=2)).to(dtype).requires_grad_()
+    y = breccia.cast_ste(x, recipe)
+    assert y.dtype == dtype and same(y.detach(), breccia.dequantize(breccia.cast(x, recipe), out_dtype=dtype))
+    upstream = torch.arange(y.numel(), dtype=dtype).reshape(y.shape)
+    (found,) = torch.autograd.grad(y, x, upstream)
+    assert torch.equal(found, upstream)
+
+
+def test_the_clipped_gradient_is_zero_outside_the_bounds_alone() -> None:
+    x = torch.tensor([[-500.0, -448.0, -1.0, 0.0, 1.0, 448.0, 449.0, float("nan")]]).requires_grad_()
+    (found,) = torch.autograd.grad(breccia.cast_ste_clipped(x, CURRENT).nansum() * 1.0, x, allow_unused=False)
+    (passed,) = torch.autograd.grad(breccia.cast_ste_clipped(x, CURRENT), x, torch.full_like(x, 3.0))
+    assert passed.tolist() == [[0.0, 3.0, 3.0, 3.0, 3.0, 3.0, 0.0, 0.0]]
+    (passed,) = torch.autograd.grad(breccia.cast_ste_clipped(x, CURRENT, -1.0, 0.5), x, torch.ones_like(x))
+    assert passed.tolist() == [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
+    assert found.shape == x.shape
+    with pytest.raises(breccia.OptionError, match="clip_min must be less than clip_max; got 2.0 and 1.0"):
+        breccia.cast_ste_clipped(x, CURRENT, 2.0, 1.0)
+
+
+def test_an_infinite_gradient_outside_the_bounds_is_still_zero() -> None:
+    x = torch.tensor([[1.0, 1000.0]]).requires_grad_()
+    (found,) = torch.autograd.grad(breccia.cast_ste_clipped(x, CURRENT), x, torch.full_like(x, torch.inf))
+    assert found.tolist() == [[torch.inf, 0.0]]
+
+
+def test_without_a_graph_nothing_is_recorded() -> None:
+    x = torch.ones(2, 32, requires_grad=True)
+    with torch.no_grad():
+        assert not breccia.cast_ste(x, MXFP8).requires_grad
+    assert not breccia.cast_ste(x.detach(), MXFP8).requires_grad
+    assert breccia.cast_ste(x, MXFP8).requires_grad
+
+
+def test_matmul_is_differentiable_in_the_operand_of_high_precision() -> None:
+    a = torch.from_numpy(wide((5, 64), exponents=1)).requires_grad_()
+    w = breccia.cast(torch.from_numpy(wide((7, 64), seed=1, exponents=1)), NVFP4)
+    upstream = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    (found,) = torch.autograd.grad(breccia.matmul(a, w.mT), a, upstream)
+    b = a.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(b @ breccia.dequantize(w).mT, b, upstream)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp
+def test_functorch_transforms_see_one_example_at_a_time() -> None:
+    x = torch.from_numpy(wide((4, 6, 64), seed=5, exponents=3))
+    for recipe in (CURRENT, MXFP8, NVFP4, breccia.INT4Scaling(group_size=16)):
+
+        def trip(t: Any, recipe: breccia.ScalingRecipe = recipe) -> Any:
+            return breccia.cast_ste(t, recipe)
+
+        each = torch.stack([trip(t) for t in x])
+        assert same(vmap(trip)(x), each), "a scale for each example, where the recipe has one for the tensor"
+        assert same(vmap(trip, in_dims=1, out_dims=1)(x.transpose(0, 1)), each.transpose(0, 1))
+        assert torch.equal(vmap(grad(lambda t, f=trip: f(t).sum()))(x), torch.ones_like(x))
+    value, tangent = jvp(lambda t: breccia.cast_ste_clipped(t, MXFP8, -1.0, 1.0), (x,), (torch.full_like(x, 2.0),))
+    assert same(value, breccia.cast_ste(x, MXFP8))
+    assert torch.equal(tangent, torch.where(x.abs() <= 1, 2.0, 0.0))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+ONES = torch.ones(4, 32)
+FLOATS = r"cast takes float32, float16, bfloat16; got "
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: ONES.double(), FLOATS + r"float64\. Convert it first.*x\.float\(\)"),
+        (lambda: ONES.int(), FLOATS + r"int32\. Only floating-point numbers are quantized"),
+        (lambda: ONES.bool(), FLOATS + r"bool\. Only floating-point numbers are quantized"),
+        (lambda: ONES.to(torch.complex64), FLOATS + r"complex64\. Only floating-point numbers are quantized"),
+        (lambda: ONES.to(torch.float8_e4m3fn), FLOATS + r"float8_e4m3fn\."),
+        (
+            lambda: ONES.to_sparse(),
+            r"x is a sparse tensor \(torch\.sparse_coo\); breccia computes on dense ones: pass x\.to_dense\(\)",
+        ),
+        (lambda: ONES.to_sparse_csr(), r"x is a sparse tensor \(torch\.sparse_csr\); .* pass x\.to_dense\(\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_what_cannot_be_cast_is_named_with_the_way_out(made: Callable[[], Any], message: str) -> None:
+    for verb in (breccia.cast, breccia.cast_ste):
+        with pytest.raises(TypeError, match=message):
+            verb(made(), MXFP8)
+    with pytest.raises(TypeError, match=message):
+        breccia.cast(made(), MXFP8, prefer="reference.cast")
+
+
+def test_operands_on_two_devices_are_named() -> None:
+    w = breccia.cast(torch.ones(4, 32), MXFP8)
+    with pytest.raises(TypeError, match="matmul: a is on meta and b on cpu; move both to one device"):
+        breccia.matmul(torch.ones(4, 32, device="meta"), w.mT)
+
+
+# -- trees and checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:
+    st = breccia.cast(torch.from_numpy(X), recipe)
+    leaves, spec = pytree.tree_flatten({"w": st, "b": torch.ones(2)})
+    assert len([leaf for leaf in leaves if leaf is not None]) == len(held(st)) + 1
+    assert breccia.bytes_equal(pytree.tree_unflatten(leaves, spec)["w"], st)
+    moved = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, st)
+    assert breccia.bytes_equal(moved, st) and moved.data.data_ptr() != st.data.data_ptr()
+    placeholders = pytree.tree_map(lambda leaf: None, st)
+    assert placeholders.data is None and placeholders.recipe == recipe
+    paths = [pytree.keystr(path) for path, leaf in pytree.tree_flatten_with_path(st)[0] if leaf is not None]
+    assert paths == [f".{name}" for name in held(st)]
+
+
+def test_torch_saves_and_loads_weights_only(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+    st = breccia.cast(torch.from_numpy(X), recipe)
+    torch.save({"w": st, "b": torch.ones(2)}, tmp_path / "m.pt")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert breccia.bytes_equal(found["w"], st) and found["w"].recipe == recipe
+
+
+def test_a_pickle_is_checked_when_it_is_read() -> None:
+    st = breccia.cast(torch.from_numpy(X), MXFP8)
+    rebuild, (data, scale, *rest) = st.__reduce__()
+    with pytest.raises(breccia.LayoutError):
+        rebuild(data, scale[:3], *rest)
+    rebuild, (kind, fields) = breccia.INT4Scaling().__reduce__()
+    with pytest.raises(breccia.RecipeError, match="group_size"):
+        rebuild(kind, fields | {"group_size": 0})
+
+
+def test_copies_share_nothing_and_shared_memory_is_shared(recipe: breccia.ScalingRecipe) -> None:
+    st = breccia.cast(torch.from_numpy(X), recipe)
+    deep = copy.deepcopy(st)
+    assert breccia.bytes_equal(deep, st) and deep.data.data_ptr() != st.data.data_ptr()
+    for part in held(st).values():
+        part.share_memory_()
+    sent = pickle.loads(ForkingPickler.dumps(st))
+    assert breccia.bytes_equal(sent, st)
+    st.data.view(torch.uint8).fill_(1)
+    assert breccia.bytes_equal(sent, st) and not breccia.bytes_equal(deep, st)
