@@ -17,11 +17,11 @@ demo: $(DEMO)/ready
 
 # Every test but those marked slow.
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "not slow" -n 2
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" -n 2
 
 # The long ones: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m slow
+	$(VENV)/bin/python -m pytest -m "slow and not gpu"
 
 # Lint, format, types, and documents that show what is so.
 check: $(VENV)/ready

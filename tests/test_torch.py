@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ from conftest import special_rows, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import breccia
+import breccia_torch
 from breccia.tensor import held
+
+#: What torch's own modules do when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
 NVFP4 = breccia.NVFP4BlockScaling()
@@ -149,7 +155,6 @@ def test_matmul_is_differentiable_in_the_operand_of_high_precision() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp
 def test_functorch_transforms_see_one_example_at_a_time() -> None:
     x = torch.from_numpy(wide((4, 6, 64), seed=5, exponents=3))
     for recipe in (CURRENT, MXFP8, NVFP4, breccia.INT4Scaling(group_size=16)):
@@ -246,3 +251,184 @@ def test_copies_share_nothing_and_shared_memory_is_shared(recipe: breccia.Scalin
     assert breccia.bytes_equal(sent, st)
     st.data.view(torch.uint8).fill_(1)
     assert breccia.bytes_equal(sent, st) and not breccia.bytes_equal(deep, st)
+
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------
+
+COMPILED = [
+    CURRENT,
+    breccia.Float8RowScaling(),
+    breccia.Float8BlockScaling(block_k=32, block_m=4),
+    MXFP8,
+    breccia.MXFP6BlockScaling(),
+    NVFP4,
+    breccia.INT4Scaling(group_size=32, signed=False, symmetric=False),
+    breccia.NF4Scaling(),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """What one test compiled is not another's to run into."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    breccia_torch.enable_compile()
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+def graph_count() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def rows(n: int, k: int = 70) -> Any:
+    return torch.from_numpy(wide((n, k), seed=n, exponents=2))
+
+
+@pytest.mark.parametrize("recipe", COMPILED, ids=lambda r: r.name)
+def test_compiled_casts_give_the_bytes_of_eager_ones_for_every_batch(recipe: breccia.ScalingRecipe) -> None:
+    def trip(x: Any) -> Any:
+        st = breccia.cast(x * 2, recipe)
+        return st, breccia.dequantize(st, out_dtype=torch.bfloat16)
+
+    fast = compiled(trip)
+    for n in (4, 8, 12, 20):
+        (st, y), (expected, z) = fast(rows(n)), trip(rows(n))
+        assert breccia.bytes_equal(st, expected) and (st.layout, st.tail) == (expected.layout, expected.tail)
+        assert torch.equal(y, z)
+
+
+def test_a_dynamic_batch_is_compiled_once_more_and_no_more() -> None:
+    torch._dynamo.utils.counters.clear()
+    fast = compiled(lambda x: breccia.dequantize(breccia.cast(x, MXFP8)))
+    for n in (4, 5, 6, 7, 8, 9):
+        fast(rows(n, 64))
+    assert graph_count() == 2
+
+
+def test_options_reach_the_operator() -> None:
+    x = rows(6, 64)
+    for options in (
+        {"axis": -2},
+        {"axis": 0},
+        {"rounding": "stochastic", "seed": 2**64 - 3},
+        {"scale": 0.5},
+        {"scale": torch.tensor(0.25)},
+    ):
+        recipe = CURRENT if "scale" in options else breccia.NF4Scaling(block_size=2)
+
+        def trip(t: Any, recipe: Any = recipe, options: Any = options) -> Any:
+            return breccia.cast(t, recipe, **options)
+
+        assert breccia.bytes_equal(compiled(trip)(x), trip(x)), options
+
+
+def test_scaled_tensors_pass_into_graphs_and_out_of_them() -> None:
+    w = breccia.cast(rows(8, 64), NVFP4)
+
+    def linear(x: Any, w: Any) -> Any:
+        return breccia.matmul(breccia.cast(x, MXFP8), w.mT, torch.float16)
+
+    fast = compiled(linear)
+    for n in (3, 5, 6):
+        assert torch.equal(fast(rows(n, 64), w), linear(rows(n, 64), w))
+    assert compiled(lambda st: st.mT)(w).axis == -2
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, MXFP8, NVFP4], ids=lambda r: r.name)
+def test_compiled_gradients_are_those_of_eager_mode(recipe: breccia.ScalingRecipe) -> None:
+    def loss(x: Any) -> Any:
+        return (breccia.cast_ste(x, recipe) ** 2).sum() + (breccia.cast_ste_clipped(x, recipe, -1.0, 0.5) * 3).sum()
+
+    x, y = rows(6).requires_grad_(), rows(6).requires_grad_()
+    compiled(loss)(x).backward()
+    loss(y).backward()
+    assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+
+
+def test_operators_keep_the_rules_of_torch() -> None:
+    x = rows(4, 64)
+    recipe = breccia.NF4Scaling()  # no float8, on which torch's own checks cannot compute
+    text = recipe.to_json()
+    options = (-1, None, "nearest", None, "propagate")
+    torch.library.opcheck(torch.ops.breccia.cast.default, (x, text, *options))
+    st = breccia.cast(x, recipe)
+    parts = (st.data, st.scale, None, None, text, st.layout.to_json(), -1, 0, "float32")
+    torch.library.opcheck(torch.ops.breccia.dequantize.default, parts)
+    torch.library.opcheck(torch.ops.breccia.cast_ste.default, (x.requires_grad_(), text, -1.0, 1.0, *options))
+
+
+def test_what_a_graph_cannot_take_is_said() -> None:
+    breccia_torch.enable_compile()
+    with pytest.raises(Exception, match="cast: prefer= is for calls outside torch.compile; leave it out"):
+        compiled(lambda x: breccia.cast(x, MXFP8, prefer="reference.cast"))(rows(4, 64))
+    with pytest.raises(Exception, match="cast takes float32, float16, bfloat16; got float64"):
+        compiled(lambda x: breccia.cast(x, MXFP8))(rows(4, 64).double())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_every_recipe_compiles(recipe: breccia.ScalingRecipe, backend: str) -> None:
+    def trip(x: Any) -> Any:
+        st = breccia.cast(x + 0, recipe)
+        return st, breccia.dequantize(st) * 1
+
+    st, y = compiled(trip, backend)(rows(8))
+    expected, z = trip(rows(8))
+    assert breccia.bytes_equal(st, expected) and same(y, z)
+
+
+# -- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+class NoHostTraffic(TorchDispatchMode):
+    """Fails on a copy between devices, and on a value that is read back."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read back"
+        found = func(*args, **(kwargs or {}))
+        tensors = [t for t in pytree.tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor) and t.ndim]
+        assert len({t.device.type for t in tensors}) <= 1, f"{func} crosses devices"
+        return found
+
+
+def on_cuda(test: Any) -> Any:
+    """For `tests/gpu.sh`; elsewhere it is skipped."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+
+
+@on_cuda
+@pytest.mark.parametrize("options", [{}, {"axis": -2}, {"rounding": "stochastic", "seed": 7}], ids=str)
+def test_cuda_writes_numpys_bytes(recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> None:
+    x = np.concatenate([wide((509, 517), seed=50, exponents=60), special_rows(517)])
+    expected = breccia.cast(x, recipe, **options)
+    st = breccia.cast(torch.from_numpy(x).cuda(), recipe, **options)
+    assert st.device.type == "cuda" and breccia.bytes_equal(st.to("cpu"), breccia.cast(torch.from_numpy(x), recipe, **options))
+    assert st.digest() == expected.digest()
+    assert same(breccia.dequantize(st).cpu(), torch.from_numpy(breccia.dequantize(expected)))
+
+
+@on_cuda
+@pytest.mark.parametrize("recipe", COMPILED, ids=lambda r: r.name)
+def test_compiled_cuda_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
+    def trip(x: Any) -> Any:
+        st = breccia.cast(x * 2, recipe)
+        return st, breccia.dequantize(st) + 1
+
+    fast = compiled(trip, "inductor")
+    for n in (64, 96):
+        (st, y), (expected, z) = fast(rows(n, 192).cuda()), trip(rows(n, 192))
+        assert breccia.bytes_equal(st.to("cpu"), expected) and same(y.cpu(), z)
+
+
+@on_cuda
+def test_nothing_goes_through_the_host(recipe: breccia.ScalingRecipe) -> None:
+    x = rows(64, 192).cuda().requires_grad_()
+    breccia.dequantize(breccia.cast(x, recipe))  # tables are made on the device once
+    with NoHostTraffic():
+        st = breccia.cast(x, recipe)
+        breccia.matmul(x, st.mT)
+        breccia.cast_ste_clipped(x, recipe).sum().backward()

@@ -86,7 +86,7 @@ class ScaledTensor:
         fmt = recipe.format
         if shape is not None:
             tail = _tail_of(_lengths(shape), tuple(data.shape), fmt.element, axis)
-        _fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
+        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
         _check_parts(self, fmt)
 
     @classmethod
@@ -103,7 +103,7 @@ class ScaledTensor:
     ) -> ScaledTensor:
         """The tensor of parts known to fit, unchecked: for kernels, and for pytrees whose leaves are placeholders."""
         self = object.__new__(cls)
-        _fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail)
         return self
 
     @property
@@ -315,14 +315,16 @@ def restored(
 _ZERO_POINTS = {"zero_point": ("uint8", "int8", "int16", "int32", *FLOATS), "bias": (*FLOATS, "uint16")}
 #: The fields that hold arrays.
 PARTS = ("data", "scale", "zero_point", "global_scale")
-_FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
+#: All fields, in order.
+FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
 
 
 #: How a frozen instance is filled: by the descriptors of its slots.
-_SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in _FIELDS)
+_SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
 
 
-def _fill(self: ScaledTensor, *values: Any) -> None:
+def fill(self: ScaledTensor, *values: Any) -> None:
+    """Set the fields of a new instance, in the order of `FIELDS`."""
     for put, value in zip(_SETTERS, values, strict=True):
         put(self, value)
 

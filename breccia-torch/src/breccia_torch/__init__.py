@@ -1,1 +1,17 @@
-"""breccia on PyTorch: its vocabulary and native float8 storage. Imports nothing; see `plugin.py`."""
+"""PyTorch for breccia: importing this loads nothing of torch; `import breccia` finds the plug-in by itself."""
+
+from __future__ import annotations
+
+
+def enable_compile() -> None:
+    """Let `torch.compile` take the verbs of breccia whole, `fullgraph=True` and dynamic batches included.
+
+    Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
+    everybody; where Dynamo is loaded when breccia first meets a torch tensor, it is done then.
+    """
+    from .operators import register
+
+    register()
+
+
+__all__ = ["enable_compile"]

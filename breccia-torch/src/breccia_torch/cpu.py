@@ -17,12 +17,9 @@ from breccia.kernels import reference
 from breccia.recipes import ScalingRecipe
 from breccia.tensor import ScaledTensor, held
 
-from .ops import PLAIN, TORCH, need_dense
+from .ops import PLAIN, TORCH, need_dense, wrapped
 
 Array = Any
-
-#: torch has no public way to ask; functorch wraps tensors without changing their type.
-_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
 
 def cast(
@@ -78,7 +75,7 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = No
 
 def _plain(x: Array) -> bool:
     """Has `x` memory that NumPy can look at?"""
-    if type(x) not in PLAIN or x.device.type != "cpu" or _wrapped(x):
+    if type(x) not in PLAIN or x.device.type != "cpu" or wrapped(x):
         return False
     need_dense(x)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,9 @@ from breccia.ops import Array, Ops
 from . import container
 
 container.register()
+
+#: Is it a tensor under a functorch transform? Its type does not tell, and torch has no public way to ask.
+wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
 #: The types whose values are in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -33,19 +37,19 @@ class _TorchOps(Ops):
         return x.to(getattr(torch, dtype))
 
     def bits(self, x: Array) -> Array:
-        return x.view(torch.int32)
+        return _as(x, torch.int32)
 
     def unbits(self, i: Array) -> Array:
-        return i.view(torch.float32)
+        return _as(i, torch.float32)
 
     def load(self, stored: Array) -> Array:
         width = stored.element_size()
-        codes = stored.view(_WORDS[width]).to(torch.int32)
+        codes = _as(stored, _WORDS[width]).to(torch.int32)
         return codes & 0xFFFF if width == 2 else codes
 
     def store(self, codes: Array, dtype: str) -> Array:
         kind = getattr(torch, dtype)
-        return codes.to(_WORDS[kind.itemsize]).view(kind)
+        return _as(codes.to(_WORDS[kind.itemsize]), kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
         # A fake tensor wants a fake table, and a table made under a fake mode must not outlive it.
@@ -82,10 +86,10 @@ class _TorchOps(Ops):
         return torch.nn.functional.pad(a, [w for width in reversed(widths) for w in (0, width)])
 
     def concat(self, parts: list[Array], axis: int = -1) -> Array:
-        return torch.cat([_bytes(p) for p in parts], dim=axis).view(parts[0].dtype)
+        return _as(torch.cat([_bytes(p) for p in parts], dim=axis), parts[0].dtype)
 
     def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        return _bytes(a).index_select(axis, torch.tensor(index, dtype=torch.int64, device=a.device)).view(a.dtype)
+        return _as(_bytes(a).index_select(axis, torch.tensor(index, dtype=torch.int64, device=a.device)), a.dtype)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return a.expand(shape)
@@ -137,9 +141,32 @@ def need_dense(x: Array) -> None:
         )
 
 
+def _as(x: Array, dtype: torch.dtype) -> Array:
+    """The same bits as another dtype of that width."""
+    if x.dtype == dtype:
+        return x
+    return torch.ops.breccia.view_as(x, dtype) if wrapped(x) else x.view(dtype)
+
+
+@torch.library.custom_op("breccia::view_as", mutates_args=())
+def _view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy, as operators give no views. For functorch, which has no rule for `Tensor.view(dtype)` in torch 2.11."""
+    return x.view(dtype).clone()
+
+
+@_view_as.register_fake
+def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@_view_as.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    return torch.ops.breccia.view_as(x, dtype), in_dims[0]
+
+
 def _bytes(a: Array) -> Array:
     """A float8 array as uint8, since not every torch function on every device takes float8."""
-    return a.view(torch.uint8) if dtype_name(a).startswith("float8") else a
+    return _as(a, torch.uint8) if dtype_name(a).startswith("float8") else a
 
 
 @lru_cache(maxsize=64)
@@ -157,3 +184,8 @@ def devices() -> list[str]:
 
 
 TORCH = _TorchOps()
+
+if "torch._dynamo" in sys.modules:
+    from .operators import register
+
+    register()
