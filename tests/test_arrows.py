@@ -203,10 +203,14 @@ def test_a_manifest_imports_breccia_and_the_standard_library_alone(distribution:
 
 
 @pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core"}))
-def test_the_package_a_manifest_lies_in_is_a_docstring(distribution: str) -> None:
-    """Importing the manifest runs it first, in every process."""
+def test_the_package_a_manifest_lies_in_runs_nothing(distribution: str) -> None:
+    """Importing the manifest runs it first, in every process: it may define functions, which import what they need."""
     body = ast.parse(modules(distribution)[""].read_text(encoding="utf-8")).body
-    assert len(body) == 1 and ast.get_docstring(ast.Module(body, [])), body
+    assert ast.get_docstring(ast.Module(body, []))
+    for node in body[1:]:
+        ours = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        assert ours or future or isinstance(node, ast.FunctionDef), ast.unparse(node)
 
 
 @pytest.mark.parametrize("name", [name for name in CORE_MODULES if not name.startswith("testing")])

@@ -7,7 +7,7 @@ def enable_compile() -> None:
     """Let `torch.compile` take the verbs of breccia whole, `fullgraph=True` and dynamic batches included.
 
     Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
-    everybody; where Dynamo is loaded when breccia first meets a torch tensor, it is done then.
+    everybody.
     """
     from .operators import register
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any
 
@@ -184,8 +183,3 @@ def devices() -> list[str]:
 
 
 TORCH = _TorchOps()
-
-if "torch._dynamo" in sys.modules:
-    from .operators import register
-
-    register()
