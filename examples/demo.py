@@ -66,7 +66,6 @@ def main() -> None:
     console.print(table)
     console.print("underflow: nonzero elements that became zero")
     breccia("compare", source, *files.values(), "--report", REPORT)
-    console.print("underflow: nonzero elements that became zero")
     console.print(f"\nEach file was read back and compared after writing. All of it took {perf_counter() - started:.0f} s.")
     console.print(f"\nThe report, tensor by tensor, to open in a browser:\n  {REPORT.resolve()}")
     program = Path(sys.executable).parent / "breccia"
