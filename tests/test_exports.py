@@ -195,6 +195,12 @@ def test_bridge_of_any_plug_in_is_its_target(monkeypatch: pytest.MonkeyPatch) ->
     assert "to_acme" in dir(breccia.bridges)
 
 
+def test_a_bridge_asked_of_the_package_says_where_it_is() -> None:
+    wanted = "module 'breccia' has no attribute 'load_safetensors'; it is breccia.bridges.load_safetensors"
+    with pytest.raises(AttributeError, match=f"^{wanted}$"):
+        breccia.load_safetensors  # noqa: B018
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,7 @@ _HOMES: dict[str, str] = {
         "errors",
     ),
 }
+_SIBLINGS = "siblings"
 _MODULES = ("bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
 
 __all__ = ["__version__", *sorted(_HOMES), *_MODULES]
@@ -80,10 +81,17 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = import_module(f".{name}", __name__)
     else:
-        hint = "" if name.startswith("_") else __getattr__("errors").suggestion(name, list(_HOMES)).partition(" Known:")[0]
+        hint = "" if name.startswith("_") else _hint(name)
         raise AttributeError(f"module 'breccia' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    beside = import_module(f".{_SIBLINGS}", __name__)
+    if name in beside.BRIDGES.bridges:
+        return f"; it is breccia.bridges.{name}"
+    return __getattr__("errors").suggestion(name, list(_HOMES)).partition(" Known:")[0]
 
 
 def __dir__() -> list[str]:
