@@ -10,20 +10,18 @@ from torch.utils import _pytree as pytree
 
 from breccia.declared import rebuilt
 from breccia.registry import registry
-from breccia.tensor import ScaledTensor, restored
-
-_PARTS = ("data", "scale", "zero_point", "global_scale")
+from breccia.tensor import PARTS, ScaledTensor, restored
 
 Context = tuple[Any, Any, int, int]
 
 
 def _flatten(st: ScaledTensor) -> tuple[list[Any], Context]:
-    return [st.data, st.scale, st.zero_point, st.global_scale], (st.recipe, st.layout, st.axis, st.tail)
+    return [getattr(st, name) for name in PARTS], (st.recipe, st.layout, st.axis, st.tail)
 
 
 def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Context]:
     leaves, context = _flatten(st)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(_PARTS, leaves, strict=True)], context
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], context
 
 
 def _unflatten(leaves: Any, context: Context) -> ScaledTensor:

@@ -50,7 +50,11 @@ def _passed(ctx: Any, gradient: Array) -> Array:
     if ctx.bounds is None:
         return gradient.clone()  # an output that is an input would alias it
     (x,) = ctx.saved_tensors
-    low, high = ctx.bounds
+    return clipped(gradient, x, *ctx.bounds)
+
+
+def clipped(gradient: Array, x: Array, low: float, high: float) -> Array:
+    """The gradient where `x` lies in [low, high], and zero elsewhere, be it infinite or not."""
     return torch.where((x >= low) & (x <= high), gradient, torch.zeros_like(gradient))
 
 

@@ -25,6 +25,7 @@ from breccia.ops import Array
 from breccia.recipes import ScalingRecipe
 from breccia.tensor import FIELDS, ScaledTensor, contraction_axis, held
 
+from .gradients import clipped
 from .ops import TORCH
 
 _SIGN = 1 << 63
@@ -122,7 +123,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _pass(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     if ctx.low is not None:
         (x,) = ctx.saved_tensors
-        gradient = torch.where((x >= ctx.low) & (x <= ctx.high), gradient, torch.zeros_like(gradient))
+        gradient = clipped(gradient, x, ctx.low, ctx.high)
     return gradient, *(None,) * 8
 
 
