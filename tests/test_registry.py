@@ -377,6 +377,9 @@ def test_a_recipe_that_needs_a_field_is_not_asked_for_an_instance(install: Insta
     install("acme", HEAD + needs + "@hookimpl\ndef breccia_recipes():\n    return [Acme]")
     assert reloaded()[1] == []
     assert plugin("acme").declares == ("recipes:acme", "bridges:leftover")
+    with pytest.raises(breccia.UnknownNameError, match="'fp8' is an element format and no recipe"):
+        breccia.recipe("fp8")
+    assert breccia.recipe("Acme", bits=3).to_dict() == {"name": "acme", "fields": {"bits": 3}}
 
 
 def test_a_repaired_plug_in_is_active_after_reload(install: Install, tmp_path: Path) -> None:

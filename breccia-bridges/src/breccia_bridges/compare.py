@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
+from breccia.tensor import PARTS
 
 from .checkpoint import checkpoint_files
 from .container import Container, Shape
 from .measure import FLOATING, SLAB, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, unnoticed
-from .safetensors import PARTS, Config, read_configs
+from .safetensors import Config, read_configs
 from .text import named, spelled
 
 

@@ -20,12 +20,13 @@ from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
 from breccia.formats import TENSOR
+from breccia.tensor import held
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .container import Container, Entry, Writer, byte_count
 from .measure import Fidelity, Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, unnoticed
-from .safetensors import PARTS, Described, open_writer, plan, read_configs
+from .safetensors import Described, open_writer, plan, read_configs
 
 #: Left as they are unless `include` names them: they are small, or their precision shows in every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
@@ -245,8 +246,7 @@ class _Source:
         scale = self._shared_scale() if self.shares and len(self.slabs) > 1 else None
         for slab in self.slabs:
             st = cast(self.stored.values(slab), self.recipe, scale=scale)
-            parts = {part: getattr(st, part) for part in PARTS}
-            yield {part: a for part, a in parts.items() if a is not None and (a.ndim or slab == self.slabs[0])}
+            yield {part: a for part, a in held(st).items() if a.ndim or slab == self.slabs[0]}
 
     def _shared_scale(self) -> np.ndarray:
         """The scale of the whole tensor. It depends on the largest magnitude alone, so a cast of the slabs' largest gives it.

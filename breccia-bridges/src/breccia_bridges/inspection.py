@@ -26,6 +26,8 @@ _FOREIGN_WORDS = ("weight_scale", "scale", "scales", "scale_weight")
 #: Codecs that scales are stored in, by the file's dtype. U8 is E8M0 where only the header of a stranger tells.
 _SCALE_CODECS = {"F8_E8M0": "E8M0", "U8": "E8M0", "F8_E4M3": "E4M3", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 
+_CODECS = {codec.name: codec for codec in CODECS}
+
 #: A scale this many times the tensor's median one is worth a look: one outlier sets the step of its whole block.
 OUTLIER = 1000.0
 
@@ -67,16 +69,19 @@ def _is_scale(name: str) -> bool:
     return name.endswith(_FOREIGN_SUFFIXES) or name.rpartition(".")[2] in _FOREIGN_WORDS
 
 
+def _is_foreign(held: Held, *dtypes: str) -> bool:
+    """Is it a stranger's matrix, no scale, of a dtype that begins so?"""
+    return held.config is None and len(held.shape) > 1 and not _is_scale(held.name) and held.stored_as.startswith(dtypes)
+
+
 def _is_code(held: Held) -> bool:
     """Are these, by their dtype, codes of a stranger that need scales?"""
-    foreign = held.config is None and len(held.shape) > 1 and not _is_scale(held.name)
-    return foreign and held.stored_as.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_"))
+    return _is_foreign(held, "F8_E4M3", "F8_E5M2", "F4", "F6_")
 
 
 def _scale_of(held: Held, tensors: dict[str, Held]) -> Held | None:
     """The tensor that another program's names make the scale of this one: of codes, or of bytes that may be."""
-    packed = held.config is None and len(held.shape) > 1 and held.stored_as in ("U8", "I8") and not _is_scale(held.name)
-    if not packed and not _is_code(held):
+    if not _is_foreign(held, "U8", "I8") and not _is_code(held):
         return None
     stem = held.name.rpartition(".")[0]
     names = [held.name + suffix for suffix in _FOREIGN_SUFFIXES]
@@ -153,7 +158,7 @@ def _scale_figures(held: Held, scale: Held | None) -> tuple[dict[str, Any] | Non
             if f"{held.name}.{part}" in held.container.entries
         ]
     elif scale is not None and scale.stored_as in _SCALE_CODECS:
-        named = next(c for c in CODECS if c.name == _SCALE_CODECS[scale.stored_as])
+        named = _CODECS[_SCALE_CODECS[scale.stored_as]]
         parts = [(scale.name, _values(scale.container, scale.name, named), named.bits > 8)]
     if not parts:
         return None, []
@@ -168,7 +173,7 @@ def _values(container: Container, entry: str, codec: Codec) -> np.ndarray:
     """Stored scales as FP32."""
     found = container.entries[entry].dtype
     if codec.bits > 8 and found != codec.name:  # a float scale that was kept as it came
-        codec = next(c for c in CODECS if c.name == found)
+        codec = _CODECS[found]
     return np.asarray(codec.read(NUMPY, container.array(entry))).reshape(-1)
 
 

@@ -26,19 +26,19 @@ from breccia.codecs import Codec
 from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnsupportedError
 from breccia.formats import TENSOR
 from breccia.frameworks import dtype_name, ops_of
-from breccia.grids import packed_length, packing
+from breccia.grids import packing, part_shapes
 from breccia.layouts import Layout
 from breccia.ops import Array, Ops
 from breccia.recipes import ScalingRecipe
 from breccia.registry import registry
-from breccia.tensor import ScaledTensor
+from breccia.siblings import ML_DTYPES
+from breccia.tensor import PARTS, ScaledTensor, held
 
 from .checkpoint import checkpoint_files
 from .container import DTYPES, Container, Shape, Writer, check_text
 
 #: The layout of files this version writes and reads, as their metadata name it.
 SCHEMA = "1"
-PARTS = ("data", "scale", "zero_point", "global_scale")
 _OURS = ("schema", "breccia_version")
 _ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
 
@@ -102,7 +102,7 @@ def describe(name: str, tensor: ScaledTensor | Array) -> Described:
         dtypes["zero_point"] = _float_dtype(f"{name}.zero_point", tensor.zero_point)
     entries = {
         f"{name}.{part}": (dtypes.get(part) or _plain_dtype(f"{name}.{part}", array), tuple(array.shape))
-        for part, array in _parts(tensor).items()
+        for part, array in held(tensor).items()
     }
     return entries, config
 
@@ -121,23 +121,12 @@ def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
             shape=shape,
         )
     layout = recipe.layout.fitted(shape)
-    scale_shape = layout.scale_shapes(shape)[0]
-    codec = fmt.scale.codec
-    scale = "U8" if codec.bits <= 8 else codec.name
+    shapes = part_shapes(fmt, layout, shape)
     entries: dict[str, tuple[str, Shape]] = {
-        f"{name}.data": ("U8", (*shape[:-1], packed_length(fmt.element, shape[-1]))),
-        f"{name}.scale": (scale, scale_shape),
+        f"{name}.{part}": ("U8" if codec is None or codec.bits <= 8 else codec.name, shapes[part])
+        for part, codec in fmt.parts.items()
     }
-    if fmt.offset != "none":
-        entries[f"{name}.zero_point"] = ("U8" if fmt.offset == "zero_point" else scale, scale_shape)
-    if fmt.global_scale is not None:
-        entries[f"{name}.global_scale"] = (fmt.global_scale.codec.name, ())
-    return entries, Config(recipe, layout, -1, tuple(shape), codec.name)
-
-
-def _parts(st: ScaledTensor) -> dict[str, Array]:
-    parts = {part: getattr(st, part) for part in PARTS}
-    return {part: array for part, array in parts.items() if array is not None}
+    return entries, Config(recipe, layout, -1, tuple(shape), fmt.scale.codec.name)
 
 
 def _scale_dtype(name: str, st: ScaledTensor) -> str:
@@ -222,7 +211,7 @@ def open_writer(
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
     """Write a tensor declared to `open_writer`: all parts of a scaled one, or a plain array, from any framework."""
     if isinstance(tensor, ScaledTensor):
-        for part, array in _parts(tensor).items():
+        for part, array in held(tensor).items():
             writer.write(f"{name}.{part}", _flat(array))
     else:
         writer.write(name, _flat(tensor))
@@ -464,9 +453,7 @@ class _Target:
             try:
                 import ml_dtypes
             except ImportError:
-                raise self._unavailable(
-                    container, name, f"NumPy itself has no {wanted}", "pip install 'breccia-core[ml-dtypes]', or "
-                ) from None
+                raise self._unavailable(container, name, f"NumPy itself has no {wanted}", f"{ML_DTYPES.remedy}, or ") from None
             return array.view(getattr(ml_dtypes, wanted))
         out = self._placed(array, wanted)
         if dtype_name(out) != wanted and not (found.startswith("F8_") and dtype_name(out) == "uint8"):

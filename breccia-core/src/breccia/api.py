@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .codecs import Integer, Minifloat
-from .dispatch import OPS, Explanation, Options, device_of
+from .dispatch import OPS, Explanation, Options
 from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
-from .frameworks import Framework, framework_of, output_dtype, same_framework
+from .frameworks import Framework, device_of, framework_of, output_dtype, same_framework
 from .options import check_options
 from .recipes import ScalingRecipe, check_recipe
 from .registry import Plugin, registry
@@ -104,9 +104,6 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefe
     """
     arrays = {name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))}
     framework = same_framework(arrays).name
-    here, there = map(device_of, arrays.values())
-    if here != there:
-        raise UnsupportedError(f"matmul: a is on {here} and b on {there}; move both to one device.", a=here, b=there)
     kernel = registry().table.resolve("matmul", framework, a, b, None, prefer, _out_options(out_dtype, out))
     return kernel(a, b, out_dtype) if out is None else kernel(a, b, out_dtype, out=out)
 
@@ -136,6 +133,7 @@ def cast_ste_clipped(
     clip_min: float | None = None,
     clip_max: float | None = None,
     *,
+    clip: str = "element",
     axis: int = -1,
     scale: Any = None,
     rounding: str = "nearest",
@@ -143,13 +141,14 @@ def cast_ste_clipped(
     nonfinite: str = "propagate",
     prefer: Prefer = None,
 ) -> Any:
-    """`cast_ste` whose gradient is zero where `x` lies outside [clip_min, clip_max].
+    """`cast_ste` whose gradient is zero where `x` lies outside a range.
 
-    The bounds default to plus and minus the element codec's largest value.
+    clip: "element", the range [clip_min, clip_max], by default plus and minus the element codec's largest value; or "scale",
+        what each block can hold under its scale: the gradient is zero where the cast saturates, and in blocks marked as NaN.
     """
     kernel = _casting("cast_ste_clipped", x, recipe, prefer, axis, scale, rounding, seed, nonfinite)
-    clip = (clip_min, clip_max)
-    return kernel(x, recipe, *clip, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+    options = {"axis": axis, "scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite}
+    return kernel(x, recipe, clip_min, clip_max, clip=clip, **options)
 
 
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None) -> Explanation:
@@ -206,19 +205,21 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
             raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
         fields[field.strip()] = _field_value(value.strip())
     known = registry().recipes
-    if name.lower() not in known and (held := [n for n, c in known.items() if name.lower() in _element_names(c())]):
+    spelled = next((n for n, c in known.items() if name.lower() in (n.lower(), c.__name__.lower())), None)
+    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
         raise UnknownNameError(
             f"{name!r} is an element format and no recipe; recipes of it differ in their scales: {', '.join(held)}.",
             name=name,
             known=held,
         )
-    spelled = next((n for n, c in known.items() if name.lower() in (n.lower(), c.__name__.lower())), name)
-    return registry().look_up("breccia_recipes", spelled, "recipe").with_fields(fields)
+    return registry().look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
 
 
-def _element_names(of: ScalingRecipe) -> tuple[str, ...]:
-    """What people call the element format of a recipe."""
-    element = of.format.element
+def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
+    """What people call the element format of a recipe; nothing where it has none before its fields are given."""
+    if of.needed_fields():
+        return ()
+    element = of().format.element
     kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
     return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
 

@@ -64,7 +64,7 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
             raise OptionError(f"bench: {name} is at least 1; got {value}.", **{name: value})
     name, _, device = on.partition(":")
     framework: Framework = registry().look_up("breccia_frameworks", name, "framework")
-    root = framework.module.partition(".")[0]
+    root = framework.package
     if not targets.installed(root):
         raise ImportError(f"bench on {name} needs {root}, which is not installed: pip install {root}", name=root)
     try:

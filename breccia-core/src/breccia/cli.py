@@ -35,22 +35,19 @@ from .siblings import SIBLINGS, Sibling
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-def recipe_names(incomplete: str) -> list[str]:
-    """For shell completion."""
-    return [name for name in registry().recipes if name.startswith(incomplete)]
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What the shell offers for the beginning of one of `names`, which are asked for then."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return offered
 
 
-def framework_names(incomplete: str) -> list[str]:
-    """For shell completion."""
-    return [name for name in registry().frameworks if name.startswith(incomplete)]
-
-
-def _op_names(incomplete: str) -> list[str]:
-    return [name for name in OPS if name.startswith(incomplete)]
-
-
-def _kernel_names(incomplete: str) -> list[str]:
-    return [kernel.name for kernel in registry().table.kernels if kernel.name.startswith(incomplete)]
+recipe_names = _completing(lambda: registry().recipes)
+framework_names = _completing(lambda: registry().frameworks)
+_op_names = _completing(lambda: OPS)
+_kernel_names = _completing(lambda: [kernel.name for kernel in registry().table.kernels])
 
 
 class _Interrupted(Exception):

@@ -61,6 +61,12 @@ class Declared:
         return found.with_fields(fields)
 
     @classmethod
+    def needed_fields(cls) -> list[str]:
+        """The fields that have no default."""
+        fields = (f for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
+        return [f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+
+    @classmethod
     def with_fields(cls, fields: dict[str, Any]) -> Self:
         """An instance from field values by name. Raises RecipeError naming an unknown field."""
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]

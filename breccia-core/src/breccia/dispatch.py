@@ -15,7 +15,7 @@ from typing import Any
 
 from . import targets
 from .errors import AmbiguousKernelError, NoKernelError, PluginError, UnknownNameError, suggestion
-from .frameworks import dtype_name
+from .frameworks import device_of, dtype_name
 from .layouts import Layout
 from .recipes import ScalingRecipe
 from .tensor import ScaledTensor
@@ -397,14 +397,6 @@ def _aligned(shape: tuple[int, ...]) -> tuple[int, int]:
     sides = (_ALIGNMENT_LIMIT, _ALIGNMENT_LIMIT, *shape)[-2:] if len(shape) != 1 else (1, *shape)
     m, k = ((n & -n) or _ALIGNMENT_LIMIT for n in sides)
     return min(m, _ALIGNMENT_LIMIT), min(k, _ALIGNMENT_LIMIT)
-
-
-def device_of(array: Any) -> str:
-    """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
-    device = getattr(array, "device", None)
-    device = next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
-    kind = device if isinstance(device, str) else getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
-    return {"gpu": "cuda"}.get(str(kind), str(kind).partition(":")[0])
 
 
 def _described(key: Key) -> str:

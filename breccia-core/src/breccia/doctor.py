@@ -78,7 +78,7 @@ def _stranger() -> Iterator[Finding]:
 
 
 def _framework(framework: Framework) -> Iterator[Finding]:
-    root = framework.module.partition(".")[0]
+    root = framework.package
     if not targets.installed(root):
         yield Finding("frameworks", framework.name, MISSING, f"{root} is not installed", f"pip install {root}")
         return

@@ -83,6 +83,16 @@ class Format:
         """The coarse level, stored as `ScaledTensor.global_scale`; None for one-level formats."""
         return self.levels[0] if len(self.levels) == 2 else None
 
+    @property
+    def parts(self) -> dict[str, Codec | None]:
+        """The parts that a tensor of this format stores, in order, by codec; zero-points are whole numbers and have none."""
+        found: dict[str, Codec | None] = {"data": self.element, "scale": self.scale.codec}
+        if self.offset != "none":
+            found["zero_point"] = self.scale.codec if self.offset == "bias" else None
+        if self.global_scale is not None:
+            found["global_scale"] = self.global_scale.codec
+        return found
+
     def capacity(self, level: Level) -> float:
         """Largest magnitude representable under a scale of 1.0 at `level`: element.max times finer levels' max."""
         cap = self.element.max

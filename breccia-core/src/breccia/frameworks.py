@@ -39,6 +39,11 @@ class Framework:
     devices: str | None = None
     kinds: tuple[str, ...] = ()
 
+    @property
+    def package(self) -> str:
+        """The top-level package that `module` is in."""
+        return self.module.partition(".")[0]
+
     def check(self) -> None:
         """Raise PluginError where the declaration cannot work."""
         what = f"framework {self.name!r}"
@@ -104,8 +109,22 @@ def ops_of(x: Any, what: str = "x") -> Ops:
     return targets.load(framework_of(x, what).ops)
 
 
+def device_of(array: Any) -> str:
+    """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
+    device = getattr(array, "device", None)
+    device = next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
+    kind = device if isinstance(device, str) else getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
+    return {"gpu": "cuda"}.get(str(kind), str(kind).partition(":")[0])
+
+
+def _place(array: Any) -> str:
+    """The device, with its number where arrays of its kind have one."""
+    number = getattr(getattr(array, "device", None), "index", None)
+    return f"{device_of(array)}:{number}" if isinstance(number, int) else device_of(array)
+
+
 def same_framework(arrays: dict[str, Any]) -> Framework:
-    """The one framework of all arrays. Raises UnsupportedError naming two that differ."""
+    """The one framework of all arrays, which are on one device. Raises UnsupportedError naming two that differ."""
     first, *rest = arrays.items()
     framework = framework_of(first[1], first[0])
     for name, array in rest:
@@ -116,6 +135,13 @@ def same_framework(arrays: dict[str, Any]) -> Framework:
                 "(its own from_dlpack, or by way of NumPy).",
                 first=framework.name,
                 second=other.name,
+            )
+        if (here := _place(first[1])) != (there := _place(array)):
+            raise UnsupportedError(
+                f"{first[0]} is on {here} and {name} on {there}; move both to one device. Nothing is copied between devices "
+                "unasked.",
+                first=here,
+                second=there,
             )
     return framework
 

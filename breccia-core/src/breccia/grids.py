@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from .codecs import Codec
 from .errors import LayoutError, OptionError, OutOfRangeError, ShapeError, UnsupportedError
-from .formats import TENSOR, Block
+from .formats import TENSOR, Block, Format
 from .frameworks import ops_of
-from .layouts import Shape, other_axis
+from .layouts import Layout, Shape, other_axis
 from .options import whole_number
 
 if TYPE_CHECKING:
@@ -35,6 +35,15 @@ def packed_length(codec: Codec, length: int) -> int:
     """Bytes along the packed axis that hold `length` codes."""
     codes, size = packing(codec)
     return -(-length // codes) * size
+
+
+def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> dict[str, Shape]:
+    """The shape of each part that a cast of an array of `shape` writes, under a layout fitted to it. Raises LayoutError."""
+    data = list(shape)
+    data[axis] = packed_length(fmt.element, shape[axis])
+    scales = layout.scale_shapes(shape, axis)[0]
+    every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": ()}
+    return {name: every[name] for name in fmt.parts}
 
 
 class Along(NamedTuple):

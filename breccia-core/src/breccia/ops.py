@@ -22,7 +22,9 @@ import numpy as np
 
 from .codecs import Codec
 from .errors import OptionError, UnsupportedError
+from .formats import Format
 from .frameworks import dtype_name
+from .siblings import ML_DTYPES
 
 Array = Any
 
@@ -40,6 +42,10 @@ class Ops(Protocol):
         if codec.bits < 8 or codec.dtype is None or (codec.dtype.startswith("float8") and not self.native_float8):
             return "uint8"
         return self.bfloat16 if codec.dtype == "bfloat16" else codec.dtype
+
+    def dtypes(self, fmt: Format) -> dict[str, str]:
+        """Name of the dtype that each part of a format is stored in."""
+        return {name: "uint8" if codec is None else self.storage(codec) for name, codec in fmt.parts.items()}
 
     # -- words every framework says its own way --------------------------------------------------------------
 
@@ -271,7 +277,7 @@ def _ml_dtype(dtype: str) -> Any:
         import ml_dtypes
     except ImportError:
         raise UnsupportedError(
-            f"NumPy itself has no {dtype}; the dtype comes with ml_dtypes: pip install 'breccia-core[ml-dtypes]'.",
+            f"NumPy itself has no {dtype}; the dtype comes with ml_dtypes: {ML_DTYPES.remedy}.",
             dtype=dtype,
         ) from None
     return getattr(ml_dtypes, dtype)

@@ -9,6 +9,7 @@ from .errors import OptionError
 
 ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "raise")
+CLIPS = ("element", "scale")
 
 
 def check_options(rounding: Any, seed: Any, nonfinite: Any) -> int | None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -83,7 +83,7 @@ def _value_class(declared: type[Any]) -> None:
 def _recipe_class(declared: type[ScalingRecipe]) -> None:
     """Raise PluginError unless it is a value class and, where every field has a default, its default instance is sound."""
     _value_class(declared)
-    if any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(declared)):  # type: ignore[arg-type]
+    if declared.needed_fields():
         return
     what = f"recipe {declared.name!r}: {declared.__name__}()"
     recipe = _asked(what, declared, declared)

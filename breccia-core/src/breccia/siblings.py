@@ -76,9 +76,10 @@ class Extra:
         return install(self.name)
 
 
+ML_DTYPES = Extra("breccia-core[ml-dtypes]", ("ml_dtypes",), "bfloat16 and float8 arrays in NumPy")
 EXTRAS = (
     Extra("breccia-core[cli]", ("typer", "rich"), "the program"),
-    Extra("breccia-core[ml-dtypes]", ("ml_dtypes",), "bfloat16 and float8 arrays in NumPy"),
+    ML_DTYPES,
     Extra("breccia-core[testing]", ("pytest", "hypothesis"), "the conformance kit"),
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
 )

@@ -109,10 +109,7 @@ class ScaledTensor:
     @property
     def shape(self) -> Shape:
         """The logical shape: that of the high-precision tensor this stands for."""
-        codes, size = packing(self.recipe.format.element)
-        shape = list(self.data.shape)
-        shape[self.axis] = shape[self.axis] // size * codes - self.tail
-        return tuple(shape)
+        return logical_shape(self)
 
     @property
     def ndim(self) -> int:
@@ -327,6 +324,14 @@ def fill(self: ScaledTensor, *values: Any) -> None:
     """Set the fields of a new instance, in the order of `FIELDS`."""
     for put, value in zip(_SETTERS, values, strict=True):
         put(self, value)
+
+
+def logical_shape(st: ScaledTensor) -> Shape:
+    """`st.shape`; a function of its own, which a compiler can be given another for."""
+    codes, size = packing(st.recipe.format.element)
+    shape = list(st.data.shape)
+    shape[st.axis] = shape[st.axis] // size * codes - st.tail
+    return tuple(shape)
 
 
 def held(st: ScaledTensor) -> dict[str, Any]:

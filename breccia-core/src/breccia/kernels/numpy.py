@@ -770,13 +770,10 @@ class _Cast:
         scale: Shape = (*y.shape[:-2], -(-y.shape[-2] // self.m), -(-y.shape[-1] // self.k))
         if self.per_tensor:
             scale = self.lead
-        offset = "uint8" if fmt.offset == "zero_point" else NUMPY.storage(fmt.scale.codec)
-        return [
-            ((*self.shape[:-1], packed_length(fmt.element, self.shape[-1])), self.plan.storage),
-            (scale, NUMPY.storage(fmt.scale.codec)),
-            None if fmt.offset == "none" else (scale, offset),
-            (self.lead, "float32") if self.two_level else None,
-        ]
+        data = (*self.shape[:-1], packed_length(fmt.element, self.shape[-1]))
+        shapes = {"data": data, "scale": scale, "zero_point": scale, "global_scale": self.lead}
+        dtypes = NUMPY.dtypes(fmt)
+        return [(shapes[name], dtypes[name]) if name in dtypes else None for name in PARTS]
 
     def fresh(self) -> _Parts:
         """Parts not written yet."""
@@ -1243,10 +1240,16 @@ def cast_ste(x: Array, recipe: ScalingRecipe, **options: Any) -> Array:
 
 
 def cast_ste_clipped(
-    x: Array, recipe: ScalingRecipe, clip_min: float | None = None, clip_max: float | None = None, **options: Any
+    x: Array,
+    recipe: ScalingRecipe,
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+    *,
+    clip: str = "element",
+    **options: Any,
 ) -> Array:
     """`reference.cast_ste_clipped` by way of the verbs here."""
-    reference.clip_bounds(recipe, clip_min, clip_max)
+    reference.clip_bounds(recipe, clip_min, clip_max, clip)
     return cast_ste(x, recipe, **options)
 
 

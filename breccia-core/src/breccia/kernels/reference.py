@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..codecs import BF16, F32_INF, MAGNITUDE, NORMAL, Codec, Integer
@@ -23,7 +24,7 @@ from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framewor
 from ..grids import packing
 from ..layouts import Layout, PerBlockK, PerChannel, PerGroupIndex, PerTensor, Shape
 from ..ops import Array, Ops
-from ..options import check_options
+from ..options import CLIPS, check_options
 from ..recipes import ScalingRecipe, check_recipe
 from ..rules import flushed, saturated
 from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis
@@ -518,15 +519,14 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     """
     if recipe == st.recipe:
         return st
+    if keeps_parts(st.recipe, st.layout, st.axis, recipe):
+        parts = (st.zero_point, st.global_scale, st.axis, st.tail)
+        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, *parts)
     source, target, axis = st.recipe.format, recipe.format, st.axis
-    grouped = isinstance(st.layout, PerGroupIndex)
-    block = source.scale.block if grouped else st.layout.block(axis)
+    grouped, block = _covered(st.recipe, st.layout, axis)
     codes = renamed(source.element, target.element)
     if codes is None or not same_scales(st.recipe, recipe, block):
         return None
-    if source == target:
-        parts = (st.zero_point, st.global_scale, st.axis, st.tail)
-        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, *parts)
     promised = hold_scales(source.scale.codec, target.scale.codec)
     if grouped or not (promised or checking):
         return None
@@ -570,6 +570,17 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
         axis,
         tail=-shape[-1] % packing(target.element)[0],
     )
+
+
+def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
+    """Does `requantize` change nothing but the recipe's name, whatever the parts hold?"""
+    return old == new or (old.format == new.format and same_scales(old, new, _covered(old, layout, axis)[1]))
+
+
+def _covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
+    """(are blocks told by an index?, the block of a scale)"""
+    grouped = isinstance(layout, PerGroupIndex)
+    return grouped, recipe.format.scale.block if grouped else layout.block(axis)
 
 
 def _differ(ops: Ops, a: Array, b: Array) -> Array:
@@ -635,17 +646,54 @@ def cast_ste(x: Array, recipe: ScalingRecipe, **options: Any) -> Array:
 
 
 def cast_ste_clipped(
-    x: Array, recipe: ScalingRecipe, clip_min: float | None = None, clip_max: float | None = None, **options: Any
+    x: Array,
+    recipe: ScalingRecipe,
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+    *,
+    clip: str = "element",
+    **options: Any,
 ) -> Array:
     """`cast_ste`, whose clip bounds shape the gradient alone; the forward value is the same."""
-    clip_bounds(recipe, clip_min, clip_max)
+    clip_bounds(recipe, clip_min, clip_max, clip)
     return cast_ste(x, recipe, **options)
 
 
-def clip_bounds(recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None) -> tuple[float, float]:
-    """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value."""
+def clip_bounds(
+    recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None, clip: str = "element"
+) -> tuple[float, float] | None:
+    """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value.
+
+    None where each block has its own, `extremes`. Raises OptionError.
+    """
+    if clip not in CLIPS:
+        raise OptionError(f"clip is one of {', '.join(CLIPS)}; got {clip!r}.", clip=clip)
+    if clip == "scale":
+        if clip_min is not None or clip_max is not None:
+            raise OptionError('clip="scale" finds its own bounds; leave clip_min and clip_max out.', clip=clip)
+        return None
     high = recipe.format.element.max if clip_max is None else float(clip_max)
     low = -high if clip_min is None else float(clip_min)
     if not low < high:
         raise OptionError(f"clip_min must be less than clip_max; got {low} and {high}.", clip_min=low, clip_max=high)
     return low, high
+
+
+def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
+    """The lowest and the highest tensor of `st`'s scales: all of its codes replaced by those of either end."""
+    ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
+
+    def filled(code: int) -> ScaledTensor:
+        codes = ops.broadcast(ops.whole(ops.constant(float(code), st.data)), _k_last_shape(st.shape, axis))
+        data = _k_last(ops, pack(ops, codes, element), axis)
+        return ScaledTensor.assemble(data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, axis, st.tail)
+
+    low, high = map(filled, _ends(element))
+    return low, high
+
+
+@lru_cache
+def _ends(element: Codec) -> tuple[int, int]:
+    """The codes of a codec's lowest and highest finite value."""
+    values = {code: value for code in range(1 << element.bits) if math.isfinite(value := element.value(code))}
+    return min(values, key=lambda code: values[code]), max(values, key=lambda code: values[code])
