@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import breccia
 import breccia_torch
-from breccia.tensor import held
+from breccia.kernels import reference
+from breccia.tensor import FIELDS, held
+from breccia_torch.ops import TORCH, WORDS
 
 #: What torch's own modules do when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -137,6 +140,77 @@ def test_an_infinite_gradient_outside_the_bounds_is_still_zero() -> None:
     assert found.tolist() == [[torch.inf, 0.0]]
 
 
+def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(recipe: breccia.ScalingRecipe) -> None:
+    x = torch.from_numpy(X).requires_grad_()
+    with torch.no_grad():
+        st = breccia.cast(x, recipe)
+        codes = range(1 << recipe.format.element.bits)
+        values = torch.tensor([recipe.format.element.value(code) for code in codes])
+        ends = [int(torch.where(values.isfinite(), sign * values, -torch.inf).argmax()) for sign in (-1, 1)]
+        data = reference.pack(TORCH, torch.tensor(ends)[:, None, None].expand(2, *x.shape).int(), recipe.format.element)
+        low, high = (
+            breccia.dequantize(breccia.ScaledTensor.assemble(**{n: getattr(st, n) for n in FIELDS} | {"data": one}))
+            for one in data
+        )
+    (found,) = torch.autograd.grad(breccia.cast_ste_clipped(x, recipe, clip="scale"), x, torch.full_like(x, 2.0))
+    assert torch.equal(found, torch.where((x >= low) & (x <= high), 2.0, 0.0))
+
+
+def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
+    x = torch.tensor([[-500.0, -448.0, -1.0, 449.0, 896.0, 897.0]]).requires_grad_()
+    for scale, expected in ((1.0, [0, 1, 1, 0, 0, 0]), (2.0, [1, 1, 1, 1, 1, 0])):
+        y = breccia.cast_ste_clipped(x, CURRENT, clip="scale", scale=scale)
+        assert torch.autograd.grad(y.sum(), x)[0].tolist() == [expected]
+    with pytest.raises(breccia.OptionError, match="clip is one of element, scale; got 'block'"):
+        breccia.cast_ste_clipped(x, CURRENT, clip="block")
+    with pytest.raises(breccia.OptionError, match=r'clip="scale" finds its own bounds; leave clip_min and clip_max out'):
+        breccia.cast_ste_clipped(x, CURRENT, 0.0, clip="scale")
+
+
+def test_matmuls_gradient_is_the_derivative() -> None:
+    """Sums of whole numbers below 2^24, and steps of a power of two, are exact in FP32: no tolerance is needed."""
+    whole = torch.arange(-30.0, 34.0).reshape(2, 32)
+    w = breccia.cast(whole.sign() * (whole.abs() % 7), breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
+    a = torch.arange(-32.0, 32.0).reshape(2, 32).requires_grad_()
+    exact = {"eps": 0.5, "atol": 0.0, "rtol": 0.0, "check_undefined_grad": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input #0 requires gradient and is not a double precision")
+        assert torch.autograd.gradcheck(lambda x: breccia.matmul(x, w.mT), (a,), nondet_tol=0.0, **exact)
+        assert torch.autograd.gradcheck(lambda x: breccia.matmul(w, x.mT), (a,), nondet_tol=0.0, **exact)
+
+
+def test_autocast_changes_no_verb(recipe: breccia.ScalingRecipe) -> None:
+    x = torch.from_numpy(wide((6, 64), seed=8, exponents=1)).requires_grad_()
+
+    def every(x: Any) -> list[Any]:
+        st = breccia.cast(x, recipe)
+        y = breccia.matmul(x, st.mT)
+        return [*held(st).values(), breccia.dequantize(st), breccia.cast_ste(x, recipe), y]
+
+    plain = every(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = every(x)
+    plain, found = ([*them, torch.autograd.grad(them[-1].sum(), x)[0]] for them in (plain, found))
+    assert [a.dtype for a in found] == [a.dtype for a in plain]
+    assert all(torch.equal(a.view(WORDS[a.itemsize]), b.view(WORDS[a.itemsize])) for a, b in zip(found, plain, strict=True))
+
+
+def test_tensors_on_meta_have_shapes_and_no_values(recipe: breccia.ScalingRecipe) -> None:
+    x = torch.from_numpy(wide((6, 70), seed=9))
+    real = breccia.cast(x, recipe)
+    st = breccia.cast(x.to("meta"), recipe)
+    assert {n: (p.dtype, p.shape, p.device.type) for n, p in held(st).items()} == {
+        n: (p.dtype, p.shape, "meta") for n, p in held(real).items()
+    }
+    assert (st.shape, st.layout, st.tail) == (real.shape, real.layout, real.tail)
+    assert breccia.dequantize(st, out_dtype=torch.bfloat16).shape == x.shape
+    assert breccia.matmul(x.to("meta"), st.mT).shape == (6, 6)
+    assert breccia.cast_ste(x.to("meta"), recipe).is_meta
+    assert breccia.requantize(st, MXFP8).shape == x.shape
+    with pytest.raises(breccia.UnsupportedError, match="the device meta have no values, and this option reads some"):
+        breccia.cast(x.to("meta"), recipe, nonfinite="raise")
+
+
 def test_without_a_graph_nothing_is_recorded() -> None:
     x = torch.ones(2, 32, requires_grad=True)
     with torch.no_grad():
@@ -204,8 +278,16 @@ def test_what_cannot_be_cast_is_named_with_the_way_out(made: Callable[[], Any], 
 
 def test_operands_on_two_devices_are_named() -> None:
     w = breccia.cast(torch.ones(4, 32), MXFP8)
-    with pytest.raises(TypeError, match="matmul: a is on meta and b on cpu; move both to one device"):
+    with pytest.raises(TypeError, match="a is on meta and b on cpu; move both to one device"):
         breccia.matmul(torch.ones(4, 32, device="meta"), w.mT)
+    with pytest.raises(TypeError, match=r"x is on cpu and scale on meta; move both to one device\. Nothing is copied"):
+        breccia.cast(torch.ones(4, 32), MXFP8, scale=w.scale.to("meta"))
+    with pytest.raises(TypeError, match="data is on cpu and scale on meta; move both to one device"):
+        breccia.from_buffer(w.data, w.scale.to("meta"), w.recipe, w.layout)
+    with pytest.raises(TypeError, match="the result is on cpu and out on meta; move both to one device"):
+        breccia.dequantize(w, out=torch.empty(4, 32, device="meta"))
+    with pytest.raises(TypeError, match=r"tensors\[0\] is on cpu and tensors\[1\] on meta"):
+        breccia.concat([w, w.to("meta")], 0)
 
 
 # -- trees and checkpoints -------------------------------------------------------------------------------------------
@@ -336,12 +418,54 @@ def test_scaled_tensors_pass_into_graphs_and_out_of_them() -> None:
     for n in (3, 5, 6):
         assert torch.equal(fast(rows(n, 64), w), linear(rows(n, 64), w))
     assert compiled(lambda st: st.mT)(w).axis == -2
+    assert compiled(lambda st: (st.shape, st.global_scale * 1))(w)[0] == (8, 64)
+
+
+@pytest.mark.parametrize("into", [MXFP8, breccia.MXFP8BlockScaling(scale_rule="floor"), NVFP4, breccia.Float8BlockScaling()])
+def test_a_compiled_requantize_is_the_eager_one(into: breccia.ScalingRecipe) -> None:
+    """To the same recipe, to one of the same format, by kept scales, and by way of FP32."""
+    for recipe in (MXFP8, breccia.MXFP4BlockScaling(), breccia.Float8BlockScaling(block_m=4)):
+
+        def change(x: Any, recipe: Any = recipe) -> Any:
+            return breccia.requantize(breccia.cast(x, recipe), into)
+
+        found, expected = compiled(change)(rows(8, 64)), change(rows(8, 64))
+        assert breccia.bytes_equal(found, expected) and (found.layout, found.tail) == (expected.layout, expected.tail)
+        torch._dynamo.reset()
+    with pytest.raises(Exception, match="requantize: require_exact= is for calls outside torch.compile"):
+        compiled(lambda st: breccia.requantize(st, MXFP8, require_exact=True))(breccia.cast(rows(4, 64), NVFP4))
+
+
+def test_a_compiled_matmul_has_the_gradients_of_the_eager_one() -> None:
+    """Of whole numbers, whose sums are exact in any order."""
+    w = breccia.cast(rows(8, 64).clamp(-7, 7).round(), breccia.INT4Scaling(group_size=64), scale=torch.ones(8, 1).half())
+    for dtype in (torch.float32, torch.bfloat16):
+        pairs = [[(rows(n, 64) * 3).round().to(dtype).requires_grad_() for n in (5, 8)] for _ in range(2)]
+
+        def product(a: Any, b: Any) -> Any:
+            cube = a.reshape(5, 1, 64)
+            return breccia.matmul(a, w.mT).sum() + breccia.matmul(w, a.mT).sum() + (breccia.matmul(cube, b.mT) ** 2).sum()
+
+        values = [f(*pair) for f, pair in zip((compiled(product), product), pairs, strict=True)]
+        assert torch.equal(*values)
+        for value in values:
+            value.backward()
+        for compiled_one, eager in zip(*pairs, strict=True):
+            assert torch.equal(compiled_one.grad, eager.grad)
+        torch._dynamo.reset()
+
+
+def test_vmap_compiles() -> None:
+    x = torch.stack([rows(4, 64), rows(4, 64) * 9])
+    each = vmap(lambda t: breccia.cast_ste_clipped(t, CURRENT, -1.0, 1.0))
+    assert torch.equal(compiled(each)(x), each(x))
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, MXFP8, NVFP4], ids=lambda r: r.name)
 def test_compiled_gradients_are_those_of_eager_mode(recipe: breccia.ScalingRecipe) -> None:
     def loss(x: Any) -> Any:
-        return (breccia.cast_ste(x, recipe) ** 2).sum() + (breccia.cast_ste_clipped(x, recipe, -1.0, 0.5) * 3).sum()
+        clipped = breccia.cast_ste_clipped(x, recipe, -1.0, 0.5) + breccia.cast_ste_clipped(x, recipe, clip="scale")
+        return (breccia.cast_ste(x, recipe) ** 2).sum() + (clipped * 3).sum()
 
     x, y = rows(6).requires_grad_(), rows(6).requires_grad_()
     compiled(loss)(x).backward()
@@ -350,15 +474,24 @@ def test_compiled_gradients_are_those_of_eager_mode(recipe: breccia.ScalingRecip
 
 
 def test_operators_keep_the_rules_of_torch() -> None:
+    breccia_torch.enable_compile()
     x = rows(4, 64)
     recipe = breccia.NF4Scaling()  # no float8, on which torch's own checks cannot compute
     text = recipe.to_json()
     options = (-1, None, "nearest", None, "propagate")
     torch.library.opcheck(torch.ops.breccia.cast.default, (x, text, *options))
     st = breccia.cast(x, recipe)
-    parts = (st.data, st.scale, None, None, text, st.layout.to_json(), -1, 0, "float32")
-    torch.library.opcheck(torch.ops.breccia.dequantize.default, parts)
-    torch.library.opcheck(torch.ops.breccia.cast_ste.default, (x.requires_grad_(), text, -1.0, 1.0, *options))
+    flat = ([st.data, st.scale], text, st.layout.to_json(), -1, 0)
+    torch.library.opcheck(torch.ops.breccia.dequantize.default, (*flat, "float32"))
+    torch.library.opcheck(torch.ops.breccia.requantize.default, (*flat, breccia.INT4Scaling().to_json(), *options[1:]))
+    turned = ([st.mT.data, st.mT.scale], text, st.mT.layout.to_json(), -2, 0)
+    x.requires_grad_()
+    plain = [([a], "", "", -1, 0) for a in (x, rows(64, 4).requires_grad_())]
+    for operands in ((*flat, *turned), (*plain[0], *turned), (*plain[0], *plain[1])):
+        torch.library.opcheck(torch.ops.breccia.matmul.default, (*operands, "float32"))
+    torch.library.opcheck(torch.ops.breccia.within_scales.default, (x.detach(), text, *options))
+    for clip in ("", "element", "scale"):
+        torch.library.opcheck(torch.ops.breccia.cast_ste.default, (x, text, *options, clip, -1.0, 1.0))
 
 
 def test_what_a_graph_cannot_take_is_said() -> None:

@@ -1,17 +1,23 @@
+# pyright: reportUnsupportedDunderAll=false
 """PyTorch for breccia: importing this loads nothing of torch; `import breccia` finds the plug-in by itself."""
 
 from __future__ import annotations
 
 
-def enable_compile() -> None:
-    """Let `torch.compile` take the verbs of breccia whole, `fullgraph=True` and dynamic batches included.
+def __getattr__(name: str) -> object:
+    """Names arrive on first use. `__init__.pyi` says the same to type checkers; a test holds them together."""
+    from importlib import import_module
 
-    Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
-    everybody.
-    """
-    from .operators import register
+    homes = {"enable_compile": "operators", "load_model": "checkpoint", "quantize_": "nn", "save_model": "checkpoint"}
+    if name == "nn":
+        return import_module(f"{__name__}.nn")
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{homes[name]}"), name)
 
-    register()
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
-__all__ = ["enable_compile"]
+__all__ = ["enable_compile", "load_model", "nn", "quantize_", "save_model"]

@@ -23,18 +23,9 @@ Array = Any
 
 
 def cast(
-    x: Array,
-    recipe: ScalingRecipe,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    out: ScaledTensor | None = None,
+    x: Array, recipe: ScalingRecipe, *, scale: Any = None, out: ScaledTensor | None = None, **options: Any
 ) -> ScaledTensor:
     """`reference.cast` by the NumPy kernel."""
-    options: dict[str, Any] = {"axis": axis, "rounding": rounding, "seed": seed, "nonfinite": nonfinite}
     supplied = isinstance(scale, torch.Tensor)
     if not _plain(x) or (supplied and not _plain(scale)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, scale=scale, out=out, **options)
@@ -87,8 +78,7 @@ def _viewable(st: Any) -> bool:
 
 def _takes(out: Any, recipe: ScalingRecipe) -> bool:
     """Can the kernel write into `out`? It sees bytes, which do not tell float8 from uint8."""
-    dtypes = _dtypes(recipe)
-    return _viewable(out) and all(dtype_name(p) == dtypes.get(name, dtype_name(p)) for name, p in held(out).items())
+    return _viewable(out) and TORCH.dtypes(recipe.format) == {name: dtype_name(part) for name, part in held(out).items()}
 
 
 def _floats(x: Array) -> np.ndarray:
@@ -112,18 +102,11 @@ def _arrays(st: ScaledTensor) -> ScaledTensor:
 
 def _tensors(st: ScaledTensor) -> ScaledTensor:
     """The result of a NumPy kernel, in the dtypes that torch stores its codecs in."""
-    dtypes = _dtypes(st.recipe)
-    parts = {name: _tensor(part, dtypes.get(name)) for name, part in held(st).items()}
+    dtypes = TORCH.dtypes(st.recipe.format)
+    parts = {name: _tensor(part, getattr(torch, dtypes[name])) for name, part in held(st).items()}
     return ScaledTensor.assemble(recipe=st.recipe, layout=st.layout, axis=st.axis, tail=st.tail, **parts)
 
 
-def _dtypes(recipe: ScalingRecipe) -> dict[str, str]:
-    """What torch stores the parts of a cast in, but for those that have one dtype everywhere."""
-    fmt = recipe.format
-    found = {"data": TORCH.storage(fmt.element), "scale": TORCH.storage(fmt.scale.codec)}
-    return found | {"zero_point": found["scale"]} if fmt.offset == "bias" else found
-
-
-def _tensor(part: np.ndarray, dtype: str | None) -> Array:
-    found = torch.from_numpy(part if isinstance(part, np.ndarray) else np.asarray(part))
-    return found if dtype is None or found.dtype == (wanted := getattr(torch, dtype)) else found.view(wanted)
+def _tensor(part: np.ndarray, dtype: torch.dtype) -> Array:
+    found = torch.from_numpy(np.asarray(part))
+    return found if found.dtype == dtype else found.view(dtype)

@@ -17,15 +17,16 @@ from torch import Tensor
 import breccia
 from breccia import api, tensor
 from breccia.errors import UnsupportedError
+from breccia.formats import Block
 from breccia.frameworks import output_dtype
-from breccia.grids import packed_length, packing
+from breccia.grids import packing, part_shapes
 from breccia.kernels import reference
 from breccia.layouts import Layout
 from breccia.ops import Array
 from breccia.recipes import ScalingRecipe
 from breccia.tensor import FIELDS, ScaledTensor, contraction_axis, held
 
-from .gradients import clipped
+from .gradients import masked, within, within_scales
 from .ops import TORCH
 
 _SIGN = 1 << 63
@@ -39,73 +40,124 @@ def _cast(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> list[Tensor]:
     """The parts of `breccia.cast(x, ...)` that there are, in their order. `seed` holds 64 bits, its sign being the highest."""
-    return list(held(breccia.cast(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite))).values())
+    return _parts(breccia.cast(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite)))
 
 
 @_cast.register_fake
 def _(x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
     of = _recipe(recipe)
     reference.check_cast(x, of)
-    fmt, shape = of.format, list(x.shape)
-    layout = reference.fitted_layout(of, tuple(shape), axis)
-    scales = layout.scale_shapes(tuple(shape), axis)[0]
-    shape[axis] = packed_length(fmt.element, shape[axis])
-    stored = {"data": (tuple(shape), TORCH.storage(fmt.element)), "scale": (scales, TORCH.storage(fmt.scale.codec))}
-    if fmt.offset != "none":
-        stored["zero_point"] = (scales, stored["scale"][1] if fmt.offset == "bias" else "uint8")
-    if fmt.global_scale is not None:
-        stored["global_scale"] = ((), TORCH.storage(fmt.global_scale.codec))
-    return [x.new_empty(size, dtype=getattr(torch, dtype)) for size, dtype in stored.values()]
+    shapes = part_shapes(of.format, reference.fitted_layout(of, tuple(x.shape), axis), tuple(x.shape), axis)
+    dtypes = TORCH.dtypes(of.format)
+    return [x.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
 
 
 @torch.library.custom_op("breccia::dequantize", mutates_args=())
-def _dequantize(
-    data: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    recipe: str,
-    layout: str,
-    axis: int,
-    tail: int,
-    dtype: str,
-) -> Tensor:
+def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, dtype: str) -> Tensor:
     """`breccia.dequantize` of the tensor of these parts."""
-    parts = (data, scale, _recipe(recipe), _layout(layout), zero_point, global_scale, axis, tail)
-    return breccia.dequantize(ScaledTensor.assemble(*parts), out_dtype=dtype)
+    return breccia.dequantize(_assembled(parts, recipe, layout, axis, tail), out_dtype=dtype)
 
 
 @_dequantize.register_fake
-def _(
-    data: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
+def _(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, dtype: str) -> Tensor:
+    shape = _assembled(parts, recipe, layout, axis, tail).shape
+    return parts[0].new_empty(shape, dtype=getattr(torch, dtype))
+
+
+@torch.library.custom_op("breccia::requantize", mutates_args=())
+def _requantize(
+    parts: list[Tensor],
     recipe: str,
     layout: str,
     axis: int,
     tail: int,
+    into: str,
+    scale: Tensor | None,
+    rounding: str,
+    seed: int | None,
+    nonfinite: str,
+) -> list[Tensor]:
+    """The parts of `breccia.requantize` of the tensor of these parts, `into` being the recipe to write."""
+    options = _eager(axis, scale, rounding, seed, nonfinite)
+    del options["axis"]
+    found = _parts(breccia.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), **options))
+    given = {part.data_ptr() for part in parts}  # an operator gives no view of what it took
+    return [part.clone() if part.data_ptr() in given else part for part in found]
+
+
+@_requantize.register_fake
+def _(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, into: str, *options: Any) -> list[Tensor]:
+    found = reference.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), scale=options[0])
+    return [torch.empty_like(part) for part in _parts(found)]
+
+
+@torch.library.custom_op("breccia::matmul", mutates_args=())
+def _matmul(
+    a: list[Tensor],
+    a_recipe: str,
+    a_layout: str,
+    a_axis: int,
+    a_tail: int,
+    b: list[Tensor],
+    b_recipe: str,
+    b_layout: str,
+    b_axis: int,
+    b_tail: int,
     dtype: str,
 ) -> Tensor:
-    codes, size = packing(_recipe(recipe).format.element)
-    shape = list(data.shape)
-    shape[axis] = shape[axis] // size * codes - tail
-    return data.new_empty(shape, dtype=getattr(torch, dtype))
+    """`breccia.matmul`; an operand whose recipe is "" is an array, the one item of its list."""
+    left, right = _operand(a, a_recipe, a_layout, a_axis, a_tail), _operand(b, b_recipe, b_layout, b_axis, b_tail)
+    return breccia.matmul(left, right, dtype)
+
+
+@_matmul.register_fake
+def _(a: list[Tensor], *rest: Any) -> Tensor:
+    left, right = _operand(a, *rest[:4]), _operand(*rest[4:9])
+    reference.check_matmul_shapes(tuple(left.shape), tuple(right.shape))
+    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    return a[0].new_empty((*lead, left.shape[-2], right.shape[-1]), dtype=getattr(torch, rest[9]))
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b = inputs[0], inputs[5]
+    ctx.save_for_backward(*a, *b)
+    ctx.split, ctx.meaning = len(a), (inputs[1:5], inputs[6:10])
+
+
+def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    saved, (first, second) = ctx.saved_tensors, ctx.meaning
+    a, b = list(saved[: ctx.split]), list(saved[ctx.split :])
+    gradient = gradient.float()
+    left = right = None
+    if not first[0] and ctx.needs_input_grad[0]:
+        left = [(gradient @ _values(b, *second).mT).sum_to_size(a[0].shape).to(a[0].dtype)]
+    if not second[0] and ctx.needs_input_grad[5]:
+        right = [(_values(a, *first).mT @ gradient).sum_to_size(b[0].shape).to(b[0].dtype)]
+    return left or [None] * len(a), *(None,) * 4, right or [None] * len(b), *(None,) * 5
+
+
+def _values(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> Tensor:
+    """An operand of `breccia::matmul` in FP32."""
+    return torch.ops.breccia.dequantize(parts, recipe, layout, axis, tail, "float32") if recipe else parts[0].float()
+
+
+_matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
 
 
 @torch.library.custom_op("breccia::cast_ste", mutates_args=())
 def _cast_ste(
     x: Tensor,
     recipe: str,
-    low: float | None,
-    high: float | None,
     axis: int,
     scale: Tensor | None,
     rounding: str,
     seed: int | None,
     nonfinite: str,
+    clip: str,
+    low: float,
+    high: float,
 ) -> Tensor:
-    """`breccia.cast_ste(x, ...)`; the gradient passes where `x` lies in [low, high], or everywhere."""
+    """`breccia.cast_ste(x, ...)`. The gradient passes everywhere (`clip` is ""), or as `breccia.cast_ste_clipped` lets it."""
     return breccia.cast_ste(x.detach(), _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite))
 
 
@@ -114,20 +166,65 @@ def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("breccia::within_scales", mutates_args=())
+def _within_scales(
+    x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
+) -> Tensor:
+    """Where the blocks of a cast can hold `x` under the scales they have: a mask."""
+    return within_scales(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite))
+
+
+@_within_scales.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, ctx.low, ctx.high, *_ = inputs
-    if ctx.low is not None:
-        ctx.save_for_backward(x)
+    x, ctx.recipe, ctx.axis, scale, *ctx.options, ctx.clip, ctx.low, ctx.high = inputs
+    if ctx.clip:
+        ctx.save_for_backward(x, scale)
 
 
 def _pass(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    if ctx.low is not None:
-        (x,) = ctx.saved_tensors
-        gradient = clipped(gradient, x, ctx.low, ctx.high)
-    return gradient, *(None,) * 8
+    if ctx.clip:
+        x, scale = ctx.saved_tensors
+        options = (ctx.recipe, ctx.axis, scale, *ctx.options)
+        mask = torch.ops.breccia.within_scales(x, *options) if ctx.clip == "scale" else within(x, ctx.low, ctx.high)
+        gradient = masked(gradient, mask)
+    return gradient, *(None,) * 9
 
 
 _cast_ste.register_autograd(_pass, setup_context=_keep)
+
+
+def _each(operator: Any) -> Any:
+    """The rule of vmap for operators that see one example at a time: per-tensor scales are those of each example."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        def example(i: int) -> list[Any]:
+            return [a if axis is None else a.select(axis, i) for a, axis in zip(arguments, in_dims, strict=True)]
+
+        return torch.stack([operator(*example(i)) for i in range(info.batch_size)]), 0
+
+    return rule
+
+
+_cast_ste.register_vmap(_each(torch.ops.breccia.cast_ste))
+_within_scales.register_vmap(_each(torch.ops.breccia.within_scales))
+
+
+def _parts(st: ScaledTensor) -> list[Tensor]:
+    return list(held(st).values())
+
+
+def _assembled(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor:
+    of = _recipe(recipe)
+    named = dict(zip(of.format.parts, parts, strict=True))
+    return ScaledTensor.assemble(recipe=of, layout=_layout(layout), axis=axis, tail=tail, **named)
+
+
+def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor | Tensor:
+    return _assembled(parts, recipe, layout, axis, tail) if recipe else parts[0]
 
 
 @cache
@@ -167,11 +264,10 @@ def _text(kind: type, fields: tuple[Any, ...]) -> str:
 
 
 @_constant
-def _facts(kind: Any, fields: tuple[Any, ...]) -> tuple[tuple[str, ...], int, tuple[int | None, int | None]]:
-    """Of a recipe: the parts that a cast gives, the codes of one packing group, and the block."""
+def _facts(kind: Any, fields: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[int, int], Block]:
+    """Of a recipe: the parts that a cast gives, the (codes, bytes) of one packing group, and the block."""
     fmt = kind(*fields).format
-    given = {"zero_point": fmt.offset != "none", "global_scale": fmt.global_scale is not None}
-    return ("data", "scale", *(name for name, there in given.items() if there)), packing(fmt.element)[0], fmt.scale.block
+    return tuple(fmt.parts), packing(fmt.element), fmt.scale.block
 
 
 @_constant
@@ -195,6 +291,14 @@ def fill(self: ScaledTensor, *values: Any) -> None:
     """`breccia.tensor.fill` under a compiler, which knows no slots."""
     for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo knows no strict=)
         object.__setattr__(self, name, value)
+
+
+def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
+    """`st.shape` under a compiler, which knows no cached properties."""
+    _, (codes, size), _ = _facts(type(st.recipe), _fields(st.recipe))
+    shape = list(st.data.shape)
+    shape[st.axis] = shape[st.axis] // size * codes - st.tail
+    return tuple(shape)
 
 
 @_constant
@@ -240,30 +344,66 @@ def cast(
     kind, fields = type(recipe), _fields(recipe)
     options = _options(x, axis, scale, rounding, seed, nonfinite)
     parts = torch.ops.breccia.cast(x, _text(kind, fields), *options)
-    names, group, (m, k) = _facts(kind, fields)
-    axis = options[0]
-    rows = x.shape[-3 - axis] if x.ndim > 1 else 1
-    along, across = _side(x.shape[axis], k), _side(rows, m)
-    layout = _fitted(kind, fields, axis, x.ndim, (across, along) if axis == -1 else (along, across))
+    return _written(parts, recipe, x.shape, options[0])
+
+
+def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledTensor:
+    """The tensor of parts that a cast of an array of `shape` gave."""
+    kind, fields = type(recipe), _fields(recipe)
+    names, (group, _), (m, k) = _facts(kind, fields)
+    along, across = _side(shape[axis], k), _side(shape[-3 - axis] if len(shape) > 1 else 1, m)
+    layout = _fitted(kind, fields, axis, len(shape), (across, along) if axis == -1 else (along, across))
     found = dict(zip(names, parts))  # noqa: B905
     offset, coarse = found.get("zero_point"), found.get("global_scale")
-    tail = -x.shape[axis] % group
-    return ScaledTensor.assemble(found["data"], found["scale"], recipe, layout, offset, coarse, axis, tail)
+    return ScaledTensor.assemble(found["data"], found["scale"], recipe, layout, offset, coarse, axis, -shape[axis] % group)
+
+
+def _flat(x: Any) -> tuple[Any, ...]:
+    """The arguments of an operator that stand for an operand."""
+    if not isinstance(x, ScaledTensor):
+        return [x], "", "", -1, 0
+    parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
+    return parts, _text(type(x.recipe), _fields(x.recipe)), _text(type(x.layout), _fields(x.layout)), x.axis, x.tail
 
 
 def dequantize(st: Any, *, out_dtype: Any = "float32", out: Any = None, prefer: Any = None) -> Array:
     """`breccia.dequantize` under a compiler."""
     _plain_call("dequantize", out=out, prefer=prefer)
-    texts = _text(type(st.recipe), _fields(st.recipe)), _text(type(st.layout), _fields(st.layout))
-    dtype = _dtype_name(out_dtype)
-    return torch.ops.breccia.dequantize(st.data, st.scale, st.zero_point, st.global_scale, *texts, st.axis, st.tail, dtype)
+    return torch.ops.breccia.dequantize(*_flat(st), _dtype_name(out_dtype))
+
+
+def requantize(
+    st: Any,
+    recipe: Any,
+    *,
+    scale: Any = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    require_exact: bool = False,
+    out: Any = None,
+    prefer: Any = None,
+) -> ScaledTensor:
+    """`breccia.requantize` under a compiler."""
+    _plain_call("requantize", require_exact=require_exact or None, out=out, prefer=prefer)
+    flat = _flat(st)
+    kind, fields = type(recipe), _fields(recipe)
+    if scale is None and nonfinite == "propagate" and _keeps(*flat[1:4], kind, fields):
+        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.tail)
+    options = _options(st.data, st.axis, scale, rounding, seed, nonfinite)
+    parts = torch.ops.breccia.requantize(*flat, _text(kind, fields), *options[1:])
+    return _written(parts, recipe, logical_shape(st), st.axis)
+
+
+@_constant
+def _keeps(recipe: str, layout: str, axis: int, kind: Any, fields: tuple[Any, ...]) -> bool:
+    return reference.keeps_parts(_recipe(recipe), _layout(layout), axis, kind(*fields))
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Any = None) -> Array:
     """`breccia.matmul` under a compiler."""
     _plain_call("matmul", out=out, prefer=prefer)
-    left, right = (dequantize(x) if isinstance(x, ScaledTensor) else x.to(torch.float32) for x in (a, b))
-    return torch.matmul(left, right).to(getattr(torch, _dtype_name(out_dtype)))
+    return torch.ops.breccia.matmul(*_flat(a), *_flat(b), _dtype_name(out_dtype))
 
 
 def cast_ste(
@@ -280,7 +420,7 @@ def cast_ste(
     """`breccia.cast_ste` under a compiler."""
     _plain_call("cast_ste", prefer=prefer)
     text = _text(type(recipe), _fields(recipe))
-    return torch.ops.breccia.cast_ste(x, text, None, None, *_options(x, axis, scale, rounding, seed, nonfinite))
+    return torch.ops.breccia.cast_ste(x, text, *_options(x, axis, scale, rounding, seed, nonfinite), "", 0.0, 0.0)
 
 
 def cast_ste_clipped(
@@ -289,6 +429,7 @@ def cast_ste_clipped(
     clip_min: float | None = None,
     clip_max: float | None = None,
     *,
+    clip: str = "element",
     axis: int = -1,
     scale: Any = None,
     rounding: str = "nearest",
@@ -299,14 +440,14 @@ def cast_ste_clipped(
     """`breccia.cast_ste_clipped` under a compiler."""
     _plain_call("cast_ste_clipped", prefer=prefer)
     kind, fields = type(recipe), _fields(recipe)
-    low, high = _bounds(kind, fields, clip_min, clip_max)
+    bounds = _bounds(kind, fields, clip_min, clip_max, clip)
     options = _options(x, axis, scale, rounding, seed, nonfinite)
-    return torch.ops.breccia.cast_ste(x, _text(kind, fields), low, high, *options)
+    return torch.ops.breccia.cast_ste(x, _text(kind, fields), *options, clip, *bounds)
 
 
 @_constant
-def _bounds(kind: Any, fields: tuple[Any, ...], low: float | None, high: float | None) -> tuple[float, float]:
-    return reference.clip_bounds(kind(*fields), low, high)
+def _bounds(kind: Any, fields: tuple[Any, ...], low: float | None, high: float | None, clip: str) -> tuple[float, float]:
+    return reference.clip_bounds(kind(*fields), low, high, clip) or (0.0, 0.0)
 
 
 @_constant
@@ -315,8 +456,13 @@ def _dtype_name(dtype: Any) -> str:
 
 
 @cache
-def register() -> None:
-    """Let Dynamo trace the functions here in the place of the verbs."""
-    for traced in (cast, dequantize, matmul, cast_ste, cast_ste_clipped):
+def enable_compile() -> None:
+    """Let `torch.compile` take the verbs of breccia whole, `fullgraph=True` and dynamic batches included.
+
+    Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
+    everybody.
+    """
+    for traced in (cast, dequantize, requantize, matmul, cast_ste, cast_ste_clipped):
         torch.compiler.substitute_in_graph(getattr(api, traced.__name__))(traced)
-    torch.compiler.substitute_in_graph(tensor.fill)(fill)
+    for traced in (fill, logical_shape):
+        torch.compiler.substitute_in_graph(getattr(tensor, traced.__name__))(traced)

@@ -22,7 +22,8 @@ wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignor
 #: The types whose values are in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#: The integers that codes and scales are bits of, by their bytes.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _TorchOps(Ops):
@@ -43,12 +44,12 @@ class _TorchOps(Ops):
 
     def load(self, stored: Array) -> Array:
         width = stored.element_size()
-        codes = _as(stored, _WORDS[width]).to(torch.int32)
+        codes = _as(stored, WORDS[width]).to(torch.int32)
         return codes & 0xFFFF if width == 2 else codes
 
     def store(self, codes: Array, dtype: str) -> Array:
         kind = getattr(torch, dtype)
-        return _as(codes.to(_WORDS[kind.itemsize]), kind)
+        return _as(codes.to(WORDS[kind.itemsize]), kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
         # A fake tensor wants a fake table, and a table made under a fake mode must not outlive it.
@@ -104,12 +105,17 @@ class _TorchOps(Ops):
         return torch.full((), value, dtype=torch.float32, device=like.device)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        return torch.matmul(a, b)
+        if autocast_dtype(a) is None:
+            return torch.matmul(a, b)
+        with torch.autocast(a.device.type, enabled=False):  # which would multiply in a narrower dtype
+            return torch.matmul(a, b)
 
     def whole(self, x: Any) -> Any:
         return x.to(torch.int32) if isinstance(x, torch.Tensor) else int(x)
 
     def any(self, condition: Array) -> bool:
+        if condition.is_meta:
+            raise UnsupportedError("tensors on the device meta have no values, and this option reads some; leave it out.")
         return bool(condition.any())
 
     def assign(self, out: Array, value: Array) -> None:
@@ -130,6 +136,13 @@ class _TorchOps(Ops):
         if a.dtype == torch.bfloat16:
             return a.view(torch.uint16).numpy()
         return _bytes(a).numpy()
+
+
+def autocast_dtype(x: Array) -> torch.dtype | None:
+    """The dtype that autocast computes in on `x`'s device; None where it is off."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # there is none on meta
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def need_dense(x: Array) -> None:

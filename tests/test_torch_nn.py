@@ -1,0 +1,411 @@
+"""ScaledLinear, quantize_, and whole quantized models in state_dicts and files."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import wide
+from safetensors import safe_open
+from torch import nn
+from torch.nn import functional
+
+import breccia
+import breccia_torch
+from breccia_torch.nn import ScaledLinear, ScaledWeight
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+
+MXFP8 = breccia.MXFP8BlockScaling()
+NVFP4 = breccia.NVFP4BlockScaling()
+IDS = torch.tensor([[1, 5, 9, 0], [3, 3, 2, 8]])
+
+
+class Encoder(nn.Module):
+    """Layers of every kind that a model ties, nests or reads from outside; K = 40 leaves blocks of 16 and 32 ragged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 40)
+        self.first = nn.Linear(40, 40)
+        self.second = nn.Linear(40, 40, bias=False)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.attention = nn.MultiheadAttention(40, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 40))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(40, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Any) -> Any:
+        x = self.again(self.second(self.first(self.embedding(ids))))
+        x = x + self.attention(x, x, x)[0]
+        return self.head(self.mlp(self.norm(x)))
+
+
+QUANTIZED = ["first", "second", "again", "mlp.0", "mlp.2"]
+
+
+def encoder(seed: int = 0) -> Encoder:
+    torch.manual_seed(seed)
+    return Encoder().eval()
+
+
+def quantized(recipe: breccia.ScalingRecipe = NVFP4, seed: int = 0, **options: Any) -> Encoder:
+    model = encoder(seed)
+    breccia_torch.quantize_(model, recipe, **options)
+    return model
+
+
+def scaled(model: nn.Module) -> dict[str, ScaledLinear]:
+    return {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, ScaledLinear)}
+
+
+def linear(rows: int = 6, columns: int = 72, **options: Any) -> nn.Linear:
+    made = nn.Linear(columns, rows, **options)
+    with torch.no_grad():
+        made.weight.copy_(torch.from_numpy(wide((rows, columns), seed=1, exponents=1)))
+    return made
+
+
+# -- one layer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_computes_with_the_values_its_weight_has(recipe: breccia.ScalingRecipe) -> None:
+    plain = linear()
+    if recipe.name == "delayed":  # margins that hold no number of this size are for a history to find
+        recipe = breccia.DelayedScaling()
+    layer = ScaledLinear.from_linear(plain, recipe)
+    assert breccia.bytes_equal(layer.weight.tensor, breccia.cast(plain.weight, recipe))
+    weight = breccia.dequantize(breccia.cast(plain.weight.detach(), recipe))
+    for shape in ((5, 72), (2, 3, 72), (72,), (0, 72)):
+        x = torch.from_numpy(wide(shape, seed=2, exponents=1)) if shape != (72,) else torch.ones(72)
+        assert torch.equal(layer(x), x.reshape(-1, 72).matmul(weight.mT).reshape(*shape[:-1], 6) + plain.bias)
+    assert (layer.in_features, layer.out_features, layer.bias is plain.bias) == (72, 6, True)
+
+
+def test_an_activation_is_cast_with_its_rows_as_tokens() -> None:
+    for activation in (MXFP8, breccia.Float8BlockScaling(), breccia.Float8CurrentScaling(), NVFP4):
+        plain = linear()
+        layer = ScaledLinear.from_linear(plain, NVFP4, activation=activation)
+        cube = torch.from_numpy(wide((2, 3, 72), seed=3, exponents=1))
+        tokens = breccia.cast(cube.reshape(6, 72), activation)
+        expected = breccia.matmul(tokens, breccia.cast(plain.weight, NVFP4).mT).reshape(2, 3, 6) + plain.bias
+        assert torch.equal(layer(cube), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_output_has_the_dtype_of_the_input_or_of_autocast(dtype: torch.dtype) -> None:
+    plain = linear()
+    x = torch.from_numpy(wide((5, 72), seed=4, exponents=1))
+    for activation in (None, MXFP8):
+        layer = ScaledLinear.from_linear(plain, NVFP4, activation=activation)
+        y = layer(x.to(dtype))
+        product = breccia.matmul(
+            x.to(dtype) if activation is None else breccia.cast(x.to(dtype), MXFP8), layer.weight.tensor.mT
+        )
+        assert y.dtype == dtype and torch.equal(y, product.to(dtype) + plain.bias.to(dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert layer(x).dtype == plain(x).dtype == torch.bfloat16
+            assert torch.equal(layer(x), layer(x.bfloat16()))
+
+
+def test_gradients_reach_the_input_and_the_bias() -> None:
+    plain = linear()
+    weight = breccia.dequantize(breccia.cast(plain.weight.detach(), NVFP4))
+    upstream = torch.from_numpy(wide((5, 6), seed=5, exponents=1))
+    for activation in (None, MXFP8):
+        layer = ScaledLinear.from_linear(plain, NVFP4, activation=activation)
+        x = torch.from_numpy(wide((5, 72), seed=4, exponents=1)).requires_grad_()
+        assert layer.bias is not None
+        found = torch.autograd.grad(layer(x), (x, layer.bias), upstream)
+        assert torch.equal(found[0], upstream @ weight), "straight through the cast of the activation"
+        assert torch.equal(found[1], upstream.sum(0))
+        with torch.no_grad():
+            assert torch.equal(layer(x), layer(x.detach())), "the value does not depend on who wants a gradient"
+        assert torch.equal(layer(x), layer(x.detach()))
+        assert [name for name, _ in layer.named_parameters()] == ["bias"]
+
+
+def test_a_layer_is_made_as_linear_layers_are() -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(64, 8, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    layer = ScaledLinear(64, 8, dtype=torch.bfloat16, recipe=MXFP8, activation=NVFP4)
+    assert breccia.bytes_equal(layer.weight.tensor, breccia.cast(plain.weight, MXFP8))
+    assert layer.bias is not None and torch.equal(layer.bias, plain.bias) and layer.activation == NVFP4
+    assert ScaledLinear(64, 8, bias=False, recipe=MXFP8).bias is None
+    assert ScaledLinear(64, 8, device="meta", recipe=MXFP8).weight.device.type == "meta"
+    assert repr(layer).startswith("ScaledLinear(\n  in_features=64, out_features=8, bias=True, activation=NVFP4BlockScaling(")
+    assert f"(weight): ScaledWeight((8, 64), {MXFP8!r})" in repr(layer)
+
+
+def test_a_change_of_precision_passes_over_codes_and_scales(recipe: breccia.ScalingRecipe) -> None:
+    layer = ScaledLinear.from_linear(linear(), recipe)
+    before = breccia.cast(layer.weight.tensor.data.new_zeros(1, dtype=torch.float32), breccia.Float8CurrentScaling())
+    digest = layer.weight.tensor.digest()
+    for change in (nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.float, lambda m: m.to(torch.float16)):
+        assert change(layer).weight.tensor.digest() == digest
+    assert layer.bias is not None and layer.bias.dtype == torch.float16
+    assert before.data.dtype == torch.float8_e4m3fn
+    copied = copy.deepcopy(layer)
+    assert copied.weight.tensor.digest() == digest and copied.weight.data.data_ptr() != layer.weight.data.data_ptr()
+    assert {part.device.type for part in layer.to("meta").weight.buffers()} == {"meta"}
+    empty = layer.to_empty(device="cpu").weight.tensor
+    assert (empty.shape, empty.data.dtype, empty.recipe) == ((6, 72), copied.weight.data.dtype, recipe)
+
+
+def test_a_layer_trains_in_a_compiled_graph() -> None:
+    breccia_torch.enable_compile()
+    for activation in (None, MXFP8):
+        layer = ScaledLinear.from_linear(linear(), NVFP4, activation=activation)
+        fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        x = torch.from_numpy(wide((5, 72), seed=4, exponents=1))
+        with torch.no_grad():
+            assert torch.equal(fast(x), layer(x))
+        pair = [x.clone().requires_grad_() for _ in range(2)]
+        fast(pair[0]).sum().backward()
+        layer(pair[1]).sum().backward()
+        assert pair[0].grad is not None and pair[1].grad is not None and torch.equal(pair[0].grad, pair[1].grad)
+        torch._dynamo.reset()
+
+
+# -- quantize_ -------------------------------------------------------------------------------------------------------
+
+
+def test_every_plain_linear_layer_is_replaced_and_ties_stay() -> None:
+    plain, model = encoder(), quantized()
+    assert list(scaled(model)) == QUANTIZED
+    assert model.first is model.again and model.first.weight is model.second.weight
+    assert model.head.weight is model.embedding.weight, "tied to an embedding, it stays as it is"
+    assert isinstance(model.attention.out_proj, nn.Linear), "MultiheadAttention reads its weight"
+    for name, layer in scaled(model).items():
+        assert breccia.bytes_equal(layer.weight.tensor, breccia.cast(plain.get_submodule(name).weight, NVFP4))
+        assert not layer.training
+    for module in (plain.first, plain.second, plain.mlp[0], plain.mlp[2]):
+        module.weight.data = breccia.dequantize(breccia.cast(module.weight.detach(), NVFP4))
+    assert torch.equal(model(IDS), plain(IDS))
+
+
+def test_a_filter_sees_linear_layers_and_their_names() -> None:
+    seen: list[tuple[str, type]] = []
+
+    def only_mlp(module: nn.Module, name: str) -> bool:
+        seen.append((name, type(module)))
+        return name.startswith("mlp")
+
+    model = quantized(filter_fn=only_mlp, activation=MXFP8)
+    assert list(scaled(model)) == ["mlp.0", "mlp.2"] and all(m.activation == MXFP8 for m in scaled(model).values())
+    assert [name for name, _ in seen] == ["first", "second", "again", "attention.out_proj", "mlp.0", "mlp.2", "head"]
+    assert all(issubclass(kind, nn.Linear) for _, kind in seen)
+    breccia_torch.quantize_(model, MXFP8, lambda _, name: name in ("first", "second", "again"))
+    found = [layer.weight.recipe.name for layer in scaled(model).values()]
+    assert found == ["mxfp8", "mxfp8", "mxfp8", "nvfp4", "nvfp4"]
+
+
+def odd_rows() -> nn.Module:
+    """Its second layer cannot be cast."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: breccia_torch.quantize_(nn.Linear(8, 8), MXFP8), TypeError, r"got a Linear: .*ScaledLinear\.from_linear"),
+        (lambda: breccia_torch.quantize_([nn.Linear(8, 8)], MXFP8), TypeError, r"replaces layers of a model; got a list\."),
+        (lambda: breccia_torch.quantize_(encoder(), "mxfp8"), TypeError, "recipe must be a ScalingRecipe instance, got str"),
+        (lambda: breccia_torch.quantize_(encoder(), breccia.INT4Scaling), TypeError, r"did you mean INT4Scaling\(\)\?"),
+        (
+            lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda _, name: name == "head"),
+            TypeError,
+            r"head\.weight is tied to embedding\.weight, which would stay .* = nn\.Parameter\(head\.weight\.clone\(\)\)",
+        ),
+        (
+            lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda _, name: name == "second"),
+            TypeError,
+            r"second\.weight is tied to first\.weight, which would stay as it is\. Leave second out",
+        ),
+        (lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda *_: False), ValueError, "filter_fn took none"),
+        (lambda: breccia_torch.quantize_(nn.ReLU(), MXFP8), ValueError, "no layer is chosen: 0 nn.Linear in the model"),
+        (lambda: breccia_torch.quantize_(odd_rows(), MXFP8), TypeError, r"quantize_: 1\.weight: cast takes float32, .*float64"),
+        (
+            lambda: ScaledWeight(torch.ones(2)),
+            TypeError,
+            "takes a ScaledTensor, got Tensor; breccia.cast makes one",
+        ),
+        (lambda: ScaledWeight(breccia.cast(wide((4, 32)), MXFP8)), TypeError, "ScaledTensor of torch; this one is of numpy"),
+        (
+            lambda: ScaledLinear.in_place_of(nn.Linear(8, 8), ScaledWeight(breccia.cast(torch.ones(8, 16), MXFP8))),
+            ValueError,
+            r"weight of shape \(8, 8\), and the quantized one is \(8, 16\)",
+        ),
+        (
+            lambda: ScaledLinear.in_place_of(nn.Linear(8, 8), ScaledWeight(breccia.cast(torch.ones(8, 8), MXFP8, axis=-2))),
+            ValueError,
+            r"with blocks along the last axis; got shape \(8, 8\) and axis -2",
+        ),
+        (lambda: ScaledLinear(8, 8, recipe=MXFP8, activation="mxfp8"), TypeError, "recipe must be a ScalingRecipe instance"),
+    ],
+)
+def test_what_cannot_be_quantized_is_named(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_nothing_is_replaced_unless_everything_can_be() -> None:
+    model = odd_rows()
+    with pytest.raises(TypeError):
+        breccia_torch.quantize_(model, MXFP8)
+    assert [type(m) for m in model] == [nn.Linear, nn.Linear]
+
+
+# -- state_dict ------------------------------------------------------------------------------------------------------
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Through `torch.save` and back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_goes_from_model_to_model(recipe: breccia.ScalingRecipe, assign: bool) -> None:
+    model = quantized(recipe, activation=MXFP8)
+    state = saved(model.state_dict())
+    assert {"mlp.0.weight.data", "mlp.0.weight.scale", "mlp.0.weight._extra_state", "mlp.0.bias"} <= state.keys()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    other = quantized(recipe, seed=1)
+    other.load_state_dict(state, assign=assign)
+    assert all(breccia.bytes_equal(scaled(other)[n].weight.tensor, m.weight.tensor) for n, m in scaled(model).items())
+    assert {m.activation for m in scaled(other).values()} == {MXFP8}
+    assert torch.equal(torch.nan_to_num(other(IDS)), torch.nan_to_num(model(IDS)))
+
+
+def test_a_state_of_another_meaning_is_refused() -> None:
+    state = quantized(MXFP8).state_dict()
+    with pytest.raises(
+        RuntimeError, match=r'mlp\.0\.weight: the state has recipe .*"name": "mxfp8".*, and the model recipe .*nvfp4'
+    ):
+        quantized(NVFP4).load_state_dict(state)
+    other = quantized(breccia.MXFP8BlockScaling("E5M2"))  # parts of equal shapes, whose numbers copying would convert
+    digest = other.first.weight.tensor.digest()
+    with pytest.raises(RuntimeError, match="quantize the model as the one that was saved"):
+        other.load_state_dict(state)
+    assert other.first.weight.tensor.digest() == digest
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first\._extra_state"'):
+        quantized(MXFP8).load_state_dict(encoder().state_dict())
+
+
+def test_codes_as_bytes_are_taken_as_bytes_and_other_dtypes_are_not() -> None:
+    state = quantized(MXFP8).state_dict()
+    as_bytes = {k: v.view(torch.uint8) if v.dtype.is_floating_point and v.itemsize == 1 else v for k, v in state.items()}
+    other = quantized(MXFP8, seed=1)
+    other.load_state_dict(as_bytes)
+    assert other.first.weight.tensor.digest() == quantized(MXFP8).first.weight.tensor.digest()
+    as_floats = {k: v.float() if k.endswith("weight.data") else v for k, v in state.items()}
+    with pytest.raises(RuntimeError, match=r"first\.weight\.data is float32 in the state and float8_e4m3fn in the model"):
+        other.load_state_dict(as_floats)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, MXFP8])
+def test_a_file_says_which_layers_are_quantized(activation: breccia.ScalingRecipe | None, tmp_path: Path) -> None:
+    model = quantized(activation=activation)
+    path = tmp_path / "model.safetensors"
+    breccia_torch.save_model(model, path, {"made": "by hand"})
+    with safe_open(path, "pt") as file:
+        names, metadata = set(file.keys()), file.metadata()
+    assert {"first.weight.data", "first.weight.scale", "first.weight.global_scale", "norm.running_mean"} <= names
+    assert not any(name.startswith(("second.", "again.w", "head.")) and "_extra" not in name for name in names), "stored once"
+    assert metadata["made"] == "by hand" and json.loads(metadata["first.weight.config"])["recipe"]["name"] == "nvfp4"
+
+    with torch.device("meta"):
+        empty = Encoder().eval()
+        promised = Encoder().eval()
+        breccia_torch.quantize_(promised, MXFP8)
+    for other in (encoder(1), quantized(MXFP8, seed=1), quantized(seed=2), empty, promised):
+        assert breccia_torch.load_model(other, path) == ([], [])
+        assert list(scaled(other)) == QUANTIZED and {m.activation for m in scaled(other).values()} == {activation}
+        assert other.first is other.again and other.first.weight is other.second.weight
+        assert other.head.weight is other.embedding.weight and isinstance(other.head.weight, nn.Parameter)
+        assert torch.equal(other(IDS), model(IDS))
+        assert all(breccia.bytes_equal(scaled(other)[n].weight.tensor, m.weight.tensor) for n, m in scaled(model).items())
+
+
+def test_a_plain_file_is_cast_where_the_model_is_quantized(tmp_path: Path) -> None:
+    breccia_torch.save_model(encoder(), tmp_path / "plain.safetensors")
+    model = quantized(seed=1)
+    breccia_torch.load_model(model, tmp_path / "plain.safetensors")
+    assert torch.equal(model(IDS), quantized()(IDS))
+
+
+def test_a_converted_checkpoint_loads_into_the_model_it_came_from(tmp_path: Path) -> None:
+    """Embeddings that the file has quantized get its values."""
+    plain = encoder()
+    breccia_torch.save_model(plain, tmp_path / "in.safetensors")
+    breccia.bridges.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", MXFP8, include=["*"])
+    other = encoder(1)
+    breccia_torch.load_model(other, tmp_path / "out.safetensors")
+    weight = plain.embedding.weight.detach()
+    assert torch.equal(other.embedding.weight, breccia.dequantize(breccia.cast(weight, MXFP8)))
+    assert other.head.weight is other.embedding.weight
+    assert breccia.bytes_equal(scaled(other)["mlp.0"].weight.tensor, breccia.cast(plain.mlp[0].weight, MXFP8))
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    breccia_torch.save_model(quantized(), path)
+    small = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 40)), "extra": nn.Linear(2, 2)})
+    before = {name: t.clone() for name, t in small.state_dict().items()}
+    with pytest.raises(
+        breccia.UnknownNameError, match=r"this ModuleDict: missing: extra\.weight, extra\.bias; unexpected: emb"
+    ):
+        breccia_torch.load_model(small, path)
+    assert all(torch.equal(before[name], t) for name, t in small.state_dict().items())
+    missing, unexpected = breccia_torch.load_model(small, path, strict=False)
+    assert missing == ["extra.weight", "extra.bias"] and "embedding.weight" in unexpected
+    assert list(scaled(small)) == ["mlp.0", "mlp.2"]
+    wrong = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(40, 48))})
+    with pytest.raises(breccia.ShapeError, match=r"mlp\.2\.weight has shape \(40, 48\) in the file and \(48, 40\)"):
+        breccia_torch.load_model(wrong, path, strict=False)
+    assert not scaled(wrong)
+
+
+def test_state_that_is_no_tensor_has_no_place_in_a_file(tmp_path: Path) -> None:
+    class Talks(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"words": 3}
+
+    with pytest.raises(breccia.UnsupportedError, match=r"0\._extra_state is a dict, and safetensors holds tensors"):
+        breccia_torch.save_model(nn.Sequential(Talks(2, 2)), tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_the_package_gives_its_names_and_refuses_others() -> None:
+    assert set(dir(breccia_torch)) == set(breccia_torch.__all__)
+    assert all(getattr(breccia_torch, name) is not None for name in breccia_torch.__all__)
+    stub = (Path(breccia_torch.__file__).parent / "__init__.pyi").read_text(encoding="utf-8")
+    assert all(f"import {name} as {name}" in stub for name in breccia_torch.__all__)
+    with pytest.raises(AttributeError, match="'breccia_torch' has no attribute 'quantise_'; it has enable_compile, load_model"):
+        breccia_torch.quantise_  # noqa: B018
+
+
+def test_the_functional_layer_agrees_where_nothing_is_rounded() -> None:
+    """A weight of whole numbers within INT8 is held exactly, and so is the layer."""
+    plain = nn.Linear(32, 8)
+    with torch.no_grad():
+        plain.weight.copy_(torch.arange(256.0).reshape(8, 32) % 11 - 5)
+        plain.weight[:, 0] = 127
+    layer = ScaledLinear.from_linear(plain, breccia.INT8Scaling())
+    x = torch.arange(64.0).reshape(2, 32) - 30
+    assert torch.equal(layer(x), functional.linear(x, plain.weight, plain.bias))
