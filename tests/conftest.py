@@ -151,6 +151,12 @@ def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
     return from_buffer(data, scale, recipe, recipe.layout, zero, coarse, shape=shape)
 
 
+def on_cuda(test: Any) -> Any:
+    """For `tests/gpu.sh`; elsewhere it is skipped."""
+    torch = pytest.importorskip("torch")
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+
+
 @pytest.fixture(params=RECIPES, ids=recipe_id)
 def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
     return request.param

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import special_rows, wide
+from conftest import on_cuda, special_rows, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
@@ -391,6 +391,32 @@ def test_a_dynamic_batch_is_compiled_once_more_and_no_more() -> None:
     assert graph_count() == 2
 
 
+def test_a_graph_of_dynamic_shapes_keeps_the_integers_of_recipes_apart() -> None:
+    fast = compiled(lambda x, recipe: breccia.dequantize(breccia.cast(x, recipe)), dynamic=True)
+    for recipe in (breccia.INT4Scaling(group_size=16), breccia.INT4Scaling(group_size=32), breccia.DelayedScaling(margin=-2)):
+        for n in (4, 6):
+            assert same(fast(rows(n, 64), recipe), breccia.dequantize(breccia.cast(rows(n, 64), recipe)))
+
+
+def test_operators_keep_the_strides_that_compilers_count_on(recipe: breccia.ScalingRecipe) -> None:
+    """Of the fake implementation, contiguous: swapped and ragged results are not so by themselves."""
+    breccia_torch.enable_compile()
+    x = torch.from_numpy(wide((35, 77), seed=12, exponents=2))
+    text = recipe.to_json()
+    ops = torch.ops.breccia
+    for axis in (-1, -2):
+        for prefer in ("", "reference.cast,reference.dequantize"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("BRECCIA_PREFER", prefer)
+                options = (text, axis, None, "nearest", None, "propagate")
+                parts = ops.cast(x, *options)
+                st = breccia.cast(x, recipe, axis=axis)
+                flat = (parts, text, st.layout.to_json(), axis, st.tail)
+                made = [*parts, ops.dequantize(*flat, "float32"), ops.cast_ste(x, *options, "", 0.0, 0.0)]
+                made += [ops.within_scales(x, *options), *ops.requantize(*flat, MXFP8.to_json(), *options[2:])]
+            assert all(part.is_contiguous() for part in made)
+
+
 def test_options_reach_the_operator() -> None:
     x = rows(6, 64)
     for options in (
@@ -528,11 +554,6 @@ class NoHostTraffic(TorchDispatchMode):
         return found
 
 
-def on_cuda(test: Any) -> Any:
-    """For `tests/gpu.sh`; elsewhere it is skipped."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
-
-
 @on_cuda
 @pytest.mark.parametrize("options", [{}, {"axis": -2}, {"rounding": "stochastic", "seed": 7}], ids=str)
 def test_cuda_writes_numpys_bytes(recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> None:
@@ -560,8 +581,34 @@ def test_compiled_cuda_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> N
 @on_cuda
 def test_nothing_goes_through_the_host(recipe: breccia.ScalingRecipe) -> None:
     x = rows(64, 192).cuda().requires_grad_()
-    breccia.dequantize(breccia.cast(x, recipe))  # tables are made on the device once
+    first = breccia.cast(x, recipe)
+    breccia.dequantize(breccia.requantize(first, MXFP8))  # tables are made on the device once
+    breccia.dequantize(first)
     with NoHostTraffic():
         st = breccia.cast(x, recipe)
         breccia.matmul(x, st.mT)
+        breccia.requantize(st, MXFP8)
         breccia.cast_ste_clipped(x, recipe).sum().backward()
+        breccia.cast_ste_clipped(x, recipe, clip="scale").sum().backward()
+
+
+@on_cuda
+def test_requantize_and_gradients_on_cuda_are_those_of_the_cpu(recipe: breccia.ScalingRecipe) -> None:
+    x = torch.from_numpy(np.concatenate([wide((61, 192), seed=51), special_rows(192)]))
+    for into in (MXFP8, NVFP4, breccia.Float8BlockScaling(), breccia.INT4Scaling()):
+        expected = breccia.requantize(breccia.cast(x, recipe), into)
+        assert breccia.bytes_equal(breccia.requantize(breccia.cast(x.cuda(), recipe), into).to("cpu"), expected)
+    for clip in ({}, {"clip": "scale"}, {"clip_min": -1.0, "clip_max": 0.5}):
+        a, b = x.clone().requires_grad_(), x.cuda().requires_grad_()
+        for leaf in (a, b):
+            breccia.cast_ste_clipped(leaf, recipe, **clip).sum().backward()
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad.cpu())
+
+
+@on_cuda
+def test_operands_on_the_host_and_on_a_device_are_named() -> None:
+    st = breccia.cast(torch.ones(4, 32).cuda(), MXFP8)
+    with pytest.raises(TypeError, match="a is on cpu and b on cuda:0; move both to one device"):
+        breccia.matmul(torch.ones(4, 32), st.mT)
+    with pytest.raises(TypeError, match="x is on cuda:0 and scale on cpu; move both to one device"):
+        breccia.cast(torch.ones(4, 32).cuda(), CURRENT, scale=torch.tensor(1.0))

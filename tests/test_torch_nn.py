@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import wide
+from conftest import on_cuda, wide
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
@@ -389,6 +389,36 @@ def test_state_that_is_no_tensor_has_no_place_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"0\._extra_state is a dict, and safetensors holds tensors"):
         breccia_torch.save_model(nn.Sequential(Talks(2, 2)), tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
+
+
+@on_cuda
+@pytest.mark.parametrize("activation", [None, MXFP8])
+def test_a_model_moves_to_cuda_and_back(activation: breccia.ScalingRecipe | None, tmp_path: Path) -> None:
+    """Sums of n products in another order: each lies within n * 2^-24 of the sum of magnitudes, and the bias rounds once."""
+    model = quantized(activation=activation)
+    breccia_torch.save_model(model, tmp_path / "model.safetensors")
+    inputs = {name: torch.from_numpy(wide((5, m.in_features), seed=6, exponents=1)) for name, m in scaled(model).items()}
+    expected = {name: m(inputs[name]) for name, m in scaled(model).items()}
+    bounds: dict[str, Any] = {}
+    for name, m in scaled(model).items():
+        x = inputs[name] if activation is None else breccia.dequantize(breccia.cast(inputs[name], activation))
+        sums = x.abs() @ breccia.dequantize(m.weight.tensor).abs().mT
+        bounds[name] = 2 * (m.in_features + 1) * 2.0**-24 * (sums + (0 if m.bias is None else m.bias.abs()))
+    model.cuda()
+    assert {part.device.type for part in model.buffers()} == {"cuda"}
+    breccia_torch.enable_compile()
+    for name, m in scaled(model).items():
+        for layer in (m, torch.compile(m, fullgraph=True)):
+            with torch.no_grad():
+                assert bool(((layer(inputs[name].cuda()).cpu() - expected[name]).abs() <= bounds[name]).all())
+        torch._dynamo.reset()
+    found = model(IDS.cuda())
+    other = encoder(1).cuda()
+    breccia_torch.load_model(other, tmp_path / "model.safetensors")
+    assert all(breccia.bytes_equal(scaled(other)[n].weight.tensor, m.weight.tensor) for n, m in scaled(model).items())
+    assert torch.equal(other(IDS.cuda()), found)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert model.first(torch.ones(2, 40, device="cuda")).dtype == torch.bfloat16
 
 
 def test_the_package_gives_its_names_and_refuses_others() -> None:

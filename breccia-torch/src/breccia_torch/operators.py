@@ -55,7 +55,7 @@ def _(x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, se
 @torch.library.custom_op("breccia::dequantize", mutates_args=())
 def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, dtype: str) -> Tensor:
     """`breccia.dequantize` of the tensor of these parts."""
-    return breccia.dequantize(_assembled(parts, recipe, layout, axis, tail), out_dtype=dtype)
+    return breccia.dequantize(_assembled(parts, recipe, layout, axis, tail), out_dtype=dtype).contiguous()
 
 
 @_dequantize.register_fake
@@ -81,14 +81,14 @@ def _requantize(
     options = _eager(axis, scale, rounding, seed, nonfinite)
     del options["axis"]
     found = _parts(breccia.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), **options))
-    given = {part.data_ptr() for part in parts}  # an operator gives no view of what it took
-    return [part.clone() if part.data_ptr() in given else part for part in found]
+    taken = {part.data_ptr() for part in parts}  # an operator gives no view of what it took
+    return [part.clone() if part.data_ptr() in taken else part for part in found]
 
 
 @_requantize.register_fake
 def _(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, into: str, *options: Any) -> list[Tensor]:
     found = reference.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), scale=options[0])
-    return [torch.empty_like(part) for part in _parts(found)]
+    return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
 
 
 @torch.library.custom_op("breccia::matmul", mutates_args=())
@@ -107,7 +107,7 @@ def _matmul(
 ) -> Tensor:
     """`breccia.matmul`; an operand whose recipe is "" is an array, the one item of its list."""
     left, right = _operand(a, a_recipe, a_layout, a_axis, a_tail), _operand(b, b_recipe, b_layout, b_axis, b_tail)
-    return breccia.matmul(left, right, dtype)
+    return breccia.matmul(left, right, dtype).contiguous()
 
 
 @_matmul.register_fake
@@ -158,7 +158,7 @@ def _cast_ste(
     high: float,
 ) -> Tensor:
     """`breccia.cast_ste(x, ...)`. The gradient passes everywhere (`clip` is ""), or as `breccia.cast_ste_clipped` lets it."""
-    return breccia.cast_ste(x.detach(), _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite))
+    return breccia.cast_ste(x.detach(), _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite)).contiguous()
 
 
 @_cast_ste.register_fake
@@ -171,7 +171,7 @@ def _within_scales(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> Tensor:
     """Where the blocks of a cast can hold `x` under the scales they have: a mask."""
-    return within_scales(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite))
+    return within_scales(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite)).contiguous()
 
 
 @_within_scales.register_fake
@@ -214,7 +214,8 @@ _within_scales.register_vmap(_each(torch.ops.breccia.within_scales))
 
 
 def _parts(st: ScaledTensor) -> list[Tensor]:
-    return list(held(st).values())
+    """Contiguous, as fake implementations promise: compilers count on strides."""
+    return [part.contiguous() for part in held(st).values()]
 
 
 def _assembled(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor:
@@ -277,7 +278,12 @@ def _fitted(kind: Any, fields: tuple[Any, ...], axis: int, ndim: int, sides: tup
 
 
 def _fields(declared: Any) -> tuple[Any, ...]:
-    return tuple([getattr(declared, name) for name in _names(type(declared))])
+    return tuple([_known(getattr(declared, name)) for name in _names(type(declared))])
+
+
+def _known(value: Any) -> Any:
+    """A field's value; of an integer that Dynamo took for a size of any length, the one it has here."""
+    return range(value).stop if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _side(length: Any, block: int | None) -> int:
