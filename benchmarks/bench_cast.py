@@ -1,9 +1,10 @@
-"""Time of cast and dequantize of an FP32 matrix on NumPy: breccia, the older package breccia 0.1.3, NumPy with ml_dtypes.
+"""Time of cast and dequantize of an FP32 matrix on NumPy or torch: breccia, the older package breccia 0.1.3, and a few lines
+of NumPy with ml_dtypes, or of plain torch. On torch also breccia on NumPy, and breccia under torch.compile.
 
-    python benchmarks/bench_cast.py [--size 4096] [--runs 7] [--rivals all] [--out benchmarks/results]
+    python benchmarks/bench_cast.py [--framework torch] [--size 4096] [--runs 7] [--rivals all] [--out benchmarks/results]
 
-One process per rival, breccia first and last so that drift of the machine shows. Ratios are minimum over minimum. Results
-are checked in the same run: quality of every rival, and stored scales and values against ours.
+One process per rival, breccia first and last in each of its ways so that drift of the machine shows. Ratios are minimum over
+minimum. Results are checked in the same run: quality of every rival, and stored scales and values against ours.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +21,7 @@ import numpy as np
 import rivals
 import tables
 import typer
-from rivals import OURS, RECIPES, RIVALS, SAME_SCALE, SLAB_ROWS, SLABS
+from rivals import OURS, RECIPES, RIVALS, SAME_SCALE, SLAB_ROWS, WAYS
 
 #: Shape of the call whose time is the price of a call rather than of its elements.
 SMALL = (4, 128)
@@ -29,38 +31,47 @@ TOLERANCE_DB = 0.5
 SAME_VALUE = 2.0**-22
 
 
-def one(name: str, size: int, runs: int, folder: Path) -> dict[str, Any]:
+def one(name: str, framework: str, size: int, runs: int, folder: Path) -> dict[str, Any]:
     """Everything about one rival, measured in this process; its scales and values of the check go to `folder`."""
-    rival = rivals.rival(name)
-    x, check, small = common.normal((size, size), 0), common.normal((min(SLAB_ROWS, size), size), 1), common.normal(SMALL, 2)
+    rival = rivals.rival(name, framework)
+    shapes = ((size, size), (min(SLAB_ROWS, size), size), SMALL)
+    x, check, small = (rival.given(common.normal(shape, seed)) for seed, shape in enumerate(shapes))
     rows: list[dict[str, Any]] = []
     sqnr_db: dict[str, float] = {}
     for recipe in RECIPES:
         cast = rival.cast(recipe)
         st = cast(check)
-        y = rival.dequantize(st)
+        written = {"scale": rival.scale(st), "values": rival.dequantize(st)}
+        for part, found in written.items():
+            if origin(found) != origin(x):
+                sys.exit(f"bench_cast: {name} got a matrix of {origin(x)} and gave {part} of {origin(found)}; leave it out.")
+            np.save(folder / f"{recipe}-{part}.npy", np.asarray(found))
         quality = common.Quality()
-        quality.add(check, y)
+        quality.add(np.asarray(check), np.asarray(written["values"]))
         sqnr_db[recipe] = quality.sqnr_db
-        np.save(folder / f"{recipe}-values.npy", y)
-        np.save(folder / f"{recipe}-scale.npy", rival.scale(st))
 
-        slab = x[:SLAB_ROWS] if recipe in SLABS.get(name, ()) else x
-        factor = x.size / slab.size
+        slab = x[:SLAB_ROWS] if recipe in rival.slabs else x
+        factor = x.shape[0] / slab.shape[0]
         st = cast(slab)
         whole = st if factor == 1 else rival.taller(st, int(factor))
         tiny = cast(small)
-        for op, shape, times, scale in (
-            ("cast", slab.shape, common.timed(lambda cast=cast, slab=slab: cast(slab), runs), factor),
-            ("dequantize", x.shape, common.timed(lambda st=whole: rival.dequantize(st), runs), 1.0),
-            ("cast", SMALL, common.timed_often(lambda cast=cast: cast(small), runs), 1.0),
-            ("dequantize", SMALL, common.timed_often(lambda st=tiny: rival.dequantize(st), runs), 1.0),
+        rival.dequantize(tiny)  # what is compiled is compiled for a shape when it first meets it
+        for op, operand, shape, times, scale in (
+            ("cast", x, slab.shape, common.timed(lambda cast=cast, slab=slab: cast(slab), runs), factor),
+            ("dequantize", whole, x.shape, common.timed(lambda st=whole: rival.dequantize(st), runs), 1.0),
+            ("cast", small, SMALL, common.timed_often(lambda cast=cast: cast(small), runs), 1.0),
+            ("dequantize", tiny, SMALL, common.timed_often(lambda st=tiny: rival.dequantize(st), runs), 1.0),
         ):
             times |= common.summary([s * scale for s in times["seconds"]])
             stands_for = SMALL if shape == SMALL else x.shape
             row = {"recipe": recipe, "op": op, "shape": stands_for, "measured_shape": shape, "factor": scale, **times}
-            rows.append({**row, "kernel": rival.kernel(op, recipe, small if shape == SMALL else x)})
+            rows.append({**row, "kernel": rival.kernel(op, recipe, operand)})
     return {"rival": name, "version": rival.version, "rows": rows, "sqnr_db": sqnr_db}
+
+
+def origin(array: Any) -> str:
+    """The library whose array this is."""
+    return type(array).__module__.partition(".")[0]
 
 
 def equal_share(a: np.ndarray, b: np.ndarray, relative: float) -> float:
@@ -72,7 +83,10 @@ def equal_share(a: np.ndarray, b: np.ndarray, relative: float) -> float:
 
 
 def checks(passes: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Per recipe: SQNR of everybody, and the part of stored scales and decoded values that equal ours. Exits if ours is off."""
+    """Per recipe: SQNR of everybody, and the part of stored scales and decoded values that equal ours.
+
+    Exits if ours is off, or differs between its ways.
+    """
     found: list[dict[str, Any]] = []
     for recipe in RECIPES:
         sqnr_db = {p["rival"]: p["sqnr_db"][recipe] for p in passes}
@@ -86,21 +100,25 @@ def checks(passes: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         for name in sqnr_db:
             if name == OURS:
                 continue
-            for part, into, relative in (("scale", "same_scales", 0.0), ("values", "same_values", SAME_VALUE)):
+            within = 0.0 if name in WAYS else SAME_VALUE
+            for part, into, relative in (("scale", "same_scales", 0.0), ("values", "same_values", within)):
                 if recipe in SAME_SCALE[name]:
                     ours, theirs = (np.load(folder / who / f"{recipe}-{part}.npy") for who in (OURS, name))
                     row[into][name] = equal_share(ours, theirs, relative)
+                    if name in WAYS and row[into][name] != 1:
+                        sys.exit(f"bench_cast: {recipe} of {name} has other {part} than that of {OURS}: run the tests first.")
         found.append(row)
     return found
 
 
-def chosen(wanted: list[str]) -> list[str]:
+def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
     """The rivals to run. Those not named run where they are at hand, and are announced where they are not."""
+    there_are = RIVALS[framework]
     for name in wanted:
-        if name not in (*RIVALS, "all", "none"):
-            sys.exit(f"bench_cast: --rivals takes {', '.join(RIVALS)}, all or none; got {name!r}.")
+        if name not in (*there_are, "all", "none"):
+            sys.exit(f"bench_cast: --rivals takes {', '.join(there_are)}, all or none; got {name!r}.")
     names: list[str] = []
-    for name in RIVALS:
+    for name in there_are:
         if name in wanted or "all" in wanted:
             names.append(name)
         elif not wanted and (why := rivals.absence(name)):
@@ -110,19 +128,35 @@ def chosen(wanted: list[str]) -> list[str]:
     return names
 
 
+def where(framework: str) -> dict[str, Any]:
+    """Provenance, and of torch what its times depend on."""
+    found = common.provenance()
+    if framework == "torch":
+        import torch
+
+        found["versions"] |= {"torch": torch.__version__}
+        found |= {"torch_threads": torch.get_num_threads()}
+    return found
+
+
 def main(
+    framework: Annotated[str, typer.Option(help="Whose arrays are cast: numpy or torch (on the CPU).")] = "numpy",
     size: Annotated[int, typer.Option(help="Rows and columns of the matrix; a multiple of 128.")] = 4096,
     runs: Annotated[int, typer.Option(help="Counted runs of each call, after one that is not.")] = 7,
     rivals_: Annotated[
         list[str] | None,
-        typer.Option("--rivals", help="ml_dtypes, breccia-0.1.3 (fetched on first use), all or none; repeat for several."),
+        typer.Option("--rivals", help="Those of RIVALS in rivals.py (one is fetched on first use), all or none; repeatable."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     rival: Annotated[str, typer.Option(help="Measure this rival only, in this process.", hidden=True)] = "",
     dump: Annotated[Path | None, typer.Option(help="Where --rival leaves arrays to compare.", hidden=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
-    """Time cast and dequantize on NumPy against rivals, one process each."""
+    """Time cast and dequantize on NumPy or torch against rivals, one process each."""
+    if framework not in RIVALS:
+        sys.exit(f"bench_cast: --framework takes {' or '.join(RIVALS)}, got {framework!r}.")
+    if framework == "torch" and (find_spec("torch") is None or find_spec("breccia_torch") is None):
+        sys.exit("bench_cast: --framework torch needs torch and breccia-torch; pip install both.")
     if size < 128 or size % 128 or (size > SLAB_ROWS and size % SLAB_ROWS):
         sys.exit(f"bench_cast: --size must be 128 or a multiple of {SLAB_ROWS}, so that every rival takes it; got {size}.")
     if runs < 1:
@@ -130,21 +164,23 @@ def main(
     if rival:
         if dump is None:
             sys.exit("bench_cast: --rival is how the benchmark calls itself and needs --dump; leave it out.")
-        print(json.dumps(one(rival, size, runs, dump)))
+        print(json.dumps(one(rival, framework, size, runs, dump)))
         return
-    where = common.provenance()
+    names = chosen(rivals_ or [], framework)
+    provenance = where(framework)
     passes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in [OURS, *chosen(rivals_ or []), OURS]:
+        for name in [OURS, *names, *(way for way in reversed(names) if way in WAYS), OURS]:
             arrays = Path(folder) / name
             arrays.mkdir(exist_ok=True)
             path = rivals.python_path(name)
-            options = ["--rival", name, "--size", str(size), "--runs", str(runs), "--dump", str(arrays)]
+            options = ["--framework", framework, "--size", str(size), "--runs", str(runs), "--rival", name]
             print(f"measuring {name}", file=sys.stderr)
-            passes.append(common.child("bench_cast.py", *options, python_path=path))
+            passes.append(common.child("bench_cast.py", *options, "--dump", str(arrays), python_path=path))
         compared = checks(passes, Path(folder))
+    benchmark = "cast" if framework == "numpy" else f"cast-{framework}"
     options = {"size": size, "runs": runs, "small": SMALL, "slab_rows": SLAB_ROWS}
-    result = {"benchmark": "cast", "schema": common.SCHEMA, "provenance": where, "options": options}
+    result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": provenance, "options": options}
     result |= {"passes": passes, "checks": compared}
     tables.tell(json.loads(json.dumps(result)), out, as_json)
 

@@ -56,6 +56,11 @@ def machine_tag() -> str:
     return "-".join([*re.findall(r"[a-z0-9]+", words), f"{cores()}c"])
 
 
+def device_tag(device: str) -> str:
+    """The name of an accelerator, without what follows a comma, as a part of a file name; empty for none."""
+    return "-".join(re.findall(r"[a-z0-9]+", device.partition(",")[0].lower()))
+
+
 def provenance() -> dict[str, Any]:
     """What a reader must know to rerun the figures, or to doubt them."""
     options = [a for a in sys.argv[1:]]

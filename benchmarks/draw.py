@@ -27,7 +27,7 @@ from blocks import table as markdown_table
 from rivals import OLD, STRAIGHTFORWARD
 from tables import GAUSSIAN, TRAINED, Result, Table
 
-PAGES = ("benchmarks.md", "accuracy.md")
+PAGES = ("benchmarks.md", "accuracy.md", "numerics.md")
 NOTHING = "*No result yet: run the benchmark.*\n"
 
 #: Mid-tones that keep a contrast of 3 or more on white and on the dark grounds of code hosts; Okabe and Ito's, which the
@@ -65,7 +65,7 @@ def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) ->
         table = make(result)
         if len(results) > 1:
             p = result["provenance"]
-            parts.append(f"**{p['cpu']}, {p['cores']} core(s)**\n")
+            parts.append(f"**{p['device']}**\n" if "device" in p else f"**{p['cpu']}, {p['cores']} core(s)**\n")
         parts += [markdown(table), f"{table.note}\n"]
     return "\n".join(parts) or NOTHING
 

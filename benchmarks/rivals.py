@@ -1,4 +1,4 @@
-"""What is timed against what: breccia, the older package that is also called breccia, and NumPy with ml_dtypes.
+"""What is timed against what: breccia, the older package that is also called breccia, and a few lines of NumPy or torch.
 
 Each runs in a process of its own: two packages of one name cannot meet, and no rival inherits another's heap or caches.
 """
@@ -20,12 +20,16 @@ from typing import Any
 import numpy as np
 from common import HERE
 
-OURS, STRAIGHTFORWARD, OLD = "breccia", "ml_dtypes", "breccia-0.1.3"
-RIVALS = (STRAIGHTFORWARD, OLD)
+OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "breccia-0.1.3"
+#: Ours by other ways to the same bytes.
+ON_NUMPY, COMPILED = "breccia-on-numpy", "breccia-compiled"
+WAYS = (ON_NUMPY, COMPILED)
+#: What runs against ours, by framework.
+RIVALS = {"numpy": (STRAIGHTFORWARD, OLD), "torch": (*WAYS, EAGER, OLD)}
 OLD_VERSION = "0.1.3"
 CACHE = HERE / ".rivals"
 
-#: The recipes that all three have, and the class that both packages call them by.
+#: The recipes that all of them have, and the class that both packages call them by.
 RECIPES = {
     "current": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
@@ -36,12 +40,15 @@ RECIPES = {
 
 #: Where a rival defines the stored scale as we do, so that its bytes must be ours. The older package rounds the exponent of
 #: an E8M0 scale to nearest, and has no tensor scale in NVFP4.
-SAME_SCALE = {STRAIGHTFORWARD: tuple(RECIPES), OLD: ("current", "block", "int4")}
+SAME_SCALE = {name: tuple(RECIPES) for name in (STRAIGHTFORWARD, EAGER, *WAYS)} | {OLD: ("current", "block", "int4")}
 
-#: Casts with many FP32 temporaries per element (as many as the element has codes, several times): timed on a slab of rows
-#: and multiplied.
+#: Casts of the older package with many FP32 temporaries per element (as many as the element has codes, several times): timed
+#: on a slab of rows and multiplied. For two of them it uses torch's own conversion where it has a tensor of torch.
 SLAB_ROWS = 256
-SLABS = {OLD: ("current", "block", "mxfp8", "nvfp4")}
+SLABS = {"numpy": ("current", "block", "mxfp8", "nvfp4"), "torch": ("mxfp8", "nvfp4")}
+
+#: An array of NumPy or a tensor of torch.
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -49,46 +56,78 @@ class Rival:
     """How a rival casts and decodes `recipe` (a key of RECIPES). What `cast` returns is its own affair."""
 
     version: str
-    cast: Callable[[str], Callable[[np.ndarray], Any]]
-    dequantize: Callable[[Any], np.ndarray]
-    scale: Callable[[Any], np.ndarray]
-    #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab; for rivals in SLABS.
+    cast: Callable[[str], Callable[[Array], Any]]
+    dequantize: Callable[[Any], Array]
+    scale: Callable[[Any], Array]
+    #: A matrix as the rival takes it; its scales and what it decodes must be of that type.
+    given: Callable[[np.ndarray], Array] = lambda x: x
+    #: The recipes that it casts as a slab.
+    slabs: tuple[str, ...] = ()
+    #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab.
     taller: Callable[[Any, int], Any] | None = None
-    #: What serves (op, recipe, x), where there is a choice.
-    kernel: Callable[[str, str, np.ndarray], str | None] = lambda op, recipe, x: None
+    #: What serves `op` of an operand (the matrix, or what `cast` returned), where there is a choice.
+    kernel: Callable[[str, str, Any], str | None] = lambda op, recipe, operand: None
 
 
-def rival(name: str) -> Rival:
-    """The rival of that name, ready in this process."""
-    return straightforward() if name == STRAIGHTFORWARD else packaged(name)
+def rival(name: str, framework: str = "numpy") -> Rival:
+    """The rival of that name, ready in this process; packages are given arrays of `framework`."""
+    made = {
+        STRAIGHTFORWARD: straightforward,
+        EAGER: eager,
+        COMPILED: compiled,
+        ON_NUMPY: lambda: packaged(OURS, "numpy"),
+    }
+    return made[name]() if name in made else packaged(name, framework)
 
 
 # ------------------------------------------------------------------------------------------------ the two packages
 
 
-def packaged(name: str) -> Rival:
-    """The package `breccia` that this process imports. Exits unless it is the one of that name."""
-    package = importlib.import_module("breccia")
+def packaged(name: str, framework: str) -> Rival:
+    """The package `breccia` that this process imports, on arrays of `framework`. Exits unless it is the one of that name."""
+    package, xp = importlib.import_module("breccia"), importlib.import_module(framework)
     found = package.__version__
     if (found == OLD_VERSION) != (name == OLD):
         sys.exit(f"rivals: this process was to time {name}, but `import breccia` gives {found}; look at PYTHONPATH.")
 
-    def cast(recipe: str) -> Callable[[np.ndarray], Any]:
+    def cast(recipe: str) -> Callable[[Array], Any]:
         chosen = getattr(package, RECIPES[recipe])()
         return lambda x: package.cast(x, chosen)
 
     def taller(st: Any, n: int) -> Any:
-        scale = np.asarray(st.scale)
-        return dataclasses.replace(st, data=np.tile(st.data, (n, 1)), scale=np.tile(scale, (n, 1)) if scale.ndim else scale)
+        scale = xp.tile(st.scale, (n, 1)) if st.scale.ndim else st.scale
+        return dataclasses.replace(st, data=xp.tile(st.data, (n, 1)), scale=scale)
 
-    def kernel(op: str, recipe: str, x: np.ndarray) -> str | None:
+    def kernel(op: str, recipe: str, operand: Any) -> str | None:
         chosen = getattr(package, RECIPES[recipe])()
-        operands = (x, chosen) if op == "cast" else (chosen,)
-        winner = package.explain(op, *operands).winner
+        winner = package.explain(op, *((operand, chosen) if op == "cast" else (operand,))).winner
         return winner.name if winner else None
 
-    parts = (lambda *_: None) if name == OLD else kernel
-    return Rival(found, cast, package.dequantize, lambda st: np.asarray(st.scale), taller, parts)
+    rival = Rival(found, cast, package.dequantize, lambda st: _codes(st.scale, xp.uint8), xp.asarray)
+    if name == OLD:
+        return dataclasses.replace(rival, slabs=SLABS[framework], taller=taller)
+    return dataclasses.replace(rival, kernel=kernel)
+
+
+def compiled() -> Rival:
+    """Ours on torch, each verb a graph of its own."""
+    import torch
+
+    import breccia_torch
+
+    ours = packaged(OURS, "torch")
+    breccia_torch.enable_compile()
+
+    def cast(recipe: str) -> Callable[[Array], Any]:
+        torch.compiler.reset()  # Dynamo keeps few graphs of one function, and counts those of other recipes
+        return torch.compile(ours.cast(recipe), fullgraph=True)
+
+    return dataclasses.replace(ours, cast=cast, dequantize=torch.compile(ours.dequantize, fullgraph=True))
+
+
+def _codes(scale: Array, byte: Any) -> Array:
+    """Scales of one byte as bytes, others as they are."""
+    return scale.view(byte) if scale.dtype.itemsize == 1 else scale
 
 
 def fetched_old() -> Path:
@@ -192,8 +231,72 @@ def straightforward() -> Rival:
 
     casts = {"current": current, "block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
 
-    def scale_of(cast: Any) -> np.ndarray:
-        found = np.asarray(cast[2])
-        return found.view(np.uint8) if found.dtype.itemsize == 1 else found
+    return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], np.uint8))
 
-    return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, scale_of)
+
+# ------------------------------------------------------------------------------------------------ plain torch
+
+
+def eager() -> Rival:
+    """The same in a few lines of plain torch, uncompiled. torch has no conversion to E2M1: its codes are looked up."""
+    import torch
+
+    e4m3, e8m0, f16, f32, u8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float16, torch.float32, torch.uint8
+    block = {"block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    signed = torch.cat([e2m1, -e2m1])
+    #: Half way between neighbours; one less where the tie goes up, to the even code.
+    middles = (e2m1[1:] + e2m1[:-1]) / 2
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(()))
+
+    def blocks(x: Array, recipe: str) -> tuple[Array, Array]:
+        b = x.reshape(x.shape[0], -1, block[recipe])
+        return b, b.abs().amax(-1, keepdim=True)
+
+    def packed(codes: Array, shape: tuple[int, ...]) -> Array:
+        nibbles = codes.reshape(shape)
+        return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+    def unpacked(data: Array, recipe: str) -> Array:
+        return torch.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1, block[recipe])
+
+    def current(x: Array) -> Any:
+        scale = x.abs().max() / 448
+        return "current", (x / scale).to(e4m3), scale
+
+    def fp8_blocks(x: Array) -> Any:
+        b, amax = blocks(x, "block")
+        scale = amax / 448
+        return "block", (b / scale).to(e4m3), scale
+
+    def mxfp8(x: Array) -> Any:
+        b, amax = blocks(x, "mxfp8")
+        scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+        return "mxfp8", (b / scale).to(e4m3), scale.to(e8m0)
+
+    def nvfp4(x: Array) -> Any:
+        b, amax = blocks(x, "nvfp4")
+        tensor = amax.max() / 2688
+        scale = (amax / 6 / tensor).to(e4m3)
+        y = b / (scale.to(f32) * tensor)
+        codes = torch.bucketize(y.abs(), middles, out_int32=True).to(u8) | torch.signbit(y).to(u8) << 3
+        return "nvfp4", packed(codes, x.shape), scale, tensor
+
+    def int4(x: Array) -> Any:
+        b, amax = blocks(x, "int4")
+        scale = (amax / 7).to(f16)
+        codes = torch.round(b / scale.to(f32)).to(torch.int8)
+        return "int4", packed(codes.view(u8) & 15, x.shape), scale
+
+    def dequantize(cast: Any) -> Array:
+        recipe, data, scale, *tensor = cast
+        rows = data.shape[0]
+        if recipe == "nvfp4":
+            return (signed[unpacked(data, recipe).int()] * (scale.to(f32) * tensor[0])).reshape(rows, -1)
+        if recipe == "int4":
+            codes = (unpacked(data, recipe) ^ 8).to(f32) - 8
+            return (codes * scale.to(f32)).reshape(rows, -1)
+        return (data.to(f32) * scale.to(f32)).reshape(rows, -1)
+
+    casts = {"current": current, "block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
+    return Rival(torch.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], u8), torch.asarray)

@@ -13,7 +13,7 @@ from typing import Any
 import common
 from rich.console import Console
 from rich.table import Table as RichTable
-from rivals import OLD, OURS, RIVALS
+from rivals import OLD, OURS, WAYS
 
 Result = dict[str, Any]
 
@@ -61,6 +61,11 @@ def share(value: float) -> str:
     return "100 %" if value == 1 else f"{math.floor(1e5 * value) / 1e3:.3f} %"
 
 
+def percent(value: float) -> str:
+    """A part of 1 in percent, to two decimals."""
+    return f"{100 * value:.2f}"
+
+
 def bits(value: float) -> str:
     """Bits per parameter: to four decimals, as block scales make round fractions of it."""
     return f"{value:.4f}".rstrip("0").rstrip(".")
@@ -88,8 +93,8 @@ def timing(result: Result, rival: str, recipe: str, op: str, small: bool = False
 
 
 def rivals_of(result: Result) -> list[str]:
-    present = {one["rival"] for one in result["passes"]}
-    return [name for name in RIVALS if name in present]
+    """What ran against ours, in its order."""
+    return [name for name in dict.fromkeys(one["rival"] for one in result["passes"]) if name != OURS]
 
 
 def recipes_of(result: Result) -> list[str]:
@@ -104,15 +109,21 @@ def speed_up(result: Result, rival: str, recipe: str, op: str) -> float:
 
 
 def versioned(result: Result, name: str) -> str:
-    """`name version`, the version once."""
+    """`name version`, the version once, and none after a way of ours."""
     version = next(one["version"] for one in result["passes"] if one["rival"] == name)
-    return name.replace("-", " ") if name == OLD else f"{name} {version}"
+    return name.replace("-", " ") if name in (OLD, *WAYS) else f"{name.replace('-', ' ')} {version}"
 
 
 def unsteady(result: Result) -> str:
     """What a reader must know who quotes the run; empty where there is nothing."""
     load = result["provenance"]["load_1m"] or 0.0
-    drifts = [timing(result, OURS, recipe, op)["drift"] for recipe in recipes_of(result) for op in ("cast", "dequantize")]
+    ours = [OURS, *(name for name in rivals_of(result) if name in WAYS)]
+    drifts = [
+        timing(result, name, recipe, op)["drift"]
+        for name in ours
+        for recipe in recipes_of(result)
+        for op in ("cast", "dequantize")
+    ]
     low, high = min(drifts), max(drifts)
     if load <= BUSY and high <= DRIFT and low >= 1 / DRIFT:
         return ""
@@ -161,8 +172,8 @@ def calls(result: Result) -> Table:
 
 
 def agreement(result: Result) -> Table:
-    """What the rivals of the run wrote, next to ours."""
-    rivals = rivals_of(result)
+    """What the rivals of the run wrote, next to ours. The ways of ours agree, or there would be no result."""
+    rivals = [name for name in rivals_of(result) if name not in WAYS]
     rows: list[tuple[str, ...]] = []
     for row in result["checks"]:
         cells = [row["recipe"], *(f"{row['sqnr_db'][name]:.2f}" for name in (OURS, *rivals))]
@@ -175,6 +186,8 @@ def agreement(result: Result) -> Table:
         "On standard normal data of the same run. Scales are compared bit for bit, values to two FP32 roundings. `other rule`: "
         "that rival defines the stored scale differently."
     )
+    if len(rivals) < len(rivals_of(result)):
+        note += " What breccia wrote in its several ways is the same, bit for bit."
     return Table("what was written", headings, tuple(rows), note)
 
 
@@ -259,6 +272,95 @@ def published(result: Result) -> Table:
     return Table("cosine", headings, rows, note)
 
 
+# ------------------------------------------------------------------------------------------------ models
+
+#: What trained and quantized models are held against; it stands in the place of a recipe.
+FP32 = "FP32"
+
+
+def embeddings(result: Result) -> Table:
+    """Cosines of an encoder's embeddings with FP32's, and what its weights take."""
+    rows: list[tuple[str, ...]] = []
+    exact: Result = {"recipe": FP32, **result["fp32"], "cosine": {}}
+    for row in [exact, *result["rows"]]:
+        cells = [row["recipe"], f"{row['linear_bytes'] / 1e6:.2f}", f"{row['model_bytes'] / 1e6:.2f}"]
+        for part in ("weights", "plain", "activations"):
+            found = row["cosine"].get(part)
+            cells += [f"{statistics.mean(found):.4f}", f"{min(found):.4f}"] if found else ["", ""]
+        rows.append(tuple(cells))
+    headings = ("recipe", "linear weights, MB", "model, MB")
+    parts = ("weights", "plain rounding", "weights and inputs")
+    headings += tuple(f"{part}, {which}" for part in parts for which in ("mean", "worst"))
+    sentences, bound = result["options"]["sentences"], result["options"]["bound"]
+    error = max(statistics.stdev(row["cosine"]["weights"]) for row in result["rows"]) / sentences**0.5
+    note = (
+        f"Cosine with FP32's embedding, mean and worst of {sentences} sentences. Other sentences give other means: standard "
+        f"errors reach {error:.4f}. Plain rounding: the same weights, rounded by a few lines of FP64 that share no code with "
+        f"breccia; the benchmark fails where a mean lies more than {bound:g} below its mean. MB: 10⁶ bytes, scales included."
+    )
+    return Table("embeddings", headings, tuple(rows), note)
+
+
+def training(result: Result) -> Table:
+    """Accuracy after training, and its paired difference from FP32's."""
+    exact = {row["framework"]: row["accuracy"] for row in result["rows"] if row["recipe"] == FP32}
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        found = row["accuracy"]
+        cells = [
+            row["recipe"],
+            row["framework"],
+            *(percent(value) for value in (statistics.mean(found), min(found), max(found))),
+        ]
+        if row["recipe"] == FP32:
+            rows.append((*cells, "", "", ""))
+            continue
+        apart = [a - b for a, b in zip(found, exact[row["framework"]], strict=True)]
+        error = statistics.stdev(apart) / len(apart) ** 0.5
+        cells.append(f"{100 * statistics.mean(apart):+.2f} ± {100 * error:.2f}")
+        cells.append(f"{100 * min(apart):+.2f} to {100 * max(apart):+.2f}")
+        rows.append((*cells, f"within {100 * result['options']['bound']:g}" if row["held"] else ""))
+    headings = ("recipe", "framework", "accuracy, mean", "least", "most", "minus FP32, mean", "least to most", "held to")
+    options = result["options"]
+    note = (
+        f"{options['classes']} classes in {options['width']} dimensions, {options['steps']} steps of {options['batch']} "
+        f"samples. Percent of {options['test']:,} others, over seeds 0 to {options['seeds'] - 1}. Differences are in "
+        "percentage points, between runs of the same seed; ± one standard error of their mean. The benchmark fails where the "
+        "mean of a recipe that is held to a bound is further from FP32's. Who knew how the data are drawn would be right in "
+        f"{percent(statistics.mean(result['best']))} %."
+    )
+    return Table("training", headings, tuple(rows), note)
+
+
+# ------------------------------------------------------------------------------------------------ parity
+
+
+def parity(result: Result) -> Table:
+    """Values and bytes compared with NumPy's, and bytes that differ, by recipe and way of running."""
+    modes = result["options"]["modes"]
+    by_name: dict[str, list[Result]] = {}
+    for row in result["rows"]:
+        by_name.setdefault(row["name"], []).append(row)
+
+    def cells(rows: list[Result]) -> list[str]:
+        sums = [sum(row["modes"][mode][what] for row in rows) for mode in modes for what in ("values", "bytes", "differing")]
+        return [f"{n:,}" for n in sums]
+
+    rows = [(name, str(len(found)), *cells(found)) for name, found in by_name.items()]
+    rows.append(("all", str(len(result["rows"])), *cells(result["rows"])))
+    for row in result["beyond"]:
+        counts = [f"{row[what]:,}" for what in ("values", "bytes", "differing")]
+        rows.append((row["what"], "1", *(cell for mode in modes for cell in (counts if mode == "eager" else [""] * 3))))
+    headings = ("recipe", "with variants", *(f"{m}: {what}" for m in modes for what in ("values", "bytes", "differing bytes")))
+    least = min(row["modes"][mode]["values"] for row in result["rows"] for mode in modes)
+    where = result["provenance"].get("device", "the CPU")
+    note = (
+        f"torch on {where} against NumPy: all parts, and what they decode to in FP32, BF16 and FP16. At least {least:,} values of "
+        "each recipe and variant in each way."
+    )
+    return Table("parity", headings, tuple(rows), note)
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -269,12 +371,21 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "calls": calls,
         "agreement": agreement,
     },
+    "cast-torch": {
+        "cast-torch": lambda result: times(result, "cast"),
+        "dequantize-torch": lambda result: times(result, "dequantize"),
+        "calls-torch": calls,
+        "agreement-torch": agreement,
+    },
     "memory": {"memory": sizes, "peaks": peaks},
     "accuracy": {
         "accuracy": lambda result: quality(result, True),
         "variants": lambda result: quality(result, False),
         "published": published,
     },
+    "encoder": {"embeddings": embeddings},
+    "parity": {"parity": parity},
+    "training": {"training": training},
 }
 
 
@@ -284,7 +395,9 @@ def machine(result: Result) -> str:
     versions = ", ".join(f"{name.replace('-core', '')} {v}" for name, v in p["versions"].items() if v)
     commit = f"commit {p['commit'][:10]}{' with changes' if p['modified'] else ''}" if p["commit"] else "no commit known"
     steering = "".join(f", {k}={v}" for k, v in p["environment"].items())
-    machine = f"{p['cpu']}, {p['cores']} core(s), load {p['load_1m']}, {p['os']}"
+    if "torch_threads" in p:
+        versions += f" on {p['torch_threads']} thread(s)"
+    machine = f"{p['device'] + '; ' if 'device' in p else ''}{p['cpu']}, {p['cores']} core(s), load {p['load_1m']}, {p['os']}"
     return f"{machine}, Python {p['python']}, {versions}, {commit}, {p['date_utc']} UTC{steering}: `{p['command']}`"
 
 
@@ -305,6 +418,6 @@ def tell(result: Result, out: Path | None, as_json: bool) -> None:
                 drawn.add_row(*row)
             console.print(drawn)
     if out is not None:
-        path = common.save(result, out)
+        path = common.save(result, out, common.device_tag(result["provenance"].get("device", "")))
         if not as_json:
             Console().print(f"written: {path}", soft_wrap=True, markup=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -17,8 +20,12 @@ BENCHMARKS = ROOT / "benchmarks"
 
 TINY = {
     "cast": ["--size", "128", "--runs", "1", "--rivals", "ml_dtypes"],
+    "cast-torch": ["--framework", "torch", "--size", "128", "--runs", "1", "--rivals", "breccia-on-numpy"],
     "memory": ["--size", "128", "--recipes", "nvfp4"],
     "accuracy": ["--size", "64", "--seeds", "2", "--recipes", "mxfp8", "--no-weights", "--jobs", "1"],
+    "parity": ["--values", "20000", "--recipes", "mxfp8", "--mode", "eager"],
+    "encoder": ["--recipes", "nvfp4"],
+    "training": ["--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
 }
 
 
@@ -49,7 +56,9 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("benchmark", TINY)
 def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_path: Path, module) -> None:
-    done = run(f"bench_{benchmark}.py", *TINY[benchmark], "--out", str(tmp_path))
+    if benchmark == "encoder" and not (find_spec("transformers") and find_spec(module("bench_accuracy").WEIGHTS)):
+        pytest.skip("needs transformers and the trained weights; `make bench` sets them up")
+    done = run(f"bench_{benchmark.removesuffix('-torch')}.py", *TINY[benchmark], "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.json")
     tables = module("tables")
@@ -59,6 +68,7 @@ def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_pa
     where = result["provenance"]
     assert all(where[key] for key in ("date_utc", "cpu", "cores", "os", "python", "command"))
     assert where["versions"]["breccia-core"] and where["versions"]["numpy"]
+    assert benchmark != "cast-torch" or (where["versions"]["torch"] and where["torch_threads"] >= 1)
     assert str(tmp_path) not in path.read_text(encoding="utf-8")
     for make in tables.TABLES[benchmark].values():
         table = make(result)
@@ -66,15 +76,69 @@ def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_pa
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or benchmark == "accuracy")
 
 
-def test_the_straightforward_rival_writes_our_scales_and_values(module) -> None:
+@pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch"])
+def test_the_straightforward_rivals_write_our_scales_and_values(name: str, module) -> None:
     rivals, bench = module("rivals"), module("bench_cast")
-    ours, theirs = rivals.rival(rivals.OURS), rivals.rival(rivals.STRAIGHTFORWARD)
+    ours, theirs = rivals.rival(rivals.OURS), rivals.rival(name)
     x = module("common").normal((16, 512), 0)
     for recipe in rivals.RECIPES:
-        a, b = ours.cast(recipe)(x), theirs.cast(recipe)(x)
-        assert bench.equal_share(ours.scale(a), theirs.scale(b), 0.0) == 1, recipe
+        a, b = ours.cast(recipe)(x), theirs.cast(recipe)(theirs.given(x))
+        assert bench.equal_share(ours.scale(a), np.asarray(theirs.scale(b)), 0.0) == 1, recipe
         # It divides where we multiply by a reciprocal: now and then a tie goes the other way.
-        assert bench.equal_share(ours.dequantize(a), theirs.dequantize(b), bench.SAME_VALUE) > 0.999, recipe
+        assert bench.equal_share(ours.dequantize(a), np.asarray(theirs.dequantize(b)), bench.SAME_VALUE) > 0.999, recipe
+
+
+def test_plain_torch_rounds_to_fp4_as_the_format_says(module) -> None:
+    # One block of amax 2688 = 6 * 448: its scale is 448 and the tensor's 1, both exact.
+    ties = 448 * np.float32([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]])
+    even = 448 * np.float32([[0, 1, 1, 2, 2, 4, 4, 6]])
+    eager = module("rivals").rival("eager-torch")
+    y = eager.dequantize(eager.cast("nvfp4")(eager.given(np.concatenate([ties, -ties], axis=1))))
+    assert y.tolist() == np.concatenate([even, -even], axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "kernel"),
+    [("breccia", "torch", "torch.cpu.cast"), ("breccia-on-numpy", "numpy", "numpy.cast"), ("eager-torch", "torch", None)],
+)
+def test_what_is_timed_for_torch_gives_what_it_says(name: str, library: str, kernel: str | None, module) -> None:
+    rivals, bench = module("rivals"), module("bench_cast")
+    rival = rivals.rival(name, "torch")
+    x = rival.given(module("common").normal((4, 128), 0))
+    st = rival.cast("nvfp4")(x)
+    assert {bench.origin(part) for part in (x, rival.scale(st), rival.dequantize(st))} == {library}
+    assert rival.kernel("cast", "nvfp4", x) == kernel
+
+
+def test_what_is_compiled_is_ours_for_every_recipe_and_shape(tmp_path: Path, module) -> None:
+    options = ["--framework", "torch", "--size", "128", "--runs", "1", "--dump", str(tmp_path)]
+    ours, compiled = (run("bench_cast.py", "--rival", name, *options) for name in ("breccia", "breccia-compiled"))
+    assert compiled.returncode == 0, compiled.stderr
+    a, b = json.loads(ours.stdout), json.loads(compiled.stdout)
+    assert b["sqnr_db"] == a["sqnr_db"] and set(b["sqnr_db"]) == set(module("rivals").RECIPES)
+    assert [row["kernel"] for row in b["rows"]] == [row["kernel"] for row in a["rows"]]
+
+
+def test_a_rival_that_leaves_its_framework_is_not_timed(tmp_path: Path, module, monkeypatch) -> None:
+    rivals, bench = module("rivals"), module("bench_cast")
+    eager = rivals.rival("eager-torch")
+    astray = dataclasses.replace(eager, dequantize=lambda cast: eager.dequantize(cast).numpy())
+    monkeypatch.setattr(rivals, "rival", lambda name, framework: astray)
+    with pytest.raises(SystemExit, match="astray got a matrix of torch and gave values of numpy; leave it out"):
+        bench.one("astray", "torch", 128, 1, tmp_path)
+
+
+def test_ways_of_ours_that_differ_by_a_bit_are_refused(tmp_path: Path, module) -> None:
+    bench, rivals = module("bench_cast"), module("rivals")
+    values = {"breccia": np.float32([1.0]), "breccia-on-numpy": np.nextafter(np.float32([1.0]), np.float32(2))}
+    for name, found in values.items():
+        (tmp_path / name).mkdir()
+        for recipe in rivals.RECIPES:
+            np.save(tmp_path / name / f"{recipe}-scale.npy", np.float32([1.0]))
+            np.save(tmp_path / name / f"{recipe}-values.npy", found)
+    passes = [{"rival": name, "sqnr_db": dict.fromkeys(rivals.RECIPES, 30.0)} for name in values]
+    with pytest.raises(SystemExit, match="current of breccia-on-numpy has other values than that of breccia"):
+        bench.checks(passes, tmp_path)
 
 
 def test_a_rival_that_is_not_at_hand_is_skipped_with_a_line(tmp_path: Path, module, monkeypatch, capsys) -> None:
@@ -83,6 +147,7 @@ def test_a_rival_that_is_not_at_hand_is_skipped_with_a_line(tmp_path: Path, modu
     assert bench.chosen([]) == ["ml_dtypes"]
     assert "skipped breccia-0.1.3: not fetched yet; --rivals breccia-0.1.3 fetches it" in capsys.readouterr().err
     assert bench.chosen(["all"]) == ["ml_dtypes", "breccia-0.1.3"] and bench.chosen(["none"]) == []
+    assert bench.chosen([], "torch") == ["breccia-on-numpy", "breccia-compiled", "eager-torch"]
     with pytest.raises(SystemExit, match=r"--rivals takes ml_dtypes, breccia-0\.1\.3, all or none; got 'torch'"):
         bench.chosen(["torch"])
 
@@ -97,15 +162,97 @@ def test_a_rival_is_not_measured_in_place_of_another(tmp_path: Path) -> None:
     [
         (["bench_cast.py", "--size", "100"], "--size must be 128 or a multiple of 256"),
         (["bench_cast.py", "--runs", "0"], "--runs must be at least 1, got 0"),
+        (["bench_cast.py", "--framework", "jax"], "--framework takes numpy or torch, got 'jax'"),
+        (["bench_cast.py", "--framework", "torch", "--rivals", "ml_dtypes"], "--rivals takes breccia-on-numpy,"),
         (["bench_memory.py", "--size", "0"], "--size must be at least 1, got 0"),
         (["bench_memory.py", "--recipes", "mxfp9"], "mxfp9"),
         (["bench_accuracy.py", "--seeds", "0"], "--size and --seeds must be at least 1"),
+        (["bench_parity.py", "--values", "0"], "--values must be at least 1, got 0"),
+        (["bench_parity.py", "--mode", "fast"], "--mode takes eager, generic, compiled; got 'fast'"),
+        (["bench_parity.py", "--device", "tpu"], "--device takes cpu or cuda; got 'tpu'"),
+        (["bench_parity.py", "--beyond"], "--beyond needs --device cuda"),
+        (["bench_encoder.py", "--recipes", "mxfp9"], "mxfp9"),
+        (["bench_training.py", "--seeds", "1"], "--seeds must be at least 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_options_out_of_range_are_refused_in_words(options: list[str], said: str) -> None:
     done = run(*options)
     assert done.returncode and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_plain_rounding_is_what_the_formats_define(module) -> None:
+    plain = module("bench_encoder").PLAIN
+
+    def rounded(name: str, *numbers: float) -> list[float]:
+        return plain[name](np.resize(np.float32(numbers), (1, 128)))[0, : len(numbers)].tolist()
+
+    assert rounded("current", 448, 17, 19, 0.3) == [448, 16, 20, 0.3125]  # steps of 2 from 16, ties to even; of 2^-5 from 0.25
+    assert rounded("block", 896, 34, 38, 0.6) == [896, 32, 40, 0.625]
+    assert rounded("mxfp8", 449, 34, 38, 0.6) == [448, 32, 40, 0.625]  # above 448 the scale is 2
+    assert rounded("mxfp4", 7, 5.0, 1.2, 0.4) == [8, 4, 1, 0]
+    assert rounded("nvfp4", 6 * 448, 448, 0.75 * 448, 0.25 * 448) == [6 * 448, 448, 448, 0]
+    assert rounded("int4", 7, -2.5, 1.5, 0.4) == [7, -2, 2, 0]
+    assert rounded("mxfp6", 7.5, 4.2, 0.07, -1.3) == [7.5, 4, 0.125, -1.25]
+    assert rounded("mxint8", 1.984375, 0.02, -0.5, 0) == [1.984375, 0.015625, -0.5, 0]
+    # Of the table in QLoRA's appendix E: the ends, zero and its neighbours.
+    table = [1.0, -1.0, 0.0, 0.07958029955625534, -0.09105003625154495]
+    assert rounded("nf4", 1, -0.9, 0.03, 0.08, -0.1) == pytest.approx(table, abs=1e-6)
+
+
+def test_an_encoder_behind_plain_rounding_is_refused(module) -> None:
+    bench = module("bench_encoder")
+    rows = [
+        {"recipe": "near", "cosine": {"weights": [0.97, 0.975], "plain": [0.973, 0.975]}},
+        {"recipe": "behind", "cosine": {"weights": [0.97, 0.97], "plain": [0.973, 0.973]}},
+        {"recipe": "foreign", "cosine": {"weights": [0.5, 0.5]}},
+    ]
+    assert bench.faults(rows) == ["behind has a mean cosine of 0.9700, plain rounding 0.9730"]
+
+
+def test_training_far_from_fp32_is_refused(module) -> None:
+    bench = module("bench_training")
+
+    def row(recipe: str, held: bool, *accuracy: float) -> dict[str, object]:
+        return {"framework": "torch", "recipe": recipe, "held": held, "accuracy": list(accuracy)}
+
+    rows = [row("FP32", False, 0.88, 0.90), row("block", True, 0.87, 0.895), row("mxfp8", True, 0.90, 0.91)]
+    assert bench.faults([*rows, row("int4", False, 0.5)]) == ["mxfp8 on torch is right in 0.9050, FP32 in 0.8900"]
+    (said,) = bench.faults([row("FP32", False, 0.96, 0.99), row("block", True, 0.97, 0.98)])
+    assert said.startswith("FP32 on torch is right in 0.9750, which must lie in (0.8, 0.95)")
+
+
+def test_the_task_of_the_training_is_as_hard_as_its_clusters_are_near(module, monkeypatch) -> None:
+    bench = module("bench_training")
+    problem, found = bench.Problem(0, 1), {}
+    for distance in (0, bench.DISTANCE, 40):
+        monkeypatch.setattr(bench, "DISTANCE", distance)
+        found[distance] = bench.share(problem, problem.best())
+    chance, best, certain = found.values()
+    # Five standard deviations of a share of TEST draws.
+    assert abs(chance - 1 / bench.CLASSES) < 5 * (0.1 * 0.9 / bench.TEST) ** 0.5 and certain == 1
+    assert bench.LEARNED[1] < best < 1  # what no network can do, and what no network can reach
+
+
+def test_strips_of_one_tensor_are_compared_with_numpys_and_its_last_row_with_the_oracles(module, monkeypatch) -> None:
+    """What a GPU does beyond 2^31 elements, at a size that strips divide into three, and with one bit astray."""
+    torch = pytest.importorskip("torch")
+    bench, cast = module("bench_parity"), module("breccia").cast
+    monkeypatch.setattr(bench, "STRIP", 11)
+    rows = bench.beyond_rows("cpu", (31, 261), 5000)
+    assert [row["differing"] for row in rows] == [0] * len(rows) and all(row["bytes"] for row in rows)
+    assert [row["values"] for row in rows] == [2 * bench.NEAR] + [31 * 261] * len(bench.BEYOND) + [261]
+
+    def astray(x, *arguments, **options):
+        st = cast(x, *arguments, **options)
+        if isinstance(x, torch.Tensor):
+            st.data.view(torch.uint8)[-1, 7] ^= 1
+        return st
+
+    monkeypatch.setattr(module("breccia"), "cast", astray)
+    found = [row["faults"][0] for row in bench.beyond_rows("cpu", (31, 261), 5000)[1:]]
+    assert all("rows 22 on: data[8, 7], byte 0: 0x" in fault for fault in found[:-1]), found
+    assert "stochastic, last row: data[0, 7], byte 0: 0x" in found[-1]
 
 
 def test_documents_show_what_the_results_say() -> None:
@@ -125,7 +272,7 @@ def test_every_benchmark_has_a_result_and_every_table_a_place(module) -> None:
     assert asked == set(draw.blocks_of(results, draw.plots_of(results)))
 
 
-@pytest.mark.parametrize("page", ["benchmarks.md", "accuracy.md"])
+@pytest.mark.parametrize("page", ["benchmarks.md", "accuracy.md", "numerics.md"])
 def test_a_number_typed_into_a_table_is_found(page: str, documents: Path) -> None:
     text = (documents / page).read_text(encoding="utf-8")
     head, mark, rest = text.partition("| nvfp4 |")

@@ -27,7 +27,7 @@ import terminal  # noqa: E402
 from blocks import BLOCK, filled  # noqa: E402
 
 #: Pages of benchmarks/draw.py.
-DRAWN = ("benchmarks.md", "accuracy.md")
+DRAWN = ("benchmarks.md", "accuracy.md", "numerics.md")
 _SHOWN = 12
 
 

@@ -1,0 +1,248 @@
+"""Parity of torch with NumPy, in differing bytes: every recipe and its variants, eager and compiled, on a CPU or CUDA.
+
+    python benchmarks/bench_parity.py [--device cuda] [--values 20000000] [--beyond] [--out benchmarks/results]
+
+parity.py says what is drawn and compared. --beyond: tensors of more than 2^31 elements, for which a GPU needs some 150 GB.
+Exits with 1 where a byte differs, after naming it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import common
+import ml_dtypes
+import numpy as np
+import parity
+import tables
+import torch
+import typer
+from bench_accuracy import variants
+from parity import Results, Tally
+
+import breccia
+from breccia.formats import TENSOR
+from breccia.kernels import reference
+from breccia.ops import NUMPY
+from breccia.tensor import held
+from breccia.testing import oracle
+from breccia_torch.ops import TORCH
+
+#: Values of a slab: NumPy's kernels have chunks to spread over threads, a GPU has enough to do.
+SLAB = 1 << 21
+
+#: Changes that `variants` does not make: margins, small and tall blocks, offsets, scales of every dtype.
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"fp8_format": "E5M2", "margin": 3},
+    {"margin": -126},
+    {"margin": 126},
+    {"margin": 3, "scale_rule": "te"},
+    {"fp8_format": "E5M2", "block_k": 16},
+    {"block_k": 16, "block_m": 4},
+    {"block_k": 8, "block_m": 2, "power_of_two_scale": True},
+    {"block_k": 16, "block_m": 2, "power_of_two_scale": True, "scale_rule": "te"},
+    {"fp6_format": "E3M2", "scale_rule": "floor"},
+    {"group_size": 16, "signed": False},
+    {"group_size": 16, "signed": False, "symmetric": False, "offset": "bias"},
+    {"group_size": 8, "signed": False, "symmetric": False, "offset": "bias", "scale_dtype": "bf16"},
+    {"group_size": 16, "scale_dtype": "fp16", "scale_rule": "half_range"},
+    {"group_size": 8, "signed": False, "symmetric": False, "scale_dtype": "fp32"},
+    {"block_size": 16, "scale_dtype": "fp16"},
+)
+
+#: Beyond 2^31 elements: odd rows by columns that end within a block and a packing group.
+BEYOND_SHAPE = (525_205, 4095)
+#: Recipes cast at that size: one scale per tensor, per block, on two levels, and packed codes.
+BEYOND = ("current", "mxfp8", "nvfp4", "int4")
+#: The one that an H200 has the memory to round stochastically at that size.
+STOCHASTIC = "int4"
+#: Beyond 2^32 elements counters need both their words. Compared are those near its ends, 2^31 and 2^32, this many each way.
+BEYOND_WORDS, NEAR = 2**32 + 2**20, 1000
+#: Rows that NumPy casts at a time.
+STRIP = 2048
+
+
+def settings(names: list[str]) -> list[breccia.ScalingRecipe]:
+    """Every registered recipe, or those named, with all variants."""
+    found: list[breccia.ScalingRecipe] = []
+    for recipe in common.recipes(names):
+        found += variants(recipe)
+        for change in CHANGES:
+            try:
+                other = dataclasses.replace(recipe, **change)
+            except (TypeError, breccia.RecipeError):  # it has no such field, or not that value
+                continue
+            if other not in found:
+                found.append(other)
+    return found
+
+
+def measured(recipe: breccia.ScalingRecipe, modes: list[str], device: str, values: int, threads: int) -> dict[str, Any]:
+    """What one recipe's comparison found, in this process."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes of its own would wait for nothing: operators are no kernels
+    breccia.set_num_threads(threads)
+    torch.set_num_threads(threads)
+    drawn = itertools.chain(parity.small(recipe), parity.draws(recipe, values, SLAB))
+    tallies, seconds = parity.parity(recipe, {mode: parity.MODES[mode](recipe) for mode in modes}, device, drawn)
+    found = {mode: dataclasses.asdict(tally) for mode, tally in tallies.items()}
+    return {"recipe": common.recipe_label(recipe), "name": recipe.name, "numpy_s": seconds, "modes": found}
+
+
+# ------------------------------------------------------------------------------------------------ beyond 2^31
+
+
+def huge(rows: int, columns: int, device: str) -> Any:
+    """BF16: normal numbers times 2^-8 to 2^8 by row, with zeros."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    x.mul_(torch.exp2(torch.randint(-8, 9, (rows, 1), device=device, generator=generator).float()).to(torch.bfloat16))
+    x[:, 5::97] = 0
+    return x
+
+
+def strip(x: Any, rows: slice) -> np.ndarray:
+    """Rows of BF16 as NumPy's."""
+    return x[rows].cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+
+
+def amax(x: Any) -> np.ndarray:
+    """The largest magnitude of all, found by NumPy strip by strip; shape (1, 1)."""
+    return np.max([np.abs(NUMPY.f32(strip(x, slice(i, i + STRIP)))).max() for i in range(0, len(x), STRIP)]).reshape(1, 1)
+
+
+def beyond(recipe: breccia.ScalingRecipe, x: Any) -> tuple[Tally, float]:
+    """(all of the cast of `x` and of what it decodes to against NumPy's, strip by strip; seconds that NumPy took)."""
+    tally, seconds, start = Tally(values=x.numel()), 0.0, time.perf_counter()
+    st, (y,) = parity.trip(x, recipe, {}, ["bfloat16"])
+    parts, options = held(st), {}
+    tally.seconds = time.perf_counter() - start
+    where, fmt = f"{recipe!r} of {list(x.shape)}", recipe.format
+    if fmt.global_scale is not None or fmt.scale.block == TENSOR:  # a strip takes the scale of the whole
+        name = "scale" if fmt.global_scale is None else "global_scale"
+        options["scale"] = getattr(breccia.cast(amax(x), recipe), name)
+        tally.add(where, Results({name: options["scale"]}, {}), Results({name: parts[name]}, {}))
+    for first in range(0, len(x), STRIP):
+        rows = slice(first, first + STRIP)
+        given, start = strip(x, rows), time.perf_counter()
+        expected = parity.results(*parity.trip(given, recipe, options, ["bfloat16"]), ["bfloat16"])
+        seconds += time.perf_counter() - start
+        found = Results({name: part[rows] if part.ndim else part for name, part in parts.items()}, {"bfloat16": y[rows]})
+        tally.add(f"{where}, rows {first} on", expected, found)
+    return tally, seconds
+
+
+def beyond_stochastic(recipe: breccia.ScalingRecipe, x: Any, seed: int = 2**64 - 3) -> tuple[Tally, float]:
+    """As `beyond`, of a stochastic cast's last row against the oracle's, whose counter starts where that row does."""
+    tally, start = Tally(values=x.shape[-1]), time.perf_counter()
+    parts = held(breccia.cast(x, recipe, rounding="stochastic", seed=seed))
+    tally.seconds, start = time.perf_counter() - start, time.perf_counter()
+    word, before = oracle.random_word, x[:-1].numel()
+    with mock.patch.object(oracle, "random_word", lambda seed, index: word(seed, before + index)):
+        written = oracle.cast(NUMPY.f32(strip(x, slice(-1, None))), recipe, rounding="stochastic", seed=seed)
+    element, codec = recipe.format.element, recipe.format.scale.codec
+    data = reference.pack(NUMPY, written.codes.astype(np.int32), element)
+    expected = {"data": data, "scale": NUMPY.store(written.scale.astype(np.int32), NUMPY.storage(codec))}
+    found = {name: part[-1:] for name, part in parts.items()}
+    tally.add(f"{recipe!r} of {list(x.shape)}, stochastic, last row", Results(expected, {}), Results(found, {}))
+    return tally, time.perf_counter() - start
+
+
+def beyond_words(count: int, device: str, seed: int = 2**64 - 3) -> tuple[Tally, float]:
+    """As `beyond`, of random words at both ends and around 2^31 and 2^32 against the oracle's."""
+    start = time.perf_counter()
+    words = reference.random_words(TORCH, torch.empty(1, device=device).expand(count), seed)
+    around = [n for middle in (0, 1 << 31, 1 << 32, count) for n in range(middle - NEAR, middle + NEAR) if 0 <= n < count]
+    found = words[torch.tensor(around, device=words.device)]
+    tally = Tally(values=len(around), seconds=time.perf_counter() - start)
+    start = time.perf_counter()
+    expected = np.array([oracle.random_word(seed, n) for n in around], np.uint32)
+    tally.add(f"random words of {count} elements", Results({"words": expected}, {}), Results({"words": found}, {}))
+    return tally, time.perf_counter() - start
+
+
+def beyond_rows(device: str, shape: tuple[int, int] = BEYOND_SHAPE, words: int = BEYOND_WORDS) -> list[dict[str, Any]]:
+    """What each of the comparisons above found, one at a time: there is no memory for two."""
+
+    def row(what: str, compare: Callable[..., tuple[Tally, float]], *arguments: Any) -> dict[str, Any]:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            tally, seconds = compare(*arguments)
+        except torch.OutOfMemoryError as e:
+            tally, seconds = Tally(faults=[f"{what}: {e}"]), 0.0
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        return {"what": what, "numpy_s": seconds, "peak_bytes": peak, **dataclasses.asdict(tally)}
+
+    size = "×".join(f"{n:,}" for n in shape)
+    rows = [row(f"random words, of {words:,}", beyond_words, words, device)]
+    x = huge(*shape, device)
+    rows += [row(f"{name}, {size} BF16", beyond, breccia.recipe(name), x) for name in BEYOND]
+    return [*rows, row(f"{STOCHASTIC}, stochastic, last row of {size} BF16", beyond_stochastic, breccia.recipe(STOCHASTIC), x)]
+
+
+# ------------------------------------------------------------------------------------------------ the program
+
+
+def faults_of(result: dict[str, Any]) -> list[str]:
+    """All that differed, in words."""
+    tallies = [tally for row in result["rows"] for tally in row["modes"].values()]
+    return [fault for tally in [*tallies, *result["beyond"]] for fault in tally["faults"]]
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    mode: Annotated[list[str] | None, typer.Option(help="eager, compiled or generic; repeat. Default: the first two.")] = None,
+    values: Annotated[int, typer.Option(help="Least number of values for each recipe and variant.")] = 20_000_000,
+    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
+    large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
+    jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
+) -> None:
+    """Differing bytes between torch and NumPy."""
+    modes = mode or ["eager", "compiled"]
+    if values < 1:
+        sys.exit(f"bench_parity: --values must be at least 1, got {values}.")
+    if unknown := [name for name in modes if name not in parity.MODES]:
+        sys.exit(f"bench_parity: --mode takes {', '.join(parity.MODES)}; got {unknown[0]!r}.")
+    if device not in ("cpu", "cuda"):
+        sys.exit(f"bench_parity: --device takes cpu or cuda; got {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            "bench_parity: --device cuda needs a CUDA device, and torch sees none here; leave it out to compare on the CPU."
+        )
+    if large and device != "cuda":
+        sys.exit("bench_parity: --beyond needs --device cuda: a CPU is served by NumPy's own kernels.")
+    where = common.provenance()
+    where["versions"] |= {"torch": torch.__version__}
+    if device == "cuda":
+        where["device"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    start = time.perf_counter()
+    every = settings(recipes or [])
+    at_once = min(jobs or max(common.cores() // 2, 1), len(every))
+    spawn = multiprocessing.get_context("spawn")  # a fork has no CUDA, nor the threads of torch
+    with ProcessPoolExecutor(at_once, mp_context=spawn) as pool:
+        threads = max(common.cores() // at_once, 1)
+        waiting = [pool.submit(measured, recipe, modes, device, values, threads) for recipe in every]
+        rows = [one.result() for one in waiting]
+    options = {"device": device, "modes": modes, "values": values, "slab": SLAB}
+    result = {"benchmark": "parity", "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
+    result |= {"beyond": beyond_rows(device) if large else [], "seconds": time.perf_counter() - start}
+    tables.tell(result, out, as_json)
+    if found := faults_of(result):
+        sys.exit("\n".join([*found[:20], f"bench_parity: {len(found)} comparison(s) found different bytes."]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,191 @@
+"""Training with straight-through gradients against training in FP32: the same task, first weights and batches, by seed.
+
+    python benchmarks/bench_training.py [--seeds 8] [--steps 600] [--out benchmarks/results]
+
+Every linear layer reads `cast_ste` of its input and of its FP32 weight. The task tells apart classes that overlap, so that
+nobody can be right every time. NumPy draws all numbers: every framework trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import common
+import numpy as np
+import tables
+import typer
+
+import breccia
+
+#: Recipes whose mean accuracy must lie within BOUND of FP32's, and those trained for comparison.
+HELD = ("block", "mxfp8", "nvfp4")
+SHOWN = ("current", "mxfp4", "int4")
+BOUND = 0.01
+#: Fewer pairs are not judged: their mean moves too much.
+PAIRS = 5
+#: Where FP32 must end for the comparison to say anything: it has learned, and has room above.
+LEARNED = (0.80, 0.95)
+
+#: Inputs and hidden units: two blocks of 128, so that every recipe has several blocks to a row.
+WIDTH, HIDDEN_LAYERS = 256, 2
+#: Each class is several normal clusters of variance 1, whose centres lie at about this distance from zero.
+CLASSES, CLUSTERS, DISTANCE = 10, 3, 4.0
+BATCH, TEST = 256, 16384
+#: Of stochastic gradient descent, falling to zero in a straight line.
+RATE, MOMENTUM = 0.05, 0.9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mixture of normal clusters, the first weights of a network that is to tell their classes apart, and its batches."""
+
+    seed: int
+    steps: int
+
+    def _draw(self, stream: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, stream])
+
+    def _centres(self) -> np.ndarray:
+        """Of all clusters, (cluster, WIDTH); cluster i is of class i modulo CLASSES."""
+        return self._draw(0).standard_normal((CLUSTERS * CLASSES, WIDTH)) * (DISTANCE / WIDTH**0.5)
+
+    def _samples(self, draw: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        centres = self._centres()
+        cluster = draw.integers(0, len(centres), count)
+        return (centres[cluster] + draw.standard_normal((count, WIDTH))).astype(np.float32), cluster % CLASSES
+
+    def weights(self) -> list[np.ndarray]:
+        """One matrix a layer, (outputs, inputs), normal with variance 2 / inputs (He et al. 2015)."""
+        draw, widths = self._draw(1), [WIDTH] * (HIDDEN_LAYERS + 1) + [CLASSES]
+        shapes = zip(widths[1:], widths[:-1], strict=True)
+        return [(draw.standard_normal(shape) * (2 / shape[1]) ** 0.5).astype(np.float32) for shape in shapes]
+
+    def batches(self) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+        """Learning rate, inputs and classes of each step; none comes twice."""
+        draw = self._draw(2)
+        for step in range(self.steps):
+            yield RATE * (1 - step / self.steps), *self._samples(draw, BATCH)
+
+    def test(self) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and classes that are in no batch."""
+        return self._samples(self._draw(3), TEST)
+
+    def best(self) -> np.ndarray:
+        """The likeliest class of each test input for one who knows the clusters; nobody is right more often."""
+        centres = self._centres()
+        # The log of a cluster's density, but for what all clusters of an input share.
+        score = self.test()[0] @ centres.T - (centres**2).sum(1) / 2
+        likelihood = np.exp(score - score.max(1, keepdims=True))
+        return likelihood.reshape(TEST, CLUSTERS, CLASSES).sum(1).argmax(1)
+
+
+# ------------------------------------------------------------------------------------------------ frameworks
+
+
+def on_torch(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray:
+    """The class that the trained network gives each test input. Without a recipe: FP32."""
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(1)  # runs share the cores
+    weights = [torch.from_numpy(w).requires_grad_() for w in problem.weights()]
+    biases = [torch.zeros(len(w), requires_grad=True) for w in weights]
+    optimizer = torch.optim.SGD([*weights, *biases], lr=RATE, momentum=MOMENTUM)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x if recipe is None else breccia.cast_ste(x, recipe)
+
+    def network(x: torch.Tensor) -> torch.Tensor:
+        for layer, (w, b) in enumerate(zip(weights, biases, strict=True)):
+            x = functional.linear(rounded(functional.relu(x) if layer else x), rounded(w), b)
+        return x
+
+    for rate, x, y in problem.batches():
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        functional.cross_entropy(network(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return network(torch.from_numpy(problem.test()[0])).argmax(1).numpy()
+
+
+#: How each framework trains: from the problem and a recipe to the classes of the test inputs.
+FRAMEWORKS: dict[str, Callable[[Problem, breccia.ScalingRecipe | None], np.ndarray]] = {"torch": on_torch}
+
+
+# ------------------------------------------------------------------------------------------------ what is measured
+
+
+def accuracy(framework: str, spec: str, problem: Problem) -> float:
+    """The share of test inputs whose class the trained network finds."""
+    return share(problem, FRAMEWORKS[framework](problem, None if spec == tables.FP32 else breccia.recipe(spec)))
+
+
+def share(problem: Problem, found: np.ndarray) -> float:
+    """The share of test inputs whose class was found."""
+    return float(np.mean(found == problem.test()[1]))
+
+
+def faults(rows: list[dict[str, Any]]) -> list[str]:
+    """In words, what in the rows breaks the promise."""
+    found: list[str] = []
+    reference = {row["framework"]: statistics.mean(row["accuracy"]) for row in rows if row["recipe"] == tables.FP32}
+    for row in rows:
+        mean, exact = statistics.mean(row["accuracy"]), reference[row["framework"]]
+        if row["recipe"] == tables.FP32 and not LEARNED[0] <= mean <= LEARNED[1]:
+            found.append(f"FP32 on {row['framework']} is right in {mean:.4f}, which must lie in {LEARNED} to compare with")
+        if row["held"] and abs(mean - exact) > BOUND:
+            found.append(f"{row['recipe']} on {row['framework']} is right in {mean:.4f}, FP32 in {exact:.4f}")
+    return found
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Pairs of runs: seeds 0, 1, ...")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 600,
+    recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several.")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 for one a core.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
+) -> None:
+    """Accuracy after training with straight-through gradients, against FP32's."""
+    if seeds < 2 or steps < 1:
+        sys.exit(f"bench_training: --seeds must be at least 2 and --steps at least 1, got {seeds} and {steps}.")
+    frameworks = [name for name in FRAMEWORKS if find_spec(name)]
+    if not frameworks:
+        print(f"skipped training: none of {', '.join(FRAMEWORKS)} is installed; `make bench` sets it up", file=sys.stderr)
+        return
+    where = common.provenance()
+    where["versions"] |= {name: version(name) for name in frameworks}
+    specs = [tables.FP32, *(common.recipe_label(one) for one in common.recipes(recipes or [*HELD, *SHOWN]))]
+    problems = [Problem(seed, steps) for seed in range(seeds)]
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy whatever threads NumPy has started
+    with ProcessPoolExecutor(jobs or common.cores(), mp_context=spawn) as pool:
+        waiting = {
+            (framework, spec): [pool.submit(accuracy, framework, spec, problem) for problem in problems]
+            for framework in frameworks
+            for spec in specs
+        }
+        rows = [
+            {"framework": framework, "recipe": spec, "held": spec in HELD, "accuracy": [one.result() for one in runs]}
+            for (framework, spec), runs in waiting.items()
+        ]
+    options = {"seeds": seeds, "steps": steps, "batch": BATCH, "width": WIDTH, "classes": CLASSES, "test": TEST, "bound": BOUND}
+    result = {"benchmark": "training", "schema": common.SCHEMA, "provenance": where, "options": options}
+    result |= {"best": [share(problem, problem.best()) for problem in problems], "rows": rows}
+    found = faults(rows) if seeds >= PAIRS else []
+    tables.tell(result, None if found else out, as_json)
+    if found:
+        sys.exit(f"bench_training: {'; '.join(found)}. Recipes held to it must come within {BOUND:g} of FP32; nothing written.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
