@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import sys
 import warnings
@@ -22,8 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import breccia
 import breccia_torch
+from breccia.codecs import E4M3, E5M2, F16
 from breccia.kernels import reference
+from breccia.ops import NUMPY
 from breccia.tensor import FIELDS, held
+from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
 
 #: What torch's own modules do when they are imported.
@@ -107,6 +111,34 @@ def test_fake_tensors_have_shapes_and_dtypes_and_no_values(recipe: breccia.Scali
         y = breccia.dequantize(st, out_dtype=torch.bfloat16)
     assert {n: (p.dtype, p.shape) for n, p in held(st).items()} == {n: (p.dtype, p.shape) for n, p in held(real).items()}
     assert (st.shape, st.layout, y.shape, y.dtype) == (real.shape, real.layout, (6, 70), torch.bfloat16)
+
+
+def narrowed_like_numpy(device: str) -> None:
+    """torch's conversions against the integer arithmetic: random bits, every number of the codec, and the ties between them."""
+    random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, dtype=np.uint32).view(np.float32)
+    for codec in (E4M3, E5M2, F16):
+        codes = NUMPY.store(np.arange(1 << codec.bits, dtype=np.int32), f"uint{codec.bits}")
+        with np.errstate(invalid="ignore"):  # NaNs that signal
+            values = np.sort(codec.read(NUMPY, codes.view(NUMPY.storage(codec))).astype(np.float64))
+        ties = (values[:-1] + values[1:])[np.isfinite(values[:-1] + values[1:])] / 2
+        y = np.concatenate([random, *(t.astype(np.float32) for t in (values, ties, np.nextafter(ties.astype(np.float32), 0)))])
+        expected = codec.encode(NUMPY, y)
+        found = codec.encode(TORCH, torch.from_numpy(y).to(device))
+        assert TORCH.narrowed(torch.ones(1, device=device), codec) is not None
+        assert np.array_equal(found.cpu().numpy(), expected), codec.name
+
+
+def test_torchs_own_conversions_write_the_codes_of_the_contract() -> None:
+    narrowed_like_numpy("cpu")
+    other = dataclasses.replace(E4M3, largest=240.0)
+    assert TORCH.narrowed(torch.ones(1), other) is None, "a codec of that name but other numbers"
+
+
+def test_counters_are_right_where_they_are_made_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "_SPAN", 8)
+    for shape in ((3, 7), (8,), (2, 8), (0, 4)):
+        low, high = TORCH.counter(torch.empty(shape))
+        assert torch.equal(low, torch.arange(low.numel(), dtype=torch.int32).reshape(shape)) and not high.any()
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -603,6 +635,11 @@ def test_requantize_and_gradients_on_cuda_are_those_of_the_cpu(recipe: breccia.S
         for leaf in (a, b):
             breccia.cast_ste_clipped(leaf, recipe, **clip).sum().backward()
         assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad.cpu())
+
+
+@on_cuda
+def test_cudas_own_conversions_write_the_codes_of_the_contract() -> None:
+    narrowed_like_numpy("cuda")
 
 
 @on_cuda

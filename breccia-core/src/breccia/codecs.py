@@ -180,17 +180,22 @@ class Minifloat(Codec):
             return u
         sign = ((u >> 31) & 1) << (self.bits - 1)
         magnitude = u & MAGNITUDE
+        code = ops.narrowed(y, self) if word is None else None
+        if code is None:
+            code = self._rounded(ops, magnitude, word) | sign
+        if self.nan is None:
+            return code
+        infinite = self.nan if self.inf is None else self.inf | sign
+        return ops.where(magnitude < F32_INF, code, ops.where(magnitude > F32_INF, self.nan, infinite))
+
+    def _rounded(self, ops: Ops, magnitude: Array, word: Array | None) -> Array:
+        """Codes of finite magnitudes, saturating."""
         finite = ops.minimum(magnitude, f32_bits(self.largest))
         exponent = finite >> 23
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
         significand = _round_shift(ops, _significand(ops, finite), shift, word)
-        code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
-        if self.nan is not None:
-            code = ops.where(magnitude == F32_INF, self.nan if self.inf is None else self.inf, code)
-            sign = ops.where(magnitude > F32_INF if self.inf is not None else magnitude >= F32_INF, 0, sign)
-            code = ops.where(magnitude > F32_INF, self.nan, code)
-        return code | sign
+        return significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
 
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
         if self.bits != 32:

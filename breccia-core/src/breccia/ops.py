@@ -149,6 +149,10 @@ class Ops(Protocol):
 
     # -- words that follow -----------------------------------------------------------------------------------
 
+    def narrowed(self, y: Array, codec: Codec) -> Array | None:
+        """int32 codes of finite FP32 `y` by the framework's own conversion, nearest and saturating; None where it has none."""
+        return None
+
     def swap(self, a: Array) -> Array:
         """The last two axes exchanged; a view where the framework has views."""
         return a.swapaxes(-1, -2)
