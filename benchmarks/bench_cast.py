@@ -21,10 +21,12 @@ import numpy as np
 import rivals
 import tables
 import typer
-from rivals import OURS, RECIPES, RIVALS, SAME_SCALE, SLAB_ROWS, WAYS
+from rivals import ON_NUMPY, OURS, RECIPES, RIVALS, SAME_SCALE, SLAB_ROWS, WAYS
 
 #: Shape of the call whose time is the price of a call rather than of its elements.
 SMALL = (4, 128)
+#: What `--rival` calls the measurement of pairs.
+PAIRS = "pairs"
 #: How much worse than the best rival ours may decode before a run counts as broken: less than a tenth of a bit.
 TOLERANCE_DB = 0.5
 #: Decoded values count as the same within this part of them: q * s * g is two FP32 roundings, in either order.
@@ -67,6 +69,32 @@ def one(name: str, framework: str, size: int, runs: int, folder: Path) -> dict[s
             row = {"recipe": recipe, "op": op, "shape": stands_for, "measured_shape": shape, "factor": scale, **times}
             rows.append({**row, "kernel": rival.kernel(op, recipe, operand)})
     return {"rival": name, "version": rival.version, "rows": rows, "sqnr_db": sqnr_db}
+
+
+def pairs(framework: str, size: int, runs: int) -> list[dict[str, Any]]:
+    """Ours on NumPy and on `framework`, turn by turn in this process: what disturbs the one disturbs the other.
+
+    A ratio is NumPy's time over the framework's for two calls that follow each other, of which either is first as often.
+    """
+    ways = [rivals.rival(name, framework) for name in (OURS, ON_NUMPY)]
+    given = [way.given(common.normal((size, size), 0)) for way in ways]
+    rows: list[dict[str, Any]] = []
+    for recipe in RECIPES:
+        casts = [way.cast(recipe) for way in ways]
+        stored = [cast(x) for cast, x in zip(casts, given, strict=True)]
+        calls = {
+            "cast": [lambda cast=cast, x=x: cast(x) for cast, x in zip(casts, given, strict=True)],
+            "dequantize": [lambda way=way, st=st: way.dequantize(st) for way, st in zip(ways, stored, strict=True)],
+        }
+        for op, both in calls.items():
+            ratios: list[float] = []
+            for turn in range(2 * runs):
+                seconds = [0.0, 0.0]
+                for way in (0, 1) if turn % 2 else (1, 0):
+                    seconds[way] = common.timed(both[way], 1, warm_up=0)["min_s"]
+                ratios.append(round(seconds[1] / seconds[0], 4))
+            rows.append({"recipe": recipe, "op": op, "ratios": ratios})
+    return rows
 
 
 def origin(array: Any) -> str:
@@ -161,6 +189,9 @@ def main(
         sys.exit(f"bench_cast: --size must be 128 or a multiple of {SLAB_ROWS}, so that every rival takes it; got {size}.")
     if runs < 1:
         sys.exit(f"bench_cast: --runs must be at least 1, got {runs}.")
+    if rival == PAIRS:
+        print(json.dumps(pairs(framework, size, runs)))
+        return
     if rival:
         if dump is None:
             sys.exit("bench_cast: --rival is how the benchmark calls itself and needs --dump; leave it out.")
@@ -178,10 +209,15 @@ def main(
             print(f"measuring {name}", file=sys.stderr)
             passes.append(common.child("bench_cast.py", *options, "--dump", str(arrays), python_path=path))
         compared = checks(passes, Path(folder))
+    alternating: list[dict[str, Any]] = []
+    if ON_NUMPY in names:
+        print("measuring breccia and breccia-on-numpy by turns", file=sys.stderr)
+        options = ["--framework", framework, "--size", str(size), "--runs", str(runs), "--rival", PAIRS]
+        alternating = common.child("bench_cast.py", *options)
     benchmark = "cast" if framework == "numpy" else f"cast-{framework}"
     options = {"size": size, "runs": runs, "small": SMALL, "slab_rows": SLAB_ROWS}
     result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": provenance, "options": options}
-    result |= {"passes": passes, "checks": compared}
+    result |= {"passes": passes, "checks": compared, "pairs": alternating}
     tables.tell(json.loads(json.dumps(result)), out, as_json)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import common
 from rich.console import Console
 from rich.table import Table as RichTable
-from rivals import OLD, OURS, WAYS
+from rivals import OLD, ON_NUMPY, OURS, WAYS
 
 Result = dict[str, Any]
 
@@ -108,6 +108,15 @@ def speed_up(result: Result, rival: str, recipe: str, op: str) -> float:
     return theirs["trio"][0] / ours["trio"][0]
 
 
+def over(result: Result, rival: str, recipe: str, op: str) -> str:
+    """`speed_up`, or the median of pairs where calls were timed by turns, with the quartiles."""
+    for pair in result.get("pairs", ()) if rival == ON_NUMPY else ():
+        if (pair["recipe"], pair["op"]) == (recipe, op):
+            low, middle, high = statistics.quantiles(pair["ratios"], n=4)
+            return f"{ratio(middle)} ({low:.2f} to {high:.2f})"
+    return ratio(speed_up(result, rival, recipe, op))
+
+
 def versioned(result: Result, name: str) -> str:
     """`name version`, the version once, and none after a way of ours."""
     version = next(one["version"] for one in result["passes"] if one["rival"] == name)
@@ -145,11 +154,15 @@ def times(result: Result, op: str) -> Table:
             theirs = timing(result, name, recipe, op)
             extrapolated = max(extrapolated, theirs["factor"])
             cells.append(trio(theirs["trio"], 1e3) + (f" (×{theirs['factor']:g})" if theirs["factor"] != 1 else ""))
-        rows.append((*cells, *(ratio(speed_up(result, name, recipe, op)) for name in rivals), ours["kernel"]))
+        rows.append((*cells, *(over(result, name, recipe, op) for name in rivals), ours["kernel"]))
     size, slab = result["options"]["size"], result["options"]["slab_rows"]
     note = f"Milliseconds for {size}×{size} FP32: min / median / max of {result['options']['runs']} runs (ours: of two passes)."
     if extrapolated != 1:
         note += f" (×{extrapolated:g}): ×{extrapolated:g} from {slab}×{size}, measured on that slab of rows and multiplied."
+    if result.get("pairs"):
+        note += (
+            f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {len(result['pairs'][0]['ratios'])} calls by turns."
+        )
     note += unsteady(result)
     headings = ("recipe", versioned(result, OURS), "last / first", *(versioned(result, n) for n in rivals))
     headings += (*(f"over {n.replace('-', ' ')}" for n in rivals), "our kernel")
@@ -355,8 +368,8 @@ def parity(result: Result) -> Table:
     least = min(row["modes"][mode]["values"] for row in result["rows"] for mode in modes)
     where = result["provenance"].get("device", "the CPU")
     note = (
-        f"torch on {where} against NumPy: all parts, and what they decode to in FP32, BF16 and FP16. At least {least:,} values of "
-        "each recipe and variant in each way."
+        f"torch on {where} against NumPy: all parts, and what they decode to in FP32, BF16 and FP16. At least {least:,} values "
+        "of each recipe and variant in each way."
     )
     return Table("parity", headings, tuple(rows), note)
 

@@ -192,3 +192,10 @@ def test_codecs_are_values_with_a_source() -> None:
         assert codec.source and hash(codec) == hash(codec)
         assert codec.max > 0
     assert len({c.name for c in CODECS}) == len(CODECS)
+
+
+def test_every_nan_is_written_as_one() -> None:
+    """Conversions on other devices make NaNs of other payloads; stored scales have the same bits everywhere."""
+    nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0x7FC00000], np.uint32).view(np.float32)
+    for codec in (F32, F16, BF16, E5M2, E4M3):
+        assert {int(code) for code in codec.encode(NUMPY, nans)} == {codec.nan_code}

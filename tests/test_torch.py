@@ -202,7 +202,8 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
 def test_matmuls_gradient_is_the_derivative() -> None:
     """Sums of whole numbers below 2^24, and steps of a power of two, are exact in FP32: no tolerance is needed."""
     whole = torch.arange(-30.0, 34.0).reshape(2, 32)
-    w = breccia.cast(whole.sign() * (whole.abs() % 7), breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
+    w = breccia.cast(whole.sign() * (whole.abs() % 8), breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
+    assert w.scale.unique().tolist() == [1.0]
     a = torch.arange(-32.0, 32.0).reshape(2, 32).requires_grad_()
     exact = {"eps": 0.5, "atol": 0.0, "rtol": 0.0, "check_undefined_grad": False}
     with warnings.catch_warnings():

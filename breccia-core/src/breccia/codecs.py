@@ -176,16 +176,16 @@ class Minifloat(Codec):
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
         u = ops.bits(y)
-        if self.bits == 32:
-            return u
-        sign = ((u >> 31) & 1) << (self.bits - 1)
         magnitude = u & MAGNITUDE
+        if self.bits == 32:
+            return ops.where(magnitude > F32_INF, self.need_nan(), u)  # of NaN's many patterns, one
+        sign = ((u >> 31) & 1) << (self.bits - 1)
         code = ops.narrowed(y, self) if word is None else None
         if code is None:
             code = self._rounded(ops, magnitude, word) | sign
         if self.nan is None:
             return code
-        infinite = self.nan if self.inf is None else self.inf | sign
+        infinite = self.nan if self.inf is None else sign | self.inf
         return ops.where(magnitude < F32_INF, code, ops.where(magnitude > F32_INF, self.nan, infinite))
 
     def _rounded(self, ops: Ops, magnitude: Array, word: Array | None) -> Array:

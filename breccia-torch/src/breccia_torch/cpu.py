@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.frameworks import dtype_name, output_dtype
+from breccia.frameworks import output_dtype
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.recipes import ScalingRecipe
@@ -78,12 +78,12 @@ def _viewable(st: Any) -> bool:
 
 def _takes(out: Any, recipe: ScalingRecipe) -> bool:
     """Can the kernel write into `out`? It sees bytes, which do not tell float8 from uint8."""
-    return _viewable(out) and TORCH.dtypes(recipe.format) == {name: dtype_name(part) for name, part in held(out).items()}
+    return _viewable(out) and {name: part.dtype for name, part in held(out).items()} == _dtypes(recipe)
 
 
 def _floats(x: Array) -> np.ndarray:
     """FP32 or FP16; BF16, which NumPy lacks, as FP32."""
-    x = x.detach().resolve_conj().resolve_neg()
+    x = x.detach().resolve_neg()  # an imaginary part may be its negative, by a bit that NumPy does not know
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
@@ -102,9 +102,20 @@ def _arrays(st: ScaledTensor) -> ScaledTensor:
 
 def _tensors(st: ScaledTensor) -> ScaledTensor:
     """The result of a NumPy kernel, in the dtypes that torch stores its codecs in."""
-    dtypes = TORCH.dtypes(st.recipe.format)
-    parts = {name: _tensor(part, getattr(torch, dtypes[name])) for name, part in held(st).items()}
+    dtypes = _dtypes(st.recipe)
+    parts = {name: _tensor(part, dtypes[name]) for name, part in held(st).items()}
     return ScaledTensor.assemble(recipe=st.recipe, layout=st.layout, axis=st.axis, tail=st.tail, **parts)
+
+
+_known: dict[object, dict[str, torch.dtype]] = {}
+
+
+def _dtypes(recipe: ScalingRecipe) -> dict[str, torch.dtype]:
+    """What torch stores the parts of a cast in."""
+    found = _known.get(recipe.identity)
+    if found is None:
+        found = _known[recipe.identity] = {name: getattr(torch, d) for name, d in TORCH.dtypes(recipe.format).items()}
+    return found
 
 
 def _tensor(part: np.ndarray, dtype: torch.dtype) -> Array:

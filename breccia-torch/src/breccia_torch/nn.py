@@ -165,7 +165,7 @@ class ScaledLinear(nn.Module):
         self.weight, self.bias, self.activation = weight, bias, activation
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(autocast_dtype(x))  # None leaves it
+        x = x.to(autocast_dtype(x) or x.dtype)
         rows: Any = x.reshape(-1, x.shape[-1])
         if self.activation is not None:
             through = torch.is_grad_enabled() and x.requires_grad
