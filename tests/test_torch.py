@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import pickle
 import sys
 import warnings
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import breccia
 import breccia_torch
 from breccia.codecs import E4M3, E5M2, F16
-from breccia.kernels import reference
+from breccia.grids import packing
 from breccia.ops import NUMPY
 from breccia.tensor import FIELDS, held
 from breccia_torch import ops as torch_ops
@@ -47,7 +48,7 @@ def same(a: Any, b: Any) -> bool:
 def test_numpys_kernels_serve_tensors_on_a_cpu_and_the_generic_algorithm_others() -> None:
     x = torch.ones(4, 32)
     st = breccia.cast(x, MXFP8)
-    for op, operands in {"cast": (x, MXFP8), "dequantize": (st,), "requantize": (st, NVFP4), "matmul": (x, st.mT)}.items():
+    for op, operands in {"cast": (x, MXFP8), "dequantize": (st,), "requantize": (st, NVFP4)}.items():
         winner = breccia.explain(op, *operands).winner
         assert winner is not None and winner.name == f"torch.cpu.{op}"
     on_cuda = breccia.explain("cast", MXFP8, on="torch:cuda")
@@ -176,16 +177,29 @@ def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(recipe: brec
     x = torch.from_numpy(X).requires_grad_()
     with torch.no_grad():
         st = breccia.cast(x, recipe)
-        codes = range(1 << recipe.format.element.bits)
-        values = torch.tensor([recipe.format.element.value(code) for code in codes])
-        ends = [int(torch.where(values.isfinite(), sign * values, -torch.inf).argmax()) for sign in (-1, 1)]
-        data = reference.pack(TORCH, torch.tensor(ends)[:, None, None].expand(2, *x.shape).int(), recipe.format.element)
-        low, high = (
-            breccia.dequantize(breccia.ScaledTensor.assemble(**{n: getattr(st, n) for n in FIELDS} | {"data": one}))
-            for one in data
-        )
+        element = recipe.format.element
+        values = {code: v for code in range(1 << element.bits) if math.isfinite(v := element.value(code))}
+        group, size = packing(element)
+
+        def all_of(code: int) -> Any:
+            """What a tensor of nothing but this code under the same scales decodes to."""
+            pattern = sum(code << (i * element.bits) for i in range(group)).to_bytes(size, "little")
+            data = np.resize(np.frombuffer(pattern, np.uint8), st.data.shape)
+            fields = {name: getattr(st, name) for name in FIELDS}
+            return breccia.dequantize(breccia.ScaledTensor.assemble(**fields | {"data": torch.from_numpy(data)}))
+
+        low, high = (all_of(end(values, key=lambda code: values[code])) for end in (min, max))
     (found,) = torch.autograd.grad(breccia.cast_ste_clipped(x, recipe, clip="scale"), x, torch.full_like(x, 2.0))
     assert torch.equal(found, torch.where((x >= low) & (x <= high), 2.0, 0.0))
+
+
+def test_a_scale_that_changes_before_the_backward_pass_is_seen() -> None:
+    scale = torch.tensor(1.0)
+    x = torch.full((1, 64), 500.0, requires_grad=True)
+    y = breccia.cast_ste_clipped(x, CURRENT, clip="scale", scale=scale)
+    scale.fill_(100.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
@@ -516,6 +530,8 @@ def test_a_compiled_matmul_has_the_gradients_of_the_eager_one() -> None:
 
 def test_vmap_compiles() -> None:
     x = torch.stack([rows(4, 64), rows(4, 64) * 9])
+    w = breccia.cast(rows(8, 64), NVFP4)
+    assert torch.equal(compiled(vmap(lambda t: breccia.matmul(t, w.mT)))(x), torch.stack([breccia.matmul(t, w.mT) for t in x]))
     each = vmap(lambda t: breccia.cast_ste_clipped(t, CURRENT, -1.0, 1.0))
     assert torch.equal(compiled(each)(x), each(x))
 

@@ -14,10 +14,9 @@ from breccia import bridges
 from breccia.errors import ShapeError, UnknownNameError, UnsupportedError
 from breccia.tensor import ScaledTensor
 
-from .nn import ScaledLinear, ScaledWeight, replace
+from .nn import STATE, ScaledLinear, ScaledWeight, check_replaceable, meaning, replace
 
 Path = str | os.PathLike[str]
-_STATE = "_extra_state"
 
 
 class _Entry(NamedTuple):
@@ -27,61 +26,96 @@ class _Entry(NamedTuple):
     held: ScaledWeight | Tensor
 
 
-def save_model(model: nn.Module, path: Path, extra_metadata: Mapping[str, str] | None = None) -> None:
+def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write the state of `model`, quantized weights as `breccia.bridges.save_safetensors` writes ScaledTensors.
 
     What several names share is stored once, under the first of them. A layer that casts its inputs stores that recipe too.
 
-    Raises UnsupportedError for state that is no tensor, ImportError without breccia-bridges, and what that function raises.
+    metadata: further entries of the file's metadata, beside `{"format": "pt"}`.
+
+    Raises UnsupportedError for state that is no tensor or has no values, ImportError without breccia-bridges, and what that
+    function raises.
     """
-    tensors = {e.names[0]: e.held.tensor if isinstance(e.held, ScaledWeight) else e.held.detach() for e in _entries(model)}
-    states = _states(model)
-    for name, state in states.items():
-        if not isinstance(state, Tensor):
+    _need_module("save_model", model)
+    tensors = {e.names[0]: e.held.tensor if isinstance(e.held, ScaledWeight) else e.held for e in _entries(model)}
+    tensors |= {name: state for name, state in _states(model).items() if not _is_empty(model, name)}
+    for name, held in tensors.items():
+        if not isinstance(held, Tensor | ScaledTensor):
             raise UnsupportedError(
-                f"save_model: {name} is a {type(state).__name__}, and safetensors holds tensors; torch.save takes this model.",
+                f"save_model: {name} is a {type(held).__name__}, and safetensors holds tensors; torch.save takes this model.",
                 name=name,
             )
-    states = {name: state for name, state in states.items() if state.numel()}
-    bridges.save_safetensors(tensors | states, path, extra_metadata)
+        if held.device.type == "meta":
+            raise UnsupportedError(f"save_model: {name} is on the device meta and has no values; load some first.", name=name)
+    bridges.save_safetensors(tensors, path, {"format": "pt", **(metadata or {})})
 
 
-def load_model(model: nn.Module, path: Path, *, strict: bool = True) -> tuple[list[str], list[str]]:
+def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any = None) -> tuple[list[str], list[str]]:
     """Read the state of `model` from a safetensors file or folder of them, whoever wrote it; gives (missing, unexpected) names.
 
     The file says which weights are quantized, and how: an `nn.Linear` of such a weight becomes a ScaledLinear. What else is
-    quantized in the file, such as an embedding, is decoded; what is not, in a layer that is, is cast under its recipe.
-    Tensors go to the model's devices, those of "meta" to the CPU. Nothing changes where names or shapes do not fit.
+    quantized in the file, such as an embedding or the weight of a subclass, is decoded; what is not, in a layer that is, is
+    cast under its recipe. Nothing changes where names or shapes do not fit.
 
     strict: raise UnknownNameError where the file lacks a tensor of the model or has one that the model lacks. One name of those
         that share a tensor is enough.
+    device: where tensors of the device "meta" go, in torch's spelling; the CPU by default. Others stay where they are. Buffers
+        that are no part of the state, and are on "meta", stay there.
 
-    Raises ShapeError, and what `breccia.bridges.load_safetensors` raises.
+    Raises ShapeError naming the tensor, UnsupportedError for a layer that has hooks and would be replaced, and what
+    `breccia.bridges.load_safetensors` raises.
     """
+    _need_module("load_model", model)
     found = bridges.load_safetensors(path, framework="torch")
-    entries, states = _entries(model), _states(model)
-    known = {name for entry in entries for name in entry.names} | states.keys()
+    entries = _entries(model)
+    known = {name for entry in entries for name in entry.names} | _states(model).keys()
     for entry in entries:
         if any(isinstance(found.get(name), ScaledTensor) for name in entry.names):
-            known |= {f"{name.rpartition('.')[0]}.{_STATE}" for name in entry.names}  # the state of a layer to be
+            known |= {f"{name.rpartition('.')[0]}.{STATE}" for name in entry.names}  # the state of a layer to be
     missing = [entry.names[0] for entry in entries if not any(name in found for name in entry.names)]
     unexpected = [name for name in found if name not in known]
     if strict and (missing or unexpected):
-        said = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        said = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
         raise UnknownNameError(
             f"{os.fspath(path)} does not hold the tensors of this {type(model).__name__}: {'; '.join(said)}. Pass strict=False "
             "to load those that it has.",
             missing=missing,
             unexpected=unexpected,
         )
-    given = [(entry, found[name]) for entry in entries if (name := next((n for n in entry.names if n in found), ""))]
-    new = [(entry, _fitted(model, entry, tensor)) for entry, tensor in given]
+    given = [(entry, [name for name in entry.names if name in found]) for entry in entries]
+    given = [(entry, names) for entry, names in given if names]
+    for _, (first, *others) in given:
+        for name in others:
+            if not _same(found[first], found[name]):
+                raise ShapeError(
+                    f"the model has one tensor for {first} and {name}, and the file two that differ. Untie them in the model.",
+                    names=(first, name),
+                )
+    new = [(entry, _fitted(model, entry, found[names[0]], device)) for entry, names in given]
     for entry, held in new:
         _put(model, entry, held)
+    for entry, (name, *_) in given:
+        for layer in (_owner(model, name)[0] for name in entry.names) if isinstance(found[name], ScaledTensor) else ():
+            if isinstance(layer, ScaledLinear):
+                layer.activation = None  # unless the file says otherwise
     for name in found.keys() & known:
-        if name.endswith(_STATE):
-            _owner(model, name)[0].set_extra_state(found[name])
+        if name.endswith(STATE):
+            layer = _owner(model, name)[0]
+            if isinstance(layer, ScaledLinear):
+                layer.activation = meaning(found[name])["activation"]
+            elif name in _states(model):
+                layer.set_extra_state(found[name])
     return missing, unexpected
+
+
+def _need_module(verb: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"{verb} takes an nn.Module first, and then a path; got a {type(model).__name__}.")
+
+
+def _some(names: list[str], shown: int = 5) -> str:
+    """The first few."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
@@ -91,7 +125,7 @@ def _entries(model: nn.Module) -> list[_Entry]:
     for key, held in model.state_dict(keep_vars=True).items():
         owner = key.rpartition(".")[0]
         name, held = (owner, weights[owner]) if owner in weights else (key, held)
-        if not key.endswith(_STATE):
+        if not key.endswith(STATE):
             names = shared.setdefault(id(held), _Entry([], held)).names
             names += [name] if name not in names else []
     return list(shared.values())
@@ -100,15 +134,27 @@ def _entries(model: nn.Module) -> list[_Entry]:
 def _states(model: nn.Module) -> dict[str, Any]:
     """What modules state beside their tensors: layers, how they cast their inputs."""
     weights = _weights(model)
-    return {k: v for k, v in model.state_dict().items() if k.endswith(_STATE) and k.rpartition(".")[0] not in weights}
+    return {k: v for k, v in model.state_dict().items() if k.endswith(STATE) and k.rpartition(".")[0] not in weights}
+
+
+def _is_empty(model: nn.Module, name: str) -> bool:
+    """Is it the state of a layer that leaves its inputs as they are?"""
+    layer = _owner(model, name)[0]
+    return isinstance(layer, ScaledLinear) and layer.activation is None
 
 
 def _weights(model: nn.Module) -> dict[str, ScaledWeight]:
     return {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, ScaledWeight)}
 
 
-def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor) -> ScaledWeight | Tensor:
-    """What takes the place of an entry, on its device. Raises ShapeError where it cannot."""
+def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
+    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
+        return isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and breccia.bytes_equal(a, b)
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, device: Any) -> ScaledWeight | Tensor:
+    """What takes the place of an entry, on its device. Raises ShapeError or UnsupportedError where it cannot."""
     held, name = entry.held, entry.names[0]
     if tuple(tensor.shape) != tuple(held.shape):
         raise ShapeError(
@@ -116,15 +162,26 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor) -> S
             found=tuple(tensor.shape),
             expected=tuple(held.shape),
         )
-    tensor = tensor.to(None if held.device.type == "meta" else held.device)  # type: ignore[arg-type]
-    layers = (_owner(model, name) for name in entry.names)
-    if isinstance(held, ScaledWeight):
-        return ScaledWeight(tensor if isinstance(tensor, ScaledTensor) else breccia.cast(tensor, held.recipe))
+    place: Any = (device or "cpu") if held.device.type == "meta" else held.device
     if isinstance(tensor, ScaledTensor):
-        if all(isinstance(module, nn.Linear) and leaf == "weight" for module, leaf in layers):
-            return ScaledWeight(tensor)
-        return breccia.dequantize(tensor, out_dtype=held.dtype)
-    return tensor
+        tensor = tensor.to(place)
+        places = [(*_owner(model, name), name) for name in entry.names]
+        becomes = all(type(module) is nn.Linear and leaf == "weight" for module, leaf, _ in places)
+        if not becomes and isinstance(held, Tensor):
+            return breccia.dequantize(tensor, out_dtype=held.dtype)
+        if tensor.axis != -1:
+            raise ShapeError(
+                f"{name} has blocks along axis {tensor.axis} in the file; those of a linear layer run along the last one.",
+                axis=tensor.axis,
+            )
+        for module, _, full in places:
+            if isinstance(module, nn.Linear):
+                check_replaceable(full.rpartition(".")[0], module)
+        return ScaledWeight(tensor)
+    tensor = tensor.to(place)
+    if isinstance(held, ScaledWeight):
+        return ScaledWeight(breccia.cast(tensor, held.recipe))
+    return tensor.to(held.dtype)
 
 
 def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:
@@ -136,13 +193,13 @@ def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:
                 held.copy_(new)
             return
         new = nn.Parameter(new, held.requires_grad) if isinstance(held, nn.Parameter) else new
-    made: dict[int, ScaledLinear] = {}
+    made: dict[nn.Module, ScaledLinear] = {}
     for name in entry.names:
         module, leaf = _owner(model, name)
         if isinstance(new, ScaledWeight) and isinstance(module, nn.Linear):
-            if id(module) not in made:
-                made[id(module)] = ScaledLinear.in_place_of(module, new)
-            replace(model, name.rpartition(".")[0], made[id(module)])
+            if module not in made:
+                made[module] = ScaledLinear.in_place_of(module, new)
+            replace(model, name.rpartition(".")[0], made[module])
         else:
             setattr(module, leaf, new)
 

@@ -6,6 +6,8 @@ algorithm.
 
 from __future__ import annotations
 
+import sys
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,22 @@ from .ops import PLAIN, TORCH, need_dense, wrapped
 Array = Any
 
 
+def outside_graphs(kernel: Any) -> Any:
+    """A kernel that Dynamo does not look into: where `enable_compile` has not been called, a verb breaks the graph."""
+
+    @wraps(kernel)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nobody compiles, and loading it takes a second
+            return kernel(*arguments, **options)
+        disabled = getattr(kernel, "_disabled", None)
+        if disabled is None:
+            disabled = kernel._disabled = torch.compiler.disable(kernel)
+        return disabled(*arguments, **options)
+
+    return called
+
+
+@outside_graphs
 def cast(
     x: Array, recipe: ScalingRecipe, *, scale: Any = None, out: ScaledTensor | None = None, **options: Any
 ) -> ScaledTensor:
@@ -37,6 +55,7 @@ def cast(
     return out
 
 
+@outside_graphs
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
     """`reference.dequantize` by the NumPy kernel."""
     name = output_dtype(out_dtype)
@@ -50,15 +69,10 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
     return out
 
 
+@outside_graphs
 def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
     """`reference.requantize` by way of the verbs here."""
     return reference.requantized(cast, dequantize, st, recipe, **options)
-
-
-def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
-    """`reference.matmul` of operands decoded here; gradients flow to one that is a tensor."""
-    left, right = (dequantize(x) if isinstance(x, ScaledTensor) else x for x in (a, b))
-    return reference.matmul(left, right, out_dtype, out=out)
 
 
 # ------------------------------------------------------------------------------------------------ the same memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import breccia
+from breccia.declared import Declared
 from breccia.errors import BrecciaError, OptionError, ShapeError, UnsupportedError
-from breccia.frameworks import dtype_name
+from breccia.frameworks import FLOATS, dtype_name
+from breccia.kernels import reference
+from breccia.layouts import Layout
 from breccia.recipes import ScalingRecipe, check_recipe
 from breccia.tensor import PARTS, ScaledTensor
 
@@ -20,12 +24,72 @@ from .ops import WORDS, autocast_dtype
 Filter = Callable[[nn.Module, str], bool]
 
 
-class ScaledWeight(nn.Module):
+STATE = "_extra_state"
+
+
+class _Meaningful(nn.Module):
+    """A module whose state says what its tensors mean, and which takes no state that says otherwise."""
+
+    def _meaning(self) -> dict[str, Any]:
+        """By name: declarations, numbers or None."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> Tensor:
+        """The meaning as JSON, in UTF-8."""
+        told = {k: v.to_dict() if isinstance(v, Declared) else v for k, v in self._meaning().items()}
+        text = json.dumps(told, sort_keys=True, separators=(",", ":"))
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing is left to do: `_load_from_state_dict` has seen that it says what `get_extra_state` does."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        refused = self._refused(state_dict, prefix)
+        if refused:
+            error_msgs.append(f"{prefix[:-1]}: {refused}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _refused(self, state_dict: dict[str, Any], prefix: str) -> str:
+        """Why the state is none for this module; empty where it is."""
+        told = state_dict.get(prefix + STATE)
+        if told is None:
+            return ""
+        try:
+            theirs = meaning(told)
+        except Exception as e:  # whatever a damaged state leads to
+            return f"its state says nothing that can be read ({e}); the file it came from is damaged."
+        ours = self._meaning()
+        differ = [key for key in ours if theirs.get(key) != ours[key]]
+        if not differ:
+            return ""
+        both = (", ".join(f"{key} {found.get(key)!r}" for key in differ) for found in (theirs, ours))
+        return "the state has {}, and the model {}; quantize the model as the one that was saved.".format(*both)
+
+
+def meaning(state: Tensor) -> dict[str, Any]:
+    """What `get_extra_state` wrote."""
+    kinds = {"recipe": ScalingRecipe, "activation": ScalingRecipe, "layout": Layout}
+    listed = json.loads(bytes(state.tolist()))
+    return {k: kinds[k].from_json(json.dumps(v)) if k in kinds and v is not None else v for k, v in listed.items()}
+
+
+class ScaledWeight(_Meaningful):
     """A ScaledTensor as part of a model. Its parts are buffers, so it moves, saves, loads and is copied with the model.
 
     `state_dict` holds them as `data`, `scale`, and `zero_point`, `global_scale` where the recipe has them, and beside them, as
     JSON in a uint8 tensor, what they mean. `load_state_dict` refuses parts of another meaning. `.half()`, `.to(dtype)` and the
-    like pass over them: codes and scales are no numbers of the model's precision.
+    like pass over them: codes and scales are no numbers of the model's precision. `data` are codes; the values are
+    `breccia.dequantize(weight.tensor)`.
     """
 
     def __init__(self, tensor: ScaledTensor) -> None:
@@ -60,53 +124,30 @@ class ScaledWeight(nn.Module):
         """Every part goes through `fn` as integers, which no change of precision touches."""
 
         def as_integers(part: Tensor) -> Tensor:
-            return fn(part.view(WORDS[part.itemsize])).view(part.dtype)
+            words = part.view(WORDS[part.itemsize])
+            found = fn(words)
+            return found.view(part.dtype) if found.dtype == words.dtype else part.to(found.device)
 
         return super()._apply(as_integers, recurse)
 
     def _meaning(self) -> dict[str, Any]:
-        """What the buffers mean, ready for JSON."""
-        return {"recipe": self.recipe.to_dict(), "layout": self.layout.to_dict(), "axis": self.axis, "tail": self.tail}
+        return {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "tail": self.tail}
 
-    def get_extra_state(self) -> Tensor:
-        """What the buffers mean: recipe, layout, axis and tail as JSON in UTF-8."""
-        return _text(json.dumps(self._meaning(), sort_keys=True, separators=(",", ":")))
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Nothing is left to do: `_load_from_state_dict` has seen that it says what `get_extra_state` does."""
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        told = state_dict.get(f"{prefix}_extra_state")
-        if told is not None and _read(told) != _read(self.get_extra_state()):
-            theirs, ours = json.loads(_read(told)), self._meaning()
-            differ = [key for key in ours if theirs.get(key) != ours[key]]
-            error_msgs.append(
-                f"{prefix[:-1]}: the state has {_listed(theirs, differ)}, and the model {_listed(ours, differ)}; quantize "
-                "the model as the one that was saved."
-            )
-            return
+    def _refused(self, state_dict: dict[str, Any], prefix: str) -> str:
+        refused = super()._refused(state_dict, prefix)
         for name in PARTS:
             ours, theirs = getattr(self, name), state_dict.get(f"{prefix}{name}")
-            if ours is None or theirs is None or theirs.dtype == ours.dtype:
+            if refused or ours is None or theirs is None or theirs.dtype == ours.dtype:
                 continue
-            if torch.uint8 not in (theirs.dtype, ours.dtype) or theirs.itemsize != ours.itemsize:
-                error_msgs.append(f"{prefix}{name} is {dtype_name(theirs)} in the state and {dtype_name(ours)} in the model.")
-                return
+            kinds = sorted(map(dtype_name, (ours, theirs)))
+            if kinds[1] != "uint8" or not kinds[0].startswith("float8"):
+                return f"{name} is {dtype_name(theirs)} in the state and {dtype_name(ours)} in the model."
             state_dict[f"{prefix}{name}"] = theirs.view(ours.dtype)  # codes as bytes, which copying would take for numbers
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        return refused
 
 
-class ScaledLinear(nn.Module):
-    """`nn.Linear` whose weight is quantized: x @ dequantize(weight).mT + bias, accumulated in FP32.
+class ScaledLinear(_Meaningful):
+    """`nn.Linear` whose weight is quantized: x @ dequantize(weight).mT + bias in FP32, rounded once to the input's dtype.
 
     weight: the ScaledWeight of shape (out_features, in_features); blocks run along in_features.
     activation: a recipe under which each input is cast, its rows being the tokens; None leaves inputs as they are. The gradient
@@ -127,6 +168,7 @@ class ScaledLinear(nn.Module):
         recipe: ScalingRecipe,
         activation: ScalingRecipe | None = None,
     ) -> None:
+        check_recipe(recipe)
         linear = nn.Linear(in_features, out_features, bias, device, dtype)
         self._take(ScaledWeight(breccia.cast(linear.weight.detach(), recipe)), linear.bias, activation)
 
@@ -153,50 +195,58 @@ class ScaledLinear(nn.Module):
 
     def _take(self, weight: ScaledWeight, bias: nn.Parameter | None, activation: ScalingRecipe | None) -> None:
         super().__init__()
+        check_activation(activation)
         if len(weight.shape) != 2 or weight.axis != -1:
             raise ShapeError(
                 f"a linear layer has a weight of shape (out_features, in_features) with blocks along the last axis; got shape "
                 f"{weight.shape} and axis {weight.axis}.",
                 shape=weight.shape,
             )
-        if activation is not None:
-            check_recipe(activation)
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias, self.activation = weight, bias, activation
 
+    def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
+        """An `nn.Linear` of the weight's values in `dtype`, with the same bias."""
+        values = breccia.dequantize(self.weight.tensor, out_dtype=dtype)
+        made = nn.Linear(self.in_features, self.out_features, False, "meta", dtype)
+        made.weight = nn.Parameter(values)
+        made.register_parameter("bias", self.bias)
+        return made.train(self.training)
+
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(autocast_dtype(x) or x.dtype)
-        rows: Any = x.reshape(-1, x.shape[-1])
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise ShapeError(
+                f"the layer takes inputs of shape (..., {self.in_features}); got {tuple(x.shape)}.",
+                found=tuple(x.shape),
+                in_features=self.in_features,
+            )
+        if x.dtype in _FLOATS:
+            x = x.to(autocast_dtype(x) or x.dtype)
+        rows: Any = x.flatten(0, -2) if x.ndim > 1 else x[None]
         if self.activation is not None:
-            through = torch.is_grad_enabled() and x.requires_grad
-            # In FP32 the round trip has the values that the product would decode.
+            # In FP32 the round trip that gradients pass has the values that the product would decode.
+            through = torch.is_grad_enabled() and x.dtype in _FLOATS
             rows = breccia.cast_ste(rows.float(), self.activation) if through else breccia.cast(rows, self.activation)
-        y = breccia.matmul(rows, self.weight.tensor.mT, x.dtype).reshape(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = breccia.matmul(rows, self.weight.tensor.mT)
+        if self.bias is not None:
+            y = y + self.bias.float()
+        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{activation}"
 
-    def get_extra_state(self) -> Tensor:
-        """The UTF-8 JSON of `activation`; empty for None."""
-        return _text("" if self.activation is None else self.activation.to_json())
-
-    def set_extra_state(self, state: Tensor) -> None:
-        text = _read(state)
-        self.activation = ScalingRecipe.from_json(text) if text else None
+    def _meaning(self) -> dict[str, Any]:
+        return {"activation": self.activation}
 
 
-def _text(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
 
 
-def _read(text: Tensor) -> str:
-    return bytes(text.tolist()).decode()
-
-
-def _listed(meaning: dict[str, Any], keys: list[str]) -> str:
-    return ", ".join(f"{key} {json.dumps(meaning.get(key))}" for key in keys)
+def check_activation(activation: Any) -> None:
+    """Raise UnsupportedError unless it is a recipe, or None."""
+    if activation is not None and not isinstance(activation, ScalingRecipe):
+        raise UnsupportedError(f"activation is a ScalingRecipe instance or None; got {activation!r}.", activation=activation)
 
 
 # ------------------------------------------------------------------------------------------------ quantize_
@@ -215,14 +265,16 @@ def quantize_(
     Layers that share a weight go on sharing it. Nothing is replaced unless all chosen layers can be.
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
-    chosen layer tied to one that stays; OptionError where no layer is chosen.
+    chosen layer that is tied to one that stays, that has hooks, or that does more than a linear layer; OptionError where no
+    layer is chosen.
     """
     check_recipe(recipe)
+    check_activation(activation)
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
-        way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if callable(model) else "."
-        raise UnsupportedError(f"quantize_ replaces layers of a model; got a {type(model).__name__}{way}")
+        way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
+        raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
     layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
-    chosen = {name: m for name, m in layers.items() if (filter_fn(m, name) if filter_fn else type(m) is nn.Linear)}
+    chosen = {name: m for name, m in layers.items() if (filter_fn(m, name) if filter_fn else _is_linear(m))}
     tied = dict(_ties(model, chosen))
     if tied and filter_fn:
         name, owners = next(iter(tied.items()))
@@ -234,30 +286,70 @@ def quantize_(
         )
     chosen = {name: m for name, m in chosen.items() if name not in tied}
     if not chosen:
+        done, plain = sum(isinstance(m, ScaledLinear) for m in model.modules()), sum(map(_is_linear, layers.values()))
         raise OptionError(
-            f"quantize_: no layer is chosen: {len(layers)} nn.Linear in the model, {len(tied)} of them tied to other layers"
-            + (", and filter_fn took none." if filter_fn else "."),
+            f"quantize_: no layer is chosen: {plain} nn.Linear in the model ({len(tied)} of them tied to other layers), "
+            f"{len(layers) - plain} of a subclass, {done} ScaledLinear"
+            + ("; filter_fn, which is called with each nn.Linear and its name, took none." if filter_fn else "."),
             layers=tuple(layers),
         )
-    for name, module in chosen.items():  # shapes and dtypes alone, before anything changes
+    for name, module in chosen.items():  # before anything changes
+        check_replaceable(name, module)
         try:
-            breccia.cast(module.weight.detach().to("meta"), recipe)
+            reference.check_cast(module.weight, recipe)
+            reference.fitted_layout(recipe, tuple(module.weight.shape), -1)
         except BrecciaError as e:
             raise type(e)(f"quantize_: {name}.weight: {e}", **e.found) from e
-    weights: dict[int, ScaledWeight] = {}
-    made: dict[int, ScaledLinear] = {}
+    names: dict[nn.Linear, list[str]] = {}
     for name, module in chosen.items():
-        if id(module) not in made:
-            if id(module.weight) not in weights:
-                weights[id(module.weight)] = ScaledWeight(breccia.cast(module.weight.detach(), recipe))
-            made[id(module)] = ScaledLinear.in_place_of(module, weights[id(module.weight)], activation)
-        replace(model, name, made[id(module)])
+        names.setdefault(module, []).append(name)
+    owners = Counter(id(module.weight) for module in names)
+    shared: dict[int, ScaledWeight] = {}
+    del layers, chosen
+    while names:  # each high-precision weight is let go of once its last layer is replaced
+        module, places = names.popitem()
+        key = id(module.weight)
+        weight = shared.get(key) or ScaledWeight(breccia.cast(module.weight.detach(), recipe))
+        if owners[key] > 1:
+            shared[key] = weight
+        made = ScaledLinear.in_place_of(module, weight, activation)
+        for name in places:
+            replace(model, name, made)
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear
+
+
+def _kind(found: Any) -> str:
+    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+
+
+def check_replaceable(name: str, module: nn.Linear) -> None:
+    """Raise UnsupportedError where a ScaledLinear in the place of the layer would lose something."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, attribute, None) for attribute in hooks) or "forward" in vars(module):
+        raise UnsupportedError(
+            f"{name or 'the layer'} has hooks, or a forward of its own, which a quantized one would not have: quantize first, "
+            "and add them after.",
+            name=name,
+        )
+    if not name:
+        raise UnsupportedError("the model is itself a linear layer, which cannot be replaced in place: put it into a model.")
+    if type(module).forward is not nn.Linear.forward or next(module.children(), None) is not None:
+        raise UnsupportedError(
+            f"{name} is a {type(module).__name__}, which is more than a linear layer; leave it out, or make it one first.",
+            name=name,
+        )
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` where `name` is in the model."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+    owner, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(owner)
+    setattr(parent, leaf, module)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        parent.activation_relu_or_gelu = 0  # else it hands weights to a fused kernel, as tensors, in evaluation
 
 
 def _ties(model: nn.Module, chosen: dict[str, nn.Linear]) -> Iterator[tuple[str, list[str]]]:
@@ -268,4 +360,5 @@ def _ties(model: nn.Module, chosen: dict[str, nn.Linear]) -> Iterator[tuple[str,
         if id(module) not in taken:
             for leaf, parameter in module.named_parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(f"{name}.{leaf}".lstrip("."))
-    return ((name, owners[id(m.weight)]) for name, m in chosen.items() if id(m.weight) in owners)
+    tied = ((name, owners.get(id(m.weight))) for name, m in chosen.items())
+    return ((name, found) for name, found in tied if found)

@@ -201,8 +201,13 @@ def _each(operator: Any) -> Any:
     """The rule of vmap for operators that see one example at a time: per-tensor scales are those of each example."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        def at(argument: Any, axis: Any, i: int) -> Any:
+            if isinstance(argument, list):
+                return [at(item, axis[n], i) for n, item in enumerate(argument)] if axis is not None else argument
+            return argument if axis is None else argument.select(axis, i)
+
         def example(i: int) -> list[Any]:
-            return [a if axis is None else a.select(axis, i) for a, axis in zip(arguments, in_dims, strict=True)]
+            return [at(a, axis, i) for a, axis in zip(arguments, in_dims, strict=True)]
 
         return torch.stack([operator(*example(i)) for i in range(info.batch_size)]), 0
 
@@ -211,6 +216,8 @@ def _each(operator: Any) -> Any:
 
 _cast_ste.register_vmap(_each(torch.ops.breccia.cast_ste))
 _within_scales.register_vmap(_each(torch.ops.breccia.within_scales))
+_dequantize.register_vmap(_each(torch.ops.breccia.dequantize))
+_matmul.register_vmap(_each(torch.ops.breccia.matmul))
 
 
 def _parts(st: ScaledTensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ def breccia_kernels() -> Iterable[Kernel]:
     cpu, gradients = "breccia_torch.cpu", "breccia_torch.gradients"
     numpy_does = "breccia.kernels.numpy:accepts_cast"
     yield Kernel("cast", "torch", f"{cpu}:cast", "torch.cpu.cast", device="cpu", accepts=numpy_does)
-    for op in ("dequantize", "requantize", "matmul"):
+    for op in ("dequantize", "requantize"):
         yield Kernel(op, "torch", f"{cpu}:{op}", f"torch.cpu.{op}", device="cpu")
-    for op in ("cast_ste", "cast_ste_clipped"):
+    for op in ("matmul", "cast_ste", "cast_ste_clipped"):
         yield Kernel(op, "torch", f"{gradients}:{op}", f"torch.{op}")
