@@ -497,6 +497,11 @@ def normed() -> nn.Module:
             TypeError,
             "0 is a ParametrizedLinear, which is",
         ),
+        (
+            lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda _, name: "out_proj" in name),
+            TypeError,
+            r"attention\.out_proj is a NonDynamicallyQuantizableLinear, which is more",
+        ),
         (lambda: breccia_torch.quantize_(nn.Sequential, MXFP8), TypeError, r"of a model; got the class Sequential\.$"),
         (
             lambda: breccia_torch.quantize_(encoder(), MXFP8, activation="mxfp8"),

@@ -273,26 +273,7 @@ def quantize_(
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
         way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
         raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
-    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
-    chosen = {name: m for name, m in layers.items() if (filter_fn(m, name) if filter_fn else _is_linear(m))}
-    tied = dict(_ties(model, chosen))
-    if tied and filter_fn:
-        name, owners = next(iter(tied.items()))
-        raise UnsupportedError(
-            f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would stay as it is. Leave {name} out, or give it "
-            f"a weight of its own first: {name}.weight = nn.Parameter({name}.weight.clone()).",
-            name=name,
-            tied=owners,
-        )
-    chosen = {name: m for name, m in chosen.items() if name not in tied}
-    if not chosen:
-        done, plain = sum(isinstance(m, ScaledLinear) for m in model.modules()), sum(map(_is_linear, layers.values()))
-        raise OptionError(
-            f"quantize_: no layer is chosen: {plain} nn.Linear in the model ({len(tied)} of them tied to other layers), "
-            f"{len(layers) - plain} of a subclass, {done} ScaledLinear"
-            + ("; filter_fn, which is called with each nn.Linear and its name, took none." if filter_fn else "."),
-            layers=tuple(layers),
-        )
+    chosen = _chosen(model, filter_fn)
     for name, module in chosen.items():  # before anything changes
         check_replaceable(name, module)
         try:
@@ -305,7 +286,7 @@ def quantize_(
         names.setdefault(module, []).append(name)
     owners = Counter(id(module.weight) for module in names)
     shared: dict[int, ScaledWeight] = {}
-    del layers, chosen
+    del chosen
     while names:  # each high-precision weight is let go of once its last layer is replaced
         module, places = names.popitem()
         key = id(module.weight)
@@ -315,6 +296,31 @@ def quantize_(
         made = ScaledLinear.in_place_of(module, weight, activation)
         for name in places:
             replace(model, name, made)
+
+
+def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Linear]:
+    """The layers to replace, by name. Raises UnsupportedError for one that is tied to what stays, OptionError for none."""
+    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
+    chosen = {name: m for name, m in layers.items() if (filter_fn(m, name) if filter_fn else _is_linear(m))}
+    tied = dict(_ties(model, chosen))
+    if tied and filter_fn:
+        name, owners = next(iter(tied.items()))
+        raise UnsupportedError(
+            f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would stay as it is. Leave {name} out, or give it "
+            f"a weight of its own first: {name}.weight = nn.Parameter({name}.weight.clone()).",
+            name=name,
+            tied=owners,
+        )
+    left = {name: m for name, m in chosen.items() if name not in tied}
+    if not left:
+        done, plain = sum(isinstance(m, ScaledLinear) for m in model.modules()), sum(map(_is_linear, layers.values()))
+        raise OptionError(
+            f"quantize_: no layer is chosen: {plain} nn.Linear in the model ({len(tied)} of them tied to other layers), "
+            f"{len(layers) - plain} of a subclass, {done} ScaledLinear"
+            + ("; filter_fn, which is called with each nn.Linear and its name, took none." if filter_fn else "."),
+            layers=tuple(layers),
+        )
+    return left
 
 
 def _is_linear(module: Any) -> bool:
@@ -336,7 +342,8 @@ def check_replaceable(name: str, module: nn.Linear) -> None:
         )
     if not name:
         raise UnsupportedError("the model is itself a linear layer, which cannot be replaced in place: put it into a model.")
-    if type(module).forward is not nn.Linear.forward or next(module.children(), None) is not None:
+    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)  # by nn.MultiheadAttention, as a tensor
+    if read or type(module).forward is not nn.Linear.forward or next(module.children(), None) is not None:
         raise UnsupportedError(
             f"{name} is a {type(module).__name__}, which is more than a linear layer; leave it out, or make it one first.",
             name=name,
