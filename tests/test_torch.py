@@ -135,6 +135,23 @@ def test_torchs_own_conversions_write_the_codes_of_the_contract() -> None:
     assert TORCH.narrowed(torch.ones(1), other) is None, "a codec of that name but other numbers"
 
 
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+def test_conversions_by_torch_are_the_kernels_own_around_every_code(name: str) -> None:
+    """Under given scales, so that numbers lie on, beside and beyond codes; in chunks longer than what torch copies at once."""
+    codec = {"E4M3": E4M3, "E5M2": E5M2}[name]
+    values = np.array([v for code in range(256) if math.isfinite(v := codec.value(code))], np.float32)
+    ties = (np.sort(values)[:-1] + np.sort(values)[1:]) / 2
+    y = np.concatenate([values, ties, np.nextafter(ties, 0), np.nextafter(ties, np.inf), 1.1 * values]).astype(np.float32)
+    x = np.resize(y, (131, 3000))
+    for recipe in (breccia.Float8CurrentScaling(name), breccia.Float8RowScaling(name), breccia.Float8BlockScaling(name)):
+        scale: Any = np.float32(1.0)
+        if recipe.name != "current":
+            scale = np.ones(breccia.cast(x, recipe).scale.shape, np.float32)
+        expected = breccia.cast(x, recipe, scale=scale)
+        found = breccia.cast(torch.from_numpy(x), recipe, scale=torch.as_tensor(scale))
+        assert found.digest() == expected.digest()
+
+
 def test_counters_are_right_where_they_are_made_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ops, "_SPAN", 8)
     for shape in ((3, 7), (8,), (2, 8), (0, 4)):

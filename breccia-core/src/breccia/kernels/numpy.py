@@ -118,6 +118,11 @@ def _chunk() -> int:
 
 # ------------------------------------------------------------------------------------------------ codes
 
+#: Writes the codes of FP32 numbers, contiguous and within the codec's range, NaN aside, into as many bytes.
+Conversion = Callable[[Array, Array], None]
+#: The conversion to a codec, where there is one.
+Conversions = Callable[[Codec], Conversion | None]
+
 
 class _FloatCodes:
     """Codes of a minifloat with p = `mantissa_bits` >= 1, by adding 2^(23-p) times the binade of |y|.
@@ -184,6 +189,20 @@ class _FloatCodes:
         np.right_shift(e, self.shift, out=e)
         np.add(a, e, out=a)
         np.copyto(codes, a, casting="unsafe")
+
+
+class _Converted(_FloatCodes):
+    """Codes of a minifloat by a conversion that somebody else has."""
+
+    def __init__(self, codec: Minifloat, convert: Conversion) -> None:
+        super().__init__(codec)
+        self.convert = convert
+
+    def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
+        y = work.scaled[:n].view(_F4)
+        if clamp:
+            np.clip(y, -self.codec.max, self.codec.max, out=y)
+        self.convert(y, codes)
 
 
 class _IntegerCodes:
@@ -438,7 +457,7 @@ class _Coarse:
 class _Plan:
     """What follows from a recipe once: how its codes and scales are written fast, or that the generic algorithm does."""
 
-    def __init__(self, recipe: ScalingRecipe) -> None:
+    def __init__(self, recipe: ScalingRecipe, conversions: Conversions | None) -> None:
         self.recipe, self.fmt = recipe, recipe.format
         fmt, fine = self.fmt, recipe.rules[-1]
         self.count, self.bits = packing(fmt.element)[0], fmt.element.bits
@@ -453,6 +472,9 @@ class _Plan:
         self.divides = type(fine).scaled is Divide.scaled
         known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
         self.codes = _code_writer(fmt.element) if known else None
+        convert = conversions(fmt.element) if conversions is not None else None
+        if convert is not None and type(self.codes) is _FloatCodes:
+            self.codes = _Converted(self.codes.codec, convert)
         self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1)
         self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0)
         self._layouts: dict[Any, Layout] = {}
@@ -504,8 +526,9 @@ class _Plan:
 _plans: dict[object, _Plan] = {}
 
 
-def _plan(recipe: ScalingRecipe) -> _Plan:
-    return _recalled(_plans, recipe.identity, _Plan, recipe)
+def _plan(recipe: ScalingRecipe, conversions: Conversions | None = None) -> _Plan:
+    key = recipe.identity if conversions is None else (recipe.identity, conversions)
+    return _recalled(_plans, key, _Plan, recipe, conversions)
 
 
 def _recalled(store: dict[Any, _T], key: Any, make: Callable[..., _T], *arguments: Any) -> _T:
@@ -669,10 +692,13 @@ def cast(
     seed: int | None = None,
     nonfinite: str = "propagate",
     out: ScaledTensor | None = None,
+    conversions: Conversions | None = None,
 ) -> ScaledTensor:
     """`reference.cast`, faster, in memory of its result and at most 16 MB.
 
     Up to 6 MB of that are work space, which each thread keeps for its next call.
+
+    conversions: who has faster conversions of their own: a function that gives one for a codec, or None.
     """
     if (
         scale is None
@@ -690,13 +716,13 @@ def cast(
         and isinstance(recipe, ScalingRecipe)
     ):
         with np.errstate(all="ignore"):
-            written = _plan(recipe).short(x)
+            written = _plan(recipe, conversions).short(x)
         if written is not None:
             return written
     check_options(rounding, seed, nonfinite)
     if type(x) is not np.ndarray or x.dtype is not _F32 or not x.ndim or not isinstance(recipe, ScalingRecipe):
         reference.check_cast(x, recipe)
-    plan = _plan(recipe)
+    plan = _plan(recipe, conversions)
     axis = contraction_axis(axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
