@@ -20,6 +20,12 @@ container.register()
 #: Is it a tensor under a functorch transform? Its type does not tell, and torch has no public way to ask.
 wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
+
+def transforming() -> bool:
+    """Is a functorch transform under way? It may wrap tensors that are made meanwhile; torch has no public way to ask."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
 #: The types whose values are in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,8 +64,8 @@ class _TorchOps(Ops):
         return _as(codes.to(WORDS[kind.itemsize]), kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
-        # A fake tensor wants a fake table, and a table made under a fake mode must not outlive it.
-        made = _table if type(codes) in PLAIN else _table.__wrapped__
+        # A fake tensor wants a fake table, and one made under a fake mode or a transform must not outlive it.
+        made = _table if type(codes) in PLAIN and not transforming() else _table.__wrapped__
         return made(table, codes.device)[codes.long()]
 
     def where(self, condition: Array, a: Any, b: Any) -> Array:
