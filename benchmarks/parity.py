@@ -22,6 +22,7 @@ import breccia
 import breccia_torch
 from breccia.formats import TENSOR
 from breccia.tensor import held
+from breccia_torch.ops import WORDS
 
 #: What is decoded to.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,7 +32,6 @@ _WORDS = {
     "bfloat16": (np.uint16, ml_dtypes.bfloat16, 0x7F80, 1 << 7),
     "float16": (np.uint16, np.float16, 0x7C00, 1 << 10),
 }
-_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Draw = Callable[[np.random.Generator, tuple[int, ...], breccia.ScalingRecipe], np.ndarray]
 
@@ -291,7 +291,7 @@ class Tally:
             return
         width = expected.itemsize
         words = np.ascontiguousarray(expected).reshape(-1).view(f"u{width}" if width == 1 else f"i{width}")
-        ours, theirs = torch.from_numpy(words).to(found.device), found.view(_SIGNED[width]).contiguous().reshape(-1)
+        ours, theirs = torch.from_numpy(words).to(found.device), found.view(WORDS[width]).contiguous().reshape(-1)
         if torch.equal(ours, theirs):
             return
         unequal = ours.view(torch.uint8).reshape(-1, width) != theirs.view(torch.uint8).reshape(-1, width)

@@ -67,8 +67,8 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
     """
     _need_module("load_model", model)
     found = bridges.load_safetensors(path, framework="torch")
-    entries = _entries(model)
-    known = {name for entry in entries for name in entry.names} | _states(model).keys()
+    entries, states = _entries(model), _states(model)
+    known = {name for entry in entries for name in entry.names} | states.keys()
     for entry in entries:
         if any(isinstance(found.get(name), ScaledTensor) for name in entry.names):
             known |= {f"{name.rpartition('.')[0]}.{STATE}" for name in entry.names}  # the state of a layer to be
@@ -103,7 +103,7 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
             layer = _owner(model, name)[0]
             if isinstance(layer, ScaledLinear):
                 layer.activation = meaning(found[name])["activation"]
-            elif name in _states(model):
+            elif name in states:
                 layer.set_extra_state(found[name])
     return missing, unexpected
 

@@ -76,13 +76,17 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # raises where a part has been changed
-        values, gradient = cpu.dequantize(ctx.w).mT, gradients[0].float()
-        found = values @ gradient if ctx.right else gradient @ values
-        return found.sum_to_size(ctx.shape).to(ctx.dtypes[0]), None, None, None
+        found = product_gradient(gradients[0].float(), cpu.dequantize(ctx.w), ctx.shape, ctx.right)
+        return found.to(ctx.dtypes[0]), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Array:
         return reference.matmul(*_ordered(tangents[0], cpu.dequantize(ctx.w), ctx.right), ctx.dtypes[1])
+
+
+def product_gradient(gradient: Array, other: Array, shape: Any, right: bool) -> Array:
+    """That of an operand of `shape`, the left or the right one, of a product whose other operand is `other`."""
+    return (other.mT @ gradient if right else gradient @ other.mT).sum_to_size(shape)
 
 
 def _ordered(x: Array, w: Array, right: bool) -> tuple[Array, Array]:

@@ -26,7 +26,7 @@ from breccia.ops import Array
 from breccia.recipes import ScalingRecipe
 from breccia.tensor import FIELDS, ScaledTensor, contraction_axis, held
 
-from .gradients import masked, within, within_scales
+from .gradients import masked, product_gradient, within, within_scales
 from .ops import TORCH
 
 _SIGN = 1 << 63
@@ -130,9 +130,9 @@ def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     gradient = gradient.float()
     left = right = None
     if not first[0] and ctx.needs_input_grad[0]:
-        left = [(gradient @ _values(b, *second).mT).sum_to_size(a[0].shape).to(a[0].dtype)]
+        left = [product_gradient(gradient, _values(b, *second), a[0].shape, False).to(a[0].dtype)]
     if not second[0] and ctx.needs_input_grad[5]:
-        right = [(_values(a, *first).mT @ gradient).sum_to_size(b[0].shape).to(b[0].dtype)]
+        right = [product_gradient(gradient, _values(a, *first), b[0].shape, True).to(b[0].dtype)]
     return left or [None] * len(a), *(None,) * 4, right or [None] * len(b), *(None,) * 5
 
 
