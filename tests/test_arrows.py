@@ -24,6 +24,7 @@ PACKAGES = {
     "breccia-torch": ("breccia_torch", {CORE}),
     "breccia-jax": ("breccia_jax", {CORE}),
     "breccia-mlx": ("breccia_mlx", {CORE}),
+    "breccia-native": ("breccia_native", {CORE}),
     "breccia-triton": ("breccia_triton", {CORE, "breccia_torch"}),
     "breccia-bridges": ("breccia_bridges", {CORE}),
 }
@@ -36,6 +37,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_torch": ({"torch", "numpy"}, set()),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
     "breccia_mlx": ({"mlx", "numpy"}, set()),
+    "breccia_native": (set(), set()),
     "breccia_triton": ({"triton", "torch", "numpy"}, set()),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }

@@ -144,11 +144,11 @@ def test_ways_of_ours_that_differ_by_a_bit_are_refused(tmp_path: Path, module) -
 def test_a_rival_that_is_not_at_hand_is_skipped_with_a_line(tmp_path: Path, module, monkeypatch, capsys) -> None:
     bench, rivals = module("bench_cast"), module("rivals")
     monkeypatch.setattr(rivals, "old_folder", lambda: tmp_path / "absent")
-    assert bench.chosen([]) == ["ml_dtypes"]
+    assert bench.chosen([]) == ["breccia-on-numpy", "ml_dtypes"]
     assert "skipped breccia-0.1.3: not fetched yet; --rivals breccia-0.1.3 fetches it" in capsys.readouterr().err
-    assert bench.chosen(["all"]) == ["ml_dtypes", "breccia-0.1.3"] and bench.chosen(["none"]) == []
+    assert bench.chosen(["all"]) == ["breccia-on-numpy", "ml_dtypes", "breccia-0.1.3"] and bench.chosen(["none"]) == []
     assert bench.chosen([], "torch") == ["breccia-on-numpy", "breccia-compiled", "eager-torch"]
-    with pytest.raises(SystemExit, match=r"--rivals takes ml_dtypes, breccia-0\.1\.3, all or none; got 'torch'"):
+    with pytest.raises(SystemExit, match=r"takes breccia-on-numpy, ml_dtypes, breccia-0\.1\.3, all or none; got 'torch'"):
         bench.chosen(["torch"])
 
 

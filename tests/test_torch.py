@@ -136,8 +136,8 @@ def test_torchs_own_conversions_write_the_codes_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
-def test_conversions_by_torch_are_the_kernels_own_around_every_code(name: str) -> None:
-    """Under given scales, so that numbers lie on, beside and beyond codes; in chunks longer than what torch copies at once."""
+def test_codes_are_numpys_around_every_code(name: str) -> None:
+    """Under given scales, so that numbers lie on, beside and beyond codes."""
     codec = {"E4M3": E4M3, "E5M2": E5M2}[name]
     values = np.array([v for code in range(256) if math.isfinite(v := codec.value(code))], np.float32)
     ties = (np.sort(values)[:-1] + np.sort(values)[1:]) / 2

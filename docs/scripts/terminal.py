@@ -60,7 +60,7 @@ def sessions() -> list[Session]:
         Session("gate", (f"breccia compare {MODEL} {int4} --fail-under 18", "echo $?"), status=1),
         Session("explain", ("breccia explain cast nvfp4 --on torch",)),
         Session("explain-matmul", ("breccia explain matmul block block",)),
-        Session("json", ("breccia explain cast nvfp4 --json",)),
+        Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
         Session("doctor", ("breccia doctor",), volatile=True),
         Session("bench", ("breccia bench nvfp4 mxfp8 --size 512 --runs 3",), volatile=True),

@@ -57,6 +57,7 @@ SIBLINGS = (
     Sibling("breccia-torch", arrays=("torch",)),
     Sibling("breccia-jax", arrays=("jax", "jaxlib")),
     Sibling("breccia-mlx", arrays=("mlx",)),
+    Sibling("breccia-native", kernels=("numpy",)),
     TRITON,
     BRIDGES,
 )

@@ -1,4 +1,4 @@
-"""The NumPy kernels on torch's memory: parts of CPU tensors are seen as arrays, and results as tensors, without a copy.
+"""What serves NumPy, on torch's memory: parts of CPU tensors are seen as arrays, and results as tensors, without a copy.
 
 Tensors that have no memory of their own to look at (fakes, those under functorch transforms, subclasses) take the generic
 algorithm.
@@ -7,17 +7,15 @@ algorithm.
 from __future__ import annotations
 
 import sys
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 
-from breccia.codecs import E4M3, E5M2, Codec
+from breccia import api
 from breccia.frameworks import output_dtype
-from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
-from breccia.kernels.numpy import Conversion
 from breccia.recipes import ScalingRecipe
 from breccia.tensor import ScaledTensor, held
 
@@ -45,31 +43,29 @@ def outside_graphs(kernel: Any) -> Any:
 def cast(
     x: Array, recipe: ScalingRecipe, *, scale: Any = None, out: ScaledTensor | None = None, **options: Any
 ) -> ScaledTensor:
-    """`reference.cast` by the NumPy kernel."""
+    """`reference.cast` by whatever serves NumPy's arrays."""
     supplied = isinstance(scale, torch.Tensor)
     if not _plain(x) or (supplied and not _plain(scale)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, scale=scale, out=out, **options)
     reference.check_cast(x, recipe)
     options["scale"] = _array(scale) if supplied else scale
-    if not torch._C._len_torch_dispatch_stack():  # under a mode, tensors made here might be no memory  # pyright: ignore
-        options["conversions"] = _conversion
     if out is None:
-        return _tensors(kernels.cast(_floats(x), recipe, **options))
-    kernels.cast(_floats(x), recipe, out=_arrays(out), **options)
+        return _tensors(api.cast(_floats(x), recipe, **options))
+    api.cast(_floats(x), recipe, out=_arrays(out), **options)
     return out
 
 
 @outside_graphs
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
-    """`reference.dequantize` by the NumPy kernel."""
+    """`reference.dequantize` by whatever serves NumPy's arrays."""
     name = output_dtype(out_dtype)
     if not _viewable(st) or (out is not None and not _plain(out)):
         return reference.dequantize(st, out_dtype=name, out=out)
     if name == "bfloat16":  # which NumPy lacks
         return reference.result(TORCH, dequantize(st), name, out)
     if out is None:
-        return torch.from_numpy(kernels.dequantize(_arrays(st), out_dtype=name))
-    kernels.dequantize(_arrays(st), out_dtype=name, out=_array(out))
+        return torch.from_numpy(api.dequantize(_arrays(st), out_dtype=name))
+    api.dequantize(_arrays(st), out_dtype=name, out=_array(out))
     return out
 
 
@@ -97,25 +93,6 @@ def _viewable(st: Any) -> bool:
 def _takes(out: Any, recipe: ScalingRecipe) -> bool:
     """Can the kernel write into `out`? It sees bytes, which do not tell float8 from uint8."""
     return _viewable(out) and {name: part.dtype for name, part in held(out).items()} == _dtypes(recipe)
-
-
-@cache
-def _conversion(codec: Codec) -> Conversion | None:
-    """torch's conversion to FP8, several times faster than integer arithmetic in NumPy."""
-    if codec not in (E4M3, E5M2):
-        return None
-    dtype = getattr(torch, TORCH.storage(codec))
-
-    def convert(y: np.ndarray, codes: np.ndarray) -> None:
-        source, target = torch.from_numpy(y), torch.from_numpy(codes).view(dtype)
-        for start in range(0, len(y), _SERIAL):
-            target[start : start + _SERIAL].copy_(source[start : start + _SERIAL])
-
-    return convert
-
-
-#: Elements that torch copies in the thread that asks; the kernels have threads of their own.
-_SERIAL = 32767
 
 
 def _floats(x: Array) -> np.ndarray:

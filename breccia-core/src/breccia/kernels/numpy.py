@@ -118,13 +118,12 @@ def _chunk() -> int:
 
 # ------------------------------------------------------------------------------------------------ codes
 
-#: Writes the codes of FP32 numbers, contiguous and within the codec's range, NaN aside, into as many bytes.
-Conversion = Callable[[Array, Array], None]
-#: The conversion to a codec, where there is one.
-Conversions = Callable[[Codec], Conversion | None]
+#: write(source, inverse, k, codes): codes of FP32 numbers, NaN aside, times the number of their block of `k`, clamped, into as
+#: many bytes; zeros where that number is 0. All are contiguous and 1-D.
+ScaledCodes = Callable[[Array, Array, int, Array], None]
 
 
-class _FloatCodes:
+class FloatCodes:
     """Codes of a minifloat with p = `mantissa_bits` >= 1, by adding 2^(23-p) times the binade of |y|.
 
     The sum's last bit is worth the spacing of codes in that binade, so that the hardware rounds to nearest, ties to even.
@@ -191,21 +190,7 @@ class _FloatCodes:
         np.copyto(codes, a, casting="unsafe")
 
 
-class _Converted(_FloatCodes):
-    """Codes of a minifloat by a conversion that somebody else has."""
-
-    def __init__(self, codec: Minifloat, convert: Conversion) -> None:
-        super().__init__(codec)
-        self.convert = convert
-
-    def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
-        y = work.scaled[:n].view(_F4)
-        if clamp:
-            np.clip(y, -self.codec.max, self.codec.max, out=y)
-        self.convert(y, codes)
-
-
-class _IntegerCodes:
+class IntegerCodes:
     """Codes of an integer codec: the last bits of y + 1.5 * 2^23 (of units), which the addition rounds."""
 
     #: Code of +0.
@@ -219,7 +204,7 @@ class _IntegerCodes:
         self.limit = self.high + unit / 2
 
     def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
-        """As `_FloatCodes.write`."""
+        """As `FloatCodes.write`."""
         y = work.scaled[:n].view(_F4)
         if clamp:
             np.minimum(y, self.high, out=y)
@@ -231,12 +216,12 @@ class _IntegerCodes:
             np.bitwise_and(codes, self.mask, out=codes)
 
     def few(self, y: Array) -> Array:
-        """As `_FloatCodes.few`."""
+        """As `FloatCodes.few`."""
         codes = (np.maximum(np.minimum(y, self.high), self.low) + self.magic).view(_U4).astype(_U1)
         return codes if self.mask == 0xFF else codes & self.mask
 
 
-class _TableCodes:
+class TableCodes:
     """Codes of a table of 16 numbers: the place of a number is how many thresholds it reaches."""
 
     limit = math.inf
@@ -247,7 +232,7 @@ class _TableCodes:
         self.zero = int(codec.encode(NUMPY, np.zeros(1, _F4))[0])
 
     def write(self, work: _Buffers, n: int, codes: Array, clamp: bool) -> None:
-        """As `_FloatCodes.write`."""
+        """As `FloatCodes.write`."""
         y, reached = work.scaled[:n].view(_F4), work.sign[:n]
         codes.fill(0)
         for start in self.starts:
@@ -256,11 +241,29 @@ class _TableCodes:
         np.copyto(codes, self.order.take(codes))
 
     def few(self, y: Array) -> Array:
-        """As `_FloatCodes.few`."""
+        """As `FloatCodes.few`."""
         return self.order.take(self.starts.searchsorted(y, side="right"))
 
 
-_Codes = _FloatCodes | _IntegerCodes | _TableCodes
+_Codes = FloatCodes | IntegerCodes | TableCodes
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of `cast` that somebody else does faster than NumPy, with the same bytes; what is None is done here.
+
+    amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
+    pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous and 1-D.
+    scaled: what writes codes as these do here, from numbers still to be scaled; None where there is no such.
+    """
+
+    amax: Callable[[Array, int, Array], None] | None = None
+    pairs: Callable[[Array, Array], None] | None = None
+    scaled: Callable[[_Codes], ScaledCodes | None] | None = None
+
+
+#: NumPy alone.
+PLAIN = Steps()
 
 
 @lru_cache(maxsize=64)
@@ -269,11 +272,11 @@ def _code_writer(codec: Codec) -> _Codes | None:
     if codec.bits not in (4, 6, 8):
         return None
     if type(codec) is Lookup and codec.bits == 4:
-        return _TableCodes(codec)
+        return TableCodes(codec)
     if type(codec) is Integer:
-        return _IntegerCodes(codec)
+        return IntegerCodes(codec)
     if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16 and codec.max <= _MODEST:
-        return _FloatCodes(codec)
+        return FloatCodes(codec)
     return None
 
 
@@ -344,7 +347,7 @@ class _Scales:
         self._form: Any = None
         low, high, codec, rule = _SMALL, _LARGE, self.codec, self.rule
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
-            if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := _code_writer(codec), _FloatCodes):
+            if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := _code_writer(codec), FloatCodes):
                 low, self._form, self._writer = 0.0, self._linear8, writer
                 self.values = np.array(codec.table, _U4).view(_F4)
                 self.divisors = np.where(self.values > 0, self.values, _F4(np.inf))
@@ -457,8 +460,8 @@ class _Coarse:
 class _Plan:
     """What follows from a recipe once: how its codes and scales are written fast, or that the generic algorithm does."""
 
-    def __init__(self, recipe: ScalingRecipe, conversions: Conversions | None) -> None:
-        self.recipe, self.fmt = recipe, recipe.format
+    def __init__(self, recipe: ScalingRecipe, steps: Steps) -> None:
+        self.recipe, self.fmt, self.steps = recipe, recipe.format, steps
         fmt, fine = self.fmt, recipe.rules[-1]
         self.count, self.bits = packing(fmt.element)[0], fmt.element.bits
         self.storage = NUMPY.storage(fmt.element)
@@ -472,9 +475,8 @@ class _Plan:
         self.divides = type(fine).scaled is Divide.scaled
         known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
         self.codes = _code_writer(fmt.element) if known else None
-        convert = conversions(fmt.element) if conversions is not None else None
-        if convert is not None and type(self.codes) is _FloatCodes:
-            self.codes = _Converted(self.codes.codec, convert)
+        #: Codes of what is still to be scaled.
+        self.scaled = None if steps.scaled is None or self.codes is None else steps.scaled(self.codes)
         self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1)
         self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0)
         self._layouts: dict[Any, Layout] = {}
@@ -526,9 +528,9 @@ class _Plan:
 _plans: dict[object, _Plan] = {}
 
 
-def _plan(recipe: ScalingRecipe, conversions: Conversions | None = None) -> _Plan:
-    key = recipe.identity if conversions is None else (recipe.identity, conversions)
-    return _recalled(_plans, key, _Plan, recipe, conversions)
+def _plan(recipe: ScalingRecipe, steps: Steps = PLAIN) -> _Plan:
+    key = recipe.identity if steps is PLAIN else (recipe.identity, steps)
+    return _recalled(_plans, key, _Plan, recipe, steps)
 
 
 def _recalled(store: dict[Any, _T], key: Any, make: Callable[..., _T], *arguments: Any) -> _T:
@@ -664,9 +666,9 @@ def _each(step: Any, jobs: list[_Job], m: int, unit: int) -> None:
 
 
 def _load(values: Array, rows: int, columns: int, buffer: Array) -> Array:
-    """`values` (r, c) as FP32 in one row, padded with zeros to (rows, columns): a view where it can be one."""
+    """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where it can be one."""
     r, c = values.shape
-    if (r, c) == (rows, columns) and values.dtype == _F4 and values.flags.c_contiguous:
+    if (r, c) == (rows, columns) and values.dtype == _F4 and values.flags.c_contiguous and values.flags.aligned:
         return values.reshape(-1)
     flat = buffer[: rows * columns]
     words = flat.reshape(rows, columns)
@@ -692,13 +694,13 @@ def cast(
     seed: int | None = None,
     nonfinite: str = "propagate",
     out: ScaledTensor | None = None,
-    conversions: Conversions | None = None,
+    steps: Steps = PLAIN,
 ) -> ScaledTensor:
     """`reference.cast`, faster, in memory of its result and at most 16 MB.
 
     Up to 6 MB of that are work space, which each thread keeps for its next call.
 
-    conversions: who has faster conversions of their own: a function that gives one for a codec, or None.
+    steps: those that somebody else does faster.
     """
     if (
         scale is None
@@ -716,13 +718,13 @@ def cast(
         and isinstance(recipe, ScalingRecipe)
     ):
         with np.errstate(all="ignore"):
-            written = _plan(recipe, conversions).short(x)
+            written = _plan(recipe, steps).short(x)
         if written is not None:
             return written
     check_options(rounding, seed, nonfinite)
     if type(x) is not np.ndarray or x.dtype is not _F32 or not x.ndim or not isinstance(recipe, ScalingRecipe):
         reference.check_cast(x, recipe)
-    plan = _plan(recipe, conversions)
+    plan = _plan(recipe, steps)
     axis = contraction_axis(axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
@@ -860,12 +862,22 @@ class _Cast:
 
         def step(work: _Buffers, i: int, piece: _Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
             source = _load(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source)
-            a = np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[: source.size])
-            found[i] = a.max()
+            found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
+                a = np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[: source.size])
                 found[i] = a.max(where=a < F32_INF, initial=0)
 
         _each(step, jobs, 1, self.plan.count)
+        return found
+
+    def _amax(self, work: _Buffers, source: Array, k: int) -> Array:
+        """Bits of the largest magnitude of each `k` FP32 numbers."""
+        n = source.size
+        if self.plan.steps.amax is None:
+            np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[:n])
+            return _block_amax(work, n, k)
+        found = np.empty(n // k, _U4)
+        self.plan.steps.amax(source, k, found)
         return found
 
     def _write_coarse(self, target: Array, whole: list[_Job]) -> None:
@@ -886,9 +898,7 @@ class _Cast:
         m = self.m if self.m > 1 else 1
         rows, columns = _whole(r1 - r0, m), _whole(c1 - c0, self.unit)
         source = _load(piece.values[r0:r1, c0:c1], rows, columns, work.source)
-        n = source.size
-        np.bitwise_and(source.view(_U4), MAGNITUDE, out=work.a[:n])
-        amax = _block_amax(work, n, k)
+        amax = self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
         coarse = self.coarse[piece.lead] if self.coarse else None
@@ -908,9 +918,8 @@ class _Cast:
         clamp = not np.maximum.reduce(amax.view(_F4) * inverse) < writer.limit
         if m > 1:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
-        _times(source, inverse, k, work.scaled[:n].view(_F4))
-        dead = None if np.logical_and.reduce(inverse) else inverse == 0
-        self._write_codes(work, piece.data[r0:r1, _bytes(self.plan.fmt.element, c0, c1)], (rows, columns), c1 - c0, clamp, dead)
+        target = piece.data[r0:r1, _bytes(self.plan.fmt.element, c0, c1)]
+        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp)
 
     def _accepted(self, piece: _Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
         """int32 codes of the supplied scales of a chunk, `rows` by `columns` with the blocks of padding."""
@@ -922,20 +931,37 @@ class _Cast:
         return codes.reshape(-1)
 
     def _write_codes(
-        self, work: _Buffers, target: Array, padded: tuple[int, int], columns: int, clamp: bool, dead: Array | None
+        self,
+        work: _Buffers,
+        source: Array,
+        inverse: Array,
+        k: int,
+        target: Array,
+        padded: tuple[int, int],
+        columns: int,
+        clamp: bool,
     ) -> None:
-        """Codes of `work.scaled`, of shape `padded` with `columns` real ones, to `target`; `dead` blocks have those of +0."""
-        writer, n = self.plan.codes, padded[0] * padded[1]
+        """Codes of `source`, of shape `padded` with `columns` real ones, times `inverse` of each `k`, to `target`.
+
+        Blocks whose inverse is 0 have codes of +0.
+        """
+        plan, writer, n = self.plan, self.plan.codes, source.size
         assert writer is not None
-        in_place = self.plan.bits == 8 and target.size == n and target.flags.c_contiguous
+        in_place = plan.bits == 8 and target.size == n and target.flags.c_contiguous
         codes = target.reshape(-1) if in_place else work.codes[:n]
-        writer.write(work, n, codes, clamp)
-        if dead is not None:
-            codes.reshape(dead.size, -1)[dead] = writer.zero
-        if writer.zero and columns < padded[1]:
-            codes.reshape(padded)[:, columns:] = 0
-        if not in_place:
-            _pack(codes.reshape(padded), self.plan.bits, target, work.sign)
+        if plan.scaled is not None:
+            plan.scaled(source, inverse, k, codes)
+        else:
+            _times(source, inverse, k, work.scaled[:n].view(_F4))
+            writer.write(work, n, codes, clamp)
+            if not np.logical_and.reduce(inverse):
+                codes.reshape(-1, k)[inverse == 0] = writer.zero
+            if writer.zero and columns < padded[1]:
+                codes.reshape(padded)[:, columns:] = 0
+        if plan.bits == 4 and plan.steps.pairs is not None and 2 * target.size == n and target.flags.c_contiguous:
+            plan.steps.pairs(codes, target)
+        elif not in_place:
+            _pack(codes.reshape(padded), plan.bits, target, work.sign)
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
 
@@ -974,8 +1000,7 @@ class _Cast:
                 return
             if inverse[number] > _LARGE:
                 source = _flushed(work, source)
-            np.multiply(source, inverse[number], out=work.scaled[:n].view(_F4))
-            self._write_codes(work, target, padded, c1 - c0, not fit, None)
+            self._write_codes(work, source, inverse[number : number + 1], n, target, padded, c1 - c0, not fit)
 
         _each(step, jobs, 1, self.plan.count)
 

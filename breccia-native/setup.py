@@ -1,0 +1,20 @@
+"""The C extension; everything else is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "breccia_native.steps",
+            ["src/breccia_native/steps.c"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            # Contraction would fuse a product into the addition that rounds, and change codes.
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math"],
+            py_limited_api=True,
+            # Without a compiler the distribution installs all the same, and its kernel says why it does not run.
+            optional=True,
+        )
+    ],
+    # One wheel for all versions of Python from 3.11 on.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,1 @@
+"""Compiled steps for breccia's casts on the CPU. Imports nothing; see `plugin.py`."""

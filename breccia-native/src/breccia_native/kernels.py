@@ -1,0 +1,36 @@
+"""The NumPy kernels with compiled steps: the same chunks, threads and scales; amax, codes and packing in C."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from breccia.kernels import numpy as kernels
+from breccia.kernels.numpy import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
+from breccia.recipes import ScalingRecipe
+from breccia.tensor import ScaledTensor
+
+from . import steps
+
+
+def cast(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    """`breccia.kernels.numpy.cast`, several times faster on large arrays."""
+    return kernels.cast(x, recipe, steps=_STEPS, **options)
+
+
+def _scaled(codes: FloatCodes | IntegerCodes | TableCodes) -> ScaledCodes | None:
+    match codes:
+        case FloatCodes():
+            fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
+            return partial(_write, steps.floats, fields)
+        case IntegerCodes():
+            return partial(_write, steps.integers, (codes.low, codes.high, float(codes.magic), codes.mask))
+        case _:
+            return None
+
+
+def _write(step: Any, fields: tuple[float, ...], source: Any, inverse: Any, k: int, codes: Any) -> None:
+    step(source, inverse, k, codes, *fields)
+
+
+_STEPS = Steps(amax=steps.amax, pairs=steps.pairs, scaled=_scaled)

@@ -1,0 +1,155 @@
+"""Compiled steps: numbers around every code, sizes that do not agree, and a distribution that was built without a compiler.
+
+That casts by them write the bytes of the generic algorithm is shown in test_numpy_kernels.py, beside NumPy's own steps.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import recipe_id
+
+import breccia
+from breccia.codecs import CODECS, E4M3, Integer, Minifloat
+from breccia.kernels.numpy import FloatCodes, IntegerCodes, _code_writer
+from breccia.ops import NUMPY
+from breccia_native import availability
+
+ROOT = Path(__file__).resolve().parent.parent
+
+if reason := availability.missing("cpu"):
+    pytest.skip(reason, allow_module_level=True)
+
+from breccia_native import kernels, steps  # noqa: E402
+
+#: Codecs whose codes NumPy's kernels compute, so that compiled steps may.
+COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and _code_writer(c) is not None]
+
+
+def around_every_code(codec: Minifloat | Integer) -> np.ndarray:
+    """All numbers of the codec, the ties between them, the FP32 numbers next to these, and numbers beyond the largest."""
+    values = np.unique([v for code in range(1 << codec.bits) if np.isfinite(v := codec.value(code))]).astype(np.float32)
+    ties = (values[1:] + values[:-1]) / 2
+    beside = [np.nextafter(y, np.float32(end)) for y in (values, ties) for end in (-np.inf, np.inf)]
+    beyond = np.array([1.01, 1.1, 2, 1e30], np.float32) * values[-1]
+    y = np.concatenate([values, ties, *beside, beyond, -beyond, np.array([0.0, -0.0, 2.0**-126], np.float32)])
+    return y.astype(np.float32)
+
+
+@pytest.mark.parametrize("codec", COMPUTED, ids=lambda c: c.name)
+@pytest.mark.parametrize("k", [1, 7, 16, 32, 128, 1025])
+def test_codes_around_every_code_are_those_of_the_codec(codec: Minifloat | Integer, k: int) -> None:
+    y = np.resize(around_every_code(codec), 5 * k * 7)
+    inverse = np.ones(35, np.float32)
+    inverse[3::5] = 0
+    inverse[4::5] = 0.5
+    scaled = np.where(inverse.repeat(k) == 0, np.float32(0), y * inverse.repeat(k))
+    with np.errstate(all="ignore"):
+        expected = codec.encode(NUMPY, scaled)
+    codes = np.full(y.size, 0xAA, np.uint8)
+    writer = FloatCodes(codec) if isinstance(codec, Minifloat) else IntegerCodes(codec)
+    write = kernels._scaled(writer)
+    assert write is not None
+    write(y, inverse, k, codes)
+    np.testing.assert_array_equal(codes, expected)
+
+
+def test_a_block_without_a_usable_scale_has_codes_of_zero_whatever_is_in_it() -> None:
+    x = np.array([np.nan, np.inf, -np.inf, -1.0] * 8, np.float32)
+    codes = np.full(32, 0xAA, np.uint8)
+    write = kernels._scaled(FloatCodes(E4M3))
+    assert write is not None
+    write(x, np.zeros(1, np.float32), 32, codes)
+    assert not codes.any()
+
+
+@pytest.mark.parametrize("k", [1, 5, 16, 32, 33, 128, 4096])
+def test_amax_is_that_of_the_magnitudes_nan_and_inf_included(k: int) -> None:
+    bits = np.random.default_rng(k).integers(0, 1 << 32, 8 * k, dtype=np.uint32)
+    found = np.zeros(8, np.uint32)
+    steps.amax(bits.view(np.float32), k, found)
+    np.testing.assert_array_equal(found, (bits & 0x7FFFFFFF).reshape(8, k).max(axis=1))
+
+
+def test_pairs_have_the_first_code_in_the_low_half() -> None:
+    codes = np.random.default_rng(0).integers(0, 16, 2 * 333, dtype=np.uint8)
+    data = np.zeros(333, np.uint8)
+    steps.pairs(codes, data)
+    np.testing.assert_array_equal(data, codes[::2] | codes[1::2] << 4)
+
+
+def test_buffers_that_do_not_agree_are_refused_before_anything_is_written() -> None:
+    x, per_block, codes = np.ones(64, np.float32), np.ones(2, np.float32), np.full(64, 7, np.uint8)
+    fields = (0, 0, 0, 0, 0)
+    wanted = r"aligned FP32 numbers in blocks of k = {} and one number a block; got {} and {} bytes. Call breccia.cast"
+    for source, inverse, k in (
+        (x, per_block, 31),
+        (x, per_block, 0),
+        (x, per_block, -1),
+        (x[:63], per_block, 32),
+        (x, per_block[:1], 32),
+    ):
+        with pytest.raises(ValueError, match=wanted.format(k, source.nbytes, inverse.nbytes)):
+            steps.floats(source, inverse, k, codes, *fields)
+        with pytest.raises(ValueError, match="in blocks of k"):
+            steps.integers(source, inverse, k, codes, 0.0, 1.0, 1.0, 15)
+        with pytest.raises(ValueError, match="in blocks of k"):
+            steps.amax(source, k, inverse.view(np.uint32))
+    odd = np.frombuffer(bytes(257), np.uint8)[1:].view(np.float32)
+    with pytest.raises(ValueError, match="aligned FP32 numbers"):
+        steps.floats(odd, per_block, 32, codes, *fields)
+    with pytest.raises(ValueError, match="wanted room for 64 codes, one a byte; got 63 bytes"):
+        steps.floats(x, per_block, 32, codes[:63], *fields)
+    with pytest.raises(ValueError, match="wanted room for 62 codes"):
+        steps.pairs(codes, np.zeros(31, np.uint8))
+    with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write|contiguous"):
+        steps.pairs(codes, bytes(32))
+    assert (codes == 7).all()
+
+
+def test_arrays_that_are_not_aligned_are_cast_all_the_same(recipe: breccia.ScalingRecipe) -> None:
+    raw = np.zeros(4 * 64 * 300 + 1, np.uint8)
+    x = raw[1:].view(np.float32).reshape(64, 300)
+    x[:] = np.random.default_rng(0).standard_normal((64, 300))
+    assert not x.flags.aligned
+    assert breccia.bytes_equal(kernels.cast(x, recipe), breccia.cast(x.copy(), recipe, prefer="reference.cast")), recipe_id(
+        recipe
+    )
+
+
+def test_numpy_arrays_and_torchs_tensors_are_served_by_them() -> None:
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
+    found = breccia.explain("cast", x, breccia.NVFP4BlockScaling())
+    assert found.winner is not None and found.winner.name == "native.cast"
+    script = (
+        "import breccia, torch; breccia.cast(torch.ones(64, 256), breccia.NVFP4BlockScaling());"
+        "import sys; print('breccia_native.steps' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+    st = breccia.cast(torch.from_numpy(x), breccia.NVFP4BlockScaling())
+    assert st.digest() == breccia.cast(x, breccia.NVFP4BlockScaling(), prefer="reference.cast").digest()
+
+
+def test_without_a_compiler_numpy_serves_and_explain_says_why(tmp_path: Path) -> None:
+    """The distribution as it is where its extension could not be built: its Python files alone."""
+    package = tmp_path / "breccia_native"
+    package.mkdir()
+    for path in (ROOT / "breccia-native" / "src" / "breccia_native").glob("*.py"):
+        (package / path.name).write_bytes(path.read_bytes())
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import breccia, numpy as np\n"
+        "x = np.ones((4, 64), np.float32)\n"
+        "print(breccia.explain('cast', x, breccia.MXFP8BlockScaling()))\n"
+        "print(breccia.cast(x, breccia.MXFP8BlockScaling()).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert " -> numpy.cast" in done.stdout and done.stdout.endswith("(4, 64)\n")
+    assert "breccia-native was built without a C compiler; install one and reinstall breccia-native" in done.stdout
