@@ -121,6 +121,24 @@ def test_arrays_that_are_not_aligned_are_cast_all_the_same(recipe: breccia.Scali
     )
 
 
+def test_verbs_that_cast_on_the_way_do_it_by_them(recipe: breccia.ScalingRecipe) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
+    st = breccia.cast(x, breccia.Float8BlockScaling(), prefer="reference.cast")
+    for op, operand, options in (
+        ("requantize", st, {}),
+        ("cast_ste", x, {"axis": -2}),
+        ("cast_ste_clipped", x, {"clip": "scale"}),
+    ):
+        verb, target = getattr(breccia, op), breccia.MXFP8BlockScaling() if op == "cast_ste_clipped" else recipe
+        winner = breccia.explain(op, operand, target).winner
+        assert winner is not None and winner.name == f"native.{op}"
+        found, expected = (verb(operand, target, **options, **prefer) for prefer in ({}, {"prefer": f"reference.{op}"}))
+        if op == "requantize":
+            assert breccia.bytes_equal(found, expected)
+        else:
+            np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
 def test_numpy_arrays_and_torchs_tensors_are_served_by_them() -> None:
     torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).standard_normal((64, 256), np.float32)

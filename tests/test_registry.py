@@ -117,6 +117,7 @@ def test_the_manifest_of_core_is_never_set_aside() -> None:
         Registry([(core, lambda: ModuleType("empty"))], {})
 
 
+@pytest.mark.together
 def test_every_sibling_is_found_and_active() -> None:
     found = {p.distribution: p for p in breccia.plugins()}
     for part in ("torch", "jax", "mlx", "triton", "bridges"):
@@ -136,6 +137,7 @@ def test_a_good_plug_in_adds_a_recipe_to_every_backend(install: Install) -> None
     assert breccia.dequantize(st).tolist() == [[3.0] * 32] * 2
 
 
+@pytest.mark.together
 def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
     """So that an absent sibling can be named by what it would bring."""
     for sibling in SIBLINGS:
@@ -404,6 +406,7 @@ def test_a_hook_may_be_implemented_under_another_function_name(install: Install)
     assert plugin("acme").declares == ("bridges:leftover", "cli:acme")
 
 
+@pytest.mark.together
 def test_a_manifest_may_import_modules_whose_names_begin_as_hooks_do(install: Install) -> None:
     install("acme", HEAD + "import breccia_torch")
     assert reloaded()[1] == []
@@ -452,6 +455,7 @@ def test_a_name_claimed_by_two_plug_ins_goes_to_the_first_by_name_whatever_the_p
     ]
 
 
+@pytest.mark.together
 def test_a_framework_whose_import_is_under_way_is_not_asked_for_what_it_lacks(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,6 +490,7 @@ print(json.dumps([[f"{w.category.__name__}: {w.message}" for w in caught], found
 """
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("heavy", ["numpy", "mlx"])
 def test_a_manifest_that_imports_a_framework_is_named_but_stays_active(tmp_path: Path, heavy: str) -> None:
     write(tmp_path, "acme", f"import {heavy}\n" + HEAD, module="acme_heavy")
@@ -526,6 +531,7 @@ def test_in_a_fresh_process_a_broken_plug_in_harms_nobody(tmp_path: Path) -> Non
 # -- the environment, reload, threads -----------------------------------------------------------------------------------
 
 
+@pytest.mark.together
 def test_blocked_plug_ins_are_not_even_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("acme", "raise RuntimeError('boom')")
     monkeypatch.setenv("BRECCIA_BLOCK", " acme, bridges ,")
@@ -537,6 +543,7 @@ def test_blocked_plug_ins_are_not_even_imported(install: Install, monkeypatch: p
     assert not found.bridges
 
 
+@pytest.mark.together
 def test_core_cannot_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "core,bridges")
     _, messages = reloaded()
@@ -545,14 +552,15 @@ def test_core_cannot_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling()).shape == (2, 32)
 
 
+@pytest.mark.together
 def test_the_environment_is_told_of_names_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "bridgs,jax")
     monkeypatch.setenv("BRECCIA_PREFER", "reference.cast,reference.matmull")
     _, (block, prefer, *more) = reloaded()
     assert more == []
     assert block == (
-        "BRECCIA_BLOCK names 'bridgs', which is no plug-in here; did you mean 'bridges'? Known: bridges, jax, mlx, torch, "
-        "triton."
+        "BRECCIA_BLOCK names 'bridgs', which is no plug-in here; did you mean 'bridges'? Known: bridges, jax, mlx, native, "
+        "torch, triton."
     )
     assert prefer.startswith(
         "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: numpy."
@@ -583,6 +591,7 @@ def test_where_warnings_are_errors_one_is_raised_once_and_the_registry_works(tmp
     )
 
 
+@pytest.mark.together
 def test_reload_reads_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "bridges")
     assert registry.reload() is registry.registry()
@@ -664,6 +673,7 @@ def test_plug_ins_are_values() -> None:
     assert set(KINDS) >= set(first.hooks)
 
 
+@pytest.mark.together
 def test_a_framework_of_a_missing_sibling_is_named_with_its_remedy() -> None:
     code = "import breccia; breccia.explain('cast', 'nvfp4', on='torch')"
     environment = {**os.environ, "BRECCIA_BLOCK": "torch"}

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from breccia.kernels import numpy as kernels
+from breccia.kernels import reference
 from breccia.kernels.numpy import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
 from breccia.recipes import ScalingRecipe
 from breccia.tensor import ScaledTensor
@@ -16,6 +17,23 @@ from . import steps
 def cast(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
     """`breccia.kernels.numpy.cast`, several times faster on large arrays."""
     return kernels.cast(x, recipe, steps=_STEPS, **options)
+
+
+def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    """`breccia.kernels.numpy.requantize` by way of `cast` here."""
+    return reference.requantized(cast, kernels.dequantize, st, recipe, **options)
+
+
+def cast_ste(x: Any, recipe: ScalingRecipe, **options: Any) -> Any:
+    """`breccia.kernels.numpy.cast_ste` by way of `cast` here."""
+    return kernels.cast_ste(x, recipe, steps=_STEPS, **options)
+
+
+def cast_ste_clipped(
+    x: Any, recipe: ScalingRecipe, clip_min: float | None = None, clip_max: float | None = None, **options: Any
+) -> Any:
+    """`breccia.kernels.numpy.cast_ste_clipped` by way of `cast` here."""
+    return kernels.cast_ste_clipped(x, recipe, clip_min, clip_max, steps=_STEPS, **options)
 
 
 def _scaled(codes: FloatCodes | IntegerCodes | TableCodes) -> ScaledCodes | None:

@@ -12,11 +12,8 @@ api = 1
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
     # torch's CPU tensors come here too: breccia_torch.cpu asks what serves NumPy.
-    yield Kernel(
-        "cast",
-        "numpy",
-        "breccia_native.kernels:cast",
-        "native.cast",
-        available="breccia_native.availability:missing",
-        accepts="breccia.kernels.numpy:accepts_cast",
-    )
+    kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
+    numpy_does = "breccia.kernels.numpy:accepts_cast"
+    yield Kernel("cast", "numpy", f"{kernels}:cast", "native.cast", available=available, accepts=numpy_does)
+    for op in ("requantize", "cast_ste", "cast_ste_clipped"):
+        yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available)
