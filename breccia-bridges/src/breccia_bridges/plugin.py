@@ -20,6 +20,10 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("compare", "breccia_bridges.compare:compare"),
         Bridge("from_deepseek_v3", f"{deepseek}:from_deepseek_v3"),
         Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
+        Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
+        Bridge("to_dlpack", "breccia_bridges.dlpack:to_dlpack"),
+        Bridge("from_mlx", "breccia_bridges.mlx:from_mlx", requires=("mlx",), install="breccia-mlx"),
+        Bridge("to_mlx", "breccia_bridges.mlx:to_mlx", requires=("mlx",), install="breccia-mlx"),
     ]
 
 

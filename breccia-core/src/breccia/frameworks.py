@@ -29,6 +29,9 @@ class Framework:
     refuses: (name, remedy) of subtypes that compute as no plain array does; the remedy is a sentence for the error.
     kinds: the kinds of device its arrays can be on, where there are no others; empty where nobody can tell.
     devices: the target of a function that lists the devices there are, a line of text for each, for `breccia doctor`.
+    device: the target of a function that gives the kind of device of arrays that do not say theirs, as traced ones do not.
+    container: the target of a function that makes ScaledTensor known to the framework. It is called, maybe often, when breccia
+        meets the first array of a type, of whatever framework, and this one is imported.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Framework:
     refuses: tuple[tuple[str, str], ...] = ()
     devices: str | None = None
     kinds: tuple[str, ...] = ()
+    device: str | None = None
+    container: str | None = None
 
     @property
     def package(self) -> str:
@@ -48,7 +53,7 @@ class Framework:
         """Raise PluginError where the declaration cannot work."""
         what = f"framework {self.name!r}"
         targets.check_fields(self, what)
-        for field in ("ops", "devices"):
+        for field in ("ops", "devices", "device", "container"):
             if (target := getattr(self, field)) is not None:
                 targets.check(target, f"{what}: {field}")
         if not self.types:
@@ -77,6 +82,9 @@ def _find(x: object, what: str) -> Framework:
         targets.load(targets.REGISTRY)()  # it installs the declared frameworks here
     table, kind = _by_type, type(x)
     found = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    for framework in _installed:
+        if framework.container is not None and _types(framework.module, framework.types):
+            targets.load(framework.container)()
     for framework in _installed:
         if isinstance(x, _types(framework.module, framework.types)):
             for name, remedy in framework.refuses:
@@ -112,13 +120,19 @@ def ops_of(x: Any, what: str = "x") -> Ops:
 def device_of(array: Any) -> str:
     """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
     device = getattr(array, "device", None)
+    kind: type[Any] = type(array)
+    framework = _by_type.get(kind) if device is None else None
+    if framework is not None and framework.device is not None:
+        device = targets.load(framework.device)()
     device = next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
-    kind = device if isinstance(device, str) else getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
-    return {"gpu": "cuda"}.get(str(kind), str(kind).partition(":")[0])
+    name = device if isinstance(device, str) else getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
+    return {"gpu": "cuda"}.get(str(name), str(name).partition(":")[0])
 
 
-def _place(array: Any) -> str:
-    """The device, with its number where arrays of its kind have one."""
+def _place(array: Any) -> str | None:
+    """The device, with its number where arrays of its kind have one; None for an array that does not say."""
+    if getattr(array, "device", None) is None:
+        return None
     number = getattr(getattr(array, "device", None), "index", None)
     return f"{device_of(array)}:{number}" if isinstance(number, int) else device_of(array)
 
@@ -131,12 +145,14 @@ def same_framework(arrays: dict[str, Any]) -> Framework:
         other = framework_of(array, name)
         if other is not framework:
             raise UnsupportedError(
-                f"{first[0]} is a {framework.name} array and {name} a {other.name} array; move both to one framework "
-                "(its own from_dlpack, or by way of NumPy).",
+                f"{first[0]} is a {framework.name} array and {name} a {other.name} array; move both to one framework: "
+                f"breccia.bridges.from_dlpack(x, {framework.name!r}) takes a ScaledTensor there, {framework.name}'s own "
+                "from_dlpack a plain array.",
                 first=framework.name,
                 second=other.name,
             )
-        if (here := _place(first[1])) != (there := _place(array)):
+        here, there = _place(first[1]), _place(array)
+        if here != there and None not in (here, there):
             raise UnsupportedError(
                 f"{first[0]} is on {here} and {name} on {there}; move both to one device. Nothing is copied between devices "
                 "unasked.",

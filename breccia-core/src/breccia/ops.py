@@ -3,7 +3,8 @@
 A framework joins by saying these words for its arrays, under these laws (breccia.testing checks them):
 
 * Integers are int32. `+ - * & | ^ ~ << >>` and comparisons work between arrays and Python scalars without
-  promotion; `<<`, `+` and `*` wrap; `>>` is arithmetic.
+  promotion; `<<`, `+` and `*` wrap; `>>` is arithmetic. `& | ^ << >>` join arrays of the same origin only, and `where`
+  others: MLX's `vmap` miscomputes them between an array it maps over and one it does not.
 * FP32 `+`, `-`, `*` and `div` round once, as IEEE 754 says; nothing is fused, reassociated or replaced by a reciprocal.
 * `bits` and `unbits` are inverse and change no bit, NaN payloads and subnormals included.
 * `amax` is an integer maximum, so a NaN's bits survive it.
@@ -152,6 +153,24 @@ class Ops(Protocol):
     def narrowed(self, y: Array, codec: Codec) -> Array | None:
         """int32 codes of finite FP32 `y` by the framework's own conversion, nearest and saturating; None where it has none."""
         return None
+
+    def joined(self, codes: Array, bits: int) -> Array:
+        """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits."""
+        word = codes[..., 0]
+        for i in range(1, codes.shape[-1]):
+            word = word | (codes[..., i] << (i * bits))
+        return word
+
+    def parted(self, word: Array, bits: int, count: int) -> Array:
+        """Inverse of `joined`: `count` codes along a new last axis."""
+        mask = (1 << bits) - 1
+        return self.concat([self.reshape((word >> (i * bits)) & mask, (*word.shape, 1)) for i in range(count)])
+
+    def words(self, seed: Any) -> tuple[Any, Any]:
+        """(low, high) int32 words of a seed in 0 .. 2^64 - 1, or of an array of them."""
+        words = map(int, seed if hasattr(seed, "shape") else (seed, seed >> 32))
+        low, high = ((word & 0xFFFFFFFF) - ((word & 0x80000000) << 1) for word in words)
+        return low, high
 
     def swap(self, a: Array) -> Array:
         """The last two axes exchanged; a view where the framework has views."""

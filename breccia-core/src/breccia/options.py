@@ -12,8 +12,11 @@ NONFINITE = ("propagate", "raise")
 CLIPS = ("element", "scale")
 
 
-def check_options(rounding: Any, seed: Any, nonfinite: Any) -> int | None:
-    """The seed as an int, or None. Raises OptionError for values an option cannot have, or that contradict each other."""
+def check_options(rounding: Any, seed: Any, nonfinite: Any) -> Any:
+    """The seed as an int, or None; as it is where it is traced, or an array of its two words.
+
+    Raises OptionError for values an option cannot have, or that contradict each other.
+    """
     if rounding not in ROUNDINGS:
         raise OptionError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.", rounding=rounding)
     if nonfinite not in NONFINITE:
@@ -21,12 +24,24 @@ def check_options(rounding: Any, seed: Any, nonfinite: Any) -> int | None:
     if (seed is None) != (rounding == "nearest"):
         want = "needs a seed" if seed is None else "takes no seed"
         raise OptionError(f"rounding={rounding!r} {want}; got seed={seed!r}.", rounding=rounding, seed=seed)
-    if seed is None:
-        return None
+    if seed is None or _unread(seed):
+        return seed
     number = whole_number("seed", seed)
     if not 0 <= number < 2**64:
         raise OptionError(f"seed must lie in 0 .. 2**64 - 1; got {seed}.", seed=seed)
     return number
+
+
+def _unread(seed: Any) -> bool:
+    """Is the seed an array of two words, or a whole number that is traced and has no value yet?"""
+    shape = getattr(seed, "shape", None)
+    if shape not in ((), (2,)) or "int" not in str(seed.dtype):
+        return False
+    try:
+        index(seed)
+    except TypeError:
+        return True
+    return False
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -50,7 +50,18 @@ class Sibling:
 TRITON = Sibling("breccia-triton", kernels=("torch", "triton"))
 BRIDGES = Sibling(
     "breccia-bridges",
-    bridges=("compare", "convert", "from_deepseek_v3", "load_safetensors", "save_safetensors", "to_deepseek_v3"),
+    bridges=(
+        "compare",
+        "convert",
+        "from_deepseek_v3",
+        "from_dlpack",
+        "from_mlx",
+        "load_safetensors",
+        "save_safetensors",
+        "to_deepseek_v3",
+        "to_dlpack",
+        "to_mlx",
+    ),
     commands=("compare", "convert", "inspect"),
 )
 SIBLINGS = (

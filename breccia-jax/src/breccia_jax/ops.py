@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from breccia.errors import OptionError, UnsupportedError
 from breccia.frameworks import dtype_name
 from breccia.ops import Array, Ops
 
+#: XLA on CPUs reduces a block number by number, six times slower than halves of 128 are compared down to 16 (measured).
+#: Axes longer than blocks are may lie over several devices, which would exchange halves.
+_CHUNK, _LANES, _LONGEST = 128, 16, 256
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
 
 
@@ -42,7 +46,14 @@ class _JaxOps(Ops):
         return lax.bitcast_convert_type(codes.astype(_WORDS[kind.itemsize]), kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
-        return jnp.asarray(np.array(table, np.uint32).view(np.int32))[codes]
+        items = np.array(table, np.uint32).view(np.int32)
+        if len(items) not in (2, 4, 8, 16):
+            return jnp.asarray(items).at[codes].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        # By choices, which are vectors on a CPU; and XLA looks constants up for seconds where a tensor of them is compiled.
+        found: list[Array] = list(items)
+        for bit in range(len(items).bit_length() - 1):
+            found = [jnp.where((codes >> bit) & 1 != 0, *pair[::-1]) for pair in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
 
     def where(self, condition: Array, a: Any, b: Any) -> Array:
         return jnp.where(condition, a, b)
@@ -58,7 +69,18 @@ class _JaxOps(Ops):
         return _divided(a, b)
 
     def amax(self, i: Array, axes: tuple[int, ...]) -> Array:
-        return jnp.max(i, axis=axes, keepdims=True, initial=0)
+        if math.prod(i.shape) == 0:
+            return jnp.max(i, axis=axes, keepdims=True, initial=0)
+        inside = {axis % i.ndim for axis in axes}
+        found = [1 if axis in inside else n for axis, n in enumerate(i.shape)]
+        length = i.shape[-1]
+        chunk = min(length & -length, _CHUNK)
+        if i.ndim - 1 in inside and chunk > 2 * _LANES and length <= _LONGEST:
+            i = jnp.reshape(i, (*i.shape[:-1], length // chunk, chunk))
+            inside.add(i.ndim - 1)
+            for half in (chunk >> n for n in range(1, (chunk // _LANES).bit_length())):
+                i = jnp.maximum(i[..., :half], i[..., half:])
+        return jnp.reshape(jnp.max(i, axis=tuple(inside)), found)
 
     def reshape(self, a: Array, shape: tuple[int, ...]) -> Array:
         return jnp.reshape(a, shape)
@@ -96,6 +118,37 @@ class _JaxOps(Ops):
     def matmul(self, a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
+    def joined(self, codes: Array, bits: int) -> Array:
+        # By way of one item for all, once they are there: XLA on CPUs computes and reads every other code alone, which takes
+        # five times as long (measured: jax 0.10 and 0.11).
+        count = codes.shape[-1]
+        if count not in _WORDS:
+            return super().joined(codes, bits)
+        item = lax.bitcast_convert_type(lax.optimization_barrier(codes.astype(jnp.uint8)), _WORDS[count]).astype(jnp.int32)
+        word = item & 0xFF
+        for i in range(1, count):
+            word = word | ((item >> (8 * i)) & 0xFF) << (i * bits)
+        return word
+
+    def parted(self, word: Array, bits: int, count: int) -> Array:
+        if count not in _WORDS:
+            return super().parted(word, bits, count)
+        mask = (1 << bits) - 1
+        item = word & mask
+        for i in range(1, count):
+            item = item | ((word >> (i * bits)) & mask) << (8 * i)
+        return lax.bitcast_convert_type(item.astype(_WORDS[count]), jnp.uint8).astype(jnp.int32)
+
+    def words(self, seed: Any) -> tuple[Any, Any]:
+        if not hasattr(seed, "shape"):
+            return super().words(seed)
+        if seed.shape == (2,):
+            low, high = seed[0], seed[1]
+        else:  # a traced whole number; the upper word of one of 32 bits is its sign, if it has any
+            wide = seed.dtype.itemsize > 4
+            low, high = seed, (seed >> 32 if wide else seed >> 31 if seed.dtype.kind == "i" else seed * 0)
+        return low.astype(jnp.int32), high.astype(jnp.int32)
+
     def whole(self, x: Any) -> Any:
         return x.astype(jnp.int32) if hasattr(x, "astype") else int(x)
 
@@ -131,7 +184,7 @@ def _concrete(a: Array) -> Array:
 
 @jax.jit
 def _divided(a: Array, b: Array) -> Array:
-    """fl(a / b) by long division of significands.
+    """fl(a / b), from a quotient of significands that is put right in integers.
 
     XLA's own division will not do: it turns divisors it knows to be equal into one reciprocal, and on CUDA it is approximate
     for all (30 % of quotients of random numbers differ in the last bit: jax 0.11, H200).
@@ -139,23 +192,31 @@ def _divided(a: Array, b: Array) -> Array:
     u, v = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
     sign = (u ^ v) & ~MAGNITUDE
     u, v = u & MAGNITUDE, v & MAGNITUDE
-    significands = ((u & MANTISSA) | NORMAL, (v & MANTISSA) | NORMAL)
-    below = significands[0] < significands[1]
-    rest = jnp.where(below, significands[0] * 2, significands[0])
+    m, n = (u & MANTISSA) | NORMAL, (v & MANTISSA) | NORMAL
+    below = m < n
+    m = jnp.where(below, m * 2, m)  # m / n in [1, 2)
+    by = n.astype(jnp.float32)
 
-    def digit(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
+    # 25 bits of it: 24, and one to round by. A quotient within 2^-21 of the true one leaves a rest of at most 16 n, which int32
+    # holds though m * 2^24 overflows; the second quotient is then within one of the true one.
+    quotient = (m.astype(jnp.float32) / by * 2.0**24).astype(jnp.int32)
+    rest = (m << 24) - quotient * n
+    more = jnp.floor(rest.astype(jnp.float32) / by).astype(jnp.int32)
+    quotient, rest = quotient + more, rest - more * n
+
+    def corrected(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
         quotient, rest = state
-        fits = rest >= significands[1]
-        return quotient * 2 + fits, jnp.where(fits, rest - significands[1], rest) * 2
+        step = (rest >= n).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
+        return quotient + step, rest - step * n
 
-    quotient, rest = lax.fori_loop(0, 25, digit, (jnp.zeros_like(rest), rest))  # 24 bits, and one to round by
+    quotient, rest = lax.fori_loop(0, 2, corrected, (quotient, rest))
     up = (quotient & 1) & ((rest != 0) | ((quotient >> 1) & 1))
     exponent = (u >> 23) - (v >> 23) + 126 - below  # of a significand whose implicit bit adds the last one
     bits = (exponent << 23) + (quotient >> 1) + up
     bits = jnp.where(exponent < 0, 0, jnp.where(bits >= F32_INF, F32_INF, bits))
     bits = jnp.where(exponent >= 254, F32_INF, bits)
     ordinary = (u >= NORMAL) & (v >= NORMAL) & (u < F32_INF) & (v < F32_INF)
-    return jnp.where(ordinary, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN need no rounding
+    return jnp.where(ordinary, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN: no rounding
 
 
 def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
@@ -166,6 +227,11 @@ def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
     p00, p01, p10, p11 = a0 * n0, a0 * n1, a1 * n0, a1 * n1
     middle = (p00 >> 16) + (p01 & mask) + (p10 & mask)
     return (p00 & mask) | (middle << 16), high * (n & 0xFFFFFFFF) + p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
+
+
+def device() -> str:
+    """The kind of device that traced arrays will be on, for all that is known."""
+    return {"gpu": "cuda"}.get(kind := jax.default_backend(), kind)
 
 
 def devices() -> list[str]:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from breccia import Framework, hookimpl
+from breccia import Framework, Kernel, hookimpl
 
 api = 1
 
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
-    return [Framework("jax", "jax", ("Array",), "breccia_jax.ops:JAX", devices="breccia_jax.ops:devices")]
+    ops = "breccia_jax.ops"
+    return [
+        Framework(
+            "jax",
+            "jax",
+            ("Array",),
+            f"{ops}:JAX",
+            devices=f"{ops}:devices",
+            device=f"{ops}:device",
+            container="breccia_jax.container:register",
+        )
+    ]
+
+
+@hookimpl
+def breccia_kernels() -> Iterable[Kernel]:
+    for op in ("cast", "dequantize", "requantize", "matmul"):
+        yield Kernel(op, "jax", f"breccia_jax.verbs:{op}", f"jax.{op}")
+    for op in ("cast_ste", "cast_ste_clipped"):
+        yield Kernel(op, "jax", f"breccia_jax.gradients:{op}", f"jax.{op}")

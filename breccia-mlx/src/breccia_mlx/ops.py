@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from breccia.errors import OptionError
+from breccia.errors import OptionError, UnsupportedError
 from breccia.ops import Array, Ops
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
@@ -21,7 +22,8 @@ class _MlxOps(Ops):
         return x.astype(getattr(mx, dtype))
 
     def bits(self, x: Array) -> Array:
-        return x.view(mx.int32)
+        # Bits have no derivative. MLX has no rule for views and raises; so said, codes count as constants in what it derives.
+        return mx.stop_gradient(x).view(mx.int32)
 
     def unbits(self, i: Array) -> Array:
         return i.view(mx.float32)
@@ -34,7 +36,7 @@ class _MlxOps(Ops):
         return codes.astype(_WORDS[kind.size]).view(kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
-        return mx.array(np.array(table, np.uint32).view(np.int32))[codes]
+        return _table(table)[codes]
 
     def where(self, condition: Array, a: Any, b: Any) -> Array:
         return mx.where(condition, a, b)
@@ -73,7 +75,8 @@ class _MlxOps(Ops):
         return i.astype(mx.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
-        i = mx.reshape(mx.arange(like.size, dtype=mx.int64), like.shape)
+        # Mapped over as `like` is: under mx.vmap `&` and `>>` of an array that is and one that is not read beyond the latter.
+        i = mx.reshape(mx.arange(like.size, dtype=mx.int64), like.shape) + (self.bits(like) & 0).astype(mx.int64)
         return (i & 0xFFFFFFFF).astype(mx.uint32).view(mx.int32), (i >> 32).astype(mx.int32)
 
     def constant(self, value: float, like: Array) -> Array:
@@ -86,16 +89,24 @@ class _MlxOps(Ops):
         return x.astype(mx.int32) if isinstance(x, mx.array) else int(x)
 
     def any(self, condition: Array) -> bool:
-        return bool(mx.any(condition).item())
+        try:
+            return bool(mx.any(condition).item())
+        except ValueError as e:  # MLX has no way to ask whether an array is a placeholder
+            if "transformations" not in str(e):
+                raise
+            raise UnsupportedError(
+                "this call reads values, which arrays do not have inside mx.compile and mx.vmap; make it outside, or leave out "
+                f"the option that asks for it (use nonfinite='propagate', say). MLX says: {e}"
+            ) from e
 
     def to(self, a: Array, device: Any) -> Array:
-        if device not in (None, "cpu"):
-            raise OptionError(
-                f"MLX arrays lie in memory that all devices share, so they take device 'cpu' or None; got {device!r}. Where "
-                "kernels run is mx.set_default_device's to say.",
-                device=str(device),
-            )
-        return a
+        if device is None or isinstance(device, mx.Device | mx.DeviceType) or device == "cpu":
+            return a
+        raise OptionError(
+            "MLX arrays lie in memory that all devices share, so they take device 'cpu', mx.cpu, mx.gpu or None; got "
+            f"{device!r}. Where kernels run is mx.set_default_device's to say.",
+            device=str(device),
+        )
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         array = mx.array(a)
@@ -103,6 +114,11 @@ class _MlxOps(Ops):
 
     def to_numpy(self, a: Array) -> Array:
         return np.array(a.view(mx.uint16)) if a.dtype == mx.bfloat16 else np.array(a)
+
+
+@lru_cache(maxsize=64)
+def _table(table: tuple[int, ...]) -> Array:
+    return mx.array(np.array(table, np.uint32).view(np.int32))
 
 
 def devices() -> list[str]:

@@ -117,10 +117,7 @@ def pack(ops: Ops, codes: Array, codec: Codec) -> Array:
     groups = -(-length // count)
     if groups * count != length:
         codes = ops.pad(codes, (0,) * (len(codes.shape) - 1) + (groups * count - length,))
-    codes = ops.reshape(codes, (*codes.shape[:-1], groups, count))
-    word = codes[..., 0]
-    for i in range(1, count):
-        word = word | (codes[..., i] << (i * codec.bits))
+    word = ops.joined(ops.reshape(codes, (*codes.shape[:-1], groups, count)), codec.bits)
     if size == 1:
         return ops.store(word, dtype)
     parts = [ops.reshape((word >> (8 * i)) & 0xFF, (*word.shape, 1)) for i in range(size)]
@@ -138,9 +135,7 @@ def unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
     word = bytes_[..., 0]
     for i in range(1, size):
         word = word | (bytes_[..., i] << (8 * i))
-    mask = (1 << codec.bits) - 1
-    parts = [ops.reshape((word >> (i * codec.bits)) & mask, (*word.shape, 1)) for i in range(count)]
-    codes = ops.reshape(ops.concat(parts), (*word.shape[:-1], groups * count))
+    codes = ops.reshape(ops.parted(word, codec.bits, count), (*word.shape[:-1], groups * count))
     return codes[..., :length]
 
 
@@ -173,7 +168,7 @@ def cast(
         tiles = _Tiles(ops, tuple(y.shape), layout.block(axis), lead)
         if nonfinite == "raise":
             _refuse_nonfinite(ops, y)
-        words = random_words(ops, y, seed or 0) if rounding == "stochastic" else None
+        words = random_words(ops, y, seed) if rounding == "stochastic" else None
         st = _write(ops, y, words, recipe, fmt, tiles, scale)
     data, stored, zero_point, global_scale = st
     if tiles.block != TENSOR:  # per-tensor scales run along leading axes alone
@@ -242,7 +237,7 @@ def _write(
     else:
         scaled, usable = in_units_of_scale(clean)
         if own_codes:
-            scaled = ops.where(usable & ~tiles.split(finite), tiles.split(y), scaled)
+            scaled = ops.where(usable, ops.where(tiles.split(finite), scaled, tiles.split(y)), scaled)
         written = element.encode(ops, scaled, words)
     return pack(ops, tiles.join(written), element), tiles.scale(stored), zero_point, global_scale
 
@@ -291,8 +286,8 @@ def _extremes(ops: Ops, clean: Array, tiles: _Tiles) -> tuple[Array, Array]:
         return ops.amax(ops.where(here, 1, 0), tiles.axes) > 0, ops.unbits(smallest), ops.unbits(largest)
 
     negative = (u < 0) & (magnitude > 0)
-    below, nearest, farthest = ends(real & negative)
-    above, lowest, highest = ends(real & ~negative)
+    below, nearest, farthest = ends(ops.where(real, negative, False))
+    above, lowest, highest = ends(ops.where(real, ~negative, False))
     low = ops.where(below, -farthest, ops.where(above, lowest, 0.0))
     return low, ops.where(above, highest, ops.where(below, -nearest, 0.0))
 
@@ -358,16 +353,12 @@ def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
     return layout.fitted(shape, axis)
 
 
-def random_words(ops: Ops, like: Array, seed: int) -> Array:
+def random_words(ops: Ops, like: Array, seed: Any) -> Array:
     """int32 words of Threefry-2x32-20 for every element (docs/spec/numerics.md, section 5.5)."""
-
-    def signed(word: int) -> int:
-        return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
-
-    key = (seed & 0xFFFFFFFF, seed >> 32)
-    schedule = (key[0], key[1], 0x1BD11BDA ^ key[0] ^ key[1])
+    low, high = ops.words(seed)
+    schedule = (low, high, 0x1BD11BDA ^ low ^ high)
     x, y = ops.counter(like)
-    x, y = x + signed(schedule[0]), y + signed(schedule[1])
+    x, y = x + schedule[0], y + schedule[1]
     rotations = (13, 15, 26, 6, 17, 29, 16, 24)
     for i in range(20):
         r = rotations[i % 8]
@@ -375,8 +366,8 @@ def random_words(ops: Ops, like: Array, seed: int) -> Array:
         y = ((y << r) | ((y >> (32 - r)) & ((1 << r) - 1))) ^ x
         if i % 4 == 3:
             j = i // 4 + 1
-            x = x + signed(schedule[j % 3])
-            y = y + signed(schedule[(j + 1) % 3] + j)
+            x = x + schedule[j % 3]
+            y = y + schedule[(j + 1) % 3] + j
     return x
 
 

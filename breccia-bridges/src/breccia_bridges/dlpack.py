@@ -1,0 +1,483 @@
+"""DLPack: the memory of a tensor's parts for any framework, with what it means.
+
+DLPack has codes for float8 and bfloat16 that NumPy and MLX do not read, and none for what scales are to codes. So a bundle
+gives parts whose items every consumer reads, float8 as uint8 and bfloat16 as uint16, and a header; and a framework takes
+parts under the dtypes it stores them in. Both times one field of the exchanged structure is written anew, and no memory: the
+same on every device, for every pair. The structure: https://dmlc.github.io/dlpack/latest/c_api.html.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from breccia import targets
+from breccia.codecs import Codec
+from breccia.errors import CorruptFileError, DialectError, OptionError, UnsupportedError
+from breccia.frameworks import Framework, device_of, dtype_name, framework_of, ops_of
+from breccia.layouts import Layout, Shape
+from breccia.ops import NUMPY, Array, Ops
+from breccia.recipes import ScalingRecipe
+from breccia.registry import registry
+from breccia.tensor import PARTS, ScaledTensor, held
+
+from .safetensors import Config, read_config
+
+#: Alignment, in bytes, that XLA wants of memory it shares; NumPy's own is 16.
+ALIGNMENT = 64
+
+# ------------------------------------------------------------------------------------------------ the C structure
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    """The head of DLManagedTensorVersioned. DLManagedTensor, its forerunner, begins with the tensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_READ_ONLY = 1
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+#: (DLDataTypeCode, bits) by the names frameworks share.
+_CODES = {
+    "int8": (0, 8),
+    "int16": (0, 16),
+    "int32": (0, 32),
+    "uint8": (1, 8),
+    "uint16": (1, 16),
+    "float16": (2, 16),
+    "float32": (2, 32),
+    "bfloat16": (4, 16),
+    "float8_e4m3fn": (10, 8),
+    "float8_e5m2": (12, 8),
+    "float8_e8m0fnu": (14, 8),
+}
+_NAMES = {code: name for name, code in _CODES.items()}
+#: Kinds of device by DLDeviceType.
+_METAL = 8
+_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", _METAL: "metal", 10: "rocm", 13: "cuda"}
+
+
+def _opened(capsule: Any) -> tuple[_Tensor, bool]:
+    """The structure in a capsule that nobody has consumed, and whether its memory is read-only."""
+    name = _capsule_name(capsule)
+    address = _capsule_pointer(capsule, name)
+    if name == b"dltensor":
+        return _Tensor.from_address(address), False
+    managed = _Versioned.from_address(address)
+    if name != b"dltensor_versioned" or managed.major != 1:
+        raise BufferError(f"a capsule {name!r} is no DLPack tensor of version 1 or before")
+    return managed.tensor, bool(managed.flags & _READ_ONLY)
+
+
+def _address(array: Array) -> int:
+    """Where the first item is."""
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    capsule = array.__dlpack__()  # it owns the structure
+    tensor, _ = _opened(capsule)
+    return (tensor.data or 0) + tensor.byte_offset
+
+
+# ------------------------------------------------------------------------------------------------ who takes what
+
+
+def _any(shape: Shape, strides: Shape) -> bool:
+    return True
+
+
+def _forward(shape: Shape, strides: Shape) -> bool:
+    return all(step >= 0 for step in strides)
+
+
+def _compact(shape: Shape, strides: Shape) -> bool:
+    """Are the items one run of memory, in whatever order of axes?"""
+    expected = 1
+    for step, length in sorted((step, length) for step, length in zip(strides, shape, strict=True) if length > 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+@dataclass(frozen=True)
+class _Taker:
+    """What a framework asks of memory that it is to share; a part that falls short is copied first.
+
+    module: the home of its `from_dlpack`; by default the framework's own. writes: can its arrays be written to? aligned: the
+    bytes that addresses are multiples of; JAX itself copies the rest. metal: does it read the memory of Metal?
+    """
+
+    strides: Callable[[Shape, Shape], bool] = _compact
+    writes: bool = True
+    aligned: int = 1
+    metal: bool = False
+    module: str = ""
+
+
+#: Strides below zero end the process in torch 2.13. JAX 0.10 takes permutations of C order.
+_TAKERS = {
+    "numpy": _Taker(_any, writes=False),
+    "torch": _Taker(_forward),
+    "jax": _Taker(_compact, writes=False, aligned=ALIGNMENT, module="jax.numpy"),
+    "mlx": _Taker(_forward, writes=False, metal=True),
+}
+
+
+#: What to do about arrays that have no memory to share.
+_VALUES = "Hand over arrays with values in memory: outside jit, vmap and compile, on a real device, detached from gradients."
+
+
+class _Refused(BufferError):
+    """Memory cannot be shared. A copy of it can, unless there is a `remedy`."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
+class Part:
+    """The memory of an array, for any `from_dlpack`: its items are what `renamed` makes of their dtype's name."""
+
+    __slots__ = ("_renamed", "_taker", "address", "array", "refused")
+
+    def __init__(self, array: Any, renamed: Callable[[str], str], taker: _Taker) -> None:
+        self.array = NUMPY.to_numpy(array) if _is_numpy(array) and not _exchangeable(array) else array
+        self._renamed, self._taker = renamed, taker
+        #: Where the memory was when it was handed out last.
+        self.address: int | None = None
+        #: Why it was not; consumers may raise something else.
+        self.refused: _Refused | None = None
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        try:
+            return self.array.__dlpack_device__()
+        except Exception as e:  # tracers have no such attribute; what strangers raise is theirs
+            raise self._no(_said(e), _VALUES) from e
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A capsule, with the options of the array API standard that the array's own method knows."""
+        capsule = self._exported(options)
+        try:
+            tensor, read_only = _opened(capsule)
+        except (BufferError, ValueError) as e:
+            raise self._no(_said(e), _VALUES) from e
+        shape = tuple(tensor.shape[: tensor.ndim])
+        if math.prod(shape):
+            self._check(tensor, shape, read_only)
+        self.address = (tensor.data or 0) + tensor.byte_offset
+        found = _NAMES.get((tensor.code, tensor.bits))
+        if found and tensor.lanes == 1:
+            tensor.code, _ = _CODES.get(self._renamed(found), (tensor.code, 0))
+        return capsule
+
+    def _exported(self, options: dict[str, Any]) -> Any:
+        """The array's own capsule. Options that it does not know are left out where they ask for nothing."""
+        try:
+            try:
+                return self.array.__dlpack__(**options)
+            except TypeError:
+                asked = {name: value for name, value in options.items() if value is not None and name != "max_version"}
+                return self.array.__dlpack__(**asked)
+        except Exception as e:
+            raise self._no(_said(e), "" if _is_numpy(self.array) else _VALUES) from e
+
+    def _check(self, tensor: _Tensor, shape: Shape, read_only: bool) -> None:
+        if not tensor.data:
+            raise self._no("it has no values in memory", _VALUES)
+        if tensor.device_type == _METAL and not self._taker.metal:
+            raise self._no("it is in the memory of Metal")
+        if read_only and self._taker.writes:
+            raise self._no("it is read-only, and what is shared could be written to")
+        steps = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else ()
+        if steps and not self._taker.strides(shape, steps):
+            raise self._no(f"its items lie in an order that is not taken (strides {steps} of shape {shape})")
+
+    def _no(self, why: str, remedy: str = "") -> _Refused:
+        self.refused = _Refused(why, remedy)
+        return self.refused
+
+    def __repr__(self) -> str:
+        kind, number = self.__dlpack_device__()
+        return f"<{_neutral(dtype_name(self.array))} {tuple(self.array.shape)} on {_DEVICES.get(int(kind), kind)}:{number}>"
+
+
+def _is_numpy(array: Any) -> bool:
+    return isinstance(array, np.ndarray | np.generic)
+
+
+def _exchangeable(array: Any) -> bool:
+    """Does NumPy hand it out as it is? Scalars have no memory, and dtypes of ml_dtypes (`isbuiltin` 2) are not known to it."""
+    return isinstance(array, np.ndarray) and array.dtype.isbuiltin != 2
+
+
+def _said(e: Exception) -> str:
+    """The first line of an error of somebody else's, as the end of a sentence of ours."""
+    return f"{type(e).__name__}: {str(e).partition(chr(10))[0].rstrip('.')}"
+
+
+def _neutral(name: str) -> str:
+    """The dtype under which anybody reads items of the dtype named."""
+    return "uint8" if name.startswith("float8") else "uint16" if name == "bfloat16" else name
+
+
+def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
+    """From the name of a part's dtype to that in which `ops` stores it. The same bits: float8 are uint8, bfloat16 uint16."""
+
+    def renamed(name: str) -> str:
+        if codec is not None and codec.dtype and codec.dtype.startswith("float8") and name in ("uint8", codec.dtype):
+            return ops.storage(codec)
+        return ops.bfloat16 if name in ("bfloat16", "uint16") else name
+
+    return renamed
+
+
+# ------------------------------------------------------------------------------------------------ bundles
+
+
+class Bundle(tuple[Any, ...]):
+    """`(data, scale)`, then zero_point and global_scale where the recipe has them; the same by name; and a `header`.
+
+    Each has `__dlpack__` and `__dlpack_device__`. The header is the JSON that files have as `{name}.config`
+    (docs/spec/files.md).
+    """
+
+    header: str
+    #: Of the parts, in order.
+    names: tuple[str, ...]
+
+    def __new__(cls, header: str, **parts: Any) -> Bundle:
+        """Of parts by name. Raises DialectError for a name that is none, or where data or scale is missing."""
+        names = tuple(name for name in PARTS if parts.get(name) is not None)
+        if {"data", "scale"} - set(names) or parts.keys() - set(PARTS):
+            raise DialectError(
+                f"a bundle has parts data and scale, and zero_point and global_scale where the recipe has them; got "
+                f"{', '.join(parts) or 'none'}."
+            )
+        self = super().__new__(cls, (parts[name] for name in names))
+        self.header, self.names = header, names
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in PARTS:
+            raise AttributeError(f"a bundle has no {name!r}; it has header, names, {', '.join(PARTS)}")
+        return self[self.names.index(name)] if name in self.names else None
+
+    def __repr__(self) -> str:
+        return f"Bundle({', '.join(f'{name}={part}' for name, part in zip(self.names, self, strict=True))})"
+
+
+def to_dlpack(scaled: ScaledTensor) -> Bundle:
+    """The memory of a tensor for any library that reads DLPack, with what it means: `data, scale = to_dlpack(scaled)`.
+
+    A tuple of the parts there are: data and scale, then zero_point, then global_scale (see Bundle). Any `from_dlpack` takes
+    each of them: float8 as uint8, bfloat16 as uint16, all other dtypes as they are. `bundle.header` says what they mean;
+    `from_dlpack(bundle, framework)` reads it. Nothing is copied, so what is written to the tensor later shows.
+
+    Raises UnsupportedError for parts whose values are not in memory (traced, fake, on the device meta), that require
+    gradients, or that no consumer takes: NumPy arrays of foreign byte order, strides below zero.
+    """
+    if not isinstance(scaled, ScaledTensor):
+        raise UnsupportedError(
+            f"to_dlpack takes a ScaledTensor, got {type(scaled).__name__}; plain arrays have a from_dlpack of their own."
+        )
+    parts = {name: Part(array, _neutral, _LENT) for name, array in held(scaled).items()}
+    for name, part in parts.items():
+        try:
+            part.__dlpack__(max_version=_VERSION)
+        except _Refused as e:
+            raise UnsupportedError(f"to_dlpack cannot hand out {name}: {e}. {e.remedy or _COPY_FIRST}", part=name) from e
+    return Bundle(_header(scaled), **parts)
+
+
+#: Any consumer: what no framework takes, nobody is offered.
+_LENT = _Taker(_forward, writes=False, metal=True)
+#: The oldest version that can say that memory is read-only.
+_VERSION = (1, 0)
+_COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a tensor that it can."
+
+
+def _header(st: ScaledTensor) -> str:
+    codec = st.recipe.format.scale.codec
+    found = dtype_name(st.scale) if codec.bits > 8 else ""
+    return _written(st.recipe, st.layout, st.axis, st.shape, found)
+
+
+@lru_cache(maxsize=1024)
+def _written(recipe: ScalingRecipe, layout: Layout, axis: int, shape: Shape, scale: str) -> str:
+    name = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint16": "BF16"}.get(scale)
+    return Config(recipe, layout, axis, shape, name or recipe.format.scale.codec.name).to_json()
+
+
+@lru_cache(maxsize=1024)
+def _read(header: str) -> Config:
+    try:
+        return read_config(header)
+    except CorruptFileError as e:
+        raise DialectError(f"the bundle's header cannot be read: {e}") from e
+
+
+# ------------------------------------------------------------------------------------------------ taking
+
+
+def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = None, copy: bool | None = None) -> ScaledTensor:
+    """The same tensor, byte for byte, as one of another framework, in the dtypes that it stores tensors in.
+
+    source: a ScaledTensor of any framework, or what `to_dlpack` gave, here or in another library.
+    framework: "numpy", "torch", "jax", "mlx", or any that a plug-in declares.
+    device: where that framework is to put it, in its own spelling. By default it stays where it is; moving it copies.
+    copy: None shares memory where it can be shared and copies the parts where not; True copies all; False raises instead of
+        copying. docs/bridges.md has the pairs.
+
+    Memory that is shared is one: what is written to it through a NumPy, torch or MLX array shows in the other tensor, JAX's
+    included, though its arrays count as immutable. Write to neither, or pass copy=True. Arrays that NumPy has from JAX or MLX
+    are read-only.
+
+    Raises UnknownNameError for a framework that no plug-in declares, naming the package that has it; UnsupportedError for parts
+    whose values are not in memory, that require gradients, or that the framework cannot take where they are; OptionError where
+    copy=False cannot be; DialectError for a header that does not fit.
+    """
+    if copy is not None and not isinstance(copy, bool):
+        raise OptionError(f"copy is None, True or False; got {copy!r}.", copy=copy)
+    target: Framework = registry().look_up("breccia_frameworks", framework, "framework")
+    way = _Way(target, targets.load(target.ops), _TAKERS.get(framework, _Taker()), device, copy)
+    if isinstance(source, ScaledTensor):
+        parts = held(source)
+        taken = way.taken(parts, source.recipe)
+        if all(taken[name] is part for name, part in parts.items()):
+            return source
+        return ScaledTensor.assemble(recipe=source.recipe, layout=source.layout, axis=source.axis, tail=source.tail, **taken)
+    if not isinstance(source, Bundle):
+        raise UnsupportedError(
+            f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Parts of your own become "
+            "one by breccia_bridges.dlpack.Bundle(header, data=..., scale=...), arrays of a framework by breccia.from_buffer."
+        )
+    config = _read(source.header)
+    taken = way.taken(dict(zip(source.names, source, strict=True)), config.recipe)
+    return ScaledTensor(recipe=config.recipe, layout=config.layout, axis=config.axis, shape=config.shape, **taken)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Where parts go, and how."""
+
+    target: Framework
+    ops: Ops
+    taker: _Taker
+    device: Any
+    copy: bool | None
+
+    def taken(self, parts: dict[str, Any], recipe: ScalingRecipe) -> dict[str, Array]:
+        """The parts of a tensor, as arrays of the target."""
+        codecs, found = recipe.format.parts, dict[str, Array]()
+        for name, part in parts.items():
+            array = part.array if isinstance(part, Part) else part
+            try:
+                found[name] = self._taken(array, _stored(codecs.get(name), self.ops))
+            except _Refused as e:
+                said = f"from_dlpack: {self.target.name} cannot {{}} {name}: {e}. "
+                if e.remedy:
+                    raise UnsupportedError(said.format("take") + e.remedy, part=name) from e
+                raise OptionError(f"{said.format('share')}copy=None copies it.", part=name, copy=False) from e
+        return found
+
+    def _taken(self, array: Any, renamed: Callable[[str], str]) -> Array:
+        """One part. Raises _Refused."""
+        own = _framework(array) is self.target and renamed(dtype_name(array)) == dtype_name(array)
+        if own and self.copy is not True:
+            found = array if self.device is None else self.ops.to(array, self.device)
+            if self.copy is None or found is array:
+                return found
+        part = Part(array, renamed, self.taker)
+        here = _DEVICES.get(int(part.__dlpack_device__()[0]))
+        try:
+            if self.device is not None and _kind(self.device) != here:
+                part.__dlpack__(max_version=_VERSION)
+                raise _Refused(f"it is on {here}, and device={self.device!r} is elsewhere")
+            found = self._shared(part)
+        except _Refused as e:
+            if e.remedy or self.copy is False:
+                raise
+            return self._copied(array, renamed, self.device)
+        if self.copy is None or not math.prod(found.shape):
+            return found
+        shared = _address(found) == part.address
+        if self.copy and shared:
+            return self._copied(array, renamed, self.device if here == "cpu" else found.device)
+        if not self.copy and not shared:
+            off = (part.address or 0) % self.taker.aligned
+            past = f"it lies {off} bytes past a multiple of {self.taker.aligned}"
+            raise _Refused(past if off else f"{self.target.name} copies what it takes")
+        return found
+
+    def _shared(self, part: Part) -> Array:
+        """What the target makes of a part, where `device` says."""
+        try:
+            found = _entrance(self.taker.module or self.target.module)(part)
+        except Exception as e:  # some consumers raise errors of their own for ours
+            if part.refused:
+                raise part.refused from e
+            raise _Refused(_said(e), "device= says where it is to be; moving it there copies.") from e
+        return found if self.device is None else self.ops.to(found, self.device)
+
+    def _copied(self, array: Any, renamed: Callable[[str], str], device: Any) -> Array:
+        """The part by a copy of it in the host's memory: in C order and the machine's byte order, aligned, to be written to."""
+        host = np.from_dlpack(array) if _framework(array) is None else ops_of(array).to_numpy(array)
+        raw = np.empty(host.nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        fresh = raw[start : start + host.nbytes].view(host.dtype.newbyteorder("=")).reshape(host.shape)
+        np.copyto(fresh, host)
+        return replace(self, device=device, copy=None)._shared(Part(fresh, renamed, self.taker))
+
+
+def _framework(array: Any) -> Framework | None:
+    """None for arrays that no plug-in declares."""
+    try:
+        return framework_of(array)
+    except UnsupportedError:
+        return None
+
+
+def _kind(device: Any) -> str:
+    """The kind of a device, in whatever spelling."""
+    return device_of(SimpleNamespace(device=device))
+
+
+@cache
+def _entrance(module: str) -> Callable[[Any], Array]:
+    return import_module(module).from_dlpack

@@ -1,0 +1,160 @@
+"""MLX's quantized arrays: `uint32` words of codes, scales, and biases in mode "affine", as `mx.quantize` gives them.
+
+The words, little-endian, are the bytes of breccia's codes in the same order: of 4-bit codes the low nibble first. Source: the
+documentation of `mlx.core.quantize`, and MLX 0.32.4 run on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from breccia.errors import DialectError, UnsupportedError
+from breccia.frameworks import dtype_name, framework_of
+from breccia.ops import Array
+from breccia.recipes import (
+    INT4Scaling,
+    INT8Scaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    ScalingRecipe,
+)
+from breccia.tensor import ScaledTensor
+
+#: The recipes of the modes whose scales are codes.
+_RECIPES: dict[str, ScalingRecipe] = {
+    "mxfp4": MXFP4BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(two_level=False),
+}
+_INTEGERS = {4: INT4Scaling, 8: INT8Scaling}
+_SCALE_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+#: Group sizes that MLX has in mode "affine".
+_GROUPS = (32, 64, 128)
+
+
+def from_mlx(
+    w: Array,
+    scales: Array,
+    biases: Array | None = None,
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+) -> ScaledTensor:
+    """Wrap what `mx.quantize` gave, or a checkpoint of MLX holds; the parts are views of the arrays, and nothing is computed.
+
+    w: uint32 words, (..., M, K * bits / 32). scales, biases: (..., M, K / group_size).
+    group_size, bits, mode: those of `mx.quantize`, with its defaults; the `quantization` entry of a checkpoint's config.json.
+
+    Mode "affine" is `INT4Scaling` or `INT8Scaling` with a bias. A scale may then be negative; it decodes as it is.
+
+    Raises DialectError for what is none of MLX's, or has no recipe (other widths than 4 and 8 bits).
+    """
+    _need_mlx("from_mlx", w)
+    recipe = _recipe(mode, group_size, bits, scales)
+    if (biases is None) is (mode == "affine"):
+        state = "has biases; got none" if biases is None else "has no biases; got some"
+        raise DialectError(f"mode {mode!r} {state}.", mode=mode)
+    wanted = "uint8" if mode in _RECIPES else dtype_name(scales)
+    found = {"w": dtype_name(w), "scales": dtype_name(scales), **({} if biases is None else {"biases": dtype_name(biases)})}
+    if found != dict.fromkeys(found, wanted) | {"w": "uint32"}:
+        raise DialectError(
+            f"mode {mode!r} has w as uint32, and scales and biases of one dtype, {wanted}; got "
+            f"{', '.join(f'{name} as {dtype}' for name, dtype in found.items())}. Pass the arrays as MLX gave them.",
+            found=found,
+        )
+    if len(w.shape) < 2:
+        raise DialectError(f"w is (..., M, K * bits / 32); got shape {tuple(w.shape)}.", found=tuple(w.shape))
+    import mlx.core as mx
+
+    element, (_, group) = recipe.format.element, recipe.format.scale.block
+    length = w.shape[-1] * 32 // element.bits
+    expected = (*w.shape[:-1], length // (group or 1))
+    for name, part in (("scales", scales), ("biases", biases)):
+        if part is not None and (tuple(part.shape) != expected or length % (group or 1)):
+            raise DialectError(
+                f"{name} are (..., M, K / group_size), {expected} for w of shape {tuple(w.shape)}, {element.bits} bits and "
+                f"groups of {group}; got {tuple(part.shape)}. Give group_size=, bits= and mode= as mx.quantize had them.",
+                expected=expected,
+                found=tuple(part.shape),
+            )
+    return ScaledTensor(w.view(mx.uint8), scales, recipe, recipe.layout, biases)
+
+
+def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, Any]]:
+    """`(w, scales, biases, options)` of a tensor: what `mx.dequantize(w, scales, biases, **options)` and its kin take.
+
+    The arrays are views of the tensor's parts. options: `group_size`, `bits` and `mode`. biases: None but for mode "affine".
+
+    Given `dtype=mx.float32`, `mx.dequantize` decodes codes under FP32, E8M0 and E4M3 scales to the same numbers, but for an
+    E8M0 scale of NaN, which it reads as Inf, and products below 2^-126 in mode "affine". Under scales of 16 bits it computes in
+    16 bits.
+
+    Raises DialectError for a format that MLX has no mode for, blocks along another axis than the last, or a partial last block.
+    """
+    _need_mlx("to_mlx", scaled.data)
+    mode = _mode(scaled.recipe)
+    if mode is None:
+        raise DialectError(
+            "MLX's modes are mxfp4, mxfp8, nvfp4 without a tensor scale, and affine: integers of 4 or 8 bits with a bias, in "
+            f"groups of 32, 64 or 128. This tensor is {scaled.recipe!r}. Requantize it first, to breccia.MXFP8BlockScaling() "
+            'or breccia.INT4Scaling(group_size=64, signed=False, symmetric=False, offset="bias").',
+            recipe=scaled.recipe,
+        )
+    if scaled.axis != -1:
+        raise DialectError(
+            f"MLX has its groups along the last axis; this tensor along axis {scaled.axis}. Pass its .mT.", axis=scaled.axis
+        )
+    group = scaled.recipe.format.scale.block[1]
+    assert group is not None
+    if scaled.ndim < 2 or scaled.shape[-1] % group or scaled.layout.block() != (1, group):
+        raise DialectError(
+            f"MLX has (..., M, K) in whole groups of {group} along K, each with its scale; this tensor has shape "
+            f"{scaled.shape} and {scaled.layout}. Cast it padded to a multiple of {group}.",
+            shape=scaled.shape,
+        )
+    import mlx.core as mx
+
+    options = {"group_size": group, "bits": scaled.recipe.format.element.bits, "mode": mode}
+    return scaled.data.view(mx.uint32), scaled.scale, scaled.zero_point, options
+
+
+def _recipe(mode: str, group_size: int | None, bits: int | None, scales: Array) -> ScalingRecipe:
+    """Raises DialectError for options that are not MLX's, or have no recipe."""
+    if mode in _RECIPES:
+        recipe = _RECIPES[mode]
+        own = (recipe.format.scale.block[1], recipe.format.element.bits)
+        if (group_size or own[0], bits or own[1]) != own:
+            raise DialectError(
+                f"mode {mode!r} has group_size={own[0]} and bits={own[1]}; got group_size={group_size}, bits={bits}.", mode=mode
+            )
+        return recipe
+    if mode != "affine":
+        raise DialectError(f"mode is one of affine, {', '.join(_RECIPES)}; got {mode!r}.", mode=mode)
+    bits, group_size = bits or 4, group_size or 64
+    kind, scale_dtype = _INTEGERS.get(bits), _SCALE_DTYPES.get(dtype_name(scales))
+    if kind is None or group_size not in _GROUPS or scale_dtype is None:
+        raise DialectError(
+            f"affine arrays of 4 or 8 bits, in groups of 32, 64 or 128, with scales in {', '.join(_SCALE_DTYPES)}, have a "
+            f"recipe; got bits={bits}, group_size={group_size} and scales in {dtype_name(scales)}. Cast its values.",
+            bits=bits,
+            group_size=group_size,
+        )
+    return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
+
+
+def _mode(recipe: ScalingRecipe) -> str | None:
+    fmt = recipe.format
+    if isinstance(recipe, INT4Scaling | INT8Scaling):
+        return "affine" if fmt.offset == "bias" and fmt.scale.block[1] in _GROUPS else None
+    return next((mode for mode, known in _RECIPES.items() if known.format == fmt), None)
+
+
+def _need_mlx(verb: str, array: Any) -> None:
+    found = framework_of(array, "w").name
+    if found != "mlx":
+        raise UnsupportedError(
+            f"{verb} is for arrays of MLX, these are of {found}; breccia.bridges.from_dlpack(scaled, 'mlx') takes one there.",
+            found=found,
+        )

@@ -1,0 +1,71 @@
+"""`mx.quantized_matmul`, which multiplies the codes of some formats without decoding them into memory first.
+
+It runs only where it is named. On a CPU it keeps the bound of `matmul` (tests/test_mlx_native.py), but an E8M0 scale of NaN
+multiplies as Inf, `mx.vmap` has no rule for it, and for many rows it can be slower than decoding. On Metal nobody has measured
+it, and sums of affine codes and of their biases may be kept apart there, which is inexact where the two cancel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from breccia.codecs import E2M1, E4M3, E8M0, UINT4, UINT8, Codec
+from breccia.dispatch import Call
+from breccia.formats import Format
+from breccia.frameworks import FLOATS, dtype_name, output_dtype
+from breccia.kernels import reference
+from breccia.tensor import ScaledTensor
+
+from .ops import MLX
+
+Array = Any
+
+#: MLX's name for the formats of these element and scale codecs, and the block they have.
+_MODES: dict[tuple[Codec, Codec], tuple[str, int | None]] = {
+    (E2M1, E8M0): ("mxfp4", 32),
+    (E4M3, E8M0): ("mxfp8", 32),
+    (E2M1, E4M3): ("nvfp4", 16),
+}
+_GROUPS = (32, 64, 128)
+
+
+def mode(fmt: Format) -> dict[str, Any] | None:
+    """What stands for a format in MLX, its tensor scale left out: `mode`, `group_size` and `bits`. None where nothing does."""
+    m, k = fmt.scale.block
+    if m != 1 or any(level.sense != "multiplier" for level in fmt.levels):
+        return None
+    if fmt.offset == "bias" and fmt.element in (UINT4, UINT8) and k in _GROUPS:
+        return {"mode": "affine", "group_size": k, "bits": fmt.element.bits}
+    name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", None))
+    return {"mode": name, "group_size": k, "bits": fmt.element.bits} if k == block and fmt.offset == "none" else None
+
+
+def accepts(call: Call) -> str | None:
+    """Why a product cannot be one of `mx.quantized_matmul`, or None."""
+    w = call.b
+    if w is None or w.recipe is None or w.layout is None:
+        return "mx.quantized_matmul multiplies by a quantized b"
+    options = mode(w.recipe.format)
+    if options is None:
+        return f"MLX has no mode for recipe {w.recipe.name!r} as it is; it has mxfp4, mxfp8, nvfp4, and integers with a bias"
+    if w.axis != -2 or w.ndim != 2:
+        return "b must be the .mT of one weight (N, K) with blocks along K"
+    if w.layout.ragged or w.layout.block(-2) != (1, options["group_size"]):
+        return f"K must be whole blocks of {options['group_size']}, each with its scale; b has {w.layout}"
+    return None
+
+
+def matmul(a: Any, b: ScaledTensor, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
+    """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that MLX has a mode for."""
+    numbers = isinstance(a, ScaledTensor) or dtype_name(a) in FLOATS
+    if 0 in (*a.shape, *b.shape) or not numbers or a.shape[-1] != b.shape[-2] or len(a.shape) < 2:
+        return reference.matmul(a, b, out_dtype, out=out)  # which raises; and MLX 0.32.4 divides by a length of zero
+    x = reference.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
+    w = b.mT
+    options = mode(w.recipe.format)
+    y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
+    if w.global_scale is not None:
+        y = y * w.global_scale
+    return reference.result(MLX, y, output_dtype(out_dtype), out)

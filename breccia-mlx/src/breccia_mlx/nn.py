@@ -1,0 +1,344 @@
+"""Layers whose weight is a ScaledTensor, and `quantize`, which gives them to a model as `mlx.nn.quantize` does MLX's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+import breccia
+from breccia.errors import BrecciaError, OptionError, ShapeError, UnsupportedError
+from breccia.formats import TENSOR
+from breccia.frameworks import dtype_name
+from breccia.kernels import reference
+from breccia.layouts import Layout, PerBlockMN
+from breccia.recipes import ScalingRecipe, check_recipe
+from breccia.tensor import ScaledTensor, held
+
+Array = Any
+#: Called with a layer's path and the layer: whether to quantize it, or how.
+Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
+
+_OPTIONS = ("recipe", "activation", "prefer")
+#: Integers as wide as the floats of scales: no change of a model's precision touches them.
+_WORDS = {2: mx.uint16, 4: mx.uint32}
+
+
+def spelled(recipe: ScalingRecipe) -> str:
+    """The recipe as `breccia.recipe` reads it: its name and the fields that are not at their default."""
+    fields = {f.name: (getattr(recipe, f.name), f.default) for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
+    return ",".join([recipe.name, *(f"{name}={value}" for name, (value, default) in fields.items() if value != default)])
+
+
+class _All(set[str]):
+    """Every name: that of parameters which nobody unfreezes."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meaning:
+    recipe: ScalingRecipe
+    layout: Layout
+    axis: int
+    tail: int
+    dtypes: tuple[str, ...]
+
+
+class ScaledWeight(nn.Module):
+    """A ScaledTensor as part of a model: its parts are parameters, so they save, load and are evaluated with the model's.
+
+    They lie under the recipe's name (`weight.mxfp8.data`, `weight.mxfp8.scale`), so `load_weights` refuses those of another.
+    Float scales are kept as the integers of their bits, which `set_dtype` passes over. The parameters are frozen for good; the
+    values are `breccia.dequantize(weight.tensor)`.
+    """
+
+    def __init__(self, tensor: ScaledTensor) -> None:
+        super().__init__()
+        if not isinstance(tensor, ScaledTensor):
+            raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
+        if tensor.framework != "mlx":
+            raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of mlx; this one is of {tensor.framework}.")
+        parts = held(tensor)
+        dtypes = tuple(map(dtype_name, parts.values()))
+        self._meaning = _Meaning(tensor.recipe, tensor.layout, tensor.axis, tensor.tail, dtypes)
+        self._name = spelled(tensor.recipe)
+        self[self._name] = {name: _as_words(part) for name, part in parts.items()}
+        self._no_grad = _All()
+
+    @property
+    def tensor(self) -> ScaledTensor:
+        """The ScaledTensor of the parameters as they are now; nothing is copied."""
+        m = self._meaning
+        parts = {name: p.view(getattr(mx, d)) for (name, p), d in zip(self[self._name].items(), m.dtypes, strict=True)}
+        return ScaledTensor.assemble(recipe=m.recipe, layout=m.layout, axis=m.axis, tail=m.tail, **parts)
+
+    @property
+    def recipe(self) -> ScalingRecipe:
+        return self._meaning.recipe
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight in high precision."""
+        return self.tensor.shape
+
+    def _extra_repr(self) -> str:
+        return f"{self.shape}, {self.recipe!r}"
+
+
+def _as_words(part: Array) -> Array:
+    return part.view(_WORDS[part.dtype.size]) if mx.issubdtype(part.dtype, mx.floating) else part
+
+
+class _Scaled(nn.Module):
+    """A layer of one quantized weight (M, K), blocks along K."""
+
+    def _take(self, weight: ScaledWeight, activation: ScalingRecipe | None, prefer: str | None) -> None:
+        check_activation(activation)
+        if len(weight.shape) != 2 or weight.tensor.axis != -1:
+            raise ShapeError(
+                f"a layer has a weight of two axes with blocks along the last one; got shape {weight.shape} and axis "
+                f"{weight.tensor.axis}.",
+                shape=weight.shape,
+            )
+        self.weight, self.activation, self.prefer = weight, activation, prefer
+
+    def _product(self, x: Array) -> Array:
+        """`x` times the transposed weight, in FP32."""
+        length = self.weight.shape[1]
+        if x.ndim == 0 or x.shape[-1] != length:
+            raise ShapeError(
+                f"the layer takes inputs of shape (..., {length}); got {tuple(x.shape)}.", found=tuple(x.shape), length=length
+            )
+        rows = mx.reshape(x, (-1, length)) if x.size else mx.zeros((0, length), x.dtype)
+        if self.activation is not None:
+            # In FP32 the round trip that gradients pass has the values that the product would decode.
+            rows = breccia.cast_ste(_number(rows), self.activation)
+        y = breccia.matmul(rows, self.weight.tensor.mT, prefer=self.prefer)
+        return mx.reshape(y, (*x.shape[:-1], self.weight.shape[0]))
+
+
+def _number(x: Array) -> Array:
+    """In FP32 if it is a float narrower than that; what it must not be is for the verb to say."""
+    return x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x
+
+
+class ScaledLinear(_Scaled):
+    """`mlx.nn.Linear` whose weight is quantized: x @ dequantize(weight).T + bias in FP32, rounded once to the input's dtype.
+
+    weight: the ScaledWeight of shape (output_dims, input_dims); blocks run along input_dims.
+    activation: a recipe under which each input is cast, its rows being the tokens; None leaves inputs as they are. The gradient
+        of an input passes straight through that cast.
+    prefer: the kernel of the product, as in `breccia.matmul`: "mlx.quantized_matmul", say.
+
+    Inputs are FP32, FP16 or BF16 of shape (..., input_dims). The weight takes no gradient; the bias is as it was.
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        *,
+        recipe: ScalingRecipe,
+        activation: ScalingRecipe | None = None,
+        prefer: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_recipe(recipe)
+        linear = nn.Linear(input_dims, output_dims, bias)
+        self._take(ScaledWeight(breccia.cast(linear.weight, recipe)), activation, prefer)
+        if bias:
+            self.bias = linear.bias
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        recipe: ScalingRecipe,
+        *,
+        activation: ScalingRecipe | None = None,
+        prefer: str | None = None,
+    ) -> ScaledLinear:
+        """The layer of `linear`'s weight under `recipe`, with its bias. Raises what `breccia.cast` raises."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._take(ScaledWeight(breccia.cast(linear.weight, recipe)), activation, prefer)
+        if "bias" in linear:
+            self.bias = linear.bias
+            self._no_grad.update(linear._no_grad & {"bias"})
+        self.train(linear.training)
+        return self
+
+    def to_linear(self, dtype: Any = "float32") -> nn.Linear:
+        """An `mlx.nn.Linear` of the weight's values in `dtype`, with the same bias."""
+        made = nn.Linear(1, 1, "bias" in self)
+        made.weight = breccia.dequantize(self.weight.tensor, out_dtype=dtype)
+        if "bias" in self:
+            made.bias = self.bias
+        made.train(self.training)
+        return made
+
+    def __call__(self, x: Array) -> Array:
+        y = self._product(x)
+        if "bias" in self:
+            y = y + self.bias.astype(mx.float32)
+        return y.astype(x.dtype)
+
+    def _extra_repr(self) -> str:
+        activation = f", activation={self.activation!r}" if self.activation is not None else ""
+        rows, length = self.weight.shape
+        return f"input_dims={length}, output_dims={rows}, bias={'bias' in self}{activation}"
+
+
+class ScaledEmbedding(_Scaled):
+    """`mlx.nn.Embedding` whose weight is quantized; only the rows that are asked for are decoded.
+
+    weight: the ScaledWeight of shape (num_embeddings, dims); blocks run along dims.
+    dtype: the name of what rows are given in, that of the weight before; `set_dtype` of a model does not change it.
+    """
+
+    def __init__(self, num_embeddings: int, dims: int, *, recipe: ScalingRecipe, prefer: str | None = None) -> None:
+        super().__init__()
+        check_recipe(recipe)
+        self._take(ScaledWeight(breccia.cast(nn.Embedding(num_embeddings, dims).weight, recipe)), None, prefer)
+        self.dtype = "float32"
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, recipe: ScalingRecipe, *, prefer: str | None = None) -> ScaledEmbedding:
+        """The layer of `embedding`'s weight under `recipe`. Raises what `breccia.cast` raises."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._take(ScaledWeight(breccia.cast(embedding.weight, recipe)), None, prefer)
+        self.dtype = dtype_name(embedding.weight)
+        self.train(embedding.training)
+        return self
+
+    def to_embedding(self, dtype: Any = None) -> nn.Embedding:
+        """An `mlx.nn.Embedding` of the weight's values, in `dtype` or that of its rows."""
+        made = nn.Embedding(1, 1)
+        made.weight = breccia.dequantize(self.weight.tensor, out_dtype=self.dtype if dtype is None else dtype)
+        made.train(self.training)
+        return made
+
+    def __call__(self, x: Array) -> Array:
+        """Rows `x`, an integer array of any shape, as (..., dims)."""
+        w = self.weight.tensor
+        y = breccia.dequantize(_rows(w, mx.reshape(x, (-1,))), out_dtype=self.dtype)
+        return mx.reshape(y, (*x.shape, w.shape[1]))
+
+    def _extra_repr(self) -> str:
+        return ", ".join(map(str, self.weight.shape))
+
+    def as_linear(self, x: Array) -> Array:
+        """`x` times the transposed weight, as an output layer that shares the embedding's weight computes it."""
+        return self._product(x).astype(x.dtype)
+
+
+def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
+    """The rows `index` of a matrix with blocks along K, each with the scales of the blocks that it lies in."""
+    m, k = block = w.layout.block()
+    index = mx.where(index < 0, index + w.shape[0], index)
+    parts = {
+        name: part if name == "global_scale" or block == TENSOR else part[index // m if m else mx.zeros_like(index)]
+        for name, part in held(w).items()
+        if name != "data"
+    }
+    layout = w.layout if m in (1, None) or k is None else PerBlockMN(1, k, ragged=bool(w.shape[1] % k))
+    return ScaledTensor.assemble(w.data[index], recipe=w.recipe, layout=layout, axis=-1, tail=w.tail, **parts)
+
+
+def check_activation(activation: Any) -> None:
+    """Raise UnsupportedError unless it is a recipe, or None."""
+    if activation is not None and not isinstance(activation, ScalingRecipe):
+        raise UnsupportedError(f"activation is a ScalingRecipe instance or None; got {activation!r}.", activation=activation)
+
+
+# ------------------------------------------------------------------------------------------------ quantize
+
+
+def quantize(
+    model: nn.Module,
+    recipe: ScalingRecipe,
+    *,
+    activation: ScalingRecipe | None = None,
+    prefer: str | None = None,
+    class_predicate: Predicate | None = None,
+) -> None:
+    """Replace linear and embedding layers of `model`, in place, by ScaledLinear and ScaledEmbedding ones under `recipe`.
+
+    activation: a recipe under which linear layers cast their inputs. prefer: the kernel of their products.
+    class_predicate: called with each leaf module's path and the module; True for one to quantize, or a dict of `recipe`,
+        `activation` and `prefer` for it alone. By default every `mlx.nn.Linear` and `mlx.nn.Embedding` is, but for subclasses.
+
+    A layer that is at several places stays one. Nothing is replaced unless all chosen layers can be.
+
+    Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself such a layer, and for a
+    chosen one that is none; OptionError for other answers of the predicate, and where no layer is chosen.
+    """
+    check_recipe(recipe)
+    check_activation(activation)
+    if not isinstance(model, nn.Module) or _makes(model):
+        one = ": breccia_mlx.nn has from_linear and from_embedding for a single layer." if _makes(model) else "."
+        raise UnsupportedError(f"quantize replaces layers of a model; got a {type(model).__name__}{one}")
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    given: dict[str, Any] = {"recipe": recipe, "activation": activation, "prefer": prefer}
+    chosen = {path: (m, given | how) for path, m in leaves if (how := _how(class_predicate, path, m)) is not None}
+    if not chosen:
+        plain = sum(type(m) in (nn.Linear, nn.Embedding) for _, m in leaves)
+        asked = "; class_predicate, which is called with each path and module, took none." if class_predicate else "."
+        raise OptionError(f"quantize: no layer is chosen: {plain} of {len(leaves)} leaf modules are Linear or Embedding{asked}")
+    for path, (module, options) in chosen.items():  # before anything changes
+        _check(path, module, options)
+    made: dict[int, nn.Module] = {}
+    for module, options in chosen.values():
+        if id(module) not in made:
+            made[id(module)] = _replacement(module, **options)
+    model.update_modules(tree_unflatten([(path, made[id(module)]) for path, (module, _) in chosen.items()]))
+
+
+def _how(predicate: Predicate | None, path: str, module: nn.Module) -> dict[str, Any] | None:
+    """The options of its own that a chosen layer has; None for one that stays."""
+    if predicate is None:
+        return {} if type(module) in (nn.Linear, nn.Embedding) else None
+    answer = predicate(path, module)
+    if isinstance(answer, bool):
+        return {} if answer else None
+    if not isinstance(answer, dict) or not set(answer) <= set(_OPTIONS):
+        raise OptionError(
+            f"class_predicate answers True, False, or a dict of {', '.join(_OPTIONS)}; for {path} it gave {answer!r}.",
+            path=path,
+        )
+    return answer
+
+
+def _makes(module: Any) -> bool:
+    """Is it a linear or embedding layer, and nothing more?"""
+    return any(isinstance(module, kind) and type(module).__call__ is kind.__call__ for kind in (nn.Linear, nn.Embedding))
+
+
+def _check(path: str, module: Any, options: dict[str, Any]) -> None:
+    """Raise where a layer cannot be replaced, naming it."""
+    if not _makes(module):
+        raise UnsupportedError(
+            f"quantize: {path} is a {type(module).__name__}, and only Linear and Embedding layers have a quantized form; let "
+            "class_predicate leave it out.",
+            path=path,
+        )
+    check_activation(options["activation"])
+    try:
+        reference.check_cast(module.weight, options["recipe"])
+        reference.fitted_layout(options["recipe"], tuple(module.weight.shape), -1)
+    except BrecciaError as e:
+        raise type(e)(f"quantize: {path}.weight: {e}", **e.found) from e
+
+
+def _replacement(module: Any, recipe: ScalingRecipe, activation: ScalingRecipe | None, prefer: str | None) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        return ScaledLinear.from_linear(module, recipe, activation=activation, prefer=prefer)
+    return ScaledEmbedding.from_embedding(module, recipe, prefer=prefer)

@@ -1,0 +1,202 @@
+"""Arrays over eight devices: codes and scales go together, products stay where they are, and nothing but an amax is exchanged.
+
+JAX counts its devices once, so the checks run in a process of their own, which has eight of them on one CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wide
+
+import breccia
+from breccia.tensor import held
+
+COUNT = 8
+BLOCK = breccia.Float8BlockScaling(block_k=32)
+#: Whose scales are those of blocks, and that of one scale, or one of two, for a whole tensor.
+LOCAL = [BLOCK, breccia.MXFP8BlockScaling(), breccia.INT4Scaling(group_size=32), breccia.MXFP6BlockScaling()]
+WHOLE = [breccia.Float8CurrentScaling(), breccia.NVFP4BlockScaling()]
+X = wide((16, 512), seed=1, exponents=4)
+#: XLA's words for what devices exchange.
+WORDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+EXCHANGE = re.compile(rf"= \w+\[([\d,]*)\]\S* ({WORDS})(?:-start)?\(")
+
+
+def placed(x: Any, *spec: str | None) -> Any:
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()).reshape(COUNT), ("d",))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def exchanged(function: Any, *arguments: Any) -> list[tuple[str, int]]:
+    """(what, how many items) of everything that devices exchange in the compiled function."""
+    text = function.lower(*arguments).compile().as_text()
+    return [(what, int(np.prod([int(n) for n in shape.split(",") if n]))) for shape, what in EXCHANGE.findall(text)]
+
+
+def spread(array: Any) -> tuple[Any, ...]:
+    """The axes of the mesh that an array's axes lie along."""
+    found = tuple(array.sharding.spec)
+    return found + (None,) * (array.ndim - len(found))
+
+
+def blocks_are_cast_where_they_are() -> None:
+    """Rows and columns, eager and compiled."""
+    import jax
+
+    for recipe in LOCAL:
+        for spec in (("d", None), (None, "d")):
+            x = placed(X, *spec)
+            cast = jax.jit(lambda x, r=recipe: breccia.cast(x, r))
+            assert exchanged(cast, x) == [], (recipe, spec)
+            for st in (cast(x), breccia.cast(x, recipe)):
+                assert breccia.bytes_equal(st, breccia.cast(X, recipe)), (recipe, spec)
+                assert all(spread(part) == spec for part in held(st).values()), (recipe, spec)
+                values = breccia.dequantize(st)
+                assert spread(values) == spec and np.array_equal(values, breccia.dequantize(breccia.cast(X, recipe)))
+
+
+def a_tensors_amax_alone_is_exchanged() -> None:
+    import jax
+
+    for recipe in WHOLE:
+        for spec in (("d", None), (None, "d")):
+            x = placed(X, *spec)
+            cast = jax.jit(lambda x, r=recipe: breccia.cast(x, r))
+            found = exchanged(cast, x)
+            assert found and all(what == "all-reduce" and count == 1 for what, count in found), (recipe, spec, found)
+            st = cast(x)
+            assert breccia.bytes_equal(st, breccia.cast(X, recipe)) and spread(st.data) == spec
+
+
+def products_stay_where_their_rows_are() -> None:
+    import jax
+
+    w = breccia.cast(jax.numpy.asarray(wide((24, 512), seed=2, exponents=1)), BLOCK)
+    alone = breccia.matmul(jax.numpy.asarray(X), w.mT)
+    everywhere = jax.tree.map(lambda part: placed(part), w)
+    product = jax.jit(lambda x, w: breccia.matmul(breccia.cast(x, BLOCK), w.mT))
+    x = placed(X, "d", None)
+    assert exchanged(product, x, everywhere) == []
+    y = product(x, everywhere)
+    assert spread(y) == ("d", None)
+    assert breccia.matmul(x, everywhere.mT).sharding.is_equivalent_to(y.sharding, 2)
+    # Sums of 512 products in FP32, in any order: 2^-24 each of their magnitudes' sum.
+    bound = 512 * 2.0**-24 * (np.abs(X) @ np.abs(np.asarray(breccia.dequantize(w)).T))
+    assert (np.abs(np.asarray(breccia.matmul(x, everywhere.mT)) - np.asarray(alone)) <= bound).all()
+
+
+def shards_are_tensors_of_their_own() -> None:
+    """shard_map: each device casts, decodes and multiplies what it has."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    x = placed(X, "d", None)
+    mesh = x.sharding.mesh
+
+    def local(x: Any) -> Any:
+        st = breccia.cast(x, BLOCK)
+        return st, breccia.matmul(x, st[:2].mT)
+
+    st, y = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(x)
+    assert st.shape == X.shape and breccia.bytes_equal(st, breccia.cast(X, BLOCK)) and y.shape == (16, 2)
+    back = jax.jit(jax.shard_map(breccia.dequantize, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(st)
+    assert np.array_equal(back, breccia.dequantize(breccia.cast(X, BLOCK)))
+
+
+def gradients_keep_the_sharding() -> None:
+    import jax
+
+    x = placed(X, "d", None)
+    w = jax.tree.map(lambda part: placed(part), breccia.cast(jax.numpy.asarray(X), BLOCK))
+    clipped = jax.jit(jax.grad(lambda x: breccia.cast_ste_clipped(x, BLOCK, clip="scale").sum()))
+    assert exchanged(clipped, x) == [] and spread(clipped(x)) == ("d", None)
+    assert np.array_equal(clipped(x), clipped(jax.numpy.asarray(X)))
+    through = jax.jit(jax.grad(lambda x, w: (breccia.matmul(x, w.mT) ** 2).sum()))
+    assert exchanged(through, x, w) == [] and spread(through(x, w)) == ("d", None)
+
+
+def tensors_move_between_shardings() -> None:
+    import jax
+
+    st = breccia.cast(placed(X, "d", None), BLOCK)
+    assert st.device.spec == jax.sharding.PartitionSpec("d", None)
+    one = jax.devices()[3]
+    assert breccia.bytes_equal(st.to(one), st) and st.to(one).device == one
+    assert breccia.bytes_equal(st.to(placed(X, None, "d").sharding), st)
+    assert spread(st.to(placed(X, None, "d").sharding).scale) == (None, "d")
+    copied = jax.tree.map(lambda part: placed(part, None, None), st)
+    assert breccia.bytes_equal(copied, st)
+
+
+def exported_functions_keep_their_shardings() -> None:
+    import jax
+    from jax import export
+
+    x = placed(X, "d", None)
+    cast = jax.jit(lambda x: breccia.cast(x, BLOCK))
+    read = export.deserialize(export.export(cast)(x).serialize())
+    st = jax.jit(read.call)(x)
+    assert breccia.bytes_equal(st, breccia.cast(X, BLOCK)) and spread(st.data)[0] == "d"
+
+
+CHECKS = [
+    blocks_are_cast_where_they_are,
+    a_tensors_amax_alone_is_exchanged,
+    products_stay_where_their_rows_are,
+    shards_are_tensors_of_their_own,
+    gradients_keep_the_sharding,
+    tensors_move_between_shardings,
+    exported_functions_keep_their_shardings,
+]
+
+
+def main() -> None:
+    """Every check, in this process; on standard output what went wrong in each, as JSON."""
+    import jax
+
+    assert len(jax.devices()) == COUNT, jax.devices()
+    found: dict[str, str] = {}
+    for check in CHECKS:
+        try:
+            check()
+            found[check.__name__] = ""
+        except Exception:
+            found[check.__name__] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+@cache
+def outcomes() -> dict[str, str]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={COUNT}"
+    run = subprocess.run(
+        [sys.executable, "-c", "import test_jax_sharded; test_jax_sharded.main()"],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_over_eight_devices(check: Any) -> None:
+    pytest.importorskip("jax")
+    if check is exported_functions_keep_their_shardings:
+        pytest.importorskip("flatbuffers")  # which jax.export writes with
+    assert outcomes()[check.__name__] == ""

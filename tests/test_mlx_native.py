@@ -1,0 +1,272 @@
+"""MLX's own quantized arrays: its words are our bytes, its numbers our numbers, and its product runs where it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import every_decodable, wide
+
+import breccia
+from breccia.bridges import from_mlx, to_mlx
+from breccia.tensor import ScaledTensor
+
+MXFP8, MXFP4 = breccia.MXFP8BlockScaling(), breccia.MXFP4BlockScaling()
+NVFP4 = breccia.NVFP4BlockScaling(two_level=False)
+QUANTIZED = "mlx.quantized_matmul"
+
+
+def affine(bits: int, group_size: int = 64, scale_dtype: str = "fp32") -> breccia.ScalingRecipe:
+    kind = {4: breccia.INT4Scaling, 8: breccia.INT8Scaling}[bits]
+    return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
+
+
+#: Each mode of `mx.quantize`: its options, and the recipe that says the same.
+MODES: dict[str, tuple[dict[str, Any], breccia.ScalingRecipe]] = {
+    "mxfp4": ({"mode": "mxfp4"}, MXFP4),
+    "mxfp8": ({"mode": "mxfp8"}, MXFP8),
+    "nvfp4": ({"mode": "nvfp4"}, NVFP4),
+    "affine": ({}, affine(4)),
+    "affine, 8 bits": ({"bits": 8, "group_size": 32}, affine(8, 32)),
+    "affine, groups of 128": ({"mode": "affine", "bits": 4, "group_size": 128}, affine(4, 128)),
+}
+
+
+def weight(seed: int = 0, rows: int = 24, columns: int = 256) -> Any:
+    w = wide((rows, columns), seed=seed, exponents=2)
+    w[0] = 0.0
+    return mx.array(w)
+
+
+def pointer(a: Any) -> int:
+    return np.from_dlpack(a).__array_interface__["data"][0]
+
+
+def mlxs(st: ScaledTensor) -> np.ndarray:
+    """What MLX decodes a tensor of ours to, in FP32."""
+    w, scales, biases, options = to_mlx(st)
+    return np.array(mx.dequantize(w, scales, biases, dtype=mx.float32, **options))
+
+
+def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where two FP32 arrays have equal bits, NaN equal to NaN."""
+    return (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
+
+
+# -- the bridge ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_mlx_quantizes_decodes_to_mlxs_own_numbers(mode: str) -> None:
+    options, recipe = MODES[mode]
+    parts = mx.quantize(weight(), **options)
+    st = from_mlx(*parts, **options)
+    assert st.recipe == recipe and st.shape == (24, 256) and st.axis == -1 and st.tail == 0
+    theirs = mx.dequantize(*parts, **options, **({} if "affine" in mode else {"dtype": mx.float32}))
+    assert np.array_equal(np.array(breccia.dequantize(st)).view(np.int32), np.array(theirs).view(np.int32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_words_are_the_same_memory_both_ways(mode: str) -> None:
+    options, _ = MODES[mode]
+    parts = mx.quantize(weight(), **options)
+    mx.eval(parts)
+    st = from_mlx(*parts, **options)
+    w, scales, biases, found = to_mlx(st)
+    assert [pointer(st.data), pointer(w)] == [pointer(parts[0])] * 2
+    assert scales is parts[1] and (biases is parts[2] if len(parts) == 3 else biases is None)
+    assert w.dtype == mx.uint32 and mx.array_equal(w, parts[0])
+    defaults = {"mode": "affine", "group_size": recipe_group(st), "bits": st.recipe.format.element.bits}
+    assert found == defaults | options
+
+
+def recipe_group(st: ScaledTensor) -> Any:
+    return st.recipe.format.scale.block[1]
+
+
+def test_leading_axes_are_kept() -> None:
+    w = mx.stack([weight(1), weight(2)])
+    st = from_mlx(*mx.quantize(w, mode="mxfp8"), mode="mxfp8")
+    assert st.shape == (2, 24, 256)
+    assert np.array_equal(mlxs(st), np.array(breccia.dequantize(st)))
+
+
+def test_on_ordinary_data_our_mxfp8_is_mlxs_byte_for_byte() -> None:
+    w = mx.array(np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32))
+    assert breccia.bytes_equal(from_mlx(*mx.quantize(w, mode="mxfp8"), mode="mxfp8"), breccia.cast(w, MXFP8))
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, affine(4, 32), affine(8, 32)], ids=lambda r: f"{r.name}")
+def test_every_code_under_every_scale_is_the_same_number_but_where_it_is_told(recipe: breccia.ScalingRecipe) -> None:
+    st = every_decodable(recipe)
+    ours = breccia.dequantize(st)
+    parts = (mx.array(p) if p is not None else None for p in (st.data, st.scale, st.zero_point))
+    data, scale, zero = parts
+    theirs = mlxs(breccia.from_buffer(data, scale, recipe, st.layout, zero))
+    differ = ~same(ours, theirs)
+    if recipe.format.offset == "bias":
+        # The contract flushes products and biases below 2^-126 before they are added (numerics, section 4); MLX does not.
+        product = ours.astype(np.float64) - np.repeat(st.zero_point.astype(np.float64), 32, axis=1)
+        least = np.minimum(np.abs(product), np.abs(np.repeat(st.zero_point, 32, axis=1)))
+        assert differ.any() and (np.abs(theirs[differ]) < 2.0**-120).all() and (least[differ] < 2.0**-120).all()
+    elif recipe.format.scale.codec.name == "E8M0":
+        nan = np.broadcast_to(st.scale[:, :1] == 255, ours.shape)
+        assert np.isnan(ours[nan]).all() and (differ == (nan & ~np.isnan(theirs))).all()
+        assert np.isinf(theirs[differ]).all(), "no fault turns into a number"
+    else:
+        assert not differ.any()
+
+
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("float16", "fp16"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_16_bits_are_wrapped_and_decoded_in_fp32(dtype: str, scale_dtype: str, bits: int) -> None:
+    """MLX computes in the dtype of the scales; given them in FP32, it computes what we do."""
+    w, scales, biases = mx.quantize(weight().astype(getattr(mx, dtype)), bits=bits)
+    st = from_mlx(w, scales, biases, bits=bits)
+    assert st.recipe == affine(bits, 64, scale_dtype) and st.scale is scales
+    wide_parts = (p.astype(mx.float32) for p in (scales, biases))
+    assert np.array_equal(np.array(breccia.dequantize(st)), np.array(mx.dequantize(w, *wide_parts, bits=bits)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mode": "nf4"}, r"mode is one of affine, mxfp4, mxfp8, nvfp4; got 'nf4'"),
+        ({"mode": "mxfp8", "group_size": 64}, r"mode 'mxfp8' has group_size=32 and bits=8; got group_size=64, bits=None"),
+        ({"mode": "affine"}, r"have a recipe; got bits=4, group_size=64 and scales in uint8"),
+        ({"biases": True}, r"mode 'mxfp8' has no biases; got some"),
+        ({"scales": "float32"}, r"scales and biases of one dtype, uint8; got w as uint32, scales as float32"),
+        ({"w": "uint8"}, r"got w as uint8, scales as uint8\. Pass the arrays as MLX gave them"),
+        ({"scales": "short"}, r"scales are \(\.\.\., M, K / group_size\), \(24, 8\) for w of shape \(24, 64\).* got \(24, 7\)"),
+        ({"w": "flat"}, r"w is \(\.\.\., M, K \* bits / 32\); got shape \(1536,\)"),
+    ],
+)
+def test_what_is_none_of_mlxs_is_refused(change: dict[str, Any], said: str) -> None:
+    w, scales = mx.quantize(weight(), mode="mxfp8")
+    biases = scales if change.pop("biases", False) else None
+    scales = {"float32": scales.astype(mx.float32), "short": scales[:, :7]}.get(change.pop("scales", ""), scales)
+    w = {"uint8": w.view(mx.uint8), "flat": mx.reshape(w, (-1,))}.get(change.pop("w", ""), w)
+    with pytest.raises(breccia.DialectError, match=said):
+        from_mlx(w, scales, biases, **{"mode": "mxfp8"} | change)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+def test_widths_without_a_recipe_are_refused(bits: int) -> None:
+    parts = mx.quantize(weight(), bits=bits)
+    with pytest.raises(breccia.DialectError, match=f"affine arrays of 4 or 8 bits.* got bits={bits}, group_size=64"):
+        from_mlx(*parts, bits=bits)
+    with pytest.raises(breccia.DialectError, match="mode 'affine' has biases; got none"):
+        from_mlx(*mx.quantize(weight())[:2])
+
+
+def test_tensors_that_mlx_has_no_mode_for_are_refused_with_the_way_out() -> None:
+    w = weight()
+    for recipe in (breccia.NVFP4BlockScaling(), breccia.Float8BlockScaling(), breccia.INT4Scaling(), affine(4, 16)):
+        with pytest.raises(
+            breccia.DialectError, match=r"MLX's modes are .*Requantize it first, to breccia\.MXFP8BlockScaling\(\)"
+        ):
+            to_mlx(breccia.cast(w, recipe))
+    with pytest.raises(breccia.DialectError, match=r"groups along the last axis; this tensor along axis -2\. Pass its \.mT"):
+        to_mlx(breccia.cast(w, MXFP8).mT)
+    with pytest.raises(
+        breccia.DialectError, match=r"whole groups of 32 .* shape \(24, 250\).*Cast it padded to a multiple of 32"
+    ):
+        to_mlx(breccia.cast(w[:, :250], MXFP8))
+    with pytest.raises(
+        breccia.UnsupportedError, match=r"to_mlx is for arrays of MLX, these are of numpy; .*from_dlpack\(scaled, 'mlx'\)"
+    ):
+        to_mlx(breccia.cast(np.ones((2, 32), np.float32), MXFP8))
+
+
+# -- the product -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, breccia.NVFP4BlockScaling(), affine(4), affine(8)], ids=repr)
+@pytest.mark.parametrize(("rows", "length"), [(1, 4096), (3, 512)])
+def test_mlxs_product_keeps_the_bound_with_one_large_and_many_small_terms(
+    recipe: breccia.ScalingRecipe, rows: int, length: int
+) -> None:
+    """The bound of `matmul`: K + 1 roundings of each term, one more for the tensor scale, against FP64.
+
+    Biases are one more term of each group, of the magnitude of the codes' sum: hence |code * scale| + |bias| for |w|.
+    """
+    rng = np.random.default_rng(length)
+    x = rng.uniform(0.5, 1, (rows, length)).astype(np.float32)
+    x[:, 0] = 2.0**12
+    w = mx.array(rng.uniform(0.5, 1, (16, length)).astype(np.float32))
+    st = breccia.cast(w, recipe)
+    values = np.array(breccia.dequantize(st)).astype(np.float64)
+    size = np.abs(values)
+    if st.zero_point is not None:
+        bias = np.repeat(np.array(st.zero_point).astype(np.float64), recipe.format.scale.block[1], axis=1)
+        size = np.abs(values - bias) + np.abs(bias)
+    u = 2.0**-24
+    n = length + 2
+    bound = n * u / (1 - n * u) * (np.abs(x.astype(np.float64)) @ size.T)
+    exact = x.astype(np.float64) @ values.T
+    found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=QUANTIZED))
+    assert (np.abs(found - exact) <= bound).all()
+
+    total = np.zeros((rows, 16), np.float16)  # the bound is not vacuous: sums in FP16 break it
+    for k in range(length):
+        total = (total + (x[:, k : k + 1] * values[:, k]).astype(np.float16)).astype(np.float16)
+    assert (np.abs(total - exact) > bound).any()
+
+
+def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> None:
+    x, w = mx.ones((2, 256)), weight()
+    st = breccia.cast(w, MXFP8)
+    explained = breccia.explain("matmul", x, st.mT)
+    assert explained.winner is not None and explained.winner.name == "reference.matmul"
+    assert f"opt-in: it does not keep the contract of matmul; name it with prefer='{QUANTIZED}'" in str(explained)
+    named = breccia.explain("matmul", x, st.mT, prefer=QUANTIZED)
+    assert named.winner is not None and named.winner.name == QUANTIZED
+    for a, b, said in (
+        (x, breccia.cast(w, breccia.INT4Scaling()).mT, r"MLX has no mode for recipe 'int4' as it is; it has mxfp4"),
+        (x, breccia.cast(w[:, :250], MXFP8).mT, r"K must be whole blocks of 32, each with its scale; b has PerBlockMN"),
+        (x, st, r"b must be the \.mT of one weight \(N, K\) with blocks along K"),
+        (st, w.T, r"mx\.quantized_matmul multiplies by a quantized b"),
+        (x, breccia.cast(mx.stack([w, w]), MXFP8).mT, r"b must be the \.mT of one weight \(N, K\)"),
+    ):
+        with pytest.raises(breccia.NoKernelError, match=said):
+            breccia.matmul(a, b, prefer=QUANTIZED)
+
+
+def test_mlxs_product_takes_what_matmul_takes() -> None:
+    """Small whole numbers: exact in any order, so equal to the generic product."""
+    rng = np.random.default_rng(0)
+    x, w = (mx.array(rng.integers(-3, 4, shape).astype(np.float32)) for shape in ((6, 64), (8, 64)))
+    st = breccia.cast(w, MXFP8)
+    assert mx.array_equal(breccia.dequantize(st), w)
+    for a in (x, x.astype(mx.float16), x.astype(mx.bfloat16), mx.stack([x, 2 * x]), breccia.cast(x, MXFP8), x[:0]):
+        for out_dtype in ("float32", "bfloat16"):
+            ours, theirs = (breccia.matmul(a, st.mT, out_dtype, prefer=k) for k in (None, QUANTIZED))
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and mx.array_equal(ours, theirs)
+    ours, theirs = (
+        mx.grad(lambda x, w, k=k: (breccia.matmul(x, breccia.cast(w, MXFP8).mT, prefer=k) * 3).sum(), argnums=(0, 1))(x, w)
+        for k in (None, QUANTIZED)
+    )
+    assert all(mx.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    with pytest.raises(breccia.UnsupportedError, match="matmul takes ScaledTensors and .* a is int32"):
+        breccia.matmul(x.astype(mx.int32), st.mT, prefer=QUANTIZED)
+    with pytest.raises(breccia.ShapeError, match=r"matmul shape mismatch: a.shape\[-1\]=32"):
+        breccia.matmul(x[:, :32], st.mT, prefer=QUANTIZED)
+    with pytest.raises(breccia.ShapeError, match="needs operands of at least two axes"):
+        breccia.matmul(x[0], st.mT, prefer=QUANTIZED)
+
+
+def test_faults_show_in_mlxs_product() -> None:
+    """A NaN in the weight: E4M3 scales say NaN, and E8M0 ones Inf, which times codes of zero is NaN again."""
+    w = np.ones((4, 64), np.float32)
+    w[2, 40] = np.nan
+    for recipe in (MXFP8, MXFP4, NVFP4, affine(4, 32)):
+        y = np.array(breccia.matmul(mx.ones((1, 64)), breccia.cast(mx.array(w), recipe).mT, prefer=QUANTIZED))
+        assert np.isnan(y[0, 2]) and np.isfinite(y[0, [0, 1, 3]]).all()
+
+
+@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="mx.vmap has no rule for mx.quantized_matmul in MLX 0.32.4")
+def test_mlxs_product_is_mapped_over() -> None:
+    st = breccia.cast(weight(), MXFP8)
+    mx.eval(mx.vmap(lambda x: breccia.matmul(x, st.mT, prefer=QUANTIZED))(mx.ones((2, 3, 256))))
