@@ -3,8 +3,8 @@
     python docs/scripts/generate.py           # writes them
     python docs/scripts/generate.py --check   # exits with 1 where a page shows anything else
 
-A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`: listings.py has the tables, terminal.py the sessions
-(`session-NAME`). Blocks of benchmarks are drawn by benchmarks/draw.py.
+A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`: listings.py has the tables, specimens.py those of single
+formats, terminal.py the sessions (`session-NAME`). Blocks of benchmarks are drawn by benchmarks/draw.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ for variable in [name for name in os.environ if name.startswith("BRECCIA_")]:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import listings  # noqa: E402
+import specimens  # noqa: E402
 import terminal  # noqa: E402
 from blocks import BLOCK, filled  # noqa: E402
 
+#: Blocks by name, but for sessions.
+DECLARED = listings.BLOCKS | specimens.BLOCKS
 #: Pages of benchmarks/draw.py.
 DRAWN = ("benchmarks.md", "accuracy.md", "numerics.md")
 _SHOWN = 12
@@ -36,10 +39,10 @@ def pages(docs: Path) -> dict[Path, str]:
     found = [p for p in sorted(docs.rglob("*.md")) if p.name not in DRAWN and "<!-- table:" in p.read_text(encoding="utf-8")]
     declared = {f"session-{s.name}": s for s in terminal.sessions()}
     asked = {name for page in found for _, name, _, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
-    blocks = dict.fromkeys([*listings.BLOCKS, *declared], "")
+    blocks = dict.fromkeys([*DECLARED, *declared], "")
     for page in found:
         filled(page, blocks)  # exits on a name that is none, before anything is run
-    blocks |= {name: listings.BLOCKS[name]() for name in listings.BLOCKS if name in asked}
+    blocks |= {name: DECLARED[name]() for name in DECLARED if name in asked}
     # A session stands on what those before it wrote, so it is all or none.
     blocks |= dict(terminal.recorded(terminal.sessions())) if asked & set(declared) else {}
     return {page: filled(page, blocks | kept(page, blocks, declared)) for page in found}

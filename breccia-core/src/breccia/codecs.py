@@ -232,6 +232,9 @@ class PowerOfTwo(Codec):
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
         return ops.minimum(ops.maximum(n + self.bias, 0), self.nan - 1)
 
+    def accept(self, ops: Ops, stored: Array) -> Array:
+        return ops.load(stored)  # positive or NaN all of them; XLA would compare 2^-127 (code 0) as zero
+
     def multiply(self, ops: Ops, v: Array, stored: Array) -> Array:
         # 2^-127 (code 0) is an FP32 subnormal, which XLA reads as zero: halve v, which is exact, and use 2^-126.
         code = ops.load(stored)

@@ -1,0 +1,25 @@
+"""`python -m breccia.testing vectors FOLDER`: writes the golden vectors of docs/spec/vectors.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import vectors
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m breccia.testing", description="What the conformance kit can be asked for.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("vectors", help="write the golden vectors, by the oracle (some tens of seconds)")
+    command.add_argument("folder", type=Path, help=f"the folder of all sets; this one is its folder {vectors.VERSION}")
+    try:
+        print(vectors.write(parser.parse_args().folder, vectors.files()))
+    except FileExistsError as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()

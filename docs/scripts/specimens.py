@@ -1,0 +1,141 @@
+"""What the pages of docs/spec/formats show: the parts of each format, tables of codes, and blocks worked by the oracle.
+
+Values are the oracle's (`breccia.testing.oracle`); parts and sources are read from the declarations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from blocks import table
+from listings import either, variants
+
+from breccia import codecs
+from breccia.codecs import Codec, Minifloat
+from breccia.formats import Format
+from breccia.recipes import ScalingRecipe
+from breccia.registry import registry
+from breccia.testing import oracle, vectors
+
+#: Codes of a row of a table.
+WIDE = 8
+#: Recipe and values of a worked block; zeros fill the block.
+WORKED: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "current": ({}, [1, -2, 3.5, 448]),
+    "row": ({}, [2, 4, -8, 896]),
+    "block": ({"block_k": 4}, [0.3, -0.1, 0, 0.02, 60, -7.5, 1, 2**-6]),
+    "mxfp8": ({}, [5, -0.25, 0.013, 480]),
+    "mxfp6": ({}, [5, -0.2, 0.3125, 7.5]),
+    "mxfp4": ({}, [5, -0.7, 0.25, 2.5]),
+    "mxint8": ({}, [1.5, -0.26, 1.984375, -2]),
+    "nvfp4": ({}, [6, -0.7, 0.25, 2.5]),
+    "int4": ({"group_size": 4, "signed": False, "symmetric": False, "scale_dtype": "fp32"}, [-1, 14, 0, 6.4]),
+    "int8": ({}, [127, -3, 0.5, 1.5]),
+    "nf4": ({"block_size": 4}, [2, -2, 0.2, 0]),
+}
+
+
+def number(value: float) -> str:
+    """The shortest decimal that reads back as the FP32 number; -0 keeps its sign."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    text = str(np.float32(value)).removesuffix(".0")
+    return f"−{text[1:]}" if text.startswith("-") else text
+
+
+def decoded(codec: Codec, code: int) -> str:
+    return number(oracle.decode(codec, code))
+
+
+def codes(codec: Codec) -> str:
+    """The numbers of a codec by code; of one with a sign bit those without it."""
+    half = isinstance(codec, Minifloat)
+    every = range(1 << (codec.bits - half))
+    digits = math.ceil(codec.bits / 4)
+    rows = [[f"`{n:0{digits}X}`", *(decoded(codec, c) for c in every[n : n + WIDE])] for n in every[::WIDE]]
+    sign = 1 << (codec.bits - 1)
+    note = f"\nCodes from `{sign:0{digits}X}` on are their negatives; `{sign:0{digits}X}` is −0.\n" if half else ""
+    return table(["code", *(f"+{n}" for n in range(WIDE))], rows) + note
+
+
+def parts(name: str) -> str:
+    """What is stored, for a matrix (M, K) with K the contraction axis, and where the format is defined."""
+    kind = registry().recipes[name]
+    formats = list(dict.fromkeys(v.format for v in variants(kind)))
+    found: dict[tuple[str, str], list[Format]] = {}
+    for fmt in formats:
+        for part in fmt.parts:
+            found.setdefault((part, there(part, fmt)), []).append(fmt)
+    rows: list[list[str]] = []
+    for (part, when), holders in found.items():
+        held = dict.fromkeys(f.parts[part] for f in holders)
+        names = either("whole number" if codec is None else codec.name for codec in held)
+        rows.append([f"`{part}`", names, either(map(on_disk, held)), shape(part, holders[0]), when])
+    sources = dict.fromkeys([kind.source, *(f.element.source for f in formats), *(f.scale.codec.source for f in formats)])
+    return table(["part", "codec", "in a file", "shape for (M, K)", "there"], rows) + f"\nSources: {'; '.join(sources)}.\n"
+
+
+def on_disk(codec: Codec | None) -> str:
+    return "U8" if codec is None or codec.bits <= 8 else codec.name
+
+
+def there(part: str, fmt: Format) -> str:
+    """When a tensor has the part."""
+    if part == "zero_point":
+        return f'with `offset="{fmt.offset}"`'
+    return "with two levels" if part == "global_scale" else "always"
+
+
+def shape(part: str, fmt: Format) -> str:
+    if part == "global_scale":
+        return "()"
+    if part == "data":
+        count, size = vectors.unit(fmt.element)
+        return "(M, K)" if count == 1 else f"(M, {size if size > 1 else ''}⌈K/{count}⌉)"
+    m, k = fmt.scale.block
+    if k is None:
+        return "()" if m is None else "(M, 1)"
+    return f"({'M' if m == 1 else f'⌈M/{m}⌉'}, ⌈K/{k}⌉)"
+
+
+def worked(name: str) -> str:
+    """One block or two, by the oracle: the scale, and of each number its code, what that stands for, and what it decodes to."""
+    fields, values = WORKED[name]
+    recipe: ScalingRecipe = registry().recipes[name](**fields)
+    fmt, k = recipe.format, recipe.format.scale.block[1] or len(values)
+    x = np.zeros((1, math.ceil(len(values) / k) * k), np.float32)
+    x[0, : len(values)] = values
+    written = oracle.cast(x, recipe)
+    back = oracle.dequantize(written, recipe)
+    digits = math.ceil(fmt.element.bits / 4)
+    rows = [
+        [number(float(x[0, i])), f"`{code:0{digits}X}`", decoded(fmt.element, code), number(float(back[0, i]))]
+        for i, code in enumerate(written.codes[0, : len(values)].tolist())
+    ]
+    said = [f"- scale {listed(np.ravel(written.scale), fmt.scale.codec)}"]
+    if written.global_scale is not None:
+        said.append(f"- tensor scale {listed([written.global_scale], codecs.F32)}")
+    if written.zero_point is not None:
+        said.append(f"- zero-point {', '.join(map(str, np.ravel(written.zero_point)))}")
+    raw = vectors.packed(written.codes, fmt.element).tobytes()
+    zeros = len(raw) - len(raw.rstrip(b"\0"))
+    shown = raw if zeros < 4 else raw[:-zeros]
+    rest = f" and {zeros} bytes 00" if zeros >= 4 else ""
+    said.append(f"- data `{shown.hex(' ').upper()}`{rest}")
+    return f"`{recipe!r}`:\n\n" + table(["x", "code", "stands for", "decodes to"], rows) + "\n" + "\n".join(said) + "\n"
+
+
+def listed(stored: Iterable[int], codec: Codec) -> str:
+    """Codes of scales in hexadecimal, with the numbers they are."""
+    return ", ".join(f"`{int(c):0{codec.bits // 4}X}` ({decoded(codec, int(c))})" for c in stored)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    **{f"codes-{c.name}": partial(codes, c) for c in codecs.CODECS if c.bits <= 8},
+    **{f"parts-{name}": partial(parts, name) for name in WORKED},
+    **{f"worked-{name}": partial(worked, name) for name in WORKED},
+}

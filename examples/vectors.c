@@ -1,0 +1,107 @@
+/* Checks golden vectors (docs/spec/vectors.md) bit for bit: decodes all cases, and casts those of rule "rceil".
+ *
+ *     cc -std=c99 -O2 -o vectors examples/vectors.c -lm && ./vectors docs/spec/vectors/1
+ *
+ * Written from the pages of docs/spec alone, for little-endian machines. Arithmetic is in double, wide enough for products and
+ * sums of two FP32 numbers: the conversion to float is the one rounding. */
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct { char name[16], kind[16]; int bits; long first, bias, nan, inf; } codec;
+static codec codecs[32];
+static unsigned char *held;
+static long count, axis;
+
+static codec *named(const char *name) {
+    for (long i = 0; i < count; i++) if (!strcmp(codecs[i].name, name)) return codecs + i;
+    exit(fprintf(stderr, "no codec %s\n", name));
+}
+static double value(const codec *c, uint32_t code) { /* formats.md, "Codecs"; code as it is stored */
+    long sign = code >> (c->bits - 1), u = code & ((1u << (c->bits - 1)) - 1);
+    float listed;
+    if (*c->kind == 't') return memcpy(&listed, held + c->first + 4 * code, 4), listed;
+    if (*c->kind == 'p') return (long)code == c->nan ? NAN : ldexp(1, (int)(code - c->bias));
+    if (*c->kind != 'f') return ldexp((double)code - (*c->kind == 's' && sign ? 1L << c->bits : 0), -(int)c->first);
+    if (c->inf < 0 ? u == c->nan : u > c->inf) return NAN;
+    long whole = 1L << c->first, e = u / whole;
+    double v = u == c->inf ? INFINITY : ldexp(u % whole + (e ? whole : 0), (int)((e ? e : 1) - c->bias - c->first));
+    return sign ? -v : v;
+}
+static uint32_t item(long part, long i, int bits) { /* item i of a part, of 1, 2 or 4 bytes */
+    uint32_t word = 0;
+    memcpy(&word, held + part + i * ((bits + 7) / 8), (bits + 7) / 8);
+    return word;
+}
+static long at(long l, long i, long j, long rows, long columns) { /* the stored place of element j of row i, K last */
+    return l * rows * columns + (axis == -1 ? i * columns + j : j * rows + i);
+}
+static double flush(double v) { return fabs(v) < 0x1p-126 ? 0 * v : v; }
+static uint32_t nearest(const codec *c, double y) { /* numerics.md, section 2: ties to the even code, saturating, -0 kept */
+    int magnitudes = *c->kind == 'f';
+    uint32_t best = 0, sign = magnitudes && signbit(y) ? 1u << (c->bits - 1) : 0;
+    for (uint32_t i = 1; i < 1u << (c->bits - magnitudes); i++) {
+        double d = fabs(value(c, i) - (sign ? -y : y)), least = fabs(value(c, best) - (sign ? -y : y));
+        if (d < least || (d == least && i % 2 == 0)) best = i;
+    }
+    return best | sign;
+}
+
+int main(int argc, char **argv) {
+    char path[4096], e[16], s[16], offset[16], rule[16], dtype[16], rounding[16];
+    long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, coarse, out, casts = 0, wrong = 0;
+    snprintf(path, sizeof path, "%s/vectors.bin", argc > 1 ? argv[1] : ".");
+    FILE *file = fopen(path, "rb");
+    if (!file || fseek(file, 0, SEEK_END) || !(held = malloc(size = ftell(file)))) return perror(path), 2;
+    rewind(file);
+    if (fread(held, 1, size, file) != (size_t)size) return perror(path), 2;
+    snprintf(path, sizeof path, "%s/index.txt", argc > 1 ? argv[1] : ".");
+    if (!(file = fopen(path, "r")) || fscanf(file, "%*s 1 %ld %ld", &count, &cases) != 2 || count > 32) return perror(path), 2;
+    for (codec *c = codecs; c < codecs + count; c++)
+        if (fscanf(file, "%15s %15s %d %ld %ld", c->name, c->kind, &c->bits, &c->first, &c->bias) != 5 ||
+            fscanf(file, "%ld %ld", &c->nan, &c->inf) != 2)
+            return fprintf(stderr, "a codec cannot be read\n"), 2;
+    for (long n = 0; n < cases; n++) {
+        int read = fscanf(file, "%*d %*s %*s %15s %15s %15s %15s %ld %ld %ld", e, s, offset, rule, &m, &k, &axis);
+        read += fscanf(file, "%ld %ld %ld %15s %15s %*s", &lead, &rows, &columns, dtype, rounding);
+        read += fscanf(file, "%ld %ld %ld %ld %ld %ld %ld", &in, &given, &data, &scale, &zero, &coarse, &out);
+        if (read != 19)
+            return fprintf(stderr, "case %ld cannot be read\n", n), 2;
+        const codec *q = named(e), *sc = named(s), *x = named(dtype[5] == '3' ? "F32" : dtype[0] == 'f' ? "F16" : "BF16");
+        long group = q->bits == 8 ? 1 : q->bits == 4 ? 2 : 4, bad = 0; /* codes in the smallest group of whole bytes */
+        long width = (columns + group - 1) / group * group * q->bits / 8;
+        int cast = *sc->kind == 'p' && !strcmp(rule, "rceil") && *rounding == 'n' && given < 0;
+        for (long t = 0; t < lead * rows * columns; t++) {
+            long l = t / columns / rows, i = t / columns % rows, j = t % columns, b = j * q->bits / 8, left = j * q->bits % 8;
+            long block = m ? at(l, i / m, k ? j / k : 0, (rows + m - 1) / m, k ? (columns + k - 1) / k : 1) : 0;
+            uint32_t word = held[data + at(l, i, b, rows, width)], want = item(out, at(l, i, j, rows, columns), 32), bits;
+            if (left + q->bits > 8) word |= held[data + at(l, i, b + 1, rows, width)] << 8;
+            uint32_t code = word >> left & ((1u << q->bits) - 1), stored = item(scale, block, sc->bits);
+            double z = *offset == 'z' ? item(zero, block, 8) : 0;
+            float v = (float)((value(q, code) - z) * value(sc, stored));
+            if (coarse >= 0) v = (float)(v * value(named("F32"), item(coarse, 0, 32)));
+            if (*offset == 'b') v = (float)(flush(v) + flush(value(sc, item(zero, block, sc->bits))));
+            memcpy(&bits, &v, 4);
+            bad += !(bits == want || (isnan(v) && (want & 0x7FFFFFFF) > 0x7F800000));
+            if (!cast) continue;
+            double amax = 0, largest = 0, y = 0; /* the block that element j lies in */
+            for (long o = j / k * k; o < columns && o < j / k * k + k; o++) {
+                double one = flush(value(x, item(in, at(l, i, o, rows, columns), x->bits)));
+                amax = isfinite(amax) && !(fabs(one) <= amax) ? fabs(one) : amax;
+                y = o == j ? one : y;
+            }
+            for (uint32_t c = 0; c < 1u << q->bits; c++) largest = isfinite(value(q, c)) ? fmax(largest, value(q, c)) : largest;
+            int power = -127;
+            while (power < 127 && amax > ldexp(largest, power)) power++;
+            uint32_t byte = isfinite(amax) ? (uint32_t)(power + 127) : 255;
+            bad += byte != stored || code != (isfinite(amax) ? nearest(q, ldexp(y, -power)) : 0);
+        }
+        if (bad) printf("case %ld: %s with %s, %ld differences\n", n, e, s, bad);
+        casts += cast;
+        wrong += bad;
+    }
+    printf("%ld cases, %ld cast, %ld differences\n", cases, casts, wrong);
+    return wrong != 0;
+}
