@@ -532,6 +532,7 @@ def _parts(op: str) -> tuple[Any, Any, ScalingRecipe | None]:
     return (*values, None)[0], (*values, None)[1], new
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("on_framework", ["numpy", "torch", "jax", "mlx"])
 @pytest.mark.parametrize("op", OPS)
 def test_the_line_that_explain_gives_is_that_of_the_definition(op: str, on_framework: str) -> None:
@@ -552,6 +553,7 @@ def test_the_generic_algorithm_is_found_where_python_finds_it() -> None:
     assert explanation.verdicts[0].location == f"{reference.__file__}:{line}"
 
 
+@pytest.mark.together
 def test_explain_reads_names_with_or_without_a_framework() -> None:
     assert str(breccia.explain("cast", "nvfp4")).startswith("cast of nvfp4 on numpy\n -> ")
     assert str(breccia.explain("matmul", "block", "int4", on="torch")).startswith("matmul of block and int4 on torch\n")
@@ -580,6 +582,7 @@ def test_a_device_may_be_asked_about_by_name() -> None:
     assert str(explanation).startswith("cast of mxfp8 on numpy\n -> slow ")
 
 
+@pytest.mark.together
 def test_explaining_what_is_not_there_suggests_what_is() -> None:
     with pytest.raises(UnknownNameError, match=r"^no op 'casts'; did you mean 'cast'\? Known: cast, "):
         breccia.explain("casts", "mxfp8")
@@ -593,6 +596,7 @@ def test_explaining_what_is_not_there_suggests_what_is() -> None:
         breccia.cast(X, MXFP8, prefer="referenc.cast")
 
 
+@pytest.mark.together
 def test_an_array_of_no_framework_is_an_error_that_names_what_was_given() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^x must be an array of an installed framework \(numpy, .*\); got list\. Convert it"
@@ -625,6 +629,7 @@ def test_refused_types_are_not_imported_to_be_refused() -> None:
     assert run(script).stdout == subprocess.run([sys.executable, "-c", lazy], capture_output=True, text=True).stdout
 
 
+@pytest.mark.together
 @pytest.mark.parametrize(("module", "plugin"), [("torch", "torch"), ("jaxlib._jax", "jax"), ("mlx.core", "mlx")])
 def test_an_array_whose_plug_in_is_missing_names_it(monkeypatch: pytest.MonkeyPatch, module: str, plugin: str) -> None:
     array = type("Array", (), {"__module__": module})()
@@ -822,6 +827,7 @@ def test_matmul_refuses_operands_on_two_devices_by_name() -> None:
         breccia.matmul(a, torch.ones(32, 4, device="meta"))
 
 
+@pytest.mark.together
 def test_a_device_that_a_framework_cannot_have_is_refused() -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"^numpy arrays are on cpu only; got on='numpy:cuda'\.$"):
         breccia.explain("cast", "nvfp4", on="numpy:cuda")

@@ -200,7 +200,7 @@ def test_an_import_error_of_ours_alone_still_shows(tmp_path: Path) -> None:
 #: What casts on NumPy here: the compiled steps, where a compiler was there to build them.
 CAST = "numpy.cast" if missing("cpu") else "native.cast"
 #: Whose kernels serve a framework on a CPU, where not the generic algorithm.
-KERNELS = {"numpy": "numpy", "torch": "torch.cpu"}
+KERNELS = {"numpy": "numpy", "torch": "torch.cpu", "jax": "jax"}
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])

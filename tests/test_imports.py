@@ -7,10 +7,15 @@ import subprocess
 import sys
 from functools import cache
 from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 
 FRAMEWORKS = {"torch", "jax", "mlx"}
+#: The packages of the distributions of the tree, but for core.
+SIBLINGS = {path.parent.name.replace("-", "_") for path in Path(__file__).parents[1].glob("breccia-*/pyproject.toml")} - {
+    "breccia_core"
+}
 HEAVY = {"numpy", *FRAMEWORKS, "triton", "tensorflow", "safetensors", "torchao", "ml_dtypes", "typer", "rich", "pytest"}
 
 
@@ -30,8 +35,7 @@ def roots(modules: frozenset[str]) -> set[str]:
 
 def test_every_distribution_is_installed() -> None:
     """Or the tests below would prove less than they say."""
-    names = {d.name for d in distributions()}
-    assert {f"breccia-{part}" for part in ("core", "torch", "jax", "mlx", "triton", "bridges")} <= names
+    assert {"breccia_core", *SIBLINGS} <= {d.name.replace("-", "_") for d in distributions()}
 
 
 def test_importing_breccia_loads_the_standard_library_alone() -> None:
@@ -55,11 +59,17 @@ def test_importing_the_bridges_loads_no_neighbour_and_builds_no_registry() -> No
 
 
 def test_first_use_of_the_registry_loads_manifests_only() -> None:
-    modules = loaded("import breccia\nassert len(breccia.plugins()) >= 6")
+    modules = loaded(f"import breccia\nassert len(breccia.plugins()) >= {1 + len(SIBLINGS)}")
     assert not roots(modules) & HEAVY
-    siblings = {f"breccia_{part}" for part in ("torch", "jax", "mlx", "triton", "bridges")}
-    ours = {name for name in modules if name.partition(".")[0] in siblings}
-    assert ours == siblings | {f"{name}.plugin" for name in siblings}
+    ours = {name for name in modules if name.partition(".")[0] in SIBLINGS}
+    assert ours == SIBLINGS | {f"{name}.plugin" for name in SIBLINGS}
+
+
+@pytest.mark.parametrize("package", sorted(SIBLINGS))
+def test_a_manifest_loads_breccia_and_no_module_of_its_own_package(package: str) -> None:
+    modules = loaded(f"import {package}.plugin\nassert {package}.plugin.api == 1")
+    assert roots(modules) <= {"breccia", "pluggy", package}
+    assert {name for name in modules if name.partition(".")[0] == package} == {package, f"{package}.plugin"}
 
 
 def test_reading_what_the_bridges_offer_loads_no_neighbour() -> None:
@@ -95,5 +105,11 @@ def test_a_cast_loads_the_framework_of_its_array_and_no_other(framework: str, ar
 
 def test_a_numpy_cast_loads_numpy_and_nothing_that_is_not_needed() -> None:
     modules = loaded(CAST.format(array="__import__('numpy').ones((2, 64), 'float32')"))
-    siblings = {f"breccia_{part}" for part in ("torch", "jax", "mlx", "triton", "bridges")}
-    assert roots(modules) - siblings == {"breccia", "numpy", "pluggy"}
+    assert roots(modules) - SIBLINGS == {"breccia", "numpy", "pluggy"}
+
+
+def test_handing_a_tensor_over_loads_the_two_frameworks_and_no_other() -> None:
+    code = CAST.format(array="__import__('numpy').ones((2, 64), 'float32')")
+    modules = loaded(f"{code}\nimport breccia.bridges\nbreccia.bridges.from_dlpack(breccia.bridges.to_dlpack(st), 'mlx')")
+    assert {"numpy", "mlx"} <= roots(modules)
+    assert not roots(modules) & {"torch", "jax", "safetensors"}

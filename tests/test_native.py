@@ -19,12 +19,10 @@ from breccia.kernels.numpy import FloatCodes, IntegerCodes, _code_writer
 from breccia.ops import NUMPY
 from breccia_native import availability
 
-ROOT = Path(__file__).resolve().parent.parent
-
 if reason := availability.missing("cpu"):
     pytest.skip(reason, allow_module_level=True)
 
-from breccia_native import kernels, steps  # noqa: E402
+from breccia_native import kernels, steps
 
 #: Codecs whose codes NumPy's kernels compute, so that compiled steps may.
 COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and _code_writer(c) is not None]
@@ -158,7 +156,7 @@ def test_without_a_compiler_numpy_serves_and_explain_says_why(tmp_path: Path) ->
     """The distribution as it is where its extension could not be built: its Python files alone."""
     package = tmp_path / "breccia_native"
     package.mkdir()
-    for path in (ROOT / "breccia-native" / "src" / "breccia_native").glob("*.py"):
+    for path in Path(availability.__file__).parent.glob("*.py"):
         (package / path.name).write_bytes(path.read_bytes())
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -38,7 +38,6 @@ from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.rules import FLOOR, LINEAR, RCEIL, Rule
 from breccia.tensor import PARTS
-from breccia_native.availability import missing
 
 MIB = 1 << 20
 
@@ -117,7 +116,7 @@ Cast = Callable[..., ScaledTensor]
 def cast(request: pytest.FixtureRequest) -> Cast:
     if request.param == "numpy":
         return kernels.cast
-    if reason := missing("cpu"):
+    if reason := pytest.importorskip("breccia_native.availability").missing("cpu"):
         pytest.skip(reason)
     from breccia_native import kernels as native
 

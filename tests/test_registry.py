@@ -563,7 +563,7 @@ def test_the_environment_is_told_of_names_that_nothing_has(monkeypatch: pytest.M
         "torch, triton."
     )
     assert prefer.startswith(
-        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: numpy."
+        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: mlx."
     )
     assert plugin("jax").status == "blocked"
 

@@ -609,6 +609,7 @@ def test_codes_of_8_bits_are_picked_one_by_one_with_their_groups() -> None:
     assert st[:, ::3].layout == PerGroupIndex((0, 1, 0), 2)
 
 
+@pytest.mark.together
 def test_a_group_index_travels_as_json_and_in_files(tmp_path: Path) -> None:
     layout = PerGroupIndex(np.array([1, 0, 1]), 2)  # type: ignore[arg-type]
     assert layout == PerGroupIndex([1, 0, 1], 2) and layout.index == (1, 0, 1)  # type: ignore[arg-type]
