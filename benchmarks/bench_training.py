@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,8 @@ SHOWN = ("current", "mxfp4", "int4")
 BOUND = 0.01
 #: Fewer pairs are not judged: their mean moves too much.
 PAIRS = 5
+#: Frameworks that train on so many alone, and under HELD alone: MLX's wheels for Linux multiply matrices by reference BLAS.
+SLOW = ("mlx",)
 #: Where FP32 must end for the comparison to say anything: it has learned, and has room above.
 LEARNED = (0.80, 0.95)
 
@@ -118,8 +121,81 @@ def on_torch(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarr
         return network(torch.from_numpy(problem.test()[0])).argmax(1).numpy()
 
 
+def on_jax(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray:
+    """Likewise, every step compiled."""
+    import jax
+    import jax.numpy as jnp
+
+    network, step = jax_functions(recipe)
+    weights = [jnp.asarray(w) for w in problem.weights()]
+    parameters = [(w, jnp.zeros(len(w))) for w in weights]
+    momentum = jax.tree.map(jnp.zeros_like, parameters)
+    for rate, x, y in problem.batches():
+        parameters, momentum = step(parameters, momentum, rate, x, y)
+    return np.asarray(network(parameters, problem.test()[0]).argmax(1))
+
+
+@cache
+def jax_functions(recipe: breccia.ScalingRecipe | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The network and a step of gradient descent, compiled once for all seeds."""
+    import jax
+
+    def rounded(x: Any) -> Any:
+        return x if recipe is None else breccia.cast_ste(x, recipe)
+
+    def network(parameters: Any, x: Any) -> Any:
+        for layer, (w, b) in enumerate(parameters):
+            x = rounded(jax.nn.relu(x) if layer else x) @ rounded(w).T + b
+        return x
+
+    def loss(parameters: Any, x: Any, y: Any) -> Any:
+        return -jax.nn.log_softmax(network(parameters, x))[np.arange(len(y)), y].mean()
+
+    def step(parameters: Any, momentum: Any, rate: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        gradients = jax.grad(loss)(parameters, x, y)
+        momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradients)
+        return jax.tree.map(lambda p, m: p - rate * m, parameters, momentum), momentum
+
+    return jax.jit(network), jax.jit(step)
+
+
+def on_mlx(problem: Problem, recipe: breccia.ScalingRecipe | None) -> np.ndarray:
+    """Likewise."""
+    import mlx.core as mx
+    from mlx import nn
+    from mlx.utils import tree_map
+
+    def rounded(x: mx.array) -> mx.array:
+        return x if recipe is None else breccia.cast_ste(x, recipe)
+
+    def network(parameters: Any, x: mx.array) -> mx.array:
+        for layer, (w, b) in enumerate(parameters):
+            x = rounded(nn.relu(x) if layer else x) @ rounded(w).T + b
+        return x
+
+    def loss(parameters: Any, x: mx.array, y: mx.array) -> mx.array:
+        return nn.losses.cross_entropy(network(parameters, x), y, reduction="mean")
+
+    @mx.compile
+    def step(parameters: Any, momentum: Any, rate: mx.array, x: mx.array, y: mx.array) -> tuple[Any, Any]:
+        gradients = mx.grad(loss)(parameters, x, y)
+        momentum = tree_map(lambda m, g: MOMENTUM * m + g, momentum, gradients)
+        return tree_map(lambda p, m: p - rate * m, parameters, momentum), momentum
+
+    parameters: Any = [(mx.array(w), mx.zeros(len(w))) for w in problem.weights()]
+    momentum = tree_map(mx.zeros_like, parameters)
+    for rate, x, y in problem.batches():
+        parameters, momentum = step(parameters, momentum, mx.array(rate), mx.array(x), mx.array(y))
+        mx.eval(parameters, momentum)
+    return np.array(network(parameters, mx.array(problem.test()[0])).argmax(1))
+
+
 #: How each framework trains: from the problem and a recipe to the classes of the test inputs.
-FRAMEWORKS: dict[str, Callable[[Problem, breccia.ScalingRecipe | None], np.ndarray]] = {"torch": on_torch}
+FRAMEWORKS: dict[str, Callable[[Problem, breccia.ScalingRecipe | None], np.ndarray]] = {
+    "torch": on_torch,
+    "jax": on_jax,
+    "mlx": on_mlx,
+}
 
 
 # ------------------------------------------------------------------------------------------------ what is measured
@@ -151,6 +227,7 @@ def faults(rows: list[dict[str, Any]]) -> list[str]:
 def main(
     seeds: Annotated[int, typer.Option(help="Pairs of runs: seeds 0, 1, ...")] = 8,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 600,
+    framework: Annotated[list[str] | None, typer.Option(help="Repeat for several. Default: those that are installed.")] = None,
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes by name; repeat for several.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 for one a core.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
@@ -159,9 +236,12 @@ def main(
     """Accuracy after training with straight-through gradients, against FP32's."""
     if seeds < 2 or steps < 1:
         sys.exit(f"bench_training: --seeds must be at least 2 and --steps at least 1, got {seeds} and {steps}.")
-    frameworks = [name for name in FRAMEWORKS if find_spec(name)]
+    if unknown := [name for name in framework or () if name not in FRAMEWORKS]:
+        sys.exit(f"bench_training: --framework takes {', '.join(FRAMEWORKS)}; got {unknown[0]!r}.")
+    frameworks = [name for name in framework or FRAMEWORKS if find_spec(name)]
     if not frameworks:
-        print(f"skipped training: none of {', '.join(FRAMEWORKS)} is installed; `make bench` sets it up", file=sys.stderr)
+        wanted = ", ".join(framework or FRAMEWORKS)
+        print(f"skipped training: none of {wanted} is installed; `make bench` sets it up", file=sys.stderr)
         return
     where = common.provenance()
     where["versions"] |= {name: version(name) for name in frameworks}
@@ -170,9 +250,12 @@ def main(
     spawn = multiprocessing.get_context("spawn")  # a fork would copy whatever threads NumPy has started
     with ProcessPoolExecutor(jobs or common.cores(), mp_context=spawn) as pool:
         waiting = {
-            (framework, spec): [pool.submit(accuracy, framework, spec, problem) for problem in problems]
+            (framework, spec): [
+                pool.submit(accuracy, framework, spec, problem) for problem in problems[: PAIRS if framework in SLOW else None]
+            ]
             for framework in frameworks
             for spec in specs
+            if framework not in SLOW or spec not in SHOWN
         }
         rows = [
             {"framework": framework, "recipe": spec, "held": spec in HELD, "accuracy": [one.result() for one in runs]}

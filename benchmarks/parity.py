@@ -1,13 +1,15 @@
-"""Parity of torch with NumPy: slabs that reach every clause of the contract, cast and decoded by both, in differing bytes.
+"""Parity of frameworks with NumPy: slabs that reach every clause of the contract, cast and decoded by both, in differing bytes.
 
-bench_parity.py runs it at length, tests/test_torch_parity.py in short. NumPy, by the kernels that serve it by default, is the
-expected side. Every byte of every part is compared, and every decoded bit in three dtypes, where a NaN is like another.
+bench_parity.py runs it at length, tests/test_ways.py in short. NumPy, by the kernels that serve it by default, is the expected
+side. Every byte of every part is compared, and every decoded bit in three dtypes, where a NaN is like another. Decoded numbers
+below 2^-126 that XLA returns as zeros, which the contract allows it, are told apart and counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +18,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
 
 import breccia
-import breccia_torch
 from breccia.formats import TENSOR
+from breccia.frameworks import dtype_name, ops_of
 from breccia.tensor import held
-from breccia_torch.ops import WORDS
 
 #: What is decoded to.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -205,15 +205,56 @@ def results(st: Any, decoded: Sequence[Any], dtypes: Sequence[str] = DTYPES) -> 
     return Results(held(st), dict(zip(dtypes, decoded, strict=True)))
 
 
+def compilable(recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> Callable[[Any], tuple[dict[str, Any], Any]]:
+    """From numbers to the fields of `Results`: trees of arrays, whatever a compiler knows of ScaledTensor."""
+
+    def run(x: Any) -> tuple[dict[str, Any], Any]:
+        found = results(*trip(x, recipe, options))
+        return found.parts, found.decoded
+
+    return run
+
+
+def stacked(each: Sequence[Results]) -> Results:
+    """The results of NumPy's arrays one by one, along a new first axis."""
+
+    def along(arrays: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return {name: np.stack([one[name] for one in arrays]) for name in arrays[0]}
+
+    return Results(along([one.parts for one in each]), along([one.decoded for one in each]))
+
+
 #: From a tensor and options of `cast`.
 Writer = Callable[[Any, dict[str, Any]], Results]
 
 
-def tensor(x: np.ndarray, device: str) -> Any:
-    """NumPy's numbers on torch, on the device; BF16 by its bits."""
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.uint16)).to(device).view(torch.bfloat16)
-    return torch.from_numpy(x).to(device)
+@dataclass(frozen=True)
+class Way:
+    """A way to run the verbs: `writer` takes the recipe. `mapped`: on two arrays at a time, along a new first axis."""
+
+    writer: Callable[[breccia.ScalingRecipe], Writer]
+    mapped: bool = False
+
+
+@dataclass(frozen=True)
+class Side:
+    """A framework: its module, how it takes NumPy's numbers to a device, and the ways it runs in, all but "generic" by default.
+
+    flushes: may decoded numbers below 2^-126 be zeros of their sign? (numerics.md, section 4)
+    threads: tells it how many to use, where it can be told.
+    """
+
+    module: str
+    tensor: Callable[[np.ndarray, str], Any]
+    ways: dict[str, Way]
+    devices: tuple[str, ...] = ("cpu",)
+    flushes: bool = False
+    threads: Callable[[int], None] = lambda count: None
+
+    @property
+    def usual(self) -> list[str]:
+        """The ways that users run."""
+        return [way for way in self.ways if way != "generic"]
 
 
 def eager(recipe: breccia.ScalingRecipe) -> Writer:
@@ -230,27 +271,119 @@ def generic(recipe: breccia.ScalingRecipe) -> Writer:
     return write
 
 
-def compiled(recipe: breccia.ScalingRecipe, backend: str = "inductor", dynamic: bool | None = None) -> Writer:
-    """One compiled function for each way of casting; what was compiled for other recipes is forgotten."""
-    breccia_torch.enable_compile()
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = 64  # one code object serves all options, ranks and dtypes
-    made: dict[str, Any] = {}
+def once(make: Callable[[dict[str, Any]], Callable[[Any], Results]]) -> Writer:
+    """One function that `make` compiled for each way of casting."""
+    made: dict[str, Callable[[Any], Results]] = {}
 
     def write(x: Any, options: dict[str, Any]) -> Results:
         key = str(options)
         if key not in made:
-            made[key] = torch.compile(lambda x: trip(x, recipe, options), fullgraph=True, backend=backend, dynamic=dynamic)
-        return results(*made[key](x))
+            made[key] = make(options)
+        return made[key](x)
 
     return write
 
 
-#: Ways to run the verbs on torch.
-MODES: dict[str, Callable[[breccia.ScalingRecipe], Writer]] = {
-    "eager": eager,
-    "generic": generic,
-    "compiled": compiled,
+# -- torch
+
+
+def torch_tensor(x: np.ndarray, device: str) -> Any:
+    """BF16 by its bits."""
+    import torch
+
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.uint16)).to(device).view(torch.bfloat16)
+    return torch.from_numpy(x).to(device)
+
+
+def torch_threads(count: int) -> None:
+    import torch
+
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes of its own would wait for nothing: operators are no kernels
+    torch.set_num_threads(count)
+
+
+def torch_compiled(recipe: breccia.ScalingRecipe, backend: str = "inductor", dynamic: bool | None = None) -> Writer:
+    """What was compiled for other recipes is forgotten."""
+    import torch
+
+    import breccia_torch
+
+    breccia_torch.enable_compile()
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # one code object serves all options, ranks and dtypes
+
+    def make(options: dict[str, Any]) -> Callable[[Any], Results]:
+        run = torch.compile(lambda x: trip(x, recipe, options), fullgraph=True, backend=backend, dynamic=dynamic)
+        return lambda x: results(*run(x))
+
+    return once(make)
+
+
+# -- JAX
+
+
+def jax_tensor(x: np.ndarray, device: str) -> Any:
+    import jax
+
+    return jax.device_put(x, jax.devices(device)[0])
+
+
+def jax_compiled(recipe: breccia.ScalingRecipe, mapped: bool = False) -> Writer:
+    """What was compiled for other recipes is forgotten. mapped: under jax.vmap within jax.jit."""
+    import jax
+
+    jax.clear_caches()
+
+    def make(options: dict[str, Any]) -> Callable[[Any], Results]:
+        run = compilable(recipe, options)
+        compiled = jax.jit(jax.vmap(run) if mapped else run)
+        return lambda x: Results(*compiled(x))
+
+    return once(make)
+
+
+# -- MLX
+
+
+def mlx_tensor(x: np.ndarray, device: str) -> Any:
+    """BF16 by its bits."""
+    import mlx.core as mx
+
+    return mx.array(x.view(np.uint16)).view(mx.bfloat16) if x.dtype == ml_dtypes.bfloat16 else mx.array(x)
+
+
+def mlx_compiled(recipe: breccia.ScalingRecipe) -> Writer:
+    import mlx.core as mx
+
+    def make(options: dict[str, Any]) -> Callable[[Any], Results]:
+        compiled = mx.compile(compilable(recipe, options))
+        return lambda x: Results(*compiled(x))
+
+    return once(make)
+
+
+FRAMEWORKS = {
+    "torch": Side(
+        "torch",
+        torch_tensor,
+        {"eager": Way(eager), "generic": Way(generic), "compiled": Way(torch_compiled)},
+        devices=("cpu", "cuda"),
+        threads=torch_threads,
+    ),
+    "jax": Side(
+        "jax",
+        jax_tensor,
+        {
+            "eager": Way(eager),
+            "generic": Way(generic),
+            "jit": Way(jax_compiled),
+            "vmap": Way(partial(jax_compiled, mapped=True), mapped=True),
+        },
+        devices=("cpu", "cuda"),
+        flushes=True,
+    ),
+    "mlx": Side("mlx.core", mlx_tensor, {"eager": Way(eager), "generic": Way(generic), "compile": Way(mlx_compiled)}),
 }
 
 
@@ -259,13 +392,17 @@ MODES: dict[str, Callable[[breccia.ScalingRecipe], Writer]] = {
 
 @dataclass
 class Tally:
-    """What one way of running has been compared in, and what differed."""
+    """What one way of running has been compared in, and what differed.
+
+    flushed: by slab and dtype, the decoded numbers below 2^-126 that were zeros of their sign; they differ by permission.
+    """
 
     values: int = 0
     bytes: int = 0
     differing: int = 0
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list[str])
+    flushed: dict[str, int] = field(default_factory=dict[str, int])
 
     def lost(self, fault: str, expected: Results) -> None:
         """Count all that was expected as different."""
@@ -273,62 +410,89 @@ class Tally:
         self.bytes, self.differing = self.bytes + size, self.differing + max(size, 1)
         self.faults.append(fault)
 
-    def add(self, where: str, expected: Results, found: Results) -> None:
-        """Compare all that both hold; `where` begins the name of a fault."""
+    def add(self, where: str, expected: Results, found: Results, flushes: str | None = None) -> None:
+        """Compare all that both hold; `where` begins the name of a fault. flushes: of a framework that may, the slab's name."""
         if (expected.parts.keys(), expected.decoded.keys()) != (found.parts.keys(), found.decoded.keys()):
             return self.lost(f"{where}: holds {[*found.parts, *found.decoded]}", expected)
         for name, part in expected.parts.items():
-            self._compare(f"{where}: {name}", part, found.parts[name], None)
+            self._compare(f"{where}: {name}", part, found.parts[name])
+        permitted = None if flushes is None else subnormal(expected.decoded["float32"])
         for name, array in expected.decoded.items():
-            self._compare(f"{where}: decoded to {name}", array, found.decoded[name], _WORDS[name][2])
+            inf = _WORDS[name][2]
+            if count := self._compare(f"{where}: decoded to {name}", array, found.decoded[name], inf, permitted):
+                cells = f"{flushes}: {name}"
+                self.flushed[cells] = self.flushed.get(cells, 0) + count
 
-    def _compare(self, where: str, expected: np.ndarray, found: Any, inf: int | None) -> None:
-        """Differing bytes of one array, in the order of its indices. inf: of numbers of which any NaN is like another."""
+    def _compare(
+        self, where: str, expected: np.ndarray, found: Any, inf: int | None = None, permitted: np.ndarray | None = None
+    ) -> int:
+        """Count differing bytes of one array, in the order of its indices.
+
+        inf: of numbers of which any NaN is like another. permitted: where zeros of the right sign are no difference; those
+        that are found there in place of another number are returned, counted.
+        """
         self.bytes += expected.nbytes
-        if expected.shape != tuple(found.shape) or expected.itemsize != found.element_size():
-            self.differing += max(expected.nbytes, 1)
-            self.faults.append(f"{where} is {tuple(found.shape)} of {found.dtype}, not {expected.shape} of {expected.dtype}")
-            return
         width = expected.itemsize
-        words = np.ascontiguousarray(expected).reshape(-1).view(f"u{width}" if width == 1 else f"i{width}")
-        ours, theirs = torch.from_numpy(words).to(found.device), found.view(WORDS[width]).contiguous().reshape(-1)
-        if torch.equal(ours, theirs):
-            return
-        unequal = ours.view(torch.uint8).reshape(-1, width) != theirs.view(torch.uint8).reshape(-1, width)
+        array = ops_of(found, "found").to_numpy(found)
+        if expected.shape != array.shape or width != array.itemsize:
+            self.differing += max(expected.nbytes, 1)
+            of = f"{array.shape} of {dtype_name(found)}, not {expected.shape} of {dtype_name(expected)}"
+            self.faults.append(f"{where} is {of}")
+            return 0
+        ours, theirs = (np.ascontiguousarray(a).reshape(-1).view(f"u{width}") for a in (expected, array))
+        if np.array_equal(ours, theirs):
+            return 0
+        different = ours != theirs
+        magnitude, flushed = (1 << (8 * width - 1)) - 1, 0
         if inf is not None:
-            magnitude = (1 << (8 * width - 1)) - 1
-            unequal &= ~(((ours & magnitude) > inf) & ((theirs & magnitude) > inf))[:, None]
-        count = int(unequal.sum())
-        if not count:
-            return
-        self.differing += count
-        place, byte = divmod(int(unequal.reshape(-1).int().argmax()), width)
-        index = tuple(int(i) for i in np.unravel_index(place, expected.shape)) if expected.ndim else ()
-        a, b = (int(side[place : place + 1].cpu().view(torch.uint8)[byte]) for side in (ours, theirs))
-        self.faults.append(f"{where}{list(index)}, byte {byte}: 0x{b:02x}, NumPy has 0x{a:02x} ({count} differing bytes)")
+            different &= ~(((ours & magnitude) > inf) & ((theirs & magnitude) > inf))
+        if permitted is not None:
+            zeros = different & permitted.reshape(-1) & (theirs == ours & ~np.uint32(magnitude))
+            flushed, different = int(zeros.sum()), different & ~zeros
+        (places,) = np.nonzero(different)
+        if not len(places):
+            return flushed
+        unequal = (ours[places] ^ theirs[places]).view(np.uint8).reshape(-1, width) != 0
+        self.differing += (count := int(unequal.sum()))
+        place, byte = int(places[0]), int(unequal[0].argmax())
+        index = [int(i) for i in np.unravel_index(place, expected.shape)] if expected.ndim else []
+        a, b = (int(side[place : place + 1].view(np.uint8)[byte]) for side in (ours, theirs))
+        self.faults.append(f"{where}{index}, byte {byte}: 0x{b:02x}, NumPy has 0x{a:02x} ({count} differing bytes)")
+        return flushed
+
+
+def subnormal(y: np.ndarray) -> np.ndarray:
+    """Where FP32 is below 2^-126, and not zero."""
+    magnitude = np.ascontiguousarray(y).view(np.uint32) & 0x7FFFFFFF
+    return (magnitude > 0) & (magnitude < 0x00800000)
 
 
 def parity(
+    framework: str,
     recipe: breccia.ScalingRecipe,
-    writers: dict[str, Writer],
+    ways: dict[str, Way],
     device: str,
     drawn: Iterable[tuple[str, np.ndarray, dict[str, Any]]],
 ) -> tuple[dict[str, Tally], float]:
-    """(tallies of the ways named, seconds that NumPy took) over all that is drawn."""
-    tallies = {name: Tally() for name in writers}
+    """(tallies of the ways named, seconds that NumPy took) over all that is drawn; mapped ways see it reversed, too."""
+    side = FRAMEWORKS[framework]
+    writers = {name: way.writer(recipe) for name, way in ways.items()}
+    tallies = {name: Tally() for name in ways}
     seconds = 0.0
     for name, x, options in drawn:
-        start = time.perf_counter()
-        expected = results(*trip(x, recipe, options))
-        seconds += time.perf_counter() - start
-        given = tensor(x, device)
-        for mode, write in writers.items():
-            start, tally = time.perf_counter(), tallies[mode]
-            where = f"{recipe!r} {mode} on {device}, {name}"
-            try:
-                tally.add(where, expected, write(given, options))
-            except Exception as e:  # which ends no run of hours: what was not written differs in every byte
-                tally.lost(f"{where}: {type(e).__name__}: {str(e).partition(chr(10))[0]}", expected)
-            tally.values += x.size
-            tally.seconds += time.perf_counter() - start
+        for mapped in sorted({way.mapped for way in ways.values()}):
+            start = time.perf_counter()
+            each = [results(*trip(one, recipe, options)) for one in ((x, np.flip(x)) if mapped else (x,))]
+            seconds += time.perf_counter() - start
+            expected = stacked(each) if mapped else each[0]
+            given = side.tensor(np.stack([x, np.flip(x)]) if mapped else x, device)
+            for way in (way for way in ways if ways[way].mapped == mapped):
+                start, tally = time.perf_counter(), tallies[way]
+                where = f"{recipe!r} {way} on {device}, {name}"
+                try:
+                    tally.add(where, expected, writers[way](given, options), name if side.flushes else None)
+                except Exception as e:  # which ends no run of hours: what was not written differs in every byte
+                    tally.lost(f"{where}: {type(e).__name__}: {str(e).partition(chr(10))[0]}", expected)
+                tally.values += x.size * len(each)
+                tally.seconds += time.perf_counter() - start
     return tallies, seconds

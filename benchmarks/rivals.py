@@ -25,7 +25,9 @@ OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "brec
 ON_NUMPY, COMPILED = "breccia-on-numpy", "breccia-compiled"
 WAYS = (ON_NUMPY, COMPILED)
 #: What runs against ours, by framework.
-RIVALS = {"numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD), "torch": (*WAYS, EAGER, OLD)}
+RIVALS = {"numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD), "torch": (*WAYS, EAGER, OLD), "jax": (ON_NUMPY,)}
+#: The module that makes the arrays of a framework.
+MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 OLD_VERSION = "0.1.3"
 CACHE = HERE / ".rivals"
 
@@ -47,7 +49,7 @@ SAME_SCALE = {name: tuple(RECIPES) for name in (STRAIGHTFORWARD, EAGER, *WAYS)} 
 SLAB_ROWS = 256
 SLABS = {"numpy": ("current", "block", "mxfp8", "nvfp4"), "torch": ("mxfp8", "nvfp4")}
 
-#: An array of NumPy or a tensor of torch.
+#: An array of NumPy or JAX, or a tensor of torch.
 Array = Any
 
 
@@ -89,14 +91,15 @@ def packaged(name: str, framework: str, options: dict[str, str] | None = None) -
     options: of its casts.
     """
     given = options or {}
-    package, xp = importlib.import_module("breccia"), importlib.import_module(framework)
+    package, xp = importlib.import_module("breccia"), importlib.import_module(MODULES[framework])
+    done = importlib.import_module("jax").block_until_ready if framework == "jax" else lambda result: result
     found = package.__version__
     if (found == OLD_VERSION) != (name == OLD):
         sys.exit(f"rivals: this process was to time {name}, but `import breccia` gives {found}; look at PYTHONPATH.")
 
     def cast(recipe: str) -> Callable[[Array], Any]:
         chosen = getattr(package, RECIPES[recipe])()
-        return lambda x: package.cast(x, chosen, **given)
+        return lambda x: done(package.cast(x, chosen, **given))
 
     def taller(st: Any, n: int) -> Any:
         scale = xp.tile(st.scale, (n, 1)) if st.scale.ndim else st.scale
@@ -107,7 +110,10 @@ def packaged(name: str, framework: str, options: dict[str, str] | None = None) -
         winner = (package.explain(op, operand, chosen, **given) if op == "cast" else package.explain(op, operand)).winner
         return winner.name if winner else None
 
-    rival = Rival(found, cast, package.dequantize, lambda st: _codes(st.scale, xp.uint8), xp.asarray)
+    def dequantize(st: Any) -> Array:
+        return done(package.dequantize(st))
+
+    rival = Rival(found, cast, dequantize, lambda st: _codes(st.scale, xp.uint8), xp.asarray)
     if name == OLD:
         return dataclasses.replace(rival, slabs=SLABS[framework], taller=taller)
     return dataclasses.replace(rival, kernel=kernel)

@@ -323,6 +323,7 @@ def training(result: Result) -> Table:
         cells = [
             row["recipe"],
             row["framework"],
+            str(len(found)),
             *(percent(value) for value in (statistics.mean(found), min(found), max(found))),
         ]
         if row["recipe"] == FP32:
@@ -333,11 +334,12 @@ def training(result: Result) -> Table:
         cells.append(f"{100 * statistics.mean(apart):+.2f} ± {100 * error:.2f}")
         cells.append(f"{100 * min(apart):+.2f} to {100 * max(apart):+.2f}")
         rows.append((*cells, f"within {100 * result['options']['bound']:g}" if row["held"] else ""))
-    headings = ("recipe", "framework", "accuracy, mean", "least", "most", "minus FP32, mean", "least to most", "held to")
+    headings = ("recipe", "framework", "seeds", "accuracy, mean", "least", "most")
+    headings += ("minus FP32, mean", "least to most", "held to")
     options = result["options"]
     note = (
         f"{options['classes']} classes in {options['width']} dimensions, {options['steps']} steps of {options['batch']} "
-        f"samples. Percent of {options['test']:,} others, over seeds 0 to {options['seeds'] - 1}. Differences are in "
+        f"samples. Percent of {options['test']:,} others, over seeds from 0 on. Differences are in "
         "percentage points, between runs of the same seed; ± one standard error of their mean. The benchmark fails where the "
         "mean of a recipe that is held to a bound is further from FP32's. Who knew how the data are drawn would be right in "
         f"{percent(statistics.mean(result['best']))} %."
@@ -350,28 +352,38 @@ def training(result: Result) -> Table:
 
 def parity(result: Result) -> Table:
     """Values and bytes compared with NumPy's, and bytes that differ, by recipe and way of running."""
-    modes = result["options"]["modes"]
+    options = result["options"]
+    ways, framework = options["modes"], options.get("framework", "torch")
     by_name: dict[str, list[Result]] = {}
     for row in result["rows"]:
         by_name.setdefault(row["name"], []).append(row)
+    flushing = any(row["modes"][way].get("flushed") for row in result["rows"] for way in ways)
 
-    def cells(rows: list[Result]) -> list[str]:
-        sums = [sum(row["modes"][mode][what] for row in rows) for mode in modes for what in ("values", "bytes", "differing")]
+    def cells(rows: list[Result], way: str) -> list[str]:
+        found = [row["modes"][way] for row in rows]
+        sums = [sum(one[what] for one in found) for what in ("values", "bytes", "differing")]
+        if flushing:
+            sums.append(sum(sum(one["flushed"].values()) for one in found))
         return [f"{n:,}" for n in sums]
 
-    rows = [(name, str(len(found)), *cells(found)) for name, found in by_name.items()]
-    rows.append(("all", str(len(result["rows"])), *cells(result["rows"])))
+    every = [*by_name.items(), ("all", result["rows"])]
+    rows = [(name, str(len(found)), *(cell for way in ways for cell in cells(found, way))) for name, found in every]
     for row in result["beyond"]:
         counts = [f"{row[what]:,}" for what in ("values", "bytes", "differing")]
-        rows.append((row["what"], "1", *(cell for mode in modes for cell in (counts if mode == "eager" else [""] * 3))))
-    headings = ("recipe", "with variants", *(f"{m}: {what}" for m in modes for what in ("values", "bytes", "differing bytes")))
-    least = min(row["modes"][mode]["values"] for row in result["rows"] for mode in modes)
-    where = result["provenance"].get("device", "the CPU")
+        rows.append((row["what"], "1", *(cell for way in ways for cell in (counts if way == "eager" else [""] * 3))))
+    said = ("values", "bytes", "differing bytes", *(["flushed"] if flushing else []))
+    headings = ("recipe", "with variants", *(f"{way}: {what}" for way in ways for what in said))
+    least = min(row["modes"][way]["values"] for row in result["rows"] for way in ways)
     note = (
-        f"torch on {where} against NumPy: all parts, and what they decode to in FP32, BF16 and FP16. At least {least:,} values "
-        "of each recipe and variant in each way."
+        f"{framework} on {result['provenance'].get('device', 'the CPU')} against NumPy: all parts, and what they decode to in "
+        f"FP32, BF16 and FP16. At least {least:,} values of each recipe and variant in each way."
     )
-    return Table("parity", headings, tuple(rows), note)
+    if flushing:
+        note += (
+            " Flushed: decoded numbers, of FP32 and BF16, whose exact value lies below 2⁻¹²⁶, and that are zeros of its sign. "
+            "They are counted here, and not among the differing bytes."
+        )
+    return Table("parity" if framework == "torch" else f"parity, {framework}", headings, tuple(rows), note)
 
 
 # ------------------------------------------------------------------------------------------------ all of them
@@ -390,6 +402,12 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "calls-torch": calls,
         "agreement-torch": agreement,
     },
+    "cast-jax": {
+        "cast-jax": lambda result: times(result, "cast"),
+        "dequantize-jax": lambda result: times(result, "dequantize"),
+        "calls-jax": calls,
+        "agreement-jax": agreement,
+    },
     "memory": {"memory": sizes, "peaks": peaks},
     "accuracy": {
         "accuracy": lambda result: quality(result, True),
@@ -398,6 +416,8 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     },
     "encoder": {"embeddings": embeddings},
     "parity": {"parity": parity},
+    "parity-jax": {"parity-jax": parity},
+    "parity-mlx": {"parity-mlx": parity},
     "training": {"training": training},
 }
 

@@ -23,9 +23,11 @@ TINY = {
     "cast-torch": ["--framework", "torch", "--size", "128", "--runs", "1", "--rivals", "breccia-on-numpy"],
     "memory": ["--size", "128", "--recipes", "nvfp4"],
     "accuracy": ["--size", "64", "--seeds", "2", "--recipes", "mxfp8", "--no-weights", "--jobs", "1"],
-    "parity": ["--values", "20000", "--recipes", "mxfp8", "--mode", "eager"],
+    "parity": ["--values", "20000", "--recipes", "mxfp8", "--ways", "eager"],
+    "parity-jax": ["--framework", "jax", "--values", "20000", "--recipes", "mxfp4", "--ways", "jit", "--turns", "20"],
+    "parity-mlx": ["--framework", "mlx", "--values", "20000", "--recipes", "mxfp8", "--ways", "eager,generic"],
     "encoder": ["--recipes", "nvfp4"],
-    "training": ["--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
+    "training": ["--framework", "torch", "--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
 }
 
 
@@ -58,7 +60,7 @@ def documents(tmp_path: Path) -> Path:
 def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_path: Path, module) -> None:
     if benchmark == "encoder" and not (find_spec("transformers") and find_spec(module("bench_accuracy").WEIGHTS)):
         pytest.skip("needs transformers and the trained weights; `make bench` sets them up")
-    done = run(f"bench_{benchmark.removesuffix('-torch')}.py", *TINY[benchmark], "--out", str(tmp_path))
+    done = run(f"bench_{benchmark.partition('-')[0]}.py", *TINY[benchmark], "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.json")
     tables = module("tables")
@@ -108,6 +110,19 @@ def test_what_is_timed_for_torch_gives_what_it_says(name: str, library: str, ker
     st = rival.cast("nvfp4")(x)
     assert {bench.origin(part) for part in (x, rival.scale(st), rival.dequantize(st))} == {library}
     assert rival.kernel("cast", "nvfp4", x) == kernel
+
+
+def test_what_is_timed_for_jax_has_its_values_and_numpys_kernel_beside_it(module) -> None:
+    jax, rivals, bench = pytest.importorskip("jax"), module("rivals"), module("bench_cast")
+    ours, on_numpy = (rivals.rival(name, "jax") for name in ("breccia", *rivals.RIVALS["jax"]))
+    x = module("common").normal((4, 128), 0)
+    written = [(way, way.cast("nvfp4")(way.given(x))) for way in (ours, on_numpy)]
+    scales, values = (
+        [np.asarray(part(way, st)) for way, st in written] for part in (lambda w, s: w.scale(s), lambda w, s: w.dequantize(s))
+    )
+    assert np.array_equal(*scales) and np.array_equal(*values)
+    assert isinstance(written[0][1].data, jax.Array) and bench.origin(written[1][1].data) == "numpy"
+    assert [way.kernel("cast", "nvfp4", way.given(x)) for way, _ in written] == ["jax.cast", "numpy.cast"]
 
 
 def test_what_is_compiled_is_ours_for_every_recipe_and_shape(tmp_path: Path, module) -> None:
@@ -162,17 +177,22 @@ def test_a_rival_is_not_measured_in_place_of_another(tmp_path: Path) -> None:
     [
         (["bench_cast.py", "--size", "100"], "--size must be 128 or a multiple of 256"),
         (["bench_cast.py", "--runs", "0"], "--runs must be at least 1, got 0"),
-        (["bench_cast.py", "--framework", "jax"], "--framework takes numpy or torch, got 'jax'"),
+        (["bench_cast.py", "--framework", "mlx"], "--framework takes numpy, torch, jax; got 'mlx'"),
         (["bench_cast.py", "--framework", "torch", "--rivals", "ml_dtypes"], "--rivals takes breccia-on-numpy,"),
         (["bench_memory.py", "--size", "0"], "--size must be at least 1, got 0"),
         (["bench_memory.py", "--recipes", "mxfp9"], "mxfp9"),
         (["bench_accuracy.py", "--seeds", "0"], "--size and --seeds must be at least 1"),
-        (["bench_parity.py", "--values", "0"], "--values must be at least 1, got 0"),
-        (["bench_parity.py", "--mode", "fast"], "--mode takes eager, generic, compiled; got 'fast'"),
-        (["bench_parity.py", "--device", "tpu"], "--device takes cpu or cuda; got 'tpu'"),
-        (["bench_parity.py", "--beyond"], "--beyond needs --device cuda"),
+        (["bench_parity.py", "--values", "0"], "--values and --turns must be at least 1, got 0 and 1"),
+        (["bench_parity.py", "--framework", "numpy"], "--framework takes torch, jax, mlx; got 'numpy'"),
+        (["bench_parity.py", "--ways", "eager,fast"], "--ways of torch takes eager, generic, compiled; got 'fast'"),
+        (["bench_parity.py", "--framework", "jax", "--ways", "compiled"], "--ways of jax takes eager, generic, jit, vmap; got"),
+        (["bench_parity.py", "--device", "tpu"], "--device of torch takes cpu or cuda; got 'tpu'"),
+        (["bench_parity.py", "--framework", "mlx", "--device", "cuda"], "--device of mlx takes cpu; got 'cuda'"),
+        (["bench_parity.py", "--beyond"], "--beyond needs --device cuda and torch"),
+        (["bench_parity.py", "--framework", "jax", "--device", "cuda", "--beyond"], "--beyond needs --device cuda and torch"),
         (["bench_encoder.py", "--recipes", "mxfp9"], "mxfp9"),
         (["bench_training.py", "--seeds", "1"], "--seeds must be at least 2"),
+        (["bench_training.py", "--framework", "numpy"], "--framework takes torch, jax, mlx; got 'numpy'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -232,6 +252,20 @@ def test_the_task_of_the_training_is_as_hard_as_its_clusters_are_near(module, mo
     # Five standard deviations of a share of TEST draws.
     assert abs(chance - 1 / bench.CLASSES) < 5 * (0.1 * 0.9 / bench.TEST) ** 0.5 and certain == 1
     assert bench.LEARNED[1] < best < 1  # what no network can do, and what no network can reach
+
+
+@pytest.mark.parametrize("framework", ["jax", "mlx"])
+def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) -> None:
+    pytest.importorskip(framework)
+    # The number of threads would outlast the test.
+    monkeypatch.setattr(pytest.importorskip("torch"), "set_num_threads", lambda count: None)
+    bench = module("bench_training")
+    monkeypatch.setattr(bench, "TEST", 2048)
+    problem = bench.Problem(0, 5)
+    expected, found = (bench.FRAMEWORKS[name](problem, None) for name in ("torch", framework))
+    # Sums in other orders move logits, which are of order 1, by some 1e-6: the class of one input in 10^5 or so.
+    assert np.count_nonzero(expected != found) <= 1
+    assert len(set(expected.tolist())) == bench.CLASSES
 
 
 def test_strips_of_one_tensor_are_compared_with_numpys_and_its_last_row_with_the_oracles(module, monkeypatch) -> None:
