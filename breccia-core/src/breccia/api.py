@@ -38,6 +38,7 @@ def cast(
     scale: supplies the (coarsest) scale instead of computing it from `x`: a number for per-tensor scales, or an array as the
         level is stored (codes, for E8M0 and E4M3), of the layout's shape.
     rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
+        On JAX a seed may be traced: a whole number, or its low and high 32 bits as an array of shape (2,).
     nonfinite: "propagate" marks a block that holds NaN or Inf so that it decodes to NaN; "raise" raises NonFiniteError.
     out: a ScaledTensor of an equal earlier call to write into.
     prefer: name(s) of kernels to use; see `breccia.explain`.

@@ -117,11 +117,10 @@ def ops_of(x: Any, what: str = "x") -> Ops:
     return targets.load(framework_of(x, what).ops)
 
 
-def device_of(array: Any) -> str:
+def device_of(array: object) -> str:
     """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
     device = getattr(array, "device", None)
-    kind: type[Any] = type(array)
-    framework = _by_type.get(kind) if device is None else None
+    framework = _by_type.get(type(array)) if device is None else None
     if framework is not None and framework.device is not None:
         device = targets.load(framework.device)()
     device = next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
