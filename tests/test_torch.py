@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -370,6 +371,19 @@ def test_operands_on_two_devices_are_named() -> None:
 
 
 # -- trees and checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_made_of_parts_is_a_tree_before_anything_is_cast() -> None:
+    script = (
+        "import torch, breccia\n"
+        "from torch.utils import _pytree as pytree\n"
+        "codes, scale = torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8)\n"
+        "recipe = breccia.MXFP8BlockScaling()\n"
+        "parts = codes.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)\n"
+        "print(len(pytree.tree_leaves(breccia.from_buffer(*parts, recipe, recipe.layout))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "4\n", "data, scale, and the two that this recipe has none of"
 
 
 def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:

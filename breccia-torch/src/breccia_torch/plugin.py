@@ -11,7 +11,8 @@ api = 1
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
-    return [Framework("torch", "torch", ("Tensor",), "breccia_torch.ops:TORCH", devices="breccia_torch.ops:devices")]
+    ops, container = "breccia_torch.ops", "breccia_torch.container:register"
+    return [Framework("torch", "torch", ("Tensor",), f"{ops}:TORCH", devices=f"{ops}:devices", container=container)]
 
 
 @hookimpl
