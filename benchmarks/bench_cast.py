@@ -168,7 +168,8 @@ def where(framework: str) -> dict[str, Any]:
         import jax
 
         found["versions"] |= {"jax": jax.__version__}
-        found |= {"device": str(jax.devices()[0])}
+        if jax.default_backend() != "cpu":
+            found |= {"device": str(jax.devices()[0])}
     return found
 
 

@@ -24,7 +24,7 @@ import tables
 import typer
 from blocks import filled
 from blocks import table as markdown_table
-from rivals import OLD, STRAIGHTFORWARD
+from rivals import OLD, STRAIGHTFORWARD, WAYS
 from tables import GAUSSIAN, TRAINED, Result, Table
 
 PAGES = ("benchmarks.md", "accuracy.md", "numerics.md")
@@ -100,7 +100,7 @@ def plots_of(results: dict[str, list[tuple[str, Result]]]) -> dict[str, list[Plo
 
 def speed_series(result: Result) -> Any:
     """By verb, recipe and rival: speed-up, and whether the rival's time was extrapolated."""
-    rivals = tables.rivals_of(result)
+    rivals = [name for name in tables.rivals_of(result) if name not in WAYS]
     bars: dict[str, Any] = {}
     for op in ("cast", "dequantize"):
         for recipe in tables.recipes_of(result):

@@ -406,7 +406,6 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "cast-jax": lambda result: times(result, "cast"),
         "dequantize-jax": lambda result: times(result, "dequantize"),
         "calls-jax": calls,
-        "agreement-jax": agreement,
     },
     "memory": {"memory": sizes, "peaks": peaks},
     "accuracy": {
