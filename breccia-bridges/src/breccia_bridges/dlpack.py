@@ -27,7 +27,7 @@ from breccia.layouts import Layout, Shape
 from breccia.ops import NUMPY, Array, Ops
 from breccia.recipes import ScalingRecipe
 from breccia.registry import registry
-from breccia.tensor import PARTS, ScaledTensor, held
+from breccia.tensor import PARTS, Meaning, ScaledTensor, held
 
 from .safetensors import Config, read_config
 
@@ -381,7 +381,7 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
         taken = way.taken(parts, source.recipe)
         if all(taken[name] is part for name, part in parts.items()):
             return source
-        return ScaledTensor.assemble(recipe=source.recipe, layout=source.layout, axis=source.axis, tail=source.tail, **taken)
+        return Meaning.of(source).assembled(**taken)
     if not isinstance(source, Bundle):
         raise UnsupportedError(
             f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Parts of your own become "

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
 from mlx.utils import tree_map
 
-from breccia.layouts import Layout
-from breccia.recipes import ScalingRecipe
-from breccia.tensor import ScaledTensor, held
+from breccia.tensor import Meaning, ScaledTensor, held
 
 #: What the one key of a ScaledTensor's dict begins with; JSON follows.
 _MARK = "ScaledTensor "
@@ -25,7 +22,7 @@ def to_tree(value: Any) -> Any:
     """
 
     def flat(leaf: Any) -> Any:
-        return {_written(*_meaning(leaf)): held(leaf)} if isinstance(leaf, ScaledTensor) else leaf
+        return {_written(Meaning.of(leaf)): held(leaf)} if isinstance(leaf, ScaledTensor) else leaf
 
     return tree_map(flat, value)
 
@@ -39,28 +36,20 @@ def from_tree(tree: Any) -> Any:
     return tree_map(whole, tree, is_leaf=_is_tensor)
 
 
-def _meaning(st: ScaledTensor) -> tuple[ScalingRecipe, Layout, int, int]:
-    return st.recipe, st.layout, st.axis, st.tail
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and len(value) == 1 and str(next(iter(value))).startswith(_MARK)
 
 
 def _assembled(tree: dict[str, dict[str, Any]]) -> ScaledTensor:
     ((key, parts),) = tree.items()
-    recipe, layout, axis, tail = _read(key)
-    return ScaledTensor.assemble(recipe=recipe, layout=layout, axis=axis, tail=tail, **parts)
+    return _read(key).assembled(**parts)
 
 
 @lru_cache
-def _written(recipe: ScalingRecipe, layout: Layout, axis: int, tail: int) -> str:
-    listed = {"recipe": recipe.to_dict(), "layout": layout.to_dict(), "axis": axis, "tail": tail}
-    return _MARK + json.dumps(listed, sort_keys=True, separators=(",", ":"))
+def _written(meaning: Meaning) -> str:
+    return _MARK + meaning.to_json()
 
 
 @lru_cache
-def _read(key: str) -> tuple[ScalingRecipe, Layout, int, int]:
-    listed = json.loads(key.removeprefix(_MARK))
-    recipe, layout = (json.dumps(listed[of.kind]) for of in (ScalingRecipe, Layout))
-    return ScalingRecipe.from_json(recipe), Layout.from_json(layout), listed["axis"], listed["tail"]
+def _read(key: str) -> Meaning:
+    return Meaning.from_json(key.removeprefix(_MARK))

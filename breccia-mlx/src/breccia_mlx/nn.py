@@ -15,9 +15,9 @@ from breccia.errors import BrecciaError, OptionError, ShapeError, UnsupportedErr
 from breccia.formats import TENSOR
 from breccia.frameworks import dtype_name
 from breccia.kernels import reference
-from breccia.layouts import Layout, PerBlockMN
+from breccia.layouts import PerBlockMN
 from breccia.recipes import ScalingRecipe, check_recipe
-from breccia.tensor import ScaledTensor, held
+from breccia.tensor import Meaning, ScaledTensor, held
 
 Array = Any
 #: Called with a layer's path and the layer: whether to quantize it, or how.
@@ -41,15 +41,6 @@ class _All(set[str]):
         return True
 
 
-@dataclasses.dataclass(frozen=True)
-class _Meaning:
-    recipe: ScalingRecipe
-    layout: Layout
-    axis: int
-    tail: int
-    dtypes: tuple[str, ...]
-
-
 class ScaledWeight(nn.Module):
     """A ScaledTensor as part of a model: its parts are parameters, so they save, load and are evaluated with the model's.
 
@@ -65,8 +56,8 @@ class ScaledWeight(nn.Module):
         if tensor.framework != "mlx":
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of mlx; this one is of {tensor.framework}.")
         parts = held(tensor)
-        dtypes = tuple(map(dtype_name, parts.values()))
-        self._meaning = _Meaning(tensor.recipe, tensor.layout, tensor.axis, tensor.tail, dtypes)
+        self._meaning = Meaning.of(tensor)
+        self._dtypes = tuple(map(dtype_name, parts.values()))
         self._name = spelled(tensor.recipe)
         self[self._name] = {name: _as_words(part) for name, part in parts.items()}
         self._no_grad = _All()
@@ -74,9 +65,8 @@ class ScaledWeight(nn.Module):
     @property
     def tensor(self) -> ScaledTensor:
         """The ScaledTensor of the parameters as they are now; nothing is copied."""
-        m = self._meaning
-        parts = {name: p.view(getattr(mx, d)) for (name, p), d in zip(self[self._name].items(), m.dtypes, strict=True)}
-        return ScaledTensor.assemble(recipe=m.recipe, layout=m.layout, axis=m.axis, tail=m.tail, **parts)
+        words = zip(self[self._name].items(), self._dtypes, strict=True)
+        return self._meaning.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
 
     @property
     def recipe(self) -> ScalingRecipe:

@@ -10,25 +10,21 @@ from torch.utils import _pytree as pytree
 
 from breccia.declared import rebuilt
 from breccia.registry import registry
-from breccia.tensor import PARTS, ScaledTensor, restored
-
-Context = tuple[Any, Any, int, int]
+from breccia.tensor import PARTS, Meaning, ScaledTensor, restored
 
 
-def _flatten(st: ScaledTensor) -> tuple[list[Any], Context]:
-    return [getattr(st, name) for name in PARTS], (st.recipe, st.layout, st.axis, st.tail)
+def _flatten(st: ScaledTensor) -> tuple[list[Any], Meaning]:
+    return [getattr(st, name) for name in PARTS], Meaning.of(st)
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Context]:
-    leaves, context = _flatten(st)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], context
+def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Meaning]:
+    leaves, meaning = _flatten(st)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], meaning
 
 
-def _unflatten(leaves: Any, context: Context) -> ScaledTensor:
+def _unflatten(leaves: Any, meaning: Meaning) -> ScaledTensor:
     """Unchecked: leaves may be placeholders."""
-    data, scale, zero_point, global_scale = leaves
-    recipe, layout, axis, tail = context
-    return ScaledTensor.assemble(data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+    return meaning.assembled(*leaves)
 
 
 @cache

@@ -17,7 +17,7 @@ from breccia import api
 from breccia.frameworks import output_dtype
 from breccia.kernels import reference
 from breccia.recipes import ScalingRecipe
-from breccia.tensor import ScaledTensor, held
+from breccia.tensor import Meaning, ScaledTensor, held
 
 from .ops import PLAIN, TORCH, need_dense, wrapped
 
@@ -111,14 +111,14 @@ def _array(part: Array) -> np.ndarray:
 
 def _arrays(st: ScaledTensor) -> ScaledTensor:
     parts = {name: _array(part) for name, part in held(st).items()}
-    return ScaledTensor.assemble(recipe=st.recipe, layout=st.layout, axis=st.axis, tail=st.tail, **parts)
+    return Meaning.of(st).assembled(**parts)
 
 
 def _tensors(st: ScaledTensor) -> ScaledTensor:
     """The result of a NumPy kernel, in the dtypes that torch stores its codecs in."""
     dtypes = _dtypes(st.recipe)
     parts = {name: _tensor(part, dtypes[name]) for name, part in held(st).items()}
-    return ScaledTensor.assemble(recipe=st.recipe, layout=st.layout, axis=st.axis, tail=st.tail, **parts)
+    return Meaning.of(st).assembled(**parts)
 
 
 _known: dict[object, dict[str, torch.dtype]] = {}
