@@ -10,43 +10,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import breccia
-from breccia.codecs import Codec
 from breccia.kernels import reference
 from breccia.testing import oracle
+from breccia.testing.compare import expect_numbers, expect_written, written
+from breccia.testing.places import Place, words
 
-
-def unpacked(codec: Codec, data: np.ndarray, length: int) -> np.ndarray:
-    """Codes, one per item, by shifting whole rows as one big integer: another road than `reference.unpack`."""
-    if codec.bits == 8:
-        return bits(data)
-    rows = data.reshape(-1, data.shape[-1])
-    mask = (1 << codec.bits) - 1
-    out = np.zeros((len(rows), length), np.uint32)
-    for i, row in enumerate(rows):
-        word = int.from_bytes(row.tobytes(), "little")
-        out[i] = [(word >> (codec.bits * j)) & mask for j in range(length)]
-    return out.reshape(*data.shape[:-1], length)
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    return np.asarray(array).view(f"u{array.dtype.itemsize}").astype(np.uint32)
+NUMPY = Place("numpy")
 
 
 def assert_written(scaled: breccia.ScaledTensor, expected: oracle.Written) -> None:
-    fmt = scaled.recipe.format
-    np.testing.assert_array_equal(bits(scaled.scale), expected.scale)
-    np.testing.assert_array_equal(unpacked(fmt.element, scaled.data, scaled.shape[-1]), expected.codes)
-    if expected.global_scale is not None:
-        assert int(bits(scaled.global_scale)) == expected.global_scale
-    if expected.zero_point is not None:
-        np.testing.assert_array_equal(bits(scaled.zero_point), expected.zero_point)
+    expect_written(NUMPY, scaled, expected)
 
 
 def assert_decoded(scaled: breccia.ScaledTensor, expected: oracle.Written) -> None:
-    ours, theirs = reference.dequantize(scaled), oracle.dequantize(expected, scaled.recipe)
-    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
-    keep = ~np.isnan(theirs)
-    np.testing.assert_array_equal(ours.view("u4")[keep], theirs.view("u4")[keep])
+    expect_numbers("decoded", NUMPY, reference.dequantize(scaled), oracle.dequantize(expected, scaled.recipe))
 
 
 INPUTS = {
@@ -97,7 +74,7 @@ def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.
     rng = np.random.default_rng(1)
     faults[rng.integers(0, faults.size, faults.size // 3)] = rng.integers(0, 1 << (8 * scale.itemsize), faults.size // 3)
     scaled = reference.cast(x, recipe, scale=scale)
-    expected = oracle.cast(x, recipe, scale=bits(scale))
+    expected = oracle.cast(x, recipe, scale=words(scale).astype(np.uint32))
     assert_written(scaled, expected)
     assert_decoded(scaled, expected)
 
@@ -118,14 +95,7 @@ def test_any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: breccia.ScalingR
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.format.scale.block[0] == 1], ids=recipe_id)
 def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: breccia.ScalingRecipe) -> None:
     scaled = every_decodable(recipe)
-    fmt = recipe.format
-    written = oracle.Written(
-        unpacked(fmt.element, scaled.data, scaled.shape[-1]),
-        bits(scaled.scale),
-        None if scaled.global_scale is None else int(bits(np.asarray(scaled.global_scale))),
-        None if scaled.zero_point is None else bits(scaled.zero_point),
-    )
-    assert_decoded(scaled, written)
+    assert_decoded(scaled, written(NUMPY, scaled))
 
 
 @pytest.mark.parametrize("sense", ["divisor", "amax"])
@@ -143,8 +113,7 @@ def test_other_senses_of_a_scale_decode_as_the_oracle_decodes_them(sense: str) -
 
     ours = reference.cast(wide((4, 32), seed=8, exponents=3), breccia.NVFP4BlockScaling())
     foreign = breccia.from_buffer(ours.data, ours.scale, Foreign(), ours.layout, global_scale=np.float32(733.7))
-    written = oracle.Written(unpacked(E2M1, ours.data, 32), bits(ours.scale), oracle.f32_bits(float(np.float32(733.7))))
-    assert_decoded(foreign, written)
+    assert_decoded(foreign, written(NUMPY, foreign))
 
 
 def test_recipe_ids_are_distinct() -> None:

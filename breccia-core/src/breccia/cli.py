@@ -206,7 +206,8 @@ def plugins(as_json: Json = False) -> None:
         return
     counts = {p.name: Counter(d.partition(":")[0] for d in p.declares) for p in found}
     declared = {name: ", ".join(f"{hook} {n}" for hook, n in count.items()) for name, count in counts.items()}
-    rows = [(p.name, p.distribution, p.version, p.status, p.reason or declared[p.name] or "nothing yet") for p in found]
+    said = {p.name: [t for t in (declared[p.name], p.reason) if t] for p in found}
+    rows = [(p.name, p.distribution, p.version, p.status, "; ".join(said[p.name]) or "nothing yet") for p in found]
     print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
 
 

@@ -168,7 +168,7 @@ class Minifloat(Codec):
         return sign * math.ldexp(mantissa + implicit, max(exponent, 1) - self.bias - self.mantissa_bits)
 
     def read(self, ops: Ops, stored: Array) -> Array:
-        if self.bits == 8:
+        if self.bits <= 8:
             return self.decode(ops, ops.load(stored))
         if self.bits == 16 and ops.is_bit_pattern(stored):
             return ops.unbits(ops.load(stored) << 16)

@@ -119,6 +119,9 @@ def _plugins(found: list[Plugin]) -> Iterator[Finding]:
         elif plugin.status != "active":
             remedy = f"pip install --upgrade {plugin.distribution}, or pip uninstall it"
             yield Finding("plug-ins", plugin.name, PROBLEM, f"{plugin.status}: {plugin.reason}", remedy)
+        elif plugin.reason:
+            text = f"{plugin.reason}, in every process that uses breccia"
+            yield Finding("plug-ins", plugin.name, NOTE, text, f"tell the authors of {plugin.distribution}")
         elif plugin.distribution not in (CORE, *(sibling.distribution for sibling in SIBLINGS)):
             text = f"{plugin.distribution} {plugin.version}, {len(plugin.declares)} declarations"
             yield Finding("plug-ins", plugin.name, OK, text)

@@ -44,7 +44,7 @@ HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "tensorflow", "safetensors", 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason.
+    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason; of an active one, what it does wrong.
 
     hooks: those it implements and declares something through. declares: what, as "kernels:reference.cast".
     """
@@ -191,7 +191,9 @@ class Registry:
         """Why an installed distribution contributes nothing, or not what was asked; empty where it is not installed."""
         for p in self.plugins:
             if p.distribution == distribution:
-                state = f"{p.status}: {p.reason}" if p.reason else f"version {p.version}, which lacks it; upgrade it"
+                state = (
+                    f"{p.status}: {p.reason}" if p.status != "active" else f"version {p.version}, which lacks it; upgrade it"
+                )
                 return f" It is installed but {state.removesuffix('.')}."
         return ""
 
@@ -218,14 +220,14 @@ class Registry:
             self._warn(f"breccia {plugin.title} is set aside: {why}")
             return replace(plugin, status="set aside", reason=why)
         heavy = [m for m in HEAVY if m in sys.modules and m not in before]
+        fault = f"imported {', '.join(heavy)} while declaring itself" if heavy else ""
         if heavy:
             self._warn(
-                f"breccia plug-in {plugin.name!r} ({plugin.module}) imported {', '.join(heavy)} while declaring itself; move "
-                "that import into the module its targets name."
+                f"breccia plug-in {plugin.name!r} ({plugin.module}) {fault}; move that import into the module its targets name."
             )
         for hook, name, value in declared:
             self.declared[hook][name] = value
-        return replace(plugin, hooks=hooks, declares=tuple(_declares(h, n) for h, n, _ in declared))
+        return replace(plugin, reason=fault, hooks=hooks, declares=tuple(_declares(h, n) for h, n, _ in declared))
 
     def _read(self, plugin: Plugin, manifest: ModuleType) -> tuple[tuple[str, ...], list[tuple[str, str, Any]]]:
         """(hooks, [(hook, name, declaration)]) of a manifest. Raises PluginError; registers nothing on failure."""

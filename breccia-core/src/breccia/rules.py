@@ -113,6 +113,11 @@ class Inverse(Linear):
         if coarse is not None:
             raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
         codec = self._floating(codec)
+        if codec.scale_max < 2.0**126:
+            raise RecipeError(
+                f"rule {self.name!r} writes scales up to 2^126, for codes that it has multiplied already; {codec.name} ends at "
+                f"{codec.scale_max:g}: use 'linear'."
+            )
         return codec.encode(ops, ops.div(1.0, self._multiplier(ops, statistic, capacity)))
 
     def scaled(

@@ -89,10 +89,10 @@ class _JaxOps(Ops):
         return jnp.pad(a, [(0, w) for w in widths])
 
     def concat(self, parts: list[Array], axis: int = -1) -> Array:
-        return jnp.concatenate(parts, axis=axis)
+        return _as(jnp.concatenate([_bytes(p) for p in parts], axis=axis), parts[0].dtype)
 
     def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        return jnp.take(a, np.array(index, np.int32), axis=axis)
+        return _as(jnp.take(_bytes(a), np.array(index, np.int32), axis=axis), a.dtype)
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return jnp.broadcast_to(a, shape)
@@ -170,6 +170,15 @@ class _JaxOps(Ops):
         if name == "bfloat16":
             return array.view(np.uint16)
         return array.view(np.uint8) if name.startswith("float8") else array
+
+
+def _bytes(a: Array) -> Array:
+    """Float8 as its bit patterns: XLA on CPUs joins them by way of wider floats, which changes NaNs (measured: jax 0.10)."""
+    return lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 and a.dtype.kind not in "iub" else a
+
+
+def _as(a: Array, dtype: Any) -> Array:
+    return a if a.dtype == dtype else lax.bitcast_convert_type(a, dtype)
 
 
 def _concrete(a: Array) -> Array:

@@ -72,7 +72,8 @@ def decode(codec: Codec, code: int) -> float:
         return codec.values[code]
     if isinstance(codec, PowerOfTwo):
         return math.nan if code == codec.nan else 2.0 ** (code - codec.bias)
-    assert isinstance(codec, Minifloat), codec
+    if not isinstance(codec, Minifloat):
+        return codec.value(code)  # of a plug-in's class: its numbers are what it says they are
     magnitude = code & ((1 << (codec.bits - 1)) - 1)
     sign = -1.0 if code >> (codec.bits - 1) else 1.0
     if codec.inf is not None and magnitude >= codec.inf:
@@ -289,10 +290,10 @@ def blocks(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> Iter
     if block == (None, None):
         yield (), list(np.ndindex(*shape))
         return
-    m, k = block[0] or shape[-2], block[1] or shape[-1]
+    (m, k), counts = _tiling(shape, block)
     for lead in np.ndindex(*shape[:-2]):
-        for i in range(-(-shape[-2] // m)):
-            for j in range(-(-shape[-1] // k)):
+        for i in range(counts[0]):
+            for j in range(counts[1]):
                 rows = range(i * m, min((i + 1) * m, shape[-2]))
                 columns = range(j * k, min((j + 1) * k, shape[-1]))
                 yield (*lead, i, j), [(*lead, r, c) for r in rows for c in columns]
@@ -302,8 +303,13 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None]) ->
     """Shape of the scales of `blocks`."""
     if block == (None, None):
         return ()
-    m, k = block[0] or shape[-2], block[1] or shape[-1]
-    return (*shape[:-2], -(-shape[-2] // m), -(-shape[-1] // k))
+    return (*shape[:-2], *_tiling(shape, block)[1])
+
+
+def _tiling(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[list[int], list[int]]:
+    """(sides of a block, blocks along each side); one block spans a side that the block has none for, be it empty."""
+    pairs = list(zip(shape[-2:], block, strict=True))
+    return [side or n for n, side in pairs], [-(-n // side) if side else 1 for n, side in pairs]
 
 
 def cast(

@@ -1,0 +1,121 @@
+"""`conformance`: one pytest test for each law about each thing that a plug-in declares."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from ..errors import UnknownNameError, suggestion
+from ..recipes import ScalingRecipe, check_recipe
+from ..registry import Plugin, registry
+from .laws import LAWS, Law, Subject
+from .pytest_plugin import PROPERTY
+
+
+def conformance(
+    plugin: str,
+    *,
+    recipes: Iterable[ScalingRecipe] = (),
+    frameworks: Iterable[str] | None = None,
+    xfails: str | PathLike[str] | None = None,
+) -> Callable[..., None]:
+    """A test function for pytest: the laws of docs/spec/numerics.md, and of the hooks, for all that `plugin` declares.
+
+    Bound to a name that pytest collects, it is one test for each law, thing declared and framework installed:
+
+        test_conformance = conformance("acme")
+
+    plugin: the name of its entry point.
+    recipes: settings to try beside the default of each recipe class; needed for classes whose fields have no defaults.
+    frameworks: those to try; all that a plug-in declares, by default.
+    xfails: a TOML file `"law's id" = "reason"` of what is known to fail; `*` stands for any text. It is strict: a listed law
+        that holds fails the run, and so does an id that is no law's.
+
+    What cannot be tried here (a framework that is not installed, a kernel that is not available) is skipped, with the reason.
+    Raises UnknownNameError for a plug-in that is not installed, RecipeError or ValueError for an xfail file of another form.
+    """
+    given = tuple(recipes)
+    for recipe in given:
+        check_recipe(recipe)
+    chosen = None if frameworks is None else tuple(frameworks)
+    for name in chosen or ():
+        registry().look_up("breccia_frameworks", name, "framework")
+    laws = tuple(law for law in laws_of(plugin, given) if chosen is None or law.place is None or law.place.framework in chosen)
+    reasons = _Reasons(xfails) if xfails is not None else None
+    marked = [pytest.param(law, id=law.id, marks=reasons.marks(law) if reasons else ()) for law in laws]
+    if reasons:
+        reasons.check([law.id for law in laws])
+
+    @pytest.mark.parametrize("law", marked)
+    def test(law: Law, record_property: Callable[[str, Any], None]) -> None:
+        __tracebackhide__ = True
+        record_property(PROPERTY, plugin)
+        law.check()
+
+    setattr(test, PROPERTY, plugin)
+    test.__doc__ = f"The laws of breccia.testing for all that plug-in {plugin!r} declares."
+    return test
+
+
+def laws_of(plugin: str, recipes: tuple[ScalingRecipe, ...] = ()) -> Iterator[Law]:
+    """The laws about a plug-in, in the order of its hooks. Raises UnknownNameError where it is not installed."""
+    found = _plugin(plugin)
+    known = registry()
+    listed = [declared.partition(":") for declared in found.declares]
+    subject = Subject(found, {}, recipes)
+    for kind, _, name in listed:
+        subject.declared.setdefault(kind, []).append(known.declared[f"breccia_{kind}"][name])
+    for recipe in recipes:
+        if type(recipe) not in subject.declared.get("recipes", ()):
+            own = [name for kind, _, name in listed if kind == "recipes"]
+            raise UnknownNameError(
+                f"recipes=: {recipe!r} is none of plug-in {plugin!r}, which declares {', '.join(own) or 'no recipe'}.",
+                name=recipe.name,
+                known=own,
+            )
+    for laws in LAWS:
+        yield from laws(subject)
+
+
+def _plugin(name: str) -> Plugin:
+    plugins = registry().plugins
+    for plugin in plugins:
+        if plugin.name == name:
+            return plugin
+    known = [plugin.name for plugin in plugins]
+    raise UnknownNameError(
+        f"conformance({name!r}): no such plug-in is installed{suggestion(name, known)} It is the name of an entry point "
+        "in the group 'breccia'; after a change of pyproject.toml install the distribution again.",
+        name=name,
+        known=known,
+    )
+
+
+class _Reasons:
+    """An xfail file."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = Path(path)
+        listed = tomllib.loads(self._path.read_text(encoding="utf-8"))
+        for pattern, reason in listed.items():
+            if not isinstance(reason, str) or not reason.strip():
+                raise ValueError(f"{self._path}: {pattern!r} needs a reason, as text in quotes; got {reason!r}.")
+        self._reasons = cast("dict[str, str]", listed)
+
+    def marks(self, law: Law) -> tuple[pytest.MarkDecorator, ...]:
+        for pattern, reason in self._reasons.items():
+            if fnmatchcase(law.id, pattern):
+                return (pytest.mark.xfail(reason=reason, strict=True),)
+        return ()
+
+    def check(self, ids: list[str]) -> None:
+        """Raise ValueError where a pattern matches no law: the list would hide a fault that comes back under another name."""
+        for pattern in self._reasons:
+            if not any(fnmatchcase(found, pattern) for found in ids):
+                raise ValueError(f"{self._path}: no law has the id {pattern!r}{suggestion(pattern, ids)}")

@@ -1,0 +1,21 @@
+"""The laws, a module for each kind of declaration. Each is a function named as the sentence it proves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from . import bridges, codecs, frameworks, kernels, manifest, recipes, rules
+from .law import Law, Subject
+
+__all__ = ["LAWS", "Law", "Subject"]
+
+#: What gives the laws about a plug-in, kind by kind.
+LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
+    manifest.laws,
+    codecs.laws,
+    rules.laws,
+    recipes.laws,
+    frameworks.laws,
+    kernels.laws,
+    bridges.laws,
+)

@@ -1,0 +1,97 @@
+"""Laws of bridges: each is there or says what to install, and what goes out comes back byte for byte."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ... import bridges as facade
+from ... import targets
+from ...errors import BrecciaError
+from ...hookspecs import Bridge
+from ...kernels import reference
+from ...recipes import ScalingRecipe
+from ...tensor import ScaledTensor
+from .. import strategies
+from ..compare import expect, expect_tensor
+from ..examples import wide
+from ..places import Place, everywhere
+from .law import Law, Subject, each
+from .recipes import instances, moved, spelled
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the bridges of a plug-in. `to_x` and `from_x` are a pair: what one gives, the other takes."""
+    found = {bridge.name: bridge for bridge in subject.of("bridges")}
+    recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
+    for name, bridge in found.items():
+        yield from each("bridges", name, (it_is_there_or_says_what_to_install,), bridge)
+        other = found.get(f"from_{name.removeprefix('to_')}")
+        if name.startswith("to_") and other is not None:
+            yield from each("bridges", name, (some_recipe_crosses,), bridge, recipes)
+            checks = (what_it_does_not_refuse_comes_back_byte_for_byte,)
+            for recipe in recipes:
+                yield from each("bridges", f"{name}.{spelled(recipe)}", checks, bridge, other, recipe)
+
+
+def it_is_there_or_says_what_to_install(bridge: Bridge) -> None:
+    absent = [module for module in bridge.requires if not targets.installed(module)]
+    if not absent:
+        expect(callable(getattr(facade, bridge.name)), f"breccia.bridges.{bridge.name} is no function")
+        return
+    try:
+        getattr(facade, bridge.name)
+    except ImportError as e:
+        expect(bridge.install in str(e), f"breccia.bridges.{bridge.name} does not say what to install: {e}")
+    else:
+        raise AssertionError(f"breccia.bridges.{bridge.name} needs {absent[0]}, which is absent, and does not say so")
+
+
+def some_recipe_crosses(bridge: Bridge, recipes: list[ScalingRecipe]) -> None:
+    _need(bridge)
+    refusals: list[BrecciaError] = []
+    for recipe in recipes:
+        if _sent(bridge, recipe, refusals) is not None:
+            return
+    reasons = "; ".join(dict.fromkeys(map(str, refusals)))
+    raise AssertionError(f"it refuses every recipe: {reasons[:600]}")
+
+
+def what_it_does_not_refuse_comes_back_byte_for_byte(bridge: Bridge, other: Bridge, recipe: ScalingRecipe) -> None:
+    """A tuple that `to_x` gives is the arguments of `from_x`, a dict at its end their options; it may ask for `framework=`."""
+    _need(bridge)
+    taken = _sent(bridge, recipe, [])
+    if taken is None:
+        return
+    place, sent = taken
+    back = targets.load(other.target)
+    arguments: list[Any] = [*sent] if type(sent) is tuple else [sent]  # pyright: ignore[reportUnknownArgumentType]
+    options: dict[str, Any] = arguments.pop() if len(arguments) > 1 and isinstance(arguments[-1], dict) else {}
+    if "framework" in inspect.signature(back).parameters:
+        options["framework"] = place.framework
+    found = back(*arguments, **options)
+    expect(isinstance(found, ScaledTensor), f"{other.name} gave {type(found).__name__}, expected a ScaledTensor")
+    expect_tensor(place, found, _tensor(recipe))
+
+
+def _need(bridge: Bridge) -> None:
+    absent = [module for module in bridge.requires if not targets.installed(module)]
+    if absent:
+        pytest.skip(f"{', '.join(absent)} is not installed")
+
+
+def _sent(bridge: Bridge, recipe: ScalingRecipe, refusals: list[BrecciaError]) -> tuple[Place, Any] | None:
+    """(the first place whose tensors it takes, what `to_x` gives of one there); None where it refuses all."""
+    for place in (p for p in everywhere() if not p.absence):
+        try:
+            return place, targets.load(bridge.target)(moved(_tensor(recipe), place))
+        except BrecciaError as e:
+            refusals.append(e)
+    return None
+
+
+def _tensor(recipe: ScalingRecipe) -> ScaledTensor:
+    return reference.cast(wide((16, 256), seed=1, exponents=4), recipe)

@@ -1,0 +1,430 @@
+"""Laws of a framework: each word of `Ops`, in arithmetic of its own; and every recipe's bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from ... import api, codecs
+from ...codecs import BF16, F16, F32_INF, MAGNITUDE
+from ...errors import UnsupportedError
+from ...frameworks import Framework, device_of, dtype_name, framework_of
+from ...kernels import reference
+from ...ops import Ops
+from ...recipes import ScalingRecipe
+from .. import oracle, strategies
+from ..compare import expect, expect_numbers, expect_tensor, expect_words
+from ..examples import special_rows, wide
+from ..places import Place
+from .law import Law, Subject, each
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the frameworks of a plug-in: its words, and the recipes of all plug-ins."""
+    for framework in subject.of("frameworks"):
+        place = Place(framework.name)
+        yield from each("frameworks", framework.name, (its_arrays_are_known,), framework, place=place)
+        yield from each("ops", framework.name, WORDS, place=place)
+        for recipe in strategies.defaults():
+            what = f"{framework.name}.{recipe.name}"
+            yield from each("frameworks", what, (bytes_and_numbers_are_numpys,), recipe, place=place)
+
+
+def its_arrays_are_known(framework: Framework, place: Place) -> None:
+    x = place.array(np.ones((2, 3), np.float32))
+    expect(framework_of(x) == framework, f"an array of it is taken for one of {framework_of(x).name}")
+    expect(dtype_name(x) == "float32", f"its float32 is called {dtype_name(x)!r}")
+    expect(not framework.kinds or device_of(x) in framework.kinds, f"its array is on {device_of(x)!r}, not {framework.kinds}")
+
+
+def bytes_and_numbers_are_numpys(recipe: ScalingRecipe, place: Place) -> None:
+    """Of the generic algorithm there, and of the kernels that serve it."""
+    x = np.concatenate([special_rows(67), wide((9, 67), seed=1)])
+    expected = reference.cast(x, recipe)
+    numbers = reference.dequantize(expected)
+    for cast, dequantize in ((reference.cast, reference.dequantize), (api.cast, api.dequantize)):
+        st = cast(place.array(x), recipe)
+        expect_tensor(place, st, expected)
+        expect_numbers("decoded", place, dequantize(st), numbers)
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def _words(count: int = 400, seed: int = 0) -> np.ndarray:
+    """FP32 bit patterns of every kind, as int32."""
+    rng = np.random.default_rng(seed)
+    special = [0, 1, 0x007FFFFF, 0x00800000, 0x3F800000, 0x7F7FFFFF, F32_INF, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    drawn = np.concatenate([np.array(special, np.uint32), rng.integers(0, 1 << 32, count, dtype=np.uint32)])
+    return np.concatenate([drawn, drawn ^ np.uint32(0x80000000)]).view(np.int32)
+
+
+def _normal(seed: int, count: int = 300, low: int = -20, high: int = 20) -> np.ndarray:
+    """FP32 numbers of both signs with exponents low..high."""
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 1 << 32, count, dtype=np.uint32) & np.uint32(0x807FFFFF)
+    exponents = rng.integers(low + 127, high + 128, count, dtype=np.uint32)
+    return (words | exponents << np.uint32(23)).view(np.float32)
+
+
+def _integers(seed: int, count: int = 300) -> np.ndarray:
+    ends = [0, 1, -1, 2**31 - 1, -(2**31), 0xFF, 1 << 30]
+    return np.concatenate([ends, np.random.default_rng(seed).integers(-(2**31), 2**31, count)]).astype(np.int32)
+
+
+def _exact(operation: Callable[[Fraction, Fraction], Fraction], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """FP32 results of an operation in exact rationals, rounded once."""
+    pairs = zip(a.tolist(), b.tolist(), strict=True)
+    return np.array([float(oracle.fl(operation(Fraction(p), Fraction(q)))) for p, q in pairs], np.float32)
+
+
+def _is(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
+    """Integers and truth values, compared as they are."""
+    host = np.asarray(place.ops.to_numpy(found))
+    expect(host.shape == expected.shape, f"{what}: shape {host.shape}, expected {expected.shape}")
+    expect(dtype_name(host) == dtype_name(expected), f"{what}: {dtype_name(host)}, expected {dtype_name(expected)}")
+    different = host != expected
+    index = tuple(int(i) for i in np.argwhere(different)[0]) if different.any() else ()
+    expect(not different.any(), f"{what}: {host[index]}, expected {expected[index]}, at {list(index)}")
+
+
+# ------------------------------------------------------------------------------------------------ words of bits
+
+
+def bits_and_unbits_are_inverse_and_change_no_bit(place: Place) -> None:
+    ops, words = place.ops, _words()
+    floats = ops.unbits(place.array(words))
+    expect(dtype_name(floats) == "float32", f"unbits gives {dtype_name(floats)}")
+    _is(place, "bits(unbits(i))", ops.bits(floats), words)
+    _is(place, "bits(x)", ops.bits(place.array(words.view(np.float32))), words)
+
+
+def half_precision_is_widened_exactly(place: Place) -> None:
+    ops, words = place.ops, np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        expect_numbers(
+            "float16", place, ops.f32(place.array(words.view(np.float16))), words.view(np.float16).astype(np.float32)
+        )
+    wide = (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if ops.bfloat16 == "bfloat16":
+        expect_numbers("bfloat16", place, ops.f32(place.array(words, "bfloat16")), wide)
+    else:
+        expect(ops.is_bit_pattern(place.array(words)), "BF16 is kept as uint16, but is_bit_pattern says no")
+
+
+def to_float_rounds_once_to_the_nearest(place: Place) -> None:
+    ops, x = place.ops, _normal(1, low=-14, high=15)
+    x = np.concatenate([x, np.array([0.0, -0.0, 1.0 + 2.0**-11, 1.0 + 2.0**-8, 65504.0, 3.0 * 2.0**-12], np.float32)])
+    x = x[np.abs(x) <= 65504]
+    for codec in (F16, BF16):
+        name = str(codec.dtype)
+        expected = [oracle.encode(codec, Fraction(float(v)), np.signbit(v)) for v in x]
+        try:
+            found = ops.to_float(place.array(x), name)
+        except UnsupportedError:  # NumPy without ml_dtypes
+            continue
+        expect(dtype_name(found) == name, f"to_float(x, {name!r}) gives {dtype_name(found)}")
+        expect_words(f"to_float(x, {name!r})", place.words(found), np.array(expected, np.uint16))
+
+
+def stored_words_come_back(place: Place) -> None:
+    """`load` is the inverse of `store` for each dtype that a codec is stored in, and extends with zeros."""
+    ops = place.ops
+    for codec in codecs.CODECS:
+        dtype = ops.storage(codec)
+        width = min(codec.bits, 32)
+        words = _words() if width == 32 else np.arange(1 << width, dtype=np.int32)
+        stored = ops.store(place.array(words), dtype)
+        expect(dtype_name(stored) == dtype, f"store(codes, {dtype!r}) gives {dtype_name(stored)}")
+        _is(place, f"load(store(codes, {dtype!r}))", ops.load(stored), words)
+        there = ops.from_numpy(place.words(stored), dtype if dtype_name(place.words(stored)) != dtype else None)
+        _is(place, f"load(from_numpy(words, {dtype!r}))", ops.load(there), words)
+
+
+def take_reads_the_table(place: Place) -> None:
+    table = tuple(int(w) & 0xFFFFFFFF for w in _words(118))
+    index = np.random.default_rng(2).integers(0, len(table), (5, 40)).astype(np.int32)
+    expected = np.array(table, np.uint32).view(np.int32)[index]
+    _is(place, "take", place.ops.take(table, place.array(index)), expected)
+
+
+# ------------------------------------------------------------------------------------------------ integers
+
+
+def integers_wrap_and_shift_as_two_complements(place: Place) -> None:
+    a, b = _integers(3), _integers(4)
+    x, y = place.array(a), place.array(b)
+    p, q = a.astype(np.int64), b.astype(np.int64)
+
+    def wrapped(value: np.ndarray) -> np.ndarray:
+        return value.astype(np.uint64).astype(np.uint32).view(np.int32)
+
+    results: dict[str, tuple[Any, np.ndarray]] = {
+        "a + b": (x + y, wrapped(p + q)),
+        "a - b": (x - y, wrapped(p - q)),
+        "a * b": (x * y, wrapped(p * q)),
+        "a & b": (x & y, a & b),
+        "a | b": (x | y, a | b),
+        "a ^ b": (x ^ y, a ^ b),
+        "~a": (~x, ~a),
+        "-a": (-x, wrapped(-p)),
+        "a + 7": (x + 7, wrapped(p + 7)),
+        "a * 3": (x * 3, wrapped(p * 3)),
+        "a & 0x7FFFFFFF": (x & MAGNITUDE, a & MAGNITUDE),
+    }
+    for n in (1, 7, 23, 31):
+        results[f"a << {n}"] = (x << n, wrapped(p << n))
+        results[f"a >> {n}"] = (x >> n, a >> n)
+    shifts = np.random.default_rng(5).integers(0, 32, len(a)).astype(np.int32)
+    results["a << n"] = (x << place.array(shifts), wrapped(p << shifts))
+    results["a >> n"] = (x >> place.array(shifts), a >> shifts)
+    for what, (found, expected) in results.items():
+        _is(place, what, found, expected)
+
+
+def comparisons_are_those_of_numbers(place: Place) -> None:
+    a, b = _integers(6), _integers(7)
+    b[::3] = a[::3]
+    for what, compare in _COMPARISONS.items():
+        _is(place, f"a {what} b", compare(place.array(a), place.array(b)), compare(a, b))
+        _is(place, f"a {what} 255", compare(place.array(a), 255), compare(a, 255))
+    x = np.array([0.0, -0.0, 1.5, -2.5, np.inf, -np.inf, np.nan, 2.0**-126], np.float32)
+    for what, compare in _COMPARISONS.items():
+        _is(place, f"x {what} 1.5", compare(place.array(x), 1.5), compare(x, np.float32(1.5)))
+        _is(place, f"x {what} 0.0", compare(place.array(x), 0.0), compare(x, np.float32(0.0)))
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+}
+
+
+def where_minimum_and_maximum_choose(place: Place) -> None:
+    ops, a, b = place.ops, _integers(8), _integers(9)
+    x, y = place.array(a), place.array(b)
+    _is(place, "where(a < b, a, b)", ops.where(x < y, x, y), np.where(a < b, a, b))
+    _is(place, "where(a < b, a, 0)", ops.where(x < y, x, 0), np.where(a < b, a, 0).astype(np.int32))
+    _is(place, "where(a < b, 5, a)", ops.where(x < y, 5, x), np.where(a < b, 5, a).astype(np.int32))
+    for word, expected in (("minimum", np.minimum), ("maximum", np.maximum)):
+        choose = getattr(ops, word)
+        _is(place, f"{word}(a, b)", choose(x, y), expected(a, b))
+        _is(place, f"{word}(a, 100)", choose(x, 100), expected(a, 100).astype(np.int32))
+        p, q = _normal(10), _normal(11)
+        _is(place, f"{word} of FP32", ops.bits(choose(place.array(p), place.array(q))), expected(p, q).view(np.int32))
+        numbers = expected(p, np.float32(2.5)).view(np.int32)
+        _is(place, f"{word}(x, 2.5)", ops.bits(choose(place.array(p), 2.5)), numbers)
+
+
+def the_largest_magnitude_survives_with_its_nan(place: Place) -> None:
+    ops = place.ops
+    words = (_words(2 * 3 * 8 * 16)[: 2 * 3 * 8 * 16] & MAGNITUDE).reshape(2, 3, 8, 16)
+    for axes in ((-1,), (-3, -1), (0, 1, 2, 3)):
+        expected = words.max(axis=axes, keepdims=True)
+        _is(place, f"amax(i, {axes})", ops.amax(place.array(words), axes), expected)
+    lone = np.zeros((4, 32), np.int32)
+    lone[2, 17] = 0x7F800001
+    _is(place, "amax with one signalling NaN", ops.amax(place.array(lone), (-1,)), lone.max(-1, keepdims=True))
+    nothing = ops.amax(place.array(np.zeros((3, 0), np.int32)), (-1,))
+    _is(place, "amax over nothing", nothing, np.zeros((3, 1), np.int32))
+
+
+# ------------------------------------------------------------------------------------------------ FP32
+
+
+def arithmetic_rounds_once(place: Place) -> None:
+    a, b = _normal(12), _normal(13)
+    x, y = place.array(a), place.array(b)
+    expect_numbers("x + y", place, x + y, _exact(lambda p, q: p + q, a, b))
+    expect_numbers("x - y", place, x - y, _exact(lambda p, q: p - q, a, b))
+    expect_numbers("x * y", place, x * y, _exact(lambda p, q: p * q, a, b))
+    expect_numbers("x * 0.3", place, x * float(np.float32(0.3)), _exact(lambda p, q: p * q, a, np.full_like(a, 0.3)))
+    expect_numbers("-x", place, -x, -a)
+
+
+def products_are_not_fused_into_sums(place: Place) -> None:
+    a, b = _normal(14), _normal(15)
+    c = -_exact(lambda p, q: p * q, a, b)
+    expected = np.zeros_like(a)  # a fused a * b + c would be the rounding error of the product
+    found = place.words(place.array(a) * place.array(b) + place.array(c)).view(np.float32)
+    expect(bool((found == expected).all()), "a * b + c is fused into one rounding")
+
+
+def division_is_ieee_by_arrays_scalars_and_broadcasts(place: Place) -> None:
+    ops, a, b = place.ops, _normal(16), _normal(17)
+    x = place.array(a)
+    expect_numbers("div(x, y)", place, ops.div(x, place.array(b)), _exact(lambda p, q: p / q, a, b))
+    for number in (7.0, 6.0, 448.0, 2688.0):
+        by = np.full_like(a, number)
+        expect_numbers(f"div(x, {number})", place, ops.div(x, number), _exact(lambda p, q: p / q, a, by))
+        expect_numbers(f"div({number}, x)", place, ops.div(number, x), _exact(lambda p, q: p / q, by, a))
+    rows, column = a.reshape(10, 30), b[:10].reshape(10, 1)
+    expected = _exact(lambda p, q: p / q, rows.ravel(), np.broadcast_to(column, rows.shape).ravel()).reshape(rows.shape)
+    expect_numbers("div(x, column)", place, ops.div(place.array(rows), place.array(column)), expected)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -3.0], np.float32)
+    p, q = (np.array(v, np.float32) for v in zip(*itertools.product(special, special), strict=True))
+    with np.errstate(all="ignore"), ops.quiet():
+        quotients, found = p.astype(np.float64) / q, ops.div(place.array(p), place.array(q))
+    expect_numbers("div of zeros, Inf and NaN", place, found, quotients.astype(np.float32))
+
+
+def whole_numbers_are_converted_exactly(place: Place) -> None:
+    ops = place.ops
+    i = np.concatenate([np.arange(-300, 300), [2**24 - 1, 1 - 2**24, 65535]]).astype(np.int32)
+    expect_words("number(i)", place.words(ops.number(place.array(i))), i.astype(np.float32).view(np.uint32))
+    _is(place, "whole(x)", ops.whole(place.array(i.astype(np.float32))), i)
+    expect(ops.whole(7.0) == 7, f"whole(7.0) is {ops.whole(7.0)!r}")
+    bytes_ = np.arange(256, dtype=np.uint8)
+    numbers = np.arange(256, dtype=np.float32).view(np.uint32)
+    expect_words("number of uint8", place.words(ops.number(place.array(bytes_))), numbers)
+
+
+def constants_are_exact_and_have_no_axes(place: Place) -> None:
+    like = place.array(np.ones((2, 2), np.float32))
+    for value in (0.0, 1.0, 448.0, 2.0**-126, 2.0**126, float(np.float32(0.1))):
+        found = place.ops.constant(value, like)
+        expect_words(f"constant({value})", place.words(found), np.array(value, np.float32).view(np.uint32))
+
+
+def matmul_accumulates_in_fp32(place: Place) -> None:
+    """Within the bound of any FP32 order of summation (Higham, 3.1): K u / (1 - K u) sum |a||b|, u = 2^-24."""
+    a, b = _normal(18, 8 * 96, -4, 4).reshape(8, 96), _normal(19, 96 * 5, -4, 4).reshape(96, 5)
+    found = place.words(place.ops.matmul(place.array(a), place.array(b))).view(np.float32)
+    p, q = a.astype(np.float64), b.astype(np.float64)
+    bound = 96 * 2.0**-24 / (1 - 96 * 2.0**-24) * (np.abs(p) @ np.abs(q))
+    worst = np.max(np.abs(found - p @ q) / bound)
+    expect(bool(worst <= 1), f"matmul is {worst:.1f} times the FP32 bound away")
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+
+def shapes_are_numpys(place: Place) -> None:
+    ops, a = place.ops, np.arange(24, dtype=np.int32).reshape(2, 3, 4)
+    x = place.array(a)
+    _is(place, "reshape", ops.reshape(x, (4, 1, 6)), a.reshape(4, 1, 6))
+    _is(place, "pad", ops.pad(x, (0, 1, 3)), np.pad(a, [(0, 0), (0, 1), (0, 3)]))
+    _is(place, "swap", ops.swap(x), a.swapaxes(-1, -2))
+    _is(place, "broadcast", ops.broadcast(x[:, :, :1], (2, 3, 5)), np.broadcast_to(a[:, :, :1], (2, 3, 5)))
+    _is(place, "x[..., :2, :3]", x[..., :2, :3], a[..., :2, :3])
+    for axis in (-1, -2):
+        _is(place, f"concat along {axis}", ops.concat([x, x], axis), np.concatenate([a, a], axis))
+    _is(place, "gather", ops.gather(x, (2, 0, 0), -1), a[..., [2, 0, 0]])
+
+
+def float8_is_moved_bit_by_bit(place: Place) -> None:
+    """NaN codes that no cast writes come through unchanged."""
+    ops, words = place.ops, np.arange(256, dtype=np.int32).reshape(4, 64)
+    for codec in (codecs.E4M3, codecs.E5M2, codecs.E8M0):
+        x = ops.store(place.array(words), ops.storage(codec))
+        moves = {
+            "concat": (ops.concat([x, x]), np.concatenate([words, words], -1)),
+            "gather": (ops.gather(x, (5, 63, 0), -1), words[:, [5, 63, 0]]),
+            "reshape": (ops.reshape(x, (2, 128)), words.reshape(2, 128)),
+            "swap": (ops.swap(x), words.T),
+            "broadcast": (ops.broadcast(x, (3, 4, 64)), np.broadcast_to(words, (3, 4, 64))),
+            "slice": (x[1:3, 7:], words[1:3, 7:]),
+        }
+        for move, (found, expected) in moves.items():
+            _is(place, f"{move} of {codec.name}", ops.load(found), expected)
+
+
+def codes_are_joined_lowest_first(place: Place) -> None:
+    ops = place.ops
+    for bits, count in ((4, 2), (6, 4)):
+        codes = np.random.default_rng(20).integers(0, 1 << bits, (3, 5, count)).astype(np.int32)
+        expected = np.sum(codes << (np.arange(count) * bits), axis=-1).astype(np.int32)
+        word = ops.joined(place.array(codes), bits)
+        _is(place, f"joined by {bits} bits", word, expected)
+        _is(place, f"parted by {bits} bits", ops.parted(word, bits, count), codes)
+
+
+def counters_are_the_index_of_each_element(place: Place) -> None:
+    like = place.array(np.zeros((3, 5, 7), np.float32))
+    low, high = place.ops.counter(like)
+    _is(place, "counter, low words", low, np.arange(105, dtype=np.int32).reshape(3, 5, 7))
+    _is(place, "counter, high words", high, np.zeros((3, 5, 7), np.int32))
+
+
+def seeds_are_two_words(place: Place) -> None:
+    for seed in (0, 1, 2**32 - 1, 2**63 + 5, 2**64 - 1):
+        words = [int(w) & 0xFFFFFFFF for w in place.ops.words(seed)]
+        expect(words == [seed & 0xFFFFFFFF, seed >> 32], f"words({seed}) are {words}")
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def any_reads_truth(place: Place) -> None:
+    ops = place.ops
+    expect(ops.any(place.array(np.array([0, 0, 1], np.int32)) == 1) is True, "any of [False, False, True] is not True")
+    expect(ops.any(place.array(np.zeros(3, np.int32)) == 1) is False, "any of three False is not False")
+
+
+def assign_writes_in_place_or_refuses(place: Place) -> None:
+    out, value = place.array(np.zeros(4, np.float32)), place.array(np.arange(4, dtype=np.float32))
+    try:
+        place.ops.assign(out, value)
+    except UnsupportedError:
+        return
+    expect_words("assign(out, value)", place.words(out), np.arange(4, dtype=np.float32).view(np.uint32))
+
+
+def a_conversion_of_its_own_is_the_contracts(place: Place) -> None:
+    """`narrowed`, where the framework has one: it is used in the place of the codec's integer arithmetic."""
+    ops: Ops = place.ops
+    for codec in codecs.CODECS:
+        if codec.bits > 16 or not isinstance(codec, codecs.Minifloat):
+            continue
+        y = np.concatenate([_normal(21, 300, -20, 17), np.array([0.0, -0.0], np.float32)])
+        code = ops.narrowed(place.array(y), codec)
+        if code is not None:
+            expected = [oracle.encode(codec, Fraction(float(v)), np.signbit(v)) for v in y]
+            expect_words(f"narrowed(y, {codec.name})", place.words(code), np.array(expected, np.uint32))
+
+
+def arrays_come_and_go_unchanged(place: Place) -> None:
+    ops, words = place.ops, _words()
+    for dtype in ("uint8", "uint16", "int32", "float32", "float16"):
+        host = words.view(np.uint8)[:64].view(dtype)
+        there = place.array(host)
+        expect(dtype_name(there) == dtype, f"a NumPy {dtype} array becomes {dtype_name(there)}")
+        expect_words(f"{dtype} there and back", place.words(there), host.view(f"u{host.itemsize}"))
+        moved = ops.to(there, None)
+        expect_words(f"{dtype}, to(None)", place.words(moved), host.view(f"u{host.itemsize}"))
+
+
+WORDS: tuple[Callable[[Place], None], ...] = (
+    bits_and_unbits_are_inverse_and_change_no_bit,
+    half_precision_is_widened_exactly,
+    to_float_rounds_once_to_the_nearest,
+    stored_words_come_back,
+    take_reads_the_table,
+    integers_wrap_and_shift_as_two_complements,
+    comparisons_are_those_of_numbers,
+    where_minimum_and_maximum_choose,
+    the_largest_magnitude_survives_with_its_nan,
+    arithmetic_rounds_once,
+    products_are_not_fused_into_sums,
+    division_is_ieee_by_arrays_scalars_and_broadcasts,
+    whole_numbers_are_converted_exactly,
+    constants_are_exact_and_have_no_axes,
+    matmul_accumulates_in_fp32,
+    shapes_are_numpys,
+    float8_is_moved_bit_by_bit,
+    codes_are_joined_lowest_first,
+    counters_are_the_index_of_each_element,
+    seeds_are_two_words,
+    any_reads_truth,
+    assign_writes_in_place_or_refuses,
+    a_conversion_of_its_own_is_the_contracts,
+    arrays_come_and_go_unchanged,
+)

@@ -1,0 +1,171 @@
+"""Laws of kernels: the bytes of the generic algorithm, wherever they say that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ... import api, targets
+from ...dispatch import Kernel
+from ...errors import BrecciaError, NoKernelError
+from ...kernels import reference
+from ...recipes import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from .. import strategies
+from ..compare import expect, expect_numbers, expect_tensor
+from ..examples import special_rows, wide
+from ..places import Place, places_of
+from .law import Law, Subject, each
+from .recipes import instances, moved, spelled
+
+_CASTS = ("cast", "cast_ste", "cast_ste_clipped")
+_ALONG_ROWS: dict[str, Any] = {"axis": -2}
+_STOCHASTIC: dict[str, Any] = {"rounding": "stochastic", "seed": 0x9E3779B97F4A7C15}
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the kernels of a plug-in: with every recipe they are declared for, of whatever plug-in."""
+    recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
+    for kernel in subject.of("kernels"):
+        for place in places_of(kernel):
+            asked = (it_says_whether_it_is_available, *((it_runs_only_when_named,) if kernel.opt_in else ()))
+            yield from each("kernels", kernel.name, asked, kernel, place=place)
+            if kernel.opt_in:
+                continue
+            for recipe in recipes:
+                if _serves(kernel.other if kernel.op == "requantize" else kernel.recipe, recipe):
+                    what = f"{kernel.name}.{spelled(recipe)}"
+                    yield from each("kernels", what, (_LAW[kernel.op],), kernel, recipe, place=place)
+
+
+def it_says_whether_it_is_available(kernel: Kernel, place: Place) -> None:
+    if kernel.available is None:
+        return
+    for device in (kernel.device or "cpu", "cuda", "no such device"):
+        reason = targets.load(kernel.available)(device)
+        expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{kernel.available}({device!r}) gave {reason!r}")
+
+
+def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
+    for recipe in strategies.defaults():
+        for operands in _operands(kernel, recipe, place):
+            try:
+                found = api.explain(kernel.op, *operands)
+            except BrecciaError:
+                continue
+            expect(found.winner is None or found.winner.name != kernel.name, f"it is chosen unasked:\n{found}")
+
+
+def casts_write_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    ragged, whole = _arrays()
+    for x, options in ((ragged, {}), (whole, {}), (ragged, _ALONG_ROWS), (ragged, _STOCHASTIC)):
+        given = place.array(x)
+        st = _asked(kernel, api.cast, given, recipe, **options)
+        if st is not None:
+            expect_tensor(place, st, reference.cast(x, recipe, **options))
+            _expect_untouched(place, given, x)
+
+
+def values_are_those_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    ragged, whole = _arrays()
+    for x, axis in ((ragged, -1), (whole, -1), (ragged, -2)):
+        st = reference.cast(x, recipe, axis=axis)
+        back = _asked(kernel, api.dequantize, moved(st, place))
+        if back is not None:
+            expect_numbers("decoded", place, back, reference.dequantize(st))
+
+
+def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """From codes that others hold without rounding, and from those that nothing does."""
+    for source in filter(partial(_serves, kernel.recipe), (MXFP4BlockScaling(), NVFP4BlockScaling(), recipe)):
+        st = reference.cast(_arrays()[0], source)
+        found = _asked(kernel, api.requantize, moved(st, place), recipe)
+        if found is not None:
+            expect_tensor(place, found, reference.requantize(st, recipe))
+
+
+def round_trips_are_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    verb = getattr(api, kernel.op)
+    ragged, whole = _arrays()
+    for x, options in ((ragged, _STOCHASTIC), (whole, {})):
+        back = _asked(kernel, verb, place.array(x), recipe, **options)
+        if back is not None:
+            expect_numbers(kernel.op, place, back, reference.dequantize(reference.cast(x, recipe, **options)))
+
+
+def products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """|error| <= K u / (1 - K u) sum |a||b|, u = 2^-24: any FP32 order of summation (Higham, 3.1). One large term, many small.
+
+    The other operand is of the recipe where the kernel takes that, else an array or MXFP8.
+    """
+    length = 512
+    rng = np.random.default_rng(0)
+    a, w = rng.standard_normal((9, length)).astype(np.float32), rng.standard_normal((7, length)).astype(np.float32)
+    a[:, 0], w[:, 0] = 4096.0, 1.0
+    left = reference.cast(a, recipe)
+    others = [r for r in (recipe, MXFP8BlockScaling()) if _serves(kernel.other, r)]
+    right = reference.cast(w, others[0]) if others else None
+    second = place.ops.swap(place.array(w)) if right is None else moved(right, place).mT
+    p = reference.dequantize(left).astype(np.float64)
+    q = (w if right is None else reference.dequantize(right)).astype(np.float64).T
+    found = _asked(kernel, api.matmul, moved(left, place), second)
+    if found is not None:
+        bound = length * 2.0**-24 / (1 - length * 2.0**-24) * (np.abs(p) @ np.abs(q))
+        worst = np.max(np.abs(place.words(found).view(np.float32) - p @ q) / bound)
+        expect(bool(worst <= 1), f"matmul is {worst:.1f} times the bound of FP32 accumulation away")
+
+
+_LAW = {
+    "cast": casts_write_the_bytes_of_the_generic_algorithm,
+    "dequantize": values_are_those_of_the_generic_algorithm,
+    "requantize": requantize_writes_the_bytes_of_the_generic_algorithm,
+    "matmul": products_keep_the_bound,
+    "cast_ste": round_trips_are_dequantize_of_cast,
+    "cast_ste_clipped": round_trips_are_dequantize_of_cast,
+}
+
+
+def _arrays() -> list[np.ndarray]:
+    """Every clause of the contract in a ragged shape, and whole blocks of the usual sizes."""
+    return [np.concatenate([special_rows(67), wide((5, 67), seed=1)]), wide((16, 256), seed=2, exponents=8)]
+
+
+def _asked(kernel: Kernel, verb: Any, *operands: Any, **options: Any) -> Any:
+    """What the kernel alone gives; None where it declines this call. Skips the test where it cannot run here at all."""
+    try:
+        return verb(*operands, **options, prefer=kernel.name)
+    except NoKernelError as e:
+        if kernel.available is not None:
+            device = kernel.device or "cpu"
+            reason = targets.load(kernel.available)(device)
+            if reason is not None:
+                pytest.skip(reason)
+        if kernel.accepts is None:
+            raise AssertionError(f"it has no accepts=, and does not serve this call:\n{e}") from e
+        return None
+
+
+def _operands(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> Iterator[tuple[Any, ...]]:
+    """Operands that `explain` takes for the kernel's op."""
+    x = wide((32, 256), seed=3, exponents=2)
+    if kernel.op in _CASTS:
+        yield place.array(x), recipe
+    elif kernel.op == "matmul":
+        st = moved(reference.cast(x, recipe), place)
+        yield st, st.mT
+        yield place.array(x), st.mT
+    else:
+        st = moved(reference.cast(x, recipe), place)
+        yield (st,) if kernel.op == "dequantize" else (st, MXFP8BlockScaling())
+
+
+def _serves(declared: type | None, recipe: ScalingRecipe) -> bool:
+    return declared is None or (declared is not NoneType and isinstance(recipe, declared))
+
+
+def _expect_untouched(place: Place, given: Any, x: np.ndarray) -> None:
+    expect(bool((place.words(given) == x.view(np.uint32)).all()), "it writes into its input")

@@ -1,0 +1,63 @@
+"""What a law is: a check of one thing that a plug-in declares, at one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ...recipes import ScalingRecipe
+from ...registry import Plugin
+from ..places import Place
+
+
+@dataclass(frozen=True)
+class Law:
+    """A sentence about `subject`, one of the `kind` that a plug-in declares; tried at `place`, where it depends on one.
+
+    holds: raises AssertionError, saying what was found, where it does not; or skips the test, saying why it cannot be tried.
+    """
+
+    kind: str
+    subject: str
+    sentence: str
+    holds: Callable[[], None]
+    place: Place | None = None
+
+    @property
+    def id(self) -> str:
+        """How a test run and an xfail file call it."""
+        at = () if self.place is None else (str(self.place),)
+        return "/".join((self.kind, self.subject, *at, self.sentence))
+
+    def check(self) -> None:
+        """Raise AssertionError unless it holds."""
+        __tracebackhide__ = True
+        if self.place is not None and self.place.absence:
+            pytest.skip(self.place.absence)
+        self.holds()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plug-in under test: what it declares by hook ("codecs", ...), and further settings of its recipes to try."""
+
+    plugin: Plugin
+    declared: dict[str, list[Any]]
+    settings: tuple[ScalingRecipe, ...] = ()
+
+    def of(self, kind: str) -> list[Any]:
+        """What it declares of a kind."""
+        return self.declared.get(kind, [])
+
+
+def each(
+    kind: str, subject: str, checks: Iterable[Callable[..., None]], *arguments: Any, place: Place | None = None
+) -> Iterator[Law]:
+    """A law for each of `checks`, which are called with `arguments`, then the place if there is one."""
+    for check in checks:
+        given = arguments if place is None else (*arguments, place)
+        yield Law(kind, subject, check.__name__, partial(check, *given), place)

@@ -1,0 +1,82 @@
+"""Laws of a manifest: it is read, it is light, and what it names exists."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from ... import targets
+from ...hookspecs import Bridge
+from ...registry import KINDS, Plugin
+from ..compare import expect
+from .law import Law, Subject, each
+
+#: What a manifest may import beside the standard library and its own package.
+_ALLOWED = {"breccia", "pluggy"}
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the manifest of a plug-in."""
+    yield from each("manifest", subject.plugin.name, (it_is_active,), subject.plugin)
+    if subject.plugin.status != "active":  # nothing of it can be tried
+        return
+    checks = (it_imports_breccia_and_the_standard_library_alone, it_declares_the_same_each_time)
+    yield from each("manifest", subject.plugin.name, checks, subject.plugin)
+    for kind in subject.declared:
+        for declared in subject.of(kind):
+            for field, target in _targets(declared):
+                yield from each(kind, f"{declared.name}.{field}", (the_target_exists,), declared, target)
+
+
+def it_is_active(plugin: Plugin) -> None:
+    expect(plugin.status == "active", f"{plugin.title} is {plugin.status}: {plugin.reason}")
+    expect(bool(plugin.declares), f"{plugin.title} declares nothing; is each hook in {plugin.module} marked @breccia.hookimpl?")
+
+
+def it_imports_breccia_and_the_standard_library_alone(plugin: Plugin) -> None:
+    """Each process that uses breccia imports it, whether it needs the plug-in or not."""
+    script = f"import json, sys, breccia.registry; before = set(sys.modules); import {plugin.module}; "
+    script += "print(json.dumps(sorted({m.partition('.')[0] for m in set(sys.modules) - before})))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    expect(run.returncode == 0, f"`import {plugin.module}` fails in a fresh process: {run.stderr[-500:]}")
+    own = plugin.module.partition(".")[0]
+    loaded = json.loads(run.stdout.splitlines()[-1])
+    heavy = [m for m in loaded if m not in sys.stdlib_module_names and m not in _ALLOWED | {own}]
+    expect(not heavy, f"importing {plugin.module} also imports {', '.join(heavy)}; move that into the modules its targets name")
+
+
+def it_declares_the_same_each_time(plugin: Plugin) -> None:
+    """A registry is read again when the environment changes."""
+    manifest = import_module(plugin.module)
+    for hook in KINDS:
+        implementation = getattr(manifest, hook, None)
+        if implementation is not None:
+            first, second = (tuple(implementation()) for _ in range(2))
+            expect(first == second, f"{hook} of {plugin.module} returned {first!r}, then {second!r}")
+
+
+def the_target_exists(declared: Any, target: str) -> None:
+    """Found in the source without importing it; or, where there is no Python source, by importing it."""
+    absent = [m for m in declared.requires if not targets.installed(m)] if isinstance(declared, Bridge) else []
+    if absent:
+        pytest.skip(f"{', '.join(absent)} is not installed")
+    place = targets.locate(target)
+    if not place.rpartition(":")[2].isdigit():
+        try:
+            targets.load(target)
+        except Exception as e:
+            raise AssertionError(f"{target} is not to be found: {place}; {type(e).__name__}: {e}") from e
+
+
+def _targets(declared: Any) -> Iterator[tuple[str, str]]:
+    """(field, target) of a declaration."""
+    for field in ("target", "available", "accepts", "ops", "devices", "device", "container"):
+        value = getattr(declared, field, None)
+        if isinstance(value, str) and ":" in value:
+            yield field, value

@@ -1,0 +1,227 @@
+"""Laws of recipes: they travel, and what they write and read is the oracle's, on every framework."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ... import api, targets
+from ...formats import TENSOR
+from ...kernels import reference
+from ...recipes import MXFP8BlockScaling, ScalingRecipe
+from ...registry import registry
+from ...rules import RULES
+from ...tensor import Meaning, ScaledTensor, held
+from .. import oracle, strategies
+from ..compare import expect, expect_numbers, expect_tensor, expect_written, written
+from ..examples import every_decodable, special_rows, wide
+from ..places import Place, everywhere
+from .law import Law, Subject, each
+
+_NUMPY = Place("numpy")
+_SEED = 0x9E3779B97F4A7C15
+
+#: What the bytes of every framework are compared under, by name: options of `cast`.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "along rows": {"axis": -2},
+    "stochastic": {"rounding": "stochastic", "seed": _SEED},
+}
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the recipes of a plug-in: the default of each class, and the settings given."""
+    for kind in subject.of("recipes"):
+        yield from each("recipes", kind.name, (its_class_is_declared_well,), kind, subject)
+    for recipe in instances(subject):
+        name = spelled(recipe)
+        alone = (
+            it_travels_as_json_and_pickle,
+            equal_ones_are_one,
+            files_keep_it,
+            any_bit_pattern_is_cast_as_the_oracle_casts_it,
+        )
+        yield from each("recipes", name, alone, recipe)
+        for place in everywhere():
+            checks = (
+                a_cast_writes_the_oracles_bytes,
+                a_stochastic_cast_writes_the_oracles_bytes,
+                every_code_under_every_scale_decodes_as_the_oracle_says,
+                casts_write_the_bytes_of_numpy,
+                nothing_non_finite_becomes_finite,
+                an_empty_array_stays_empty,
+                requantize_is_numpys,
+            )
+            yield from each("recipes", name, checks, recipe, place=place)
+
+
+def instances(subject: Subject) -> list[ScalingRecipe]:
+    """What is tried of a plug-in's recipes."""
+    defaults = [kind() for kind in subject.of("recipes") if not kind.needed_fields()]
+    return list(dict.fromkeys([*defaults, *subject.settings]))
+
+
+def spelled(recipe: ScalingRecipe) -> str:
+    """The recipe as the command line spells it: its name, with the fields that are not at their default."""
+    fields = [f for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != f.default]  # type: ignore[arg-type]
+    return ",".join([recipe.name, *(f"{f.name}={_field(getattr(recipe, f.name))}" for f in fields)])
+
+
+def _field(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------ the declaration
+
+
+def its_class_is_declared_well(kind: type[ScalingRecipe], subject: Subject) -> None:
+    expect(bool(kind.source.strip()), f"{kind.__name__} has no source; cite where the format is defined")
+    expect(bool(kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}(")), f"{kind.__name__} has no docstring")
+    tried = [recipe for recipe in instances(subject) if type(recipe) is kind]
+    needed = ", ".join(kind.needed_fields())
+    expect(bool(tried), f"{kind.__name__} needs {needed}: no instance is tried; pass conformance(..., recipes=[...])")
+
+
+def it_travels_as_json_and_pickle(recipe: ScalingRecipe) -> None:
+    read = ScalingRecipe.from_json(recipe.to_json())
+    expect(read == recipe, f"from_json(to_json()) gave {read!r}")
+    expect(read.to_json() == recipe.to_json(), "its JSON changes on the way")
+    for way, back in (("pickle", pickle.loads(pickle.dumps(recipe))), ("deepcopy", copy.deepcopy(recipe))):
+        expect(back == recipe and type(back) is type(recipe), f"{way} gave {back!r}")
+    expect(api.recipe(spelled(recipe)) == recipe, f"breccia.recipe({spelled(recipe)!r}) gave {api.recipe(spelled(recipe))!r}")
+
+
+def equal_ones_are_one(recipe: ScalingRecipe) -> None:
+    """Files, caches and compiled graphs are found by equality, hash and fingerprint."""
+    other = type(recipe).with_fields({f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})  # type: ignore[arg-type]
+    expect(other == recipe and hash(other) == hash(recipe), f"{other!r} and {recipe!r} are not equal")
+    expect(other.fingerprint() == recipe.fingerprint(), "equal recipes have two fingerprints")
+    x = wide((6, 64), seed=1, exponents=3)
+    for other in strategies.defaults():
+        if other.fingerprint() == recipe.fingerprint():
+            expect(type(other) is type(recipe), f"{other!r} has the same fingerprint")
+            ours, theirs = (list(map(bytes, held(reference.cast(x, r)).values())) for r in (recipe, other))
+            expect(ours == theirs, f"{other!r} has the same fingerprint and writes other bytes")
+
+
+def files_keep_it(recipe: ScalingRecipe) -> None:
+    bridges = registry().bridges
+    if not {"save_safetensors", "load_safetensors"} <= set(bridges):
+        pytest.skip("breccia-bridges is not installed")
+    save, load = (targets.load(bridges[name].target) for name in ("save_safetensors", "load_safetensors"))
+    st = reference.cast(wide((5, 37), seed=2, exponents=3), recipe)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kept.safetensors"
+        save({"w": st}, path)
+        expect_tensor(_NUMPY, load(path)["w"], st)
+
+
+# ------------------------------------------------------------------------------------------------ against the oracle
+
+
+def _need_oracle(recipe: ScalingRecipe) -> None:
+    """Skip where the oracle cannot judge casts: it knows the rules of core by their classes."""
+    for rule in recipe.rules:
+        if type(rule) not in {type(known) for known in RULES}:
+            pytest.skip(f"the oracle does not know {type(rule).__name__}; casts are held to NumPy's instead")
+
+
+def _awkward() -> np.ndarray:
+    """Ragged for all usual blocks and packings."""
+    return np.concatenate([special_rows(67), wide((9, 67), seed=3, exponents=60), wide((8, 67), seed=4, exponents=2)])
+
+
+def a_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Place) -> None:
+    """And what it writes decodes as the oracle says."""
+    _need_oracle(recipe)
+    x = _awkward()
+    expected = oracle.cast(x, recipe)
+    st = api.cast(place.array(x), recipe)
+    expect_written(place, st, expected)
+    expect_numbers("decoded", place, api.dequantize(st), oracle.dequantize(expected, recipe))
+
+
+def a_stochastic_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Place) -> None:
+    _need_oracle(recipe)
+    x = _awkward()
+    options: dict[str, Any] = {"rounding": "stochastic", "seed": _SEED}
+    expect_written(place, api.cast(place.array(x), recipe, **options), oracle.cast(x, recipe, **options))
+
+
+def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> None:
+    """By the generic algorithm and by what serves NumPy; 25 arrays that Hypothesis draws."""
+    _need_oracle(recipe)
+
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(x=strategies.arrays(strategies.shapes(recipe, max_side=20), recipe=recipe))
+    def holds(x: np.ndarray) -> None:
+        expected = oracle.cast(x, recipe)
+        for cast in (reference.cast, api.cast):
+            expect_written(_NUMPY, cast(x, recipe), expected)
+
+    holds()
+
+
+def every_code_under_every_scale_decodes_as_the_oracle_says(recipe: ScalingRecipe, place: Place) -> None:
+    """Foreign codes too: NaN, Inf, and those that no cast writes."""
+    st = every_decodable(recipe, scales=60)
+    expected = oracle.dequantize(written(_NUMPY, st), recipe) if st.layout.block(-1) != TENSOR else reference.dequantize(st)
+    expect_numbers("decoded", place, api.dequantize(moved(st, place)), expected)
+
+
+# ------------------------------------------------------------------------------------------------ against NumPy
+
+
+def casts_write_the_bytes_of_numpy(recipe: ScalingRecipe, place: Place) -> None:
+    """Three axes, blocks along rows, random bits, half precision: what the generic algorithm writes on NumPy."""
+    x = wide((3, 10, 37), seed=5, exponents=20)
+    for name, options in _OPTIONS.items():
+        try:
+            expect_tensor(place, api.cast(place.array(x), recipe, **options), reference.cast(x, recipe, **options))
+        except AssertionError as e:
+            raise AssertionError(f"{name}: {e}") from None
+    expected = reference.cast(wide((4, 37), seed=6, exponents=3).astype(np.float16).astype(np.float32), recipe)
+    narrow = place.ops.to_float(place.array(wide((4, 37), seed=6, exponents=3)), "float16")
+    expect_tensor(place, api.cast(narrow, recipe), expected)
+
+
+def nothing_non_finite_becomes_finite(recipe: ScalingRecipe, place: Place) -> None:
+    x = np.repeat(wide((1, 96), seed=7, exponents=2), 6, axis=0)
+    for row, bad in enumerate((np.nan, np.inf, -np.inf)):
+        x[2 * row, 40] = bad
+    back = place.words(api.dequantize(api.cast(place.array(x), recipe))).view(np.float32)
+    expect(not np.isfinite(back[~np.isfinite(x)]).any(), "a NaN or Inf decodes to a number")
+
+
+def an_empty_array_stays_empty(recipe: ScalingRecipe, place: Place) -> None:
+    for shape in ((0, 32), (4, 0), (2, 0, 16)):
+        st = api.cast(place.array(np.ones(shape, np.float32)), recipe)
+        back = api.dequantize(st)
+        expect(st.shape == shape and tuple(back.shape) == shape, f"{shape} became {st.shape}, then {tuple(back.shape)}")
+
+
+def requantize_is_numpys(recipe: ScalingRecipe, place: Place) -> None:
+    st = reference.cast(wide((6, 70), seed=8, exponents=4), recipe)
+    there, other = moved(st, place), MXFP8BlockScaling()
+    expect(api.requantize(there, recipe) is there, "requantize to the same recipe copies")
+    expect_tensor(place, api.requantize(there, other), reference.requantize(st, other))
+
+
+def moved(st: ScaledTensor, place: Place) -> ScaledTensor:
+    """A NumPy tensor here: the same bytes in the dtypes that this framework stores them in."""
+    dtypes = place.ops.dtypes(st.recipe.format)
+
+    def there(name: str, part: np.ndarray) -> Any:
+        word = np.asarray(part, order="C")
+        kept = dtypes[name] if dtypes[name] != str(word.dtype) else None
+        return place.array(word.view(f"u{word.itemsize}") if kept else word, kept)
+
+    return Meaning.of(st).assembled(**{name: there(name, np.asarray(part)) for name, part in held(st).items()})

@@ -1,0 +1,104 @@
+"""Laws of scale rules: the oracle's scales, on every framework; positive, and never smaller for a larger amax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from ...codecs import CODECS, E4M3, Codec
+from ...errors import RecipeError
+from ...formats import TENSOR, Format, Level
+from ...rules import RULES, Rule
+from .. import oracle
+from ..compare import expect, expect_words
+from ..places import Place, everywhere
+from .law import Law, Subject, each
+
+#: The codecs that scales are stored in.
+_SCALES = tuple(codec for codec in CODECS if codec.bits > 8 or codec.name in ("E4M3", "E8M0"))
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the rules of a plug-in."""
+    for rule in subject.of("rules"):
+        checks = (it_serves_some_codec, scales_are_positive_numbers, a_larger_amax_never_gets_a_smaller_scale)
+        yield from each("rules", rule.name, checks, rule)
+        for place in everywhere():
+            yield from each("rules", rule.name, (scales_are_the_oracles,), rule, place=place)
+
+
+def it_serves_some_codec(rule: Rule) -> None:
+    expect(bool(list(_served(rule))), f"rule {rule.name!r} raises RecipeError for every codec of scales and elements")
+
+
+def scales_are_positive_numbers(rule: Rule) -> None:
+    """Zero only where the codec lets a small block underflow to it."""
+    for codec, element, capacity in _served(rule):
+        scales = _scales(rule, codec, element, capacity, Place("numpy"))
+        numbers = [oracle.decode(codec, int(code)) for code in scales]
+        least = codec.scale_min if codec is not E4M3 and hasattr(codec, "scale_min") else 0.0  # type: ignore[attr-defined]
+        bad = [v for v in numbers if not (math.isfinite(v) and v >= least)]
+        expect(not bad, f"rule {rule.name!r} in {codec.name} for {element.name}: scales {bad[:3]}")
+
+
+def a_larger_amax_never_gets_a_smaller_scale(rule: Rule) -> None:
+    for codec, element, capacity in _served(rule):
+        scales = _scales(rule, codec, element, capacity, Place("numpy"))
+        numbers = [oracle.decode(codec, int(code)) for code in scales]
+        falls = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
+        expect(not falls, f"rule {rule.name!r} in {codec.name} for {element.name}: the scale falls at {_AMAXES[falls[:1]]}")
+
+
+def scales_are_the_oracles(rule: Rule, place: Place) -> None:
+    """Where the oracle does not know the rule's class: those that the rule itself gives on NumPy."""
+    for codec, element, capacity in _served(rule):
+        found = _scales(rule, codec, element, capacity, place)
+        if any(type(rule) is type(known) for known in RULES):
+            level = Level(codec, TENSOR)
+            fmt = Format(element, (level,))
+            expected = np.array([oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN])
+            expect_words(f"{rule.name} in {codec.name} for {element.name}", found[_CHOSEN], expected.astype(np.uint32))
+        else:
+            expect_words(
+                f"{rule.name} in {codec.name} for {element.name}, against NumPy",
+                found,
+                _scales(rule, codec, element, capacity, Place("numpy")),
+            )
+
+
+def _amaxes() -> np.ndarray:
+    """FP32 magnitudes, ascending: powers of two and what lies beside, and mantissas between, from 2^-126 to the largest."""
+    rng = np.random.default_rng(3)
+    words = [np.uint32(e << 23) + np.uint32(d) for e in range(1, 255) for d in (0, 1, 0x3FFFFF, 0x400000, 0x5FFFFF, 0x600000)]
+    words = np.concatenate([words, rng.integers(0x00800000, 0x7F800000, 800, dtype=np.uint32), [np.uint32(0x7F7FFFFF)]])
+    return np.unique(words.astype(np.uint32)).view(np.float32)
+
+
+_AMAXES = _amaxes()
+#: Those the oracle is asked about.
+_CHOSEN = np.arange(0, len(_AMAXES), 23)
+
+
+def _served(rule: Rule) -> Iterator[tuple[Codec, Codec, float]]:
+    """(codec of scales, codec of elements, capacity) that the rule takes."""
+    for codec in _SCALES:
+        for element in (c for c in CODECS if c.bits <= 8 and c.name != "E8M0"):
+            capacity = Format(element, (Level(codec, TENSOR),)).capacity(Level(codec, TENSOR))
+            try:
+                _scales(rule, codec, element, capacity, Place("numpy"), _AMAXES[:1])
+            except RecipeError:
+                continue
+            yield codec, element, capacity
+
+
+def _scales(
+    rule: Rule, codec: Codec, element: Codec, capacity: float, place: Place, amaxes: np.ndarray = _AMAXES
+) -> np.ndarray:
+    """The stored scales, as codes."""
+    with place.ops.quiet():
+        codes: Any = rule.scale(place.ops, place.array(amaxes), codec, element, capacity, None)
+    return place.words(codes)

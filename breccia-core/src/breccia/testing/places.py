@@ -1,0 +1,90 @@
+"""Where a law is tried: a framework, and the device its arrays are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from .. import targets
+from ..dispatch import ANY_FRAMEWORK, Kernel
+from ..errors import OptionError
+from ..frameworks import device_of
+from ..ops import Array, Ops
+from ..registry import registry
+
+
+@dataclass(frozen=True)
+class Place:
+    """A framework, and the kind of device its arrays are on; "" is where it puts them of its own accord."""
+
+    framework: str
+    device: str = ""
+
+    def __str__(self) -> str:
+        return self.framework + (self.device and f":{self.device}")
+
+    @property
+    def ops(self) -> Ops:
+        """The framework's vocabulary."""
+        return targets.load(registry().frameworks[self.framework].ops)
+
+    @property
+    def absence(self) -> str:
+        """Why nothing can be tried here; empty where it can."""
+        return _absence(self)
+
+    def array(self, x: np.ndarray, dtype: str | None = None) -> Array:
+        """`x` here; viewed as the dtype named, if given."""
+        made = self.ops.from_numpy(np.array(x), dtype)
+        return self.ops.to(made, self.device) if self.device else made
+
+    def words(self, a: Array) -> np.ndarray:
+        """The bit patterns of an array of this place, as unsigned integers."""
+        return words(np.asarray(self.ops.to_numpy(a)))
+
+    @property
+    def flushes(self) -> bool:
+        """Do FP32 results below 2^-126 come back as zeros here? XLA's do; the contract allows it for decoded values alone."""
+        return _flushes(self)
+
+
+def everywhere() -> list[Place]:
+    """One place of each framework that an active plug-in declares, installed or not."""
+    return [Place(name) for name in registry().frameworks]
+
+
+def places_of(kernel: Kernel) -> Iterator[Place]:
+    """Where a kernel is to be tried."""
+    for name in registry().frameworks if kernel.framework == ANY_FRAMEWORK else (kernel.framework,):
+        yield Place(name, kernel.device or "")
+
+
+@cache
+def _absence(place: Place) -> str:
+    framework = registry().frameworks.get(place.framework)
+    if framework is None:
+        return f"no plug-in declares the framework {place.framework!r}"
+    if not targets.installed(framework.package):
+        return f"{framework.package} is not installed"
+    if not place.device:
+        return ""
+    try:
+        found = device_of(place.array(np.zeros(1, np.float32)))
+    except OptionError as e:
+        return f"no device {place.device!r}: {e}".splitlines()[0]
+    return "" if found == place.device else f"no device {place.device!r}: {place.framework} puts its arrays on {found}"
+
+
+@cache
+def _flushes(place: Place) -> bool:
+    least = place.array(np.array([2.0**-126], np.float32))
+    return not place.words(least * 0.5).any()
+
+
+def words(a: np.ndarray) -> np.ndarray:
+    """The bit patterns of an array, as unsigned integers."""
+    host = np.asarray(a, order="C")  # np.ascontiguousarray would give an axis to what has none
+    return host.view(f"u{host.itemsize}")

@@ -1,0 +1,84 @@
+"""What a pytest run that holds conformance tests says of them: a header, and the laws counted by what became of them.
+
+An entry point of group `pytest11` loads this in every run of an environment that has breccia-core. It imports the standard
+library, and says nothing where no test is of `breccia.testing.conformance`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+#: The property by which reports of these tests are known: the plug-in's name.
+PROPERTY = "breccia.conformance"
+
+_OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
+
+def header() -> list[str]:
+    """Versions of breccia and of all whose bytes are compared; the plug-ins; the devices of frameworks that are imported."""
+    from .. import __version__, targets
+    from ..registry import registry
+
+    known = registry()
+    frameworks: list[str] = []
+    for framework in known.frameworks.values():
+        found = _version(framework.package)
+        devices: list[str] = []
+        if framework.package in sys.modules and framework.devices:
+            devices = targets.load(framework.devices)()
+        frameworks.append(f"{framework.name} {found or 'absent'}" + (f" ({'; '.join(devices)})" if devices else ""))
+    plugins = [f"{p.name} {p.version}" + ("" if p.status == "active" else f" ({p.status})") for p in known.plugins]
+    numerics = sys.modules["breccia.formats"].NUMERICS
+    return [
+        f"breccia {__version__}, numerics contract {numerics}; plug-ins: {', '.join(plugins)}",
+        f"frameworks: {', '.join(frameworks)}; ml_dtypes {_version('ml_dtypes') or 'absent'}",
+    ]
+
+
+def pytest_report_collectionfinish(items: list[Any]) -> list[str]:
+    """The header, where there are conformance tests."""
+    plugins = dict.fromkeys(name for item in items if (name := getattr(getattr(item, "function", None), PROPERTY, None)))
+    return [f"conformance of {', '.join(plugins)}", *header()] if plugins else []
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The laws of each plug-in counted; every reason for which one was skipped, and how often."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons: Counter[str] = Counter()
+    for outcome in _OUTCOMES:
+        for report in terminalreporter.stats.get(outcome, ()):
+            properties: dict[str, str] = dict(getattr(report, "user_properties", ()))
+            plugin = properties.get(PROPERTY)
+            if plugin is not None:
+                counts[plugin][outcome] += 1
+                if outcome == "skipped":
+                    reasons[_reason(report)] += 1
+                elif outcome == "xfailed":
+                    reasons[f"known to fail: {report.wasxfail.removeprefix('reason: ')}"] += 1
+    if not counts:
+        return
+    terminalreporter.section("breccia conformance")
+    for line in header():
+        terminalreporter.line(line)
+    for plugin, found in counts.items():
+        terminalreporter.line(f"{plugin}: " + ", ".join(f"{n} {outcome}" for outcome in _OUTCOMES if (n := found[outcome])))
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"  not tried, {count}: {reason}")
+    compare = sys.modules.get("breccia.testing.compare")
+    flushed: Counter[str] = compare.flushed if compare else Counter()
+    for place, count in flushed.items():
+        terminalreporter.line(f"  {place}: {count} decoded numbers below 2^-126 came back as zeros, which the contract allows")
+
+
+def _reason(report: Any) -> str:
+    return " ".join(str(report.longrepr[2]).removeprefix("Skipped: ").split())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,104 @@
+"""Hypothesis strategies: numbers, arrays, recipes and tensors worth testing low-precision code on.
+
+    @given(x=strategies.arrays(recipe=breccia.NVFP4BlockScaling()))
+    def test_mine(x): ...
+
+Arrays are NumPy's, FP32; other frameworks take them as they take any. A failing one shrinks towards fewer rows and zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ..api import cast
+from ..codecs import F32_INF, MANTISSA, NORMAL, f32_bits
+from ..formats import TENSOR
+from ..recipes import ScalingRecipe
+from ..registry import registry
+from ..tensor import ScaledTensor
+
+_SIGN = 0x80000000
+_LAST = F32_INF - 1
+
+
+def numbers(recipe: ScalingRecipe | None = None, finite: bool = False) -> st.SearchStrategy[float]:
+    """FP32 numbers: zeros, ordinary ones, powers of two and what lies beside, the smallest, the largest, subnormals.
+
+    recipe: with it, also the values of its element codec, the midpoints between them, and what lies beside these.
+    finite: without NaN and Inf.
+    """
+    return _bits(recipe, finite).map(_number)
+
+
+def shapes(recipe: ScalingRecipe | None = None, max_side: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of one to three axes that `recipe` takes, up to `max_side` along each: ragged, of one element, empty ones too."""
+    flat = recipe is not None and recipe.format.scale.block == TENSOR
+    return hnp.array_shapes(min_dims=1 if flat else 2, max_dims=3, min_side=0, max_side=max_side)
+
+
+def arrays(
+    shape: tuple[int, ...] | st.SearchStrategy[tuple[int, ...]] | None = None,
+    *,
+    recipe: ScalingRecipe | None = None,
+    finite: bool = False,
+) -> st.SearchStrategy[np.ndarray]:
+    """FP32 arrays of `numbers`; of `shapes`, unless a shape or a strategy of shapes is given."""
+    words = hnp.arrays(np.uint32, shapes(recipe) if shape is None else shape, elements=_bits(recipe, finite), fill=_fill)
+    return words.map(_as_numbers)
+
+
+def recipes(among: Sequence[ScalingRecipe] | None = None) -> st.SearchStrategy[ScalingRecipe]:
+    """Recipes: those given, or of every active plug-in those that need no field, at their defaults."""
+    return st.sampled_from(tuple(among) if among is not None else defaults())
+
+
+@st.composite
+def tensors(draw: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
+    """What `cast` writes of `arrays` under `recipe`, or under any of `recipes`."""
+    chosen = draw(recipes()) if recipe is None else recipe
+    return cast(draw(arrays(recipe=chosen)), chosen)
+
+
+def defaults() -> tuple[ScalingRecipe, ...]:
+    """The default instance of every recipe class of every active plug-in that needs no field."""
+    return tuple(found() for found in registry().recipes.values() if not found.needed_fields())
+
+
+_fill = st.just(0)
+
+
+def _bits(recipe: ScalingRecipe | None, finite: bool) -> st.SearchStrategy[int]:
+    """FP32 bit patterns."""
+    ends = [0, 1, MANTISSA, NORMAL, NORMAL + 1, f32_bits(2.0**126), f32_bits(2.0**126) + 1, _LAST]
+    ordinary = st.integers(f32_bits(2.0**-10), f32_bits(2.0**10))
+    powers = st.integers(1, 254).flatmap(lambda e: st.integers((e << 23) - 1, (e << 23) + 1))
+    kinds = [ordinary, st.sampled_from(ends), powers, st.integers(0, _LAST)]
+    if recipe is not None:
+        near = st.sampled_from(_landmarks(recipe))
+        kinds.append(st.tuples(near, st.integers(-1, 1)).map(lambda pair: max(pair[0] + pair[1], 0)))
+    if not finite:
+        kinds.append(st.sampled_from([F32_INF, 0x7FC00000, 0x7F800001, 0x7FFFFFFF]))
+    return st.tuples(st.one_of(*kinds), st.sampled_from([0, _SIGN])).map(sum)
+
+
+def _landmarks(recipe: ScalingRecipe) -> list[int]:
+    """Bit patterns of a codec's magnitudes, the midpoints between them, and the capacities of the levels."""
+    fmt = recipe.format
+    values = np.unique(np.abs(np.array(fmt.element.table, np.uint32).view(np.float32)))
+    found = [float(v) for v in values[np.isfinite(values)]]
+    middles = [(a + b) / 2 for a, b in pairwise(found)]
+    return sorted({f32_bits(v) for v in (*found, *middles, *(fmt.capacity(level) for level in fmt.levels))})
+
+
+def _number(bits: int) -> float:
+    return float(np.uint32(bits).view(np.float32))
+
+
+def _as_numbers(words: np.ndarray) -> np.ndarray:
+    return words.view(np.float32)
