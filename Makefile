@@ -9,7 +9,7 @@ SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-na
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-apart slow check docs bench format clean
+.PHONY: demo test test-apart slow mutants check docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
@@ -29,6 +29,10 @@ test-apart:
 # The long ones: minutes of parity and idempotence, and measurements as ratios.
 slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "slow and not gpu"
+
+# Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on.
+mutants: $(VENV)/ready
+	$(VENV)/bin/python tests/mutation.py --all --jobs $$(nproc) --out $(VENV)/mutants --resume $(VENV)/mutants/mutation.json
 
 # Lint, format, types, and documents that show what is so.
 check: $(VENV)/ready
@@ -71,8 +75,11 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers
-	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e ./breccia-triton
+	@# Neighbours, for docs/agreement.md. Not qwix: it brings flax and a store for checkpoints with it.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torchao compressed-tensors gguf
+	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here. Of TransformerEngine
+	@# there are the reference quantizers alone, in Python; `import transformer_engine` says that the library is missing.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps -e ./breccia-triton transformer-engine
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml

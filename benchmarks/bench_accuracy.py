@@ -96,7 +96,7 @@ def data_sets(size: int, seeds: int, weights: bool) -> dict[str, Callable[[], It
 
 def measured(recipe: breccia.ScalingRecipe, is_default: bool, size: int, seeds: int, weights: bool) -> dict[str, Any]:
     """Quality of one recipe on every data set, matrix by matrix and over all of them."""
-    row: dict[str, Any] = {"recipe": common.recipe_label(recipe), "name": recipe.name, "default": is_default, "data": {}}
+    row: dict[str, Any] = {"recipe": recipe.spec, "name": recipe.name, "default": is_default, "data": {}}
     for source, draw in data_sets(size, seeds, weights).items():
         whole, each = common.Quality(), list[common.Quality]()
         parameters = held = 0

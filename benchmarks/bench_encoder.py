@@ -200,7 +200,7 @@ def measured(encoder: Encoder, recipe: breccia.ScalingRecipe) -> dict[str, Any]:
     if recipe.name in ACTIVATIONS:
         models["activations"] = encoder.quantized(recipe, activation=recipe)
     cosine = {part: (encoder.embeddings(model) * exact).sum(1).tolist() for part, model in models.items()}
-    return {"recipe": common.recipe_label(recipe), **sizes(quantized), "cosine": cosine}
+    return {"recipe": recipe.spec, **sizes(quantized), "cosine": cosine}
 
 
 def faults(rows: list[dict[str, Any]]) -> list[str]:

@@ -77,7 +77,7 @@ def peak(spec: str, op: str, size: int, folder: Path) -> dict[str, int]:
 
 
 def measured(recipe: breccia.ScalingRecipe, size: int, folder: Path) -> dict[str, Any]:
-    spec = common.recipe_label(recipe)
+    spec = recipe.spec
     row: dict[str, Any] = {"recipe": spec, "bytes": {}, "peak": {}}
     for op in ("cast", "dequantize"):
         options = ("--recipe", spec, "--op", op, "--size", str(size), "--folder", str(folder))

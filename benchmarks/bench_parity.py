@@ -100,7 +100,7 @@ def measured(
     chosen = {way: side.ways[way] for way in ways}
     tallies, seconds = parity.parity(framework, recipe, chosen, device, drawn)
     found = {way: dataclasses.asdict(tally) for way, tally in tallies.items()}
-    return {"recipe": common.recipe_label(recipe), "name": recipe.name, "numpy_s": seconds, "modes": found}
+    return {"recipe": recipe.spec, "name": recipe.name, "numpy_s": seconds, "modes": found}
 
 
 # ------------------------------------------------------------------------------------------------ beyond 2^31

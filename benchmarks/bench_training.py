@@ -245,7 +245,7 @@ def main(
         return
     where = common.provenance()
     where["versions"] |= {name: version(name) for name in frameworks}
-    specs = [tables.FP32, *(common.recipe_label(one) for one in common.recipes(recipes or [*HELD, *SHOWN]))]
+    specs = [tables.FP32, *(one.spec for one in common.recipes(recipes or [*HELD, *SHOWN]))]
     problems = [Problem(seed, steps) for seed in range(seeds)]
     spawn = multiprocessing.get_context("spawn")  # a fork would copy whatever threads NumPy has started
     with ProcessPoolExecutor(jobs or common.cores(), mp_context=spawn) as pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
@@ -182,17 +181,6 @@ def recipes(names: Sequence[str]) -> list[Any]:
         return [breccia.recipe(name) for name in names or registry().recipes]
     except breccia.UnknownNameError as e:
         sys.exit(f"--recipes: {e}")
-
-
-def recipe_label(recipe: Any) -> str:
-    """The recipe as `breccia.recipe` and `--recipe` spell it: its name, and the fields that are not at their default."""
-    default = type(recipe)()
-    changed = [f.name for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != getattr(default, f.name)]
-    return ",".join([recipe.name, *(f"{name}={_spelled(getattr(recipe, name))}" for name in changed)])
-
-
-def _spelled(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------ files

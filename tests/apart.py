@@ -55,8 +55,10 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 #: Those that are about several distributions at once, or about the repository: `make test` runs them.
 TOGETHER = (
+    "test_agreement.py",
     "test_arrows.py",
     "test_benchmarks.py",
+    "test_conformance.py",
     "test_dlpack.py",
     "test_docs.py",
     "test_doctor.py",
@@ -64,7 +66,9 @@ TOGETHER = (
     "test_format_pages.py",
     "test_imports.py",
     "test_interchange.py",
+    "test_mutation.py",
     "test_site.py",
+    "test_third_party.py",
     "test_vectors.py",
     "test_ways.py",
 )

@@ -45,6 +45,8 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
 FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "ops": ({"numpy"}, {"ml_dtypes"}),
     "kernels.": ({"numpy"}, set()),
+    # Adapters import the library they adapt, in functions, and only the command `agree` loads them.
+    "testing.foreign": ({"numpy"}, {*NEIGHBOURS, "qwix", "gguf", "safetensors"}),
     "testing": ({"numpy", "pytest", "hypothesis"}, {"ml_dtypes"}),
     "bench": ({"numpy"}, set()),
     "cli": (TERMINAL, set()),
@@ -224,6 +226,19 @@ def test_inside_core_left_never_imports_right(name: str) -> None:
             other = module_of(found, CORE, CORE_MODULES)
             assert not other.startswith("testing"), f"line {found.line} imports {found.name}"
             assert place(other) <= place(name), f"line {found.line} imports {found.name}, which stands right of {name}"
+
+
+def test_only_the_command_of_the_agreement_table_loads_the_neighbours() -> None:
+    """Core imports no framework: not even by a detour over the adapters, which name them."""
+    loading = {
+        name
+        for name in CORE_MODULES
+        for found in read("breccia-core", name)
+        if found.root == CORE and module_of(found, CORE, CORE_MODULES).startswith(("testing.foreign", "testing.agree"))
+    }
+    assert {name for name in loading if not name.startswith("testing.foreign")} == {"testing.agree", "testing.__main__"}
+    lazy = [found.lazy for found in read("breccia-core", "testing.__main__") if found.name.endswith("testing.agree")]
+    assert lazy and all(lazy)
 
 
 def test_the_order_lists_modules_that_exist() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RECIPES as RECIPES_TO_TEST
+from conftest import RECIPES as SETTINGS
+from conftest import recipe_id
 
 import breccia
 from breccia import (
@@ -32,7 +33,7 @@ from breccia import (
     PerTensor,
     RecipeError,
 )
-from breccia.codecs import E2M1, E4M3, E8M0, F32, INT4, MXINT8, NF4
+from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, MXINT8, NF4
 from breccia.formats import TENSOR, Format, Level
 from breccia.layouts import Layout
 from breccia.recipes import RECIPES
@@ -63,12 +64,18 @@ def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.Scal
     assert list(fields.items()) == list(FIELDS[cls.name].items())
     assert recipe.to_dict() == {"name": cls.name, "fields": FIELDS[cls.name]}
     assert json.loads(recipe.to_json()) == recipe.to_dict()
-    assert breccia.recipe(cls.name) == recipe
+    assert breccia.recipe(cls.name) == recipe and recipe.changed == {} and recipe.spec == cls.name
     assert breccia.ScalingRecipe.from_json(recipe.to_json()) == cls.from_json(recipe.to_json()) == recipe
     assert hash(recipe) == hash(cls()) and pickle.loads(pickle.dumps(recipe)) == recipe
     assert recipe.source
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.fp8_format = "E5M2"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", SETTINGS, ids=recipe_id)
+def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingRecipe) -> None:
+    assert breccia.recipe(recipe.spec) == recipe
+    assert recipe.spec.count(",") == len(recipe.changed)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +197,15 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
         breccia.cast(x, Odd())
     with pytest.raises(RecipeError, match="rule 'even' rounds to the element's mantissa bits; NF4 has none"):
         breccia.cast(x, Odd(NF4, EVEN))
+
+    @dataclasses.dataclass(frozen=True)
+    class Narrow(Odd):
+        @property
+        def format(self) -> Format:
+            return Format(E4M3, (Level(F16, (1, 4)),))
+
+    with pytest.raises(RecipeError, match="rule 'te' writes scales up to 2.126, .*; F16 ends at 65504: use 'linear'"):
+        breccia.cast(x, Narrow(E4M3, TE))
     with pytest.raises(RecipeError, match="rule 'te' writes float scales; E8M0 holds powers of two"):
         breccia.cast(x, Odd(E4M3, TE))
 
@@ -238,7 +254,7 @@ def test_fingerprints_are_those_of_their_published_definition() -> None:
 
 
 def test_fingerprints_tell_apart_what_writes_other_bytes_and_nothing_else() -> None:
-    assert len({r.fingerprint() for r in RECIPES_TO_TEST}) == len(RECIPES_TO_TEST)
+    assert len({r.fingerprint() for r in SETTINGS}) == len(SETTINGS)
     assert DelayedScaling(amax_history_len=4).fingerprint() == DelayedScaling().fingerprint()
     assert Float8CurrentScaling().format.fingerprint() == DelayedScaling(margin=2).format.fingerprint()
     assert MXFP8BlockScaling().format.fingerprint() == MXFP8BlockScaling(scale_rule="floor").format.fingerprint()

@@ -14,11 +14,13 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 import breccia
+from breccia import registry
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -56,15 +58,33 @@ def name_of(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def sessions():
-    """The commands that docs/scripts/generate.py runs, and whose output documents show."""
+def terminal():
+    """docs/scripts/terminal.py, whose sessions docs/scripts/generate.py runs."""
     known, path = set(sys.modules), list(sys.path)
     sys.path[:0] = [str(DOCS / "scripts"), str(ROOT / "benchmarks")]
-    yield {command for session in importlib.import_module("terminal").sessions() for command in session.commands}
+    yield importlib.import_module("terminal")
     sys.path[:] = path
     for name in set(sys.modules) - known:
         if str(DOCS) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def sessions(terminal: ModuleType) -> set[str]:
+    """The commands whose output documents show."""
+    return {command for session in terminal.sessions() for command in session.commands}
+
+
+@pytest.fixture
+def acme(terminal: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plug-in of the tutorial, installed for one test."""
+    monkeypatch.syspath_prepend(terminal.installed("acme-breccia", tmp_path / "site"))
+    registry.reload()
+    yield
+    monkeypatch.undo()
+    registry.reload()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_breccia"]:
+        del sys.modules[name]
 
 
 # -- code ------------------------------------------------------------------------------------------------------------
@@ -78,10 +98,16 @@ def test_examples_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(f.language == "python" for f in fences(p))], ids=name_of)
 def test_python_blocks_of_a_page_run_and_print_what_they_say(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     """In order, in one namespace and an empty folder. A comment behind `print(...)` is a line it prints; `...` is anything."""
     monkeypatch.chdir(tmp_path)
+    if page.parent == DOCS / "tutorial":
+        request.getfixturevalue("acme")
     np.random.seed(0)
     namespace = {"__name__": "__main__"}
     for fence in fences(page):

@@ -19,11 +19,12 @@ import pytest
 import breccia
 import breccia.bridges
 import breccia.kernels.triton
+import breccia.testing
 from breccia import Bridge, Kernel, PluginWarning, builtin, hookimpl
 from breccia.registry import Plugin, Registry
 from breccia.siblings import install
 
-LAZY = [breccia, breccia.bridges, breccia.kernels, breccia.kernels.triton]
+LAZY = [breccia, breccia.bridges, breccia.kernels, breccia.kernels.triton, breccia.testing]
 
 
 def stub(module: ModuleType) -> list[ast.stmt]:

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 import breccia
 import breccia_mlx
 from breccia.tensor import held
-from breccia_mlx.nn import ScaledEmbedding, ScaledLinear, ScaledWeight, spelled
+from breccia_mlx.nn import ScaledEmbedding, ScaledLinear, ScaledWeight
 
 NVFP4, MXFP8 = breccia.NVFP4BlockScaling(), breccia.MXFP8BlockScaling()
 INT4 = breccia.INT4Scaling(group_size=32, signed=False, symmetric=False)
@@ -145,10 +145,10 @@ def test_the_way_back_is_a_layer_of_the_values(model: Model) -> None:
 
 def test_parts_are_parameters_named_after_the_recipe(recipe: breccia.ScalingRecipe, model: Model) -> None:
     breccia_mlx.quantize(model, recipe)
-    assert breccia.recipe(spelled(recipe)) == recipe
+    assert breccia.recipe(recipe.spec) == recipe
     st = breccia.cast(mx.ones((8, 72)), recipe)
     names = {n for n in parameters(model) if n.startswith("head")}
-    assert names == {f"head.weight.{spelled(recipe)}.{part}" for part in held(st)}
+    assert names == {f"head.weight.{recipe.spec}.{part}" for part in held(st)}
     kept = {name: p.dtype for name, p in held(model.head.weight.tensor).items()}
     assert kept == {name: p.dtype for name, p in held(st).items()}
 

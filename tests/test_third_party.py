@@ -138,6 +138,15 @@ def test_each_broken_plug_in_is_named_with_what_is_wrong(acme: Path, broken: Pat
     assert {p["name"]: p["status"] for p in found if p["name"] in BROKEN} == {name: BROKEN[name][0] for name in BROKEN}
 
 
+def test_doctor_calls_a_plug_in_that_is_set_aside_a_problem_and_a_heavy_one_a_note(broken: Path, tmp_path: Path) -> None:
+    out = python("-W", "ignore", "-m", "breccia", "doctor", "--json", path=[broken], cwd=tmp_path, code=1)
+    found = {line["subject"]: line for line in json.loads(out) if line["section"] == "plug-ins"}
+    assert {name: found[name]["status"] for name in BROKEN} == dict.fromkeys(BROKEN, "problem") | {"heavy": "note"}
+    assert re.search("imported .*torch while declaring itself, in every process", found["heavy"]["text"])
+    assert found["heavy"]["remedy"] == "tell the authors of heavy-breccia"
+    assert found["raises"]["remedy"] == "pip install --upgrade raises-breccia, or pip uninstall it"
+
+
 def test_each_broken_plug_in_is_warned_of_once(broken: Path, tmp_path: Path) -> None:
     script = """
 import warnings

@@ -4,7 +4,7 @@
     python docs/scripts/generate.py --check   # exits with 1 where a page shows anything else
 
 A page asks for a block by `<!-- table: NAME -->` and `<!-- end -->`: listings.py has the tables, specimens.py those of single
-formats, terminal.py the sessions (`session-NAME`). Blocks of benchmarks are drawn by benchmarks/draw.py.
+formats, tutorial.py files, terminal.py the sessions (`session-NAME`). Blocks of benchmarks are drawn by benchmarks/draw.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import listings  # noqa: E402
 import specimens  # noqa: E402
 import terminal  # noqa: E402
+import tutorial  # noqa: E402
 from blocks import BLOCK, filled  # noqa: E402
 
 #: Blocks by name, but for sessions.
-DECLARED = listings.BLOCKS | specimens.BLOCKS
+DECLARED = listings.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
 #: Pages of benchmarks/draw.py.
 DRAWN = ("benchmarks.md", "accuracy.md", "numerics.md")
 _SHOWN = 12

@@ -346,6 +346,20 @@ def scale_rules() -> str:
     return table(["rule", "default of", "also taken by", "what it writes"], rows)
 
 
+def laws() -> str:
+    """The laws of the conformance kit, by what they are about."""
+    from breccia.testing.laws import bridges, codecs, frameworks, kernels, manifest, recipes, rules
+
+    modules = (manifest, codecs, rules, recipes, frameworks, kernels, bridges)
+    rows: list[tuple[str, str, str]] = []
+    for module in modules:
+        listed = [f for name, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        sentences = [f for f in listed if not f.__name__.startswith("_") and f.__annotations__.get("return") == "None"]
+        kind = module.__name__.rpartition(".")[2]
+        rows += [(kind, f.__name__.replace("_", " "), first_sentence(f.__doc__)) for f in sentences]
+    return table(("of", "law", ""), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "support-matrix": support_matrix,
     "frameworks": frameworks,
@@ -358,4 +372,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "recipe-fields": recipe_fields,
     "layouts": layouts,
     "scale-rules": scale_rules,
+    "laws": laws,
 }

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ from breccia.registry import registry
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "model.safetensors"
 HIDDEN, MLP, WORDS, LAYERS = 256, 512, 1000, 2
+#: The distribution of the tutorial, and broken ones.
+THIRD_PARTY = ROOT / "tests" / "third_party"
+ACME = ("acme-breccia",)
+BROKEN = ("broken/misspelt-breccia", "broken/raises-breccia")
 #: One in so many columns of the last matrix of a layer is larger than its neighbours, as in trained models.
 OUTLIERS = 24
 
@@ -40,6 +46,7 @@ class Session:
     commands: tuple[str, ...]
     status: int = 0
     volatile: bool = False
+    beside: tuple[str, ...] = ()
 
 
 def sessions() -> list[Session]:
@@ -62,6 +69,10 @@ def sessions() -> list[Session]:
         Session("explain-matmul", ("breccia explain matmul block block",)),
         Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
+        Session("acme-plugins", ("breccia plugins",), beside=ACME),
+        Session("acme-explain", ("breccia explain cast acme6 --on torch",), beside=ACME),
+        Session("acme-conformance", ("pytest -q -k 'not jax'",), volatile=True, beside=ACME),
+        Session("acme-broken", ("breccia plugins",), beside=(*ACME, *BROKEN)),
         Session("doctor", ("breccia doctor",), volatile=True),
         Session("bench", ("breccia bench nvfp4 mxfp8 --size 512 --runs 3",), volatile=True),
         Session("error", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4", "echo $?"), status=1),
@@ -92,11 +103,13 @@ def recorded(wanted: list[Session]) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory(prefix="breccia-") as made:
         folder = str(Path(made).resolve())  # as programs name it: on macOS the temporary folder is a link
         breccia.bridges.save_safetensors(model(), Path(folder, MODEL))
+        shutil.copy(THIRD_PARTY / ACME[0] / "tests" / "test_conformance.py", folder)
         for session in wanted:
+            path = [installed(name, Path(made, "site", name)) for name in session.beside]
             lines: list[str] = []
             status = 0
             for place, command in enumerate(session.commands):
-                done = run(command, status, folder)
+                done = run(command, status, folder, path)
                 status = done.returncode
                 if status != (0 if place else session.status):
                     sys.exit(
@@ -107,11 +120,26 @@ def recorded(wanted: list[Session]) -> Iterator[tuple[str, str]]:
             yield f"session-{session.name}", "```console\n" + "\n".join(lines) + "\n```\n"
 
 
-def run(command: str, status: int, folder: str) -> subprocess.CompletedProcess[str]:
+def installed(name: str, site: Path) -> str:
+    """A folder that holds a distribution of tests/third_party as pip would install it."""
+    source = THIRD_PARTY / name
+    project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    if not info.is_dir():
+        shutil.copytree(source / "src", site)
+        info.mkdir()
+        points = "".join(f"{key} = {value}\n" for key, value in project["entry-points"]["breccia"].items())
+        (info / "entry_points.txt").write_text(f"[breccia]\n{points}", encoding="utf-8")
+        about = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        (info / "METADATA").write_text(about, encoding="utf-8")
+    return str(site)
+
+
+def run(command: str, status: int, folder: str, path: list[str]) -> subprocess.CompletedProcess[str]:
     """The command, as typed after one that exited with `status`; errors among the output, as on a terminal."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environ = {"PATH": programs, "HOME": folder, "COLUMNS": "100", "LINES": "50", "TERM": "dumb", "NO_COLOR": "1"}
-    environ |= {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
+    environ |= {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(path)}
     return subprocess.run(
         ["/bin/sh", "-c", f"(exit {status}); {command}"], cwd=folder, env=environ,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8",
@@ -121,7 +149,14 @@ def run(command: str, status: int, folder: str) -> subprocess.CompletedProcess[s
 def plain(output: str, folder: str) -> str:
     """The output without what only this machine knows: where the repository, the environment and the folder are."""
     system = f"{platform.system()}-{platform.machine()}"
-    known = {f"{ROOT}/": "", f"{folder}/": "", sys.prefix: ".venv", sys.base_prefix: "python", platform.platform(): system}
+    sites = {f"{folder}/site/{name}/": "" for name in (*ACME, *BROKEN)}
+    known = sites | {
+        f"{ROOT}/": "",
+        f"{folder}/": "",
+        sys.prefix: ".venv",
+        sys.base_prefix: "python",
+        platform.platform(): system,
+    }
     for found, name in known.items():
         output = output.replace(found, name)
     return "\n".join(line.rstrip() for line in output.splitlines()).strip("\n")

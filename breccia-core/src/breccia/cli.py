@@ -11,6 +11,7 @@ import inspect
 import io
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -119,7 +120,10 @@ def run(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")
     rest = [*(word for word in ours if word != "--debug"), *words[len(ours) :]]
     try:
-        sys.exit(application().main(rest, prog_name="breccia", standalone_mode=False))
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _warned
+            sys.exit(application().main(rest, prog_name="breccia", standalone_mode=False))
     except _Interrupted as e:
         raise KeyboardInterrupt from e
     except (BrecciaError, OSError, ImportError, MemoryError, PluginWarning, typer.Abort) as e:
@@ -136,6 +140,12 @@ def run(arguments: list[str] | None = None) -> None:
             sys.exit(usage.exit_code)
         command = usage.ctx.command_path if usage.ctx else "breccia"
         _fail(e, f"{said}{'' if said.endswith(('.', '?', '!')) else '.'} See `{command} --help`.", usage.exit_code, as_json)
+
+
+def _warned(message: Warning | str, *_: Any) -> None:
+    """A warning as one line on standard error; where in our code it arose is `--debug`'s to say."""
+    line = " ".join(str(message).split())
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("warning: ", "bold yellow"), line), highlight=False)
 
 
 def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:

@@ -33,6 +33,17 @@ class Declared:
         """Pickled as its fields alone, which are checked when it is read: what follows from them is not stored beside them."""
         return rebuilt, (type(self), {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})  # type: ignore[arg-type]
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not at their default, by name."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {f.name: value for f in fields if (value := getattr(self, f.name)) != f.default}
+
+    @property
+    def spec(self) -> str:
+        """One line, as the command line and `breccia.recipe` read it: "block,block_m=128,power_of_two_scale=true"."""
+        return ",".join([self.name, *(f"{name}={_spelled(value)}" for name, value in self.changed.items())])
+
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., "fields": {...}}` with every field, ready for `json.dumps`."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -76,6 +87,11 @@ class Declared:
                     f"{cls.kind} {cls.name!r} has no field {key!r}{suggestion(key, known)}", field=key, known=known
                 )
         return cls(**fields)
+
+
+def _spelled(value: Any) -> str:
+    """A field's value: text as it is, all else as in JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:

@@ -66,11 +66,8 @@ class ScalingRecipe(Declared):
         is the canonical JSON (sorted keys, no spaces) of the numerics version, the recipe's name, and those fields that are not
         at their default and affect bytes.
         """
-        fields = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)  # type: ignore[arg-type]
-            if f.metadata.get("affects_bytes", True) and getattr(self, f.name) != f.default
-        }
+        affects = {f.name: f.metadata.get("affects_bytes", True) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {name: value for name, value in self.changed.items() if affects[name]}
         return sha256({"numerics": NUMERICS, "recipe": self.name, "fields": fields})
 
 

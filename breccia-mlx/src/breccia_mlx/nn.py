@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +25,6 @@ Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 _OPTIONS = ("recipe", "activation", "prefer")
 #: Integers as wide as the floats of scales: no change of a model's precision touches them.
 _WORDS = {2: mx.uint16, 4: mx.uint32}
-
-
-def spelled(recipe: ScalingRecipe) -> str:
-    """The recipe as `breccia.recipe` reads it: its name and the fields that are not at their default."""
-    fields = {f.name: (getattr(recipe, f.name), f.default) for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
-    return ",".join([recipe.name, *(f"{name}={value}" for name, (value, default) in fields.items() if value != default)])
 
 
 class _All(set[str]):
@@ -58,7 +51,7 @@ class ScaledWeight(nn.Module):
         parts = held(tensor)
         self._meaning = Meaning.of(tensor)
         self._dtypes = tuple(map(dtype_name, parts.values()))
-        self._name = spelled(tensor.recipe)
+        self._name = tensor.recipe.spec
         self[self._name] = {name: _as_words(part) for name, part in parts.items()}
         self._no_grad = _All()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 #: Public name -> module that defines it, and the modules that are public themselves. `__init__.pyi` says the same.
-_HOMES = {"conformance": "kit", "Law": "kit"}
+_HOMES = {"conformance": "kit", "Law": "laws"}
 _MODULES = ("oracle", "strategies", "vectors")
 
 __all__ = ["Law", "conformance", "oracle", "strategies", "vectors"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..codecs import F32_INF, MAGNITUDE, NORMAL, Codec
+from ..frameworks import dtype_name
 from ..tensor import PARTS, ScaledTensor
 from . import oracle
 from .places import Place, words
@@ -40,8 +41,8 @@ def expect_numbers(what: str, place: Place, found: Any, expected: np.ndarray) ->
 
     One NaN is like another; and where a place flushes, a zero of its sign does for a number below 2^-126.
     """
-    ours, theirs = place.words(found), np.asarray(expected, np.float32, order="C").view(np.uint32)
-    expect(ours.shape == theirs.shape, f"{what}: shape {ours.shape}, expected {theirs.shape}")
+    theirs = np.asarray(expected, np.float32, order="C").view(np.uint32)
+    ours = fp32(what, place, found, theirs.shape).view(np.uint32)
     a, b = ours & MAGNITUDE, theirs & MAGNITUDE
     settled = (a > F32_INF) & (b > F32_INF)
     if place.flushes:
@@ -50,6 +51,14 @@ def expect_numbers(what: str, place: Place, found: Any, expected: np.ndarray) ->
             flushed[str(place)] += int(lost.sum())
         settled |= lost
     expect_words(what, np.where(settled, 0, ours), np.where(settled, 0, theirs))
+
+
+def fp32(what: str, place: Place, found: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """FP32 `found` of a place as a NumPy array. Raises AssertionError for another dtype or shape."""
+    expect(dtype_name(found) == "float32", f"{what}: {dtype_name(found)}, expected float32")
+    host = place.words(found)
+    expect(host.shape == shape, f"{what}: shape {host.shape}, expected {shape}")
+    return host.view(np.float32)
 
 
 def expect_tensor(place: Place, found: ScaledTensor, expected: ScaledTensor) -> None:
@@ -62,7 +71,10 @@ def expect_tensor(place: Place, found: ScaledTensor, expected: ScaledTensor) -> 
         ours, theirs = getattr(found, name), getattr(expected, name)
         expect((ours is None) == (theirs is None), f"{name} is {ours!r}, expected {theirs!r}")
         if ours is not None:
-            expect_words(name, place.words(ours), words(np.asarray(theirs)))
+            found_words, expected_words = place.words(ours), words(np.asarray(theirs))
+            sizes = found_words.itemsize, expected_words.itemsize
+            expect(sizes[0] == sizes[1], f"{name}: items of {sizes[0]} bytes, expected {sizes[1]}")
+            expect_words(name, found_words, expected_words)
 
 
 def expect_written(place: Place, found: ScaledTensor, expected: oracle.Written) -> None:

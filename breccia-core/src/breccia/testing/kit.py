@@ -14,15 +14,16 @@ import pytest
 from ..errors import UnknownNameError, suggestion
 from ..recipes import ScalingRecipe, check_recipe
 from ..registry import Plugin, registry
+from .compare import flushed
 from .laws import LAWS, Law, Subject
-from .pytest_plugin import PROPERTY
+from .pytest_plugin import FLUSHED, PROPERTY
 
 
 def conformance(
     plugin: str,
     *,
     recipes: Iterable[ScalingRecipe] = (),
-    frameworks: Iterable[str] | None = None,
+    frameworks: str | Iterable[str] | None = None,
     xfails: str | PathLike[str] | None = None,
 ) -> Callable[..., None]:
     """A test function for pytest: the laws of docs/spec/numerics.md, and of the hooks, for all that `plugin` declares.
@@ -33,30 +34,34 @@ def conformance(
 
     plugin: the name of its entry point.
     recipes: settings to try beside the default of each recipe class; needed for classes whose fields have no defaults.
-    frameworks: those to try; all that a plug-in declares, by default.
+    frameworks: those to try; all that any plug-in declares, by default.
     xfails: a TOML file `"law's id" = "reason"` of what is known to fail; `*` stands for any text. It is strict: a listed law
         that holds fails the run, and so does an id that is no law's.
 
     What cannot be tried here (a framework that is not installed, a kernel that is not available) is skipped, with the reason.
-    Raises UnknownNameError for a plug-in that is not installed, RecipeError or ValueError for an xfail file of another form.
+    Raises UnknownNameError for a plug-in or framework that nobody declares, ValueError for an xfail file of another form.
     """
     given = tuple(recipes)
     for recipe in given:
         check_recipe(recipe)
-    chosen = None if frameworks is None else tuple(frameworks)
+    chosen = (frameworks,) if isinstance(frameworks, str) else None if frameworks is None else tuple(frameworks)
     for name in chosen or ():
         registry().look_up("breccia_frameworks", name, "framework")
-    laws = tuple(law for law in laws_of(plugin, given) if chosen is None or law.place is None or law.place.framework in chosen)
+    known = tuple(laws_of(plugin, given))
+    laws = tuple(law for law in known if chosen is None or law.place is None or law.place.framework in chosen)
     reasons = _Reasons(xfails) if xfails is not None else None
     marked = [pytest.param(law, id=law.id, marks=reasons.marks(law) if reasons else ()) for law in laws]
     if reasons:
-        reasons.check([law.id for law in laws])
+        reasons.check([law.id for law in known])
 
     @pytest.mark.parametrize("law", marked)
     def test(law: Law, record_property: Callable[[str, Any], None]) -> None:
         __tracebackhide__ = True
         record_property(PROPERTY, plugin)
+        before = flushed.copy()
         law.check()
+        if flushed != before:
+            record_property(FLUSHED, dict(flushed - before))
 
     setattr(test, PROPERTY, plugin)
     test.__doc__ = f"The laws of breccia.testing for all that plug-in {plugin!r} declares."
@@ -102,7 +107,10 @@ class _Reasons:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
-        listed = tomllib.loads(self._path.read_text(encoding="utf-8"))
+        try:
+            listed = tomllib.loads(self._path.read_text(encoding="utf-8"))
+        except ValueError as e:  # no TOML, or no UTF-8
+            raise ValueError(f'{self._path}: {e}. A line is written "law\'s id" = "reason".') from e
         for pattern, reason in listed.items():
             if not isinstance(reason, str) or not reason.strip():
                 raise ValueError(f"{self._path}: {pattern!r} needs a reason, as text in quotes; got {reason!r}.")

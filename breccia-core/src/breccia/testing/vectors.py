@@ -7,7 +7,6 @@ from integers: neither the generic algorithm nor a library's random generator ha
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -439,11 +438,8 @@ def _recipe(recipe: ScalingRecipe) -> dict[str, Any]:
     fmt = recipe.format
     levels = [{"codec": level.codec.name, "block": list(level.block)} for level in fmt.levels]
     # Fields at their default are left out, as in fingerprints: later fields, whose defaults keep the bytes, change no set.
-    fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
-    default = type(recipe)()
-    changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
-    said: dict[str, Any] = {"recipe": {"name": recipe.name, "fields": changed}, "rules": [rule.name for rule in recipe.rules]}
-    said["fingerprint"] = recipe.fingerprint()
+    named = {"name": recipe.name, "fields": recipe.changed}
+    said: dict[str, Any] = {"recipe": named, "rules": [rule.name for rule in recipe.rules], "fingerprint": recipe.fingerprint()}
     return said | {
         "format": {"element": fmt.element.name, "levels": levels, "offset": fmt.offset, "fingerprint": fmt.fingerprint()}
     }

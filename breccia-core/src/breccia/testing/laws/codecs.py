@@ -31,7 +31,7 @@ def laws(subject: Subject) -> Iterator[Law]:
 
 
 def it_says_what_it_is(codec: Codec) -> None:
-    expect(bool(codec.source.strip()), f"codec {codec.name!r} has no source=; say where the format is defined")
+    expect(bool(codec.source and codec.source.strip()), f"codec {codec.name!r} has no source=; say where the format is defined")
     expect(1 <= codec.bits <= 32, f"codec {codec.name!r} has {codec.bits} bits")
     expect(math.isfinite(codec.max) and codec.max > 0, f"codec {codec.name!r}: max is {codec.max}")
     if codec.nan_code is not None:

@@ -8,8 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pytest
 
-from ...codecs import CODECS, E4M3, Codec
+from ...codecs import CODECS, Codec
 from ...errors import RecipeError
 from ...formats import TENSOR, Format, Level
 from ...rules import RULES, Rule
@@ -36,28 +37,31 @@ def it_serves_some_codec(rule: Rule) -> None:
 
 
 def scales_are_positive_numbers(rule: Rule) -> None:
-    """Zero only where the codec lets a small block underflow to it."""
+    """Zero only where the codec lets a small block underflow to it; the largest block never does."""
     for codec, element, capacity in _served(rule):
-        scales = _scales(rule, codec, element, capacity, Place("numpy"))
-        numbers = [oracle.decode(codec, int(code)) for code in scales]
-        least = codec.scale_min if codec is not E4M3 and hasattr(codec, "scale_min") else 0.0  # type: ignore[attr-defined]
+        numbers = _numbers(rule, codec, element, capacity)
+        least = getattr(codec, "scale_min", 0.0)
         bad = [v for v in numbers if not (math.isfinite(v) and v >= least)]
         expect(not bad, f"rule {rule.name!r} in {codec.name} for {element.name}: scales {bad[:3]}")
+        expect(numbers[-1] > 0, f"rule {rule.name!r} in {codec.name} for {element.name}: scale 0 for amax {_AMAXES[-1]}")
 
 
 def a_larger_amax_never_gets_a_smaller_scale(rule: Rule) -> None:
     for codec, element, capacity in _served(rule):
-        scales = _scales(rule, codec, element, capacity, Place("numpy"))
-        numbers = [oracle.decode(codec, int(code)) for code in scales]
+        numbers = _numbers(rule, codec, element, capacity)
         falls = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
-        expect(not falls, f"rule {rule.name!r} in {codec.name} for {element.name}: the scale falls at {_AMAXES[falls[:1]]}")
+        where = [float(_AMAXES[i]) for i in falls[:1]]
+        expect(not falls, f"rule {rule.name!r} in {codec.name} for {element.name}: the scale falls at amax {where}")
 
 
 def scales_are_the_oracles(rule: Rule, place: Place) -> None:
     """Where the oracle does not know the rule's class: those that the rule itself gives on NumPy."""
+    known = any(type(rule) is type(one) for one in RULES)
+    if not known and place.framework == "numpy":
+        pytest.skip(f"the oracle does not know {type(rule).__name__}; other frameworks are held to NumPy's scales")
     for codec, element, capacity in _served(rule):
         found = _scales(rule, codec, element, capacity, place)
-        if any(type(rule) is type(known) for known in RULES):
+        if known:
             level = Level(codec, TENSOR)
             fmt = Format(element, (level,))
             expected = np.array([oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN])
@@ -102,3 +106,12 @@ def _scales(
     with place.ops.quiet():
         codes: Any = rule.scale(place.ops, place.array(amaxes), codec, element, capacity, None)
     return place.words(codes)
+
+
+def _numbers(rule: Rule, codec: Codec, element: Codec, capacity: float) -> list[float]:
+    """The scales that the rule gives on NumPy, by ascending amax. Raises AssertionError for what is no code."""
+    codes = _scales(rule, codec, element, capacity, Place("numpy"))
+    beyond = codes[codes > (1 << codec.bits) - 1]
+    what = f"rule {rule.name!r} in {codec.name} for {element.name}"
+    expect(not beyond.size, f"{what}: {list(map(hex, beyond[:3]))} are no codes of {codec.bits} bits")
+    return [oracle.decode(codec, int(code)) for code in codes]

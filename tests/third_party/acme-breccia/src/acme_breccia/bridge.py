@@ -1,9 +1,8 @@
 """Acme's own form of a tensor: a dict of the very buffers."""
 
+from acme_breccia.plugin import Acme6Scaling
 from breccia.errors import DialectError
 from breccia.tensor import from_buffer
-
-from .plugin import Acme6Scaling
 
 
 def to_acme(scaled):

@@ -1,0 +1,92 @@
+"""gguf: the quantizers of llama.cpp's Python package."""
+
+# Neighbours are not always there, and declare few types.
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...codecs import E2M1, INT4, UINT4, Codec
+from ...recipes import INT4Scaling, INT8Scaling, MXFP4BlockScaling
+from . import TIES, Neighbour, Ours, Quantizer, Written, installed, packed
+
+
+def _blocks(kind: str, parts: tuple[str, ...], element: Codec | None, shift: int = 0) -> Callable[[np.ndarray], Written]:
+    """Blocks of 32: `parts` of the dtypes named, then codes. Where two share a byte, element j is with element j + 16."""
+
+    def write(x: np.ndarray) -> Written:
+        from gguf import GGMLQuantizationType, quants
+
+        of = GGMLQuantizationType[kind]
+        raw = quants.quantize(x, of)
+        rows = raw.reshape(x.shape[0], x.shape[1] // 32, -1)
+        stored: list[np.ndarray] = []
+        at = 0
+        for dtype in parts:
+            size = np.dtype(dtype).itemsize
+            stored.append(np.ascontiguousarray(rows[..., at : at + size]).view(dtype)[..., 0])
+            at += size
+        codes = rows[..., at:]
+        if element is not None:
+            codes = np.concatenate([codes & 15, codes >> 4], axis=-1).astype(np.int32) - shift
+        codes = codes.reshape(x.shape)
+        data = codes if element is None else packed(codes, element)
+        offset = stored[1] if len(stored) > 1 else None
+        return Written(data, quants.dequantize(raw, of), stored[0], zero_point=offset)
+
+    return write
+
+
+_SIGNED = "The scale is the element of the largest magnitude, with its sign, over −8; ours is amax / 7, never negative."
+_UNROUNDED = "Codes come from {} rounded to FP16, and halves go {}; ours come from what is stored, halves to even."
+_FLOOR = "The exponent of amax is taken as it is, the rule of the OCP text."
+_GROUPS: dict[str, Any] = {"group_size": 32, "scale_dtype": "fp16"}
+
+NEIGHBOURS = (
+    Neighbour(
+        "gguf",
+        installed("gguf"),
+        (
+            Quantizer(
+                "Q4_0",
+                _blocks("Q4_0", ("<f2",), INT4, shift=8),
+                Ours(
+                    INT4Scaling(**_GROUPS),
+                    _SIGNED,
+                ),
+            ),
+            Quantizer(
+                "Q4_1",
+                _blocks("Q4_1", ("<f2", "<f2"), UINT4),
+                Ours(
+                    INT4Scaling(**_GROUPS, signed=False, symmetric=False, offset="bias"),
+                    _UNROUNDED.format("scale and bias before these are", "up"),
+                ),
+            ),
+            Quantizer(
+                "Q8_0",
+                _blocks("Q8_0", ("<f2",), None),
+                Ours(
+                    INT8Scaling(**_GROUPS),
+                    _UNROUNDED.format("the scale before it is", "away from zero"),
+                ),
+            ),
+            Quantizer(
+                "MXFP4",
+                _blocks("MXFP4", ("u1",), E2M1),
+                Ours(
+                    MXFP4BlockScaling(),
+                    _FLOOR,
+                ),
+                Ours(
+                    MXFP4BlockScaling(scale_rule="floor"),
+                    TIES,
+                ),
+            ),
+        ),
+    ),
+)

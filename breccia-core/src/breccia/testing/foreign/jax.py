@@ -1,0 +1,40 @@
+"""JAX: `astype` of its arrays, on a CPU."""
+
+# Neighbours are not always there, and declare few types.
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ...codecs import E2M1, E4M3, E5M2, E8M0, INT4, Codec
+from . import TO_INF, TO_NAN, Neighbour, Ours, Quantizer, Written, installed, packed
+
+
+def _astype(dtype: str, codec: Codec) -> Callable[[np.ndarray], Written]:
+    def write(x: np.ndarray) -> Written:
+        import jax.numpy as jnp
+
+        y = jnp.asarray(x).astype(getattr(jnp, dtype))
+        return Written(packed(np.asarray(y).view(np.uint8), codec), np.asarray(y.astype(jnp.float32)))
+
+    return write
+
+
+_CUT = "Fractions are cut off; ours are rounded to the nearest, halves to even."
+
+NEIGHBOURS = (
+    Neighbour(
+        "JAX",
+        installed("jax"),
+        (
+            Quantizer("astype(float8_e4m3fn)", _astype("float8_e4m3fn", E4M3), Ours(E4M3, TO_NAN)),
+            Quantizer("astype(float8_e5m2)", _astype("float8_e5m2", E5M2), Ours(E5M2, TO_INF)),
+            Quantizer("astype(float4_e2m1fn)", _astype("float4_e2m1fn", E2M1), Ours(E2M1)),
+            Quantizer("astype(float8_e8m0fnu)", _astype("float8_e8m0fnu", E8M0), Ours(E8M0)),
+            Quantizer("astype(int4)", _astype("int4", INT4), Ours(INT4, _CUT)),
+        ),
+    ),
+)

@@ -1,0 +1,77 @@
+"""MLX: `mx.quantize` and `mx.to_fp8`, on a CPU."""
+
+# Neighbours are not always there, and declare few types.
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...codecs import E4M3
+from ...recipes import INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from . import TIES, Neighbour, Ours, Quantizer, Written, installed
+
+
+def _quantize(mode: str, global_scale: bool = False, **sizes: int) -> Callable[[np.ndarray], Written]:
+    def write(x: np.ndarray) -> Written:
+        import mlx.core as mx
+
+        w = mx.array(x)
+        given: dict[str, Any] = {"mode": mode, **sizes}
+        if global_scale:
+            given["global_scale"] = mx.abs(w).max()  # in the sense of an amax: not stored, and not ours
+        words, scale, *biases = mx.quantize(w, **given)
+        decoded = mx.dequantize(words, scale, *biases, **given, dtype=mx.float32)
+        offset = np.array(biases[0]) if biases else None
+        return Written(np.array(words).view(np.uint8), np.array(decoded), np.array(scale), zero_point=offset)
+
+    return write
+
+
+def _to_fp8(x: np.ndarray) -> Written:
+    import mlx.core as mx
+
+    codes = mx.to_fp8(mx.array(x))
+    return Written(np.array(codes), np.array(mx.from_fp8(codes, mx.float32)))
+
+
+_SNAPPED = (
+    "The scale has a sign, and is fitted so that the end of the range with the larger magnitude is a whole number of steps "
+    "from 0; ours is the range over the largest code, and its bias the least element."
+)
+_NVFP4 = (
+    "Ties go towards zero and −0 becomes +0; with G = 2688 / amax of the tensor, block scales are (amax / 6) · G, codes "
+    "x · (G / s) and values q · (s · g); ours come from g = amax / 2688: (amax / 6) / g, x · (1 / (s · g)), (q · s) · g."
+)
+_AFFINE: dict[str, Any] = {"signed": False, "symmetric": False, "offset": "bias", "scale_dtype": "fp32"}
+
+
+def _affine(bits: int, recipe: ScalingRecipe) -> Quantizer:
+    return Quantizer(f"quantize, affine, {bits} bits", _quantize("affine", group_size=64, bits=bits), Ours(recipe, _SNAPPED))
+
+
+NEIGHBOURS = (
+    Neighbour(
+        "MLX",
+        installed("mlx"),
+        (
+            Quantizer("quantize, mxfp8", _quantize("mxfp8"), Ours(MXFP8BlockScaling())),
+            Quantizer("quantize, mxfp4", _quantize("mxfp4"), Ours(MXFP4BlockScaling(), TIES)),
+            Quantizer("quantize, nvfp4", _quantize("nvfp4"), Ours(NVFP4BlockScaling(two_level=False), TIES)),
+            Quantizer(
+                "quantize, nvfp4, global_scale",
+                _quantize("nvfp4", True),
+                Ours(
+                    NVFP4BlockScaling(),
+                    _NVFP4,
+                ),
+            ),
+            _affine(4, INT4Scaling(64, **_AFFINE)),
+            _affine(8, INT8Scaling(64, **_AFFINE)),
+            Quantizer("to_fp8", _to_fp8, Ours(E4M3)),
+        ),
+    ),
+)
