@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-import pytest
-from conftest import RECIPES
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+from conftest import RECIPES, on_cuda
+
+from breccia.registry import registry
 from breccia.testing import conformance
 
-test_core = conformance("core", frameworks=("numpy", "torch", "mlx"))
-test_core_on_jax = pytest.mark.slow(conformance("core", frameworks=("jax",)))  # which compiles each shape anew
-test_every_setting_of_cores_recipes = pytest.mark.slow(conformance("core", recipes=RECIPES))
-test_torch = conformance("torch")
-test_jax = conformance("jax")
-test_mlx = conformance("mlx")
-test_native = conformance("native")
-test_bridges = conformance("bridges")
+
+def laws(plugin: str, *frameworks: str, **options: Any) -> Callable[..., None]:
+    """The laws about a plug-in of ours on these frameworks, or all; of both, those that are installed."""
+    found = registry()
+    there = [name for name in frameworks if name.partition(":")[0] in found.frameworks]
+    if any(p.name == plugin for p in found.plugins) and bool(there) == bool(frameworks):
+        return conformance(plugin, frameworks=there or None, **options)
+
+    def absent() -> None:
+        pytest.skip(f"breccia-{plugin} is not installed, or none of {', '.join(frameworks)}")
+
+    return absent
+
+
+test_core = laws("core", "numpy", "torch", "mlx")
+test_core_on_jax = pytest.mark.slow(laws("core", "jax"))  # which compiles each shape anew
+test_every_setting_of_cores_recipes = pytest.mark.slow(laws("core", recipes=RECIPES))
+test_torch = laws("torch", "torch")
+test_jax = laws("jax", "jax")
+test_mlx = laws("mlx", "mlx")
+test_native = laws("native")
+test_bridges = laws("bridges")
+test_torch_on_cuda = on_cuda(laws("torch", "torch:cuda"))
+test_core_on_cuda = on_cuda(laws("core", "torch:cuda"))
+test_jax_on_cuda = on_cuda(laws("jax", "jax:cuda"))

@@ -16,6 +16,7 @@ from ..recipes import ScalingRecipe, check_recipe
 from ..registry import Plugin, registry
 from .compare import flushed
 from .laws import LAWS, Law, Subject
+from .places import Place, everywhere, place
 from .pytest_plugin import FLUSHED, PROPERTY
 
 
@@ -34,7 +35,7 @@ def conformance(
 
     plugin: the name of its entry point.
     recipes: settings to try beside the default of each recipe class; needed for classes whose fields have no defaults.
-    frameworks: those to try; all that any plug-in declares, by default.
+    frameworks: those to try, with a kind of device if need be ("torch:cuda"); by default all that any plug-in declares.
     xfails: a TOML file `"law's id" = "reason"` of what is known to fail; `*` stands for any text. It is strict: a listed law
         that holds fails the run, and so does an id that is no law's.
 
@@ -44,15 +45,12 @@ def conformance(
     given = tuple(recipes)
     for recipe in given:
         check_recipe(recipe)
-    chosen = (frameworks,) if isinstance(frameworks, str) else None if frameworks is None else tuple(frameworks)
-    for name in chosen or ():
-        registry().look_up("breccia_frameworks", name, "framework")
-    known = tuple(laws_of(plugin, given))
-    laws = tuple(law for law in known if chosen is None or law.place is None or law.place.framework in chosen)
+    chosen = (frameworks,) if isinstance(frameworks, str) else frameworks
+    laws = tuple(laws_of(plugin, given, everywhere() if chosen is None else tuple(map(place, chosen))))
     reasons = _Reasons(xfails) if xfails is not None else None
     marked = [pytest.param(law, id=law.id, marks=reasons.marks(law) if reasons else ()) for law in laws]
     if reasons:
-        reasons.check([law.id for law in known])
+        reasons.check([law.id for law in (*laws, *laws_of(plugin, given))])
 
     @pytest.mark.parametrize("law", marked)
     def test(law: Law, record_property: Callable[[str, Any], None]) -> None:
@@ -68,12 +66,12 @@ def conformance(
     return test
 
 
-def laws_of(plugin: str, recipes: tuple[ScalingRecipe, ...] = ()) -> Iterator[Law]:
+def laws_of(plugin: str, recipes: tuple[ScalingRecipe, ...] = (), places: tuple[Place, ...] | None = None) -> Iterator[Law]:
     """The laws about a plug-in, in the order of its hooks. Raises UnknownNameError where it is not installed."""
     found = _plugin(plugin)
     known = registry()
     listed = [declared.partition(":") for declared in found.declares]
-    subject = Subject(found, {}, recipes)
+    subject = Subject(found, {}, recipes, everywhere() if places is None else places)
     for kind, _, name in listed:
         subject.declared.setdefault(kind, []).append(known.declared[f"breccia_{kind}"][name])
     for recipe in recipes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,15 +51,22 @@ class Place:
         return _flushes(self)
 
 
-def everywhere() -> list[Place]:
+def everywhere() -> tuple[Place, ...]:
     """One place of each framework that an active plug-in declares, installed or not."""
-    return [Place(name) for name in registry().frameworks]
+    return tuple(map(Place, registry().frameworks))
 
 
-def places_of(kernel: Kernel) -> Iterator[Place]:
-    """Where a kernel is to be tried."""
-    for name in registry().frameworks if kernel.framework == ANY_FRAMEWORK else (kernel.framework,):
-        yield Place(name, kernel.device or "")
+def place(spec: str) -> Place:
+    """The place of "torch", or "torch:cuda". Raises UnknownNameError for a framework that no plug-in declares."""
+    framework, _, device = spec.partition(":")
+    registry().look_up("breccia_frameworks", framework, "framework")
+    return Place(framework, device)
+
+
+def places_of(kernel: Kernel, among: Iterable[Place]) -> list[Place]:
+    """Where a kernel is to be tried: on its own kind of device, if it has one."""
+    fitting = (p for p in among if kernel.framework in (ANY_FRAMEWORK, p.framework))
+    return list(dict.fromkeys(Place(p.framework, kernel.device or p.device) for p in fitting))
 
 
 @cache

@@ -49,7 +49,7 @@ def pytest_report_collectionfinish(items: list[Any]) -> list[str]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The laws of each plug-in counted; every reason for which one was skipped, and how often."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    reasons: Counter[str] = Counter()
+    reasons: Counter[tuple[str, str]] = Counter()
     flushed: Counter[str] = Counter()
     for outcome in _OUTCOMES:
         for report in terminalreporter.stats.get(outcome, ()):
@@ -59,9 +59,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 counts[plugin][outcome] += 1
                 flushed.update(properties.get(FLUSHED, {}))
                 if outcome == "skipped":
-                    reasons[_reason(report)] += 1
+                    reasons["not tried", _reason(report)] += 1
                 elif outcome == "xfailed":
-                    reasons[f"known to fail: {report.wasxfail.removeprefix('reason: ')}"] += 1
+                    reasons["known to fail", report.wasxfail.removeprefix("reason: ")] += 1
     if not counts:
         return
     terminalreporter.section("breccia conformance")
@@ -69,8 +69,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(line)
     for plugin, found in counts.items():
         terminalreporter.line(f"{plugin}: " + ", ".join(f"{n} {outcome}" for outcome in _OUTCOMES if (n := found[outcome])))
-    for reason, count in reasons.most_common():
-        terminalreporter.line(f"  not tried, {count}: {reason}")
+    for (what, reason), count in reasons.most_common():
+        terminalreporter.line(f"  {what}, {count}: {reason}")
     for place, count in flushed.items():
         terminalreporter.line(f"  {place}: {count} decoded numbers below 2^-126 came back as zeros, which the contract allows")
 

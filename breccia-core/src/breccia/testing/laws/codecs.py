@@ -12,7 +12,7 @@ import numpy as np
 from ...codecs import F32_INF, MAGNITUDE, NORMAL, Codec, Lookup, Minifloat, f32, f32_bits
 from .. import oracle
 from ..compare import expect, expect_numbers, expect_words
-from ..places import Place, everywhere
+from ..places import Place
 from .law import Law, Subject, each
 
 #: Of a codec with more landmarks, as many are tried.
@@ -26,7 +26,7 @@ def laws(subject: Subject) -> Iterator[Law]:
         checks = [every_code_is_read_as_its_number, numbers_get_the_nearest_code]
         if isinstance(codec, Minifloat | Lookup) and codec.bits <= 8:  # integers round by what is added to them: a recipe's law
             checks.append(random_bits_choose_the_oracles_code)
-        for place in everywhere():
+        for place in subject.places:
             yield from each("codecs", codec.name, checks, codec, place=place)
 
 
@@ -96,9 +96,9 @@ def _landmarks(codec: Codec) -> np.ndarray:
         near = np.array([f32(v) for v in (*ladder, *middles)], np.float32)
         beyond = np.array([1.5, 2.0, 2.0**20, 1e30], np.float32)
         with np.errstate(over="ignore"):
-            beyond = np.concatenate([beyond * np.float32(min(codec.max, 1e30)), _f32_words()[:4].view(np.float32)])
+            beyond = beyond * np.float32(min(codec.max, 1e30))
         beside = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
-        found = np.concatenate([near, *beside, beyond, -beyond, -near])
+        found = np.concatenate([near, *beside, beyond, -beyond, -near, _f32_words().view(np.float32)])
     words = found.view(np.uint32) & MAGNITUDE
     found = found[(words == 0) | (words >= NORMAL)]
     words = found.view(np.uint32) & MAGNITUDE

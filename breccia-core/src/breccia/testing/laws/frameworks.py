@@ -26,12 +26,12 @@ from .law import Law, Subject, each
 def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the frameworks of a plug-in: its words, and the recipes of all plug-ins."""
     for framework in subject.of("frameworks"):
-        place = Place(framework.name)
-        yield from each("frameworks", framework.name, (its_arrays_are_known,), framework, place=place)
-        yield from each("ops", framework.name, WORDS, place=place)
-        for recipe in strategies.defaults():
-            what = f"{framework.name}.{recipe.name}"
-            yield from each("frameworks", what, (bytes_and_numbers_are_numpys,), recipe, place=place)
+        for place in (p for p in subject.places if p.framework == framework.name):
+            yield from each("frameworks", framework.name, (its_arrays_are_known,), framework, place=place)
+            yield from each("ops", framework.name, WORDS, place=place)
+            for recipe in strategies.defaults():
+                what = f"{framework.name}.{recipe.name}"
+                yield from each("frameworks", what, (bytes_and_numbers_are_numpys,), recipe, place=place)
 
 
 def its_arrays_are_known(framework: Framework, place: Place) -> None:
@@ -123,7 +123,8 @@ def half_precision_is_widened_exactly(place: Place) -> None:
 
 
 def to_float_rounds_once_to_the_nearest(place: Place) -> None:
-    ops, x = place.ops, _normal(1, low=-14, high=15)
+    """Subnormals of FP16 too, which begin below 2^-14."""
+    ops, x = place.ops, _normal(1, low=-27, high=15)
     x = np.concatenate([x, np.array([0.0, -0.0, 1.0 + 2.0**-11, 1.0 + 2.0**-8, 65504.0, 3.0 * 2.0**-12], np.float32)])
     x = x[np.abs(x) <= 65504]
     for codec in (F16, BF16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from types import NoneType
 from typing import Any
 
@@ -32,7 +33,7 @@ def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the kernels of a plug-in: with every recipe they are declared for, of whatever plug-in."""
     recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
     for kernel in subject.of("kernels"):
-        for place in places_of(kernel):
+        for place in places_of(kernel, subject.places):
             asked = (it_says_whether_it_is_available, *((it_runs_only_when_named,) if kernel.opt_in else ()))
             yield from each("kernels", kernel.name, asked, kernel, place=place)
             if kernel.opt_in:
@@ -94,7 +95,8 @@ def values_are_those_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRec
 def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
     """From codes that others hold without rounding, and from those that nothing does."""
     served = False
-    for source in filter(partial(_serves, kernel.recipe), (MXFP4BlockScaling(), NVFP4BlockScaling(), recipe)):
+    sources = dict.fromkeys((MXFP4BlockScaling(), NVFP4BlockScaling(), recipe, *strategies.defaults()))
+    for source in islice(filter(partial(_serves, kernel.recipe), sources), 3):
         st = reference.cast(_arrays()[0], source)
         given = moved(st, place)
         found = _asked(kernel, api.requantize, given, recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from ...recipes import ScalingRecipe
 from ...registry import Plugin
-from ..places import Place
+from ..places import Place, everywhere
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class Law:
 
 @dataclass(frozen=True)
 class Subject:
-    """A plug-in under test: what it declares by hook ("codecs", ...), and further settings of its recipes to try."""
+    """A plug-in under test: what it declares by hook ("codecs", ...), further settings of its recipes to try, and where."""
 
     plugin: Plugin
     declared: dict[str, list[Any]]
     settings: tuple[ScalingRecipe, ...] = ()
+    places: tuple[Place, ...] = field(default_factory=everywhere)
 
     def of(self, kind: str) -> list[Any]:
         """What it declares of a kind."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from ... import api, targets
 from ...formats import TENSOR
@@ -25,7 +25,7 @@ from ...tensor import Meaning, ScaledTensor, held
 from .. import oracle, strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_written, fp32, written
 from ..examples import every_decodable, special_rows, wide
-from ..places import Place, everywhere
+from ..places import Place
 from .law import Law, Subject, each
 
 _NUMPY = Place("numpy")
@@ -51,7 +51,7 @@ def laws(subject: Subject) -> Iterator[Law]:
         )
         yield from each("recipes", name, alone, recipe)
         yield from each("recipes", name, (equal_ones_are_one,), recipe, [*strategies.defaults(), *instances(subject)])
-        for place in everywhere():
+        for place in subject.places:
             checks = (
                 a_cast_writes_the_oracles_bytes,
                 a_stochastic_cast_writes_the_oracles_bytes,
@@ -151,10 +151,21 @@ def a_stochastic_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Pla
 
 
 def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> None:
-    """By the generic algorithm and by what serves NumPy; 25 arrays that Hypothesis draws."""
+    """By the generic algorithm and by what serves NumPy; 25 arrays that Hypothesis draws.
+
+    A failing one stays as it is: shrinking it would ask the oracle thousands of times, for minutes.
+    """
     _need_oracle(recipe)
 
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(x=strategies.arrays(strategies.shapes(recipe, max_side=20), recipe=recipe))
     def holds(x: np.ndarray) -> None:
         expected = oracle.cast(x, recipe)

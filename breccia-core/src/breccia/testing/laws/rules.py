@@ -16,7 +16,7 @@ from ...formats import TENSOR, Format, Level
 from ...rules import RULES, Rule
 from .. import oracle
 from ..compare import expect, expect_words
-from ..places import Place, everywhere
+from ..places import Place
 from .law import Law, Subject, each
 
 #: The codecs that scales are stored in.
@@ -28,7 +28,7 @@ def laws(subject: Subject) -> Iterator[Law]:
     for rule in subject.of("rules"):
         checks = (it_serves_some_codec, scales_are_positive_numbers, a_larger_amax_never_gets_a_smaller_scale)
         yield from each("rules", rule.name, checks, rule)
-        for place in everywhere():
+        for place in subject.places:
             yield from each("rules", rule.name, (scales_are_the_oracles,), rule, place=place)
 
 

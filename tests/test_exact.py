@@ -1,0 +1,35 @@
+"""Which scale codecs hold each other's numbers, against NumPy's and ml_dtypes' own conversions."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, Codec
+from breccia.exact import hold_scales
+from breccia.testing import oracle
+
+WIDE = {F16: np.float16, BF16: ml_dtypes.bfloat16, F32: np.float32}
+
+
+@pytest.mark.parametrize("source", [E2M1, E4M3, E5M2, E8M0], ids=lambda c: c.name)
+@pytest.mark.parametrize("target", WIDE, ids=lambda c: c.name)
+def test_a_float_codec_holds_scales_that_are_normal_numbers_of_it(source: Codec, target: Codec) -> None:
+    """docs/spec/numerics.md, section 6."""
+    values = np.array([float(oracle.decode(source, code)) for code in range(1 << source.bits)])
+    numbers = values[np.isfinite(values) & (values != 0)]
+    with np.errstate(over="ignore"):
+        there = numbers.astype(np.float32).astype(WIDE[target]).astype(np.float64)
+    smallest = float(ml_dtypes.finfo(WIDE[target]).smallest_normal)
+    held = not np.isinf(values).any() and bool(((there == numbers) & (np.abs(numbers) >= smallest)).all())
+    assert hold_scales(source, target) == held
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "held"),
+    [(E4M3, E4M3, True), (E2M1, E4M3, False), (E4M3, E8M0, False), (F16, F32, True), (F16, BF16, False)],
+)
+def test_a_codec_of_8_bits_holds_its_own_scales_alone(source: Codec, target: Codec, held: bool) -> None:
+    """Section 6 too: 16-bit scales become F32 only."""
+    assert hold_scales(source, target) is held

@@ -1,0 +1,26 @@
+"""The lowest and the highest tensor of given scales, which bound gradients under clip="scale"."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import wide
+
+from breccia import ScalingRecipe
+from breccia.kernels import reference
+from breccia.testing import oracle
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingRecipe, axis: int) -> None:
+    """Decoded by the oracle's table: each is the tensor whose codes are all that of the lowest, or highest, finite value."""
+    st = reference.cast(wide((6, 40), seed=3, exponents=2), recipe, axis=axis)
+    element = recipe.format.element
+    values = {code: float(value) for code in range(1 << element.bits) if np.isfinite(value := oracle.decode(element, code))}
+    for found, end in zip(reference.extremes(st), (min, max), strict=True):
+        code = end(values, key=values.__getitem__)
+        assert (found.shape, found.axis, found.layout, found.recipe) == (st.shape, axis, st.layout, recipe)
+        assert found.scale is st.scale and found.zero_point is st.zero_point and found.global_scale is st.global_scale
+        data = found.data if axis == -1 else found.data.swapaxes(-1, -2)
+        codes = reference.unpack(reference.ops_of(data), data, element, 40 if axis == -1 else 6)
+        assert {int(c) & ((1 << element.bits) - 1) for c in codes.ravel()} == {code}
