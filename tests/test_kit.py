@@ -1,0 +1,1678 @@
+"""The conformance kit: each of its laws can fail, and says what it found. Faults are planted one at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import breccia
+from breccia import (
+    Bridge,
+    Codec,
+    Format,
+    Kernel,
+    Level,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    ScalingRecipe,
+    api,
+    builtin,
+    frameworks,
+    hookimpl,
+    registry,
+)
+from breccia.codecs import E4M3, E8M0, F16, F32, F32_INF, INT4, MAGNITUDE, NF4, Minifloat
+from breccia.errors import DialectError, RecipeError, UnknownNameError, UnsupportedError
+from breccia.kernels import reference
+from breccia.ops import NUMPY, Ops
+from breccia.recipes import RECIPES
+from breccia.registry import Plugin, Registry
+from breccia.rules import LINEAR, Linear, Rule
+from breccia.tensor import ScaledTensor
+from breccia.testing import conformance, oracle, pytest_plugin, strategies
+from breccia.testing.compare import expect_numbers, flushed
+from breccia.testing.kit import laws_of
+from breccia.testing.laws import Law, Subject, bridges, codecs, kernels, manifest, recipes, rules
+from breccia.testing.laws import frameworks as words
+from breccia.testing.laws.law import each
+from breccia.testing.places import Place
+
+STRAY = Plugin("stray", "stray-breccia", "0.1", "stray_manifest")
+MX = MXFP8BlockScaling()
+
+
+def said(law: Law) -> str:
+    """What becomes of a law: nothing where it holds, why it was skipped, or the message it fails with."""
+    try:
+        law.check()
+    except pytest.skip.Exception as e:
+        return f"skipped: {e.msg}"
+    except AssertionError as e:
+        return str(e)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def here(laws: Iterable[Law]) -> list[Law]:
+    """Those that NumPy alone can be asked about."""
+    return [law for law in laws if law.place is None or law.place.framework == "numpy"]
+
+
+def verdicts(laws: Iterable[Law]) -> dict[str, str]:
+    """Sentence -> what became of it, of the laws that do not hold."""
+    return {law.sentence: message for law in here(laws) if (message := said(law))}
+
+
+def stray(kind: str, *declared: Any, tried: tuple[ScalingRecipe, ...] = ()) -> Subject:
+    """A plug-in that declares this."""
+    return Subject(STRAY, {kind: list(declared)}, tried)
+
+
+# ---------------------------------------------------------------------------------------------- words of Ops
+
+#: (a vocabulary with one fault, what the law says of it).
+Planted = tuple[Ops, str]
+
+
+@dataclass(frozen=True)
+class Elsewhere(Place):
+    """A place with a vocabulary of its own for NumPy's arrays."""
+
+    vocabulary: Ops = NUMPY
+
+    @property
+    def ops(self) -> Ops:
+        return self.vocabulary
+
+
+def vocabulary(**said_otherwise: Any) -> Ops:
+    """NumPy's, but for these words."""
+    return type("Faulty", (type(NUMPY),), said_otherwise)()
+
+
+def of_arrays(**operators: Any) -> Ops:
+    """NumPy's, of arrays that have these operators."""
+    kind = type("Faulty", (np.ndarray,), operators)
+    return vocabulary(from_numpy=lambda _, a, dtype=None: NUMPY.from_numpy(a, dtype).view(kind))
+
+
+def plain(a: Any) -> np.ndarray:
+    """An array with NumPy's own operators."""
+    return np.asarray(a)
+
+
+@np.errstate(all="ignore")
+def through(x: Any, *dtypes: Any) -> np.ndarray:
+    """`x` as FP32, having been of each of these dtypes."""
+    for dtype in (*dtypes, np.float32):
+        x = x.astype(dtype)
+    return x
+
+
+def quieted(x: np.ndarray) -> np.ndarray:
+    """FP32 with its signalling NaNs made quiet."""
+    i = x.view(np.int32)
+    return np.where((i & MAGNITUDE) > F32_INF, i | 0x00400000, i).view(np.float32)
+
+
+def narrow(x: np.ndarray, dropped: int) -> np.ndarray:
+    """FP32 with as many bits of its mantissa cut off."""
+    return (x.view(np.int32) & -(1 << dropped)).view(np.float32)
+
+
+def toward_zero(self: Any, other: Any) -> np.ndarray:
+    """The product by FP64, cut off."""
+    exact = plain(self).astype(np.float64) * other
+    near = exact.astype(np.float32)
+    return np.where(np.abs(near.astype(np.float64)) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
+
+
+def unrounded_product(self: Any, other: Any) -> Any:
+    """A product that remembers its exact value."""
+    exact = plain(self).astype(np.float64) * plain(other).astype(np.float64)
+    product = exact.astype(np.float32).view(type(self))
+    product.exact = exact
+    return product
+
+
+def fused_sum(self: Any, other: Any) -> np.ndarray:
+    return (getattr(self, "exact", plain(self)) + plain(other)).astype(np.float32)
+
+
+def by_value(a: np.ndarray) -> np.ndarray:
+    """E4M3 codes that were FP32 numbers in between."""
+    return E4M3.encode(NUMPY, E4M3.decode(NUMPY, a.astype(np.int32))).astype(np.uint8) if a.dtype == np.uint8 else a
+
+
+def by_elements(self: Any, other: Any) -> Any:
+    """`==` of FP32 numbers by their bits."""
+    mine = plain(self)
+    return mine == other if mine.dtype != np.float32 else mine.view(np.int32) == np.float32(other).view(np.int32)
+
+
+def logical_shift(self: Any, n: Any) -> np.ndarray:
+    return (plain(self).view(np.uint32) >> np.asarray(n).astype(np.uint32)).view(np.int32)
+
+
+@np.errstate(all="ignore")
+def float_amax(_: Any, i: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The largest by FP32 comparison, NaN passed over."""
+    return np.fmax.reduce(i.view(np.float32), axis=axes, keepdims=True, initial=np.float32(0)).view(np.int32)
+
+
+def widened(_: Any, x: np.ndarray) -> np.ndarray:
+    """FP16 without its subnormals."""
+    wide = through(x)
+    return np.where(np.abs(wide) < 2.0**-14, np.copysign(np.float32(0), wide), wide)
+
+
+def rounded_bf16(_: Any, x: np.ndarray) -> np.ndarray:
+    """BF16 by way of FP16."""
+    return through((x.astype(np.uint32) << np.uint32(16)).view(np.float32), np.float16) if x.dtype == np.uint16 else through(x)
+
+
+def sign_extended(_: Any, stored: Any) -> np.ndarray:
+    a = plain(stored)
+    return a.view(f"i{a.itemsize}").astype(np.int32)
+
+
+def in_fortran_order(_: Any, like: np.ndarray) -> Any:
+    i = np.arange(like.size, dtype=np.int32).reshape(like.shape, order="F")
+    return i, np.zeros_like(i)
+
+
+def in_16_bits(_: Any, like: np.ndarray) -> Any:
+    low, high = NUMPY.counter(like)
+    return low.astype(np.int16).astype(np.int32), high
+
+
+def otherwise(dtype: Any, now: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`from_numpy` or `to_numpy` that does that to arrays of a dtype."""
+    return lambda _, a, codec=None: now(a) if a.dtype == dtype and codec is None else NUMPY.from_numpy(a, codec)
+
+
+TF32 = 13  # bits of a mantissa that tensor cores drop of FP32
+
+#: Law of words -> what could be wrong with a vocabulary -> that one.
+FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
+    words.bits_and_unbits_are_inverse_and_change_no_bit: {
+        "unbits flushes subnormals": (
+            vocabulary(unbits=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
+            r"bits\(unbits\(i\)\): 0, expected 1, at \[1\]",
+        ),
+        "unbits converts": (vocabulary(unbits=lambda _, i: i.astype(np.float32)), r"bits\(unbits\(i\)\): \d+, expected 1,"),
+        "unbits is FP64": (vocabulary(unbits=lambda _, i: i.astype(np.float64)), "unbits gives float64"),
+        "bits makes NaN quiet": (vocabulary(bits=lambda _, x: quieted(x).view(np.int32)), r"2143289345, expected 2139095041"),
+        "bits are 64": (vocabulary(bits=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
+    },
+    words.half_precision_is_widened_exactly: {
+        "FP16 loses its subnormals": (vocabulary(f32=widened), "float16: 2046 of 65536 differ, the first at"),
+        "BF16 passes through FP16": (
+            vocabulary(
+                bfloat16="bfloat16",
+                from_numpy=lambda _, a, dtype=None: a if dtype == "bfloat16" else NUMPY.from_numpy(a, dtype),
+                f32=rounded_bf16,
+            ),
+            r"bfloat16: \d+ of 65536 differ",
+        ),
+        "bit patterns are no bit patterns": (vocabulary(is_bit_pattern=lambda _, s: False), "but is_bit_pattern says no"),
+    },
+    words.to_float_rounds_once_to_the_nearest: {
+        "it cuts bits off": (
+            vocabulary(to_float=lambda _, x, dtype: NUMPY.to_float(narrow(x, 13 if dtype == "float16" else 16), dtype)),
+            r"to_float\(x, 'float16'\): \d+ of \d+ differ",
+        ),
+        "it rounds twice": (
+            vocabulary(to_float=lambda _, x, dtype: NUMPY.to_float(NUMPY.to_float(narrow(x + x * 2**-10, 11), dtype), dtype)),
+            r"to_float\(x, 'float16'\): \d+ of \d+ differ",
+        ),
+        "FP16 subnormals are flushed": (
+            vocabulary(to_float=lambda _, x, dtype: NUMPY.to_float(np.where(np.abs(x) < 2.0**-14, 0 * x, x), dtype)),
+            r"to_float\(x, 'float16'\): \d+ of \d+ differ.*: 0x[08]0*, expected",
+        ),
+        "it stays FP32": (vocabulary(to_float=lambda _, x, dtype: x), r"to_float\(x, 'float16'\) gives float32"),
+    },
+    words.stored_words_come_back: {
+        "int8 saturates": (
+            vocabulary(store=lambda _, c, d: np.clip(c, -128, 127).astype(np.int8) if d == "int8" else NUMPY.store(c, d)),
+            r"load\(store\(codes, 'int8'\)\): 127, expected 128, at \[128\]",
+        ),
+        "bytes are loaded with a sign": (
+            vocabulary(load=sign_extended),
+            r"load\(store\(codes, 'uint8'\)\): -128, expected 128, at \[128\]",
+        ),
+        "everything is stored in bytes": (
+            vocabulary(store=lambda _, c, d: c.astype(np.uint8)),
+            r"store\(codes, 'int8'\) gives uint8",
+        ),
+    },
+    words.take_reads_the_table: {
+        "the table is FP32": (
+            vocabulary(take=lambda _, t, c: NUMPY.take(t, c).astype(np.float32).astype(np.int64).astype(np.int32)),
+            r"take: -?\d+, expected",
+        ),
+        "it counts from one": (vocabulary(take=lambda _, t, c: NUMPY.take(t, np.maximum(c - 1, 0))), r"take: -?\d+, expected"),
+    },
+    words.integers_wrap_and_shift_as_two_complements: {
+        ">> is logical": (of_arrays(__rshift__=logical_shift), r"a >> 1: \d+, expected -1,"),
+        "* saturates": (
+            of_arrays(__mul__=lambda a, b: np.clip(plain(a).astype(np.int64) * b, -(2**31), 2**31 - 1).astype(np.int32)),
+            r"a \* b: -?\d+, expected",
+        ),
+        "+ widens": (of_arrays(__add__=lambda a, b: plain(a).astype(np.int64) + b), r"a \+ b: int64, expected int32"),
+        "~ negates": (of_arrays(__invert__=lambda a: -plain(a)), r"~a: 0, expected -1, at \[0\]"),
+        "<< counts modulo 16": (of_arrays(__lshift__=lambda a, n: plain(a) << n % 16), "a << 23: 128, expected"),
+    },
+    words.comparisons_are_those_of_numbers: {
+        "< is not >=": (of_arrays(__lt__=lambda a, b: ~(plain(a) >= b)), r"x < 1\.5: True, expected False, at \[6\]"),
+        "== is that of bits": (of_arrays(__eq__=by_elements), r"x == 0\.0: False, expected True, at \[1\]"),
+        "> gives integers": (of_arrays(__gt__=lambda a, b: (plain(a) > b).astype(np.int32)), "a > b: int32, expected bool"),
+    },
+    words.where_minimum_and_maximum_choose: {
+        "where widens": (vocabulary(where=lambda _, c, a, b: np.where(c, a, b).astype(np.int64)), "int64, expected int32"),
+        "where is the wrong way round": (
+            vocabulary(where=lambda _, c, a, b: np.where(c, b, a)),
+            r"where\(a < b, a, b\): -?\d+,",
+        ),
+        "maximum passes through FP32": (
+            vocabulary(maximum=lambda _, a, b: np.maximum(a.astype(np.float32), b).astype(np.int64).astype(a.dtype)),
+            r"maximum\(a, b\): -?\d+, expected",
+        ),
+        "minimum by magnitude": (
+            vocabulary(minimum=lambda _, a, b: np.where(np.abs(a) < np.abs(b), a, b)),
+            r"minimum\(a, b\): -?\d+, expected",
+        ),
+    },
+    words.the_largest_magnitude_survives_with_its_nan: {
+        "numbers are compared, not bits": (vocabulary(amax=float_amax), r"amax\(i, \(-1,\)\): \d+, expected 21\d+, at"),
+        "nothing has no maximum": (
+            vocabulary(amax=lambda _, i, axes: np.max(i, axis=axes, keepdims=True)),
+            "ValueError: zero-size",
+        ),
+        "axes are dropped": (
+            vocabulary(amax=lambda _, i, axes: np.max(i, axis=axes, initial=0)),
+            r"shape \(2, 3, 8\), expected",
+        ),
+        "one axis of two": (
+            vocabulary(amax=lambda _, i, axes: np.max(i, axis=axes[-1:], keepdims=True, initial=0)),
+            r"amax\(i, \(-3, -1\)\): shape \(2, 3, 8, 1\), expected \(2, 1, 8, 1\)",
+        ),
+    },
+    words.arithmetic_rounds_once: {
+        "* cuts off": (of_arrays(__mul__=toward_zero), r"x \* y: \d+ of 300 differ"),
+        "- by way of BF16": (of_arrays(__sub__=lambda a, b: narrow(plain(a) - plain(b), 16)), r"x - y: \d+ of 300 differ"),
+        "+ is FP64": (of_arrays(__add__=lambda a, b: plain(a).astype(np.float64) + b), r"x \+ y: float64, expected float32"),
+    },
+    words.products_are_not_fused_into_sums: {
+        "fused multiply-add": (of_arrays(__mul__=unrounded_product, __add__=fused_sum), "fused into one rounding"),
+    },
+    words.division_is_ieee_by_arrays_scalars_and_broadcasts: {
+        "by a reciprocal": (vocabulary(div=lambda _, a, b: np.float32(1) / b * a), r"div\(x, y\): \d+ of 300 differ"),
+        "by a constant's reciprocal": (
+            vocabulary(div=lambda _, a, b: a * np.float32(1 / b) if isinstance(b, float) else NUMPY.div(a, b)),
+            r"div\(x, 7\.0\): \d+ of 300 differ",
+        ),
+        "0 / 0 is 0": (
+            vocabulary(div=lambda _, a, b: np.where(np.equal(b, 0) & np.equal(a, 0), np.float32(0), NUMPY.div(a, b))),
+            "div of zeros, Inf and NaN: 4 of 49 differ",
+        ),
+    },
+    words.whole_numbers_are_converted_exactly: {
+        "number is FP16": (vocabulary(number=lambda _, i: through(i, np.float16)), r"number\(i\): 3 of 603 differ"),
+        "bytes have a sign": (
+            vocabulary(number=lambda _, i: NUMPY.number(i.view(np.int8) if i.dtype == np.uint8 else i)),
+            "number of uint8: 128 of 256 differ",
+        ),
+        "whole is of 16 bits": (
+            vocabulary(whole=lambda _, x: NUMPY.whole(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)),
+            r"whole\(x\): -1, expected 16777215",
+        ),
+        "whole leaves Python's numbers": (
+            vocabulary(whole=lambda _, x: NUMPY.whole(x) if hasattr(x, "astype") else str(x)),
+            r"whole\(7\.0\) is '7\.0'",
+        ),
+    },
+    words.constants_are_exact_and_have_no_axes: {
+        "FP16": (
+            vocabulary(constant=lambda _, v, like: through(np.array(v), np.float16)),
+            r"constant\(1\.17\S+\): 1 of 1",
+        ),
+        "an axis": (
+            vocabulary(constant=lambda _, v, like: np.full(1, v, np.float32)),
+            r"constant\(0\.0\): shape \(1,\), ",
+        ),
+    },
+    words.matmul_accumulates_in_fp32: {
+        "operands of TF32": (
+            vocabulary(matmul=lambda _, a, b: np.matmul(narrow(a, TF32), narrow(b, TF32))),
+            r"matmul is \d+\.\d times the FP32 bound away",
+        ),
+        "a product of FP64": (
+            vocabulary(matmul=lambda _, a, b: np.matmul(a.astype(float), b)),
+            "matmul: float64, expected float32",
+        ),
+        "the transpose": (vocabulary(matmul=lambda _, a, b: np.matmul(a, b).T), r"matmul: shape \(5, 8\), expected \(8, 5\)"),
+    },
+    words.shapes_are_numpys: {
+        "pad at the front": (vocabulary(pad=lambda _, a, w: np.pad(a, [(n, 0) for n in w])), "pad: 0, expected"),
+        "swap of the first axes": (
+            vocabulary(swap=lambda _, a: a.swapaxes(0, 1)),
+            r"swap: shape \(3, 2, 4\), expected",
+        ),
+        "gather in ascending order": (
+            vocabulary(gather=lambda _, a, i, axis: NUMPY.gather(a, tuple(sorted(i)), axis)),
+            r"gather: 0, expected 2, at \[0, 0, 0\]",
+        ),
+        "concat along the last axis always": (
+            vocabulary(concat=lambda _, parts, axis=-1: np.concatenate(parts, -1)),
+            r"concat along -2: shape \(2, 3, 8\), expected \(2, 6, 4\)",
+        ),
+    },
+    words.float8_is_moved_bit_by_bit: {
+        "concat by value": (
+            vocabulary(concat=lambda _, parts, axis=-1: by_value(np.concatenate(parts, axis))),
+            "concat of E4M3: 127, expected 255",
+        ),
+        "gather by value": (
+            vocabulary(gather=lambda _, a, i, axis: by_value(NUMPY.gather(a, i, axis))),
+            "gather of E4M3: 127, expected 255",
+        ),
+    },
+    words.codes_are_joined_lowest_first: {
+        "highest first": (
+            vocabulary(joined=lambda _, c, bits: NUMPY.joined(c[..., ::-1], bits)),
+            r"joined by 4 bits: \d+, expected",
+        ),
+        "always nibbles": (vocabulary(joined=lambda _, c, bits: NUMPY.joined(c, 4)), r"joined by 6 bits: \d+, expected"),
+        "parted from the highest": (
+            vocabulary(parted=lambda _, w, bits, count: NUMPY.parted(w, bits, count)[..., ::-1]),
+            r"parted by 4 bits: \d+, expected",
+        ),
+    },
+    words.counters_are_the_index_of_each_element: {
+        "16 bits": (vocabulary(counter=in_16_bits), r"counter, low words: -32768, expected 32768, at \[0, 32768\]"),
+        "Fortran's order": (vocabulary(counter=in_fortran_order), r"counter, low words: 15, expected 1, at \[0, 0, 1\]"),
+        "high word for low": (
+            vocabulary(counter=lambda _, like: NUMPY.counter(like)[::-1]),
+            "counter, low words: 0, expected 1",
+        ),
+    },
+    words.seeds_are_two_words: {
+        "the high word is lost": (
+            vocabulary(words=lambda _, seed: (NUMPY.words(seed)[0], 0)),
+            r"words\(9223372036854775813\) are \[5, 0\]",
+        ),
+    },
+    words.any_reads_truth: {
+        "NumPy's own truth": (vocabulary(any=lambda _, c: np.any(c)), "is not True"),
+        "all": (vocabulary(any=lambda _, c: bool(np.all(c))), "is not True"),
+        "always": (vocabulary(any=lambda _, c: True), "is not False"),
+    },
+    words.assign_writes_in_place_or_refuses: {
+        "the copy is written": (
+            vocabulary(assign=lambda _, out, v: np.copyto(out.copy(), v)),
+            r"assign\(out, value\): 3 of 4 differ",
+        ),
+    },
+    words.a_conversion_of_its_own_is_the_contracts: {
+        "overflow is Inf": (
+            vocabulary(
+                narrowed=lambda _, y, codec: (
+                    plain(y).astype(np.float16).view(np.uint16).astype(np.int32) if codec == F16 else None
+                ),
+            ),
+            r"narrowed\(y, F16\): \d+ of 302 differ, the first at .*: 0x[7f]c00, expected 0x[7f]bff",
+        ),
+        "-0 is lost": (
+            vocabulary(narrowed=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
+            r"narrowed\(y, E4M3\): 1 of 302 differ, the first at \[301\]: 0x0, expected 0x80",
+        ),
+    },
+    words.arrays_come_and_go_unchanged: {
+        "FP16 is widened on the way out": (
+            vocabulary(to_numpy=lambda _, a: through(a) if a.dtype == np.float16 else NUMPY.to_numpy(a)),
+            r"float16 there and back: \d+ of 32 differ",
+        ),
+        "uint16 is widened on the way in": (
+            vocabulary(from_numpy=otherwise(np.uint16, lambda a: a.astype(np.int32))),
+            "a NumPy uint16 array becomes int32",
+        ),
+        "FP32 NaN are made quiet": (
+            vocabulary(from_numpy=otherwise(np.float32, quieted)),
+            r"float32 there and back: 1 of 16 differ.*: 0x7fc00001, expected 0x7f800001",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("law", words.WORDS, ids=lambda law: law.__name__)
+def test_a_law_of_words_holds_for_numpy_and_has_a_fault_planted_against_it(law: Callable[[Place], None]) -> None:
+    assert FAULTS.get(law), "plant a fault that this law reports"
+    law(Elsewhere("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("law", "fault"), [pytest.param(law, f, id=f"{law.__name__}-{f}") for law, faults in FAULTS.items() for f in faults]
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_a_law_of_words_reports_the_fault_planted_against_it(law: Callable[[Place], None], fault: str) -> None:
+    ops, message = FAULTS[law][fault]
+    (found,) = each("ops", "elsewhere", (law,), place=Elsewhere("numpy", vocabulary=ops))
+    assert re.search(message, said(found)), said(found)
+
+
+def flushing(self: Any, other: Any) -> Any:
+    """A product as XLA gives it: zero of its sign below 2^-126."""
+    product = plain(self) * other
+    return np.where(np.abs(product) < np.float32(2.0**-126), np.copysign(np.float32(0), product), product).view(type(self))
+
+
+def test_zeros_for_subnormals_are_allowed_and_counted_where_a_place_flushes_and_nowhere_else() -> None:
+    xla = Elsewhere("xla", vocabulary=of_arrays(__mul__=flushing))
+    exact = np.array([2.0**-130, -(2.0**-130), 1.5], np.float32)
+    lost = np.array([0.0, -0.0, 1.5], np.float32)
+    assert xla.flushes and not Place("numpy").flushes
+    before = flushed["xla"]
+    expect_numbers("decoded", xla, xla.array(lost), exact)
+    assert flushed["xla"] == before + 2
+    with pytest.raises(AssertionError, match=r"decoded: 2 of 3 differ, the first at \[0\]: 0x0, expected 0x80000"):
+        expect_numbers("decoded", Place("numpy"), lost, exact)
+    with pytest.raises(AssertionError, match=r"decoded: 1 of 3 differ, the first at \[1\]: 0x0, expected 0x80080000"):
+        expect_numbers("decoded", xla, xla.array(np.abs(lost)), exact)
+    with pytest.raises(AssertionError, match=r"decoded: 1 of 3 differ, the first at \[2\]"):
+        expect_numbers("decoded", xla, xla.array(lost * 0), np.abs(exact) * np.array([1, -1, 1], np.float32))
+
+
+def test_another_dtype_or_shape_of_numbers_is_named() -> None:
+    for found, message in (
+        (np.ones(3, np.float16), "decoded: float16, expected float32"),
+        (np.ones(3, np.float64), "decoded: float64, expected float32"),
+        (np.ones((3, 1), np.float32), r"decoded: shape \(3, 1\), expected \(3,\)"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            expect_numbers("decoded", Place("numpy"), found, np.ones(3, np.float32))
+
+
+def test_a_framework_whose_arrays_are_anothers_is_reported() -> None:
+    declared = frameworks.framework_of(np.ones(1))
+    words.its_arrays_are_known(declared, Place("numpy"))
+    with pytest.raises(AssertionError, match="an array of it is taken for one of numpy"):
+        words.its_arrays_are_known(replace(declared, name="acme"), Place("numpy"))
+    monkeyed = vocabulary(from_numpy=lambda _, a, dtype=None: a.astype(np.float16))
+    with pytest.raises(AssertionError, match="its float32 is called 'float16'"):
+        words.its_arrays_are_known(declared, Elsewhere("numpy", vocabulary=monkeyed))
+
+
+# ---------------------------------------------------------------------------------------------- codecs
+
+
+class Told(Minifloat):
+    """E4M3 under a name of its own; kinds of it go wrong."""
+
+    @classmethod
+    def made(cls, **fields: Any) -> Told:
+        return cls(**{f: getattr(E4M3, f) for f in E4M3.__dataclass_fields__} | {"name": "A8"} | fields)
+
+
+class NanOfFive(Told):
+    @property
+    def nan_code(self) -> int:
+        return 5
+
+
+class Truncates(Told):
+    def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
+        return super().encode(ops, ops.unbits(ops.bits(y) & -(1 << 20)), word)
+
+
+class TiesAway(Told):
+    def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
+        i = ops.bits(y)
+        ordinary = ((i & MAGNITUDE) >= 0x3C000000) & ((i & MAGNITUDE) < 0x43000000)  # 2^-7 .. 128
+        return super().encode(ops, ops.unbits(ops.where(ordinary & (word is None), i + 1, i)), word)
+
+
+class LosesMinusZero(Told):
+    def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
+        code = super().encode(ops, y, word)
+        return ops.where(code == 0x80, 0, code)
+
+
+class Overflows(Told):
+    def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
+        return ops.where((ops.bits(y) & MAGNITUDE) > 0x43E80000, 0x7F, super().encode(ops, y, word))  # beyond 464: NaN
+
+
+class NanIsLargest(Told):
+    def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
+        code = super().encode(ops, y, word)
+        return ops.where(code == 0x7F, 0x7E, code)
+
+
+class IgnoresRandomBits(Told):
+    def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
+        return super().encode(ops, y)
+
+
+class ReadsNoSubnormals(Told):
+    def decode(self, ops: Ops, codes: Any) -> Any:
+        return super().decode(ops, ops.where((codes & 0x78) == 0, 0, codes))
+
+
+CODEC_FAULTS: dict[str, tuple[Codec, str, str]] = {
+    "no source": (Told.made(source=" "), "it_says_what_it_is", r"codec 'A8' has no source=; say where the format is defined"),
+    "None for a source": (Told.made(source=None), "it_says_what_it_is", r"codec 'A8' has no source="),
+    "a smaller maximum": (Told.made(largest=440.0), "it_says_what_it_is", r"max is 440\.0, its largest number 448\.0"),
+    "a larger maximum": (Told.made(largest=480.0), "it_says_what_it_is", r"max is 480\.0, its largest number 448\.0"),
+    "an infinite maximum": (Told.made(largest=float("inf")), "it_says_what_it_is", r"codec 'A8': max is inf"),
+    "a NaN code that is a number": (NanOfFive.made(), "it_says_what_it_is", r"nan_code 0x5 decodes to 0\.009765625"),
+    "too many bits": (Told.made(bits=64), "it_says_what_it_is", r"codec 'A8' has 64 bits"),
+    "it truncates": (Truncates.made(), "numbers_get_the_nearest_code", r"A8 codes of \d+ numbers: \d+ of \d+ differ"),
+    "ties go away from zero": (TiesAway.made(), "numbers_get_the_nearest_code", r"A8 codes of \d+ numbers: \d+ of \d+ differ"),
+    "-0 is +0": (LosesMinusZero.made(), "numbers_get_the_nearest_code", r"differ, the first at \[\d+\]: 0x0, expected 0x80"),
+    "overflow is NaN": (Overflows.made(), "numbers_get_the_nearest_code", r": 0x7f, expected 0x7e"),
+    "NaN is a number": (NanIsLargest.made(), "numbers_get_the_nearest_code", r": 0x7e, expected 0x7f"),
+    "random bits do nothing": (
+        IgnoresRandomBits.made(),
+        "random_bits_choose_the_oracles_code",
+        r"A8 codes of \d+ numbers by random bits: \d+ of \d+ differ",
+    ),
+    "subnormals are read as zeros": (
+        ReadsNoSubnormals.made(),
+        "every_code_is_read_as_its_number",
+        r"A8 codes: 15 of 256 differ, the first at \[1\]: 0x0, expected 0x3b000000",
+    ),
+    "nothing is declared": (
+        Codec("A8", 8, None, "tests"),
+        "it_says_what_it_is",
+        "'A8' does not declare its largest",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CODEC_FAULTS)
+def test_the_laws_of_codecs_report(fault: str) -> None:
+    codec, sentence, message = CODEC_FAULTS[fault]
+    laws = [law for law in here(codecs.laws(stray("codecs", codec))) if law.sentence == sentence]
+    assert [bool(re.search(message, said(law))) for law in laws] == [True], [said(law) for law in laws]
+
+
+@pytest.mark.parametrize("codec", [Told.made(), E8M0, INT4, NF4, F16, F32], ids=lambda codec: codec.name)
+def test_the_laws_of_codecs_hold_for_a_sound_one(codec: Codec) -> None:
+    assert verdicts(codecs.laws(stray("codecs", codec))) == {}
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+class ForF32(Linear):
+    """`linear` for FP32 scales of E4M3 alone, which keeps these tests short; kinds of it go wrong."""
+
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+        if (codec, element) != (F32, E4M3):
+            raise RecipeError("for FP32 scales of E4M3 only")
+        return self.wrong(ops, super().scale(ops, statistic, codec, element, capacity, coarse))
+
+    def wrong(self, ops: Ops, code: Any) -> Any:
+        return code
+
+
+class Jagged(ForF32):
+    def wrong(self, ops: Ops, code: Any) -> Any:
+        return code ^ 1
+
+
+class Nought(ForF32):
+    def wrong(self, ops: Ops, code: Any) -> Any:
+        return code * 0
+
+
+class Endless(ForF32):
+    def wrong(self, ops: Ops, code: Any) -> Any:
+        return ops.where(code > 0x7A000000, F32_INF, code)
+
+
+class Elsewise(ForF32):
+    def wrong(self, ops: Ops, code: Any) -> Any:
+        return code if ops is NUMPY else code + 1
+
+
+class NoughtInE4M3(Rule):
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+        if (codec, element) != (E4M3, E4M3):
+            raise RecipeError("for E4M3 only")
+        return ops.bits(statistic) * 0
+
+
+class BeyondE8M0(Rule):
+    code = 300
+
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+        if (codec, element) != (E8M0, E4M3):
+            raise RecipeError("for E8M0 only")
+        return ops.bits(statistic) * 0 + self.code
+
+
+class BelowE8M0(BeyondE8M0):
+    code = -1
+
+
+class Choosy(Rule):
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+        raise RecipeError("not this one either")
+
+
+POSITIVE, ASCENDING = "scales_are_positive_numbers", "a_larger_amax_never_gets_a_smaller_scale"
+RULE_FAULTS: dict[str, tuple[Rule, str, str]] = {
+    "not monotone": (Jagged("jagged"), ASCENDING, r"rule 'jagged' in F32 for E4M3: the scale falls at amax \[\d\S+\]"),
+    "zero": (Nought("nought"), POSITIVE, r"rule 'nought' in F32 for E4M3: scales \[0\.0, 0\.0, 0\.0\]"),
+    "zero where small blocks may be": (NoughtInE4M3("nought"), POSITIVE, r"in E4M3 for E4M3: scale 0 for amax 3\.402\S+e\+38"),
+    "infinite": (Endless("endless"), POSITIVE, r"rule 'endless' in F32 for E4M3: scales \[inf, inf, inf\]"),
+    "codes of more bits": (BeyondE8M0("beyond"), POSITIVE, r"\['0x12c', '0x12c', '0x12c'\] are no codes of 8 bits"),
+    "negative codes": (BelowE8M0("below"), POSITIVE, r"\['0xffffffff', .* are no codes of 8 bits"),
+    "serves no codec": (Choosy("choosy"), "it_serves_some_codec", "rule 'choosy' raises RecipeError for every codec"),
+}
+
+
+@pytest.mark.parametrize("fault", RULE_FAULTS)
+def test_the_laws_of_rules_report(fault: str) -> None:
+    rule, sentence, message = RULE_FAULTS[fault]
+    found = verdicts(rules.laws(stray("rules", rule)))
+    assert re.search(message, found[sentence]), found
+
+
+def test_the_laws_of_rules_hold_for_a_sound_one_and_say_what_the_oracle_does_not_know() -> None:
+    found = verdicts(rules.laws(stray("rules", ForF32("mine"))))
+    assert found == {
+        "scales_are_the_oracles": "skipped: the oracle does not know ForF32; other frameworks are held to NumPy's scales"
+    }
+
+
+def test_a_rule_of_other_scales_on_another_framework_is_reported() -> None:
+    place = Elsewhere("elsewhere", vocabulary=vocabulary())
+    rules.scales_are_the_oracles(ForF32("mine"), place)
+    with pytest.raises(AssertionError, match=r"elsewise in F32 for E4M3, against NumPy: \d+ of \d+ differ"):
+        rules.scales_are_the_oracles(Elsewise("elsewise"), place)
+
+
+def test_a_rule_that_the_oracle_knows_is_held_to_the_oracle() -> None:
+    by_reciprocals = vocabulary(div=lambda _, a, b: a * np.float32(1 / b))
+    with pytest.raises(AssertionError, match=r"linear in \w+ for \w+: \d+ of \d+ differ"):
+        rules.scales_are_the_oracles(LINEAR, Elsewhere("numpy", vocabulary=by_reciprocals))
+
+
+# ---------------------------------------------------------------------------------------------- a registry of core and one
+
+
+@pytest.fixture
+def declare() -> Iterator[Callable[..., list[Law]]]:
+    """Registers core and a plug-in "stray", alone, for one test; gives the laws about what stray declares, on NumPy."""
+
+    def declaring(*tried: ScalingRecipe, **declared: list[Any]) -> list[Law]:
+        registered(ModuleType("stray_manifest"), **declared)
+        return [law for law in here(laws_of("stray", tried)) if law.kind != "manifest"]
+
+    yield declaring
+    registry.reload()
+
+
+def registered(module: ModuleType, **declared: list[Any]) -> Registry:
+    """The current registry, of core and of a plug-in whose hooks return this."""
+
+    def hook(found: list[Any]) -> Any:
+        return hookimpl(lambda: found)
+
+    vars(module).update({"api": 1, **{f"breccia_{kind}": hook(found) for kind, found in declared.items()}})
+    core = Plugin("core", registry.CORE, breccia.__version__, builtin.__name__)
+    found = Registry([(core, lambda: builtin), (STRAY, lambda: module)], {})
+    frameworks.install(tuple(found.frameworks.values()))
+    registry._current = found
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- recipes
+
+
+@dataclass(frozen=True)
+class Stray(ScalingRecipe):
+    """E4M3, `block` along K under an F32 scale."""
+
+    name = "stray"
+    source = "tests"
+    block: int = 16
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(E4M3, (Level(F32, (1, self.block)),))
+
+
+@dataclass(frozen=True)
+class Sourceless(Stray):
+    """Where it is from, nobody says."""
+
+    source = ""
+
+
+@dataclass(frozen=True)
+class Undescribed(Stray):
+    block: int = 16
+
+
+@dataclass(frozen=True)
+class Needing(ScalingRecipe):
+    """Its block has no default."""
+
+    name = "stray"
+    source = "tests"
+    block: int
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(E4M3, (Level(F32, (1, self.block)),))
+
+
+@dataclass(frozen=True)
+class NeedingInSecret(Needing):
+    """Nor does its fingerprint tell it."""
+
+    block: int = field(metadata={"affects_bytes": False})
+
+
+@dataclass(frozen=True)
+class Forgetful(Stray):
+    """Its JSON lacks a field."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "fields": {}}
+
+
+@dataclass(frozen=True)
+class Unpicklable(Stray):
+    """Its pickle is another one."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (99,)
+
+
+@dataclass(frozen=True)
+class Secretive(Stray):
+    """Its fingerprint hides its block."""
+
+    block: int = field(default=16, metadata={"affects_bytes": False})
+
+
+@dataclass(frozen=True)
+class Unhashed(Stray):
+    """Two of the same are two."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Twice(Linear):
+    """Scales of twice the size."""
+
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+        return super().scale(ops, statistic, codec, element, capacity / 2, coarse)
+
+
+@dataclass(frozen=True)
+class Unheard(Stray):
+    """Its rule is of a class of its own."""
+
+    rules = (Twice("twice"),)
+
+
+TRAVELS, WELL, ONE = "it_travels_as_json_and_pickle", "its_class_is_declared_well", "equal_ones_are_one"
+RECIPE_FAULTS: dict[str, tuple[type[ScalingRecipe], tuple[ScalingRecipe, ...], str, str]] = {
+    "no source": (Sourceless, (), WELL, "Sourceless has no source; cite where the format is defined"),
+    "no docstring": (Undescribed, (), WELL, "Undescribed has no docstring"),
+    "a field without a default": (Needing, (), WELL, r"Needing needs block: no instance is tried; .* recipes=\[\.\.\.\]\)"),
+    "JSON without a field": (Forgetful, (), TRAVELS, "its JSON lacks block: a file would be read with"),
+    "JSON that loses a value": (Forgetful, (Forgetful(32),), TRAVELS, r"from_json\(to_json\(\)\) gave Forgetful\(block=16\)"),
+    "another pickle": (Unpicklable, (), TRAVELS, r"pickle gave Unpicklable\(block=99\)"),
+    "a hidden field": (Secretive, (Secretive(32),), ONE, r"Secretive\(block=\d+\) has the same fingerprint and writes other"),
+    "a hidden field that is needed": (
+        NeedingInSecret,
+        (NeedingInSecret(8), NeedingInSecret(32)),
+        ONE,
+        r"NeedingInSecret\(block=\d+\) has the same fingerprint and writes other bytes",
+    ),
+    "hashes of its own": (Unhashed, (), ONE, r"Unhashed\(block=16\) and Unhashed\(block=16\) are not equal"),
+}
+
+
+@pytest.mark.parametrize("fault", RECIPE_FAULTS)
+def test_the_laws_of_recipes_report(declare: Callable[..., list[Law]], fault: str) -> None:
+    kind, tried, sentence, message = RECIPE_FAULTS[fault]
+    found = [said(law) for law in declare(*tried, recipes=[kind]) if law.sentence == sentence]
+    assert any(re.search(message, one) for one in found), found
+
+
+def test_the_laws_of_recipes_hold_for_a_sound_one(declare: Callable[..., list[Law]]) -> None:
+    assert verdicts(declare(recipes=[Stray])) == {"files_keep_it": "skipped: breccia-bridges is not installed"}
+
+
+def test_a_needed_field_is_tried_with_the_settings_given(declare: Callable[..., list[Law]]) -> None:
+    laws = declare(Needing(8), recipes=[Needing])
+    assert {law.subject for law in laws} == {"stray", "stray,block=8"}
+    assert verdicts(law for law in laws if law.sentence in (WELL, TRAVELS, ONE)) == {}
+
+
+def test_casts_under_a_rule_that_the_oracle_does_not_know_are_held_to_numpys(
+    declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdicts(laws := declare(recipes=[Unheard]))
+    unknown = "skipped: the oracle does not know Twice; casts are held to NumPy's instead"
+    judged = {"a_cast_writes_the_oracles_bytes", "a_stochastic_cast_writes_the_oracles_bytes"}
+    judged |= {"any_bit_pattern_is_cast_as_the_oracle_casts_it"}
+    assert found == dict.fromkeys(judged, unknown) | {"files_keep_it": "skipped: breccia-bridges is not installed"}
+    monkeypatch.setattr(api, "cast", wrong_code)
+    assert re.search("^along rows: data: 1 of ", verdicts(laws)["casts_write_the_bytes_of_numpy"])
+
+
+# Verbs with one fault each, which kernels are made of too.
+
+
+def wrong_code(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    written = reference.cast(x, recipe, **options)
+    if x.size:
+        written.data.flat[0] ^= 1
+    return written
+
+
+def wrong_scale(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    written = reference.cast(x, recipe, **options)
+    written.scale.view(f"u{written.scale.itemsize}").flat[-1] ^= 1
+    return written
+
+
+def wide_codes(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    c = reference.cast(x, recipe, **options)
+    parts = (c.zero_point, c.global_scale, c.axis, c.tail)
+    return ScaledTensor.assemble(c.data.astype(np.int32), c.scale, recipe, c.layout, *parts)
+
+
+def ignores_axis(x: Any, recipe: ScalingRecipe, *, axis: int = -1, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, **options)
+
+
+def ignores_seed(x: Any, recipe: ScalingRecipe, *, seed: Any = None, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, seed=None if seed is None else 0, **options)
+
+
+def writes_into_x(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    written = reference.cast(x, recipe, **options)
+    x[...] = 0
+    return written
+
+
+def nan_is_zero(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    return reference.cast(np.where(np.isnan(x), x.dtype.type(0), x), recipe, **options)
+
+
+def cast_in_half(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    return reference.cast(through(x, np.float16), recipe, **options)
+
+
+def fails(*operands: Any, **options: Any) -> Any:
+    raise ValueError("the driver is upset")
+
+
+def halves(scaled: ScaledTensor, **options: Any) -> Any:
+    return through(reference.dequantize(scaled), np.float16).astype(np.float16)
+
+
+def by_halves(scaled: ScaledTensor, **options: Any) -> Any:
+    return through(reference.dequantize(scaled), np.float16)
+
+
+def numbers_only(scaled: ScaledTensor, **options: Any) -> Any:
+    return np.nan_to_num(reference.dequantize(scaled))
+
+
+def flat_where_empty(scaled: ScaledTensor, **options: Any) -> Any:
+    back = reference.dequantize(scaled)
+    return back if back.size else back.reshape(0)
+
+
+def writes_into_codes(scaled: ScaledTensor, **options: Any) -> Any:
+    back = reference.dequantize(scaled)
+    scaled.data[...] = 0
+    return back
+
+
+def casts_again(scaled: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> Any:
+    back = reference.dequantize(scaled)
+    return scaled if recipe == scaled.recipe else reference.cast(through(back, np.float16), recipe)
+
+
+def matmul_in_half(a: Any, b: Any, out_dtype: Any = "float32", **options: Any) -> Any:
+    left, right = (reference.dequantize(x) if isinstance(x, ScaledTensor) else x for x in (a, b))
+    return through(np.matmul(left.astype(np.float16), right.astype(np.float16)))
+
+
+def matmul_of_rows(a: Any, b: Any, out_dtype: Any = "float32", **options: Any) -> Any:
+    return reference.matmul(a, b)[:-1]
+
+
+def the_input(x: Any, recipe: ScalingRecipe, **options: Any) -> Any:
+    return x
+
+
+def trip_that_writes(x: Any, recipe: ScalingRecipe, *bounds: Any, **options: Any) -> Any:
+    back = reference.cast_ste_clipped(x, recipe, *bounds, **options)
+    x[...] = 0
+    return back
+
+
+VERB_FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
+    ("a_cast_writes_the_oracles_bytes", "cast", wrong_code, r"codes: 1 of \d+ differ, the first at \[0, 0\]"),
+    ("a_cast_writes_the_oracles_bytes", "cast", wrong_scale, r"scale: 1 of \d+ differ"),
+    ("a_cast_writes_the_oracles_bytes", "dequantize", by_halves, r"decoded: \d+ of \d+ differ"),
+    ("a_stochastic_cast_writes_the_oracles_bytes", "cast", ignores_seed, r"codes: \d+ of \d+ differ"),
+    ("any_bit_pattern_is_cast_as_the_oracle_casts_it", "cast", nan_is_zero, r"scale: \d+ of \d+ differ"),
+    ("every_code_under_every_scale_decodes_as_the_oracle_says", "dequantize", numbers_only, r"decoded: \d+ of \d+ differ"),
+    ("casts_write_the_bytes_of_numpy", "cast", ignores_axis, r"^along rows: layout is .*, expected .*"),
+    ("casts_write_the_bytes_of_numpy", "cast", ignores_seed, r"^stochastic: data: \d+ of \d+ differ"),
+    ("nothing_non_finite_becomes_finite", "cast", nan_is_zero, "a NaN or Inf decodes to a number"),
+    ("nothing_non_finite_becomes_finite", "dequantize", halves, "decoded: float16, expected float32"),
+    ("an_empty_array_stays_empty", "dequantize", flat_where_empty, r"\(0, 32\) became \(0, 32\), then \(0,\)"),
+    ("requantize_is_numpys", "requantize", casts_again, r"(data|scale): \d+ of \d+ differ"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "verb", "faulty", "message"),
+    VERB_FAULTS,
+    ids=[f"{verb}-{faulty.__name__}-{sentence}" for sentence, verb, faulty, _ in VERB_FAULTS],
+)
+def test_the_laws_of_recipes_report_a_verb_that_is_wrong(
+    declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch, sentence: str, verb: str, faulty: Any, message: str
+) -> None:
+    (law,) = [law for law in declare(recipes=[Stray]) if law.sentence == sentence]
+    assert said(law) == ""
+    monkeypatch.setattr(api, verb, faulty)
+    assert re.search(message, said(law)), said(law)
+
+
+def test_a_scale_of_the_whole_tensor_is_decoded_by_the_oracle_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NumPy, where the generic algorithm itself is tried."""
+    sound = breccia.Float8CurrentScaling()
+    recipes.every_code_under_every_scale_decodes_as_the_oracle_says(sound, Place("numpy"))
+    for module in (api, reference):
+        monkeypatch.setattr(module, "dequantize", lambda s, genuine=reference.dequantize: -genuine(s))
+    with pytest.raises(AssertionError, match="decoded: "):
+        recipes.every_code_under_every_scale_decodes_as_the_oracle_says(sound, Place("numpy"))
+
+
+KEPT: dict[str, dict[str, ScaledTensor]] = {}
+
+
+def keep(tensors: dict[str, ScaledTensor], path: Any) -> None:
+    KEPT[str(path)] = tensors
+
+
+def find_again(path: Any) -> dict[str, ScaledTensor]:
+    return KEPT.pop(str(path))
+
+
+def find_another(path: Any) -> dict[str, ScaledTensor]:
+    found = find_again(path)
+    for kept in found.values():
+        kept.data.flat[-1] ^= 1
+    return {name: ScaledTensor.assemble(k.data.copy(), k.scale, k.recipe, k.layout, tail=1) for name, k in found.items()}
+
+
+@pytest.mark.parametrize(("load", "message"), [("find_again", "^$"), ("find_another", "^tail is 1, expected 0$")])
+def test_a_file_that_keeps_a_recipe_badly_is_reported(declare: Callable[..., list[Law]], load: str, message: str) -> None:
+    files = [Bridge("save_safetensors", f"{__name__}:keep"), Bridge("load_safetensors", f"{__name__}:{load}")]
+    (law,) = [law for law in declare(recipes=[Stray], bridges=files) if law.sentence == "files_keep_it"]
+    assert re.search(message, said(law)), said(law)
+
+
+def test_frameworks_are_held_to_numpys_bytes_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    words.bytes_and_numbers_are_numpys(MX, Place("numpy"))
+    for verb, faulty, message in (("cast", wrong_scale, "scale: 1 of"), ("dequantize", by_halves, "decoded: ")):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match=message):
+            patch.setattr(api, verb, faulty)
+            words.bytes_and_numbers_are_numpys(MX, Place("numpy"))
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+def missing(device: str) -> str:
+    return "acme_npu is not installed"
+
+
+def there(device: str) -> bool:
+    return True
+
+
+def unsure(device: str) -> None:
+    raise OSError("no /dev/acme")
+
+
+def nothing(call: Any) -> str:
+    return "Acme takes nothing"
+
+
+def along_k(call: Any) -> str | None:
+    return None if call.option("axis", -1) == -1 else "along the last axis only"
+
+
+def kernel(target: Callable[..., Any], op: str = "cast", **declared: Any) -> Kernel:
+    """One for MXFP8 on NumPy, named as its function."""
+    served: dict[str, Any] = {"other": MXFP8BlockScaling} if op == "requantize" else {"recipe": MXFP8BlockScaling}
+    asked = {name: f"{__name__}:{function.__name__}" for name, function in declared.items() if callable(function)}
+    name = f"stray.{target.__name__}"
+    return Kernel(op, "numpy", f"{__name__}:{target.__name__}", name, **served | declared | asked)
+
+
+CAST, VALUES = "casts_write_the_bytes_of_the_generic_algorithm", "values_are_those_of_the_generic_algorithm"
+AGAIN, PRODUCT = "requantize_writes_the_bytes_of_the_generic_algorithm", "products_keep_the_bound"
+TRIP, AVAILABLE = "round_trips_are_dequantize_of_cast", "it_says_whether_it_is_available"
+KERNEL_FAULTS: dict[str, tuple[Kernel, str, str]] = {
+    "one code is wrong": (kernel(wrong_code), CAST, r"^data: 1 of \d+ differ, the first at \[0, 0\]: 0x\w+, expected 0x\w+$"),
+    "one scale is wrong": (kernel(wrong_scale), CAST, r"^scale: 1 of \d+ differ, the first at \[\d+, 2\]: 0x\w+, expected 0x"),
+    "codes are of four bytes": (kernel(wide_codes), CAST, "^data: items of 4 bytes, expected 1$"),
+    "axis= is ignored": (kernel(ignores_axis), CAST, r"^layout is .*, expected .*block_m=32"),
+    "seed= is ignored": (kernel(ignores_seed), CAST, r"^data: \d+ of \d+ differ"),
+    "NaN is dropped": (kernel(nan_is_zero), CAST, r"^(scale|data): \d+ of \d+ differ"),
+    "half precision in between": (kernel(cast_in_half), CAST, r"^(scale|data): \d+ of \d+ differ"),
+    "it writes into x": (kernel(writes_into_x), CAST, "^it writes into its input$"),
+    "it gives the array back": (kernel(the_input), CAST, "AttributeError: 'numpy.ndarray' object has no attribute 'recipe'"),
+    "it fails": (kernel(fails), CAST, "^ValueError: the driver is upset$"),
+    "values in half precision": (kernel(halves, "dequantize"), VALUES, "^decoded: float16, expected float32$"),
+    "values by half precision": (kernel(by_halves, "dequantize"), VALUES, r"^decoded: \d+ of \d+ differ"),
+    "values are all numbers": (kernel(numbers_only, "dequantize"), VALUES, r"^decoded: \d+ of \d+ differ"),
+    "it writes into the codes": (kernel(writes_into_codes, "dequantize"), VALUES, r"^it writes into its input: data: \d+ of"),
+    "values are rounded again": (kernel(casts_again, "requantize"), AGAIN, r"^(data|scale): \d+ of \d+ differ"),
+    "half precision accumulates": (kernel(matmul_in_half, "matmul"), PRODUCT, r"^matmul is \d+\.\d times the bound of FP32"),
+    "a row is missing": (kernel(matmul_of_rows, "matmul"), PRODUCT, r"^matmul: shape \(8, 7\), expected \(9, 7\)$"),
+    "no round trip": (kernel(the_input, "cast_ste"), TRIP, r"^cast_ste: \d+ of \d+ differ"),
+    "a round trip that writes into x": (kernel(trip_that_writes, "cast_ste_clipped"), TRIP, "^it writes into its input$"),
+    "available says True": (kernel(wrong_code, available=there), AVAILABLE, r"^\w+:there\('cpu'\) gave True$"),
+    "available fails": (kernel(wrong_code, available=unsure), AVAILABLE, r"^\w+:unsure\('cpu'\) raised OSError: no /dev/acme$"),
+    "what it accepts is wrong too": (kernel(wrong_scale, accepts=along_k), CAST, r"^scale: 1 of \d+ differ"),
+    # Not faults: what cannot be tried says so.
+    "it is not available": (kernel(wrong_code, available=missing), CAST, "^skipped: acme_npu is not installed$"),
+    "it declines everything": (
+        kernel(wrong_code, accepts=nothing),
+        CAST,
+        "^skipped: stray.wrong_code declined every array tried here$",
+    ),
+    "it declines all products": (
+        kernel(matmul_in_half, "matmul", accepts=nothing),
+        PRODUCT,
+        "^skipped: stray.matmul_in_half declined every array tried here$",
+    ),
+    "its device is not here": (
+        kernel(wrong_code, device="cuda"),
+        CAST,
+        r"^skipped: no device 'cuda': NumPy arrays are on the 'cpu'; got device 'cuda'\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_the_laws_of_kernels_report(declare: Callable[..., list[Law]], fault: str) -> None:
+    faulty, sentence, message = KERNEL_FAULTS[fault]
+    found = verdicts(declare(kernels=[faulty]))
+    assert re.search(message, found[sentence]), found
+
+
+def sound_cast(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, **options)
+
+
+def test_the_laws_of_kernels_hold_for_sound_ones(declare: Callable[..., list[Law]]) -> None:
+    sound = [Kernel(op, "numpy", f"breccia.kernels.reference:{op}", f"stray.{op}", recipe=MXFP8BlockScaling) for op in SOUND]
+    laws = declare(kernels=[*sound, kernel(sound_cast, accepts=along_k)])
+    assert verdicts(laws) == {}
+    tried = {law.subject for law in laws if law.sentence in (CAST, VALUES, AGAIN, PRODUCT, TRIP)}
+    assert {f"stray.{op}.mxfp8" for op in (*SOUND, "sound_cast")} <= tried
+
+
+SOUND = ("cast", "dequantize", "requantize", "matmul", "cast_ste", "cast_ste_clipped")
+
+
+def test_a_kernel_that_serves_less_than_it_declares_is_reported(declare: Callable[..., list[Law]]) -> None:
+    """Declared for any first operand, asked with one: dispatch itself must find it."""
+    faulty = kernel(sound_cast)
+    declare(kernels=[replace(faulty, recipe=NVFP4BlockScaling)])
+    with pytest.raises(AssertionError, match="it has no accepts=, and does not serve this call:\n(.|\n)*for cast of nvfp4"):
+        kernels.casts_write_the_bytes_of_the_generic_algorithm(faulty, MX, Place("numpy"))
+
+
+def test_a_kernel_that_must_be_named_is_held_to_that_alone(
+    declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = kernel(wrong_code, opt_in=True)
+    laws = declare(kernels=[fast])
+    assert {law.sentence for law in laws} == {"the_target_exists", AVAILABLE, "it_runs_only_when_named"}
+    assert verdicts(laws) == {}
+    chosen = breccia.dispatch.Explanation("cast of mxfp8", "numpy", (breccia.dispatch.Verdict(fast, None),))
+    monkeypatch.setattr(api, "explain", lambda *operands: chosen)
+    assert re.search("^it is chosen unasked:\ncast of mxfp8 on numpy\n -> ", verdicts(laws)["it_runs_only_when_named"])
+
+
+# ---------------------------------------------------------------------------------------------- bridges
+
+
+def to_parts(scaled: ScaledTensor) -> tuple[Any, ...]:
+    named = {name: getattr(scaled, name) for name in ("zero_point", "global_scale", "axis", "shape")}
+    return scaled.data, scaled.scale, scaled.recipe, scaled.layout, named
+
+
+def to_flipped(scaled: ScaledTensor) -> tuple[Any, ...]:
+    data, *others = to_parts(scaled)
+    return data ^ (np.arange(data.size).reshape(data.shape) == 3), *others
+
+
+def to_nobody(scaled: ScaledTensor) -> Any:
+    raise DialectError("Acme takes nothing.")
+
+
+def to_one(scaled: ScaledTensor) -> Any:
+    return to_parts(scaled) if scaled.recipe.name == "mxfp6" else to_nobody(scaled)
+
+
+def from_parts(data: Any, scale: Any, recipe: Any, layout: Any, **others: Any) -> ScaledTensor:
+    return ScaledTensor(data, scale, recipe, layout, **others)
+
+
+def from_whole(data: Any, scale: Any, recipe: Any, layout: Any, *, shape: Any, **others: Any) -> ScaledTensor:
+    return ScaledTensor(data, scale, recipe, layout, **others)
+
+
+def from_dict(*parts: Any, **others: Any) -> dict[str, Any]:
+    return others
+
+
+BACK = "what_it_does_not_refuse_comes_back_byte_for_byte"
+BRIDGE_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, str]] = {
+    "a byte is flipped": (to_flipped, from_parts, BACK, r"^data: 1 of \d+ differ, the first at \[0, 3\]"),
+    "the tail is lost": (to_parts, from_whole, BACK, r"^tail is 0, expected [13]$"),
+    "a dict comes back": (to_parts, from_dict, BACK, "^from_stray gave dict, expected a ScaledTensor$"),
+    "everything is refused": (to_nobody, from_parts, "some_recipe_crosses", r"^it refuses every recipe: Acme takes nothing\.$"),
+}
+
+
+def crossing(out: Callable[..., Any], back: Callable[..., Any], **declared: Any) -> list[Bridge]:
+    targets = {"to_stray": out, "from_stray": back}
+    return [Bridge(name, f"{__name__}:{function.__name__}", **declared) for name, function in targets.items()]
+
+
+@pytest.mark.parametrize("fault", BRIDGE_FAULTS)
+def test_the_laws_of_bridges_report(declare: Callable[..., list[Law]], fault: str) -> None:
+    out, back, sentence, message = BRIDGE_FAULTS[fault]
+    found = [said(law) for law in declare(bridges=crossing(out, back)) if law.sentence == sentence]
+    assert any(re.search(message, one) for one in found), found
+
+
+@pytest.mark.parametrize("out", [to_parts, to_one])
+def test_the_laws_of_bridges_hold_for_sound_ones(declare: Callable[..., list[Law]], out: Callable[..., Any]) -> None:
+    assert verdicts(declare(bridges=crossing(out, from_parts))) == {}
+
+
+def test_a_bridge_to_what_is_absent_must_say_what_to_install(
+    declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laws = declare(bridges=crossing(to_parts, from_parts, requires=("acme_runtime",), install="acme-runtime"))
+    skipped = "skipped: acme_runtime is not installed"
+    assert verdicts(laws) == {"the_target_exists": skipped, "some_recipe_crosses": skipped, BACK: skipped}
+    there = [law for law in laws if law.sentence == "it_is_there_or_says_what_to_install"]
+    assert {law.subject for law in there} == {"to_stray", "from_stray"}
+    for facade, message in (
+        (SimpleNamespace(to_stray=to_parts), " needs acme_runtime, which is absent, and does not say so"),
+        (Curt(), " does not say what to install: no"),
+    ):
+        monkeypatch.setattr(bridges, "facade", facade)
+        assert said(there[0]) == f"breccia.bridges.to_stray{message}"
+
+
+class Curt:
+    """A module of bridges that explains nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("no")
+
+
+def test_a_bridge_that_is_no_function_is_reported(declare: Callable[..., list[Law]]) -> None:
+    (law,) = [w for w in declare(bridges=[Bridge("to_stray", f"{__name__}:BACK")]) if w.sentence.startswith("it_is_there")]
+    assert said(law) == "breccia.bridges.to_stray is no function"
+
+
+# ---------------------------------------------------------------------------------------------- manifests
+
+
+def test_a_plug_in_that_was_set_aside_has_one_law_which_says_why() -> None:
+    aside = replace(STRAY, status="set aside", reason="RuntimeError: boom")
+    assert verdicts(manifest.laws(Subject(aside, {}))) == {
+        "it_is_active": "plug-in 'stray' (stray-breccia 0.1) is set aside: RuntimeError: boom"
+    }
+    assert len(list(manifest.laws(Subject(aside, {})))) == 1
+
+
+def test_a_plug_in_that_declares_nothing_is_asked_about_its_markers() -> None:
+    with pytest.raises(AssertionError, match="declares nothing; is each hook in stray_manifest marked @breccia.hookimpl"):
+        manifest.it_is_active(STRAY)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import json, breccia\n", "^$"),
+        ("import numpy\n", "importing stray_manifest also imports numpy; move that into the modules its targets name$"),
+        ("import nobody_has_this\n", "`import stray_manifest` fails in a fresh process: (.|\n)*'nobody_has_this'"),
+    ],
+    ids=["light", "heavy", "broken"],
+)
+def test_a_manifest_is_imported_alone_in_a_fresh_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    (tmp_path / "stray_manifest.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (law,) = [law for law in manifest.laws(Subject(STRAY, {})) if law.sentence.startswith("it_imports")]
+    assert re.search(message, said(law)), said(law)
+
+
+def test_a_hook_that_changes_its_mind_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("stray_manifest")
+    monkeypatch.setitem(sys.modules, "stray_manifest", module)
+    vars(module)["breccia_codecs"] = lambda: [NF4]
+    manifest.it_declares_the_same_each_time(STRAY)
+    drawn = iter([[NF4], [INT4]])
+    vars(module)["breccia_codecs"] = lambda: next(drawn)
+    with pytest.raises(AssertionError, match=r"breccia_codecs of stray_manifest returned \(Lookup\(.*, then \(Integer\("):
+        manifest.it_declares_the_same_each_time(STRAY)
+
+
+@pytest.mark.parametrize("field", ["target", "available", "accepts"])
+def test_a_target_that_is_misspelt_is_named(declare: Callable[..., list[Law]], field: str) -> None:
+    wrong = {"available": missing, "accepts": along_k}
+    laws = declare(kernels=[replace(kernel(sound_cast, **wrong), **{field: f"{__name__}:wrong_cod"})])
+    found = {law.subject: said(law) for law in laws if law.sentence == "the_target_exists"}
+    assert found.pop(f"stray.sound_cast.{field}").startswith(f"{__name__}:wrong_cod is not to be found: ")
+    assert set(found.values()) == {""}
+    gone = declare(kernels=[replace(kernel(sound_cast), target="nobody_has_this:cast")])
+    (message,) = [said(law) for law in gone if law.sentence == "the_target_exists"]
+    assert message.startswith("nobody_has_this:cast is not to be found: ") and "ModuleNotFoundError" in message
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+#: Laws that have tests of their own above.
+ALONE = {
+    "its_arrays_are_known",
+    "bytes_and_numbers_are_numpys",
+    "scales_are_the_oracles",
+    "files_keep_it",
+    "it_runs_only_when_named",
+    "it_is_there_or_says_what_to_install",
+    "it_is_active",
+    "it_imports_breccia_and_the_standard_library_alone",
+    "it_declares_the_same_each_time",
+    "the_target_exists",
+}
+
+
+def test_every_law_has_a_fault_planted_against_it(declare: Callable[..., list[Law]]) -> None:
+    sound = [Kernel(op, "numpy", f"breccia.kernels.reference:{op}", f"stray.{op}") for op in SOUND]
+    declare(
+        codecs=[Told.made()],
+        rules=[ForF32("mine")],
+        recipes=[Stray],
+        frameworks=[frameworks.Framework("acme", "acme", ("Array",), "acme.ops:OPS")],
+        kernels=[*sound, kernel(wrong_code, opt_in=True, available=missing)],
+        bridges=crossing(to_parts, from_parts),
+    )
+    tables = (CODEC_FAULTS, RULE_FAULTS, RECIPE_FAULTS, KERNEL_FAULTS, BRIDGE_FAULTS)
+    planted = {row[-2] for table in tables for row in table.values()} | {row[0] for row in VERB_FAULTS}
+    planted |= {law.__name__ for law in FAULTS} | ALONE
+    assert {law.sentence for law in laws_of("stray")} == planted
+
+
+# ---------------------------------------------------------------------------------------------- conformance()
+
+
+def test_ids_are_distinct_and_stay_the_same(declare: Callable[..., list[Law]]) -> None:
+    declare(
+        Stray(8), recipes=[Stray], kernels=[kernel(sound_cast)], bridges=crossing(to_parts, from_parts), codecs=[Told.made()]
+    )
+    for plugin, tried in (("stray", (Stray(8),)), ("core", ())):
+        first, second = ([law.id for law in laws_of(plugin, tried)] for _ in range(2))
+        assert first == second and len(first) == len(set(first)) > 50
+    found = {law.id for law in laws_of("stray", (Stray(8),))}
+    assert found > {
+        "manifest/stray/it_is_active",
+        "codecs/A8/numpy/numbers_get_the_nearest_code",
+        "recipes/stray,block=8/numpy/a_cast_writes_the_oracles_bytes",
+        "kernels/stray.sound_cast.mxfp8/numpy/casts_write_the_bytes_of_the_generic_algorithm",
+        "bridges/to_stray.nvfp4/what_it_does_not_refuse_comes_back_byte_for_byte",
+    }
+
+
+def test_every_framework_is_asked_unless_some_are_chosen(declare: Callable[..., list[Law]]) -> None:
+    declare(codecs=[Told.made()])
+    (chosen,) = conformance("stray", frameworks="numpy").pytestmark
+    everywhere = {law.id for law in laws_of("stray")}
+    assert {case.id for case in chosen.args[1]} == everywhere
+    (nowhere,) = conformance("stray", frameworks=()).pytestmark
+    assert {case.id for case in nowhere.args[1]} == {found for found in everywhere if "/numpy/" not in found}
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        (
+            lambda: conformance("stary"),
+            UnknownNameError,
+            r"conformance\('stary'\): no such plug-in is installed; did you mean 'stray'\? .* the name of an entry point in "
+            r"the group 'breccia'; after a change of pyproject\.toml install the distribution again\.",
+        ),
+        (
+            lambda: conformance("stray", recipes=[MX]),
+            UnknownNameError,
+            r"recipes=: MXFP8BlockScaling\(.*\) is none of plug-in 'stray', which declares stray\.",
+        ),
+        (
+            lambda: conformance("stray", recipes=[Stray]),  # type: ignore[list-item]
+            UnsupportedError,
+            r"recipe must be a ScalingRecipe instance, got Stray; did you mean Stray\(\)\?",
+        ),
+        (lambda: conformance("stray", frameworks=["nunpy"]), UnknownNameError, r"no framework 'nunpy'; did you mean 'numpy'\?"),
+        (lambda: conformance("stray", frameworks="nunpy"), UnknownNameError, r"no framework 'nunpy'; did you mean 'numpy'\?"),
+    ],
+    ids=["no such plug-in", "a recipe of another plug-in", "a recipe class", "no such framework", "nor that one"],
+)
+def test_what_conformance_cannot_do_is_said(
+    declare: Callable[..., list[Law]], asked: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    declare(recipes=[Stray])
+    with pytest.raises(error, match=f"^{message}"):
+        asked()
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (
+            '"codecs/A8/it_says_what_it_iz" = "soon"',
+            r"no law has the id 'codecs/A8/it_says_what_it_iz'; did you mean '.*'\?",
+        ),
+        ('"codecs/B*" = "soon"', r"no law has the id 'codecs/B\*'"),
+        ('"codecs/*" = " "', r"'codecs/\*' needs a reason, as text in quotes; got ' '\."),
+        ('"codecs/*" = true', r"'codecs/\*' needs a reason, as text in quotes; got True\."),
+        ("[codecs]", r"'codecs' needs a reason, as text in quotes; got \{\}\."),
+        ('codecs/A8 = "soon"', r"Expected '=' after a key .*\. A line is written \"law's id\" = \"reason\"\."),
+        ("\udcff", r"'utf-8' codec can't decode byte 0xff .*\. A line is written"),
+    ],
+)
+def test_an_xfail_file_of_another_form_is_refused(
+    declare: Callable[..., list[Law]], tmp_path: Path, listed: str, message: str
+) -> None:
+    declare(codecs=[Told.made()])
+    file = tmp_path / "known.toml"
+    file.write_bytes(listed.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: {message}"):
+        conformance("stray", xfails=file)
+
+
+def test_an_xfail_file_that_is_missing_is_named(declare: Callable[..., list[Law]], tmp_path: Path) -> None:
+    declare(codecs=[Told.made()])
+    with pytest.raises(FileNotFoundError, match="known.toml"):
+        conformance("stray", xfails=tmp_path / "known.toml")
+
+
+def test_an_xfail_file_serves_whatever_frameworks_are_chosen(declare: Callable[..., list[Law]], tmp_path: Path) -> None:
+    declare(codecs=[Told.made()])
+    file = tmp_path / "known.toml"
+    file.write_text('"codecs/A8/numpy/*" = "soon"\n"codecs/A8/it_*" = "later"\n')
+    (parametrize,) = conformance("stray", xfails=file, frameworks=()).pytestmark
+    marked = {case.id: [(mark.kwargs["reason"], mark.kwargs["strict"]) for mark in case.marks] for case in parametrize.args[1]}
+    assert marked.pop("codecs/A8/it_says_what_it_is") == [("later", True)]
+    assert set(map(tuple, marked.values())) == {()}
+
+
+# ---------------------------------------------------------------------------------------------- a run of pytest
+
+ON_DISK = """
+from breccia import Kernel, MXFP8BlockScaling, hookimpl
+from breccia.codecs import Minifloat
+api = 1
+
+@hookimpl
+def breccia_codecs():
+    return [Minifloat(name, 8, None, source, 4, 3, 7, 448.0, nan=0x7F) for name, source in (("A8", "tests"), ("B8", ""))]
+
+@hookimpl
+def breccia_kernels():
+    npu = "stray_npu"
+    return [Kernel("cast", "numpy", f"{npu}:cast", "stray.cast", recipe=MXFP8BlockScaling, available=f"{npu}:missing")]
+"""
+NPU = "def missing(device):\n    return 'the NPU is out'\n\ndef cast(x, recipe, **options):\n    pass\n"
+#: What a run of the laws about it says: those of codecs are 1 + 3 each, of the manifest 3, of targets 2, of the kernel 2.
+COUNTED = "stray: 13 passed, 1 skipped, 1 xfailed"
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the distribution stray-breccia."""
+    folder = tmp_path_factory.mktemp("stray")
+    info = folder / "stray_breccia-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stray-breccia\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[breccia]\nstray = stray_manifest\n")
+    (folder / "stray_manifest.py").write_text(ON_DISK)
+    (folder / "stray_npu.py").write_text(NPU)
+    return folder
+
+
+def ran(on_disk: Path, folder: Path, source: str, *words: str, code: int = 0) -> str:
+    """What pytest prints about a file of this source, in a process of its own."""
+    file = folder / "test_it.py"
+    file.write_text(f"from breccia.testing import conformance\n{source}\n")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BRECCIA_", "PYTEST_"))}
+    env = kept | {"PYTHONPATH": str(on_disk), "COLUMNS": "200"}
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder))
+    run = subprocess.run([*command, *words, str(file)], cwd=folder, env=env, capture_output=True, text=True)
+    assert run.returncode == code, run.stdout[-3000:] + run.stderr[-3000:]
+    return run.stdout
+
+
+KNOWN = '"codecs/B8/it_says_what_it_is" = "its manual is not out"\n'
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_counts_what_became_of_the_laws_and_says_why(on_disk: Path, tmp_path: Path, workers: int) -> None:
+    if workers:
+        pytest.importorskip("xdist")
+    (tmp_path / "known.toml").write_text(KNOWN)
+    test = "test_it = conformance('stray', frameworks='numpy', xfails='known.toml')"
+    out = ran(on_disk, tmp_path, test, *(("-n", str(workers)) if workers else ()))
+    before, _, summary = out.partition("= breccia conformance =")
+    if not workers:  # whose controller collects nothing itself
+        assert before.startswith(f"conformance of stray\nbreccia {breccia.__version__}, numerics contract 1; plug-ins: core ")
+        assert "stray 0.1" in before and re.search(r"^frameworks: .*numpy \d.*; ml_dtypes ", before, re.MULTILINE)
+    assert f"\n{COUNTED}\n" in summary and f"breccia {breccia.__version__}, numerics contract 1" in summary
+    assert "\n  not tried, 1: the NPU is out\n" in summary
+    assert "\n  known to fail, 1: its manual is not out\n" in summary
+
+
+def test_a_listed_law_that_holds_fails_the_run_and_so_does_one_that_is_broken(on_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "known.toml").write_text('"codecs/A8/it_says_what_it_is" = "thought to be broken"\n')
+    out = ran(on_disk, tmp_path, "test_it = conformance('stray', frameworks=(), xfails='known.toml')", code=1)
+    assert "[XPASS(strict)] thought to be broken" in out
+    assert "AssertionError: codec 'B8' has no source=; say where the format is defined" in out
+    failed = re.findall(r"^FAILED [^[]*\[([^]]*)\]", out, re.MULTILINE)
+    assert failed == [f"codecs/{name}/it_says_what_it_is" for name in ("A8", "B8")]
+    assert re.search(r"^stray: \d+ passed, 2 failed$", out, re.MULTILINE)
+    assert "kit.py" not in out and "law.py" not in out, "frames of the kit are of no use to its caller"
+
+
+def test_numbers_that_were_flushed_are_counted_over_all_workers(declare: Callable[..., list[Law]]) -> None:
+    """By the reports of the tests, since each worker counts for itself."""
+    declare(codecs=[Told.made()])
+    xla = Elsewhere("xla", vocabulary=of_arrays(__mul__=flushing))
+    zeros, subnormal = xla.array(np.zeros(2, np.float32)), np.full(2, 2.0**-130, np.float32)
+    law = Law("ops", "xla", "numbers_are_read", lambda: expect_numbers("decoded", xla, zeros, subnormal))
+    properties: list[tuple[str, Any]] = []
+    conformance("stray")(law=law, record_property=lambda name, value: properties.append((name, value)))
+    lines: list[str] = []
+    reports = [SimpleNamespace(user_properties=properties)] * 3
+    pytest_plugin.pytest_terminal_summary(SimpleNamespace(stats={"passed": reports}, section=lines.append, line=lines.append))
+    assert lines[0] == "breccia conformance" and "stray: 3 passed" in lines
+    assert lines[-1] == "  xla: 6 decoded numbers below 2^-126 came back as zeros, which the contract allows"
+
+
+def test_a_run_without_conformance_tests_says_nothing_of_it(on_disk: Path, tmp_path: Path) -> None:
+    out = ran(on_disk, tmp_path, "def test_nothing(): pass")
+    assert "breccia" not in out and "1 passed" in out
+
+
+# ---------------------------------------------------------------------------------------------- strategies
+
+DRAWN = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
+    found: list[Any] = []
+
+    @settings(DRAWN, max_examples=count)
+    @given(strategy)
+    def draw(x: Any) -> None:
+        found.append(x)
+
+    draw()
+    return found
+
+
+def patterns(numbers: Iterable[float]) -> np.ndarray:
+    """FP32 bit patterns of what are FP32 numbers."""
+    return np.array(list(numbers), np.float64).astype(np.float32).view(np.uint32)
+
+
+def test_numbers_reach_every_kind_of_fp32_number() -> None:
+    found = np.array(drawn(strategies.numbers(), 3000))
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(found).any() and (found == np.float32(found)).sum() == (~np.isnan(found)).sum(), "FP32 all"
+    finite = np.abs(found[np.isfinite(found)])
+    assert set(np.copysign(1, found[found == 0])) == {1.0, -1.0}
+    assert {np.inf, -np.inf} <= set(found.tolist())
+    assert float(np.finfo(np.float32).max) in finite and 2.0**-149 in finite and 2.0**-126 in finite
+    assert ((finite > 0) & (finite < 2.0**-126)).any() and ((finite > 2.0**-10) & (finite < 2.0**10)).sum() > 300
+    powers = np.log2(finite[finite > 0])
+    assert (powers == np.round(powers)).sum() > 100
+
+
+@pytest.mark.parametrize("recipe", [MX, NVFP4BlockScaling(), breccia.NF4Scaling()], ids=lambda recipe: recipe.name)
+def test_numbers_of_a_recipe_reach_its_values_and_the_midpoints_between_them(recipe: ScalingRecipe) -> None:
+    found = set(patterns(abs(v) for v in drawn(strategies.numbers(recipe, finite=True), 1500)).tolist())
+    values = sorted({abs(v) for v in oracle.ladder(recipe.format.element)[0]})
+    middles = [(a + b) / 2 for a, b in pairwise(values)]
+    for wanted in (values, middles):
+        reached = [v for v in patterns(map(float, wanted)).tolist() if v in found]
+        assert len(reached) >= min(len(wanted), 30), f"{len(reached)} of {len(wanted)}"
+
+
+@pytest.mark.parametrize("recipe", [None, MX], ids=["any", "mxfp8"])
+def test_finite_numbers_are_finite(recipe: ScalingRecipe | None) -> None:
+    assert all(map(np.isfinite, drawn(strategies.numbers(recipe, finite=True), 1000)))
+    assert np.isfinite(np.concatenate([a.ravel() for a in drawn(strategies.arrays(recipe=recipe, finite=True), 50)])).all()
+
+
+def test_arrays_hold_nan_of_several_payloads() -> None:
+    found = np.concatenate(drawn(strategies.arrays((64,)), 200)).view(np.uint32)
+    assert {0x7FC00000, 0x7F800001, 0xFFC00000, 0xFF800001} <= set(found.tolist())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes"), [(None, {2, 3}), (MX, {2, 3}), (breccia.DelayedScaling(), {1, 2, 3})], ids=["any", "mxfp8", "delayed"]
+)
+def test_shapes_have_the_axes_that_a_recipe_takes_and_are_empty_or_of_one_element_too(
+    recipe: ScalingRecipe | None, axes: set[int]
+) -> None:
+    found = drawn(strategies.shapes(recipe, max_side=20), 1000)
+    assert {len(shape) for shape in found} == axes
+    assert {int(np.prod(shape)) for shape in found} >= {0, 1}
+    assert {side for shape in found for side in shape} <= set(range(21))
+    assert any(side % 16 for shape in found for side in shape[-1:])
+
+
+def test_arrays_are_of_the_shape_asked_for() -> None:
+    assert {a.shape for a in drawn(strategies.arrays((3, 5)), 20)} == {(3, 5)}
+    assert {a.shape for a in drawn(strategies.arrays(st.sampled_from([(2,), (4, 4)])), 40)} == {(2,), (4, 4)}
+    assert {a.dtype for a in drawn(strategies.arrays(), 20)} == {np.dtype(np.float32)}
+
+
+def test_recipes_are_those_given_or_all_defaults() -> None:
+    assert (
+        {r.name for r in drawn(strategies.recipes(), 300)}
+        == {r.name for r in strategies.defaults()}
+        >= {r.name for r in RECIPES}
+    )
+    assert set(drawn(strategies.recipes([MX, Stray()]), 30)) == {MX, Stray()}
+
+
+@pytest.mark.parametrize("kind", RECIPES, ids=lambda kind: kind.name)
+def test_tensors_are_casts_under_the_recipe(kind: type[ScalingRecipe]) -> None:
+    for scaled in drawn(strategies.tensors(kind()), 10):
+        assert isinstance(scaled, ScaledTensor) and scaled.recipe == kind()
+        back = reference.dequantize(scaled)
+        assert back.shape == scaled.shape and back.dtype == np.float32
+
+
+def test_tensors_of_no_recipe_are_of_several() -> None:
+    assert len({scaled.recipe.name for scaled in drawn(strategies.tensors(), 60)}) > 3
+
+
+# ---------------------------------------------------------------------------------------------- imports
+
+
+def fresh(script: str) -> str:
+    """Standard output of a new interpreter."""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_importing_the_kit_alone_imports_no_tool_of_it() -> None:
+    script = "import sys, breccia.testing; print(*{'pytest', 'hypothesis', 'numpy'}.intersection(sys.modules))"
+    assert fresh(script) == "\n"
+
+
+@pytest.mark.parametrize(("tool", "names"), [("pytest", ["conformance", "Law"]), ("hypothesis", ["strategies"])])
+def test_without_its_tools_the_kit_says_what_to_install_and_the_oracle_works(tool: str, names: list[str]) -> None:
+    script = f"""
+import sys
+sys.modules[{tool!r}] = None
+from breccia import testing
+for name in {names}:
+    try:
+        getattr(testing, name)
+    except ImportError as e:
+        print(e)
+print(testing.oracle.decode(testing.oracle.F32, 0x3F800000), testing.vectors.__name__)
+"""
+    *errors, last = fresh(script).splitlines()
+    remedy = f"needs {tool}, which is not installed: {breccia.siblings.TESTING.remedy}."
+    assert errors == [f"breccia.testing.{needing} {remedy}" for needing in names]
+    assert last == "1.0 breccia.testing.vectors"
