@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import isfunction
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -930,6 +931,38 @@ def cast_in_half(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
     return reference.cast(through(x, np.float16), recipe, **options)
 
 
+def ignores_scale(x: Any, recipe: ScalingRecipe, *, scale: Any = None, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, **options)
+
+
+def never_raises(x: Any, recipe: ScalingRecipe, *, nonfinite: Any = None, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, **options)
+
+
+def ignores_out(x: Any, recipe: ScalingRecipe, *, out: Any = None, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, **options)
+
+
+def gives_out_back(x: Any, recipe: ScalingRecipe, *, out: Any = None, **options: Any) -> ScaledTensor:
+    return reference.cast(x, recipe, **options) if out is None else out
+
+
+def ignores_out_dtype(scaled: ScaledTensor, *, out_dtype: Any = None, **options: Any) -> Any:
+    return reference.dequantize(scaled, **options)
+
+
+def cuts_off(scaled: ScaledTensor, *, out_dtype: Any = "float32", **options: Any) -> Any:
+    """BF16 by its upper half alone."""
+    if out_dtype != "bfloat16":
+        return reference.dequantize(scaled, out_dtype=out_dtype, **options)
+    upper = (reference.dequantize(scaled).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return upper.view(pytest.importorskip("ml_dtypes").bfloat16)
+
+
+def leaves_out(scaled: ScaledTensor, *, out: Any = None, **options: Any) -> Any:
+    return reference.dequantize(scaled, **options) if out is None else out
+
+
 def fails(*operands: Any, **options: Any) -> Any:
     raise ValueError("the driver is upset")
 
@@ -1080,13 +1113,14 @@ def along_k(call: Any) -> str | None:
 def kernel(target: Callable[..., Any], op: str = "cast", **declared: Any) -> Kernel:
     """One for MXFP8 on NumPy, named as its function."""
     served: dict[str, Any] = {"other": MXFP8BlockScaling} if op == "requantize" else {"recipe": MXFP8BlockScaling}
-    asked = {name: f"{__name__}:{function.__name__}" for name, function in declared.items() if callable(function)}
+    asked = {name: f"{__name__}:{function.__name__}" for name, function in declared.items() if isfunction(function)}
     name = f"stray.{target.__name__}"
     return Kernel(op, "numpy", f"{__name__}:{target.__name__}", name, **served | declared | asked)
 
 
 CAST, VALUES = "casts_write_the_bytes_of_the_generic_algorithm", "values_are_those_of_the_generic_algorithm"
 AGAIN, PRODUCT = "requantize_writes_the_bytes_of_the_generic_algorithm", "products_keep_the_bound"
+CAST_OPTIONS, VALUE_OPTIONS = "options_of_a_cast_are_honoured", "options_of_dequantize_are_honoured"
 TRIP, AVAILABLE = "round_trips_are_dequantize_of_cast", "it_says_whether_it_is_available"
 KERNEL_FAULTS: dict[str, tuple[Kernel, str, str]] = {
     "one code is wrong": (kernel(wrong_code), CAST, r"^data: 1 of \d+ differ, the first at \[0, 0\]: 0x\w+, expected 0x\w+$"),
@@ -1104,6 +1138,21 @@ KERNEL_FAULTS: dict[str, tuple[Kernel, str, str]] = {
     "values are all numbers": (kernel(numbers_only, "dequantize"), VALUES, r"^decoded: \d+ of \d+ differ"),
     "it writes into the codes": (kernel(writes_into_codes, "dequantize"), VALUES, r"^it writes into its input: data: \d+ of"),
     "values are rounded again": (kernel(casts_again, "requantize"), AGAIN, r"^(data|scale): \d+ of \d+ differ"),
+    "scale= is ignored": (kernel(ignores_scale), CAST_OPTIONS, r"^data: \d+ of \d+ differ"),
+    "nonfinite= is ignored": (kernel(never_raises), CAST_OPTIONS, '^nonfinite="raise" did not raise for a NaN$'),
+    "out= is ignored": (kernel(ignores_out), CAST_OPTIONS, "^out= was not what it returned$"),
+    "out= is left as it was": (kernel(gives_out_back), CAST_OPTIONS, r"^(scale|data): \d+ of \d+ differ"),
+    "out_dtype= is ignored": (
+        kernel(ignores_out_dtype, "dequantize"),
+        VALUE_OPTIONS,
+        "^out_dtype='float16' gave float32$",
+    ),
+    "BF16 is cut off": (
+        kernel(cuts_off, "dequantize", recipe=breccia.Float8BlockScaling),
+        VALUE_OPTIONS,
+        r"^decoded to bfloat16: \d+ of \d+ differ",
+    ),
+    "out= of values is left as it was": (kernel(leaves_out, "dequantize"), VALUE_OPTIONS, r"^out: \d+ of \d+ differ"),
     "half precision accumulates": (kernel(matmul_in_half, "matmul"), PRODUCT, r"^matmul is \d+\.\d times the bound of FP32"),
     "a row is missing": (kernel(matmul_of_rows, "matmul"), PRODUCT, r"^matmul: shape \(8, 7\), expected \(9, 7\)$"),
     "no round trip": (kernel(the_input, "cast_ste"), TRIP, r"^cast_ste: \d+ of \d+ differ"),
@@ -1146,7 +1195,7 @@ def test_the_laws_of_kernels_hold_for_sound_ones(declare: Callable[..., list[Law
     sound = [Kernel(op, "numpy", f"breccia.kernels.reference:{op}", f"stray.{op}", recipe=MXFP8BlockScaling) for op in SOUND]
     laws = declare(kernels=[*sound, kernel(sound_cast, accepts=along_k)])
     assert verdicts(laws) == {}
-    tried = {law.subject for law in laws if law.sentence in (CAST, VALUES, AGAIN, PRODUCT, TRIP)}
+    tried = {law.subject for law in laws if law.sentence in (CAST, CAST_OPTIONS, VALUES, VALUE_OPTIONS, AGAIN, PRODUCT, TRIP)}
     assert {f"stray.{op}.mxfp8" for op in (*SOUND, "sound_cast")} <= tried
 
 

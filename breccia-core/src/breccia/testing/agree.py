@@ -280,9 +280,16 @@ def write(folder: Path, draw: bool = False) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder; name the one the page belongs in, docs in the repository.")
     if not draw:
-        result.write_text(json.dumps(measured(), indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
-    drawn.write_text(page(read(result)), encoding="utf-8")
+        _put(result, json.dumps(measured(), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    _put(drawn, page(read(result)))
     return [result, drawn]
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole, or leave the one that is there."""
+    unfinished = path.with_name(f".{path.name}.part")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -319,8 +326,8 @@ another, the closest. Shares are percentages of equal scales (with tensor scales
 the same number), of equal bytes of codes, and of equal decoded FP32 values, bit by bit. They are rounded down: **100** is
 all. They are of three matrices together: normal numbers, rows of very different magnitude, and boundaries: midpoints
 between codes, in blocks whose largest magnitude fills a format exactly, or is the FP32 number next to that. [Further
-below](#by-matrix) they are told apart. dB is the SQNR of the normal numbers. Under each table are the causes that its last
-column names.
+below](#by-matrix) they are told apart. dB is the SQNR of the normal numbers. Under each table are the causes that its
+column "why" names.
 
 Their bytes are put into our order (low nibble first, one row after the other) by renaming, never by computing. Everything
 ran on a CPU in FP32; a GPU's kernels may round otherwise, and those of TransformerEngine, recorded on an H200 with inputs
@@ -423,10 +430,10 @@ def _section(neighbour: dict[str, Any]) -> str:
             shares = total(beside["shares"])
             why = str(causes.setdefault(beside["cause"], len(causes) + 1)) if beside["cause"] else ""
             figures = [_percent(*shares[part]) if part in shares else NONE for part in PARTS]
-            lines.append([start[0], _setting(beside), *figures, start[1], f"{beside['sqnr_db']:.2f}", why])
+            lines.append([start[0], _setting(beside), why, *figures, start[1], f"{beside['sqnr_db']:.2f}"])
             start = ["", ""]
     notes = "".join(f"{number}. {cause}\n" for cause, number in causes.items())
-    headings = ["writes", "ours", "scales", "codes", "values", "dB theirs", "dB ours", "why"]
+    headings = ["writes", "ours", "why", "scales", "codes", "values", "dB theirs", "dB ours"]
     return f"{head}Version {neighbour['version']}.\n\n{_table(headings, lines)}" + (f"\n{notes}" if notes else "")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import NoneType
@@ -13,12 +14,13 @@ import pytest
 
 from ... import api, targets
 from ...dispatch import Kernel
-from ...errors import BrecciaError, NoKernelError
+from ...errors import BrecciaError, NoKernelError, NonFiniteError, UnsupportedError
+from ...frameworks import dtype_name
 from ...kernels import reference
 from ...recipes import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
 from ...tensor import ScaledTensor
 from .. import strategies
-from ..compare import expect, expect_numbers, expect_tensor, fp32
+from ..compare import expect, expect_numbers, expect_tensor, expect_words, fp32
 from ..examples import special_rows, wide
 from ..places import Place, places_of
 from .law import Law, Subject, each
@@ -41,7 +43,7 @@ def laws(subject: Subject) -> Iterator[Law]:
             for recipe in recipes:
                 if _serves(kernel.other if kernel.op == "requantize" else kernel.recipe, recipe):
                     what = f"{kernel.name}.{recipe.spec}"
-                    yield from each("kernels", what, (_LAW[kernel.op],), kernel, recipe, place=place)
+                    yield from each("kernels", what, _LAWS[kernel.op], kernel, recipe, place=place)
 
 
 def it_says_whether_it_is_available(kernel: Kernel, place: Place) -> None:
@@ -76,6 +78,50 @@ def casts_write_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: Scali
             expect_tensor(place, st, reference.cast(x, recipe, **options))
             _expect_untouched(place, given, x)
     _need_served(kernel, served)
+
+
+def options_of_a_cast_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """A supplied scale; `nonfinite="raise"`; and `out=`, where arrays are mutable."""
+    x = _arrays()[1]
+    other = reference.cast(_arrays()[1] * np.float32(3), recipe)
+    scale = other.scale if other.global_scale is None else other.global_scale
+    there = moved(other, place)
+    supplied = there.scale if there.global_scale is None else there.global_scale
+    st = _asked(kernel, api.cast, place.array(x), recipe, scale=supplied)
+    if st is not None:
+        expect_tensor(place, st, reference.cast(x, recipe, scale=scale))
+    bad = x.copy()
+    bad[3, 5] = np.nan
+    with suppress(NonFiniteError):
+        marked = _asked(kernel, api.cast, place.array(bad), recipe, nonfinite="raise")
+        expect(marked is None, 'nonfinite="raise" did not raise for a NaN')
+    with suppress(UnsupportedError):
+        written = _asked(kernel, api.cast, place.array(x), recipe, out=there)
+        if written is not None:
+            expect(written is there, "out= was not what it returned")
+            expect_tensor(place, there, reference.cast(x, recipe))
+
+
+def options_of_dequantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """`out_dtype`: one rounding, to nearest, ties to even; and `out=`, where arrays are mutable."""
+    st = reference.cast(_arrays()[1], recipe)
+    numbers = reference.dequantize(st)
+    bits = numbers.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    with np.errstate(over="ignore"):
+        expected = {"float16": numbers.astype(np.float16).view(np.uint16), "bfloat16": rounded.astype(np.uint16)}
+    for dtype, words in expected.items():
+        with suppress(UnsupportedError):  # NumPy without ml_dtypes has no bfloat16
+            back = _asked(kernel, api.dequantize, moved(st, place), out_dtype=dtype)
+            if back is not None:
+                expect(dtype_name(back) == dtype, f"out_dtype={dtype!r} gave {dtype_name(back)}")
+                expect_words(f"decoded to {dtype}", place.words(back), words)
+    out = place.array(np.zeros(st.shape, np.float32))
+    with suppress(UnsupportedError):
+        found = _asked(kernel, api.dequantize, moved(st, place), out=out)
+        if found is not None:
+            expect(found is out, "out= was not what it returned")
+            expect_numbers("out", place, out, numbers)
 
 
 def values_are_those_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -145,13 +191,14 @@ def products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place)
     _expect_kept(place, first, left)
 
 
-_LAW = {
-    "cast": casts_write_the_bytes_of_the_generic_algorithm,
-    "dequantize": values_are_those_of_the_generic_algorithm,
-    "requantize": requantize_writes_the_bytes_of_the_generic_algorithm,
-    "matmul": products_keep_the_bound,
-    "cast_ste": round_trips_are_dequantize_of_cast,
-    "cast_ste_clipped": round_trips_are_dequantize_of_cast,
+_TRIP = (round_trips_are_dequantize_of_cast,)
+_LAWS: dict[str, tuple[Callable[..., None], ...]] = {
+    "cast": (casts_write_the_bytes_of_the_generic_algorithm, options_of_a_cast_are_honoured),
+    "dequantize": (values_are_those_of_the_generic_algorithm, options_of_dequantize_are_honoured),
+    "requantize": (requantize_writes_the_bytes_of_the_generic_algorithm,),
+    "matmul": (products_keep_the_bound,),
+    "cast_ste": _TRIP,
+    "cast_ste_clipped": _TRIP,
 }
 
 
