@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from breccia.codecs import BF16, CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, F16, F32, NF4, Codec, Minifloat
+from breccia.codecs import BF16, CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, F16, F32, NF4, Codec, Lookup, Minifloat
 from breccia.errors import RecipeError
 from breccia.ops import NUMPY
 from breccia.testing import oracle
@@ -24,12 +24,37 @@ PUBLISHED = {
     BF16: (8, 7, 127),
     F32: (8, 23, 127),
 }
+#: The smallest scale of a block that is not zero: section 5.2.
+SMALLEST_SCALES = {F32: 2.0**-126, BF16: 2.0**-126, F16: 2.0**-24, E4M3: 0.0}
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, Minifloat)], ids=lambda c: c.name)
 def test_a_minifloat_is_a_sign_an_exponent_and_a_mantissa_as_published(codec: Minifloat) -> None:
     assert (codec.exponent_bits, codec.mantissa_bits, codec.bias) == PUBLISHED[codec]
     assert 1 + codec.exponent_bits + codec.mantissa_bits == codec.bits
+
+
+def test_the_largest_value_of_a_minifloat_is_that_of_its_largest_finite_code() -> None:
+    largest = np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
+    for codec in (c for c in PUBLISHED if c is not F32):
+        sign = 1 << (codec.bits - 1)
+        top = next(code for code in reversed(range(sign)) if math.isfinite(oracle.decode(codec, code)))
+        assert codec.max == oracle.decode(codec, top), codec.name
+        assert codec.encode(NUMPY, largest).tolist() == [top, sign | top], codec.name
+
+
+def test_scales_go_down_to_the_end_that_the_contract_names() -> None:
+    assert {codec: codec.scale_min for codec in SMALLEST_SCALES} == SMALLEST_SCALES
+
+
+def test_zero_stays_zero_under_every_random_word() -> None:
+    """BF16 has the exponents of FP32, so that no distance hides what a number below 2^-126, which counts as zero, becomes."""
+    x = np.array([0.0, -0.0, 2.0**-127, -(2.0**-149)], np.float32)
+    for word in (0, 0x7FFFFFFF, -1, -(1 << 31)):
+        found = BF16.encode(NUMPY, x, np.full(4, word, np.int32)).tolist()
+        zeros = [oracle.flush(Fraction(float(v))) for v in x]
+        assert found == [oracle.encode(BF16, q, bool(s), word % 2**32) for q, s in zip(zeros, np.signbit(x), strict=True)]
+        assert found == [0, 0x8000, 0, 0x8000]
 
 
 def test_a_codec_says_what_it_does_not_declare() -> None:
@@ -72,3 +97,47 @@ def test_the_last_random_bit_that_counts_decides(codec: Minifloat) -> None:
     codes = codec.encode(NUMPY, np.array(x, np.float32), np.array(words, np.uint32).view(np.int32))
     expected = [oracle.encode(codec, Fraction(float(v)), False, w) for v, w in zip(x, words, strict=True)]
     assert codes.tolist() == expected and len(set(expected)) == 2
+
+
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=lambda c: c.name)
+def test_the_last_random_bit_decides_far_below_the_smallest_number(codec: Minifloat) -> None:
+    """Section 5.5 counts 30 bits of f, of which numbers of 24 bits reach the last one and go beyond it."""
+    smallest = 2.0 ** (1 - codec.bias - codec.mantissa_bits)
+    x, words = [], []
+    for exponent in range(-30, 0):
+        for m in (2**23, 2**23 + 1, 2**23 + 2, 2**24 - 3, 2**24 - 1):
+            f = Fraction(m, 2**24) * Fraction(2) ** exponent
+            reaching = 2**30 - math.floor(f * 2**30)
+            for word in (reaching - 2, reaching - 1, reaching, reaching + 1):
+                x.append(smallest * float(f))
+                words.append(min(word, 2**30 - 1) << 2)
+    codes = codec.encode(NUMPY, np.array(x, np.float32), np.array(words, np.uint32).view(np.int32))
+    expected = [oracle.encode(codec, Fraction(v), False, w) for v, w in zip(x, words, strict=True)]
+    assert codes.tolist() == expected and set(expected) == {0, 1}
+
+
+BIT = Lookup("bit", 1, None, "this test", (0.0, 1.0))
+
+
+def test_a_table_of_one_bit_has_two_numbers() -> None:
+    x = np.array([-1.0, 0.0, 0.25, 0.5, np.nextafter(np.float32(0.5), np.float32(1)), 1.0, 3.0], np.float32)
+    assert BIT.encode(NUMPY, x).tolist() == [oracle.encode(BIT, Fraction(float(v))) for v in x] == [0, 0, 0, 0, 1, 1, 1]
+    assert BIT.decode(NUMPY, np.array([0, 1], np.int32)).tolist() == [0.0, 1.0]
+
+
+def test_the_last_random_bit_that_counts_decides_in_a_table() -> None:
+    """Between 0 and 1 the distance f is the number itself, whose last bit is the word's last one that counts."""
+    x, words = [], []
+    for whole in (1, 2, 3, 2**10 + 1, 2**23 + 1, 2**24 - 1, 2**29, 2**30 - 64):
+        for word in (2**30 - whole - 1, 2**30 - whole, 2**30 - whole + 1):
+            for unread in (0, 3):
+                x.append(whole * 2.0**-30)
+                words.append((min(word, 2**30 - 1) << 2) + unread)
+    codes = BIT.encode(NUMPY, np.array(x, np.float32), np.array(words, np.uint32).view(np.int32))
+    expected = [oracle.encode(BIT, Fraction(v), False, w) for v, w in zip(x, words, strict=True)]
+    assert codes.tolist() == expected and set(expected) == {0, 1}
+
+
+def test_a_table_of_nine_bits_is_refused() -> None:
+    with pytest.raises(RecipeError, match="codec 'wide': values must be 512 distinct finite FP32 numbers for 9 bits.*got 512"):
+        Lookup("wide", 9, None, "this test", tuple(map(float, range(512))))

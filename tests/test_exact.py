@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, Codec
+from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, Codec, Lookup, Minifloat
 from breccia.exact import hold_scales
 from breccia.testing import oracle
 
@@ -33,3 +33,18 @@ def test_a_float_codec_holds_scales_that_are_normal_numbers_of_it(source: Codec,
 def test_a_codec_of_8_bits_holds_its_own_scales_alone(source: Codec, target: Codec, held: bool) -> None:
     """Section 6 too: 16-bit scales become F32 only."""
     assert hold_scales(source, target) is held
+
+
+@pytest.mark.parametrize(("target", "bits"), [(F16, 10), (BF16, 7), (F32, 23)], ids=lambda c: getattr(c, "name", c))
+def test_a_float_codec_holds_scales_of_as_many_bits_as_it_has(target: Codec, bits: int) -> None:
+    """Of a table, whose numbers may have any of FP32's 23 bits behind the leading one."""
+    for last in range(1, 24):
+        source = Lookup("fine", 1, None, "this test", (0.0, 1 + 2.0**-last))
+        assert hold_scales(source, target) == (last <= bits)
+
+
+def test_no_codec_holds_scales_that_are_subnormal_in_fp32() -> None:
+    """Even where they are normal numbers of it: some backends read them as zero."""
+    deep = Minifloat("deep", 16, None, "this test", 8, 7, 140, (2 - 2.0**-7) * 2.0**115)
+    for exponent, held in ((-125, True), (-126, True), (-127, False), (-130, False)):
+        assert hold_scales(Lookup("small", 1, None, "this test", (0.0, 2.0**exponent)), deep) is held

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from conftest import wide
 
-from breccia import ScalingRecipe
+from breccia import MXFP8BlockScaling, ScalingRecipe
+from breccia.errors import OptionError
 from breccia.kernels import reference
 from breccia.testing import oracle
 
@@ -24,3 +25,16 @@ def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingR
         data = found.data if axis == -1 else found.data.swapaxes(-1, -2)
         codes = reference.unpack(reference.ops_of(data), data, element, 40 if axis == -1 else 6)
         assert {int(c) & ((1 << element.bits) - 1) for c in codes.ravel()} == {code}
+
+
+def test_bounds_are_given_or_the_codecs_or_of_each_block() -> None:
+    recipe = MXFP8BlockScaling()
+    assert reference.clip_bounds(recipe, None, None) == (-448.0, 448.0)
+    assert reference.clip_bounds(recipe, None, 3) == (-3.0, 3.0)
+    assert reference.clip_bounds(recipe, -1, None) == (-1.0, 448.0)
+    assert reference.clip_bounds(recipe, None, None, "scale") is None
+    for given in ((-1.0, None), (None, 1.0), (-1.0, 1.0)):
+        with pytest.raises(OptionError, match='clip="scale" finds its own bounds; leave clip_min and clip_max out'):
+            reference.clip_bounds(recipe, *given, "scale")
+    with pytest.raises(OptionError, match="clip_min must be less than clip_max; got 1.0 and 1.0"):
+        reference.clip_bounds(recipe, 1, 1)

@@ -7,7 +7,7 @@ import pytest
 from conftest import wide
 
 import breccia
-from breccia import MXFP8BlockScaling, ScalingRecipe
+from breccia import Float8CurrentScaling, MXFP8BlockScaling, ScalingRecipe
 from breccia.grids import part_shapes
 from breccia.kernels import reference
 
@@ -28,3 +28,22 @@ def test_a_stretch_of_one_position_is_one_whatever_its_step() -> None:
         part = st[:, 32::step]
         assert part.shape == (4, 1)
         np.testing.assert_array_equal(breccia.dequantize(part), breccia.dequantize(st)[:, 32::step])
+
+
+def test_leading_axes_may_go_or_be_none_already() -> None:
+    x = wide((1, 4, 64), seed=3)
+    for recipe in (MXFP8BlockScaling(), Float8CurrentScaling()):
+        st = breccia.cast(x, recipe)
+        flat = st.reshape(4, 64)
+        assert flat.shape == (4, 64) and breccia.bytes_equal(flat, breccia.cast(x[0], recipe))
+        assert flat.reshape(4, 64) is flat and flat.reshape((4, 64)) is flat
+        assert breccia.bytes_equal(flat.reshape(1, 4, 64), st)
+
+
+def test_an_axis_of_no_length_splits_into_one_piece_of_none() -> None:
+    """As in torch, so that the pieces joined are the tensor again."""
+    for shape, axis in (((0, 64), 0), ((0, 4, 64), 0), ((4, 0), 1)):
+        st = breccia.cast(np.zeros(shape, np.float32), MXFP8BlockScaling())
+        pieces = st.split(32, axis)
+        assert [piece.shape for piece in pieces] == [shape]
+        assert breccia.bytes_equal(breccia.concat(pieces, axis), st)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,18 +16,22 @@ from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
+    INT4Scaling,
     INT8Scaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
 )
-from breccia.codecs import E4M3
-from breccia.errors import NonFiniteError
+from breccia.codecs import E2M1, E4M3, E8M0, F32, INT8, Codec, Integer, Lookup, Minifloat
+from breccia.errors import NonFiniteError, RecipeError
+from breccia.formats import TENSOR, Block, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
+from breccia.layouts import Layout, Shape
 from breccia.ops import NUMPY
 from breccia.rules import DIVIDE, LINEAR, RECIP, Rule
+from breccia.tensor import PARTS
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -148,3 +154,250 @@ def test_nonfinite_raise_refuses_one_fault(cast: Any, fault: float) -> None:
     for recipe in (MXFP8BlockScaling(), Float8CurrentScaling(), NVFP4BlockScaling()):
         with pytest.raises(NonFiniteError, match="x holds NaN or Inf"):
             cast(x, recipe, nonfinite="raise")
+
+
+# ------------------------------------------------------------------------------------------------ what a plug-in may declare
+
+
+def declared(element: Codec, *levels: Level, rule: Rule = LINEAR, within: Layout | None = None) -> ScalingRecipe:
+    """A recipe of these declarations. within: its layout, where the block of its scales has no standard one."""
+
+    @dataclass(frozen=True)
+    class Declared(ScalingRecipe):
+        name: ClassVar[str] = "declared"
+
+        @cached_property
+        def format(self) -> Format:
+            return Format(element, levels)
+
+        @cached_property
+        def rules(self) -> tuple[Rule, ...]:
+            return (rule,) * len(levels)
+
+        @cached_property
+        def layout(self) -> Layout:
+            return super().layout if within is None else within
+
+    return Declared()
+
+
+def assert_same_bytes(found: ScaledTensor, expected: ScaledTensor) -> None:
+    for part in PARTS:
+        a, b = getattr(found, part), getattr(expected, part)
+        assert (a is None) == (b is None), part
+        assert a is None or (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes()), part
+
+
+def assert_read_alike(st: ScaledTensor) -> None:
+    values, wanted = kernels.dequantize(st), reference.dequantize(st)
+    np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_codes_of_five_and_of_seven_bits_are_written_and_read_as_the_generic_algorithm_does() -> None:
+    """They are packed eight to as many bytes as they have bits, for which nothing here is made."""
+    for bits in (5, 7):
+        for element in (
+            Integer("odd", bits, None, "this test", True),
+            Minifloat("odd", bits, None, "this test", bits - 3, 2, 1, 1.75 * 2.0 ** (2 ** (bits - 3) - 2)),
+        ):
+            for block in ((1, 16), TENSOR):
+                recipe = declared(element, Level(F32, block))
+                for shape in ((3, 40), (70, 96)):
+                    expected = reference.cast(wide(shape, seed=bits, exponents=2), recipe)
+                    assert_same_bytes(kernels.cast(wide(shape, seed=bits, exponents=2), recipe), expected)
+                    assert_read_alike(expected)
+
+
+def test_a_table_of_eight_bits_under_one_scale_is_left_to_the_generic_algorithm() -> None:
+    table = Lookup("table", 8, None, "this test", tuple((code - 100) / 16 for code in range(256)))
+    recipe = declared(table, Level(F32, TENSOR))
+    x = wide((6, 40), seed=20, exponents=2)
+    assert_same_bytes(kernels.cast(x, recipe), reference.cast(x, recipe))
+    found = breccia.explain("cast", x, recipe, prefer="numpy.cast")
+    assert "no fast form" in str(next(v.reason for v in found.verdicts if v.kernel.name == "numpy.cast"))
+
+
+def test_a_rule_of_float_scales_refuses_powers_of_two() -> None:
+    recipe = declared(E4M3, Level(E8M0, (1, 16)))
+    for cast in (reference.cast, kernels.cast):
+        with pytest.raises(RecipeError, match="rule 'linear' writes float scales; E8M0 holds powers of two"):
+            cast(np.ones((2, 32), np.float32), recipe)
+
+
+@dataclass(frozen=True)
+class Strips(Layout):
+    """One scale per 16 elements along the contraction axis, for all rows of a matrix."""
+
+    name: ClassVar[str] = "strips"
+    ragged: ClassVar[bool] = False  # type: ignore[misc]
+
+    def block(self, axis: int = -1) -> Block:
+        return (None, 16)
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        return ((*shape[:-2], 1, shape[-1] // 16),)
+
+
+def test_blocks_of_all_rows_are_those_of_each_matrix() -> None:
+    recipe = declared(E4M3, Level(F32, (None, 16)), within=Strips())
+    for shape in ((5, 64), (3, 8, 64), (3, 300, 64)):
+        x = wide(shape, seed=21, exponents=4)
+        expected = reference.cast(x, recipe)
+        assert expected.scale.shape == (*shape[:-2], 1, 4)
+        assert_same_bytes(kernels.cast(x, recipe), expected)
+
+
+def test_scales_that_divide_and_those_that_name_the_amax_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As neighbours store them: these bytes were written as multipliers, and mean other numbers here. In blocks, and larger."""
+    monkeypatch.setattr(kernels, "CHUNK", 256)
+    x = wide((4, 1024), seed=22, exponents=2)
+    for block in ((1, 32), (2, 16), (1, 1024), TENSOR):
+        written = reference.cast(x, declared(INT8, Level(F32, block)))
+        seen = {reference.dequantize(written).tobytes()}
+        for sense in ("divisor", "amax"):
+            held = declared(INT8, Level(F32, block, sense))
+            st = ScaledTensor(written.data, written.scale, held, written.layout)
+            assert_read_alike(st)
+            seen.add(kernels.dequantize(st).tobytes())
+        assert len(seen) == 3
+
+
+def test_coarse_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under blocks smaller than a chunk and larger ones, and in every sense."""
+    monkeypatch.setattr(kernels, "CHUNK", 256)
+    x = wide((3, 4, 1024), seed=23, exponents=2)
+    scales = np.array([0.5, 3.0, 0.125], np.float32)
+    for element in (E2M1, INT8):
+        for block in ((1, 16), (1, 1024)):
+            written = reference.cast(x, declared(element, Level(F32, TENSOR), Level(E4M3, block)), scale=scales)
+            for sense in ("multiplier", "divisor", "amax"):
+                held = declared(element, Level(F32, TENSOR, sense), Level(E4M3, block))
+                parts = {"global_scale": written.global_scale}
+                assert_read_alike(ScaledTensor(written.data, written.scale, held, written.layout, **parts))
+
+
+# ------------------------------------------------------------------------------------------------ numbers at the ends
+
+
+@pytest.mark.parametrize("rows", [1, 600])
+def test_subnormal_elements_beside_the_smallest_amax_are_zeros_of_their_sign(rows: int) -> None:
+    """Times the reciprocal of such a scale they would be numbers that E5M2 has."""
+    x = np.zeros((rows, 16), np.float32)
+    x[:, :3] = np.ldexp(1.0, -95), np.nextafter(np.float32(2.0**-126), np.float32(0)), -(2.0**-127)
+    recipe = Float8BlockScaling("E5M2", block_k=16)
+    found = kernels.cast(x, recipe)
+    assert_same_bytes(found, reference.cast(x, recipe))
+    assert found.data[:, :3].tolist() == [[0x7B, 0, 0x80]] * rows
+
+
+@pytest.mark.parametrize("rows", [1, 600])
+def test_subnormal_elements_are_zeros_in_a_table_of_a_great_range(rows: int) -> None:
+    """Times the reciprocal, 2^110, 2^-127 would be the second number of the table."""
+    great = Lookup("great", 4, None, "this test", (0.0, 2.0**-17, 2.0**50, *(-i * 2.0**40 for i in range(1, 14))))
+    x = np.zeros((rows, 16), np.float32)
+    x[:, :2] = 2.0**-60, 2.0**-127
+    recipe = declared(great, Level(F32, (1, 16)))
+    found = kernels.cast(x, recipe)
+    assert_same_bytes(found, reference.cast(x, recipe))
+    assert (found.data[:, 0] == 2).all()
+
+
+def test_a_contraction_axis_counted_from_the_front_is_that_axis() -> None:
+    x = wide((64, 32), seed=24, exponents=4)
+    for recipe in (MXFP8BlockScaling(), INT4Scaling(group_size=16)):
+        found = kernels.cast(x, recipe, axis=0)
+        assert found.axis == -2
+        assert_same_bytes(found, reference.cast(x, recipe, axis=-2))
+
+
+# ------------------------------------------------------------------------------------------------ room
+
+
+def test_work_space_is_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that nearly fill one, of all rows under one scale, and of an amax of everything."""
+    sizes: list[int] = []
+
+    def buffers(size: int) -> Any:
+        sizes.append(size)
+        return kernels._Buffers(size)
+
+    monkeypatch.setattr(kernels, "_buffers", buffers)
+    monkeypatch.setattr(kernels, "CHUNK", 256)
+    for recipe in (Float8RowScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), INT8Scaling()):
+        for shape in ((50, 200), (3, 7, 240)):
+            x = wide(shape, seed=25, exponents=2)
+            st = kernels.cast(np.concatenate([x] * 2, axis=-2), recipe, nonfinite="raise")
+            kernels.dequantize(st)
+    kernels.cast(wide((128, 128), seed=25, exponents=2), Float8BlockScaling(block_m=2, block_k=128))
+    assert len(sizes) > 20
+    assert max(sizes) == 256
+
+
+def test_rows_longer_than_the_generic_algorithm_takes_at_a_time_are_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "GENERIC", 64)
+    recipe = Float8RowScaling(scale_rule="divide")
+    x = wide((90, 100), seed=26, exponents=4)
+    assert_same_bytes(kernels.cast(x, recipe), reference.cast(x, recipe))
+
+
+def test_plans_and_layouts_that_are_remembered_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: dict[Any, Any] = {}
+    monkeypatch.setattr(kernels, "_plans", plans)
+    monkeypatch.setattr(kernels, "_REMEMBERED", 4)
+    most = 0
+    for size in range(1, 12):
+        recipe = Float8BlockScaling(block_k=size)
+        kernels.cast(np.ones((2, size), np.float32), recipe)
+        most = max(most, len(plans))
+    assert most == 4
+    for rows in range(1, 12):
+        kernels.cast(np.ones((rows, 16), np.float32), Float8RowScaling())
+        assert max(len(plan._layouts) for plan in plans.values()) <= 4
+
+
+def test_a_factor_of_half_precision_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", 1 << 12)
+    a, b = np.ones((1024, 256), np.float16), np.ones((256, 8), np.float32)
+    tracemalloc.start()
+    try:
+        product = kernels.matmul(a, b)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (product == 256).all()
+    assert peak < a.size  # as FP32 it would take four times as much
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
+    """Shapes of what `matmul` decodes, in tiles of 4 KB."""
+    shapes: list[Shape] = []
+    decode = kernels.dequantize
+
+    def watched(st: ScaledTensor, **options: Any) -> Any:
+        shapes.append(st.shape)
+        return decode(st, **options)
+
+    monkeypatch.setattr(kernels, "TILE", 1 << 12)
+    monkeypatch.setattr(kernels, "dequantize", watched)
+    return shapes
+
+
+def whole_numbers(shape: Shape, seed: int) -> np.ndarray:
+    """Whole numbers in -8 .. 8, which E4M3 holds and whose products FP32 adds exactly."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
+
+
+def test_a_weight_that_all_matrices_share_is_decoded_once(decoded: list[Shape]) -> None:
+    x, w = whole_numbers((3, 2, 64), 1), whole_numbers((64, 64), 2)
+    weight = breccia.cast(w, Float8CurrentScaling(), scale=1.0).mT
+    np.testing.assert_array_equal(kernels.matmul(x, weight), x @ w.T)
+    assert sum(m * n for m, n in decoded) == w.size
+    assert len(decoded) > 1
+
+
+def test_no_more_of_a_factor_under_one_scale_is_decoded_than_a_tile(decoded: list[Shape]) -> None:
+    x, w = whole_numbers((8, 1024), 3), whole_numbers((3, 1024), 4)
+    a, b = (breccia.cast(part, Float8CurrentScaling(), scale=1.0) for part in (x, w))
+    np.testing.assert_array_equal(kernels.matmul(a, b.mT), x @ w.T)
+    assert sorted(set(decoded)) == [(1, 1024), (1024, 1)]

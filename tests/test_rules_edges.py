@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
-from breccia import DelayedScaling, NVFP4BlockScaling
-from breccia.codecs import E4M3
+from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling
+from breccia.codecs import E4M3, E8M0, F32, NF4, Codec, Integer
+from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
+from breccia.ops import NUMPY
+from breccia.rules import DIVIDE, LINEAR, RCEIL, Inverse, Rule, flushed, normal
 from breccia.testing import oracle
+from breccia.testing.compare import expect_written
+from breccia.testing.places import Place
 
 
 @pytest.mark.parametrize("margin", [-3, 0, 3])
@@ -43,3 +50,83 @@ def test_a_block_whose_scales_multiply_to_less_than_a_normal_number_has_codes_of
         assert expected.codes.any(1).tolist() == [e >= 2.0**-126 for e in multiplied]
         if g == 1.54:
             assert 0 < multiplied[2] < 2.0**-126
+
+
+def test_numbers_below_the_smallest_normal_one_are_flushed_and_no_other() -> None:
+    words = np.array([0, 1, 0x7FFFFE, 0x7FFFFF, 0x800000, 0x800001, 0x3F800000], np.uint32)
+    x = np.concatenate([words, words | np.uint32(1 << 31)]).view(np.float32)
+    assert flushed(NUMPY, x).tolist() == [float(oracle.flush(Fraction(float(v)))) for v in x]
+
+
+def test_a_scale_is_normal_where_its_reciprocal_is_too() -> None:
+    ends = [2.0**-126, 1.0, 2.0**126]
+    beyond = [0.0, -1.0, 2.0**-127, 2.0**126 * (1 + 2.0**-23), 2.0**127, np.inf, -np.inf, np.nan]
+    assert normal(np.array(ends + beyond, np.float32)).tolist() == [True] * 3 + [False] * 8
+
+
+@pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
+def test_a_block_whose_scale_underflows_has_codes_of_zero_by_division_too(cast: Any) -> None:
+    """Section 5.3 under rule `divide`: x / 0 is not what its elements become."""
+
+    @dataclass(frozen=True)
+    class Divided(NVFP4BlockScaling):
+        rules = (LINEAR, DIVIDE)  # type: ignore[assignment]
+
+    smooth = np.resize(np.array([1.0, -0.6, 0.3, 0.9], np.float32), 16)
+    x = np.stack([smooth * np.float32(2.0**n) for n in (0, -10, -17, -18, -19, -20, -40)])
+    expected = oracle.cast(x, Divided())
+    expect_written(Place("numpy"), cast(x, Divided()), expected)
+    assert expected.scale[-1, 0] == 0 and not expected.codes[-1].any() and x[-1].all()
+
+
+@pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
+def test_a_block_whose_scales_multiply_to_more_than_two_to_the_126_has_codes_of_zero(cast: Any) -> None:
+    """The other end of section 5.3. NF4's largest value is 1, so that e = s * g is about as large as the block's amax."""
+
+    @dataclass(frozen=True)
+    class Table(NVFP4BlockScaling):
+        format = Format(NF4, (Level(F32, TENSOR), Level(E4M3, (1, 16))))  # type: ignore[assignment]
+
+    smooth = np.resize(np.array([1.0, -0.6, 0.3, 0.9], np.float32), 16)
+    used = []
+    for n in (2.0**124, 2.0**125, 2.0**126, 1.25 * 2.0**126, 1.9 * 2.0**126, 2.0**127, 1.5 * 2.0**127):
+        x = np.stack([smooth * np.float32(n), smooth * np.float32(n / 8)])
+        expected = oracle.cast(x, Table())
+        expect_written(Place("numpy"), cast(x, Table()), expected)
+        e = Fraction(oracle.decode(E4M3, int(expected.scale[0, 0]))) * Fraction(oracle.decode(F32, expected.global_scale or 0))
+        used.append(bool((expected.codes[0] != NF4.values.index(0.0)).any()))
+        assert used[-1] == (oracle.fl_finite(e) <= 2**126)
+    assert set(used) == {True, False}
+
+
+def test_te_multiplies_a_block_of_equal_numbers_by_one_whatever_the_margin() -> None:
+    """Section 5.3: a is 0 there. What is left of them beside a rounded bias is a number, not zero."""
+
+    @dataclass(frozen=True)
+    class Odd(INT4Scaling):
+        rules = (Inverse("te", margin=3),)  # type: ignore[assignment]
+
+    recipe = Odd(group_size=16, signed=False, symmetric=False, scale_dtype="bf16", offset="bias")
+    x = np.full((3, 16), 1001.9, np.float32) * np.array([[1], [4], [0]], np.float32)
+    expected = oracle.cast(x, recipe)
+    expect_written(Place("numpy"), reference.cast(x, recipe), expected)
+    assert expected.codes.max(1).tolist() == [2, 8, 0]  # 1001.9 - 1000, and four times that
+
+
+PAIR = Integer("PAIR", 2, None, "this test", False)
+
+
+@pytest.mark.parametrize(("codec", "rule"), [(F32, LINEAR), (E8M0, RCEIL)], ids=["linear", "rceil"])
+def test_a_range_from_zero_up_is_as_wide_as_its_largest_element(codec: Codec, rule: Rule) -> None:
+    """Section 5.1, to the last bit, of numbers so small that any other lower end than 0 would show."""
+
+    @dataclass(frozen=True)
+    class Pairs(INT4Scaling):
+        rules = (rule,)  # type: ignore[assignment]
+        format = Format(PAIR, (Level(codec, (1, 4)),), "zero_point")  # type: ignore[assignment]
+
+    recipe = Pairs(group_size=4)
+    largest = [1.0, 1.5, 1.5 + 2.0**-23, 2.0, 3.0, 3.0 + 2.0**-22, 3.0 + 3 * 2.0**-22, 4.0, 6.0]
+    x = np.array([[n, n / 2, 0.0, n / 3] for n in largest], np.float32) * np.float32(2.0**-126)
+    x[x < 2.0**-126] = 0
+    expect_written(Place("numpy"), reference.cast(x, recipe), oracle.cast(x, recipe))

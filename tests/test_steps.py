@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,21 @@ from conftest import recipe_id, special_rows, wide
 
 from breccia import (
     Float8BlockScaling,
+    INT4Scaling,
+    INT8Scaling,
     MXFP4BlockScaling,
     MXFP6BlockScaling,
     MXFP8BlockScaling,
+    MXINT8BlockScaling,
+    NF4Scaling,
     NVFP4BlockScaling,
     ScalingRecipe,
 )
+from breccia.codecs import F32, Minifloat
+from breccia.formats import Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
-from breccia.kernels.numpy import FloatCodes, ScaledCodes, Steps
+from breccia.kernels.numpy import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
 from breccia.ops import NUMPY
 
 RECIPES = [
@@ -32,10 +40,11 @@ RECIPES = [
 
 
 class Planted:
-    """Plain forms of the steps, which count their calls."""
+    """Plain forms of the steps, which count their calls. `asked`: the forms of codes that there was to be a step for."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.asked: list[type] = []
         self.steps = Steps(self.amax, self.pairs, self.scaled)
 
     def amax(self, source: Any, k: int, amax: Any) -> None:
@@ -47,6 +56,7 @@ class Planted:
         data.reshape(-1)[:] = codes[::2] | codes[1::2] << 4
 
     def scaled(self, writer: Any) -> ScaledCodes | None:
+        self.asked.append(type(writer))
         if not isinstance(writer, FloatCodes):
             return None
 
@@ -71,3 +81,43 @@ def test_steps_of_somebody_else_are_called_and_change_no_byte(recipe: ScalingRec
             assert (a is None) == (b is None) and (a is None or a.tobytes() == b.tobytes()), part
     wanted = {"amax", "scaled"} | ({"pairs"} if recipe.format.element.bits == 4 else set())
     assert set(planted.calls) == wanted
+
+
+@dataclass(frozen=True)
+class LowFloats(Float8BlockScaling):
+    """Of a codec whose bias is as great as its exponents."""
+
+    @cached_property
+    def format(self) -> Format:
+        low = Minifloat("E4M3 lowered", 8, None, "this test", 4, 3, 16, 0.875, nan=0x7F)
+        return Format(low, (Level(F32, (1, 16)),))
+
+
+def test_every_form_of_codes_is_offered_to_the_steps() -> None:
+    for recipe, form in (
+        (MXFP6BlockScaling(), FloatCodes),
+        (LowFloats(), FloatCodes),
+        (NF4Scaling(), TableCodes),
+        (INT4Scaling(), IntegerCodes),
+    ):
+        planted = Planted()
+        x = wide((9, 2048), seed=2, exponents=3)
+        assert kernels.cast(x, recipe, steps=planted.steps).data.tobytes() == reference.cast(x, recipe).data.tobytes()
+        assert planted.asked == [form]
+        assert planted.calls["amax"] > 0
+
+
+def test_steps_write_into_unsigned_bytes_in_one_row_also_where_codes_are_signed() -> None:
+    for recipe in (MXINT8BlockScaling(), INT8Scaling()):
+        element = recipe.format.element
+        rows: list[tuple[str, int, bool]] = []
+
+        def write(source: Any, inverse: Any, k: int, codes: Any, element: Any = element, rows: Any = rows) -> None:
+            rows.append((codes.dtype.name, codes.ndim, codes.flags.c_contiguous))
+            codes[:] = element.encode(NUMPY, source.reshape(-1, k) * inverse[:, None]).reshape(-1)
+
+        x = wide((9, 2048), seed=3, exponents=3)
+        found = kernels.cast(x, recipe, steps=Steps(scaled=lambda _, write=write: write))
+        assert set(rows) == {("uint8", 1, True)}
+        assert found.data.dtype == np.int8
+        assert found.data.tobytes() == reference.cast(x, recipe).data.tobytes()
