@@ -29,6 +29,8 @@ from breccia.testing.pytest_plugin import header
 
 __all__ = ["RECIPES", "Run", "every_decodable", "on_cuda", "recipe_id", "special_rows", "wide"]
 
+#: Distributions of their own, which tests/test_third_party.py installs.
+collect_ignore = ["third_party"]
 #: The program, called: its words, to (exit code, standard output, standard error).
 Run = Callable[..., tuple[int, str, str]]
 

@@ -401,3 +401,20 @@ def test_no_more_of_a_factor_under_one_scale_is_decoded_than_a_tile(decoded: lis
     a, b = (breccia.cast(part, Float8CurrentScaling(), scale=1.0) for part in (x, w))
     np.testing.assert_array_equal(kernels.matmul(a, b.mT), x @ w.T)
     assert sorted(set(decoded)) == [(1, 1024), (1024, 1)]
+
+
+FINE = [Integer("fine", 8, None, "test", True, 30), Lookup("fine", 4, None, "test", tuple(i * 2.0**-30 for i in range(16)))]
+
+
+@pytest.mark.parametrize("codec", FINE, ids=lambda codec: type(codec).__name__)
+@pytest.mark.parametrize("level", [Level(F32, TENSOR), Level(F32, (1, 16)), Level(F32, (1, None))], ids=str)
+def test_subnormal_elements_are_zeros_under_codecs_of_steps_as_fine_as_they(codec: Codec, level: Level) -> None:
+    """Under a scale near 2^-97 an element below 2^-126 comes to 2^-29, which is a number of such a codec."""
+    recipe = declared(codec, level)
+    for exponent in (-126, -124, -120, -110):
+        x = np.zeros((600, 16), np.float32)
+        x[:, :4] = 2.0**exponent, 1.1e-38, 2.0**-127, -(2.0**-149)
+        found, expected = kernels.cast(x, recipe), reference.cast(x, recipe)
+        assert found.data.tobytes() == expected.data.tobytes()
+        assert found.scale.tobytes() == expected.scale.tobytes()
+        assert not reference.dequantize(found)[:, 2:].any()

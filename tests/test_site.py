@@ -68,7 +68,7 @@ def test_a_block_that_there_is_none_of_is_refused_with_those_there_are(tmp_path:
     page(tmp_path, "suport-matrix")
     done = generate(tmp_path)
     assert done.returncode == 1
-    assert "generate: page.md asks for a block 'suport-matrix'; there are api-bridges," in done.stderr
+    assert "generate: page.md asks for a block 'suport-matrix'; there are acme-bridge," in done.stderr
 
 
 def test_every_table_and_every_command_has_a_place(module) -> None:

@@ -59,6 +59,9 @@ _EXPONENT = F32_INF
 _MAGNITUDE = _U4(MAGNITUDE)
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
 _SMALL, _LARGE = 2.0**-60, 2.0**100
+#: Elements below 2^-126 count as zero. Under scales that are not small they come to less than 2^-26 in units of the scale, and
+#: every codec rounds that to zero which has no number nearer to zero than this.
+_FINEST = 2.0**-24
 #: Largest codes and capacities for which that holds; below, their reciprocals'.
 _MODEST = 2.0**20
 #: Entries of a store of what was derived once (plans, layouts of each, tables).
@@ -271,9 +274,9 @@ def _code_writer(codec: Codec) -> _Codes | None:
     """The fast form of an element codec, or None."""
     if codec.bits not in (4, 6, 8):
         return None
-    if type(codec) is Lookup and codec.bits == 4:
+    if type(codec) is Lookup and codec.bits == 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
         return TableCodes(codec)
-    if type(codec) is Integer:
+    if type(codec) is Integer and math.ldexp(1.0, -codec.fraction_bits) >= _FINEST:
         return IntegerCodes(codec)
     if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16 and codec.max <= _MODEST:
         return FloatCodes(codec)
