@@ -26,10 +26,11 @@ def laws(plugin: str, *frameworks: str, **options: Any) -> Callable[..., None]:
 
 
 test_core = laws("core", "numpy", "torch", "mlx")
-test_core_on_jax = pytest.mark.slow(laws("core", "jax"))  # which compiles each shape anew
+# JAX compiles each shape anew; tests/test_jax.py, test_parity.py and test_ways.py hold it to NumPy's bytes in the fast suite.
+test_core_on_jax = pytest.mark.slow(laws("core", "jax"))
+test_jax = pytest.mark.slow(laws("jax", "jax"))
 test_every_setting_of_cores_recipes = pytest.mark.slow(laws("core", recipes=RECIPES))
 test_torch = laws("torch", "torch")
-test_jax = laws("jax", "jax")
 test_mlx = laws("mlx", "mlx")
 test_native = laws("native")
 test_bridges = laws("bridges")
