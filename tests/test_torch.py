@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_cuda, special_rows, wide
+from products import assert_same_product
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
@@ -95,7 +96,9 @@ def test_matmul_and_requantize_equal_the_generic_algorithm() -> None:
     a, w = torch.from_numpy(wide((5, 64), exponents=1)), torch.from_numpy(wide((7, 64), seed=1, exponents=1))
     sa, sw = breccia.cast(a, MXFP8), breccia.cast(w, NVFP4)
     for left, right in ((sa, sw.mT), (a, sw.mT), (sa, w.mT)):
-        assert torch.equal(breccia.matmul(left, right), breccia.matmul(left, right, prefer="reference.matmul"))
+        values = [breccia.dequantize(x) if isinstance(x, breccia.ScaledTensor) else x for x in (left, right)]
+        generic = breccia.matmul(left, right, prefer="reference.matmul")
+        assert_same_product(breccia.matmul(left, right), generic, *values)
     assert breccia.bytes_equal(breccia.requantize(sw, MXFP8), breccia.requantize(sw, MXFP8, prefer="reference.requantize"))
 
 
@@ -531,11 +534,12 @@ def test_scaled_tensors_pass_into_graphs_and_out_of_them() -> None:
     w = breccia.cast(rows(8, 64), NVFP4)
 
     def linear(x: Any, w: Any) -> Any:
-        return breccia.matmul(breccia.cast(x, MXFP8), w.mT, torch.float16)
+        return breccia.matmul(breccia.cast(x, MXFP8), w.mT)
 
-    fast = compiled(linear)
+    fast, values = compiled(linear), breccia.dequantize(w).mT
     for n in (3, 5, 6):
-        assert torch.equal(fast(rows(n, 64), w), linear(rows(n, 64), w))
+        x = rows(n, 64)
+        assert_same_product(fast(x, w), linear(x, w), breccia.dequantize(breccia.cast(x, MXFP8)), values)
     assert compiled(lambda st: st.mT)(w).axis == -2
     assert compiled(lambda st: (st.shape, st.global_scale * 1))(w)[0] == (8, 64)
 
@@ -577,7 +581,8 @@ def test_a_compiled_matmul_has_the_gradients_of_the_eager_one() -> None:
 def test_vmap_compiles() -> None:
     x = torch.stack([rows(4, 64), rows(4, 64) * 9])
     w = breccia.cast(rows(8, 64), NVFP4)
-    assert torch.equal(compiled(vmap(lambda t: breccia.matmul(t, w.mT)))(x), torch.stack([breccia.matmul(t, w.mT) for t in x]))
+    each_alone = torch.stack([breccia.matmul(t, w.mT) for t in x])
+    assert_same_product(compiled(vmap(lambda t: breccia.matmul(t, w.mT)))(x), each_alone, x, breccia.dequantize(w).mT)
     each = vmap(lambda t: breccia.cast_ste_clipped(t, CURRENT, -1.0, 1.0))
     assert torch.equal(compiled(each)(x), each(x))
 

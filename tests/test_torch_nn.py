@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_cuda, wide
+from products import assert_same_product
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
@@ -88,7 +89,8 @@ def test_a_layer_computes_with_the_values_its_weight_has(recipe: breccia.Scaling
     weight = breccia.dequantize(breccia.cast(plain.weight.detach(), recipe))
     for shape in ((5, 72), (2, 3, 72), (72,), (0, 72)):
         x = torch.from_numpy(wide(shape, seed=2, exponents=1)) if shape != (72,) else torch.ones(72)
-        assert torch.equal(layer(x), x.reshape(-1, 72).matmul(weight.mT).reshape(*shape[:-1], 6) + plain.bias)
+        expected = x.reshape(-1, 72).matmul(weight.mT).reshape(*shape[:-1], 6) + plain.bias
+        assert_same_product(layer(x), expected, x, weight.mT, rest=plain.bias)
     assert (layer.in_features, layer.out_features, layer.bias is plain.bias) == (72, 6, True)
 
 
@@ -99,7 +101,8 @@ def test_an_activation_is_cast_with_its_rows_as_tokens() -> None:
         cube = torch.from_numpy(wide((2, 3, 72), seed=3, exponents=1))
         tokens = breccia.cast(cube.reshape(6, 72), activation)
         expected = breccia.matmul(tokens, breccia.cast(plain.weight, NVFP4).mT).reshape(2, 3, 6) + plain.bias
-        assert torch.equal(layer(cube), expected)
+        values = breccia.dequantize(tokens).reshape(2, 3, 72), breccia.dequantize(breccia.cast(plain.weight.detach(), NVFP4)).mT
+        assert_same_product(layer(cube), expected, *values, rest=plain.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -126,7 +129,7 @@ def test_gradients_reach_the_input_and_the_bias() -> None:
         x = torch.from_numpy(wide((5, 72), seed=4, exponents=1)).requires_grad_()
         assert layer.bias is not None
         found = torch.autograd.grad(layer(x), (x, layer.bias), upstream)
-        assert torch.equal(found[0], upstream @ weight), "straight through the cast of the activation"
+        assert_same_product(found[0], upstream @ weight, upstream, weight)  # straight through the cast of the activation
         assert torch.equal(found[1], upstream.sum(0))
         with torch.no_grad():
             assert torch.equal(layer(x), layer(x.detach())), "the value does not depend on who wants a gradient"
@@ -167,12 +170,14 @@ def test_a_layer_trains_in_a_compiled_graph() -> None:
         layer = ScaledLinear.from_linear(linear(), NVFP4, activation=activation)
         fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
         x = torch.from_numpy(wide((5, 72), seed=4, exponents=1))
+        weight = breccia.dequantize(layer.weight.tensor)
+        rows = x if activation is None else breccia.dequantize(breccia.cast(x, activation))
         with torch.no_grad():
-            assert torch.equal(fast(x), layer(x))
+            assert_same_product(fast(x), layer(x), rows, weight.mT, rest=layer.bias)
         pair = [x.clone().requires_grad_() for _ in range(2)]
         fast(pair[0]).sum().backward()
         layer(pair[1]).sum().backward()
-        assert pair[0].grad is not None and pair[1].grad is not None and torch.equal(pair[0].grad, pair[1].grad)
+        assert_same_product(pair[0].grad, pair[1].grad, torch.ones(5, 6), weight)
         torch._dynamo.reset()
 
 
@@ -565,7 +570,7 @@ def test_forward_derivatives_pass_through_the_cast_of_an_activation() -> None:
     x = torch.from_numpy(wide((5, 72), seed=4, exponents=1))
     tangent = torch.ones_like(x)
     weight = breccia.dequantize(layer.weight.tensor)
-    assert torch.equal(torch.func.jvp(layer, (x,), (tangent,))[1], tangent @ weight.mT)
+    assert_same_product(torch.func.jvp(layer, (x,), (tangent,))[1], tangent @ weight.mT, tangent, weight.mT)
 
 
 def test_a_graph_keeps_no_high_precision_weights() -> None:
@@ -575,7 +580,8 @@ def test_a_graph_keeps_no_high_precision_weights() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)
     assert sum(t.nbytes for t in kept) <= layer.weight.tensor.nbytes + 4 * x.nbytes
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(y) @ breccia.dequantize(layer.weight.tensor))
+    ones, weight = torch.ones_like(y), breccia.dequantize(layer.weight.tensor)
+    assert_same_product(torch.autograd.grad(y.sum(), x)[0], ones @ weight, ones, weight)
     y = layer(x)
     layer.weight.data.fill_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
