@@ -54,6 +54,7 @@ docs: $(VENV)/ready
 bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework torch --rivals all --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_calls.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_encoder.py --out benchmarks/results

@@ -204,6 +204,30 @@ def agreement(result: Result) -> Table:
     return Table("what was written", headings, tuple(rows), note)
 
 
+# ------------------------------------------------------------------------------------------------ small calls
+
+
+def overhead(result: Result) -> Table:
+    """Microseconds of small calls, and of an earlier version in the same run."""
+    before = result["options"]["before"]
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        least, unit = row["now"]["min_s"], row["step_s"]
+        cells = [row["call"]]
+        if before:
+            earlier = row["before"]["min_s"] if "before" in row else None
+            cells += [f"{1e6 * earlier:.1f}" if earlier else "", f"{1e6 * least:.1f}"]
+            cells.append(f"{least / earlier:.2f}" if earlier else "")
+        else:
+            cells.append(f"{1e6 * least:.1f}")
+        rows.append((*cells, f"{1e6 * row['now']['median_s']:.1f}", f"{least / unit:.0f}"))
+    headings = ("call", *(("before, µs", "now, µs", "now / before") if before else ("µs",)), "median now, µs", "steps now")
+    note = "Least of the runs, one thread. A step builds a key of four items and looks it up in a dictionary."
+    if before:
+        note += f" Before: commit {before[:10]}, in processes interleaved with those of now."
+    return Table("small calls", headings, tuple(rows), note)
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -407,6 +431,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "dequantize-jax": lambda result: times(result, "dequantize"),
         "calls-jax": calls,
     },
+    "overhead": {"overhead": overhead},
     "memory": {"memory": sizes, "peaks": peaks},
     "accuracy": {
         "accuracy": lambda result: quality(result, True),

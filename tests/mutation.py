@@ -57,6 +57,8 @@ TARGETS = (
     "grids.py",
     "exact.py",
     "formats.py",
+    "kernels/checks.py",
+    "kernels/plans.py",
     "kernels/reference.py",
     "kernels/numpy.py",
 )

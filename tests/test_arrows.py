@@ -45,6 +45,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
 FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "ops": ({"numpy"}, {"ml_dtypes"}),
     "kernels.": ({"numpy"}, set()),
+    "audit": ({"numpy"}, set()),  # loaded under BRECCIA_CHECK=1 alone
     # Adapters import the library they adapt, in functions, and only the command `agree` loads them.
     "testing.foreign": ({"numpy"}, {*NEIGHBOURS, "qwix", "gguf", "safetensors"}),
     "testing": ({"numpy", "pytest", "hypothesis"}, {"ml_dtypes"}),
@@ -57,7 +58,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 
 #: Inside core, left never imports right. Modules of one group may import each other, without cycles.
 ORDER = [
-    {""},  # the package itself: lazy, imports nothing
+    {"", "backend"},  # the package itself, and what other distributions import of it: lazy, import nothing
     {"errors"},
     {"siblings", "targets", "declared"},
     {"codecs", "rules", "options"},
@@ -66,14 +67,19 @@ ORDER = [
     {"layouts", "recipes"},
     {"exact"},
     {"grids"},
+    {"storage"},
     {"tensor"},
     {"ops"},
     {"structure"},
     {"threads"},
-    {"kernels", "kernels.reference", "kernels.numpy", "history"},
+    {"kernels", "kernels.checks"},
+    {"kernels.reference", "history"},
     {"dispatch"},
     {"hookspecs"},
     {"registry", "builtin"},
+    {"audit"},
+    {"calls"},  # the ops below frontends
+    {"kernels.composites", "kernels.plans", "kernels.numpy"},  # kernels that call the kernels of other ops
     {"api"},
     {"bridges", "kernels.triton"},
     {"doctor", "bench"},
@@ -226,6 +232,15 @@ def test_inside_core_left_never_imports_right(name: str) -> None:
             other = module_of(found, CORE, CORE_MODULES)
             assert not other.startswith("testing"), f"line {found.line} imports {found.name}"
             assert place(other) <= place(name), f"line {found.line} imports {found.name}, which stands right of {name}"
+
+
+@pytest.mark.parametrize(("distribution", "name"), [(d, name) for d, name in ALL if d != "breccia-core"])
+def test_the_other_distributions_read_the_public_names_and_the_backend_of_core_alone(distribution: str, name: str) -> None:
+    for found in read(distribution, name):
+        if found.root == CORE:
+            of_core = found.name.removeprefix(CORE).removeprefix(".")
+            public = of_core == "" or of_core in breccia.__all__
+            assert public or of_core.startswith("backend."), f"line {found.line} imports {found.name}"
 
 
 def test_only_the_command_of_the_agreement_table_loads_the_neighbours() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import pickle
+import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,8 @@ from breccia import (
     PerChannel,
     PerTensor,
     RecipeError,
+    Stored,
+    declared,
 )
 from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, MXINT8, NF4
 from breccia.formats import TENSOR, Format, Level
@@ -56,12 +61,15 @@ FIELDS = {
     "int8": {"group_size": None, "signed": True, "scale_dtype": "fp32"} | INTEGERS,
 }
 
+#: Fields that came later, after all others: files and digests of tensors know them only where they are not at their default.
+ADDED: dict[str, dict[str, Any]] = {"nvfp4": {"global_sense": "multiplier"}}
+
 
 @pytest.mark.parametrize("cls", RECIPES, ids=lambda c: c.name)
 def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.ScalingRecipe]) -> None:
     recipe = cls()
     fields = {f.name: f.default for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
-    assert list(fields.items()) == list(FIELDS[cls.name].items())
+    assert list(fields.items()) == list((FIELDS[cls.name] | ADDED.get(cls.name, {})).items())
     assert recipe.to_dict() == {"name": cls.name, "fields": FIELDS[cls.name]}
     assert json.loads(recipe.to_json()) == recipe.to_dict()
     assert breccia.recipe(cls.name) == recipe and recipe.changed == {} and recipe.spec == cls.name
@@ -70,6 +78,15 @@ def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.Scal
     assert recipe.source
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.fp8_format = "E5M2"  # type: ignore[attr-defined]
+
+
+def test_a_field_that_came_later_is_written_where_it_is_not_at_its_default() -> None:
+    divisor = NVFP4BlockScaling(global_sense="divisor")
+    assert divisor.to_dict() == {"name": "nvfp4", "fields": FIELDS["nvfp4"] | {"global_sense": "divisor"}}
+    assert breccia.ScalingRecipe.from_json(divisor.to_json()) == divisor != NVFP4BlockScaling()
+    assert NVFP4BlockScaling.from_json('{"name":"nvfp4","fields":{"two_level":true}}') == NVFP4BlockScaling()
+    assert divisor.identity is not NVFP4BlockScaling().identity and divisor.fingerprint() != NVFP4BlockScaling().fingerprint()
+    assert pickle.loads(pickle.dumps(divisor)) == divisor
 
 
 @pytest.mark.parametrize("recipe", SETTINGS, ids=recipe_id)
@@ -229,6 +246,66 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
     for fine in (TE, RCEIL):
         with pytest.raises(RecipeError, match=f"rule '{fine.name}' writes the only level of a format; use 'linear' under"):
             breccia.cast(x, TwoLevels(fine=fine))
+
+
+# ------------------------------------------------------------------------------------------------ identities
+
+
+def identities(sizes: range) -> list[weakref.ref[object]]:
+    """What is seen of the identities of recipes and layouts of these sizes, none of which is kept."""
+    found: list[weakref.ref[object]] = []
+    for n in sizes:
+        found += [weakref.ref(Float8BlockScaling(block_k=n).identity), weakref.ref(PerBlockK(n).identity)]
+    return found
+
+
+def test_an_identity_goes_with_the_last_equal_declaration() -> None:
+    one, equal = Float8BlockScaling(block_k=7001), Float8BlockScaling(block_k=7001)
+    seen = weakref.ref(one.identity)
+    assert equal.identity is seen() is not None
+    del one
+    gc.collect()
+    assert seen() is not None and Float8BlockScaling(block_k=7001).identity is seen(), "an equal one lives"
+    del equal
+    gc.collect()
+    assert seen() is None
+
+
+def test_declarations_that_come_and_go_leave_nothing_behind() -> None:
+    gc.collect()
+    before = len(declared._identities)
+    seen = identities(range(10_000, 12_000))
+    gc.collect()
+    assert [ref for ref in seen if ref() is not None] == []
+    assert len(declared._identities) == before
+
+
+def test_declarations_of_one_class_alone_share_an_identity() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Ours(Float8BlockScaling):
+        """Equal in every field to its base."""
+
+    kept = [Float8BlockScaling(block_k=48), Ours(block_k=48), PerBlockK(48), PerBlockK(48, ragged=True)]
+    assert len({id(each.identity) for each in kept}) == len(kept)
+    stored = [Stored(PerBlockMN(1, 32), "interleaved", (4, 64), 3), Stored(PerBlockMN(1, 32), "interleaved", [4, 64], 3)]  # type: ignore[arg-type]
+    assert stored[0].identity is stored[1].identity and stored[0].layout.identity is PerBlockMN(1, 32).identity
+
+
+def test_threads_that_ask_at_once_are_given_one_identity() -> None:
+    for n in range(20_000, 20_050):
+        start, found = threading.Barrier(8), list[tuple[object, object]]()
+
+        def ask(n: int = n, start: threading.Barrier = start, found: list[tuple[object, object]] = found) -> None:
+            recipe = Float8BlockScaling(block_k=n)
+            start.wait()
+            found.append((recipe, recipe.identity))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(identity) for _, identity in found}) == 1 and len(found) == 8
 
 
 # ------------------------------------------------------------------------------------------------ fingerprints

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import timeit
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +23,20 @@ import breccia
 from breccia import (
     AmbiguousKernelError,
     Kernel,
+    KernelError,
     NoKernelError,
     PluginError,
+    PluginWarning,
     UnknownNameError,
     UnsupportedError,
+    dispatch,
     registry,
     targets,
 )
-from breccia.dispatch import CONTRACT, OPS, Call, Operand, Table
-from breccia.frameworks import framework_of
+from breccia.dispatch import CONTRACT, NO_OPTIONS, OPS, Call, Described, Explanation, Table
+from breccia.frameworks import Device, framework_of
+from breccia.kernels import reference
+from breccia.options import DEFAULT, CastOptions
 from breccia.recipes import Float8CurrentScaling, INT4Scaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
 from breccia.siblings import install
 
@@ -42,8 +48,9 @@ asked: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked_yet() -> None:
+def nothing_asked_and_nothing_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
+    monkeypatch.setattr(dispatch, "_reported", set[tuple[str, str]]())
 
 
 # -- kernels and checks that the declarations below name ----------------------------------------------------------------
@@ -80,7 +87,7 @@ def no(fact: Any) -> str:
 
 
 def broken(fact: Any) -> None:
-    raise RuntimeError(f"driver of {fact if isinstance(fact, str) else fact.device} crashed")
+    raise RuntimeError(f"driver of {fact if isinstance(fact, Device) else fact.device} crashed")
 
 
 def aligned(call: Call) -> str | None:
@@ -95,11 +102,18 @@ def kernel(name: str, function: str = "one", **fields: Any) -> Kernel:
 
 def cast(table: Table, recipe: ScalingRecipe = MXFP8, x: Any = X, prefer: Any = None, framework: str = "numpy") -> str:
     """What the kernel found for a cast returns: the name of its function."""
-    return table.resolve("cast", framework, x, None, recipe, prefer)()
+    return table.choose("cast", framework, x, None, recipe, DEFAULT, prefer).function()
+
+
+def explanation_of(
+    table: Table, op: str, a: Any, b: Any = None, new: Any = None, prefer: Any = None, device: str = ""
+) -> Explanation:
+    """What the table says of op(a, b), with the recipe to write, on NumPy."""
+    return table.explain(Call(op, "numpy", (a, b, new, NO_OPTIONS, None)), prefer, device)
 
 
 def explained(table: Table, recipe: ScalingRecipe = MXFP8, x: Any = X, prefer: Any = None) -> str:
-    return str(table.explain("cast", "numpy", x, None, recipe, prefer))
+    return str(explanation_of(table, "cast", x, None, recipe, prefer))
 
 
 def on(device: Any, shape: tuple[int, ...] = (64, 96)) -> Any:
@@ -178,7 +192,7 @@ def test_a_tie_is_an_error_that_names_both_and_the_two_ways_out() -> None:
 
 
 def test_a_tie_is_explained_as_a_tie() -> None:
-    explanation = Table([kernel("a.cast"), kernel("b.cast", "two")]).explain("cast", "numpy", X, None, MXFP8, None)
+    explanation = explanation_of(Table([kernel("a.cast"), kernel("b.cast", "two")]), "cast", X, None, MXFP8)
     assert explanation.winner is None
     assert [v.reason for v in explanation.verdicts] == ["ranks the same as b.cast", "ranks the same as a.cast"]
     assert str(explanation).endswith(explanation.fault) and "BRECCIA_BLOCK=acme" in explanation.fault
@@ -206,7 +220,7 @@ def scaled(recipe: ScalingRecipe, shape: tuple[int, int] = (64, 96)) -> breccia.
 
 
 def matmul(table: Table, a: Any, b: Any) -> str:
-    return table.resolve("matmul", "numpy", a, b, None, None)()
+    return table.choose("matmul", "numpy", a, b).function()
 
 
 def test_matmul_tells_scaled_operands_from_raw_arrays() -> None:
@@ -234,28 +248,50 @@ def test_an_attribute_called_recipe_does_not_make_an_array_scaled() -> None:
 
 def test_requantize_is_chosen_by_the_old_recipe_and_the_new() -> None:
     table = Table([kernel("direct", op="requantize", recipe=NVFP4BlockScaling, other=MXFP8BlockScaling)])
-    assert table.resolve("requantize", "numpy", scaled(NVFP4), None, MXFP8, None)() == "one"
+    assert table.choose("requantize", "numpy", scaled(NVFP4), None, MXFP8).function() == "one"
     with pytest.raises(NoKernelError, match="^requantize of mxfp8 to nvfp4 on numpy\n"):
-        table.resolve("requantize", "numpy", scaled(MXFP8), None, NVFP4, None)
+        table.choose("requantize", "numpy", scaled(MXFP8), None, NVFP4)
 
 
 def test_dequantize_is_chosen_by_the_recipe_of_its_tensor() -> None:
     table = Table([kernel("nvfp4", op="dequantize", recipe=NVFP4BlockScaling)])
-    assert table.resolve("dequantize", "numpy", scaled(NVFP4), None, None, None)() == "one"
+    assert table.choose("dequantize", "numpy", scaled(NVFP4)).function() == "one"
     with pytest.raises(NoKernelError, match="^dequantize of mxfp8 on numpy\n"):
-        table.resolve("dequantize", "numpy", scaled(MXFP8), None, None, None)
+        table.choose("dequantize", "numpy", scaled(MXFP8))
 
 
 # -- conditions ----------------------------------------------------------------------------------------------------------
 
 
-def test_available_is_asked_once_per_device() -> None:
+class Place:
+    """A framework's device object: hashable, with the attributes given."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def test_available_is_asked_once_per_device_and_told_its_number() -> None:
     table = Table([kernel("fast", "two", available=f"{HERE}:yes", rank=1), kernel("slow")])
-    for device in ("cpu", "npu:0", "cpu", "npu:1"):
+    first, second = Place(type="npu", index=0), Place(type="npu", index=1)
+    for device in ("cpu", first, "cpu", second, Place(type="npu", index=0)):
         for recipe in (MXFP8, NVFP4, CURRENT):
             for rows in (1, 2, 3):
                 assert cast(table, recipe, on(device, (rows, 32))) == "two"
-    assert asked == ["cpu", "npu"]
+    assert asked == [Device("cpu"), Device("npu", 0), Device("npu", 1)]
+
+
+def second_only(device: Device) -> str | None:
+    asked.append(device)
+    return None if device.index == 1 else f"{device} is too old"
+
+
+def test_a_kernel_available_on_one_device_runs_there_and_not_on_its_neighbour() -> None:
+    table = Table([kernel("fast", "two", available=f"{HERE}:second_only", rank=1), kernel("slow")])
+    for _ in range(2):
+        assert [cast(table, x=on(Place(type="npu", index=n))) for n in (0, 1, 2)] == ["one", "two", "one"]
+    assert asked == [Device("npu", 0), Device("npu", 1), Device("npu", 2)]
+    assert "skipped: npu:2 is too old" in explained(table, x=on(Place(type="npu", index=2)))
+    assert len(asked) == 3, "nor does explain ask again"
 
 
 def test_a_kernel_whose_device_is_another_is_passed_over() -> None:
@@ -263,14 +299,7 @@ def test_a_kernel_whose_device_is_another_is_passed_over() -> None:
     assert cast(table) == "one"
     assert cast(table, x=on("npu")) == "two"
     assert cast(table) == "one"
-    assert "passed over: runs on npu, the data is on cpu" in explained(table)
-
-
-class Device:
-    """A framework's device object: hashable, with the attributes given."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
+    assert "skipped: runs on npu, the data is on cpu" in explained(table)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +307,12 @@ class Device:
     [
         ("cuda", "two"),
         ("cuda:1", "two"),
-        (Device(type="cuda", index=1), "two"),  # torch
-        (Device(platform="gpu"), "two"),  # JAX
-        (Device(device_set={Device(platform="gpu")}), "two"),  # JAX, an array over several devices
+        (Place(type="cuda", index=1), "two"),  # torch
+        (Place(platform="gpu"), "two"),  # JAX
+        (Place(device_set={Place(platform="gpu")}), "two"),  # JAX, an array over several devices
         ("cpu", "one"),
-        (Device(type="mps"), "one"),
-        (Device(), "one"),
+        (Place(type="mps"), "one"),
+        (Place(), "one"),
         (None, "one"),  # MLX, and traced JAX arrays
     ],
 )
@@ -292,55 +321,21 @@ def test_the_kind_of_device_is_read_in_every_spelling(device: Any, function: str
     assert cast(table, x=on(device)) == function
 
 
-def test_accepts_sees_the_static_facts_of_the_call() -> None:
-    table = Table([kernel("k", op="matmul", accepts=f"{HERE}:yes")])
-    st = breccia.cast(np.ones((4, 96), np.float32), NVFP4)
-    table.resolve("matmul", "numpy", st, np.ones((96, 512), np.float16), None, None)
-    packed = Operand(NVFP4, "uint8", 2, st.layout, -1, (4, 32))
-    assert asked == [Call("matmul", "numpy", "cpu", packed, Operand(None, "float16", 2, None, -1, (32, 256)))]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((), (256, 256)), ((48,), (1, 16)), ((3, 5), (1, 1)), ((7, 0, 1024), (256, 256)), ((2, 6, 96), (2, 32))],
-)
-def test_alignment_is_of_the_logical_sides(shape: tuple[int, ...], expected: tuple[int, int]) -> None:
-    cast(Table([kernel("k", accepts=f"{HERE}:yes")]), CURRENT, np.ones(shape, np.float32))
-    assert asked[0].a.aligned == expected
-
-
-def test_the_winner_is_remembered_for_equal_facts_and_asked_again_for_others() -> None:
-    table = Table([kernel("fast", "two", accepts=f"{HERE}:aligned", rank=1), kernel("slow")])
-    for _ in range(3):
-        assert cast(table, MXFP8BlockScaling(), np.zeros((64, 96), np.float32)) == "two"
-    assert len(asked) == 1, "equal facts, other values"
-    assert cast(table, x=np.ones((64, 80), np.float32)) == "one"
-    assert len(asked) == 2
-    for other in (X.astype(np.float16), X[None], X[:32]):
-        assert cast(table, x=other) == "two"
-    assert len(asked) == 5
-    assert cast(table, MXFP8BlockScaling(scale_rule="floor")) == "two"
-    assert asked[-1].a.recipe.scale_rule == "floor" and len(asked) == 6
-    assert cast(table, prefer="fast") == "two"
-    assert len(asked) == 7, "prefer is part of the call"
-
-
-def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("breccia.dispatch._MEMO_LIMIT", 8)
-    table = Table([kernel("fast", "two", accepts=f"{HERE}:aligned", rank=1), kernel("slow")])
-    for n in range(1, 40):
-        assert cast(table, x=on("cpu", (n, 32))) == "two"
-    assert len(table._memo) <= 8
-    assert cast(table, x=on("cpu", (39, 32))) == "two"
-    assert len(asked) == 39
-
-
-def test_an_unconditional_winner_is_not_judged_again() -> None:
-    table = Table([kernel("only"), kernel("named", "two", opt_in=True, accepts=f"{HERE}:yes", rank=9)])
-    for n in range(1, 9):
-        assert cast(table, x=on("cpu", (n, n))) == "one"
-    assert len(table._direct) == 1 and not table._memo
-    assert cast(table, prefer="named") == "two"
+def test_the_number_of_a_device_is_read_in_every_spelling() -> None:
+    spellings: list[tuple[Any, int | None]] = [
+        (Place(type="cuda", index=1), 1),  # torch
+        (Place(platform="gpu", id=3), 3),  # JAX
+        (Place(device_set={Place(platform="gpu", id=2)}), 2),
+        ("cuda:1", 1),
+        ("cuda", None),
+        (Place(type="cuda", index=None), None),
+        (Place(type="cuda"), None),
+    ]
+    for device, number in spellings:
+        cast(Table([kernel("k", accepts=f"{HERE}:yes")]), x=on(device))
+        assert asked[-1].device == Device("cuda", number), device
+    cast(Table([kernel("k", accepts=f"{HERE}:yes")]), x=on(Place(platform="cpu", id=5)))
+    assert asked[-1].device == Device("cpu"), "a CPU has no number"
 
 
 def test_a_check_that_raises_is_a_reason_and_stops_nobody() -> None:
@@ -348,9 +343,24 @@ def test_a_check_that_raises_is_a_reason_and_stops_nobody() -> None:
     kernels.append(kernel("c", accepts=f"{HERE}:absent", rank=3))
     kernels.append(kernel("d", available="module_of_nobody:check", rank=4))
     table = Table(kernels)
-    assert cast(table) == "one"
-    text = explained(table)
-    assert text.count(f"passed over: its check {HERE}:broken failed: RuntimeError: driver of cpu crashed") == 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert cast(table) == "one"
+        text = explained(table)
+        assert cast(table, x=X[:32]) == cast(Table(kernels)) == "one"
+    assert [w.category for w in caught] == [PluginWarning] * 4, "one for each kernel, however often it is asked"
+    faults = {
+        "a": f"its check {HERE}:broken failed: RuntimeError: driver of cpu crashed",
+        "b": f"its check {HERE}:broken failed: RuntimeError: driver of cpu crashed",
+        "c": f"its check {HERE}:absent failed: PluginError: target '{HERE}:absent': {HERE} has no 'absent'; correct the "
+        "declaration",
+        "d": "its check module_of_nobody:check failed: ModuleNotFoundError: No module named 'module_of_nobody'",
+    }
+    assert sorted(str(w.message) for w in caught) == [
+        f"kernel {name!r} of plug-in 'acme': {fault}. BRECCIA_BLOCK=acme sets the plug-in aside."
+        for name, fault in faults.items()
+    ]
+    assert text.count(f"skipped: its check {HERE}:broken failed: RuntimeError: driver of cpu crashed") == 2
     assert f"its check {HERE}:absent failed: PluginError: target '{HERE}:absent': {HERE} has no 'absent'" in text
     assert "its check module_of_nobody:check failed: ModuleNotFoundError: No module named 'module_of_nobody'" in text
 
@@ -416,15 +426,15 @@ def test_preferring_an_unavailable_kernel_is_an_error_with_the_reason() -> None:
     assert cast(table) == "one"
     with pytest.raises(NoKernelError) as e:
         cast(table, prefer="npu")
-    assert "passed over: no Acme NPU: torch.acme is absent" in str(e.value)
-    assert "passed over: prefer= names npu" in str(e.value)
+    assert "skipped: no Acme NPU: torch.acme is absent" in str(e.value)
+    assert "skipped: prefer= names npu" in str(e.value)
     assert e.value.found == {"op": "cast", "prefer": ("npu",)}
     assert cast(table, prefer=("npu", "slow")) == "one", "of several names the first that can"
 
 
 def test_preferring_a_kernel_of_another_op_says_what_it_is_for() -> None:
     table = Table([kernel("slow"), kernel("mm", op="matmul", framework="torch", recipe=NVFP4BlockScaling)])
-    with pytest.raises(NoKernelError, match="passed over: it is declared for matmul of nvfp4 and any on torch"):
+    with pytest.raises(NoKernelError, match="skipped: it is declared for matmul of nvfp4 and any on torch"):
         cast(table, prefer="mm")
 
 
@@ -456,11 +466,11 @@ def test_an_explanation_has_the_winner_first_then_each_loser_with_its_reason() -
             "cast of mxfp8 on numpy",
             f" -> c.exact    acme       {where['three']}",
             f"    d.npu      acme       {where['FOUR']}",
-            "      passed over: no Acme NPU: torch.acme is absent",
+            "      skipped: no Acme NPU: torch.acme is absent",
             f"    b.family   acme       {where['two']}",
-            "      passed over: c.exact comes first (declared for this recipe)",
+            "      skipped: c.exact comes first (declared for this recipe)",
             f"    a.generic  acme       {where['one']}",
-            "      passed over: c.exact comes first (declared for this recipe)",
+            "      skipped: c.exact comes first (declared for this recipe)",
         ]
     )
 
@@ -492,22 +502,25 @@ def test_the_no_kernel_error_is_the_text_of_explain() -> None:
     with pytest.raises(NoKernelError) as e:
         cast(table)
     assert str(e.value) == explained(table)
-    assert "passed over: runs on npu, the data is on cpu" in str(e.value)
+    assert "skipped: runs on npu, the data is on cpu" in str(e.value)
     assert str(e.value).endswith(
-        "No kernel serves this call. `breccia plugins` shows what is installed and what was set aside."
+        "No kernel runs for this call. `breccia plugins` shows what is installed and what was set aside."
     )
-    with pytest.raises(NoKernelError, match=r"^cast of mxfp8 on numpy\n  No kernel serves this call\."):
+    with pytest.raises(NoKernelError, match=r"^cast of mxfp8 on numpy\n  No kernel runs for this call\."):
         cast(Table([]))
 
 
-ST = scaled(MXFP8)
+ST, MXFP4_ST = scaled(MXFP8), scaled(breccia.MXFP4BlockScaling())
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "cast": ((X, MXFP8), ("mxfp8",)),
+    "cast_pair": ((X, MXFP8), ("mxfp8",)),
     "cast_ste": ((X, MXFP8), (MXFP8,)),
     "cast_ste_clipped": ((X, MXFP8), ("mxfp8",)),
     "dequantize": ((ST,), ("mxfp8",)),
     "requantize": ((ST, NVFP4), ("mxfp8", "nvfp4")),
     "matmul": ((ST, ST.mT), ("mxfp8", MXFP8)),
+    "cast_matmul": ((X, MXFP8, ST.mT), (MXFP8, "mxfp8")),
+    "grouped_matmul": ((ST, breccia.stack([ST, ST]).mT), ("mxfp8", "mxfp8")),
 }
 
 
@@ -522,14 +535,27 @@ def test_every_op_is_explained_from_its_operands_and_from_names_alike(op: str) -
     assert by_value.winner is not None
     assert by_name.winner == by_value.winner
     assert str(by_name).splitlines()[0] == str(by_value).splitlines()[0]
-    served = registry.registry().table.resolve(op, "numpy", *_parts(op), None)
-    assert served is targets.load(by_value.winner.target), "and the call goes where explain says"
+    assert by_name.running == by_value.running, "the kernels that it calls are the same too"
+    chosen = registry.registry().table.choose(op, "numpy", *_parts(op), options_of(op))
+    assert chosen.function is targets.load(by_value.winner.target), "and the call goes where explain says"
 
 
 def _parts(op: str) -> tuple[Any, Any, ScalingRecipe | None]:
     values = list(CALLS[op][0])
-    new = values.pop() if op.startswith("cast") or op == "requantize" else None
+    new = values.pop(1) if op == "cast_matmul" else values.pop() if op.startswith("cast") or op == "requantize" else None
     return (*values, None)[0], (*values, None)[1], new
+
+
+def options_of(op: str) -> Any:
+    """The options of a call that gives none."""
+    return DEFAULT if op in ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped") else NO_OPTIONS
+
+
+def verdicts_of(explanation: Explanation) -> Iterator[dispatch.Verdict]:
+    """All of them, those of the plan and of its plans included."""
+    yield from explanation.verdicts
+    for step in explanation.plan:
+        yield from verdicts_of(step)
 
 
 @pytest.mark.together
@@ -537,7 +563,7 @@ def _parts(op: str) -> tuple[Any, Any, ScalingRecipe | None]:
 @pytest.mark.parametrize("op", OPS)
 def test_the_line_that_explain_gives_is_that_of_the_definition(op: str, on_framework: str) -> None:
     explanation = breccia.explain(op, *CALLS[op][1], on=on_framework)
-    for verdict in explanation.verdicts:
+    for verdict in verdicts_of(explanation):
         file, _, line = verdict.location.rpartition(":")
         name = verdict.kernel.target.rpartition(".")[2].rpartition(":")[2]
         text = linecache.getline(file, int(line))
@@ -545,8 +571,6 @@ def test_the_line_that_explain_gives_is_that_of_the_definition(op: str, on_frame
 
 
 def test_the_generic_algorithm_is_found_where_python_finds_it() -> None:
-    from breccia.kernels import reference
-
     explanation = breccia.explain("cast", X, NVFP4, prefer="reference.cast")
     assert explanation.winner is not None and explanation.winner.name == "reference.cast"
     line = inspect.getsourcelines(reference.cast)[1]
@@ -561,25 +585,332 @@ def test_explain_reads_names_with_or_without_a_framework() -> None:
     assert str(breccia.explain("requantize", ST, INT4Scaling())).startswith("requantize of mxfp8 to int4 on numpy\n")
 
 
-def test_checks_of_a_named_recipe_see_the_operand_it_stands_for() -> None:
-    table = Table([kernel("k", op="matmul", accepts=f"{HERE}:yes")])
-    table.explain("matmul", "numpy", NVFP4, MXFP8, None, None)
-    a, b = (
-        Operand(NVFP4, "uint8", 2, NVFP4.layout, -1, (256, 256)),
-        Operand(MXFP8, "float8_e4m3fn", 2, MXFP8.layout, -1, (256, 256)),
-    )
-    assert asked == [Call("matmul", "numpy", "cpu", a, b)]
+def facts_of(operand: Any) -> tuple[Any, ...]:
+    return operand.recipe, operand.dtype, operand.ndim, operand.layout, operand.axis, operand.aligned
+
+
+def test_checks_of_a_named_recipe_see_the_operand_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = registry.registry()
+    monkeypatch.setattr(current, "table", Table([kernel("k", op="matmul", accepts=f"{HERE}:yes")]))
+    breccia.explain("matmul", NVFP4, MXFP8)
+    (call,) = asked
+    assert (call.op, call.framework, call.device, call.recipe, call.options) == ("matmul", "numpy", Device("cpu"), None, {})
+    assert facts_of(call.a) == (NVFP4, "uint8", 2, NVFP4.layout, -1, (256, 256))
+    assert facts_of(call.b) == (MXFP8, "float8_e4m3fn", 2, MXFP8.layout, -1, (256, 256))
+    assert call.a.contiguous and call.a.storage == "plain" and call.a.address_alignment == call.a.row_alignment == 256
+
+
+def test_checks_see_a_matrix_where_explain_is_given_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they see one where a recipe stands for a tensor; nobody casts a number."""
+    current = registry.registry()
+    monkeypatch.setattr(current, "table", Table([kernel("k", accepts=f"{HERE}:yes")]))
+    breccia.explain("cast", NVFP4)
+    assert facts_of(asked[0].a) == (NVFP4, "float32", 2, None, -1, (256, 256))
 
 
 def test_a_device_may_be_asked_about_by_name() -> None:
     kernels = [kernel("gpu", "two", device="cuda", available=f"{HERE}:yes", rank=1), kernel("slow")]
-    explanation = Table(kernels).explain("cast", "numpy", None, None, MXFP8, None, device="cuda")
+    explanation = explanation_of(Table(kernels), "cast", Described(device=Device("cuda")), None, MXFP8, device="cuda")
     assert explanation.winner is kernels[0] and explanation.device == "cuda"
     assert str(explanation).startswith("cast of mxfp8 on numpy:cuda\n -> gpu ")
-    assert asked == ["cuda"]
-    explanation = Table(kernels).explain("cast", "numpy", None, None, MXFP8, None)
+    assert asked == [Device("cuda")]
+    explanation = explanation_of(Table(kernels), "cast", Described(), None, MXFP8)
     assert explanation.winner is kernels[1] and explanation.device == ""
     assert str(explanation).startswith("cast of mxfp8 on numpy\n -> slow ")
+
+
+# -- what a kernel calls -------------------------------------------------------------------------------------------------
+
+
+def caller(op: str, name: str, plan: str, **fields: Any) -> Kernel:
+    return kernel(name, op=op, plan=f"{HERE}:{plan}", **fields)
+
+
+def to_bits(call: Call) -> Iterator[Call]:
+    """What a requantize that decodes and casts declares."""
+    yield call.makes("dequantize", call.a)
+    yield call.makes("cast", call.a.described()._replace(recipe=None, dtype="float32"), recipe=call.recipe)
+
+
+def elsewhere(call: Call) -> Iterator[Call]:
+    yield call.makes(call.op, call.a, recipe=call.recipe, framework="torch")
+
+
+def test_a_plan_is_explained_below_its_kernel_in_the_order_of_its_calls() -> None:
+    table = Table(
+        [
+            caller("requantize", "acme.requantize", "to_bits"),
+            caller("dequantize", "acme.dequantize", "elsewhere"),
+            kernel("acme.cast", "two"),
+            kernel("acme.other", "FOUR", rank=-1),
+            kernel("bolt.dequantize", "Suite.three", op="dequantize", framework="torch"),
+        ]
+    )
+    explanation = explanation_of(table, "requantize", ST, None, NVFP4)
+    where = {name: f"{__file__}:{line}" for name, line in lines().items()}
+    assert str(explanation) == "\n".join(
+        [
+            "requantize of mxfp8 to nvfp4 on numpy",
+            f" -> acme.requantize  acme       {where['one']}",
+            f"      calls dequantize of mxfp8 on numpy: acme.dequantize {where['one']}",
+            f"        calls dequantize of mxfp8 on torch: bolt.dequantize {where['three']}",
+            f"      calls cast of nvfp4 on numpy: acme.cast {where['two']}",
+        ]
+    )
+    assert explanation.running == "acme.requantize (acme.dequantize (bolt.dequantize), acme.cast)"
+    dequantize, cast_step = explanation.plan
+    assert [v.kernel.name for v in cast_step.verdicts] == ["acme.cast", "acme.other"]
+    assert (dequantize.running, cast_step.running) == ("acme.dequantize (bolt.dequantize)", "acme.cast")
+    assert (explanation.fault, cast_step.plan, dequantize.plan[0].plan) == ("", (), ())
+
+
+def test_a_step_of_a_plan_that_no_kernel_runs_says_so_where_it_stands() -> None:
+    table = Table([caller("requantize", "acme.requantize", "to_bits"), kernel("acme.cast", "two", device="npu")])
+    explanation = explanation_of(table, "requantize", ST, None, NVFP4)
+    missing = "No kernel runs for this call. `breccia plugins` shows what is installed and what was set aside."
+    assert str(explanation).splitlines()[2:] == [
+        f"      calls dequantize of mxfp8 on numpy: {missing}",
+        f"      calls cast of nvfp4 on numpy: {missing}",
+    ]
+    assert explanation.winner is not None and [step.winner for step in explanation.plan] == [None, None]
+
+
+def test_a_loser_and_a_kernel_of_no_plan_call_nothing() -> None:
+    loser = caller("requantize", "acme.requantize", "to_bits", rank=-1)
+    explanation = explanation_of(Table([loser, kernel("leaf", op="requantize")]), "requantize", ST, None, NVFP4)
+    assert (explanation.running, explanation.plan) == ("leaf", ()) and "calls" not in str(explanation)
+    nothing = explanation_of(Table([]), "requantize", ST, None, NVFP4)
+    assert (nothing.running, nothing.plan) == ("", ())
+
+
+def crashes(call: Call) -> Iterator[Call]:
+    raise RuntimeError("no plan today")
+    yield call
+
+
+@pytest.mark.parametrize("plan", [f"{HERE}:crashes", f"{HERE}:absent", "module_of_nobody:plan"])
+def test_a_plan_that_cannot_be_had_does_not_keep_explain_from_answering(plan: str) -> None:
+    """What a kernel calls is less than which kernel runs; a plan is a stranger's function, as a check is."""
+    table = Table([replace(kernel("acme.requantize", op="requantize"), plan=plan)])
+    with pytest.warns(PluginWarning, match=r"^kernel 'acme\.requantize' of plug-in 'acme': "):
+        explanation = explanation_of(table, "requantize", ST, None, NVFP4)
+    assert explanation.winner is not None and explanation.winner.name == "acme.requantize" and explanation.plan == ()
+
+
+def only(*names: str) -> Table:
+    """The kernels of the registry of these names."""
+    return Table([k for k in registry.registry().table.kernels if k.name in names])
+
+
+#: Op -> operands for `explain`, and what calls what where core alone has a say.
+COMPOSITES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "requantize": (("mxfp4", "nvfp4"), "composite.requantize (numpy.dequantize, numpy.cast)"),
+    "matmul": (("mxfp8", "nvfp4"), "composite.matmul (numpy.dequantize, numpy.dequantize)"),
+    "grouped_matmul": (("mxfp8", "nvfp4"), "composite.grouped_matmul (numpy.dequantize, numpy.dequantize)"),
+    "cast_pair": (("mxfp8",), "composite.cast_pair (numpy.cast, numpy.cast)"),
+    "cast_matmul": (
+        ("mxfp8", "nvfp4"),
+        "composite.cast_matmul (numpy.cast, composite.matmul (numpy.dequantize, numpy.dequantize))",
+    ),
+    "cast_ste": (("mxfp8",), "composite.cast_ste (numpy.cast, numpy.dequantize)"),
+    "cast_ste_clipped": (("mxfp8",), "composite.cast_ste_clipped (composite.cast_ste (numpy.cast, numpy.dequantize))"),
+}
+
+
+def core_of_numpy() -> Table:
+    """Composites, and the leaves for NumPy: no plug-in, and no kernel that is written over others for itself."""
+    return only("numpy.cast", "numpy.dequantize", *(f"composite.{op}" for op in COMPOSITES))
+
+
+@pytest.mark.parametrize("op", COMPOSITES)
+def test_explain_shows_which_kernels_a_composite_calls(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    monkeypatch.setattr(registry.registry(), "table", core_of_numpy())
+    operands, running = COMPOSITES[op]
+    explanation = breccia.explain(op, *operands)
+    assert explanation.running == running
+    calls = [line.split(":")[0].strip() for line in str(explanation).splitlines() if "calls" in line]
+    assert len(calls) == running.count("numpy.") + running.count("composite.") - 1
+
+
+def test_an_array_as_it_is_is_multiplied_without_a_call() -> None:
+    table = core_of_numpy()
+    assert explanation_of(table, "matmul", X, ST.mT).running == "composite.matmul (numpy.dequantize)"
+    assert explanation_of(table, "matmul", ST, np.ones((96, 4), np.float32)).running == "composite.matmul (numpy.dequantize)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("mxfp4", "mxfp8"), ("block,block_m=128", "block"), ("int4,group_size=128", "block"), ("nvfp4", "nvfp4")],
+)
+def test_a_pair_whose_codes_are_renamed_calls_nothing(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """The pairs of the docstring of `breccia.requantize`: scales are kept, and no value is computed."""
+    monkeypatch.setattr(registry.registry(), "table", core_of_numpy())
+    explanation = breccia.explain("requantize", old, new)
+    assert (explanation.running, explanation.plan) == ("composite.requantize", ())
+    assert breccia.explain("requantize", old, new, scale=1.0).running != "composite.requantize", "unless a scale is given"
+
+
+def test_the_options_of_a_call_reach_the_calls_of_its_plan() -> None:
+    """Stochastic rounding is the generic algorithm's, as `numpy.cast` says of itself."""
+    table = [k for k in registry.registry().table.kernels if k.plugin == "core"]
+    stochastic = CastOptions(rounding="stochastic", seed=1)
+
+    def running(op: str, a: Any, new: Any, options: Any) -> str:
+        return Table(table).explain(Call(op, "numpy", (a, None, new, options, None))).running
+
+    assert running("requantize", MXFP4_ST, NVFP4, DEFAULT) == "composite.requantize (numpy.dequantize, numpy.cast)"
+    assert running("requantize", MXFP4_ST, NVFP4, stochastic) == "composite.requantize (numpy.dequantize, reference.cast)"
+    assert running("cast_pair", X, MXFP8, stochastic) == "composite.cast_pair (reference.cast, reference.cast)"
+    assert running("cast_ste", X, MXFP8, stochastic) == "composite.cast_ste (reference.cast, numpy.dequantize)"
+    assert breccia.explain("requantize", "mxfp4", "nvfp4", rounding="stochastic", seed=1).running.endswith("reference.cast)")
+
+
+def noted(call: Call) -> None:
+    asked.append((call.op, call.options, call.a.recipe, call.a.shape))
+
+
+#: Op -> the calls that its composite makes for a tensor or array of shape (64, 96): op, options, recipe and shape of a.
+STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+    "requantize": (
+        lambda: breccia.requantize(ST, NVFP4),
+        [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96))],
+    ),
+    "requantize of a transpose": (
+        lambda: breccia.requantize(ST.mT, NVFP4),
+        [("dequantize", {}, MXFP8, (96, 64)), ("cast", {"axis": -2}, NVFP4, (96, 64))],
+    ),
+    "requantize that renames, and refuses NaN": (
+        lambda: breccia.requantize(MXFP4_ST, MXFP8, nonfinite="raise"),
+        [("dequantize", {}, MXFP4_ST.recipe, (64, 96))],
+    ),
+    "requantize that is to be exact": (
+        lambda: breccia.requantize(ST, NVFP4, require_exact=True),
+        [("dequantize", {}, MXFP8, (64, 96)), ("cast", {}, NVFP4, (64, 96)), ("dequantize", {}, NVFP4, (64, 96))],
+    ),
+    "cast_pair": (
+        lambda: breccia.cast_pair(X, MXFP8),
+        [("cast", {}, MXFP8, (64, 96)), ("cast", {"axis": -2}, MXFP8, (64, 96))],
+    ),
+    "cast_ste": (
+        lambda: breccia.cast_ste(X.astype(np.float16), MXFP8, axis=-2),
+        [
+            ("cast", {"axis": -2}, MXFP8, (64, 96)),
+            ("dequantize", {"out_dtype": "float16"}, MXFP8, (64, 96)),
+        ],
+    ),
+    "cast_matmul": (
+        lambda: breccia.cast_matmul(X, MXFP8, ST.mT, "bfloat16"),
+        [
+            ("cast", {}, MXFP8, (64, 96)),
+            ("matmul", {"out_dtype": "bfloat16"}, MXFP8, (64, 96)),
+            ("dequantize", {}, MXFP8, (64, 96)),
+            ("dequantize", {}, MXFP8, (96, 64)),
+        ],
+    ),
+    "cast into a storage": (
+        lambda: breccia.cast(X, MXFP8, axis=-2, storage="interleaved"),
+        [("cast", {"axis": -2}, MXFP8, (64, 96))],
+    ),
+}
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_the_calls_that_a_kernel_makes_are_those_that_its_plan_tells(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """What leaves are asked about is the same for the call and for its explanation."""
+    composed = [k for k in registry.registry().table.kernels if k.name.startswith(("composite.", "storage."))]
+    noting = {"accepts": f"{HERE}:noted"}
+    leaves = [replace(k, **noting) for k in registry.registry().table.kernels if k.name.startswith("reference.")]
+    leaves = [k for k in leaves if k.op in ("cast", "dequantize")]
+    watched = [replace(k, **noting) if k.op == "matmul" else k for k in composed]
+    current = registry.registry()
+    monkeypatch.setattr(current, "table", Table([*leaves, *watched], frameworks=current.frameworks))
+    call, steps = STEPS[op]
+    call()
+    assert asked == steps
+    asked.clear()
+    operands, options = EXPLAINED[op]
+    breccia.explain(op.split()[0], *operands, **options)
+    assert asked == steps
+
+
+def stored(call: Call) -> None:
+    asked.append((call.op, call.a.dtype))
+
+
+def test_a_plan_tells_codes_by_the_dtype_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy has no float8: codes are bytes there, in a call and in what is said of it."""
+    leaf = Kernel("dequantize", "*", "breccia.kernels.reference:dequantize", "leaf", accepts=f"{HERE}:stored", traces=True)
+    current = registry.registry()
+    table = Table([*only("composite.cast_ste", "reference.cast").kernels, leaf], frameworks=current.frameworks)
+    monkeypatch.setattr(current, "table", table)
+    breccia.cast_ste(X, MXFP8)
+    assert asked == [("dequantize", "uint8")]
+    breccia.explain("cast_ste", X, MXFP8)
+    assert asked == [("dequantize", "uint8")] * 2
+
+
+EXPLAINED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "requantize": ((ST, NVFP4), {}),
+    "requantize of a transpose": ((ST.mT, NVFP4), {}),
+    "requantize that renames, and refuses NaN": ((MXFP4_ST, MXFP8), {"nonfinite": "raise"}),
+    "requantize that is to be exact": ((ST, NVFP4), {"require_exact": True}),
+    "cast_pair": ((X, MXFP8), {}),
+    "cast_ste": ((X.astype(np.float16), MXFP8), {"axis": -2}),
+    "cast_matmul": ((X, MXFP8, ST.mT), {"out_dtype": "bfloat16"}),
+    "cast into a storage": ((X, MXFP8), {"axis": -2, "storage": "interleaved"}),
+}
+
+
+# -- options of explain --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "options"),
+    [
+        ("cast", (X, MXFP8), {"axis": 1}),
+        ("cast", (X, MXFP8), {"axis": -1, "rounding": "nearest", "seed": None, "storage": "plain"}),
+        ("requantize", (ST, NVFP4), {"require_exact": False}),
+        ("matmul", (ST, ST.mT), {"out_dtype": "float32"}),
+        ("matmul", (ST, ST.mT), {"out_dtype": np.float32}),
+        ("dequantize", (ST,), {"out_dtype": "float32", "out": None}),
+    ],
+)
+def test_options_at_their_default_are_no_options_to_explain(
+    monkeypatch: pytest.MonkeyPatch, op: str, operands: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """In any spelling, as for the call itself."""
+    current = registry.registry()
+    monkeypatch.setattr(current, "table", Table([kernel("k", op=op, accepts=f"{HERE}:plain_only")]))
+    breccia.explain(op, *operands, **options)
+    assert asked == [{}]
+
+
+@pytest.mark.parametrize("spelling", ["float16", np.float16, np.dtype("float16")])
+def test_options_of_explain_are_read_in_every_spelling_of_the_call(monkeypatch: pytest.MonkeyPatch, spelling: Any) -> None:
+    current = registry.registry()
+    monkeypatch.setattr(current, "table", Table([kernel("k", op="dequantize", accepts=f"{HERE}:plain_only")]))
+    breccia.explain("dequantize", ST, out_dtype=spelling)
+    assert asked == [{"out_dtype": "float16"}]
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "options"),
+    [
+        ("cast_ste_clipped", (X, MXFP8), {"clip": "scale"}),
+        ("cast_ste_clipped", (X, MXFP8), {"clip_min": -1.0, "clip_max": 2.0, "rounding": "stochastic", "seed": 3}),
+        ("requantize", (ST, NVFP4), {"require_exact": True}),
+        ("cast_matmul", (X, MXFP8, ST.mT), {"bias": np.ones(64, np.float32)}),
+        ("grouped_matmul", (ST, breccia.stack([ST, ST]).mT), {"out_dtype": "bfloat16"}),
+    ],
+)
+def test_explain_takes_every_keyword_option_of_its_op(op: str, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+    assert breccia.explain(op, *operands, **options).winner is not None
+
+
+@pytest.mark.parametrize(("op", "operands"), [("cast", (X, MXFP8)), ("matmul", (ST, ST.mT)), ("requantize", (ST, NVFP4))])
+def test_an_option_that_an_op_does_not_have_is_refused_by_explain(op: str, operands: tuple[Any, ...]) -> None:
+    with pytest.raises(breccia.BrecciaError, match="roundign"):
+        breccia.explain(op, *operands, roundign="nearest")
 
 
 @pytest.mark.together
@@ -651,6 +982,208 @@ def test_kernels_are_written_against_the_contract_of_this_version() -> None:
     assert all(k.contract == CONTRACT for k in registry.registry().table.kernels)
 
 
+# -- what a kernel returns, and raises ---------------------------------------------------------------------------------------
+
+#: What the kernel `answering` does, in the test that uses it.
+answer: Callable[..., Any] = one
+
+
+def answering(*arguments: Any) -> Any:
+    return answer(*arguments)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a kernel of plug-in `acme` for an op of NumPy before all others, which does what it is told."""
+
+    def put(op: str, function: Callable[..., Any], plugin: str = "acme") -> None:
+        current = registry.registry()
+        fast = kernel(f"acme.{op}", "answering", op=op, plugin=plugin, rank=9)
+        declared = current.declared["breccia_kernels"].values()
+        monkeypatch.setattr(sys.modules[HERE], "answer", function)
+        monkeypatch.setattr(current, "table", Table([*declared, fast], frameworks=current.frameworks))
+
+    return put
+
+
+def blamed(op: str) -> str:
+    """How an error names the kernel above."""
+    line = inspect.getsourcelines(answering)[1]
+    return f"kernel 'acme.{op}' of plug-in 'acme' ({__file__}:{line}); BRECCIA_BLOCK=acme sets that plug-in aside."
+
+
+W = breccia.stack([ST, ST]).mT  # (2, 96, 64)
+ENDS = np.array([10, 64], np.int32)
+RUNS: dict[str, Callable[[], Any]] = {
+    "cast": lambda: breccia.cast(X, MXFP8),
+    "cast_pair": lambda: breccia.cast_pair(X, MXFP8),
+    "dequantize": lambda: breccia.dequantize(ST),
+    "requantize": lambda: breccia.requantize(ST, NVFP4),
+    "matmul": lambda: breccia.matmul(ST, ST.mT),
+    "cast_matmul": lambda: breccia.cast_matmul(X, MXFP8, ST.mT),
+    "grouped_matmul": lambda: breccia.grouped_matmul(ST, W, ENDS),
+    "cast_ste": lambda: breccia.cast_ste(X, MXFP8),
+    "cast_ste_clipped": lambda: breccia.cast_ste_clipped(X, MXFP8),
+}
+OTHER_SHAPE, PAIR = scaled(MXFP8, (32, 96)), breccia.cast_pair(X, MXFP8)
+#: (op, what the kernel returns, why that is refused).
+REFUSED: list[tuple[str, Any, str]] = [
+    ("cast", None, "cast gives a ScaledTensor, not NoneType."),
+    ("cast", X, "cast gives a ScaledTensor, not ndarray."),
+    ("cast", (ST, ST), "cast gives a ScaledTensor, not tuple."),
+    ("cast", scaled(NVFP4), f"cast was to write {MXFP8!r}; the result has {NVFP4!r}."),
+    ("cast", OTHER_SHAPE, "cast of shape (64, 96) gave a tensor of shape (32, 96)."),
+    ("cast", ST.mT, "cast of shape (64, 96) gave a tensor of shape (96, 64)."),
+    ("cast_pair", (scaled(NVFP4), PAIR[1]), f"cast_pair was to write {MXFP8!r}; the result has {NVFP4!r}."),
+    ("cast_pair", (PAIR[0], OTHER_SHAPE), "cast_pair of shape (64, 96) gave a tensor of shape (32, 96)."),
+    ("cast_pair", (PAIR[0], X), "cast_pair gives a ScaledTensor, not ndarray."),
+    ("dequantize", None, "dequantize gives an array, not NoneType."),
+    ("dequantize", 1.0, "dequantize gives an array, not float."),
+    ("dequantize", ST, "dequantize gives an array, not ScaledTensor."),
+    ("dequantize", X.T, "dequantize gives shape (64, 96); got (96, 64)."),
+    ("dequantize", X.astype(np.float64), "dequantize was asked for float32; got float64."),
+    ("requantize", ST, f"requantize was to write {NVFP4!r}; the result has {MXFP8!r}."),
+    ("requantize", scaled(NVFP4, (32, 96)), "requantize of shape (64, 96) gave a tensor of shape (32, 96)."),
+    ("requantize", X, "requantize gives a ScaledTensor, not ndarray."),
+    ("matmul", np.ones((64, 96), np.float32), "matmul gives shape (64, 64); got (64, 96)."),
+    ("matmul", np.ones((64, 64), np.float16), "matmul was asked for float32; got float16."),
+    ("matmul", np.float32(1), "matmul gives shape (64, 64); got ()."),
+    ("cast_matmul", np.ones((1, 64, 64), np.float32), "cast_matmul gives shape (64, 64); got (1, 64, 64)."),
+    ("cast_matmul", ST, "cast_matmul gives an array, not ScaledTensor."),
+    ("grouped_matmul", np.ones((2, 64, 64), np.float32), "grouped_matmul gives shape (64, 64); got (2, 64, 64)."),
+    ("grouped_matmul", np.ones((64, 64), np.int32), "grouped_matmul was asked for float32; got int32."),
+    ("cast_ste", ST, "cast_ste gives an array, not ScaledTensor."),
+    ("cast_ste", X.astype(np.float16), "cast_ste was asked for float32; got float16."),
+    ("cast_ste_clipped", X[:32], "cast_ste_clipped gives shape (64, 96); got (32, 96)."),
+]
+
+
+@pytest.mark.parametrize(("op", "returned", "why"), REFUSED, ids=[f"{op}-{why}" for op, _, why in REFUSED])
+def test_a_result_that_is_not_what_the_op_gives_is_refused_by_kernel_and_plug_in(
+    answers: Callable[..., None], op: str, returned: Any, why: str
+) -> None:
+    answers(op, lambda *arguments: returned)
+    with pytest.raises(KernelError) as e:
+        RUNS[op]()
+    assert str(e.value) == f"{why} It came from {blamed(op)}"
+    assert e.value.found == {"kernel": f"acme.{op}", "plugin": "acme"}
+
+
+@pytest.mark.parametrize("returned", [None, ST, PAIR[:1], (*PAIR, ST), (PAIR[1], PAIR[0]), (PAIR[0], PAIR[0])])
+def test_a_pair_that_is_none_is_refused_by_kernel_and_plug_in(answers: Callable[..., None], returned: Any) -> None:
+    """Two tensors: blocks along the last axis, then along the one before it."""
+    answers("cast_pair", lambda *arguments: returned)
+    with pytest.raises(KernelError, match="BRECCIA_BLOCK=acme"):
+        breccia.cast_pair(X, MXFP8)
+
+
+SQUARE = np.ones((64, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("returned", "options"),
+    [
+        (breccia.cast(SQUARE, MXFP8, axis=-1), {"axis": -2}),
+        (breccia.cast(SQUARE, MXFP8, axis=-2), {}),
+        (breccia.cast(SQUARE, MXFP8, storage="transposed"), {}),
+    ],
+    ids=["blocks along the last axis", "blocks along the other axis", "a storage that nobody asked for"],
+)
+def test_a_tensor_whose_codes_lie_otherwise_than_asked_is_refused(
+    answers: Callable[..., None], returned: Any, options: dict[str, Any]
+) -> None:
+    answers("cast", lambda *arguments: returned)
+    with pytest.raises(KernelError, match="BRECCIA_BLOCK=acme"):
+        breccia.cast(SQUARE, MXFP8, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_results_are_of_the_dtype_that_was_asked_for(answers: Callable[..., None], dtype: str) -> None:
+    answers("dequantize", lambda st, out_dtype, out: np.ones(st.shape, "float32"))
+    if dtype == "float32":
+        assert breccia.dequantize(ST, out_dtype=dtype).dtype == np.float32
+    else:
+        with pytest.raises(KernelError, match=r"^dequantize was asked for float16; got float32\."):
+            breccia.dequantize(ST, out_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ((4, 32), (32, 5), (4, 5)),
+        ((2, 1, 4, 32), (3, 32, 5), (2, 3, 4, 5)),
+        ((4, 32), (3, 32, 5), (3, 4, 5)),
+        ((0, 4, 32), (1, 32, 5), (0, 4, 5)),
+        ((3, 0, 32), (32, 5), (3, 0, 5)),
+    ],
+)
+def test_the_shape_of_a_product_is_that_of_its_broadcast_operands(
+    answers: Callable[..., None], left: Any, right: Any, expected: Any
+) -> None:
+    a, b = np.ones(left, np.float32), np.ones(right, np.float32)
+    answers("matmul", lambda *arguments: np.ones(expected, np.float32))
+    assert breccia.matmul(a, b).shape == expected == np.matmul(a, b).shape
+    answers("matmul", lambda *arguments: np.ones((*expected, 1), np.float32))
+    with pytest.raises(KernelError, match="matmul gives shape "):
+        breccia.matmul(a, b)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_result_that_is_what_the_op_gives_is_handed_on_as_it_is(answers: Callable[..., None], op: str) -> None:
+    results: list[Any] = []
+
+    def generic(*arguments: Any) -> Any:
+        results.append(getattr(reference, op)(*arguments))
+        return results[-1]
+
+    answers(op, generic)
+    found = RUNS[op]()
+    assert found is results[0] and len(results) == 1
+
+
+def test_an_equal_recipe_of_another_object_is_the_recipe(answers: Callable[..., None]) -> None:
+    answers("cast", lambda x, recipe, options: reference.cast(x, MXFP8BlockScaling(), options))
+    assert breccia.cast(X, MXFP8BlockScaling()).recipe == MXFP8
+
+
+def test_kernels_of_core_are_held_to_the_contract_by_its_tests_and_not_on_every_call(answers: Callable[..., None]) -> None:
+    answers("cast", lambda *arguments: "as it is", plugin="core")
+    assert breccia.cast(X, MXFP8) == "as it is"
+
+
+def fails(*arguments: Any) -> Any:
+    raise ValueError("device lost")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_error_that_leaves_a_kernel_names_it_in_a_note(answers: Callable[..., None], op: str) -> None:
+    answers(op, fails)
+    with pytest.raises(ValueError, match="device lost") as e:
+        RUNS[op]()
+    assert type(e.value) is ValueError and str(e.value) == "device lost"
+    assert e.value.__notes__ == [f"This was raised inside {blamed(op)}"]
+
+
+def test_an_error_on_its_way_out_through_kernels_names_each_from_the_inside(answers: Callable[..., None]) -> None:
+    answers("dequantize", fails)
+    with pytest.raises(ValueError, match="device lost") as e:
+        breccia.cast_ste(X, MXFP8)
+    inner, outer = e.value.__notes__
+    assert inner == f"This was raised inside {blamed('dequantize')}"
+    assert outer.startswith("This was raised inside kernel 'composite.cast_ste' of plug-in 'core' (")
+    assert outer.endswith(").") and "BRECCIA_BLOCK" not in outer
+
+
+def test_an_error_of_breccias_own_is_the_users_and_names_no_kernel(answers: Callable[..., None]) -> None:
+    def refuses(*arguments: Any) -> Any:
+        raise breccia.ShapeError("too long")
+
+    answers("cast", refuses)
+    with pytest.raises(breccia.ShapeError, match=r"^too long$") as e:
+        breccia.cast(X, MXFP8)
+    assert not hasattr(e.value, "__notes__")
+
+
 # -- through a plug-in, and the environment ---------------------------------------------------------------------------------
 
 MANIFEST = """
@@ -668,9 +1201,9 @@ calls = []
 def even(call):
     return None if call.a.aligned[1] >= 2 else f"K must be even"
 
-def cast(x, recipe, **options):
+def cast(x, recipe, options):
     calls.append(options)
-    return reference.cast(x, recipe, **options)
+    return reference.cast(x, recipe, options)
 """
 
 
@@ -696,7 +1229,7 @@ def test_a_kernel_from_a_plug_in_serves_what_it_accepts(acme: Path, monkeypatch:
     assert "acme_kernels" not in sys.modules
     st = breccia.cast(X, MXFP8, axis=-2)
     calls = sys.modules["acme_kernels"].calls
-    assert [c["axis"] for c in calls] == [-2]
+    assert [c.axis for c in calls] == [-2]
     breccia.cast(X[:, :33], MXFP8)
     breccia.cast(X, NVFP4)
     breccia.cast(X, MXFP8, prefer="reference.cast")
@@ -734,6 +1267,20 @@ def test_the_trace_names_the_kernel_of_every_call_on_standard_error() -> None:
         assert run(script.format("reference.matmul"), **off).stderr == ""
 
 
+def test_the_trace_names_a_kernel_before_those_that_it_calls() -> None:
+    script = "for _ in range(2): breccia.cast_ste(x, breccia.MXFP8BlockScaling())"
+    traced = run(script, BRECCIA_TRACE="1", BRECCIA_PREFER="reference.cast, reference.dequantize, composite.cast_ste")
+    assert (
+        traced.stderr.splitlines()
+        == [
+            "breccia: cast_ste of mxfp8 on numpy (cpu) -> composite.cast_ste",
+            "breccia: cast of mxfp8 on numpy (cpu) -> reference.cast",
+            "breccia: dequantize of mxfp8 on numpy (cpu) -> reference.dequantize",
+        ]
+        * 2
+    )
+
+
 def test_the_environment_preference_falls_back_in_a_real_process() -> None:
     script = "breccia.cast(x, breccia.MXFP8BlockScaling())\nprint(breccia.explain('cast', x, 'mxfp8').winner.name)"
     assert run(script, BRECCIA_PREFER="kernel.of_nobody, reference.cast").stdout == "reference.cast\n"
@@ -758,7 +1305,7 @@ def test_equal_declarations_share_an_identity_that_does_not_travel() -> None:
 @pytest.mark.parametrize("op", ["cast", "dequantize", "requantize", "matmul"])
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, framework: str) -> None:
-    """Framework and kernel of a call, as the verb looks them up.
+    """Framework and kernel of a call, as `breccia.calls` looks them up.
 
     The limit of 2 µs was set on a core where one step of the loop below (build a key of four parts, look it up) takes 120 ns:
     16 steps. The ratio holds that limit on slower and busier machines alike.
@@ -766,7 +1313,7 @@ def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, f
     table = registry.registry().table
     if conditional:  # a kernel whose checks need every fact of the call
         fast = kernel("fast", op=op, framework=framework, recipe=MXFP8BlockScaling, accepts=f"{HERE}:aligned", rank=9)
-        table = Table([*table.kernels, fast])
+        table = Table([*table.kernels, fast], frameworks=registry.registry().frameworks)
     x: Any = X if framework == "numpy" else pytest.importorskip("torch").ones(64, 96)
     st = breccia.cast(x, MXFP8)
     weight = st.mT
@@ -776,48 +1323,58 @@ def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, f
         return lookup.get(("cast", type(MXFP8), type(None), "numpy"))
 
     calls: dict[str, Callable[[], Any]] = {
-        "cast": lambda: table.resolve("cast", framework_of(x).name, x, None, MXFP8, None),
-        "dequantize": lambda: table.resolve("dequantize", st.framework, st, None, None, None),
-        "requantize": lambda: table.resolve("requantize", st.framework, st, None, NVFP4, None),
-        "matmul": lambda: table.resolve("matmul", framework_of(st.data).name, st, weight, None, None),
+        "cast": lambda: table.choose("cast", framework_of(x).name, x, None, MXFP8, DEFAULT),
+        "dequantize": lambda: table.choose("dequantize", framework_of(st.data).name, st),
+        "requantize": lambda: table.choose("requantize", framework_of(st.data).name, st, None, NVFP4, DEFAULT),
+        "matmul": lambda: table.choose("matmul", framework_of(st.data).name, st, weight),
     }
     dispatched = calls[op]
-    operands = {"cast": (x, None, MXFP8), "dequantize": (st, None, None), "requantize": (st, None, NVFP4)}
-    winner = table.explain(op, framework, *operands.get(op, (st, weight, None)), None).winner
-    assert winner is not None and (winner.name == "fast") is conditional
-    assert dispatched() is targets.load(winner.target)
+    winner = dispatched().kernel
+    assert (winner.name == "fast") is conditional
+    assert dispatched().function is targets.load(winner.target)
     rounds = [(timeit.timeit(step, number=5_000), timeit.timeit(dispatched, number=5_000)) for _ in range(60)]  # in turn
     unit, cost = (min(times) for times in zip(*rounds, strict=True))
     assert cost < 16 * unit, f"{cost / unit:.1f} steps"
 
 
+def plain_only(call: Call) -> str | None:
+    asked.append(call.options)
+    return None if not call.options else f"plain casts only, not {sorted(call.options)}"
+
+
+def generic(x: Any, recipe: ScalingRecipe, options: CastOptions) -> breccia.ScaledTensor:
+    """A cast that says that it was called."""
+    asked.append("called")
+    return reference.cast(x, recipe, options)
+
+
 def test_accepts_sees_the_options_that_are_not_at_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that serves plain casts only says so; every other cast goes to the generic algorithm."""
-    seen: list[dict[str, object]] = []
-
-    def plain_only(call: Call) -> str | None:
-        seen.append(dict(call.options))
-        return None if not call.options else f"plain casts only, not {sorted(call.options)}"
-
-    def fast(x: object, recipe: object, **options: object) -> str:
-        return "fast"
-
-    monkeypatch.setattr(sys.modules[__name__], "plain_only", plain_only, raising=False)
-    monkeypatch.setattr(sys.modules[__name__], "fast", fast, raising=False)
+    """A kernel for plain casts only says so; every other cast goes to the generic algorithm."""
     current = registry.registry()
-    kernels = [
-        *current.table.kernels,
-        Kernel("cast", "numpy", f"{__name__}:fast", "test.fast", accepts=f"{__name__}:plain_only"),
-    ]
-    monkeypatch.setattr(current, "table", Table(kernels))
+    fast = kernel("test.fast", "generic", accepts=f"{HERE}:plain_only")
+    monkeypatch.setattr(current, "table", Table([*current.table.kernels, fast], frameworks=current.frameworks))
     x = np.ones((4, 32), np.float32)
-    assert breccia.cast(x, MXFP8) == "fast"
+    breccia.cast(x, MXFP8)
+    assert asked == [{}, "called"]
+    asked.clear()
     for options in ({"axis": -2}, {"rounding": "stochastic", "seed": 1}, {"nonfinite": "raise"}):
         assert isinstance(breccia.cast(x, MXFP8, **options), breccia.ScaledTensor)
     st = breccia.cast(x, MXFP8, scale=np.zeros((4, 1), np.uint8))
     breccia.cast(x, MXFP8, out=st)
-    assert seen[0] == {}
-    assert seen[1:] == [{"axis": -2}, {"rounding": "stochastic"}, {"nonfinite": "raise"}, {"scale": True}, {"out": True}]
+    assert asked == [
+        {"axis": -2},
+        {"rounding": "stochastic", "seed": True},
+        {"nonfinite": "raise"},
+        {"scale": True},
+        {"out": True},
+    ]
+
+
+def test_an_option_that_equals_its_default_is_at_its_default() -> None:
+    """Options that are read from a file, or parsed from a command line, are other objects than those in the source."""
+    spelled = {"rounding": "".join(["near", "est"]), "nonfinite": "".join(["propa", "gate"])}
+    call = Call("cast", "numpy", (X, None, MXFP8, CastOptions(axis=-2, **spelled), None))
+    assert call.options == {"axis": -2}
 
 
 def test_matmul_refuses_operands_on_two_devices_by_name() -> None:

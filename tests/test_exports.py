@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import breccia
+import breccia.backend
 import breccia.bridges
 import breccia.kernels.triton
 import breccia.testing
@@ -24,7 +25,9 @@ from breccia import Bridge, Kernel, PluginWarning, builtin, hookimpl
 from breccia.registry import Plugin, Registry
 from breccia.siblings import install
 
-LAZY = [breccia, breccia.bridges, breccia.kernels, breccia.kernels.triton, breccia.testing]
+#: Modules that define nothing and give names of others.
+FACADES = [breccia, breccia.backend]
+LAZY = [breccia, breccia.backend, breccia.bridges, breccia.kernels, breccia.kernels.triton, breccia.testing]
 
 
 def stub(module: ModuleType) -> list[ast.stmt]:
@@ -32,7 +35,7 @@ def stub(module: ModuleType) -> list[ast.stmt]:
 
 
 def stubbed(module: ModuleType) -> set[str]:
-    """Names a stub gives to type checkers: `import x as x`, functions and annotated names, but for `__getattr__`."""
+    """Names a stub gives to type checkers: `import x as x`, functions and annotated names, but for the module's own."""
     names: set[str] = set()
     for node in stub(module):
         if isinstance(node, ast.ImportFrom):
@@ -41,7 +44,7 @@ def stubbed(module: ModuleType) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
-    return names - {"__getattr__"}
+    return names - {"__getattr__", "__all__"}
 
 
 def fake(*plugins: tuple[Plugin, dict[str, Any]]) -> Callable[[], Registry]:
@@ -74,8 +77,9 @@ def test_stub_and_all_name_the_same_things(module: ModuleType) -> None:
     assert len(set(module.__all__)) == len(module.__all__)
 
 
-def test_dir_of_the_package_is_all() -> None:
-    assert dir(breccia) == sorted(breccia.__all__)
+@pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
+def test_dir_of_a_facade_is_all(module: ModuleType) -> None:
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_dir_of_the_bridges_is_all_and_what_plug_ins_declare() -> None:
@@ -90,20 +94,34 @@ def test_dir_of_the_triton_kernels_is_all_and_what_can_be_imported() -> None:
     assert dir(breccia.kernels.triton) == sorted({*breccia.kernels.triton.__all__, *usable})
 
 
-def test_stub_imports_each_name_from_the_module_that_holds_it() -> None:
-    for node in stub(breccia):
+@pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
+def test_stub_imports_each_name_from_the_module_that_holds_it(module: ModuleType) -> None:
+    for node in stub(module):
         if isinstance(node, ast.ImportFrom):
             home = import_module(f".{node.module}" if node.module else ".", "breccia")
             for alias in node.names:
-                assert getattr(breccia, alias.name) is getattr(home, alias.name), alias.name
+                assert getattr(module, alias.name) is getattr(home, alias.name), alias.name
 
 
-def test_every_public_name_resolves() -> None:
-    for name in breccia.__all__:
-        assert getattr(breccia, name) is not None
+@pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
+def test_every_public_name_resolves(module: ModuleType) -> None:
+    for name in module.__all__:
+        assert getattr(module, name) is not None
     namespace: dict[str, Any] = {}
-    exec("from breccia import *", namespace)
-    assert set(breccia.__all__) <= set(namespace)
+    exec(f"from {module.__name__} import *", namespace)
+    assert set(module.__all__) <= set(namespace)
+
+
+def test_each_name_of_the_backend_resolves_in_a_process_that_has_read_nothing_else() -> None:
+    """A module that nobody has imported yet is no attribute of its package."""
+    script = (
+        "import sys\nimport breccia.backend\n"
+        "for name in breccia.backend.__all__:\n"
+        "    for loaded in [m for m in sys.modules if m.startswith('breccia')]: del sys.modules[loaded]\n"
+        "    import breccia.backend\n    assert getattr(breccia.backend, name) is not None, name"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_a_submodule_replaces_no_public_name() -> None:
@@ -130,6 +148,8 @@ def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'breccia' has no attribute 'casts'; did you mean 'cast'\?$"):
         breccia.casts  # noqa: B018
     assert not hasattr(breccia, "_private")
+    with pytest.raises(AttributeError, match=r"^module 'breccia\.backend' has no attribute 'casts'"):
+        breccia.backend.casts  # noqa: B018
 
 
 def test_unknown_bridge_is_an_attribute_error_with_the_nearest_name() -> None:

@@ -9,13 +9,15 @@ from conftest import wide
 from breccia import MXFP8BlockScaling, ScalingRecipe
 from breccia.errors import OptionError
 from breccia.kernels import reference
+from breccia.kernels.checks import clip_bounds
+from breccia.options import CastOptions
 from breccia.testing import oracle
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingRecipe, axis: int) -> None:
     """Decoded by the oracle's table: each is the tensor whose codes are all that of the lowest, or highest, finite value."""
-    st = reference.cast(wide((6, 40), seed=3, exponents=2), recipe, axis=axis)
+    st = reference.cast(wide((6, 40), seed=3, exponents=2), recipe, CastOptions(axis=axis))
     element = recipe.format.element
     values = {code: float(value) for code in range(1 << element.bits) if np.isfinite(value := oracle.decode(element, code))}
     for found, end in zip(reference.extremes(st), (min, max), strict=True):
@@ -29,12 +31,12 @@ def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingR
 
 def test_bounds_are_given_or_the_codecs_or_of_each_block() -> None:
     recipe = MXFP8BlockScaling()
-    assert reference.clip_bounds(recipe, None, None) == (-448.0, 448.0)
-    assert reference.clip_bounds(recipe, None, 3) == (-3.0, 3.0)
-    assert reference.clip_bounds(recipe, -1, None) == (-1.0, 448.0)
-    assert reference.clip_bounds(recipe, None, None, "scale") is None
+    assert clip_bounds(recipe, None, None) == (-448.0, 448.0)
+    assert clip_bounds(recipe, None, 3) == (-3.0, 3.0)
+    assert clip_bounds(recipe, -1, None) == (-1.0, 448.0)
+    assert clip_bounds(recipe, None, None, "scale") is None
     for given in ((-1.0, None), (None, 1.0), (-1.0, 1.0)):
         with pytest.raises(OptionError, match='clip="scale" finds its own bounds; leave clip_min and clip_max out'):
-            reference.clip_bounds(recipe, *given, "scale")
+            clip_bounds(recipe, *given, "scale")
     with pytest.raises(OptionError, match="clip_min must be less than clip_max; got 1.0 and 1.0"):
-        reference.clip_bounds(recipe, 1, 1)
+        clip_bounds(recipe, 1, 1)

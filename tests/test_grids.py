@@ -10,11 +10,12 @@ import breccia
 from breccia import Float8CurrentScaling, MXFP8BlockScaling, ScalingRecipe
 from breccia.grids import part_shapes
 from breccia.kernels import reference
+from breccia.options import CastOptions
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_shapes_of_parts_are_those_that_a_cast_writes(recipe: ScalingRecipe, axis: int) -> None:
-    st = reference.cast(wide((3, 6, 40), seed=1), recipe, axis=axis)
+    st = reference.cast(wide((3, 6, 40), seed=1), recipe, CastOptions(axis=axis))
     written = {name: tuple(part.shape) for name in recipe.format.parts if (part := getattr(st, name)) is not None}
     assert part_shapes(recipe.format, st.layout, (3, 6, 40), axis) == written
     if axis == -1:

@@ -1,13 +1,35 @@
-"""Layouts and levels of scales: how one is spelled, and how many there are."""
+"""Layouts and levels of scales: how one is spelled, how many there are, and which are known; storages by name."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 import pytest
 
-from breccia import PerGroupIndex
+import breccia
+from breccia import (
+    Layout,
+    MXFP8BlockScaling,
+    NoKernelError,
+    NVFP4BlockScaling,
+    PerBlockMN,
+    PerGroupIndex,
+    ScaledTensor,
+    Stored,
+    UnknownNameError,
+    UnsupportedError,
+    registry,
+)
 from breccia.codecs import E2M1, E4M3, F32
 from breccia.errors import RecipeError
 from breccia.formats import TENSOR, Format, Level
+
+X = np.linspace(-3, 3, 8 * 64, dtype=np.float32).reshape(8, 64)
+MXFP8 = MXFP8BlockScaling()
 
 
 def test_an_index_of_more_than_eight_entries_is_shown_by_its_first_eight() -> None:
@@ -23,3 +45,148 @@ def test_a_format_has_one_or_two_levels_of_scales() -> None:
     for levels in ((), (tensor, tensor, block)):
         with pytest.raises(RecipeError, match=f"a format has one or two scale levels; got {len(levels)}"):
             Format(E2M1, levels)
+
+
+# -- layouts that nobody declared ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spiral(PerBlockMN):
+    """A layout of no plug-in. That its scales lie as its base's do is what nobody can know."""
+
+    name = "spiral"
+
+
+@dataclass(frozen=True)
+class Namesake(PerBlockMN):
+    """One that has the name of another class."""
+
+
+def wrapped(layout: Layout) -> ScaledTensor:
+    st = breccia.cast(X, MXFP8)
+    return ScaledTensor.assemble(st.data, st.scale, st.recipe, layout)
+
+
+REFUSALS: dict[str, Callable[[Layout], Any]] = {
+    "made": lambda layout: ScaledTensor(wrapped(layout).data, wrapped(layout).scale, MXFP8, layout),
+    "made from buffers": lambda layout: breccia.from_buffer(wrapped(layout).data, wrapped(layout).scale, MXFP8, layout),
+    "dequantized": lambda layout: breccia.dequantize(wrapped(layout)),
+    "dequantized by the generic algorithm": lambda layout: breccia.dequantize(wrapped(layout), prefer="reference.dequantize"),
+    "multiplied": lambda layout: breccia.matmul(wrapped(layout), X.T),
+    "requantized": lambda layout: breccia.requantize(wrapped(layout), NVFP4BlockScaling()),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+@pytest.mark.parametrize("layout", [Spiral(1, 32), Namesake(1, 32)], ids=lambda layout: type(layout).__name__)
+def test_a_tensor_whose_layout_nobody_declared_is_refused_by_name(layout: Layout, refused: str) -> None:
+    with pytest.raises(UnsupportedError) as e:
+        REFUSALS[refused](layout)
+    assert str(e.value) == (
+        f"no plug-in declares layout {type(layout).__name__}, so where its scales lie is not known. Declare it through the "
+        "hook breccia_layouts, or use one of per_block_k, per_block_mn, per_channel, per_group_index, per_tensor, stored."
+    )
+    assert e.value.found["layout"] == layout
+
+
+def test_a_layout_that_a_plug_in_declares_is_read_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.registry().declared["breccia_layouts"], "spiral", Spiral)
+    st = breccia.cast(X, MXFP8)
+    spiral = ScaledTensor(st.data, st.scale, MXFP8, Spiral(1, 32))
+    assert np.array_equal(breccia.dequantize(spiral), breccia.dequantize(st))
+    assert Layout.from_json(spiral.layout.to_json()) == Spiral(1, 32)
+
+
+def test_the_layout_below_a_storage_is_looked_at_too() -> None:
+    st = breccia.cast(X, MXFP8).to_storage("transposed")
+    with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral,"):
+        ScaledTensor(st.data, st.scale, MXFP8, Stored(Spiral(1, 32), "transposed"))
+
+
+# -- storages by name ------------------------------------------------------------------------------------------------
+
+STORED = breccia.cast(X, MXFP8).to_storage("swizzle_128x4")
+UNKNOWN: dict[str, Callable[[], Any]] = {
+    "to_storage": lambda: breccia.cast(X, MXFP8).to_storage("swizle_128x4"),
+    "cast": lambda: breccia.cast(X, MXFP8, storage="swizle_128x4"),
+    "cast_pair": lambda: breccia.cast_pair(X, MXFP8, storage="swizle_128x4"),
+    "requantize": lambda: breccia.requantize(STORED, NVFP4BlockScaling(), storage="swizle_128x4"),
+    "explain": lambda: breccia.explain("cast", X, MXFP8, storage="swizle_128x4"),
+    "ScaledTensor": lambda: ScaledTensor(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4")),
+    "dequantize": lambda: breccia.dequantize(
+        ScaledTensor.assemble(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4"))
+    ),
+}
+
+
+@pytest.mark.parametrize("where", UNKNOWN)
+def test_a_storage_that_nobody_declared_is_refused_with_the_nearest_name(where: str) -> None:
+    with pytest.raises(UnknownNameError) as e:
+        UNKNOWN[where]()
+    assert str(e.value) == (
+        "no storage 'swizle_128x4'; did you mean 'swizzle_128x4'? Known: column_major, interleaved, swizzle_128x4, transposed."
+    )
+    assert e.value.found["name"] == "swizle_128x4"
+
+
+def test_a_storage_says_its_name_and_gives_the_plain_tensor_back() -> None:
+    st = breccia.cast(X, MXFP8)
+    assert (st.storage, STORED.storage, STORED.to_plain().storage) == ("plain", "swizzle_128x4", "plain")
+    assert st.to_plain() is st and st.to_storage("plain") is st and STORED.to_storage("swizzle_128x4") is STORED
+    assert breccia.bytes_equal(STORED.to_plain(), st) and STORED.digest() == st.digest()
+    assert np.array_equal(STORED.to_plain().scale, st.scale) and np.array_equal(STORED.to_plain().data, st.data)
+    again = Layout.from_json(STORED.layout.to_json())
+    assert again == STORED.layout and json.loads(STORED.layout.to_json())["name"] == "stored"
+    assert STORED.layout.plain == st.layout and st.layout.plain == st.layout
+
+
+def test_a_storage_has_one_layout_below_it_which_is_plain() -> None:
+    with pytest.raises(RecipeError, match=r"^Stored: layout must be a plain Layout, got Stored\("):
+        replace(STORED.layout, layout=STORED.layout)
+    with pytest.raises(RecipeError, match=r"^Stored: layout must be a plain Layout, got 'per_tensor'"):
+        Stored("per_tensor", "interleaved")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"^Stored: storage must be str, got 5"):
+        Stored(PerBlockMN(1, 32), 5)  # type: ignore[arg-type]
+
+
+def test_a_kernel_named_by_prefer_that_cannot_read_a_storage_says_so_and_the_way_out() -> None:
+    with pytest.raises(NoKernelError) as e:
+        breccia.dequantize(STORED, prefer="numpy.dequantize")
+    reason = "reads 'plain' storage, an operand is in 'swizzle_128x4'; st.to_storage('plain') converts it"
+    assert f"      skipped: {reason}" in str(e.value).splitlines()
+    plain = breccia.dequantize(STORED.to_storage("plain"), prefer="numpy.dequantize")
+    assert np.array_equal(plain, breccia.dequantize(STORED)), "and it is one"
+
+
+def test_a_kernel_named_by_prefer_that_cannot_write_a_storage_says_so() -> None:
+    with pytest.raises(NoKernelError) as e:
+        breccia.cast(X, MXFP8, storage="swizzle_128x4", prefer="numpy.cast")
+    assert "      skipped: writes 'plain' storage, not 'swizzle_128x4'" in str(e.value).splitlines()
+
+
+OPS_ON_STORED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "dequantize": (lambda: breccia.dequantize(STORED), lambda: breccia.dequantize(STORED.to_plain())),
+    "requantize": (
+        lambda: breccia.requantize(STORED, NVFP4BlockScaling()).digest(),
+        lambda: breccia.requantize(STORED.to_plain(), NVFP4BlockScaling()).digest(),
+    ),
+    "matmul": (lambda: breccia.matmul(X, STORED.mT), lambda: breccia.matmul(X, STORED.to_plain().mT)),
+    "cast_matmul": (
+        lambda: breccia.cast_matmul(X, MXFP8, STORED.mT),
+        lambda: breccia.cast_matmul(X, MXFP8, STORED.to_plain().mT),
+    ),
+    "cast": (
+        lambda: breccia.cast(X, MXFP8, storage="swizzle_128x4").to_plain().digest(),
+        lambda: breccia.cast(X, MXFP8).digest(),
+    ),
+    "cast_pair": (
+        lambda: [(st.storage, st.digest()) for st in breccia.cast_pair(X, MXFP8, storage="swizzle_128x4")],
+        lambda: [("swizzle_128x4", st.digest()) for st in breccia.cast_pair(X, MXFP8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("op", OPS_ON_STORED)
+def test_every_op_takes_and_writes_storages_that_no_kernel_knows(op: str) -> None:
+    stored, plain = OPS_ON_STORED[op]
+    assert np.array_equal(stored(), plain())

@@ -451,4 +451,4 @@ def test_results_cannot_be_written_in_place() -> None:
 def test_what_serves_mlx_is_explained() -> None:
     for op in ("cast_ste", "cast_ste_clipped"):
         winner = breccia.explain(op, mx.ones((2, 32)), MXFP8).winner
-        assert winner is not None and (winner.name, winner.plugin) == (f"mlx.{op}", "mlx")
+        assert winner is not None and (winner.name, winner.plugin) == (f"composite.{op}", "core")

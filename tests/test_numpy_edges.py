@@ -22,6 +22,7 @@ from breccia import (
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
+    calls,
 )
 from breccia.codecs import E2M1, E4M3, E8M0, F32, INT8, Codec, Integer, Lookup, Minifloat
 from breccia.errors import NonFiniteError, RecipeError
@@ -30,6 +31,7 @@ from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.layouts import Layout, Shape
 from breccia.ops import NUMPY
+from breccia.options import CastOptions
 from breccia.rules import DIVIDE, LINEAR, RECIP, Rule
 from breccia.tensor import PARTS
 
@@ -41,7 +43,7 @@ def test_blocks_of_any_sides_are_written_and_read_alike(m: int, k: int, axis: in
     recipe = Float8BlockScaling(block_m=m, block_k=k)
     for shape in ((12, 192), (9, 100), (2, 5, 64)):
         x = wide(shape, seed=m * k, exponents=4)
-        found, expected = kernels.cast(x, recipe, axis=axis), reference.cast(x, recipe, axis=axis)
+        found, expected = kernels.cast(x, recipe, CastOptions(axis=axis)), reference.cast(x, recipe, CastOptions(axis=axis))
         assert found.layout == expected.layout
         np.testing.assert_array_equal(found.data, expected.data)
         np.testing.assert_array_equal(found.scale.view(np.uint32), expected.scale.view(np.uint32))
@@ -59,7 +61,7 @@ def test_out_is_written_where_it_lies_and_not_copied_into(recipe: ScalingRecipe,
         raise AssertionError("a second result was made")
 
     monkeypatch.setattr(reference, "_assign", copied)
-    assert kernels.cast(y, recipe, out=out) is out
+    assert kernels.cast(y, recipe, CastOptions(out=out)) is out
     assert breccia.bytes_equal(out, expected)
 
 
@@ -70,7 +72,7 @@ def test_out_that_lies_in_the_input_is_written_when_all_is_read() -> None:
     expected = reference.cast(memory.copy(), recipe)
     data = memory.reshape(-1).view(np.uint8)[3 * memory.size :].reshape(memory.shape)
     out = ScaledTensor(data, np.zeros((), np.float32), recipe, recipe.layout)
-    assert kernels.cast(memory, recipe, out=out) is out
+    assert kernels.cast(memory, recipe, CastOptions(out=out)) is out
     assert breccia.bytes_equal(out, expected)
 
 
@@ -124,7 +126,7 @@ def test_the_rules_of_both_levels_are_those_declared(rules: tuple[Rule, Rule]) -
 def test_blocks_larger_than_a_chunk_are_read_alike(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CHUNK", 256)
     for axis in (-1, -2):
-        st = reference.cast(wide((600, 600), seed=8, exponents=2), recipe, axis=axis)
+        st = reference.cast(wide((600, 600), seed=8, exponents=2), recipe, CastOptions(axis=axis))
         values, wanted = kernels.dequantize(st), reference.dequantize(st)
         np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
 
@@ -149,11 +151,11 @@ def test_codes_by_division_are_divided_under_two_levels() -> None:
 @pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
 def test_nonfinite_raise_refuses_one_fault(cast: Any, fault: float) -> None:
     x = wide((8, 64), seed=11, exponents=2)
-    assert cast(x, MXFP8BlockScaling(), nonfinite="raise").shape == x.shape
+    assert cast(x, MXFP8BlockScaling(), CastOptions(nonfinite="raise")).shape == x.shape
     x[5, 33] = fault
     for recipe in (MXFP8BlockScaling(), Float8CurrentScaling(), NVFP4BlockScaling()):
         with pytest.raises(NonFiniteError, match="x holds NaN or Inf"):
-            cast(x, recipe, nonfinite="raise")
+            cast(x, recipe, CastOptions(nonfinite="raise"))
 
 
 # ------------------------------------------------------------------------------------------------ what a plug-in may declare
@@ -269,7 +271,7 @@ def test_coarse_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyP
     scales = np.array([0.5, 3.0, 0.125], np.float32)
     for element in (E2M1, INT8):
         for block in ((1, 16), (1, 1024)):
-            written = reference.cast(x, declared(element, Level(F32, TENSOR), Level(E4M3, block)), scale=scales)
+            written = reference.cast(x, declared(element, Level(F32, TENSOR), Level(E4M3, block)), CastOptions(scale=scales))
             for sense in ("multiplier", "divisor", "amax"):
                 held = declared(element, Level(F32, TENSOR, sense), Level(E4M3, block))
                 parts = {"global_scale": written.global_scale}
@@ -305,9 +307,9 @@ def test_subnormal_elements_are_zeros_in_a_table_of_a_great_range(rows: int) -> 
 def test_a_contraction_axis_counted_from_the_front_is_that_axis() -> None:
     x = wide((64, 32), seed=24, exponents=4)
     for recipe in (MXFP8BlockScaling(), INT4Scaling(group_size=16)):
-        found = kernels.cast(x, recipe, axis=0)
+        found = kernels.cast(x, recipe, CastOptions(axis=0))
         assert found.axis == -2
-        assert_same_bytes(found, reference.cast(x, recipe, axis=-2))
+        assert_same_bytes(found, reference.cast(x, recipe, CastOptions(axis=-2)))
 
 
 # ------------------------------------------------------------------------------------------------ room
@@ -326,7 +328,7 @@ def test_work_space_is_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     for recipe in (Float8RowScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), INT8Scaling()):
         for shape in ((50, 200), (3, 7, 240)):
             x = wide(shape, seed=25, exponents=2)
-            st = kernels.cast(np.concatenate([x] * 2, axis=-2), recipe, nonfinite="raise")
+            st = kernels.cast(np.concatenate([x] * 2, axis=-2), recipe, CastOptions(nonfinite="raise"))
             kernels.dequantize(st)
     kernels.cast(wide((128, 128), seed=25, exponents=2), Float8BlockScaling(block_m=2, block_k=128))
     assert len(sizes) > 20
@@ -372,14 +374,14 @@ def test_a_factor_of_half_precision_is_widened_piece_by_piece(monkeypatch: pytes
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     """Shapes of what `matmul` decodes, in tiles of 4 KB."""
     shapes: list[Shape] = []
-    decode = kernels.dequantize
+    decode = calls.dequantize
 
-    def watched(st: ScaledTensor, **options: Any) -> Any:
+    def watched(st: ScaledTensor, *options: Any) -> Any:
         shapes.append(st.shape)
-        return decode(st, **options)
+        return decode(st, *options)
 
     monkeypatch.setattr(kernels, "TILE", 1 << 12)
-    monkeypatch.setattr(kernels, "dequantize", watched)
+    monkeypatch.setattr(calls, "dequantize", watched)
     return shapes
 
 

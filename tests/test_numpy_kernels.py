@@ -34,8 +34,10 @@ from breccia import (
 from breccia.codecs import BF16, E4M3, E5M2, E8M0, F16, F32, Codec, Integer, Lookup, Minifloat
 from breccia.errors import LayoutError, RecipeError, ShapeError, UnsupportedError
 from breccia.formats import TENSOR, Format, Level
+from breccia.frameworks import Device
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
+from breccia.options import CastOptions
 from breccia.rules import FLOOR, LINEAR, RCEIL, Rule
 from breccia.tensor import PARTS
 
@@ -108,19 +110,30 @@ def assert_same_values(found: np.ndarray, expected: np.ndarray, what: str = "") 
     np.testing.assert_array_equal(found, expected, err_msg=what)
 
 
-#: `cast` of the kernels here, with NumPy's own steps or with compiled ones.
+#: `cast` and `dequantize` of the kernels here, with NumPy's own steps or with compiled ones.
 Cast = Callable[..., ScaledTensor]
+Dequantize = Callable[..., np.ndarray]
+
+
+def kernels_of(distribution: str) -> Any:
+    """The module of kernels, NumPy's own or those with compiled steps."""
+    if distribution == "numpy":
+        return kernels
+    if reason := pytest.importorskip("breccia_native.availability").missing(Device("cpu")):
+        pytest.skip(reason)
+    from breccia_native import kernels as native
+
+    return native
 
 
 @pytest.fixture(params=["numpy", "native"])
 def cast(request: pytest.FixtureRequest) -> Cast:
-    if request.param == "numpy":
-        return kernels.cast
-    if reason := pytest.importorskip("breccia_native.availability").missing("cpu"):
-        pytest.skip(reason)
-    from breccia_native import kernels as native
+    return kernels_of(request.param).cast
 
-    return native.cast
+
+@pytest.fixture(params=["numpy", "native"])
+def dequantize(request: pytest.FixtureRequest) -> Dequantize:
+    return kernels_of(request.param).dequantize
 
 
 @pytest.fixture
@@ -144,7 +157,11 @@ def test_cast_writes_what_the_generic_algorithm_writes(cast: Cast, recipe: Scali
         x = make()
         x.setflags(write=False)
         for axis in (-1, -2):
-            assert_same(cast(x, recipe, axis=axis), reference.cast(x, recipe, axis=axis), f"{name}, axis {axis}")
+            assert_same(
+                cast(x, recipe, CastOptions(axis=axis)),
+                reference.cast(x, recipe, CastOptions(axis=axis)),
+                f"{name}, axis {axis}",
+            )
 
 
 @pytest.mark.usefixtures("small_chunks", "keep_threads")
@@ -153,8 +170,8 @@ def test_borders_of_chunks_and_the_number_of_threads_change_no_byte(cast: Cast, 
     breccia.set_num_threads(count)
     for x in (random_bits((12, 320), 1), wide((9, 150), 2, 3), wide((3, 12, 64), 3, 3), special_rows(300)):
         for axis in (-1, -2):
-            expected = reference.cast(x, recipe, axis=axis)
-            assert_same(cast(x, recipe, axis=axis), expected)
+            expected = reference.cast(x, recipe, CastOptions(axis=axis))
+            assert_same(cast(x, recipe, CastOptions(axis=axis)), expected)
             assert_same_values(kernels.dequantize(expected), reference.dequantize(expected))
 
 
@@ -172,7 +189,7 @@ def test_a_supplied_scale_per_tensor_is_used_as_the_generic_algorithm_uses_it(ca
     for recipe in RECIPES:
         if (recipe.format.global_scale or recipe.format.scale).block == TENSOR:
             for x in (special_rows(64), wide((6, 64), 1, 3), random_bits((4, 64))):
-                assert_same(cast(x, recipe, scale=scale), reference.cast(x, recipe, scale=scale))
+                assert_same(cast(x, recipe, CastOptions(scale=scale)), reference.cast(x, recipe, CastOptions(scale=scale)))
 
 
 @pytest.mark.parametrize("chunk", [256, kernels.CHUNK])
@@ -182,12 +199,12 @@ def test_supplied_scales_per_block_are_used_as_the_generic_algorithm_uses_them(
     monkeypatch.setattr(kernels, "CHUNK", chunk)
     for x in (special_rows(300), wide((9, 64), 1, 40)):
         for axis in (-1, -2):
-            computed = reference.cast(np.nan_to_num(x), recipe, axis=axis)
+            computed = reference.cast(np.nan_to_num(x), recipe, CastOptions(axis=axis))
             scale = computed.scale if computed.global_scale is None else computed.global_scale
             odd = np.frombuffer(np.random.default_rng(3).bytes(scale.nbytes), scale.dtype).reshape(scale.shape)
             for supplied in (scale, odd):
-                expected = reference.cast(x, recipe, axis=axis, scale=supplied)
-                assert_same(cast(x, recipe, axis=axis, scale=supplied), expected)
+                expected = reference.cast(x, recipe, CastOptions(axis=axis, scale=supplied))
+                assert_same(cast(x, recipe, CastOptions(axis=axis, scale=supplied)), expected)
 
 
 def test_supplied_scales_per_expert_are_used_as_the_generic_algorithm_uses_them(cast: Cast) -> None:
@@ -195,26 +212,26 @@ def test_supplied_scales_per_expert_are_used_as_the_generic_algorithm_uses_them(
     for recipe in (Float8CurrentScaling(), Float8CurrentScaling("E5M2"), NVFP4BlockScaling()):
         scale = np.array([0.5, 3.0], np.float32)
         for view in (x, x[:, ::-1]):
-            assert_same(cast(view, recipe, scale=scale), reference.cast(view, recipe, scale=scale))
+            assert_same(cast(view, recipe, CastOptions(scale=scale)), reference.cast(view, recipe, CastOptions(scale=scale)))
 
 
 def test_stochastic_casts_are_those_of_the_generic_algorithm(cast: Cast, recipe: ScalingRecipe) -> None:
     options: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
     x = wide((4, 64), 1, 3)
-    assert_same(cast(x, recipe, **options), reference.cast(x, recipe, **options))
-    assert_same(breccia.cast(x, recipe, **options), reference.cast(x, recipe, **options))
+    assert_same(cast(x, recipe, CastOptions(**options)), reference.cast(x, recipe, CastOptions(**options)))
+    assert_same(breccia.cast(x, recipe, **options), reference.cast(x, recipe, CastOptions(**options)))
 
 
 def test_nonfinite_raise_raises_before_the_first_byte(cast: Cast, recipe: ScalingRecipe) -> None:
     x = wide((8, 64), 1, 3)
-    assert_same(cast(x, recipe, nonfinite="raise"), reference.cast(x, recipe))
+    assert_same(cast(x, recipe, CastOptions(nonfinite="raise")), reference.cast(x, recipe))
     out = cast(x, recipe)
     before = {name: part.copy() for name in PARTS if (part := getattr(out, name)) is not None}
     for bad in (np.nan, np.inf, -np.inf):
         y = x[::-1].copy()
         y[5, 7] = bad
         with pytest.raises(NonFiniteError, match="x holds NaN or Inf"):
-            cast(y, recipe, nonfinite="raise", out=out)
+            cast(y, recipe, CastOptions(nonfinite="raise", out=out))
     for name, part in before.items():
         np.testing.assert_array_equal(bytes_of(getattr(out, name)), bytes_of(part))
 
@@ -222,18 +239,18 @@ def test_nonfinite_raise_raises_before_the_first_byte(cast: Cast, recipe: Scalin
 def test_out_is_written_in_place_and_returned(cast: Cast, recipe: ScalingRecipe) -> None:
     for x in (wide((8, 64), 1, 3), special_rows(37)):
         for axis in (-1, -2):
-            out = cast(np.ones_like(x), recipe, axis=axis)
+            out = cast(np.ones_like(x), recipe, CastOptions(axis=axis))
             data = out.data
-            assert cast(x, recipe, axis=axis, out=out) is out
+            assert cast(x, recipe, CastOptions(axis=axis, out=out)) is out
             assert out.data is data
-            assert_same(out, reference.cast(x, recipe, axis=axis))
+            assert_same(out, reference.cast(x, recipe, CastOptions(axis=axis)))
 
 
 def test_out_of_strided_parts_is_written_too(cast: Cast) -> None:
     x = wide((8, 64), 1, 3)
     whole = cast(np.ones((8, 128), np.float32), MXFP8BlockScaling())
     out = ScaledTensor(whole.data[:, ::2], whole.scale[:, ::2], whole.recipe, whole.layout)
-    cast(x, MXFP8BlockScaling(), out=out)
+    cast(x, MXFP8BlockScaling(), CastOptions(out=out))
     assert_same(out, reference.cast(x, MXFP8BlockScaling()))
 
 
@@ -241,7 +258,7 @@ def test_out_that_does_not_fit_is_refused(cast: Cast) -> None:
     x = wide((8, 64), 1, 3)
     for out in (cast(x[:4], MXFP8BlockScaling()), cast(x, Float8BlockScaling())):
         with pytest.raises(LayoutError, match="out= is"):
-            cast(x, MXFP8BlockScaling(), out=out)
+            cast(x, MXFP8BlockScaling(), CastOptions(out=out))
 
 
 def test_what_the_generic_algorithm_refuses_is_refused(cast: Cast) -> None:
@@ -255,11 +272,11 @@ def test_what_the_generic_algorithm_refuses_is_refused(cast: Cast) -> None:
     with pytest.raises(UnsupportedError, match="did you mean"):
         cast(x, MXFP8BlockScaling)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="rounding"):
-        cast(x, MXFP8BlockScaling(), rounding="up")
+        cast(x, MXFP8BlockScaling(), CastOptions(rounding="up"))
     with pytest.raises(LayoutError, match="contraction axis"):
-        cast(x, MXFP8BlockScaling(), axis=-3)
+        cast(x, MXFP8BlockScaling(), CastOptions(axis=-3))
     with pytest.raises(LayoutError, match="scale= must have shape"):
-        cast(x, Float8CurrentScaling(), scale=np.ones(3, np.float32))
+        cast(x, Float8CurrentScaling(), CastOptions(scale=np.ones(3, np.float32)))
 
 
 def test_flushed_subnormals_change_no_byte(cast: Cast) -> None:
@@ -323,20 +340,22 @@ def test_a_cast_of_any_recipe_takes_the_memory_of_its_result_and_16_mib(cast: Ca
 # -- dequantize ------------------------------------------------------------------------------------------------------
 
 
-def test_dequantize_reads_what_the_generic_algorithm_reads(recipe: ScalingRecipe) -> None:
+def test_dequantize_reads_what_the_generic_algorithm_reads(dequantize: Dequantize, recipe: ScalingRecipe) -> None:
     for name, make in INPUTS.items():
         st = reference.cast(make(), recipe)
-        assert_same_values(kernels.dequantize(st), reference.dequantize(st), name)
+        assert_same_values(dequantize(st), reference.dequantize(st), name)
         for way, dtype in ((st, "float16"), (st.mT, "bfloat16")):
-            expected = reference.dequantize(way, out_dtype=dtype)
-            assert_same_values(kernels.dequantize(way, out_dtype=dtype), expected, name)
+            expected = reference.dequantize(way, dtype)
+            assert_same_values(dequantize(way, dtype), expected, name)
             out = np.ones_like(expected)
-            assert kernels.dequantize(way, out_dtype=dtype, out=out) is out
+            assert dequantize(way, dtype, out) is out
             assert_same_values(out, expected, name)
 
 
 @pytest.mark.parametrize("chunk", [256, kernels.CHUNK])
-def test_every_code_under_every_scale_decodes_alike(recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_code_under_every_scale_decodes_alike(
+    dequantize: Dequantize, recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Codes and scales of random bytes: NaN, Inf, negative scales, scale 0, E8M0's 0 and 255."""
     monkeypatch.setattr(kernels, "CHUNK", chunk)
     rng = np.random.default_rng(2)
@@ -345,43 +364,43 @@ def test_every_code_under_every_scale_decodes_alike(recipe: ScalingRecipe, chunk
         parts = {name: a for name in PARTS if (a := getattr(like, name)) is not None}
         noise = {n: np.frombuffer(rng.bytes(a.nbytes), a.dtype).reshape(a.shape) for n, a in parts.items()}
         st = ScaledTensor.assemble(recipe=recipe, layout=like.layout, tail=like.tail, **noise)  # type: ignore[arg-type]
-        assert_same_values(kernels.dequantize(st), reference.dequantize(st))
+        assert_same_values(dequantize(st), reference.dequantize(st))
 
 
-def test_all_pairs_of_an_8_bit_code_and_an_8_bit_scale_decode_alike() -> None:
+def test_all_pairs_of_an_8_bit_code_and_an_8_bit_scale_decode_alike(dequantize: Dequantize) -> None:
     codes = np.repeat(np.arange(256, dtype=np.uint8)[None], 256, axis=0)
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     for fp8 in ("E4M3", "E5M2"):
         recipe = MXFP8BlockScaling(fp8)
         st = ScaledTensor(codes, scales, recipe, recipe.layout)
-        assert_same_values(kernels.dequantize(st), reference.dequantize(st))
+        assert_same_values(dequantize(st), reference.dequantize(st))
 
 
-def test_scales_in_other_forms_decode_alike() -> None:
+def test_scales_in_other_forms_decode_alike(dequantize: Dequantize) -> None:
     x = wide((6, 64), 1, 3)
     st = kernels.cast(x, INT4Scaling(group_size=64))
     whole_rows = ScaledTensor(st.data, st.scale[:, 0].copy(), st.recipe, breccia.PerChannel())
-    assert_same_values(kernels.dequantize(whole_rows), reference.dequantize(whole_rows))
-    assert_same_values(kernels.dequantize(whole_rows.mT), reference.dequantize(whole_rows.mT))
+    assert_same_values(dequantize(whole_rows), reference.dequantize(whole_rows))
+    assert_same_values(dequantize(whole_rows.mT), reference.dequantize(whole_rows.mT))
     brain = kernels.cast(x, INT4Scaling(group_size=16, scale_dtype="bf16"))
     floats = ScaledTensor(brain.data, brain.scale.view(ml_dtypes.bfloat16), brain.recipe, brain.layout)
-    assert_same_values(kernels.dequantize(floats), reference.dequantize(brain))
+    assert_same_values(dequantize(floats), reference.dequantize(brain))
     native = kernels.cast(x, MXFP8BlockScaling())
     named = (native.data.view(ml_dtypes.float8_e4m3fn), native.scale.view(ml_dtypes.float8_e8m0fnu))
-    assert_same_values(kernels.dequantize(ScaledTensor(*named, native.recipe, native.layout)), reference.dequantize(native))
+    assert_same_values(dequantize(ScaledTensor(*named, native.recipe, native.layout)), reference.dequantize(native))
     experts = np.stack([x, x])
     for recipe in (Float8CurrentScaling(), NVFP4BlockScaling()):
-        st = kernels.cast(experts, recipe, scale=np.array([0.5, 2.0], np.float32))
-        assert_same_values(kernels.dequantize(st), reference.dequantize(st))
+        st = kernels.cast(experts, recipe, CastOptions(scale=np.array([0.5, 2.0], np.float32)))
+        assert_same_values(dequantize(st), reference.dequantize(st))
 
 
-def test_out_of_another_shape_or_dtype_is_refused() -> None:
+def test_out_of_another_shape_or_dtype_is_refused(dequantize: Dequantize) -> None:
     st = kernels.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
     for out in (np.empty((4, 32), np.float32), np.empty((4, 64), np.float16)):
         with pytest.raises(ShapeError, match="out= must have shape"):
-            kernels.dequantize(st, out=out)
+            dequantize(st, out=out)
     strided = np.empty((4, 128), np.float32)[:, ::2]
-    assert kernels.dequantize(st, out=strided) is strided
+    assert dequantize(st, out=strided) is strided
     assert_same_values(strided.copy(), reference.dequantize(st))
 
 
@@ -428,10 +447,24 @@ def test_matmul_writes_out_and_out_dtype() -> None:
     recipe = MXFP8BlockScaling()
     a, b = breccia.cast(wide((4, 64), 1, 2), recipe), breccia.cast(wide((8, 64), 2, 2), recipe).mT
     product = kernels.matmul(a, b)
-    np.testing.assert_array_equal(kernels.matmul(a, b, "float16"), product.astype(np.float16))
+    np.testing.assert_array_equal(kernels.matmul(a, b, None, "float16"), product.astype(np.float16))
     out = np.empty((4, 8), ml_dtypes.bfloat16)
-    assert kernels.matmul(a, b, "bfloat16", out=out) is out
+    assert kernels.matmul(a, b, None, "bfloat16", out) is out
     np.testing.assert_array_equal(out, product.astype(ml_dtypes.bfloat16))
+
+
+def test_a_bias_is_added_in_fp32_before_the_one_rounding() -> None:
+    recipe = MXFP8BlockScaling()
+    a, b = breccia.cast(wide((4, 64), 1, 2), recipe), breccia.cast(wide((8, 64), 2, 2), recipe).mT
+    product = kernels.matmul(a, b)
+    for bias in (np.linspace(-3, 3, 8, dtype=np.float32), np.linspace(-3, 3, 8).astype(np.float16)):
+        added = product + bias.astype(np.float32)
+        np.testing.assert_array_equal(kernels.matmul(a, b, bias), added)
+        np.testing.assert_array_equal(kernels.matmul(a, b, bias, "float16"), added.astype(np.float16))
+    with pytest.raises(ShapeError, match=r"bias has one number for each column of the product, shape \(8,\); got \(4,\)"):
+        kernels.matmul(a, b, np.ones(4, np.float32))
+    with pytest.raises(UnsupportedError, match="bias is float64"):
+        kernels.matmul(a, b, np.ones(8))
 
 
 def test_matmul_refuses_what_the_generic_algorithm_refuses() -> None:
@@ -466,7 +499,7 @@ def test_numpy_arrays_are_served_by_these_kernels() -> None:
     st = breccia.cast(x, MXFP8BlockScaling())
     for explanation, name in (
         (breccia.explain("cast", x, MXFP8BlockScaling(), prefer="numpy.cast"), "numpy.cast"),
-        (breccia.explain("dequantize", st), "numpy.dequantize"),
+        (breccia.explain("dequantize", st, prefer="numpy.dequantize"), "numpy.dequantize"),
         (breccia.explain("matmul", st, st.mT), "numpy.matmul"),
     ):
         assert explanation.winner is not None and explanation.winner.name == name
@@ -556,26 +589,34 @@ def test_a_forked_child_casts_with_threads_of_its_own() -> None:
 # ------------------------------------------------------------------------------------------------ the verbs made of both
 
 
-def test_verbs_made_of_cast_and_dequantize_write_the_same_bytes(recipe: ScalingRecipe) -> None:
+def test_verbs_made_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, recipe: ScalingRecipe) -> None:
+    """As the table finds their kernels, and made of the kernels here alone."""
     x = np.concatenate([wide((6, 96), seed=13, exponents=6), special_rows(96)])
     st = reference.cast(x, recipe)
+    ours = reference.Primitives(cast, kernels.dequantize)
     for target in (MXFP8BlockScaling(), INT4Scaling(group_size=32), Float8CurrentScaling()):
-        assert_same(kernels.requantize(st, target), reference.requantize(st, target))
+        expected = reference.requantize(st, target)
+        assert_same(breccia.requantize(st, target), expected)
+        assert_same(reference.requantize(st, target, by=ours), expected)
     half = narrow(wide((6, 96), seed=14, exponents=3), np.float16)
-    for clip in ((), (-1.0, 2.0)):
-        ours, theirs = (
-            (module.cast_ste_clipped(half, recipe, *clip) if clip else module.cast_ste(half, recipe))
-            for module in (kernels, reference)
-        )
-        assert ours.dtype == np.float16 and ours.tobytes() == theirs.tobytes()
+    expected = reference.cast_ste(half, recipe)
+    clipped = reference.cast_ste_clipped(half, recipe, (-1.0, 2.0))
+    assert kernels.dequantize(cast(half, recipe), "float16").tobytes() == expected.tobytes()
+    for found, wanted in (
+        (breccia.cast_ste(half, recipe), expected),
+        (breccia.cast_ste_clipped(half, recipe, -1.0, 2.0), clipped),
+    ):
+        assert found.dtype == np.float16 and found.tobytes() == wanted.tobytes()
     with pytest.raises(OptionError, match="clip_min must be less than clip_max"):
-        kernels.cast_ste_clipped(half, recipe, 2.0, 1.0)
+        breccia.cast_ste_clipped(half, recipe, 2.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------ corners, each once a fault
 
 
-def test_bytes_are_decoded_by_pairs_in_every_shape_and_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_decoded_by_pairs_in_every_shape_and_order_of_memory(
+    dequantize: Dequantize, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables of pairs serve large tensors; here all, in small chunks: one row, one column, odd lengths, K in front."""
     monkeypatch.setattr(kernels, "_PAIRED", 1)
     for chunk in (64, 256, 1 << 18):
@@ -584,11 +625,11 @@ def test_bytes_are_decoded_by_pairs_in_every_shape_and_order_of_memory(monkeypat
         for recipe in (Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling(block_m=4, block_k=8), INT8Scaling()):
             for shape in ((1, 257), (257, 1), (33, 31), (64, 257), (3, 5, 33)):
                 for axis in (-1, -2):
-                    st = reference.cast(wide(shape, seed=3, exponents=3), recipe, axis=axis)
+                    st = reference.cast(wide(shape, seed=3, exponents=3), recipe, CastOptions(axis=axis))
                     packed = [np.array(p, order="C") for p in (st.data, st.scale)]
                     same = ScaledTensor(*packed, recipe, st.layout, axis=axis)
                     for way in (st, same, st.mT):
-                        assert_same_values(kernels.dequantize(way), reference.dequantize(way))
+                        assert_same_values(dequantize(way), reference.dequantize(way))
 
 
 @pytest.mark.parametrize("recipe", [INT4Scaling(), INT8Scaling(group_size=128, scale_dtype="fp16")], ids=recipe_id)
@@ -606,8 +647,8 @@ def test_block_scales_that_overflow_under_a_supplied_global_scale_saturate(colum
     for magnitude in (-90.0, -20.0, 20.0, 90.0):
         x = np.full((2, columns), np.float32(2.0**magnitude))
         for scale in (2.0**-60, 2.0**-50, 1.0, 2.0**50, 2.0**60):
-            expected = reference.cast(x, NVFP4BlockScaling(), scale=scale)
-            assert_same(kernels.cast(x, NVFP4BlockScaling(), scale=scale), expected)
+            expected = reference.cast(x, NVFP4BlockScaling(), CastOptions(scale=scale))
+            assert_same(kernels.cast(x, NVFP4BlockScaling(), CastOptions(scale=scale)), expected)
 
 
 def test_a_caller_who_raises_on_floating_point_flags_is_not_served_any_flag(recipe: ScalingRecipe) -> None:
@@ -625,17 +666,17 @@ def test_scales_supplied_from_the_tensor_that_is_written_are_read_first() -> Non
     x = wide((600, 256), seed=11, exponents=2)
     out = kernels.cast(x, Float8RowScaling())
     scale = out.scale[::-1]
-    expected = reference.cast(x, Float8RowScaling(), scale=scale.copy())
-    assert_same(kernels.cast(x, Float8RowScaling(), scale=scale, out=out), expected)
+    expected = reference.cast(x, Float8RowScaling(), CastOptions(scale=scale.copy()))
+    assert_same(kernels.cast(x, Float8RowScaling(), CastOptions(scale=scale, out=out)), expected)
 
 
-def test_many_experts_are_decoded_in_little_memory() -> None:
+def test_many_experts_are_decoded_in_little_memory(dequantize: Dequantize) -> None:
     x = wide((512, 32, 64), seed=12, exponents=2)
-    st = kernels.cast(x, Float8CurrentScaling(), scale=np.linspace(0.1, 1, 512, dtype=np.float32))
-    kernels.dequantize(st)
+    st = kernels.cast(x, Float8CurrentScaling(), CastOptions(scale=np.linspace(0.1, 1, 512, dtype=np.float32)))
+    dequantize(st)
     tracemalloc.start()
     try:
-        result = kernels.dequantize(st)
+        result = dequantize(st)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -682,7 +723,7 @@ def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_recipe_of_declarations_never_seen_is_served_the_same_bytes(seed: int) -> None:
+def test_a_recipe_of_declarations_never_seen_is_served_the_same_bytes(dequantize: Dequantize, seed: int) -> None:
     """What a plug-in may declare: the kernels go by the declarations, or hand over."""
     rng = np.random.default_rng(seed)
     recipe = None
@@ -698,4 +739,4 @@ def test_a_recipe_of_declarations_never_seen_is_served_the_same_bytes(seed: int)
             x[0] = 0
             expected = reference.cast(x, recipe)
             assert_same(kernels.cast(x, recipe), expected, f"{recipe.format}, {shape}, {exponents}")
-            assert_same_values(kernels.dequantize(expected), reference.dequantize(expected))
+            assert_same_values(dequantize(expected), reference.dequantize(expected))

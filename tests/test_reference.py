@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import breccia
 from breccia.kernels import reference
+from breccia.options import CastOptions
 from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written, written
 from breccia.testing.places import Place, words
@@ -48,7 +49,7 @@ def test_cast_and_dequantize_equal_the_oracle(recipe: breccia.ScalingRecipe, nam
 def test_stochastic_cast_equals_the_oracle(recipe: breccia.ScalingRecipe) -> None:
     x = np.concatenate([wide((5, 37), seed=6, exponents=30), special_rows(37)])
     seed = 0xDEADBEEFCAFE1234
-    scaled = reference.cast(x, recipe, rounding="stochastic", seed=seed)
+    scaled = reference.cast(x, recipe, CastOptions(rounding="stochastic", seed=seed))
     assert_written(scaled, oracle.cast(x, recipe, rounding="stochastic", seed=seed))
 
 
@@ -56,7 +57,7 @@ def test_stochastic_cast_equals_the_oracle(recipe: breccia.ScalingRecipe) -> Non
 def test_a_supplied_scale_is_used_as_the_oracle_uses_it(scale: float) -> None:
     x = special_rows(32)
     for recipe in (breccia.DelayedScaling(), breccia.Float8CurrentScaling("E5M2"), breccia.NVFP4BlockScaling()):
-        scaled = reference.cast(x, recipe, scale=scale)
+        scaled = reference.cast(x, recipe, CastOptions(scale=scale))
         expected = oracle.cast(x, recipe, scale=float(np.float32(scale)))
         assert_written(scaled, expected)
         assert_decoded(scaled, expected)
@@ -73,7 +74,7 @@ def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.
     faults = scale.reshape(-1).view(f"u{scale.itemsize}")
     rng = np.random.default_rng(1)
     faults[rng.integers(0, faults.size, faults.size // 3)] = rng.integers(0, 1 << (8 * scale.itemsize), faults.size // 3)
-    scaled = reference.cast(x, recipe, scale=scale)
+    scaled = reference.cast(x, recipe, CastOptions(scale=scale))
     expected = oracle.cast(x, recipe, scale=words(scale).astype(np.uint32))
     assert_written(scaled, expected)
     assert_decoded(scaled, expected)

@@ -13,6 +13,7 @@ from breccia import Float8RowScaling, INT8Scaling, NVFP4BlockScaling, ScaledTens
 from breccia.errors import LayoutError, UnsupportedError
 from breccia.kernels import reference
 from breccia.ops import NUMPY
+from breccia.options import CastOptions
 from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written, written
 from breccia.testing.places import Place
@@ -33,10 +34,12 @@ def test_supplied_scales_of_rows_have_the_axis_that_a_cast_writes() -> None:
     """PerChannel's form (M,) is one to read, not to write."""
     x, recipe = wide((4, 32), seed=1, exponents=2), Float8RowScaling()
     scale = np.array([[1.0], [0.5], [2.0], [3.0]], np.float32)
-    expect_written(HERE, reference.cast(x, recipe, scale=scale), oracle.cast(x, recipe, scale=scale.view(np.uint32)))
+    expect_written(
+        HERE, reference.cast(x, recipe, CastOptions(scale=scale)), oracle.cast(x, recipe, scale=scale.view(np.uint32))
+    )
     for other in ((4,), (1, 4), ()):
         with pytest.raises(LayoutError, match=r"scale= must have shape \(4, 1\) for x of shape \(4, 32\) and PerChannel"):
-            reference.cast(x, recipe, scale=np.ones(other, np.float32))
+            reference.cast(x, recipe, CastOptions(scale=np.ones(other, np.float32)))
 
 
 class Foreign:
@@ -60,7 +63,7 @@ def test_out_with_a_part_of_another_framework_is_refused_before_the_first_byte(p
     held = parts | {part: kind(parts[part])}
     out = ScaledTensor.assemble(held["data"], held["scale"], recipe, st.layout, global_scale=held["global_scale"])
     with pytest.raises(UnsupportedError, match=rf"out\.{part} (must be an array of|is a) .*{found}"):
-        reference.cast(x, recipe, out=out)
+        reference.cast(x, recipe, CastOptions(out=out))
     assert {name: array.tobytes() for name, array in parts.items()} == before
 
 

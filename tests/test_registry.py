@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 import breccia
-from breccia import PluginError, PluginWarning, builtin, registry, siblings
+from breccia import PluginError, PluginWarning, builtin, frameworks, registry, siblings, targets
 from breccia.frameworks import framework_of
 from breccia.registry import KINDS, Plugin, Registry
 from breccia.siblings import SIBLINGS
@@ -107,7 +108,7 @@ def test_core_is_a_plug_in_of_itself() -> None:
     assert core.module == "breccia.builtin"
     assert all(not declared for declared in Registry([], {}).declared.values()), "nothing is registered beside the hooks"
     assert {"recipes:mxfp8", "layouts:per_tensor", "codecs:E4M3", "rules:rceil", "frameworks:numpy"} <= set(core.declares)
-    assert {"kernels:reference.cast", "cli:explain"} <= set(core.declares)
+    assert {"kernels:reference.cast", "storages:swizzle_128x4", "cli:explain"} <= set(core.declares)
 
 
 def test_the_manifest_of_core_is_never_set_aside() -> None:
@@ -253,6 +254,27 @@ BROKEN = {
         "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', (), 'acme.ops:OPS')]",
         "framework 'acme': types names the array types in acme; got none.",
     ),
+    "framework whose frontend is a target": (
+        "@hookimpl\ndef breccia_frameworks():\n"
+        "    return [Framework('acme', 'acme', ('Array',), 'acme:OPS', frontend='acme.frontend:cast')]",
+        "framework 'acme': frontend is a module, written 'package.module'; got 'acme.frontend:cast'.",
+    ),
+    "storage of a name of breccia": (
+        "@hookimpl\ndef breccia_storages():\n    return [Storage('plain', 'acme:to', 'acme:back')]",
+        "storage 'plain': the name is breccia's own; choose another.",
+    ),
+    "storage that stands for all": (
+        "@hookimpl\ndef breccia_storages():\n    return [Storage('*', 'acme:to', 'acme:back')]",
+        "storage '*': the name is breccia's own; choose another.",
+    ),
+    "storage of a name of core": (
+        "@hookimpl\ndef breccia_storages():\n    return [Storage('interleaved', 'acme:to', 'acme:back')]",
+        "breccia_storages: the name 'interleaved' is taken by plug-in 'core'; choose another.",
+    ),
+    "storage of fewer than no axes": (
+        "@hookimpl\ndef breccia_storages():\n    return [Storage('acme', 'acme:to', 'acme:back', data_axes=-1)]",
+        "storage 'acme': data_axes is 0, or how many axes codes have; got -1.",
+    ),
     "bridge that no attribute can name": (
         "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to-acme', 'acme:to')]",
         "bridge 'to-acme': its name is a public attribute of breccia.bridges, like 'to_acme'.",
@@ -283,6 +305,7 @@ BROKEN = {
 SOUND = {
     "kernels": "Kernel(op='cast', framework='numpy', target='acme:cast', name='acme'",
     "frameworks": "Framework(name='acme', module='acme', types=('Array',), ops='acme:OPS'",
+    "storages": "Storage(name='acme', from_plain='acme:to', to_plain='acme:back'",
     "bridges": "Bridge(name='acme', target='acme:to'",
     "cli": "Command(name='acme', target='acme:it', help='Does it.'",
 }
@@ -296,6 +319,12 @@ WRONG = [
     ("kernels", "device", "('cuda',)", "device must be str | None; got ('cuda',)."),
     ("kernels", "available", "True", "available: a target is written 'package.module:attribute'; got True."),
     ("kernels", "accepts", "'even'", "accepts: a target is written 'package.module:attribute'; got 'even'."),
+    ("kernels", "score", "0.5", "score: a target is written 'package.module:attribute'; got 0.5."),
+    ("kernels", "plan", "'calls'", "plan: a target is written 'package.module:attribute'; got 'calls'."),
+    ("kernels", "reads", "'interleaved'", "reads must be tuple[str, ...]; got 'interleaved'."),
+    ("kernels", "writes", "['interleaved']", "writes must be tuple[str, ...]; got ['interleaved']."),
+    ("kernels", "writes", "None", "writes must be tuple[str, ...]; got None."),
+    ("kernels", "traces", "1", "traces must be bool; got 1."),
     ("kernels", "rank", "'5'", "rank must be int; got '5'."),
     ("kernels", "rank", "True", "rank must be int; got True."),
     ("kernels", "opt_in", "'no'", "opt_in must be bool; got 'no'."),
@@ -307,6 +336,20 @@ WRONG = [
     ("frameworks", "ops", "print", "ops must be str; got <built-in function print>."),
     ("frameworks", "refuses", "('Sparse',)", "refuses must be tuple[tuple[str, str], ...]; got ('Sparse',)."),
     ("frameworks", "refuses", "(('a', 'b', 'c'),)", "refuses must be tuple[tuple[str, str], ...]; got (('a', 'b', 'c'),)."),
+    ("frameworks", "container", "5", "container must be str | None; got 5."),
+    ("frameworks", "container", "'register'", "container: a target is written 'package.module:attribute'; got 'register'."),
+    ("frameworks", "opaque", "'fake'", "opaque: a target is written 'package.module:attribute'; got 'fake'."),
+    ("frameworks", "capability", "(9, 0)", "capability must be str | None; got (9, 0)."),
+    ("frameworks", "capability", "'sm'", "capability: a target is written 'package.module:attribute'; got 'sm'."),
+    ("frameworks", "frontend", "5", "frontend must be str | None; got 5."),
+    ("frameworks", "frontend", "'acme..front'", "frontend is a module, written 'package.module'; got 'acme..front'."),
+    ("storages", "from_plain", "None", "from_plain must be str; got None."),
+    ("storages", "from_plain", "'to'", "from_plain: a target is written 'package.module:attribute'; got 'to'."),
+    ("storages", "to_plain", "'back'", "to_plain: a target is written 'package.module:attribute'; got 'back'."),
+    ("storages", "accepts", "True", "accepts must be str | None; got True."),
+    ("storages", "accepts", "'fits'", "accepts: a target is written 'package.module:attribute'; got 'fits'."),
+    ("storages", "data_axes", "'3'", "data_axes must be int; got '3'."),
+    ("storages", "data_axes", "True", "data_axes must be int; got True."),
     ("bridges", "target", "5", "target must be str; got 5."),
     ("bridges", "requires", "'acme'", "requires must be tuple[str, ...]; got 'acme'."),
     ("bridges", "requires", "(5,)", "requires must be tuple[str, ...]; got (5,)."),
@@ -413,9 +456,11 @@ def test_a_manifest_may_import_modules_whose_names_begin_as_hooks_do(install: In
 
 
 def test_declarations_carry_the_name_of_their_plug_in(install: Install) -> None:
-    install("acme", HEAD + "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'acme', 'acme:cast', 'acme.cast')]")
+    storage = "@hookimpl\ndef breccia_storages():\n    return [Storage('acme', 'acme:to', 'acme:back')]\n"
+    kernel = "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'acme', 'acme:cast', 'acme.cast')]"
+    install("acme", HEAD + storage + kernel)
     found, _ = reloaded()
-    assert found.bridges["leftover"].plugin == "acme"
+    assert found.bridges["leftover"].plugin == found.declared["breccia_storages"]["acme"].plugin == "acme"
     assert next(k for k in found.table.kernels if k.name == "acme.cast").plugin == "acme"
 
 
@@ -563,7 +608,7 @@ def test_the_environment_is_told_of_names_that_nothing_has(monkeypatch: pytest.M
         "torch, triton."
     )
     assert prefer.startswith(
-        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: mlx."
+        "BRECCIA_PREFER names 'reference.matmull', which is no kernel here; did you mean 'reference.matmul'? Known: composite."
     )
     assert plugin("jax").status == "blocked"
 
@@ -621,7 +666,7 @@ def test_many_threads_at_first_use_build_one_registry(monkeypatch: pytest.Monkey
             built.append(self)
 
     monkeypatch.setattr(registry, "Registry", Slow)
-    monkeypatch.setattr(registry, "_current", None)
+    monkeypatch.setattr(frameworks, "current", None)
     start = threading.Barrier(16)
     seen: list[Registry] = []
 
@@ -657,6 +702,182 @@ def test_readers_during_a_reload_see_a_whole_registry() -> None:
     for thread in threads:
         thread.join()
     assert not torn
+
+
+def together(count: int, work: Callable[[int], None]) -> list[BaseException]:
+    """What was raised by `count` threads that begin `work`, each with its number, at one moment."""
+    start, raised = threading.Barrier(count), list[BaseException]()
+
+    def run(number: int) -> None:
+        start.wait()
+        try:
+            work(number)
+        except BaseException as e:
+            raised.append(e)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_what_is_in_use_is_one_snapshot_that_reload_replaces_whole() -> None:
+    old = registry.registry()
+    assert frameworks.current is old and framework_of(np.ones(3)) is old.frameworks["numpy"]
+    assert old.types[np.ndarray] is old.frameworks["numpy"]
+    fresh = registry.reload()
+    assert frameworks.current is fresh is registry.registry() and fresh is not old
+    assert fresh.types == {} and old.types[np.ndarray] is old.frameworks["numpy"], "what one knows is no other's"
+    assert framework_of(np.ones(3)) is fresh.frameworks["numpy"]
+
+
+def test_arrays_and_kernels_of_a_plug_in_come_and_go_together(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = arrays(install)
+    reloaded()
+    array = importlib.import_module(module).Array()
+    assert framework_of(array).name == "acme"
+    assert any(k.name == "acme.cast" for k in registry.registry().table.kernels)
+    monkeypatch.setenv("BRECCIA_BLOCK", "acme")
+    reloaded()
+    assert not any(k.name == "acme.cast" for k in registry.registry().table.kernels)
+    with pytest.raises(breccia.UnsupportedError, match=r"^x must be an array of an installed framework \(numpy.*Array\. "):
+        framework_of(array)
+
+
+def test_eight_threads_cast_while_another_reloads() -> None:
+    """Frameworks and table are of one registry at every moment, and no thread sees an error or other bytes."""
+    x = np.linspace(-3, 3, 4 * 32, dtype=np.float32).reshape(4, 32)
+    recipe = breccia.MXFP8BlockScaling()
+    expected = breccia.cast(x, recipe).digest()
+    stop, casts = threading.Event(), [0] * 8
+
+    def work(number: int) -> None:
+        if number == 8:
+            try:
+                for _ in range(20):
+                    registry.reload()
+            finally:
+                stop.set()
+            return
+        while not stop.is_set():
+            st = breccia.cast(x, recipe)
+            assert st.digest() == expected
+            assert breccia.matmul(st, st.mT).shape == (4, 4)
+            seen: Any = frameworks.current
+            assert all(seen.frameworks[found.name] is found for found in list(seen.types.values()))
+            casts[number] += 1
+
+    assert together(9, work) == []
+    assert all(casts)
+
+
+#: A framework, and a kernel for it, of a plug-in: source with the name of the module that has its arrays.
+ARRAYS = """
+@hookimpl
+def breccia_frameworks():
+    return [Framework("acme", "{0}", ("Array",), "{0}:OPS", container="{0}:register")]
+@hookimpl
+def breccia_kernels():
+    return [Kernel("cast", "acme", "{0}:cast", "acme.cast")]
+"""
+
+
+def arrays(install: Install, register: str = "pass") -> str:
+    """The module of arrays of a plug-in whose container hook runs `register`, a line that may use the list `registered`."""
+    folder = Path(sys.path[0])
+    module = f"acme_manifest_arrays_{folder.name.replace('-', '_')}"
+    source = f"import time\nregistered = []\nclass Array:\n    shape = (1,)\ndef register():\n    {register}\n"
+    (folder / f"{module}.py").write_text(source, encoding="utf-8")
+    install("acme", HEAD + ARRAYS.format(module))
+    return module
+
+
+def test_threads_that_meet_a_frameworks_first_array_make_tensors_known_to_it_once(install: Install) -> None:
+    module = arrays(install, "time.sleep(0.05); registered.append(1)")
+    reloaded()
+    acme = importlib.import_module(module)
+
+    def work(number: int) -> None:
+        assert framework_of(acme.Array()).name == "acme"
+        assert acme.registered == [1], "none goes on before it is done"
+
+    assert together(8, work) == []
+    registry.reload()
+    assert framework_of(acme.Array()).name == "acme"
+    assert acme.registered == [1], "nor does a reload do it again"
+
+
+def test_a_framework_that_is_not_imported_is_made_known_later(install: Install) -> None:
+    module = arrays(install, "registered.append(1)")
+    reloaded()
+    breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
+    assert module not in sys.modules
+    acme = importlib.import_module(module)
+    framework_of(acme.Array())
+    assert acme.registered == [1]
+
+
+def test_a_framework_that_cannot_be_told_of_tensors_is_one_warning_and_stops_no_cast(install: Install) -> None:
+    module = arrays(install, "raise RuntimeError('no trees')")
+    reloaded()
+    acme = importlib.import_module(module)
+    x, recipe = np.full((2, 32), 3.0, np.float32), breccia.MXFP8BlockScaling()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert breccia.dequantize(breccia.cast(x, recipe)).tolist() == [[3.0] * 32] * 2
+            assert framework_of(acme.Array()).name == "acme"
+            assert framework_of(type("Derived", (acme.Array,), {})()).name == "acme", "the first array of another type"
+            registry.reload()
+    assert [(w.category, str(w.message)) for w in caught] == [
+        (
+            PluginWarning,
+            f"breccia cannot make ScaledTensor known to acme: {module}:register raised RuntimeError: no trees. Trees, "
+            "transformations and checkpoints of acme will not know it; casts work.",
+        )
+    ]
+
+
+def test_where_warnings_are_errors_a_framework_that_cannot_be_told_raises_once(install: Install) -> None:
+    module = arrays(install, "raise RuntimeError('no trees')")
+    reloaded()
+    acme = importlib.import_module(module)
+    x, recipe = np.full((2, 32), 3.0, np.float32), breccia.MXFP8BlockScaling()
+    with pytest.raises(PluginWarning, match="cannot make ScaledTensor known to acme"):
+        breccia.cast(x, recipe)
+    assert breccia.dequantize(breccia.cast(x, recipe)).tolist() == [[3.0] * 32] * 2
+    assert framework_of(acme.Array()).name == "acme"
+
+
+def test_making_tensors_known_may_use_arrays_of_the_framework(install: Install) -> None:
+    """A registration that looks at an array of its own is not begun again from inside."""
+    module = arrays(install, "registered.append(1); import breccia.frameworks; breccia.frameworks.framework_of(Array())")
+    reloaded()
+    acme = importlib.import_module(module)
+    assert framework_of(acme.Array()).name == "acme"
+    assert acme.registered == [1]
+
+
+def test_what_runs_once_runs_once_for_each_arguments_and_again_after_an_error() -> None:
+    calls: list[tuple[object, ...]] = []
+
+    @targets.once
+    def slow(name: str, *, fails: bool = False) -> str:
+        time.sleep(0.01)
+        calls.append((name, fails))
+        if fails and len(calls) == 1:
+            raise ValueError(name)
+        return name.upper()
+
+    with pytest.raises(ValueError, match=r"^a$"):
+        slow("a", fails=True)
+    found: list[str] = []
+    assert together(8, lambda _: found.append(slow("a", fails=True))) == []
+    assert found == ["A"] * 8 and calls == [("a", True)] * 2
+    assert slow("b") == slow("b") == "B" and slow("a") == "A"
+    assert calls[2:] == [("b", False), ("a", False)]
 
 
 def test_unknown_names_are_errors_with_the_nearest_name() -> None:

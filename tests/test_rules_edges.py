@@ -15,6 +15,7 @@ from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
 from breccia.ops import NUMPY
+from breccia.options import CastOptions
 from breccia.rules import DIVIDE, LINEAR, RCEIL, Inverse, Rule, flushed, normal
 from breccia.testing import oracle
 from breccia.testing.compare import expect_written
@@ -42,7 +43,10 @@ def test_a_block_whose_scales_multiply_to_less_than_a_normal_number_has_codes_of
     x = np.stack([smooth * np.float32(n * 2.0**-126) for n in (1, 4, 6, 6.25, 7, 12, 64)])
     for g in (1.0, 1.3, 1.54, 1.7, 2.9):
         coarse = float(np.float32(g * 2.0**-126))
-        found, expected = cast(x, NVFP4BlockScaling(), scale=coarse), oracle.cast(x, NVFP4BlockScaling(), scale=coarse)
+        found, expected = (
+            cast(x, NVFP4BlockScaling(), CastOptions(scale=coarse)),
+            oracle.cast(x, NVFP4BlockScaling(), scale=coarse),
+        )
         scales, pairs = np.asarray(found.scale).view(np.uint8), np.asarray(found.data)
         np.testing.assert_array_equal(scales, expected.scale)
         np.testing.assert_array_equal(np.stack([pairs & 15, pairs >> 4], -1).reshape(x.shape), expected.codes)

@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 from breccia import MXFP8BlockScaling, targets
+from breccia.dispatch import OPS
 from breccia.registry import registry
 
 ROOT = Path(__file__).parent.parent
@@ -86,11 +87,29 @@ def test_the_matrix_names_every_recipe_and_each_kernel_by_the_line_it_is_defined
     matrix = module("listings").support_matrix()
     assert all(f"`{name}`" in matrix for name in registry().recipes)
     links = re.findall(r"\[`([\w.]+)`\]\(\.\./([^)#]+)#L(\d+)\)", matrix)
-    assert {"numpy.cast", "reference.matmul"} <= {name for name, _, _ in links}
+    assert {"numpy.cast", "reference.cast", "composite.matmul"} <= {name for name, _, _ in links}
     for name, file, line in links:
         kernel = next(k for k in registry().table.kernels if k.name == name)
         defined = (ROOT / file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
         assert kernel.target.rpartition(":")[2] in defined
+
+
+def test_a_composite_is_followed_by_the_kernels_that_it_calls(module) -> None:
+    rows = module("listings").support_matrix().splitlines()
+    cells = {
+        row.split(" | ")[0].strip("| `"): re.sub(r"\[(`[\w.]+`)\]\([^)]*\)", r"\1", row) for row in rows if "composite" in row
+    }
+    assert set(cells) == {op for op in OPS if op not in ("cast", "dequantize")}
+    assert "`composite.requantize` (`torch.cpu.dequantize`, `torch.cpu.cast`)" in cells["requantize"]
+    assert "`composite.cast_pair` (`reference.cast`)" in cells["cast_pair"], "a kernel that is called twice is named once"
+    assert "`composite.cast_matmul` (`reference.cast`, `composite.matmul`)" in cells["cast_matmul"]
+    assert re.search(r"`numpy.matmul` \(`(numpy|native).dequantize`\)", cells["matmul"])
+
+
+def test_the_list_of_storages_has_every_one_that_is_declared(module) -> None:
+    listed = module("listings").storages()
+    assert re.findall(r"^\| `(\w+)` ", listed, re.MULTILINE) == list(registry().declared["breccia_storages"])
+    assert re.search(r"^\| `interleaved` \| codes and scales \| Each block's codes, then its scale", listed, re.MULTILINE)
 
 
 def test_a_kernel_that_moves_changes_the_matrix(module, monkeypatch: pytest.MonkeyPatch) -> None:

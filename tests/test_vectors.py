@@ -18,7 +18,7 @@ from conftest import recipe_id
 import breccia
 from breccia import targets
 from breccia.codecs import CODECS, Codec
-from breccia.frameworks import ops_of
+from breccia.frameworks import Device, ops_of
 from breccia.recipes import RECIPES
 from breccia.registry import registry
 from breccia.rules import RULES
@@ -178,7 +178,7 @@ def test_edges_hold_what_they_are_named_for(published: list[Vector]) -> None:
 BACKENDS: dict[str, tuple[str, tuple[str, ...] | None, str | None, int, int]] = {
     "numpy reference": ("numpy", ("reference.cast",), "reference.dequantize", 1, 1),
     "numpy kernels": ("numpy", ("numpy.cast", "reference.cast"), "numpy.dequantize", 1, 1),
-    "numpy native": ("numpy", ("native.cast", "reference.cast"), "numpy.dequantize", 1, 1),
+    "numpy native": ("numpy", ("native.cast", "reference.cast"), "native.dequantize", 1, 1),
     "torch": ("torch", None, None, 1, 1),
     "torch reference": ("torch", ("reference.cast",), "reference.dequantize", 3, 1),
     "jax": ("jax", None, None, 181, 7),
@@ -194,7 +194,7 @@ def need(framework: str, kernels: tuple[str, ...] | None) -> Any:
         pytest.skip(f"no plug-in declares {framework}")
     if kernels is not None:
         found = next((k for k in registry().table.kernels if k.name == kernels[0]), None)
-        reason = "no plug-in declares it" if found is None else found.available and targets.load(found.available)("cpu")
+        reason = "no plug-in declares it" if found is None else found.available and targets.load(found.available)(Device("cpu"))
         if reason:
             pytest.skip(f"{kernels[0]}: {reason}")
     return targets.load(declared.ops)

@@ -47,4 +47,4 @@ def listed(text: str, known: set[str]) -> str:
 def apart(text: str, known: set[str]) -> str:
     """Two items that share a line, each on a line of its own."""
     names = "|".join(map(re.escape, sorted(known)))
-    return re.sub(rf"(?m)^((?:{names}): .*?\.) (?=(?:{names}): )", r"\1\n", text) if names else text
+    return re.sub(rf"(?m)^((?:{names}): .*?[.?]) (?=(?:{names}): )", r"\1\n", text) if names else text

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 SOURCE = "source"
 
-#: Code, which is passed over, or the target of a link.
+#: Code, which is skipped, or the target of a link.
 _LINK = re.compile(r"^ *(?P<fence>`{3,}|~{3,}).*?^ *(?P=fence)|`[^`\n]*`|(?<=\]\()(?P<link>[^)\s]+)", re.DOTALL | re.MULTILINE)
 _ELSEWHERE = re.compile(r"[a-z]+:|#|/")
 

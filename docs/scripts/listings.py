@@ -1,4 +1,4 @@
-"""What plug-ins declare, as tables in Markdown: kernels, recipes, codecs, rules, layouts, bridges, commands.
+"""What plug-ins declare, as tables in Markdown: kernels, recipes, codecs, rules, layouts, storages, bridges, commands.
 
 All of it is asked of the registry, so that whatever is added shows by itself.
 """
@@ -20,14 +20,16 @@ from blocks import table
 
 from breccia import targets
 from breccia.codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
-from breccia.dispatch import OPS, Explanation, Table
+from breccia.dispatch import CASTS, NO_OPTIONS, OPS, Call, Described, Explanation, Table
 from breccia.errors import RecipeError
 from breccia.formats import Block, Level
-from breccia.frameworks import Framework
+from breccia.frameworks import Device, Framework
 from breccia.grids import packing
 from breccia.hookspecs import Bridge
+from breccia.options import DEFAULT
 from breccia.recipes import ScalingRecipe
 from breccia.registry import registry
+from breccia.storage import Storage
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Which devices a framework is asked about beside its own default; kernels' declarations add theirs.
@@ -55,7 +57,7 @@ def first_sentence(docstring: str | None) -> str:
 
 
 def support_matrix() -> str:
-    """By op and framework the kernel of every recipe; recipes that the same kernels serve share a row."""
+    """By op and framework the kernel of every recipe, and the kernels that it calls; recipes with equal cells share a row."""
     recipes = list(registry().recipes)
     places = columns()
     cells = {(op, r, on): cell(op, r, on) for op in OPS for r in recipes for on in places}
@@ -65,13 +67,11 @@ def support_matrix() -> str:
         groups: dict[tuple[str, ...], list[str]] = {}
         for r in recipes:
             groups.setdefault(tuple(cells[op, r, on] for on in shown), []).append(r)
-        rows += [[f"`{op}`", "every recipe" if len(groups) == 1 else code(served), *found] for found, served in groups.items()]
+        rows += [[f"`{op}`", "every recipe" if len(groups) == 1 else code(alike), *found] for found, alike in groups.items()]
     notes = [f"Every recipe: {code(recipes)}.\n"]
     same = [on for on in places if on not in shown]
     if same:
-        notes.append(
-            f"On {code(same)} the same kernels serve as on {code(sorted({_of(on) for on in same}))} without a device.\n"
-        )
+        notes.append(f"On {code(same)} the kernels are those of {code(sorted({_of(on) for on in same}))} without a device.\n")
     return "\n".join([table(["op", "recipes", *shown], rows), *notes, *missing(shown)])
 
 
@@ -89,34 +89,58 @@ def _of(on: str) -> str:
 
 
 def cell(op: str, recipe: str, on: str) -> str:
-    """The kernels that serve `op`, linked: where one has needs of its own also the one that serves without it."""
+    """The kernels of `op`, linked: where one has needs of its own, also the one that runs without it."""
     kernels = registry().table.kernels
-    everything = Table([replace(k, available=None) for k in kernels])
-    found = {winners(table, op, recipe, on): None for table in (everything, Table([k for k in kernels if not k.available]))}
-    return " or, where it is not available, ".join(filter(None, found)) or NONE
+    everything, unconditional = ([replace(k, available=None) for k in kernels], [k for k in kernels if not k.available])
+    found = winners(Table(everything), op, recipe, on)
+    others = {name: inner for name, inner in winners(Table(unconditional), op, recipe, on).items() if name not in found}
+    return " or, where it is not available, ".join(filter(None, map(_joined, (found, others)))) or NONE
 
 
-def winners(kernels: Table, op: str, recipe: str, on: str) -> str:
-    """The kernel, or kernels where the other operand's recipe decides (`requantize`: the new one)."""
-    found = {
-        e.winner.name: next(v.location for v in e.verdicts if v.reason is None)
-        for e in asked(kernels, op, recipe, on)
-        if e.winner
-    }
-    return ", ".join(link(name, location) for name, location in found.items())
+def winners(kernels: Table, op: str, recipe: str, on: str) -> dict[str, dict[str, None]]:
+    """The kernel, or kernels where the other operand's recipe decides (`requantize`: the new one), and what each calls."""
+    found: dict[str, dict[str, None]] = {}
+    for e in asked(kernels, op, recipe, on):
+        if e.winner:
+            found.setdefault(_linked(e), {}).update((_linked(step), None) for step in e.plan if step.winner)
+    return found
+
+
+def _joined(found: dict[str, dict[str, None]]) -> str:
+    return ", ".join(name + (f" ({', '.join(inner)})" if inner else "") for name, inner in found.items())
+
+
+def _linked(e: Explanation) -> str:
+    """The winner of an explanation."""
+    winner = next(v for v in e.verdicts if v.reason is None)
+    return link(winner.kernel.name, winner.location)
 
 
 def asked(kernels: Table, op: str, recipe: str, on: str) -> Iterator[Explanation]:
-    """What `breccia.explain` says of `op`: with matmul both operands under the recipe, with requantize to any other."""
+    """What `breccia.explain` says of `op`: with products both operands under the recipe, with requantize to any other."""
     framework, _, device = on.partition(":")
     r = example(recipe)
+    place = Device(device or "cpu")
+    array, scaled = Described(device=place), described(r, place)
     for new in [example(n) for n in registry().recipes if n != recipe] if op == "requantize" else [r]:
-        operands = {"dequantize": (r, None, None), "matmul": (r, r, None), "requantize": (r, None, new)}
-        a, b, written = operands.get(op, (None, None, r))
-        found = kernels.explain(op, framework, a, b, written, None, device or None)
+        operands: dict[str, Any] = {
+            "dequantize": (scaled, None, None, NO_OPTIONS),
+            "requantize": (scaled, None, new, DEFAULT),
+            "matmul": (scaled, scaled, None, NO_OPTIONS),
+            "grouped_matmul": (scaled, scaled, None, NO_OPTIONS),
+            "cast_matmul": (array, scaled, r, NO_OPTIONS),
+        }
+        assert op in operands or op in CASTS, f"how is {op} asked about?"
+        values = (*operands.get(op, (array, None, r, DEFAULT)), registry().frameworks[framework])
+        found = kernels.explain(Call(op, framework, values), None, device)
         if found.tied:
             sys.exit(f"generate: {found}")
         yield found
+
+
+def described(recipe: ScalingRecipe, place: Device) -> Described:
+    """A matrix under that recipe whose sides every block divides."""
+    return Described(recipe, recipe.format.element.dtype or "uint8", (256, 256), recipe.layout, -1, place)
 
 
 def missing(shown: list[str]) -> list[str]:
@@ -141,9 +165,10 @@ def example(name: str) -> ScalingRecipe:
 
 def frameworks() -> str:
     def row(f: Framework) -> list[str]:
-        return [f"`{f.name}`", code(f"{f.module}.{t}" for t in f.types), link(f.ops, targets.locate(f.ops))]
+        arrays, frontend = code(f"{f.module}.{t}" for t in f.types), f"`{f.frontend}`" if f.frontend else NONE
+        return [f"`{f.name}`", arrays, link(f.ops, targets.locate(f.ops)), frontend]
 
-    return table(["framework", "arrays", "vocabulary"], map(row, registry().frameworks.values()))
+    return table(["framework", "arrays", "primitives", "frontend"], map(row, registry().frameworks.values()))
 
 
 def bridges() -> str:
@@ -226,11 +251,11 @@ def hexadecimal(c: Codec, found: int | None) -> str:
 
 def storage() -> str:
     """The dtype that each framework stores codes in. Loads the frameworks."""
-    vocabularies = {name: targets.load(f.ops) for name, f in registry().frameworks.items()}
+    primitives = {name: targets.load(f.ops) for name, f in registry().frameworks.items()}
     groups: dict[tuple[str, ...], list[str]] = {}
     for c in registry().declared["breccia_codecs"].values():
-        groups.setdefault(tuple(f"`{o.storage(c)}`" for o in vocabularies.values()), []).append(c.name)
-    return table(["codecs", *vocabularies], ([code(names), *dtypes] for dtypes, names in groups.items()))
+        groups.setdefault(tuple(f"`{o.storage(c)}`" for o in primitives.values()), []).append(c.name)
+    return table(["codecs", *primitives], ([code(names), *dtypes] for dtypes, names in groups.items()))
 
 
 # ---------------------------------------------------------------------------------------------------- recipes
@@ -334,6 +359,19 @@ def layouts() -> str:
     return table(["layout", "class and fields", "scale"], rows)
 
 
+def storages() -> str:
+    def row(s: Storage) -> list[str]:
+        moved = "codes and scales" if s.data_axes else "scales"
+        return [f"`{s.name}`", moved, paragraph(targets.load(s.from_plain))]
+
+    return table(["storage", "moves", "order"], map(row, registry().declared["breccia_storages"].values()))
+
+
+def paragraph(function: Any) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
+
+
 def scale_rules() -> str:
     recipes = registry().recipes
     rows: list[list[str]] = []
@@ -348,11 +386,10 @@ def scale_rules() -> str:
 
 def laws() -> str:
     """The laws of the conformance kit, by what they are about."""
-    from breccia.testing.laws import bridges, codecs, frameworks, kernels, manifest, recipes, rules
+    from breccia.testing.laws import LAWS
 
-    modules = (manifest, codecs, rules, recipes, frameworks, kernels, bridges)
     rows: list[tuple[str, str, str]] = []
-    for module in modules:
+    for module in (sys.modules[laws_of.__module__] for laws_of in LAWS):
         listed = [f for name, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         sentences = [f for f in listed if not f.__name__.startswith("_") and f.__annotations__.get("return") == "None"]
         kind = module.__name__.rpartition(".")[2]
@@ -371,6 +408,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "formats": formats,
     "recipe-fields": recipe_fields,
     "layouts": layouts,
+    "storages": storages,
     "scale-rules": scale_rules,
     "laws": laws,
 }

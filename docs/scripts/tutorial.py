@@ -25,6 +25,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "acme-tree": tree,
     "acme-pyproject": partial(shown, ACME / "pyproject.toml"),
     "acme-plugin": partial(shown, ACME / "src" / "acme_breccia" / "plugin.py"),
+    "acme-cuda": partial(shown, ACME / "src" / "acme_breccia" / "cuda.py"),
     "acme-npu": partial(shown, ACME / "src" / "acme_breccia" / "npu.py"),
     "acme-bridge": partial(shown, ACME / "src" / "acme_breccia" / "bridge.py"),
     "acme-test": partial(shown, ACME / "tests" / "test_conformance.py"),

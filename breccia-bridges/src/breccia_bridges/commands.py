@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import breccia
-from breccia.cli import Json, print_json, print_table, printable, recipe_names
-from breccia.registry import registry
+from breccia.backend import Json, print_json, print_table, printable, recipe_names, registry
 
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.tensor import PARTS
+from breccia.backend import PARTS
 
 from .checkpoint import checkpoint_files
 from .container import Container, Shape

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NoReturn, Self
 
 import numpy as np
 
-from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError, suggestion
+from breccia.backend import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError, suggestion
 
 Shape = tuple[int, ...]
 #: What `Writer` takes: an array, or anything with the buffer protocol.

@@ -19,8 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
-from breccia.formats import TENSOR
-from breccia.tensor import held
+from breccia.backend import TENSOR, held
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .container import Container, Entry, Writer, byte_count

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia.codecs import E8M0
-from breccia.errors import DialectError
-from breccia.frameworks import dtype_name, ops_of
-from breccia.layouts import Shape
-from breccia.ops import Array
-from breccia.recipes import Float8BlockScaling
-from breccia.tensor import ScaledTensor
+from breccia.backend import E8M0, Array, DialectError, Float8BlockScaling, ScaledTensor, Shape, dtype_name, ops_of
 
 #: Rows of a scale tile of the checkpoints' weights.
 TILE_M = 128
@@ -78,6 +72,7 @@ def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
             f"breccia.requantize(scaled, {target}) for a weight, block_m=1 for activations.",
             recipe=scaled.recipe,
         )
+    scaled = scaled.to_plain()
     if scaled.axis != -1:
         raise DialectError(
             f"DeepSeek-V3 has its blocks along the last axis; this tensor along axis {scaled.axis}. Pass its .mT.",

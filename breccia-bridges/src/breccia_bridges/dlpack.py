@@ -19,15 +19,30 @@ from typing import Any
 
 import numpy as np
 
-from breccia import targets
-from breccia.codecs import Codec
-from breccia.errors import CorruptFileError, DialectError, OptionError, UnsupportedError
-from breccia.frameworks import Framework, device_of, dtype_name, framework_of, ops_of
-from breccia.layouts import Layout, Shape
-from breccia.ops import NUMPY, Array, Ops
-from breccia.recipes import ScalingRecipe
-from breccia.registry import registry
-from breccia.tensor import PARTS, Meaning, ScaledTensor, held
+from breccia.backend import (
+    NUMPY,
+    PARTS,
+    Array,
+    Codec,
+    CorruptFileError,
+    DialectError,
+    Framework,
+    Layout,
+    Meaning,
+    Ops,
+    OptionError,
+    ScaledTensor,
+    ScalingRecipe,
+    Shape,
+    UnsupportedError,
+    device_of,
+    dtype_name,
+    framework_of,
+    held,
+    ops_of,
+    registry,
+    targets,
+)
 
 from .safetensors import Config, read_config
 
@@ -316,6 +331,7 @@ def to_dlpack(scaled: ScaledTensor) -> Bundle:
         raise UnsupportedError(
             f"to_dlpack takes a ScaledTensor, got {type(scaled).__name__}; plain arrays have a from_dlpack of their own."
         )
+    scaled = scaled.to_plain()
     parts = {name: Part(array, _neutral, _LENT) for name, array in held(scaled).items()}
     for name, part in parts.items():
         try:
@@ -377,6 +393,7 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
     target: Framework = registry().look_up("breccia_frameworks", framework, "framework")
     way = _Way(target, targets.load(target.ops), _TAKERS.get(framework, _Taker()), device, copy)
     if isinstance(source, ScaledTensor):
+        source = source.to_plain()
         parts = held(source)
         taken = way.taken(parts, source.recipe)
         if all(taken[name] is part for name, part in parts.items()):

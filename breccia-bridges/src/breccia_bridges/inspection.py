@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from breccia import LayoutError
-from breccia.codecs import CODECS, F32, Codec
-from breccia.formats import TENSOR
-from breccia.grids import packed_length
-from breccia.ops import NUMPY
+from breccia.backend import CODECS, F32, NUMPY, TENSOR, Codec, packed_length
 
 from .compare import Held, held_tensors
 from .container import Container, Shape

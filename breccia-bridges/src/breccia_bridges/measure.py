@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 
 from breccia import ScaledTensor, dequantize
-from breccia.codecs import BF16, Codec
-from breccia.grids import packing, whole_unit
-from breccia.kernels.reference import pack
-from breccia.ops import NUMPY
-from breccia.tensor import part_grids
+from breccia.backend import BF16, NUMPY, Codec, pack, packing, part_grids, whole_unit
 
 from .container import Container, Shape
 from .safetensors import Config, read_tensor

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from breccia.errors import DialectError, UnsupportedError
-from breccia.frameworks import dtype_name, framework_of
-from breccia.ops import Array
-from breccia.recipes import (
+from breccia.backend import (
+    Array,
+    DialectError,
     INT4Scaling,
     INT8Scaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    ScaledTensor,
     ScalingRecipe,
+    UnsupportedError,
+    dtype_name,
+    framework_of,
 )
-from breccia.tensor import ScaledTensor
 
 #: The recipes of the modes whose scales are codes.
 _RECIPES: dict[str, ScalingRecipe] = {
@@ -94,6 +96,7 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
     Raises DialectError for a format that MLX has no mode for, blocks along another axis than the last, or a partial last block.
     """
     _need_mlx("to_mlx", scaled.data)
+    scaled = scaled.to_plain()
     mode = _mode(scaled.recipe)
     if mode is None:
         raise DialectError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import UnsupportedError, __version__
-from breccia.siblings import install
+from breccia.backend import install
 
 from .text import percent, size
 

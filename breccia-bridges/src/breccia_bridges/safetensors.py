@@ -21,18 +21,29 @@ from typing import Any
 
 import numpy as np
 
-from breccia import __version__, targets
-from breccia.codecs import Codec
-from breccia.errors import BrecciaError, CorruptFileError, ShapeError, UnsupportedError
-from breccia.formats import TENSOR
-from breccia.frameworks import dtype_name, ops_of
-from breccia.grids import packing, part_shapes
-from breccia.layouts import Layout
-from breccia.ops import Array, Ops
-from breccia.recipes import ScalingRecipe
-from breccia.registry import registry
-from breccia.siblings import ML_DTYPES
-from breccia.tensor import PARTS, ScaledTensor, held
+from breccia import __version__
+from breccia.backend import (
+    ML_DTYPES,
+    PARTS,
+    TENSOR,
+    Array,
+    BrecciaError,
+    Codec,
+    CorruptFileError,
+    Layout,
+    Ops,
+    ScaledTensor,
+    ScalingRecipe,
+    ShapeError,
+    UnsupportedError,
+    dtype_name,
+    held,
+    ops_of,
+    packing,
+    part_shapes,
+    registry,
+    targets,
+)
 
 from .checkpoint import checkpoint_files
 from .container import DTYPES, Container, Shape, Writer, check_text
@@ -175,6 +186,7 @@ def save_safetensors(
         raise UnsupportedError(
             f"save_safetensors takes (tensors, path): a mapping of names first; got {type(tensors).__name__}."
         )
+    tensors = {name: t.to_plain() if isinstance(t, ScaledTensor) else t for name, t in tensors.items()}
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
     with open_writer(path, described, extra_metadata, force=force) as writer:
         for name, tensor in tensors.items():

@@ -17,7 +17,21 @@ __version__ = "0.2.0"
 #: Public name -> module that defines it. `__init__.pyi` says the same to type checkers; a test holds them together.
 _HOMES: dict[str, str] = {
     **dict.fromkeys(
-        ("cast", "dequantize", "requantize", "matmul", "cast_ste", "cast_ste_clipped", "explain", "plugins", "recipe"), "api"
+        (
+            "cast",
+            "cast_pair",
+            "dequantize",
+            "requantize",
+            "matmul",
+            "cast_matmul",
+            "grouped_matmul",
+            "cast_ste",
+            "cast_ste_clipped",
+            "explain",
+            "plugins",
+            "recipe",
+        ),
+        "api",
     ),
     **dict.fromkeys(("ScaledTensor", "bytes_equal", "from_buffer"), "tensor"),
     **dict.fromkeys(("concat", "stack"), "structure"),
@@ -39,11 +53,12 @@ _HOMES: dict[str, str] = {
         ),
         "recipes",
     ),
-    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex"), "layouts"),
+    **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "Stored"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),
     **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer", "Lookup"), "codecs"),
     **dict.fromkeys(("Kernel", "Explanation"), "dispatch"),
-    "Framework": "frameworks",
+    **dict.fromkeys(("Device", "Framework"), "frameworks"),
+    "Storage": "storage",
     **dict.fromkeys(("Bridge", "Command", "hookimpl"), "hookspecs"),
     "AmaxHistory": "history",
     **dict.fromkeys(("set_num_threads", "get_num_threads"), "threads"),
@@ -61,6 +76,7 @@ _HOMES: dict[str, str] = {
             "InexactError",
             "NoKernelError",
             "AmbiguousKernelError",
+            "KernelError",
             "DialectError",
             "CorruptFileError",
             "PluginError",
@@ -70,7 +86,7 @@ _HOMES: dict[str, str] = {
     ),
 }
 _SIBLINGS = "siblings"
-_MODULES = ("bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
+_MODULES = ("backend", "bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
 
 __all__ = ["__version__", *sorted(_HOMES), *_MODULES]
 

@@ -1,3 +1,4 @@
+from . import backend as backend
 from . import bridges as bridges
 from . import codecs as codecs
 from . import errors as errors
@@ -8,10 +9,13 @@ from . import recipes as recipes
 from . import rules as rules
 from . import testing as testing
 from .api import cast as cast
+from .api import cast_matmul as cast_matmul
+from .api import cast_pair as cast_pair
 from .api import cast_ste as cast_ste
 from .api import cast_ste_clipped as cast_ste_clipped
 from .api import dequantize as dequantize
 from .api import explain as explain
+from .api import grouped_matmul as grouped_matmul
 from .api import matmul as matmul
 from .api import plugins as plugins
 from .api import recipe as recipe
@@ -28,6 +32,7 @@ from .errors import BrecciaError as BrecciaError
 from .errors import CorruptFileError as CorruptFileError
 from .errors import DialectError as DialectError
 from .errors import InexactError as InexactError
+from .errors import KernelError as KernelError
 from .errors import LayoutError as LayoutError
 from .errors import NoKernelError as NoKernelError
 from .errors import NonFiniteError as NonFiniteError
@@ -41,6 +46,7 @@ from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import Format as Format
 from .formats import Level as Level
+from .frameworks import Device as Device
 from .frameworks import Framework as Framework
 from .history import AmaxHistory as AmaxHistory
 from .hookspecs import Bridge as Bridge
@@ -52,6 +58,7 @@ from .layouts import PerBlockMN as PerBlockMN
 from .layouts import PerChannel as PerChannel
 from .layouts import PerGroupIndex as PerGroupIndex
 from .layouts import PerTensor as PerTensor
+from .layouts import Stored as Stored
 from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling
@@ -65,6 +72,7 @@ from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
+from .storage import Storage as Storage
 from .structure import concat as concat
 from .structure import stack as stack
 from .tensor import ScaledTensor as ScaledTensor

@@ -1,21 +1,24 @@
-"""The verbs. Each finds its kernel by type and calls it; what the result must be is in docs/spec/numerics.md."""
+"""The ops, as users call them: arguments are checked here, once, and handed on to the frontend of the array's framework.
+
+What the results must be is in docs/spec/numerics.md. A framework without a frontend for an op has its kernel called at once.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from . import calls, targets
 from .codecs import Integer, Minifloat
-from .dispatch import OPS, Explanation, Options
+from .dispatch import NO_OPTIONS, OPS, Call, Described, Explanation, Options, Prefer
 from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
-from .frameworks import Framework, device_of, framework_of, output_dtype, same_framework
-from .options import check_options
+from .frameworks import Device, Framework, device_of, framework_of, output_dtype, same_framework
+from .kernels.checks import check_grouped, check_matmul, clip_bounds
+from .options import DEFAULT, PLAIN, CastOptions
 from .recipes import ScalingRecipe, check_recipe
 from .registry import Plugin, registry
 from .tensor import ScaledTensor, contraction_axis
-
-Prefer = str | Sequence[str] | None
 
 
 def cast(
@@ -27,6 +30,7 @@ def cast(
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
+    storage: str = PLAIN,
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
@@ -40,15 +44,34 @@ def cast(
     rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
         On JAX a seed may be traced: a whole number, or its low and high 32 bits as an array of shape (2,).
     nonfinite: "propagate" marks a block that holds NaN or Inf so that it decodes to NaN; "raise" raises NonFiniteError.
+    storage: how codes and scales are to lie, by the name of a registered storage; see `ScaledTensor.to_storage`.
     out: a ScaledTensor of an equal earlier call to write into.
     prefer: name(s) of kernels to use; see `breccia.explain`.
 
     Raises UnsupportedError (a TypeError) for a dtype or type it does not take, ShapeError or LayoutError (ValueErrors) for
     shapes, NoKernelError where no kernel can.
     """
-    kernel = _casting("cast", x, recipe, prefer, axis, scale, rounding, seed, nonfinite, out)
-    given = {} if out is None else {"out": out}
-    return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
+    options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, storage, out)
+    return _frontend("cast", x)(x, recipe, options, prefer)
+
+
+def cast_pair(
+    x: Any,
+    recipe: ScalingRecipe,
+    *,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    storage: str = PLAIN,
+    prefer: Prefer = None,
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`x` under `recipe` twice: with blocks along its last axis, and with blocks along the one before it.
+
+    A backward pass multiplies by both. They are `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a kernel may
+    find them in one read of `x`. Options are those of `cast`.
+    """
+    options = _options(x, recipe, -1, None, rounding, seed, nonfinite, storage, None)
+    return _frontend("cast_pair", x)(x, recipe, options, prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
@@ -58,8 +81,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
     out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
     """
     _need_scaled("dequantize", st)
-    kernel = registry().table.resolve("dequantize", st.framework, st, None, None, prefer, _out_options(out_dtype, out))
-    return kernel(st, out_dtype=out_dtype) if out is None else kernel(st, out_dtype=out_dtype, out=out)
+    return _frontend("dequantize", st.data)(st, output_dtype(out_dtype), out, prefer)
 
 
 def requantize(
@@ -71,6 +93,7 @@ def requantize(
     seed: int | None = None,
     nonfinite: str = "propagate",
     require_exact: bool = False,
+    storage: str = PLAIN,
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
@@ -90,23 +113,50 @@ def requantize(
         _refuse_recipe(recipe)
     if not isinstance(require_exact, bool):
         raise OptionError(f"require_exact is True or False; got {require_exact!r}.", require_exact=require_exact)
-    options = _cast_options(st, st.axis, scale, rounding, seed, nonfinite, out)
-    given = {"require_exact": True} if require_exact else {}
-    kernel = registry().table.resolve("requantize", st.framework, st, None, recipe, prefer, (*options, *given.items()))
-    given = given if out is None else {**given, "out": out}
-    return kernel(st, recipe, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite, **given)
+    options = _options(st, recipe, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
+    return _frontend("requantize", st.data)(st, recipe, options, require_exact, prefer)
 
 
-def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
+def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Prefer = None) -> Any:
     """`a @ b` with FP32 accumulation: (..., M, K) by (..., K, N) to (..., M, N) of `out_dtype`.
 
     Each operand is a ScaledTensor or a floating array of the same framework. A weight stored (N, K) with blocks along K is
     passed as `w.mT`.
+
+    bias: a floating array of shape (N,), added to the FP32 product before it is rounded to `out_dtype`.
     """
-    arrays = {name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))}
-    framework = same_framework(arrays).name
-    kernel = registry().table.resolve("matmul", framework, a, b, None, prefer, _out_options(out_dtype, out))
-    return kernel(a, b, out_dtype) if out is None else kernel(a, b, out_dtype, out=out)
+    framework = same_framework(_arrays(a=a, b=b, bias=bias))
+    check_matmul(a, b, bias)
+    return _entry("matmul", framework)(a, b, bias, output_dtype(out_dtype), out, prefer)
+
+
+def cast_matmul(
+    x: Any, recipe: ScalingRecipe, b: Any, out_dtype: Any = "float32", *, bias: Any = None, prefer: Prefer = None
+) -> Any:
+    """`matmul(cast(x, recipe), b)`, with a gradient for `x`: it passes straight through the cast.
+
+    That is what a layer whose activations are quantized computes: the two ScaledTensors are multiplied by the kernel for their
+    recipes, whether or not anybody wants a gradient. x: (..., M, K), blocks along K. The other arguments are those of `matmul`.
+    """
+    _check_array(x, recipe)
+    framework = same_framework(_arrays(x=x, b=b, bias=bias))
+    check_matmul(x, b, bias)
+    return _entry("cast_matmul", framework)(x, recipe, b, bias, output_dtype(out_dtype), prefer)
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
+    """The product of a mixture of experts: rows of `a`, sorted by expert, each group times its expert's matrix.
+
+    a: (M, K). b: (E, K, N), one matrix for each of E experts; weights stored (E, N, K) are passed as `w.mT`. Either is a
+        ScaledTensor or a floating array.
+    offsets: int32 array of shape (E,): where the rows of each expert end, never decreasing; expert e has the rows
+        offsets[e - 1] to offsets[e]. Rows from offsets[-1] on belong to none, and are zero in the result.
+
+    Gives (M, N) of `out_dtype`, with the accumulation of `matmul`.
+    """
+    framework = same_framework(_arrays(a=a, b=b, offsets=offsets))
+    check_grouped(a, b, offsets)
+    return _entry("grouped_matmul", framework)(a, b, offsets, output_dtype(out_dtype), out, prefer)
 
 
 def cast_ste(
@@ -124,8 +174,8 @@ def cast_ste(
 
     Options are those of `cast`. On NumPy, which has no gradients, it is the round trip.
     """
-    kernel = _casting("cast_ste", x, recipe, prefer, axis, scale, rounding, seed, nonfinite)
-    return kernel(x, recipe, axis=axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+    options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, PLAIN, None)
+    return _frontend("cast_ste", x)(x, recipe, options, prefer)
 
 
 def cast_ste_clipped(
@@ -147,16 +197,17 @@ def cast_ste_clipped(
     clip: "element", the range [clip_min, clip_max], by default plus and minus the element codec's largest value; or "scale",
         what each block can hold under its scale: the gradient is zero where the cast saturates, and in blocks marked as NaN.
     """
-    kernel = _casting("cast_ste_clipped", x, recipe, prefer, axis, scale, rounding, seed, nonfinite)
-    options = {"axis": axis, "scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite}
-    return kernel(x, recipe, clip_min, clip_max, clip=clip, **options)
+    options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, PLAIN, None)
+    bounds = clip_bounds(recipe, clip_min, clip_max, clip) or "scale"
+    return _frontend("cast_ste_clipped", x)(x, recipe, bounds, options, prefer)
 
 
-def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None) -> Explanation:
-    """Which kernel serves a call, why the others do not, and where each one's source is.
+def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None, **options: Any) -> Explanation:
+    """Which kernel runs for a call, why the others do not, which kernels it calls itself, and where each one's source is.
 
-    operands: those of the verb; a recipe, or its name, may stand for a ScaledTensor, and `cast` needs no array.
+    operands: those of the op; a recipe, or its name, may stand for a ScaledTensor, and `cast` needs no array.
     on: the framework, where no operand is an array, or framework and device: "torch:cuda".
+    options: keyword options of the op, as they would be given to it.
 
         >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
         >>> print(breccia.explain("matmul", "block", "block", on="torch"))
@@ -165,24 +216,73 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
         raise UnknownNameError(f"no op {op!r}{suggestion(op, list(OPS))}", name=op, known=OPS)
     values = [recipe(x) if isinstance(x, str) else x for x in operands]
     new: ScalingRecipe | None = None
-    if op not in ("dequantize", "matmul"):
+    if op == "cast_matmul":
+        if len(values) == 3 and isinstance(values[1], ScalingRecipe):
+            new = values.pop(1)
+        elif len(values) == 2 and isinstance(values[0], ScalingRecipe):
+            new = values.pop(0)
+        else:
+            raise UnsupportedError("explain('cast_matmul', ...) needs x, a recipe and b; x may be left out.")
+    elif op not in ("dequantize", "matmul", "grouped_matmul"):
         if not values or not isinstance(values[-1], ScalingRecipe):
             raise UnsupportedError(f"explain({op!r}, ...) needs the recipe to write as its last operand.")
         new = values.pop()
-    wanted = {"dequantize": (1,), "requantize": (1,), "matmul": (2,)}.get(op, (0, 1))
-    if len(values) not in wanted or (0 in wanted and any(isinstance(x, ScalingRecipe) for x in values)):
+    wanted = _OPERANDS.get(op, (0, 1))
+    arrays_only = values[: len(values) - (op == "cast_matmul")] if op in _ARRAYS_ONLY else []
+    if len(values) not in wanted or any(isinstance(x, ScalingRecipe) for x in arrays_only):
         raise UnsupportedError(f"{op} has {wanted[-1] + (new is not None)} operands; explain got {len(operands)}.")
     arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
     name, _, device = (on or "").partition(":")
     framework = framework_of(arrays[0]).name if arrays else name or "numpy"
     declared: Framework = registry().look_up("breccia_frameworks", name or framework, "framework")
-    if device and declared.kinds and device not in declared.kinds:
+    if device and declared.kinds and device.partition(":")[0] not in declared.kinds:
         raise UnsupportedError(f"{declared.name} arrays are on {' or '.join(declared.kinds)} only; got on={on!r}.", on=on)
     where = f"{framework}:{device_of(arrays[0])}" if arrays else on
     if arrays and on not in (None, framework, where):
         raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; leave on= out.")
-    a, b = (*values, None, None)[:2]
-    return registry().table.explain(op, framework, a, b, new, prefer, device or None)
+    known = _explained_options(op, options, len(arrays[0].shape) if arrays else 2)
+    kind, _, index = device.partition(":")
+    asked = Device(kind or (device_of(arrays[0]) if arrays else "cpu"), int(index) if index.isdigit() else None)
+    filled = [_described(x, asked) if isinstance(x, ScalingRecipe) else x for x in values]
+    if op in _ARRAYS_ONLY and len(filled) < wanted[-1]:
+        filled.insert(0, Described(shape=(256, 256), device=asked))
+    a, b = (*filled, None)[:2]
+    return registry().table.explain(Call(op, framework, (a, b, new, known, declared)), prefer, device)
+
+
+#: How many operands `explain` takes beside the recipe to write: an array may be left out.
+_OPERANDS = {"dequantize": (1,), "requantize": (1,), "matmul": (2,), "grouped_matmul": (2,), "cast_matmul": (1, 2)}
+#: Ops whose first operand is an array, never a ScaledTensor.
+_ARRAYS_ONLY = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul")
+_WITH_CAST_OPTIONS = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped")
+
+
+def _explained_options(op: str, options: dict[str, Any], ndim: int) -> Any:
+    """Keyword options as the op would hand them on. Raises OptionError for one that it does not have."""
+    casts = op in _WITH_CAST_OPTIONS
+    names = [f.name for f in fields(CastOptions)] if casts else ["out_dtype", "out", "bias"]
+    names += {"requantize": ["require_exact"], "cast_ste_clipped": ["clip_min", "clip_max", "clip"]}.get(op, [])
+    for name in options:
+        if name not in names:
+            raise OptionError(f"{op} has no option {name!r}{suggestion(name, names)}", option=name)
+    given = {k: v for k, v in options.items() if v is not None and not k.startswith("clip")}
+    if not casts:
+        dtype = output_dtype(given.pop("out_dtype", "float32"))
+        return Options(given if dtype == "float32" else {**given, "out_dtype": dtype}) or NO_OPTIONS
+    if "axis" in given:
+        given["axis"] = contraction_axis(given["axis"], ndim)
+    exact = given.pop("require_exact", False)
+    found = CastOptions(**given)
+    if found.storage != PLAIN:
+        registry().look_up("breccia_storages", found.storage, "storage")
+    if exact:
+        return Options(found.given(), require_exact=True)
+    return found if found.given() else DEFAULT
+
+
+def _described(of: ScalingRecipe, device: Device) -> Described:
+    """A well aligned matrix under that recipe."""
+    return Described(of, of.format.element.dtype or "uint8", (256, 256), of.layout, -1, device)
 
 
 def plugins() -> list[Plugin]:
@@ -233,40 +333,69 @@ def _field_value(text: str) -> Any:
         return text
 
 
-def _casting(op: str, x: Any, recipe: ScalingRecipe, prefer: Prefer, axis: int, *options: Any) -> Any:
-    """The kernel of a verb that casts array `x`."""
+# -- checks of arguments ---------------------------------------------------------------------------------------------
+
+
+def _frontend(op: str, x: Any) -> Any:
+    """What runs the op for array `x`."""
+    return _entry(op, framework_of(x))
+
+
+def _entry(op: str, framework: Framework) -> Any:
+    """The frontend's function, or that of `calls` where the framework needs none."""
+    home = calls if framework.frontend is None else targets.load_module(framework.frontend)
+    return getattr(home, op, None) or getattr(calls, op)
+
+
+def _options(
+    x: Any,
+    recipe: Any,
+    axis: int,
+    scale: Any,
+    rounding: str,
+    seed: Any,
+    nonfinite: str,
+    storage: str,
+    out: Any,
+    of_tensor: bool = False,
+) -> CastOptions:
+    """The options of an op that casts `x`."""
+    if not of_tensor:
+        _check_array(x, recipe)
+    if (
+        scale is None
+        and out is None
+        and seed is None
+        and (type(axis) is int and axis == -1)
+        and rounding == "nearest"
+        and nonfinite == "propagate"
+        and storage == PLAIN
+    ):
+        return DEFAULT
+    options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)
+    if storage != PLAIN:
+        registry().look_up("breccia_storages", storage, "storage")
+    axis = contraction_axis(axis, len(x.shape))
+    return options if type(options.axis) is int and axis == options.axis else options.replace(axis=axis)
+
+
+def _check_array(x: Any, recipe: Any) -> None:
+    """Raise where `x` is not to be cast, or `recipe` is none."""
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
     if isinstance(x, ScaledTensor):
         raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) writes it under another recipe.")
-    framework = framework_of(x).name
-    return registry().table.resolve(op, framework, x, None, recipe, prefer, _cast_options(x, axis, *options))
 
 
-def _cast_options(x: Any, axis: int, scale: Any, rounding: str, seed: int | None, nonfinite: str, out: Any = None) -> Options:
-    """The options of a cast that are not at their default, for kernels to decline."""
-    if axis == -1 and scale is None and rounding == "nearest" and seed is None and nonfinite == "propagate" and out is None:
-        return ()
-    check_options(rounding, seed, nonfinite)
-    given = {"axis": contraction_axis(axis, len(x.shape)), "scale": scale is not None, "out": out is not None}
-    given |= {"rounding": rounding, "nonfinite": nonfinite}
-    default = {"axis": -1, "scale": False, "out": False, "rounding": "nearest", "nonfinite": "propagate"}
-    return tuple((name, value) for name, value in given.items() if value != default[name])
+def _arrays(**operands: Any) -> dict[str, Any]:
+    """Of each operand that there is, the array that says its framework and device."""
+    return {name: x.data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
 
 
-def _out_options(out_dtype: Any, out: Any) -> Options:
-    """Likewise of `dequantize` and `matmul`."""
-    if out is None and out_dtype == "float32":
-        return ()
-    name = output_dtype(out_dtype)
-    options: Options = () if name == "float32" else (("out_dtype", name),)
-    return options if out is None else (*options, ("out", True))
-
-
-def _need_scaled(verb: str, st: Any) -> None:
+def _need_scaled(op: str, st: Any) -> None:
     if not isinstance(st, ScaledTensor):
         raise UnsupportedError(
-            f"{verb} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
+            f"{op} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
             "breccia.from_buffer."
         )
 

@@ -26,7 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 from . import __version__, targets
 from .api import explain as explain_call
 from .api import recipe
-from .dispatch import OPS
+from .dispatch import OPS, Explanation
 from .doctor import MISSING, NOTE, OK, PROBLEM, examine
 from .errors import BrecciaError, PluginError, PluginWarning
 from .hookspecs import Command
@@ -197,15 +197,28 @@ def explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which kernel serves a call, and why the others do not."""
+    """Say which kernel runs for a call, and why the others do not."""
     found = explain_call(op, *recipes, on=on, prefer=prefer)
     if as_json:
         rows = [{"kernel": v.kernel.name, "reason": v.reason, "location": v.location} for v in found.verdicts]
         winner = found.winner.name if found.winner else None
         where = {"framework": found.framework, "device": found.device or None}
-        print_json({"call": found.call, **where, "winner": winner, "candidates": rows})
+        print_json({"call": found.call, **where, "winner": winner, "candidates": rows, "calls": _planned(found.plan)})
     else:
         typer.echo(str(found))
+
+
+def _planned(steps: Iterable[Explanation]) -> list[dict[str, Any]]:
+    """The calls of other kernels that a winner makes, and those that their winners make."""
+    return [
+        {
+            "call": step.call,
+            "framework": step.framework,
+            "winner": step.winner.name if step.winner else None,
+            "calls": _planned(step.plan),
+        }
+        for step in steps
+    ]
 
 
 def plugins(as_json: Json = False) -> None:

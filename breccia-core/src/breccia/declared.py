@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from functools import cached_property
 from typing import Any, ClassVar, Self, cast
+from weakref import WeakValueDictionary
 
 from . import targets
 from .errors import RecipeError, suggestion
 
-_identities: dict[Any, object] = {}
+
+class Identity:
+    """One object for all equal declarations of a process; it hashes and compares in C."""
+
+    __slots__ = ("__weakref__",)
+
+
+#: By (class, *values of its fields), and not by the declaration, which holds its identity and would keep itself alive.
+_identities: WeakValueDictionary[Any, Identity] = WeakValueDictionary()
+_identifying = threading.Lock()
 
 
 def rebuilt(cls: type[Declared], fields: dict[str, Any]) -> Declared:
@@ -25,9 +36,14 @@ class Declared:
     kind: ClassVar[str] = "declaration"
 
     @cached_property
-    def identity(self) -> object:
-        """One object for all equal declarations of a process; it hashes and compares in C, many times faster than fields."""
-        return _identities.setdefault(self, object())
+    def identity(self) -> Identity:
+        """The identity of all equal declarations, many times faster to hash than their fields. It lives while one does."""
+        key = (type(self), *(getattr(self, f.name) for f in dataclasses.fields(self)))  # type: ignore[arg-type]
+        with _identifying:
+            found = _identities.get(key)
+            if found is None:
+                found = _identities[key] = Identity()
+            return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its fields alone, which are checked when it is read: what follows from them is not stored beside them."""
@@ -45,8 +61,13 @@ class Declared:
         return ",".join([self.name, *(f"{name}={_spelled(value)}" for name, value in self.changed.items())])
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"name": ..., "fields": {...}}` with every field, ready for `json.dumps`."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        """`{"name": ..., "fields": {...}}`, ready for `json.dumps`.
+
+        It has every field, but for those that were added later and are at their default: the JSON of a declaration, and what is
+        hashed of it, stay as they were.
+        """
+        every = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        fields = {f.name: value for f, value in every if not (f.metadata.get("added") and value == f.default)}
         return {"name": self.name, "fields": fields}
 
     def to_json(self) -> str:

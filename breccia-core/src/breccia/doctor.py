@@ -52,7 +52,7 @@ def _system() -> Iterator[Finding]:
     if sys.byteorder != "little":
         text = "big-endian: breccia's files are little-endian, and it has no byte swapping"
         yield Finding("system", "byte order", PROBLEM, text, "use a little-endian host (x86-64, arm64)")
-    for name in ("BRECCIA_BLOCK", "BRECCIA_PREFER", "BRECCIA_TRACE"):
+    for name in ("BRECCIA_BLOCK", "BRECCIA_PREFER", "BRECCIA_TRACE", "BRECCIA_CHECK"):
         if os.environ.get(name):
             yield Finding("system", name, NOTE, f"is set to {os.environ[name]!r} and steers breccia", f"unset {name}")
 

@@ -68,6 +68,10 @@ class CorruptFileError(BrecciaError, ValueError):
     """A file is truncated, hostile, or of a schema this version does not read."""
 
 
+class KernelError(BrecciaError, RuntimeError):
+    """A kernel returned what it must not: another type, shape or dtype, or other bytes under BRECCIA_CHECK=1."""
+
+
 class PluginError(BrecciaError):
     """A plug-in's manifest is broken, or a target of it cannot be loaded.
 

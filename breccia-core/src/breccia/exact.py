@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from .codecs import F32, MAGNITUDE, NORMAL, Codec, Minifloat
 from .formats import TENSOR, Block, Format
+from .layouts import Layout, PerGroupIndex
 from .recipes import ScalingRecipe
 from .rules import Exponent, Inverse
 
@@ -78,3 +79,24 @@ def _holds(codec: Minifloat, value: float, bits: int) -> bool:
         return True
     fits = bits & ((1 << (23 - codec.mantissa_bits)) - 1) == 0 and abs(value) >= 2.0 ** (1 - codec.bias)
     return fits and bits & MAGNITUDE >= NORMAL and abs(value) <= codec.max
+
+
+def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
+    """Does `requantize` change nothing but the recipe's name, whatever the parts hold?"""
+    return old == new or (old.format == new.format and same_scales(old, new, covered(old, layout, axis)[1]))
+
+
+def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
+    """(are blocks told by an index?, the block of a scale)"""
+    grouped = isinstance(layout, PerGroupIndex)
+    return grouped, recipe.format.scale.block if grouped else layout.block(axis)
+
+
+def renames(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
+    """Does `requantize` keep scales and rename codes, whatever the tensor holds, so that no value is computed?"""
+    if keeps_parts(old, layout, axis, new):
+        return True
+    grouped, block = covered(old, layout, axis)
+    promised = hold_scales(old.format.scale.codec, new.format.scale.codec)
+    known = renamed(old.format.element, new.format.element) is not None
+    return known and promised and not grouped and same_scales(old, new, block)

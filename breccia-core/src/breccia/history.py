@@ -22,11 +22,11 @@ class AmaxHistory:
 
     The scale is 1.0 before the first update; then the largest recorded amax over the format's largest value, times 2^margin. A
     history whose largest amax is 0, NaN or Inf keeps the scale it had (TransformerEngine 2.x, delayed scaling, "max").
-    Values are arrays of `x`'s framework, shape (); nothing is read back to the host.
+    `amaxes`, oldest first, is an array of `x`'s framework of shape (n,), `scale` one of shape (). Nothing is read to the host.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
-    amaxes: tuple[Any, ...] = ()
+    amaxes: Any = ()
     scale: Any = 1.0
 
     def __post_init__(self) -> None:
@@ -34,20 +34,21 @@ class AmaxHistory:
             raise UnsupportedError(f"AmaxHistory needs a DelayedScaling recipe, got {self.recipe!r}.")
 
     def update(self, x: Any) -> AmaxHistory:
-        """A history that also holds the amax of `x`; the oldest value is dropped beyond `amax_history_len`."""
+        """A history that also holds the amax of `x`; the oldest value is dropped beyond `amax_history_len`.
+
+        The number of operations does not depend on the length of the history.
+        """
         ops = ops_of(x)
         y = ops.f32(x)
-        magnitude = ops.bits(y) & MAGNITUDE
-        amax = ops.amax(magnitude, tuple(range(len(y.shape))))
-        unit = (1,) * len(y.shape)
-        amaxes = (*self.amaxes, ops.reshape(ops.unbits(amax), ()))[-self.recipe.amax_history_len :]
-        largest = ops.reshape(ops.bits(amaxes[0]), unit)
-        for other in amaxes[1:]:
-            largest = ops.maximum(largest, ops.reshape(ops.bits(other), unit))
+        every = tuple(range(len(y.shape)))
+        newest = ops.reshape(ops.unbits(ops.amax(ops.bits(y) & MAGNITUDE, every)), (1,))
+        kept = self.amaxes[max(len(self.amaxes) + 1 - self.recipe.amax_history_len, 0) :]
+        amaxes = ops.concat([kept, newest]) if len(kept) else newest
+        largest = ops.amax(ops.bits(amaxes), (0,))
         level, fmt = self.recipe.format.scale, self.recipe.format
         usable = (largest < F32_INF) & (largest >= NORMAL)
         statistic = ops.unbits(ops.where(usable, largest, 0))
         codes = self.recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.capacity(level), None)
         before = self.scale if hasattr(self.scale, "shape") else ops.constant(float(self.scale), x)
-        after = ops.where(usable, ops.unbits(codes), ops.reshape(before, unit))
+        after = ops.where(usable, ops.unbits(codes), ops.reshape(before, (1,)))
         return replace(self, amaxes=amaxes, scale=ops.reshape(after, ()))

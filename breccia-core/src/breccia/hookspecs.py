@@ -19,6 +19,7 @@ from .frameworks import Framework
 from .layouts import Layout
 from .recipes import ScalingRecipe
 from .rules import Rule
+from .storage import Storage
 
 #: Version of this surface. A manifest that sets a higher `api` is set aside with a message.
 API = 1
@@ -90,6 +91,12 @@ def breccia_rules() -> Iterable[Rule]:
 @hookspec
 def breccia_layouts() -> Iterable[type[Layout]]:
     """Layout classes, found by name when a file is read."""
+    return ()
+
+
+@hookspec
+def breccia_storages() -> Iterable[Storage]:
+    """Exact mappings of codes and scales to where a kernel wants them."""
     return ()
 
 

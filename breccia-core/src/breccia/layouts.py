@@ -7,14 +7,17 @@ needs a partial last block, so that one tensor has one spelling.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import index as whole
 from typing import Any, ClassVar
 
 from .declared import Declared, check_positive, check_type
 from .errors import LayoutError, RecipeError
 from .formats import Block
+from .options import PLAIN
 
 Shape = tuple[int, ...]
 
@@ -29,6 +32,13 @@ class Layout(Declared):
 
     kind: ClassVar[str] = "layout"
     ragged: bool
+    #: How codes and scales lie: "plain", or the name of a registered storage (see `Stored`).
+    storage: ClassVar[str] = PLAIN
+
+    @property
+    def plain(self) -> Layout:
+        """The layout of the plain tensor."""
+        return self
 
     def block(self, axis: int = -1) -> Block:
         """The block (m, k) each scale covers: k elements along `axis`, m along the other matrix axis."""
@@ -209,8 +219,8 @@ class PerBlockMN(Layout):
     def oriented(self, axis: int) -> Layout:
         return self.mT if axis == -2 else self
 
-    @property
-    def mT(self) -> Layout:
+    @cached_property
+    def mT(self) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
         return replace(self, block_m=self.block_n, block_n=self.block_m)
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
@@ -275,4 +285,65 @@ class PerGroupIndex(Layout):
         return replace(self, index=self.index + following.index)
 
 
-LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN, PerGroupIndex)
+@dataclass(frozen=True)
+class Stored(Layout):
+    """`layout` with codes and scales elsewhere than plain: `storage` names the registered mapping (see `breccia.storage`).
+
+    `ScaledTensor.to_storage` makes it and `to_plain` takes it off. Blocks, and what slicing, files and digests go by, are those
+    of `layout`.
+
+    matrix, data_axes: where codes are moved too, the lengths (M, K) of the last two logical axes with K last, and how many axes
+        the stored codes have in their place; `()` and 0 where codes stay.
+    """
+
+    name: ClassVar[str] = "stored"
+    layout: Layout
+    storage: str = field()  # type: ignore[misc]
+    matrix: Shape = ()
+    data_axes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout) or self.layout.storage != PLAIN:
+            raise RecipeError(f"Stored: layout must be a plain Layout, got {self.layout!r}", layout=self.layout)
+        check_type("Stored", "storage", self.storage, str)
+        object.__setattr__(self, "matrix", tuple(self.matrix))
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        return self.layout.ragged
+
+    @property
+    def plain(self) -> Layout:
+        return self.layout
+
+    def block(self, axis: int = -1) -> Block:
+        return self.layout.block(axis)
+
+    def shape(self, data: Shape, axis: int) -> Shape | None:
+        """The logical shape of stored codes of shape `data`; None where it follows from the codes as of a plain tensor."""
+        if not self.data_axes:
+            return None
+        m, k = self.matrix
+        return (*data[: len(data) - self.data_axes], *((m, k) if axis == -1 else (k, m)))
+
+    def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
+        """Raises LayoutError: in a storage the shape of scales is the storage's."""
+        raise LayoutError(f"scales in storage {self.storage!r} have the shape it gives them; see st.to_plain().", shape=shape)
+
+    @property
+    def mT(self) -> Layout:
+        return replace(self, layout=self.layout.mT)
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {"layout": self.layout.to_dict(), "storage": self.storage}
+        return {"name": self.name, "fields": {**fields, "matrix": list(self.matrix), "data_axes": self.data_axes}}
+
+    @classmethod
+    def with_fields(cls, fields: dict[str, Any]) -> Stored:
+        layout = fields.get("layout")
+        if isinstance(layout, dict):
+            fields = {**fields, "layout": Layout.from_json(json.dumps(layout))}
+        return super().with_fields(fields)
+
+
+LAYOUTS: tuple[type[Layout], ...] = (PerTensor, PerBlockK, PerChannel, PerBlockMN, PerGroupIndex, Stored)

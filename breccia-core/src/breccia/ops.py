@@ -148,6 +148,10 @@ class Ops(Protocol):
         """FP32 whole numbers (an array, or a Python number) as int32."""
         ...
 
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        """The axes in the order of `axes`; of int32 and FP32."""
+        ...
+
     # -- words that follow -----------------------------------------------------------------------------------
 
     def narrowed(self, y: Array, codec: Codec) -> Array | None:
@@ -171,6 +175,38 @@ class Ops(Protocol):
         words = map(int, seed if hasattr(seed, "shape") else (seed, seed >> 32))
         low, high = ((word & 0xFFFFFFFF) - ((word & 0x80000000) << 1) for word in words)
         return low, high
+
+    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        """FP32 rows of `a` (M, K), in groups that end at `offsets` (E,), times the matrices of `b` (E, K, N); zeros beyond."""
+        ends = self.whole(offsets)
+        row = self.reshape(self.counter(a[:, :1])[0], (a.shape[0], 1))
+        total = start = None
+        for e in range(b.shape[0]):
+            end = ends[e]
+            inside = row < end if start is None else (row >= start) & (row < end)
+            product = self.where(inside, self.matmul(a, b[e]), 0.0)
+            total, start = product if total is None else self.where(inside, product, total), end
+        return self.broadcast(self.constant(0.0, a), (a.shape[0], b.shape[-1])) if total is None else total
+
+    def portable(self, a: Array) -> Array:
+        """`a` as pickle takes it: itself, or its bytes as uint8 on the same memory, where pickle does not know the dtype."""
+        return a
+
+    def from_portable(self, a: Array, dtype: str) -> Array:
+        """Inverse of `portable`, of an array whose dtype had that name."""
+        return a
+
+    def itemsize(self, a: Array) -> int:
+        """Bytes of one item."""
+        return a.dtype.itemsize
+
+    def strides(self, a: Array) -> tuple[int, ...] | None:
+        """Strides in bytes; None where arrays of the framework have none."""
+        return None
+
+    def address(self, a: Array) -> int | None:
+        """Where the first item is in memory; None where the framework does not say."""
+        return None
 
     def swap(self, a: Array) -> Array:
         """The last two axes exchanged; a view where the framework has views."""
@@ -262,6 +298,24 @@ class _NumpyOps(Ops):
 
     def matmul(self, a: Array, b: Array) -> Array:
         return np.matmul(a, b)
+
+    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        found = np.zeros((a.shape[0], b.shape[-1]), np.float32)
+        start = 0
+        for matrix, end in zip(b, offsets.tolist(), strict=True):
+            if end > start:
+                np.matmul(a[start:end], matrix, out=found[start:end])
+            start = max(start, end)
+        return found
+
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        return np.transpose(a, axes)
+
+    def strides(self, a: Array) -> tuple[int, ...] | None:
+        return a.strides
+
+    def address(self, a: Array) -> int | None:
+        return a.__array_interface__["data"][0]
 
     def whole(self, x: Any) -> Any:
         return x.astype(np.int32) if hasattr(x, "astype") else int(x)

@@ -1,7 +1,8 @@
-"""Options of a cast, checked in one place, whoever is called: a verb or the generic algorithm itself."""
+"""Options of ops, checked in one place, and passed on through every layer as one frozen value."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -10,6 +11,53 @@ from .errors import OptionError
 ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "raise")
 CLIPS = ("element", "scale")
+
+#: Storage of codes and scales unless another one is named; see `breccia.storage`.
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CastOptions:
+    """How to cast: what `breccia.cast` takes beside the array and the recipe. Raises OptionError for contradictions.
+
+    axis: the contraction axis. The ops pass it as -1 or -2.
+    scale: the supplied (coarsest) scale, a number or an array, or None.
+    rounding, seed: "nearest", or "stochastic" with a seed: an int, or on JAX a traced integer or array of two words.
+    nonfinite: "propagate" or "raise".
+    storage: the name of the storage to write.
+    out: the ScaledTensor to write into, or None.
+    """
+
+    axis: int = -1
+    scale: Any = None
+    rounding: str = "nearest"
+    seed: Any = None
+    nonfinite: str = "propagate"
+    storage: str = PLAIN
+    out: Any = None
+
+    def __post_init__(self) -> None:
+        seed = check_options(self.rounding, self.seed, self.nonfinite)
+        if seed is not self.seed:
+            object.__setattr__(self, "seed", seed)
+
+    def replace(self, **changed: Any) -> CastOptions:
+        """These options with other values."""
+        return CastOptions(**{**{name: getattr(self, name) for name in self.__slots__}, **changed})
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their default, by name."""
+        every = ((name, getattr(self, name), getattr(DEFAULT, name)) for name in self.__slots__)
+        return {name: value for name, value, default in every if value is not default and not _equal(value, default)}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One option by name, as `Call.option` reads it."""
+        return getattr(self, name, default)
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Is an option that is no array at its default?"""
+    return isinstance(value, str | int) and value == default
 
 
 def check_options(rounding: Any, seed: Any, nonfinite: Any) -> Any:
@@ -50,3 +98,7 @@ def whole_number(name: str, value: Any) -> int:
         return index(value)
     except TypeError:
         raise OptionError(f"{name} must be a whole number, got {value!r}.", **{name: value}) from None
+
+
+#: The options of a call that gives none.
+DEFAULT = CastOptions()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from .codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Codec
 from .declared import Declared, check_positive, check_type
 from .errors import RecipeError, UnsupportedError
-from .formats import NUMERICS, TENSOR, Block, Format, Level, sha256
+from .formats import NUMERICS, SENSES, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
 
@@ -387,7 +387,8 @@ class NVFP4BlockScaling(ScalingRecipe):
     """NVIDIA NVFP4: 16 E2M1 elements along K share an E4M3 scale, under one FP32 scale per tensor.
 
     `two_level=False` leaves the FP32 scale out: tensors of small values then decode to zeros. It is there to read
-    data that was written so.
+    data that was written so. `global_sense` is the convention of the FP32 scale: "multiplier" (default; torchao, ModelOpt),
+    "divisor" (compressed-tensors) or "amax" (TransformerEngine, MLX).
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -396,17 +397,25 @@ class NVFP4BlockScaling(ScalingRecipe):
     block_size: int = 16
     scale_format: str = "E4M3"
     two_level: bool = True
+    global_sense: str = field(default="multiplier", metadata={"added": True})
 
     def __post_init__(self) -> None:
         _check_fixed("NVFP4", "fp4_format", self.fp4_format, "E2M1")
         _check_fixed("NVFP4", "block_size", self.block_size, 16)
         _check_fixed("NVFP4", "scale_format", self.scale_format, "E4M3")
         check_type("NVFP4BlockScaling", "two_level", self.two_level, bool)
+        _check_one_of("global_sense", self.global_sense, SENSES)
+        if not self.two_level and self.global_sense != "multiplier":
+            raise RecipeError(
+                f"global_sense={self.global_sense!r} is that of a tensor's FP32 scale, which two_level=False leaves out; "
+                "leave one of the two out.",
+                global_sense=self.global_sense,
+            )
 
     @cached_property
     def format(self) -> Format:
         block = Level(E4M3, (1, self.block_size))
-        return Format(E2M1, (Level(F32, TENSOR), block) if self.two_level else (block,))
+        return Format(E2M1, (Level(F32, TENSOR, self.global_sense), block) if self.two_level else (block,))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from .layouts import Layout
 from .recipes import ScalingRecipe
 from .rules import Rule
 from .siblings import SIBLINGS
+from .storage import Storage
 
 _T = TypeVar("_T")
 
@@ -108,7 +109,7 @@ def _asked(what: str, question: Callable[[], _T], kind: type) -> _T:
     return found
 
 
-def _declaration(declared: Framework | Kernel | Bridge | Command) -> None:
+def _declaration(declared: Framework | Kernel | Storage | Bridge | Command) -> None:
     declared.check()
 
 
@@ -116,6 +117,7 @@ KINDS: dict[str, _Kind] = {
     "breccia_codecs": _Kind(Codec, False),
     "breccia_rules": _Kind(Rule, False),
     "breccia_layouts": _Kind(Layout, True, _value_class),
+    "breccia_storages": _Kind(Storage, False, _declaration),
     "breccia_recipes": _Kind(ScalingRecipe, True, _recipe_class),
     "breccia_frameworks": _Kind(Framework, False, _declaration),
     "breccia_kernels": _Kind(Kernel, False, _declaration),
@@ -150,9 +152,18 @@ class Registry:
                 self.plugins.append(self._add(plugin, load))
         prefer = _list(environ.get("BRECCIA_PREFER", ""))
         tracing = environ.get("BRECCIA_TRACE", "") not in ("", "0")
-        self.table = Table(self.declared["breccia_kernels"].values(), prefer, tracing)
+        auditing = environ.get("BRECCIA_CHECK", "") not in ("", "0")
+        #: The framework of each type of array met so far; see `frameworks.framework_of`.
+        self.types: dict[type, Framework] = {}
+        self.table = Table(self.declared["breccia_kernels"].values(), prefer, tracing, self.frameworks, auditing)
         if _CORE_NAME in blocked:
             warn("BRECCIA_BLOCK names 'core', which cannot be blocked: every call needs it. It stays.")
+        for kernel in self.declared["breccia_kernels"].values():
+            for name in (*kernel.reads, *kernel.writes):
+                known = list(self.declared["breccia_storages"])
+                if name not in ("*", *known):
+                    where = f"kernel {kernel.name!r} of {self.origin(kernel.plugin)}"
+                    warn(f"{where} names storage {name!r}, which no plug-in declares{suggestion(name, known)}")
         plugins = [p.name for p in self.plugins if p.distribution != CORE]
         self._doubt("BRECCIA_BLOCK", "plug-in", [n for n in blocked if n != _CORE_NAME], plugins)
         self._doubt("BRECCIA_PREFER", "kernel", prefer, list(self.declared["breccia_kernels"]))
@@ -315,7 +326,7 @@ def _declares(hook: str, name: str) -> str:
 
 
 def _stamped(value: Any, plugin: str) -> Any:
-    return replace(value, plugin=plugin) if isinstance(value, Kernel | Bridge | Command) else value
+    return replace(value, plugin=plugin) if isinstance(value, Kernel | Storage | Bridge | Command) else value
 
 
 def _list(text: str) -> list[str]:
@@ -341,21 +352,24 @@ def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
 
 
 _lock = threading.RLock()
-_current: Registry | None = None
 _building = False
 
 
 def registry() -> Registry:
     """The registry, built on first use."""
-    if _current is None:
-        with _lock:
-            return _current if _current is not None else reload()
-    return _current
+    found = frameworks.current
+    return _first() if found is None else found  # pyright: ignore[reportReturnType]
+
+
+def _first() -> Registry:
+    with _lock:
+        found = frameworks.current
+        return reload() if found is None else found  # pyright: ignore[reportReturnType]
 
 
 def reload() -> Registry:
-    """Read entry points and the environment again (BRECCIA_BLOCK, BRECCIA_PREFER, BRECCIA_TRACE)."""
-    global _current, _building
+    """Read entry points and the environment again (BRECCIA_BLOCK, BRECCIA_PREFER, BRECCIA_TRACE, BRECCIA_CHECK)."""
+    global _building
     with _lock:
         if _building:  # by this thread: the lock is ours
             raise PluginError("a manifest used the registry while it is being built; a manifest only returns declarations.")
@@ -365,8 +379,7 @@ def reload() -> Registry:
             fresh = Registry(_installed(), os.environ, messages.append)
         finally:
             _building = False
-        frameworks.install(tuple(fresh.frameworks.values()))
-        _current = fresh
+        frameworks.current = fresh  # frameworks and table at once
         for message in messages:
             _warn(message)
         return fresh

@@ -97,6 +97,7 @@ def _alike(verb: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
             raise UnsupportedError(
                 f"{verb} takes ScaledTensors; tensors[{n}] is {type(st).__name__}; cast it with the same recipe."
             )
+    sts = [st.to_plain() for st in sts]
     first = sts[0]
     same_framework({f"tensors[{n}]": st.data for n, st in enumerate(sts)})
     for n, st in enumerate(sts):

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from .errors import PluginError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: What knows every declaration by name. Modules that the registry itself imports reach it through this target.
 REGISTRY = "breccia.registry:registry"
@@ -31,6 +35,29 @@ def load(target: str) -> Any:
         except AttributeError as e:
             raise PluginError(f"target {target!r}: {module} has no {path!r}; correct the declaration.") from e
     return found
+
+
+#: Import the module of that name.
+load_module = cache(import_module)
+
+
+def once(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, which runs once for equal arguments, however many threads call it; the others wait for its result.
+
+    A call that raises is no run: the next one tries again.
+    """
+    lock, results = threading.RLock(), dict[Any, _T]()
+
+    @wraps(function)
+    def called(*arguments: _P.args, **options: _P.kwargs) -> _T:
+        key = (arguments, tuple(options.items()))
+        if key not in results:
+            with lock:
+                if key not in results:
+                    results[key] = function(*arguments, **options)
+        return results[key]
+
+    return called
 
 
 def load_declared(what: str, target: str, remedy: str = "") -> Any:

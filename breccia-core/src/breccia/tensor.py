@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from . import targets
 from .codecs import Codec
 from .errors import LayoutError, OptionError, UnsupportedError
 from .formats import TENSOR, Block, Format
@@ -29,9 +30,10 @@ from .grids import (
     scale_grid,
     whole_unit,
 )
-from .layouts import Layout, PerBlockK, PerGroupIndex, Shape
-from .options import whole_number
+from .layouts import Layout, PerBlockK, PerGroupIndex, Shape, Stored
+from .options import PLAIN, whole_number
 from .recipes import ScalingRecipe
+from .storage import Plain, Storage
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False, slots=True, weakref_slot=True)
@@ -82,12 +84,13 @@ class ScaledTensor:
             raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}.")
         if not isinstance(layout, Layout):
             raise UnsupportedError(f"layout must be a Layout instance, got {layout!r}.")
+        check_layout(layout)
         axis = contraction_axis(axis, len(data.shape))
         fmt = recipe.format
-        if shape is not None:
+        if shape is not None and layout.storage == PLAIN:
             tail = _tail_of(_lengths(shape), tuple(data.shape), fmt.element, axis)
         fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
-        _check_parts(self, fmt)
+        _check_parts(self if layout.storage == PLAIN else _checked_plain(self), fmt)
 
     @classmethod
     def assemble(
@@ -113,7 +116,12 @@ class ScaledTensor:
 
     @property
     def ndim(self) -> int:
-        return len(self.data.shape)
+        return len(self.data.shape) if self.layout.storage == PLAIN else len(self.shape)
+
+    @property
+    def storage(self) -> str:
+        """The name of how codes and scales lie: "plain", or that of a registered storage."""
+        return self.layout.storage
 
     @property
     def data_dtype(self) -> Any:
@@ -144,20 +152,53 @@ class ScaledTensor:
         if self.ndim < 2:
             raise LayoutError(f"mT needs at least two axes; this tensor has shape {self.shape}.", shape=self.shape)
 
-        def swapped(part: Any) -> Any:
-            return part if part is None or len(part.shape) < 2 else part.swapaxes(-1, -2)
-
-        per_tensor = self.layout.block() == (None, None)
+        layout, data, scale, zero_point = self.layout, self.data, self.scale, self.zero_point
+        if not isinstance(layout, Stored) or not layout.data_axes:
+            data = data.swapaxes(-1, -2)
+        if layout.storage == PLAIN and layout.block() != (None, None):
+            scale = scale if len(scale.shape) < 2 else scale.swapaxes(-1, -2)
+            if zero_point is not None and len(zero_point.shape) >= 2:
+                zero_point = zero_point.swapaxes(-1, -2)
         return ScaledTensor.assemble(
-            swapped(self.data),
-            self.scale if per_tensor else swapped(self.scale),
-            self.recipe,
-            self.layout.mT,
-            self.zero_point if per_tensor else swapped(self.zero_point),
-            self.global_scale,
-            -3 - self.axis,
-            self.tail,
+            data, scale, self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.tail
         )
+
+    def to_plain(self) -> ScaledTensor:
+        """The same tensor in plain storage: itself, where it is."""
+        layout = self.layout
+        if layout.storage == PLAIN:
+            return self
+        if self.axis == -2:
+            return self.mT.to_plain().mT
+        assert isinstance(layout, Stored)
+        storage, plain = storage_of(layout.storage), _plain(self, layout.layout)
+        ops = ops_of(self.data)
+        parts = targets.load(storage.to_plain)(ops, held(self), plain)
+        return self._with(parts, layout=layout.layout)
+
+    def to_storage(self, name: str) -> ScaledTensor:
+        """The same tensor with codes and scales as the storage of that name has them; "plain" is `to_plain()`.
+
+        Raises UnknownNameError for a name that no plug-in declares, UnsupportedError where the storage cannot hold the tensor.
+        """
+        if name == self.layout.storage:
+            return self
+        st = self.to_plain()
+        if name == PLAIN:
+            return st
+        storage = storage_of(name)
+        if st.axis == -2:
+            return st.mT.to_storage(name).mT
+        plain = _plain(st, st.layout)
+        if isinstance(st.layout, PerGroupIndex) or (len(plain.shape) > 1 and not _one_scale_a_block(st, plain)):
+            raise UnsupportedError(
+                f"storage {name!r} holds one scale for each block, in the order of blocks; {st.layout} has scales of shape "
+                f"{tuple(st.scale.shape)} for a tensor of shape {plain.shape}. It stays in plain storage."
+            )
+        storage.refuse(plain)
+        parts = targets.load(storage.from_plain)(ops_of(st.data), held(st), plain)
+        matrix = plain.shape[-2:] if storage.data_axes else ()
+        return st._with(parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
 
     # Structural verbs: each commutes with `dequantize` and changes no code.
 
@@ -202,6 +243,7 @@ class ScaledTensor:
         """
         shape = self.shape
         axis = check_axis(axis, len(shape))
+        self = self.to_plain()
         cuts: list[Cut] = [range(n) for n in shape]
         found: list[ScaledTensor] = []
         start = 0
@@ -216,6 +258,7 @@ class ScaledTensor:
 
         Raises ShapeError.
         """
+        self = self.to_plain()
         old, ops = self.shape, ops_of(self.data)
         new = inferred(shape, old)
         if new == old:
@@ -251,6 +294,7 @@ class ScaledTensor:
         over the parts there are, float8 dtypes named "uint8" and bfloat16 "uint16"; then the bytes of data, scale,
         zero_point and global_scale, each in C order, little-endian.
         """
+        self = self.to_plain()
         stored = stored_parts(self)
         text = json.dumps(_facts(self, stored), sort_keys=True, separators=(",", ":"))
         found = hashlib.sha256(text.encode())
@@ -260,6 +304,7 @@ class ScaledTensor:
 
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
         """What `cuts`, one for each axis, keep."""
+        self = self.to_plain()
         shape, grids = self.shape, part_grids(self)
         _check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
@@ -282,8 +327,11 @@ class ScaledTensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its constructor's arguments, which are checked when it is read: a pickle may come from anybody."""
-        parts = (self.data, self.scale, self.recipe, self.layout, self.zero_point, self.global_scale, self.axis, self.tail)
-        return restored, parts
+        ops = ops_of(self.data)
+        parts = [None if part is None else ops.portable(part) for part in (getattr(self, name) for name in PARTS)]
+        dtypes = tuple(None if part is None else dtype_name(part) for part in (getattr(self, name) for name in PARTS))
+        data, scale, *others = parts
+        return restored, (data, scale, self.recipe, self.layout, *others, self.axis, self.tail, dtypes)
 
     #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
@@ -294,17 +342,31 @@ class ScaledTensor:
 
     def __repr__(self) -> str:
         axis = "" if self.axis == -1 else f", axis={self.axis}"
+        axis += "" if self.layout.storage == PLAIN else f", storage={self.layout.storage!r}"
         return (
             f"breccia.ScaledTensor(shape={self.shape}, data_dtype={self.data_dtype}, "
             f"scale_shape={tuple(self.scale.shape)}, recipe={type(self.recipe).__name__}, "
-            f"layout={type(self.layout).__name__}{axis})"
+            f"layout={type(self.layout.plain).__name__}{axis})"
         )
 
 
 def restored(
-    data: Any, scale: Any, recipe: ScalingRecipe, layout: Layout, zero_point: Any, global_scale: Any, axis: int, tail: int
+    data: Any,
+    scale: Any,
+    recipe: ScalingRecipe,
+    layout: Layout,
+    zero_point: Any,
+    global_scale: Any,
+    axis: int,
+    tail: int,
+    dtypes: tuple[str | None, ...] = (),
 ) -> ScaledTensor:
-    """The tensor of a pickle. Raises what ScaledTensor raises."""
+    """The tensor of a pickle; `dtypes` are those its parts had. Raises what ScaledTensor raises."""
+    parts = [data, scale, zero_point, global_scale]
+    for n, (part, dtype) in enumerate(zip(parts, dtypes, strict=False)):
+        if part is not None and dtype is not None and dtype_name(part) != dtype:
+            parts[n] = ops_of(part).from_portable(part, dtype)
+    data, scale, zero_point, global_scale = parts
     return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, tail=tail)
 
 
@@ -318,20 +380,95 @@ FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "ax
 
 #: How a frozen instance is filled: by the descriptors of its slots.
 _SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
+_DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _TAIL = _SETTERS
 
 
-def fill(self: ScaledTensor, *values: Any) -> None:
-    """Set the fields of a new instance, in the order of `FIELDS`."""
-    for put, value in zip(_SETTERS, values, strict=True):
-        put(self, value)
+def fill(
+    self: ScaledTensor,
+    data: Any,
+    scale: Any,
+    recipe: ScalingRecipe,
+    layout: Layout,
+    zero_point: Any,
+    global_scale: Any,
+    axis: int,
+    tail: int,
+) -> None:
+    """Set the fields of a new instance; module-level, so that torch.compile can substitute it."""
+    _DATA(self, data)
+    _SCALE(self, scale)
+    _RECIPE(self, recipe)
+    _LAYOUT(self, layout)
+    _ZERO_POINT(self, zero_point)
+    _GLOBAL_SCALE(self, global_scale)
+    _AXIS(self, axis)
+    _TAIL(self, tail)
 
 
 def logical_shape(st: ScaledTensor) -> Shape:
-    """`st.shape`; a function of its own, which a compiler can be given another for."""
+    """`st.shape`; module-level, so that torch.compile can substitute it."""
+    layout = st.layout
+    if layout.storage != PLAIN:
+        assert isinstance(layout, Stored)
+        if (found := layout.shape(tuple(st.data.shape), st.axis)) is not None:
+            return found
     codes, size = packing(st.recipe.format.element)
     shape = list(st.data.shape)
     shape[st.axis] = shape[st.axis] // size * codes - st.tail
     return tuple(shape)
+
+
+def transposed(layout: Layout) -> Layout:
+    """`layout.mT`; module-level, so that torch.compile can substitute it."""
+    return layout.mT
+
+
+def storage_of(name: str) -> Storage:
+    """The registered storage of that name. Raises UnknownNameError."""
+    return targets.load(targets.REGISTRY)().look_up("breccia_storages", name, "storage")
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise UnsupportedError or UnknownNameError for a layout or storage that no plug-in declares."""
+    declared = targets.load(targets.REGISTRY)().layouts
+    for each in {layout, layout.plain}:
+        if declared.get(each.name) is not type(each):
+            raise UnsupportedError(
+                f"no plug-in declares layout {type(each).__name__}, so where its scales lie is not known. Declare it through "
+                f"the hook breccia_layouts, or use one of {', '.join(sorted(declared))}.",
+                layout=each,
+            )
+    if layout.storage != PLAIN:
+        storage_of(layout.storage)
+
+
+def _checked_plain(st: ScaledTensor) -> ScaledTensor:
+    """The plain tensor of `st`. Raises LayoutError where the parts do not have the shapes that its storage gives them."""
+    wrong = f"parts of shapes {_shapes(st)} are no tensor in storage {st.storage!r}"
+    try:
+        plain = st.to_plain()
+        again = plain.to_storage(st.storage)
+    except UnsupportedError:
+        raise
+    except Exception as e:  # whatever shapes that do not fit lead to
+        raise LayoutError(f"{wrong}: {e}. Store a plain tensor by st.to_storage({st.storage!r}).", found=_shapes(st)) from e
+    if _shapes(again) != _shapes(st) or again.layout != st.layout:
+        raise LayoutError(f"{wrong}: a tensor of shape {plain.shape} has {_shapes(again)} there.", found=_shapes(st))
+    return plain
+
+
+def _shapes(st: ScaledTensor) -> dict[str, Shape]:
+    return {name: tuple(part.shape) for name, part in held(st).items()}
+
+
+def _plain(st: ScaledTensor, layout: Layout) -> Plain:
+    """What a storage's functions are told of the plain tensor of `st`, which has blocks along its last axis."""
+    fmt = st.recipe.format
+    return Plain(st.shape, layout.block(-1), fmt, ops_of(st.data).dtypes(fmt))
+
+
+def _one_scale_a_block(st: ScaledTensor, plain: Plain) -> bool:
+    return plain.block == TENSOR or tuple(st.scale.shape) == plain.scale_shape
 
 
 def held(st: ScaledTensor) -> dict[str, Any]:
@@ -425,6 +562,7 @@ def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
     for name, st in (("a", a), ("b", b)):
         if not isinstance(st, ScaledTensor):
             raise UnsupportedError(f"bytes_equal compares ScaledTensors; {name} is {type(st).__name__}.")
+    a, b = a.to_plain(), b.to_plain()
     left, right = stored_parts(a), stored_parts(b)
     if _facts(a, left) != _facts(b, right):
         return False

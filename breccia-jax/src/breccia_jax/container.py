@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from jax import export, tree_util
 
-from breccia.tensor import PARTS, Meaning, ScaledTensor
+from breccia.backend import PARTS, Meaning, ScaledTensor, once
 
 _KEYS = tuple(map(tree_util.GetAttrKey, PARTS))
 
@@ -30,7 +29,7 @@ def _written(meaning: Meaning) -> bytes:
     return meaning.to_json().encode()
 
 
-@cache
+@once
 def register() -> None:
     """Make ScaledTensor a pytree node, and let `jax.export` serialize functions of it.
 

@@ -11,10 +11,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from breccia.codecs import F32_INF, MAGNITUDE, MANTISSA, NORMAL
-from breccia.errors import OptionError, UnsupportedError
-from breccia.frameworks import dtype_name
-from breccia.ops import Array, Ops
+from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
 
 #: XLA on CPUs reduces a block number by number, six times slower than halves of 128 are compared down to 16 (measured).
 #: Axes longer than blocks are may lie over several devices, which would exchange halves.
@@ -117,6 +114,15 @@ class _JaxOps(Ops):
 
     def matmul(self, a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        if 0 in b.shape:
+            return jnp.zeros((a.shape[0], b.shape[-1]), jnp.float32)
+        sizes = jnp.diff(offsets.astype(jnp.int32), prepend=0)
+        return lax.ragged_dot(a, b, sizes, precision=lax.Precision.HIGHEST)
+
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        return jnp.transpose(a, axes)
 
     def joined(self, codes: Array, bits: int) -> Array:
         # By way of one item for all, once they are there: XLA on CPUs computes and reads every other code alone, which takes

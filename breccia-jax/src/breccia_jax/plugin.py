@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from breccia import Framework, Kernel, hookimpl
+from breccia import Framework, hookimpl
 
 api = 1
 
@@ -21,13 +21,6 @@ def breccia_frameworks() -> Iterable[Framework]:
             devices=f"{ops}:devices",
             device=f"{ops}:device",
             container="breccia_jax.container:register",
+            frontend="breccia_jax.frontend",
         )
     ]
-
-
-@hookimpl
-def breccia_kernels() -> Iterable[Kernel]:
-    for op in ("cast", "dequantize", "requantize", "matmul"):
-        yield Kernel(op, "jax", f"breccia_jax.verbs:{op}", f"jax.{op}")
-    for op in ("cast_ste", "cast_ste_clipped"):
-        yield Kernel(op, "jax", f"breccia_jax.gradients:{op}", f"jax.{op}")

@@ -9,10 +9,7 @@ import jax
 from jax import tree_util
 
 import breccia
-from breccia.errors import BrecciaError, OptionError
-from breccia.frameworks import FLOATS, dtype_name
-from breccia.recipes import ScalingRecipe, check_recipe
-from breccia.tensor import ScaledTensor
+from breccia.backend import FLOATS, BrecciaError, OptionError, ScaledTensor, ScalingRecipe, check_recipe, dtype_name
 
 from . import container
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx.utils import tree_map
 
-from breccia.tensor import Meaning, ScaledTensor, held
+from breccia.backend import Meaning, ScaledTensor, held
 
 #: What the one key of a ScaledTensor's dict begins with; JSON follows.
 _MARK = "ScaledTensor "

@@ -11,12 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from breccia.codecs import E2M1, E4M3, E8M0, UINT4, UINT8, Codec
-from breccia.dispatch import Call
-from breccia.formats import Format
-from breccia.frameworks import FLOATS, dtype_name, output_dtype
-from breccia.kernels import reference
-from breccia.tensor import ScaledTensor
+from breccia.backend import E2M1, E4M3, E8M0, UINT4, UINT8, Call, Codec, Format, ScaledTensor, calls, reference
 
 from .ops import MLX
 
@@ -57,15 +52,16 @@ def accepts(call: Call) -> str | None:
     return None
 
 
-def matmul(a: Any, b: ScaledTensor, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
+def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that MLX has a mode for."""
-    numbers = isinstance(a, ScaledTensor) or dtype_name(a) in FLOATS
-    if 0 in (*a.shape, *b.shape) or not numbers or a.shape[-1] != b.shape[-2] or len(a.shape) < 2:
-        return reference.matmul(a, b, out_dtype, out=out)  # which raises; and MLX 0.32.4 divides by a length of zero
-    x = reference.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
+    if 0 in (*a.shape, *b.shape):
+        return reference.matmul(a, b, bias, out_dtype, out)  # MLX 0.32.4 divides by a length of zero
+    x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
     w = b.mT
     options = mode(w.recipe.format)
     y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
     if w.global_scale is not None:
         y = y * w.global_scale
-    return reference.result(MLX, y, output_dtype(out_dtype), out)
+    if bias is not None:
+        y = y + MLX.f32(bias)
+    return reference.result(MLX, y, out_dtype, out)

@@ -10,13 +10,21 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 import breccia
-from breccia.errors import BrecciaError, OptionError, ShapeError, UnsupportedError
-from breccia.formats import TENSOR
-from breccia.frameworks import dtype_name
-from breccia.kernels import reference
-from breccia.layouts import PerBlockMN
-from breccia.recipes import ScalingRecipe, check_recipe
-from breccia.tensor import Meaning, ScaledTensor, held
+from breccia.backend import (
+    TENSOR,
+    BrecciaError,
+    Meaning,
+    OptionError,
+    PerBlockMN,
+    ScaledTensor,
+    ScalingRecipe,
+    ShapeError,
+    UnsupportedError,
+    check_recipe,
+    checks,
+    dtype_name,
+    held,
+)
 
 Array = Any
 #: Called with a layer's path and the layer: whether to quantize it, or how.
@@ -48,6 +56,7 @@ class ScaledWeight(nn.Module):
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
         if tensor.framework != "mlx":
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of mlx; this one is of {tensor.framework}.")
+        tensor = tensor.to_plain()  # whose parts are what files hold
         parts = held(tensor)
         self._meaning = Meaning.of(tensor)
         self._dtypes = tuple(map(dtype_name, parts.values()))
@@ -91,24 +100,23 @@ class _Scaled(nn.Module):
             )
         self.weight, self.activation, self.prefer = weight, activation, prefer
 
-    def _product(self, x: Array) -> Array:
-        """`x` times the transposed weight, in FP32."""
+    def _product(self, x: Array, bias: Array | None = None, dtype: Any = None) -> Array:
+        """`x` times the transposed weight, and the bias, in FP32 and rounded once to `dtype`, that of `x` by default."""
         length = self.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != length:
             raise ShapeError(
                 f"the layer takes inputs of shape (..., {length}); got {tuple(x.shape)}.", found=tuple(x.shape), length=length
             )
         rows = mx.reshape(x, (-1, length)) if x.size else mx.zeros((0, length), x.dtype)
-        if self.activation is not None:
-            # In FP32 the round trip that gradients pass has the values that the product would decode.
-            rows = breccia.cast_ste(_number(rows), self.activation)
-        y = breccia.matmul(rows, self.weight.tensor.mT, prefer=self.prefer)
+        weight, dtype = self.weight.tensor.mT, x.dtype if dtype is None else dtype
+        if self.activation is None:
+            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
+        elif self.prefer is None:
+            y = breccia.cast_matmul(rows, self.activation, weight, dtype, bias=bias)
+        else:  # the name is that of a kernel of `matmul`
+            rows = breccia.cast_ste(rows, self.activation)
+            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
         return mx.reshape(y, (*x.shape[:-1], self.weight.shape[0]))
-
-
-def _number(x: Array) -> Array:
-    """In FP32 if it is a float narrower than that; what it must not be is for the verb to say."""
-    return x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x
 
 
 class ScaledLinear(_Scaled):
@@ -168,10 +176,7 @@ class ScaledLinear(_Scaled):
         return made
 
     def __call__(self, x: Array) -> Array:
-        y = self._product(x)
-        if "bias" in self:
-            y = y + self.bias.astype(mx.float32)
-        return y.astype(x.dtype)
+        return self._product(x, self.bias if "bias" in self else None)
 
     def _extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
@@ -220,7 +225,7 @@ class ScaledEmbedding(_Scaled):
 
     def as_linear(self, x: Array) -> Array:
         """`x` times the transposed weight, as an output layer that shares the embedding's weight computes it."""
-        return self._product(x).astype(x.dtype)
+        return self._product(x)
 
 
 def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
@@ -315,8 +320,8 @@ def _check(path: str, module: Any, options: dict[str, Any]) -> None:
         )
     check_activation(options["activation"])
     try:
-        reference.check_cast(module.weight, options["recipe"])
-        reference.fitted_layout(options["recipe"], tuple(module.weight.shape), -1)
+        checks.check_cast(module.weight, options["recipe"])
+        checks.fitted_layout(options["recipe"], tuple(module.weight.shape), -1)
     except BrecciaError as e:
         raise type(e)(f"quantize: {path}.weight: {e}", **e.found) from e
 

@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from breccia.errors import OptionError, UnsupportedError
-from breccia.ops import Array, Ops
+from breccia.backend import Array, Ops, OptionError, UnsupportedError
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
 
@@ -84,6 +83,12 @@ class _MlxOps(Ops):
 
     def matmul(self, a: Array, b: Array) -> Array:
         return mx.matmul(a, b)
+
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        return mx.transpose(a, axes)
+
+    def itemsize(self, a: Array) -> int:
+        return a.dtype.size
 
     def whole(self, x: Any) -> Any:
         return x.astype(mx.int32) if isinstance(x, mx.array) else int(x)

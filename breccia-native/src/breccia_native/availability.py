@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 
-def missing(device: str) -> str | None:
+def missing(device: object) -> str | None:
     """Why the compiled steps cannot run, or None."""
     if find_spec("breccia_native.steps") is None:
         return "breccia-native was built without a C compiler; install one and reinstall breccia-native"

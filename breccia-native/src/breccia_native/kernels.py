@@ -5,35 +5,30 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from breccia.kernels import numpy as kernels
-from breccia.kernels import reference
-from breccia.kernels.numpy import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
-from breccia.recipes import ScalingRecipe
-from breccia.tensor import ScaledTensor
+from breccia.backend import (
+    DEFAULT,
+    CastOptions,
+    FloatCodes,
+    IntegerCodes,
+    ScaledCodes,
+    ScaledTensor,
+    ScalingRecipe,
+    Steps,
+    TableCodes,
+)
+from breccia.backend import numpy as kernels
 
 from . import steps
 
 
-def cast(x: Any, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
+def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`breccia.kernels.numpy.cast`, several times faster on large arrays."""
-    return kernels.cast(x, recipe, steps=_STEPS, **options)
+    return kernels.cast(x, recipe, options, _STEPS)
 
 
-def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
-    """`breccia.kernels.numpy.requantize` by way of `cast` here."""
-    return reference.requantized(cast, kernels.dequantize, st, recipe, **options)
-
-
-def cast_ste(x: Any, recipe: ScalingRecipe, **options: Any) -> Any:
-    """`breccia.kernels.numpy.cast_ste` by way of `cast` here."""
-    return kernels.cast_ste(x, recipe, steps=_STEPS, **options)
-
-
-def cast_ste_clipped(
-    x: Any, recipe: ScalingRecipe, clip_min: float | None = None, clip_max: float | None = None, **options: Any
-) -> Any:
-    """`breccia.kernels.numpy.cast_ste_clipped` by way of `cast` here."""
-    return kernels.cast_ste_clipped(x, recipe, clip_min, clip_max, steps=_STEPS, **options)
+def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`breccia.kernels.numpy.dequantize`, faster on small tensors."""
+    return kernels.dequantize(st, out_dtype, out, _STEPS)
 
 
 def _scaled(codes: FloatCodes | IntegerCodes | TableCodes) -> ScaledCodes | None:
@@ -51,4 +46,4 @@ def _write(step: Any, fields: tuple[float, ...], source: Any, inverse: Any, k: i
     step(source, inverse, k, codes, *fields)
 
 
-_STEPS = Steps(amax=steps.amax, pairs=steps.pairs, scaled=_scaled)
+_STEPS = Steps(amax=steps.amax, pairs=steps.pairs, scaled=_scaled, values=steps.values)

@@ -14,9 +14,8 @@ _FASTER = -400
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    # torch's CPU tensors come here too: breccia_torch.cpu asks what serves NumPy.
+    # torch's CPU tensors come here too: breccia_torch.cpu calls the kernel for NumPy.
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
-    numpy_does = "breccia.kernels.numpy:accepts_cast"
-    yield Kernel("cast", "numpy", f"{kernels}:cast", "native.cast", available=available, accepts=numpy_does, rank=_FASTER)
-    for op in ("requantize", "cast_ste", "cast_ste_clipped"):
-        yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, rank=_FASTER)
+    for op, module in (("cast", "numpy"), ("dequantize", "plans")):
+        accepts = f"breccia.kernels.{module}:accepts_{op}"
+        yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)

@@ -159,6 +159,29 @@ INLINE void pairs_of(const uint8_t *codes, Py_ssize_t n, uint8_t *data)
         data[i] = (uint8_t)(codes[2 * i] | (codes[2 * i + 1] << 4));
 }
 
+/* -------------------------------------------------------------------------------------------------- values */
+
+/* values = the number of each code times the scale of its block of k: codes of 8 bits, and of 4 bits, two a byte. */
+INLINE void values_of_bytes(const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, float *values)
+{
+    for (Py_ssize_t start = 0; start < n; start += k, scale++) {
+        const float by = *scale;
+        for (Py_ssize_t i = start; i < start + k; i++)
+            values[i] = table[data[i]] * by;
+    }
+}
+
+INLINE void values_of_pairs(const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, float *values)
+{
+    for (Py_ssize_t start = 0; start < n; start += k, scale++) {
+        const float by = *scale;
+        for (Py_ssize_t i = start; i < start + k; i += 2) {
+            values[i] = table[data[i / 2] & 15] * by;
+            values[i + 1] = table[data[i / 2] >> 4] * by;
+        }
+    }
+}
+
 /* -------------------------------------------------------------------------------------------------- processors */
 
 typedef struct {
@@ -166,6 +189,7 @@ typedef struct {
     void (*floats)(const float *, const float *, Py_ssize_t, Py_ssize_t, minifloat, uint8_t *);
     void (*integers)(const float *, const float *, Py_ssize_t, Py_ssize_t, integer, uint8_t *);
     void (*pairs)(const uint8_t *, Py_ssize_t, uint8_t *);
+    void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
 
 /* The same functions, compiled for one kind of processor. */
@@ -188,7 +212,15 @@ typedef struct {
     {                                                                                                                       \
         pairs_of(codes, n, data);                                                                                           \
     }                                                                                                                       \
-    static const version name = {name##_amax, name##_floats, name##_integers, name##_pairs};
+    target static void name##_values(                                                                                       \
+        const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, int bits, float *values)   \
+    {                                                                                                                       \
+        if (bits == 8)                                                                                                      \
+            values_of_bytes(data, table, scale, n, k, values);                                                              \
+        else                                                                                                                \
+            values_of_pairs(data, table, scale, n, k, values);                                                              \
+    }                                                                                                                       \
+    static const version name = {name##_amax, name##_floats, name##_integers, name##_pairs, name##_values};
 
 VERSION(baseline, )
 
@@ -328,11 +360,43 @@ static PyObject *pairs(PyObject *self, PyObject *args)
     return result(done);
 }
 
+PyDoc_STRVAR(values_doc,
+    "values(data, table, scale, k, bits, values): the FP32 number of each code, by a table, times the FP32 scale of its block of k.\n"
+    "Codes have 8 bits, or 4, two a byte, the first in the low half.");
+
+static PyObject *values(PyObject *self, PyObject *args)
+{
+    Py_buffer data, table, scale, found;
+    Py_ssize_t k;
+    int bits;
+    if (!PyArg_ParseTuple(args, "y*y*y*niw*:values", &data, &table, &scale, &k, &bits, &found))
+        return NULL;
+    int done = sizes_agree(&found, &scale, k) && has_length(&data, found.len / 4 * bits / 8);
+    if (done && ((bits != 4 && bits != 8) || table.len != 4 << bits || (uintptr_t)table.buf % 4 || (bits == 4 && k % 2))) {
+        PyErr_Format(PyExc_ValueError,
+            "wanted codes of 4 or 8 bits with a number for each, and whole bytes in each block; got %d bits, %zd bytes of numbers and "
+            "k = %zd. Call breccia.dequantize.",
+            bits, table.len, k);
+        done = 0;
+    }
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->values(data.buf, table.buf, scale.buf, found.len / 4, k, bits, found.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&scale);
+    PyBuffer_Release(&found);
+    return result(done);
+}
+
 static PyMethodDef methods[] = {
     {"amax", amax, METH_VARARGS, amax_doc},
     {"floats", floats, METH_VARARGS, floats_doc},
     {"integers", integers, METH_VARARGS, integers_doc},
     {"pairs", pairs, METH_VARARGS, pairs_doc},
+    {"values", values, METH_VARARGS, values_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -341,7 +405,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "breccia_native.steps",
-    .m_doc = "Compiled steps of a cast; see breccia_native.kernels, which calls them.",
+    .m_doc = "Compiled steps of casts and of dequantize; see breccia_native.kernels, which calls them.",
     .m_methods = methods,
     .m_slots = slots,
 };

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import breccia
 from breccia import bridges
-from breccia.errors import ShapeError, UnknownNameError, UnsupportedError
-from breccia.tensor import ScaledTensor
+from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, UnsupportedError
 
 from .nn import STATE, ScaledLinear, ScaledWeight, check_replaceable, meaning, replace
 
@@ -177,11 +176,16 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
         for module, _, full in places:
             if isinstance(module, nn.Linear):
                 check_replaceable(full.rpartition(".")[0], module)
-        return ScaledWeight(tensor)
+        return ScaledWeight(_stored_as(held, tensor))
     tensor = tensor.to(place)
     if isinstance(held, ScaledWeight):
-        return ScaledWeight(breccia.cast(tensor, held.recipe))
+        return ScaledWeight(_stored_as(held, breccia.cast(tensor, held.recipe)))
     return tensor.to(held.dtype)
+
+
+def _stored_as(held: ScaledWeight | Tensor, tensor: ScaledTensor) -> ScaledTensor:
+    """`tensor` in the storage that the model has its weight in."""
+    return tensor.to_storage(held.layout.storage) if isinstance(held, ScaledWeight) else tensor
 
 
 def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from breccia.declared import rebuilt
-from breccia.registry import registry
-from breccia.tensor import PARTS, Meaning, ScaledTensor, restored
+from breccia.backend import PARTS, Meaning, ScaledTensor, once, rebuilt, registry, restored
 
 
 def _flatten(st: ScaledTensor) -> tuple[list[Any], Meaning]:
@@ -27,7 +24,7 @@ def _unflatten(leaves: Any, meaning: Meaning) -> ScaledTensor:
     return meaning.assembled(*leaves)
 
 
-@cache
+@once
 def register() -> None:
     """Make ScaledTensor a pytree node, and let `torch.load(..., weights_only=True)` read it."""
     pytree.register_pytree_node(

@@ -11,13 +11,23 @@ import torch
 from torch import Tensor, nn
 
 import breccia
-from breccia.declared import Declared
-from breccia.errors import BrecciaError, OptionError, ShapeError, UnsupportedError
-from breccia.frameworks import FLOATS, dtype_name
-from breccia.kernels import reference
-from breccia.layouts import Layout
-from breccia.recipes import ScalingRecipe, check_recipe
-from breccia.tensor import PARTS, ScaledTensor
+from breccia.backend import (
+    FLOATS,
+    PARTS,
+    PLAIN,
+    BrecciaError,
+    Declared,
+    Layout,
+    OptionError,
+    ScaledTensor,
+    ScalingRecipe,
+    ShapeError,
+    UnsupportedError,
+    check_recipe,
+    checks,
+    dtype_name,
+    held,
+)
 
 from .ops import WORDS, autocast_dtype
 
@@ -90,6 +100,8 @@ class ScaledWeight(_Meaningful):
     JSON in a uint8 tensor, what they mean. `load_state_dict` refuses parts of another meaning. `.half()`, `.to(dtype)` and the
     like pass over them: codes and scales are no numbers of the model's precision. `data` are codes; the values are
     `breccia.dequantize(weight.tensor)`.
+
+    A tensor in a storage stays in it; `state_dict` holds the parts of the plain one, and `load_state_dict` takes those.
     """
 
     def __init__(self, tensor: ScaledTensor) -> None:
@@ -104,9 +116,10 @@ class ScaledWeight(_Meaningful):
 
     @property
     def tensor(self) -> ScaledTensor:
-        """The ScaledTensor of the buffers as they are now; nothing is copied."""
-        parts = (self.recipe, self.layout, self.zero_point, self.global_scale, self.axis, self.tail)
-        return ScaledTensor.assemble(self.data, self.scale, *parts)
+        """The ScaledTensor of the buffers as they are now; zero-copy."""
+        b = self._buffers
+        parts = (self.recipe, self.layout, b["zero_point"], b["global_scale"], self.axis, self.tail)
+        return ScaledTensor.assemble(b["data"], b["scale"], *parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,7 +144,27 @@ class ScaledWeight(_Meaningful):
         return super()._apply(as_integers, recurse)
 
     def _meaning(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "tail": self.tail}
+        return {"recipe": self.recipe, "layout": self.layout.plain, "axis": self.axis, "tail": self.tail}
+
+    def _take_parts(self, tensor: ScaledTensor) -> None:
+        """Make the buffers those of `tensor`."""
+        for name in PARTS:
+            setattr(self, name, getattr(tensor, name))
+        self.layout = tensor.layout
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout.storage != PLAIN:
+            for name, part in held(self.tensor.to_plain()).items():
+                destination[prefix + name] = part if keep_vars else part.detach()
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        storage = self.layout.storage
+        if storage != PLAIN:
+            self._take_parts(self.tensor.to_plain())
+        super()._load_from_state_dict(*arguments)
+        if storage != PLAIN:
+            self._take_parts(self.tensor.to_storage(storage))
 
     def _refused(self, state_dict: dict[str, Any], prefix: str) -> str:
         refused = super()._refused(state_dict, prefix)
@@ -220,17 +253,15 @@ class ScaledLinear(_Meaningful):
                 found=tuple(x.shape),
                 in_features=self.in_features,
             )
-        if x.dtype in _FLOATS:
-            x = x.to(autocast_dtype(x) or x.dtype)
-        rows: Any = x.flatten(0, -2) if x.ndim > 1 else x[None]
-        if self.activation is not None:
-            # In FP32 the round trip that gradients pass has the values that the product would decode.
-            through = torch.is_grad_enabled() and x.dtype in _FLOATS
-            rows = breccia.cast_ste(rows.float(), self.activation) if through else breccia.cast(rows, self.activation)
-        y = breccia.matmul(rows, self.weight.tensor.mT)
-        if self.bias is not None:
-            y = y + self.bias.float()
-        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        if x.dtype in _FLOATS and (dtype := autocast_dtype(x)) is not None:
+            x = x.to(dtype)
+        rows: Any = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
+        weight, dtype = self.weight.tensor.mT, x.dtype if x.dtype in _FLOATS else torch.float32
+        if self.activation is None:
+            y = breccia.matmul(rows, weight, dtype, bias=self.bias)
+        else:
+            y = breccia.cast_matmul(rows, self.activation, weight, dtype, bias=self.bias)
+        return y if x.ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
@@ -277,8 +308,8 @@ def quantize_(
     for name, module in chosen.items():  # before anything changes
         check_replaceable(name, module)
         try:
-            reference.check_cast(module.weight, recipe)
-            reference.fitted_layout(recipe, tuple(module.weight.shape), -1)
+            checks.check_cast(module.weight, recipe)
+            checks.fitted_layout(recipe, tuple(module.weight.shape), -1)
         except BrecciaError as e:
             raise type(e)(f"quantize_: {name}.weight: {e}", **e.found) from e
     names: dict[nn.Linear, list[str]] = {}

@@ -8,25 +8,37 @@ does nothing but arithmetic on shapes and calls of operators.
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import breccia
-from breccia import api, tensor
-from breccia.errors import UnsupportedError
-from breccia.formats import Block
-from breccia.frameworks import output_dtype
-from breccia.grids import packing, part_shapes
-from breccia.kernels import reference
-from breccia.layouts import Layout
-from breccia.ops import Array
-from breccia.recipes import ScalingRecipe
-from breccia.tensor import FIELDS, ScaledTensor, contraction_axis, held
+from breccia import backend
+from breccia.backend import (
+    DEFAULT,
+    FIELDS,
+    Array,
+    Block,
+    CastOptions,
+    Layout,
+    ScaledTensor,
+    ScalingRecipe,
+    Stored,
+    UnsupportedError,
+    calls,
+    checks,
+    contraction_axis,
+    held,
+    keeps_parts,
+    output_dtype,
+    packing,
+    part_shapes,
+    reference,
+)
 
-from .gradients import masked, product_gradient, within, within_scales
+from .frontend import clipped_gradient, grouped_gradients, product_gradients, round_trip, within_scales
 from .ops import TORCH
 
 _SIGN = 1 << 63
@@ -40,22 +52,35 @@ def _cast(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> list[Tensor]:
     """The parts of `breccia.cast(x, ...)` that there are, in their order. `seed` holds 64 bits, its sign being the highest."""
-    return _parts(breccia.cast(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite)))
+    return _parts(calls.cast(x.detach(), _recipe(recipe), _eager(axis, scale, rounding, seed, nonfinite)))
 
 
 @_cast.register_fake
 def _(x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
     of = _recipe(recipe)
-    reference.check_cast(x, of)
-    shapes = part_shapes(of.format, reference.fitted_layout(of, tuple(x.shape), axis), tuple(x.shape), axis)
+    checks.check_cast(x, of)
+    shapes = part_shapes(of.format, checks.fitted_layout(of, tuple(x.shape), axis), tuple(x.shape), axis)
     dtypes = TORCH.dtypes(of.format)
     return [x.new_empty(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()]
+
+
+@torch.library.custom_op("breccia::cast_pair", mutates_args=())
+def _cast_pair(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
+    """The parts of both tensors of `breccia.cast_pair(x, ...)`, one after the other."""
+    pair = calls.cast_pair(x.detach(), _recipe(recipe), _eager(-1, None, rounding, seed, nonfinite))
+    return [part for st in pair for part in _parts(st)]
+
+
+@_cast_pair.register_fake
+def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
+    options = (recipe, None, rounding, seed, nonfinite)
+    return [part for axis in (-1, -2) for part in torch.ops.breccia.cast(x, options[0], axis, *options[1:])]
 
 
 @torch.library.custom_op("breccia::dequantize", mutates_args=())
 def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, dtype: str) -> Tensor:
     """`breccia.dequantize` of the tensor of these parts."""
-    return breccia.dequantize(_assembled(parts, recipe, layout, axis, tail), out_dtype=dtype).contiguous()
+    return calls.dequantize(_assembled([p.detach() for p in parts], recipe, layout, axis, tail), dtype).contiguous()
 
 
 @_dequantize.register_fake
@@ -78,16 +103,16 @@ def _requantize(
     nonfinite: str,
 ) -> list[Tensor]:
     """The parts of `breccia.requantize` of the tensor of these parts, `into` being the recipe to write."""
-    options = _eager(axis, scale, rounding, seed, nonfinite)
-    del options["axis"]
-    found = _parts(breccia.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), **options))
+    options = _eager(-1, scale, rounding, seed, nonfinite)
+    found = _parts(calls.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), options))
     taken = {part.data_ptr() for part in parts}  # an operator gives no view of what it took
     return [part.clone() if part.data_ptr() in taken else part for part in found]
 
 
 @_requantize.register_fake
 def _(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, into: str, *options: Any) -> list[Tensor]:
-    found = reference.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), scale=options[0])
+    given = CastOptions(scale=options[0])
+    found = reference.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), given)
     return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
 
 
@@ -106,42 +131,182 @@ def _matmul(
     dtype: str,
 ) -> Tensor:
     """`breccia.matmul`; an operand whose recipe is "" is an array, the one item of its list."""
-    left, right = _operand(a, a_recipe, a_layout, a_axis, a_tail), _operand(b, b_recipe, b_layout, b_axis, b_tail)
-    return breccia.matmul(left, right, dtype).contiguous()
+    left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
+    return calls.matmul(left, right, None, dtype).contiguous()
 
 
 @_matmul.register_fake
 def _(a: list[Tensor], *rest: Any) -> Tensor:
-    left, right = _operand(a, *rest[:4]), _operand(*rest[4:9])
-    reference.check_matmul_shapes(tuple(left.shape), tuple(right.shape))
+    return _fake_product(a[0], _operand(a, *rest[:4]), _operand(*rest[4:9]), None, rest[9])
+
+
+@torch.library.custom_op("breccia::biased_matmul", mutates_args=())
+def _biased_matmul(
+    a: list[Tensor],
+    a_recipe: str,
+    a_layout: str,
+    a_axis: int,
+    a_tail: int,
+    b: list[Tensor],
+    b_recipe: str,
+    b_layout: str,
+    b_axis: int,
+    b_tail: int,
+    dtype: str,
+    bias: Tensor,
+) -> Tensor:
+    """`breccia.matmul` with a bias."""
+    left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
+    return calls.matmul(left, right, bias.detach(), dtype).contiguous()
+
+
+@_biased_matmul.register_fake
+def _(a: list[Tensor], *rest: Any) -> Tensor:
+    return _fake_product(a[0], _operand(a, *rest[:4]), _operand(*rest[4:9]), rest[10], rest[9])
+
+
+def _fake_product(like: Tensor, left: Any, right: Any, bias: Any, dtype: str) -> Tensor:
+    checks.check_matmul(left, right, bias)
     lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    return a[0].new_empty((*lead, left.shape[-2], right.shape[-1]), dtype=getattr(torch, rest[9]))
+    return like.new_empty((*lead, left.shape[-2], right.shape[-1]), dtype=getattr(torch, dtype))
+
+
+@torch.library.custom_op("breccia::cast_matmul", mutates_args=())
+def _cast_matmul(
+    x: Tensor,
+    recipe: str,
+    b: list[Tensor],
+    b_recipe: str,
+    b_layout: str,
+    b_axis: int,
+    b_tail: int,
+    dtype: str,
+    bias: Tensor | None,
+) -> Tensor:
+    """`breccia.cast_matmul`; `b` is given as to `breccia::matmul`."""
+    right, added = _given(b, b_recipe, b_layout, b_axis, b_tail), None if bias is None else bias.detach()
+    return calls.cast_matmul(x.detach(), _recipe(recipe), right, added, dtype).contiguous()
+
+
+@_cast_matmul.register_fake
+def _(x: Tensor, recipe: str, b: list[Tensor], *rest: Any) -> Tensor:
+    return _fake_product(x, x, _operand(b, *rest[:4]), rest[5], rest[4])
+
+
+@torch.library.custom_op("breccia::grouped_matmul", mutates_args=())
+def _grouped_matmul(
+    a: list[Tensor],
+    a_recipe: str,
+    a_layout: str,
+    a_axis: int,
+    a_tail: int,
+    b: list[Tensor],
+    b_recipe: str,
+    b_layout: str,
+    b_axis: int,
+    b_tail: int,
+    offsets: Tensor,
+    dtype: str,
+) -> Tensor:
+    """`breccia.grouped_matmul`; operands are given as to `breccia::matmul`."""
+    left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
+    return calls.grouped_matmul(left, right, offsets, dtype).contiguous()
+
+
+@_grouped_matmul.register_fake
+def _(a: list[Tensor], *rest: Any) -> Tensor:
+    left, right, offsets = _operand(a, *rest[:4]), _operand(*rest[4:9]), rest[9]
+    checks.check_grouped(left, right, offsets)
+    return a[0].new_empty((left.shape[0], right.shape[-1]), dtype=getattr(torch, rest[10]))
+
+
+# Gradients in graphs are those of the frontend, over operators. Operands come as lists of parts and what they mean.
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b = inputs[0], inputs[5]
-    ctx.save_for_backward(*a, *b)
+    a, b, bias = inputs[0], inputs[5], inputs[11] if len(inputs) > 11 else None
+    ctx.save_for_backward(*a, *b, bias)
     ctx.split, ctx.meaning = len(a), (inputs[1:5], inputs[6:10])
 
 
 def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    saved, (first, second) = ctx.saved_tensors, ctx.meaning
-    a, b = list(saved[: ctx.split]), list(saved[ctx.split :])
-    gradient = gradient.float()
-    left = right = None
-    if not first[0] and ctx.needs_input_grad[0]:
-        left = [product_gradient(gradient, _values(b, *second), a[0].shape, False).to(a[0].dtype)]
-    if not second[0] and ctx.needs_input_grad[5]:
-        right = [product_gradient(gradient, _values(a, *first), b[0].shape, True).to(b[0].dtype)]
-    return left or [None] * len(a), *(None,) * 4, right or [None] * len(b), *(None,) * 5
+    *saved, bias = ctx.saved_tensors
+    first, second = ctx.meaning
+    a, b = _operand(saved[: ctx.split], *first), _operand(saved[ctx.split :], *second)
+    needed = _any(ctx.needs_input_grad[0]), _any(ctx.needs_input_grad[5]), bias is not None
+    left, right, added = product_gradients(_product, gradient, a, b, bias, needed)
+    lists = [[None] * ctx.split if left is None else [left], [None] * (len(saved) - ctx.split) if right is None else [right]]
+    return lists[0], *(None,) * 4, lists[1], *(None,) * 5, *(() if bias is None else (added,))
 
 
-def _values(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> Tensor:
-    """An operand of `breccia::matmul` in FP32."""
-    return torch.ops.breccia.dequantize(parts, recipe, layout, axis, tail, "float32") if recipe else parts[0].float()
+def _any(needed: Any) -> bool:
+    return any(needed) if isinstance(needed, list | tuple) else bool(needed)
+
+
+def _product(a: Any, b: Any) -> Tensor:
+    """A product as an operator."""
+    return torch.ops.breccia.matmul(*_listed(a), *_listed(b), "float32")
+
+
+def _listed(x: Any) -> tuple[Any, ...]:
+    """The arguments of an operator that stand for an operand."""
+    if not isinstance(x, ScaledTensor):
+        return [x], "", "", -1, 0
+    return list(held(x).values()), x.recipe.to_json(), x.layout.to_json(), x.axis, x.tail
 
 
 _matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
+_biased_matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
+
+
+def _keep_cast_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.recipe, b, *ctx.meaning = inputs[:7]
+    ctx.save_for_backward(x, *b, inputs[8])
+
+
+def _cast_product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    x, *b, bias = ctx.saved_tensors
+    right, wanted = _operand(b, *ctx.meaning), _any(ctx.needs_input_grad[2])
+    written = x
+    if wanted:
+        parts = torch.ops.breccia.cast(x, ctx.recipe, -1, None, "nearest", None, "propagate")
+        of = _recipe(ctx.recipe)
+        layout = checks.fitted_layout(of, tuple(x.shape), -1)
+        written = _assembled(parts, ctx.recipe, layout.to_json(), -1, -x.shape[-1] % packing(of.format.element)[0])
+    needed = ctx.needs_input_grad[0], wanted, bias is not None
+    first, second, added = product_gradients(_product, gradient, x, right, bias, needed, written)
+    return first, None, [None] * len(b) if second is None else [second], *(None,) * 5, added
+
+
+_cast_matmul.register_autograd(_cast_product_gradients, setup_context=_keep_cast_operands)
+
+
+def _keep_groups(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, offsets = inputs[0], inputs[5], inputs[10]
+    ctx.save_for_backward(*a, *b, offsets)
+    ctx.split, ctx.meaning = len(a), (inputs[1:5], inputs[6:10])
+
+
+def _group_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    *saved, offsets = ctx.saved_tensors
+    first, second = ctx.meaning
+    a, b = _operand(saved[: ctx.split], *first), _operand(saved[ctx.split :], *second)
+    needed = _any(ctx.needs_input_grad[0]), _any(ctx.needs_input_grad[5])
+    left, right = grouped_gradients(_grouped, gradient, a, b, offsets, needed, _values)
+    lists = [[None] * ctx.split if left is None else [left], [None] * (len(saved) - ctx.split) if right is None else [right]]
+    return lists[0], *(None,) * 4, lists[1], *(None,) * 6
+
+
+def _grouped(a: Any, b: Any, offsets: Tensor) -> Tensor:
+    return torch.ops.breccia.grouped_matmul(*_listed(a), *_listed(b), offsets, "float32")
+
+
+def _values(x: Any) -> Tensor:
+    """An operand in FP32."""
+    return torch.ops.breccia.dequantize(*_listed(x), "float32") if isinstance(x, ScaledTensor) else x.float()
+
+
+_grouped_matmul.register_autograd(_group_gradients, setup_context=_keep_groups)
 
 
 @torch.library.custom_op("breccia::cast_ste", mutates_args=())
@@ -158,7 +323,13 @@ def _cast_ste(
     high: float,
 ) -> Tensor:
     """`breccia.cast_ste(x, ...)`. The gradient passes everywhere (`clip` is ""), or as `breccia.cast_ste_clipped` lets it."""
-    return breccia.cast_ste(x.detach(), _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite)).contiguous()
+    options = _eager(axis, scale, rounding, seed, nonfinite)
+    return round_trip(x.detach(), _recipe(recipe), _clip(clip, low, high), options).contiguous()
+
+
+def _clip(clip: str, low: float, high: float) -> Any:
+    """The clip as the frontend has it."""
+    return None if not clip else clip if clip == "scale" else (low, high)
 
 
 @_cast_ste.register_fake
@@ -171,7 +342,7 @@ def _within_scales(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> Tensor:
     """Where the blocks of a cast can hold `x` under the scales they have: a mask."""
-    return within_scales(x, _recipe(recipe), **_eager(axis, scale, rounding, seed, nonfinite)).contiguous()
+    return within_scales(x.detach(), _recipe(recipe), _eager(axis, scale, rounding, seed, nonfinite)).contiguous()
 
 
 @_within_scales.register_fake
@@ -186,11 +357,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _pass(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    if ctx.clip:
+    clip = _clip(ctx.clip, ctx.low, ctx.high)
+    if clip is not None:
         x, scale = ctx.saved_tensors
         options = (ctx.recipe, ctx.axis, scale, *ctx.options)
-        mask = torch.ops.breccia.within_scales(x, *options) if ctx.clip == "scale" else within(x, ctx.low, ctx.high)
-        gradient = masked(gradient, mask)
+        gradient = clipped_gradient(torch.ops.breccia.within_scales, gradient, x, clip, *options)
     return gradient, *(None,) * 9
 
 
@@ -218,6 +389,8 @@ _cast_ste.register_vmap(_each(torch.ops.breccia.cast_ste))
 _within_scales.register_vmap(_each(torch.ops.breccia.within_scales))
 _dequantize.register_vmap(_each(torch.ops.breccia.dequantize))
 _matmul.register_vmap(_each(torch.ops.breccia.matmul))
+_biased_matmul.register_vmap(_each(torch.ops.breccia.biased_matmul))
+_cast_matmul.register_vmap(_each(torch.ops.breccia.cast_matmul))
 
 
 def _parts(st: ScaledTensor) -> list[Tensor]:
@@ -235,20 +408,26 @@ def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int
     return _assembled(parts, recipe, layout, axis, tail) if recipe else parts[0]
 
 
-@cache
+def _given(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor | Tensor:
+    """An operand as kernels are given it: needing no gradient."""
+    return _operand([part.detach() for part in parts], recipe, layout, axis, tail)
+
+
+@lru_cache(maxsize=512)
 def _recipe(text: str) -> ScalingRecipe:
     return ScalingRecipe.from_json(text)
 
 
-@cache
+@lru_cache(maxsize=512)
 def _layout(text: str) -> Layout:
     return Layout.from_json(text)
 
 
-def _eager(axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> dict[str, Any]:
-    """The options of a verb from those of its operator."""
-    unsigned = None if seed is None else seed % (2 * _SIGN)
-    return {"axis": axis, "scale": scale, "rounding": rounding, "seed": unsigned, "nonfinite": nonfinite}
+def _eager(axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> CastOptions:
+    """The options of an op from those of its operator."""
+    if axis == -1 and scale is None and rounding == "nearest" and nonfinite == "propagate":
+        return DEFAULT
+    return CastOptions(axis, scale, rounding, None if seed is None else seed % (2 * _SIGN), nonfinite)
 
 
 # ------------------------------------------------------------------------------------------------ what Dynamo traces
@@ -281,7 +460,7 @@ def _facts(kind: Any, fields: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[i
 @_constant
 def _fitted(kind: Any, fields: tuple[Any, ...], axis: int, ndim: int, sides: tuple[int, int]) -> Layout:
     """The layout of a cast of `ndim` axes, of which the two last may have these lengths."""
-    return reference.fitted_layout(kind(*fields), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis)
+    return checks.fitted_layout(kind(*fields), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis)
 
 
 def _fields(declared: Any) -> tuple[Any, ...]:
@@ -300,14 +479,29 @@ def _side(length: Any, block: int | None) -> int:
     return block if length % block == 0 else block + 1
 
 
-def fill(self: ScaledTensor, *values: Any) -> None:
+def fill(
+    self: ScaledTensor,
+    data: Any,
+    scale: Any,
+    recipe: Any,
+    layout: Any,
+    zero_point: Any,
+    global_scale: Any,
+    axis: int,
+    tail: int,
+) -> None:
     """`breccia.tensor.fill` under a compiler, which knows no slots."""
+    values = (data, scale, recipe, layout, zero_point, global_scale, axis, tail)
     for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo knows no strict=)
         object.__setattr__(self, name, value)
 
 
 def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
     """`st.shape` under a compiler, which knows no cached properties."""
+    if type(st.layout) is Stored and st.layout.data_axes:
+        m, k = st.layout.matrix
+        lead = tuple(st.data.shape[: st.data.ndim - st.layout.data_axes])
+        return (*lead, m, k) if st.axis == -1 else (*lead, k, m)
     _, (codes, size), _ = _facts(type(st.recipe), _fields(st.recipe))
     shape = list(st.data.shape)
     shape[st.axis] = shape[st.axis] // size * codes - st.tail
@@ -315,8 +509,8 @@ def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
 
 
 @_constant
-def _refuse(verb: str, name: str) -> None:
-    raise UnsupportedError(f"{verb}: {name}= is for calls outside torch.compile; leave it out.")
+def _refuse(op: str, name: str) -> None:
+    raise UnsupportedError(f"{op}: {name}= is for calls outside torch.compile; leave it out.")
 
 
 def _plain_call(verb: str, **given: Any) -> None:
@@ -349,11 +543,12 @@ def cast(
     rounding: str = "nearest",
     seed: int | None = None,
     nonfinite: str = "propagate",
+    storage: str = "plain",
     out: Any = None,
     prefer: Any = None,
 ) -> ScaledTensor:
     """`breccia.cast` under a compiler."""
-    _plain_call("cast", out=out, prefer=prefer)
+    _plain_call("cast", storage=_other_than_plain(storage), out=out, prefer=prefer)
     kind, fields = type(recipe), _fields(recipe)
     options = _options(x, axis, scale, rounding, seed, nonfinite)
     parts = torch.ops.breccia.cast(x, _text(kind, fields), *options)
@@ -376,7 +571,50 @@ def _flat(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
-    return parts, _text(type(x.recipe), _fields(x.recipe)), _text(type(x.layout), _fields(x.layout)), x.axis, x.tail
+    return parts, _text(type(x.recipe), _fields(x.recipe)), _layout_text(x.layout), x.axis, x.tail
+
+
+def _layout_text(layout: Any) -> str:
+    """The JSON of a layout, that of a storage included."""
+    if type(layout) is not Stored:
+        return _text(type(layout), _fields(layout))
+    plain = _text(type(layout.layout), _fields(layout.layout))
+    return _stored_text(plain, layout.storage, tuple([_known(n) for n in layout.matrix]), _known(layout.data_axes))
+
+
+@_constant
+def _stored_text(plain: str, storage: str, matrix: tuple[int, ...], data_axes: int) -> str:
+    return Stored(_layout(plain), storage, matrix, data_axes).to_json()
+
+
+def transposed(layout: Any) -> Layout:
+    """`layout.mT` under a compiler."""
+    return _transposed(_layout_text(layout))
+
+
+@_constant
+def _transposed(text: str) -> Layout:
+    return _layout(text).mT
+
+
+def cast_pair(
+    x: Array,
+    recipe: Any,
+    *,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    storage: str = "plain",
+    prefer: Any = None,
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`breccia.cast_pair` under a compiler."""
+    _plain_call("cast_pair", storage=_other_than_plain(storage), prefer=prefer)
+    kind, fields = type(recipe), _fields(recipe)
+    options = _options(x, -1, None, rounding, seed, nonfinite)
+    parts = torch.ops.breccia.cast_pair(x, _text(kind, fields), *options[2:])
+    half = len(parts) // 2
+    shape = tuple(x.shape)
+    return _written(parts[:half], recipe, shape, -1), _written(parts[half:], recipe, shape, -2)
 
 
 def dequantize(st: Any, *, out_dtype: Any = "float32", out: Any = None, prefer: Any = None) -> Array:
@@ -394,14 +632,16 @@ def requantize(
     seed: int | None = None,
     nonfinite: str = "propagate",
     require_exact: bool = False,
+    storage: str = "plain",
     out: Any = None,
     prefer: Any = None,
 ) -> ScaledTensor:
     """`breccia.requantize` under a compiler."""
-    _plain_call("requantize", require_exact=require_exact or None, out=out, prefer=prefer)
+    given = _other_than_plain(storage)
+    _plain_call("requantize", require_exact=require_exact or None, storage=given, out=out, prefer=prefer)
     flat = _flat(st)
     kind, fields = type(recipe), _fields(recipe)
-    if scale is None and nonfinite == "propagate" and _keeps(*flat[1:4], kind, fields):
+    if type(st.layout) is not Stored and scale is None and nonfinite == "propagate" and _keeps(*flat[1:4], kind, fields):
         return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.tail)
     options = _options(st.data, st.axis, scale, rounding, seed, nonfinite)
     parts = torch.ops.breccia.requantize(*flat, _text(kind, fields), *options[1:])
@@ -410,13 +650,27 @@ def requantize(
 
 @_constant
 def _keeps(recipe: str, layout: str, axis: int, kind: Any, fields: tuple[Any, ...]) -> bool:
-    return reference.keeps_parts(_recipe(recipe), _layout(layout), axis, kind(*fields))
+    return keeps_parts(_recipe(recipe), _layout(layout), axis, kind(*fields))
 
 
-def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Any = None) -> Array:
+def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Any = None) -> Array:
     """`breccia.matmul` under a compiler."""
     _plain_call("matmul", out=out, prefer=prefer)
-    return torch.ops.breccia.matmul(*_flat(a), *_flat(b), _dtype_name(out_dtype))
+    flat = (*_flat(a), *_flat(b), _dtype_name(out_dtype))
+    return torch.ops.breccia.matmul(*flat) if bias is None else torch.ops.breccia.biased_matmul(*flat, bias)
+
+
+def cast_matmul(x: Array, recipe: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, prefer: Any = None) -> Array:
+    """`breccia.cast_matmul` under a compiler."""
+    _plain_call("cast_matmul", prefer=prefer)
+    text = _text(type(recipe), _fields(recipe))
+    return torch.ops.breccia.cast_matmul(x, text, *_flat(b), _dtype_name(out_dtype), bias)
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: Any = "float32", *, out: Any = None, prefer: Any = None) -> Array:
+    """`breccia.grouped_matmul` under a compiler."""
+    _plain_call("grouped_matmul", out=out, prefer=prefer)
+    return torch.ops.breccia.grouped_matmul(*_flat(a), *_flat(b), offsets, _dtype_name(out_dtype))
 
 
 def cast_ste(
@@ -458,14 +712,22 @@ def cast_ste_clipped(
     return torch.ops.breccia.cast_ste(x, _text(kind, fields), *options, clip, *bounds)
 
 
+def _other_than_plain(storage: str) -> str | None:
+    return None if storage == "plain" else storage
+
+
 @_constant
 def _bounds(kind: Any, fields: tuple[Any, ...], low: float | None, high: float | None, clip: str) -> tuple[float, float]:
-    return reference.clip_bounds(kind(*fields), low, high, clip) or (0.0, 0.0)
+    return checks.clip_bounds(kind(*fields), low, high, clip) or (0.0, 0.0)
 
 
 @_constant
 def _dtype_name(dtype: Any) -> str:
     return output_dtype(dtype)
+
+
+#: What stands in the place of the op of its name.
+_TRACED = (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped_matmul, cast_ste, cast_ste_clipped)
 
 
 @cache
@@ -475,7 +737,7 @@ def enable_compile() -> None:
     Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
     everybody.
     """
-    for traced in (cast, dequantize, requantize, matmul, cast_ste, cast_ste_clipped):
-        torch.compiler.substitute_in_graph(getattr(api, traced.__name__))(traced)
-    for traced in (fill, logical_shape):
-        torch.compiler.substitute_in_graph(getattr(tensor, traced.__name__))(traced)
+    for traced in _TRACED:
+        torch.compiler.substitute_in_graph(getattr(breccia, traced.__name__))(traced)
+    for traced in (fill, logical_shape, transposed):
+        torch.compiler.substitute_in_graph(getattr(backend, traced.__name__))(traced)

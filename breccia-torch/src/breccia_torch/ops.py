@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from breccia.codecs import E4M3, E5M2, F16, Codec
-from breccia.errors import OptionError, UnsupportedError
-from breccia.frameworks import dtype_name
-from breccia.ops import Array, Ops
+from breccia.backend import E4M3, E5M2, F16, Array, Codec, Ops, OptionError, UnsupportedError, dtype_name
 
 from . import container
 
@@ -19,6 +16,21 @@ container.register()
 
 #: Is it a tensor under a functorch transform? Its type does not tell, and torch has no public way to ask.
 wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
+
+
+def opaque(*tensors: Array) -> str | None:
+    """What kind of tensor, of these, has no memory of its own that a kernel could read; None where all have."""
+    for x in tensors:
+        if type(x) not in PLAIN:
+            return f"a {type(x).__name__}"
+        if wrapped(x):
+            return "a tensor of a functorch transform"
+    return None
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device) if getattr(device, "type", "") == "cuda" else None
 
 
 def transforming() -> bool:
@@ -131,6 +143,31 @@ class _TorchOps(Ops):
             return torch.matmul(a, b)
         with torch.autocast(a.device.type, enabled=False):  # which would multiply in a narrower dtype
             return torch.matmul(a, b)
+
+    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        if opaque(offsets) is not None or offsets.device.type != "cpu":
+            return super().grouped_matmul(a, b, offsets)
+        found, start = a.new_zeros((a.shape[0], b.shape[-1])), 0
+        for matrix, end in zip(b, offsets.tolist(), strict=True):
+            if end > start:
+                found[start:end] = self.matmul(a[start:end], matrix)
+            start = max(start, end)
+        return found
+
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        return a.permute(axes)
+
+    def portable(self, a: Array) -> Array:
+        return _bytes(a)  # pickle's copy of a storage of float8 fails (torch 2.11 to 2.13)
+
+    def from_portable(self, a: Array, dtype: str) -> Array:
+        return _as(a, getattr(torch, dtype))
+
+    def strides(self, a: Array) -> tuple[int, ...] | None:
+        return tuple(stride * a.itemsize for stride in a.stride())
+
+    def address(self, a: Array) -> int | None:
+        return a.data_ptr() if opaque(a) is None else None
 
     def whole(self, x: Any) -> Any:
         return x.to(torch.int32) if isinstance(x, torch.Tensor) else int(x)

@@ -24,18 +24,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from .. import calls
 from ..codecs import F32, F32_INF, MAGNITUDE, NORMAL, Codec, Integer, Lookup, Minifloat, PowerOfTwo, f32_bits
 from ..formats import TENSOR, Block, Format
-from ..frameworks import dtype_name, output_dtype, same_framework
+from ..frameworks import dtype_name, output_dtype
 from ..grids import packed_length, packing
-from ..layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
+from ..layouts import Layout, Shape
 from ..ops import NUMPY, Array
-from ..options import check_options
+from ..options import DEFAULT, CastOptions
 from ..recipes import ScalingRecipe
 from ..rules import Divide, Exponent, Inverse, Linear, Rule
 from ..tensor import PARTS, ScaledTensor, contraction_axis
 from ..threads import get_num_threads, spread
-from . import reference
+from . import checks, reference
+from .checks import check_matmul
+from .plans import LAYOUTS, alone, k_last, scattered
 
 if TYPE_CHECKING:
     from ..dispatch import Call
@@ -66,6 +69,8 @@ _FINEST = 2.0**-24
 _MODEST = 2.0**20
 #: Entries of a store of what was derived once (plans, layouts of each, tables).
 _REMEMBERED = 256
+#: Bytes of codes that are decoded at once, on one thread.
+_SHORT = 1 << 16
 #: Scales that Python's own minimum is faster for; elements of arrays whose cost is that of NumPy's calls.
 _FEW, _SMALL_ARRAY = 64, 1 << 13
 #: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
@@ -258,11 +263,13 @@ class Steps:
     amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous and 1-D.
     scaled: what writes codes as these do here, from numbers still to be scaled; None where there is no such.
+    values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
     """
 
     amax: Callable[[Array, int, Array], None] | None = None
     pairs: Callable[[Array, Array], None] | None = None
     scaled: Callable[[_Codes], ScaledCodes | None] | None = None
+    values: Callable[[Array, Array, Array, int, int, Array], None] | None = None
 
 
 #: NumPy alone.
@@ -473,6 +480,7 @@ class _Plan:
         self.alien = sys.byteorder != "little"
         if coarse is not None:
             self.alien |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
+            self.alien |= coarse.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
         #: Are codes computed by division? The scales are found here, the codes by the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
@@ -495,8 +503,12 @@ class _Plan:
         k = block[1] or (x.size if block == TENSOR else shape[-1])
         if (block != TENSOR and shape[-1] % k) or shape[-1] % self.count or k % self.count:
             return None
-        rows = x.reshape(-1, k)
-        amax = np.maximum.reduce(rows.view(_U4) & _MAGNITUDE, axis=1)
+        rows, step = x.reshape(-1, k), self.steps.amax
+        if step is None:
+            amax = np.maximum.reduce(rows.view(_U4) & _MAGNITUDE, axis=1)
+        else:
+            amax = np.empty(len(rows), _U4)
+            step(x.reshape(-1), k, amax)
         global_scale = coarse = None
         if self.coarse_scales is not None:
             found = self.coarse_scales.quick(np.maximum.reduce(amax, keepdims=True), None)
@@ -508,24 +520,32 @@ class _Plan:
         if found is None:
             return None
         stored, inverse = found
-        codes = writer.few(rows * inverse[:, None])
-        if scales.values is not None and not inverse.all():
-            codes[inverse == 0] = writer.zero
+        if self.scaled is not None:
+            codes = np.empty(x.size, _U1)
+            self.scaled(x.reshape(-1), inverse, k, codes)
+        else:
+            codes = writer.few(rows * inverse[:, None])
+            if scales.values is not None and not inverse.all():
+                codes[inverse == 0] = writer.zero
         if self.bits == 8:
             data = codes.reshape(shape).view(self.storage)
+        elif self.bits == 4 and self.steps.pairs is not None:
+            data = np.empty(x.size // 2, _U1)
+            self.steps.pairs(codes.reshape(-1), data)
+            data = data.reshape(*shape[:-1], -1)
         elif self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(_U2)
             data = (pairs | (pairs >> 4)).astype(_U1)
         else:
             data = np.empty((rows.size // k, k * self.bits // 8), _U1)
-            _pack(codes, self.bits, data, np.empty(rows.size, _U1))
+            _pack(codes.reshape(rows.shape), self.bits, data, np.empty(rows.size, _U1))
             data = data.reshape(*shape[:-1], -1)
         stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
         return ScaledTensor.assemble(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
 
     def layout(self, shape: Shape, axis: int) -> Layout:
-        """`reference.fitted_layout`, remembered by what it depends on."""
-        return _recalled(self._layouts, (axis, len(shape), shape[-2:]), reference.fitted_layout, self.recipe, shape, axis)
+        """`checks.fitted_layout`, remembered by what it depends on."""
+        return _recalled(self._layouts, (axis, len(shape), shape[-2:]), checks.fitted_layout, self.recipe, shape, axis)
 
 
 _plans: dict[object, _Plan] = {}
@@ -585,24 +605,13 @@ class _Piece:
         return self.values.shape
 
 
-def _alone(shape: Shape, block: Block) -> bool:
-    """Do matrices stacked on each other have the blocks that each has?"""
-    return block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
-
-
-def _scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:
-    """Would there be many small pieces, whose calls cost more than the generic algorithm?"""
-    count = math.prod(shape[: len(lead)] if contiguous and _alone(shape, block) else shape[:-2])
-    return count > 64 and math.prod(shape) // count < 1 << 14
-
-
 def _pieces(
     values: Array, block: Block, unit: int, lead: Shape, data: Array, *of_blocks: Array | None
 ) -> tuple[list[_Piece], bool]:
     """(matrices of K-last parts, are they flat?). `lead`: the shape of per-tensor scales. `of_blocks`: three parts."""
     shape = values.shape
     m, limit = _sides(block, shape)[0], _chunk()
-    merged = _alone(shape, block) and values.flags.c_contiguous and data.flags.c_contiguous
+    merged = alone(shape, block) and values.flags.c_contiguous and data.flags.c_contiguous
     flat = merged and shape[-1] % unit == 0 and (block == TENSOR or m == 1)
     prefix = shape[: len(lead) if merged else len(shape) - 2]
 
@@ -687,18 +696,7 @@ def _load(values: Array, rows: int, columns: int, buffer: Array) -> Array:
 # ------------------------------------------------------------------------------------------------ cast
 
 
-def cast(
-    x: Array,
-    recipe: ScalingRecipe,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    out: ScaledTensor | None = None,
-    steps: Steps = PLAIN,
-) -> ScaledTensor:
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, steps: Steps = PLAIN) -> ScaledTensor:
     """`reference.cast`, faster, in memory of its result and at most 16 MB.
 
     Up to 6 MB of that are work space, which each thread keeps for its next call.
@@ -706,40 +704,33 @@ def cast(
     steps: those that somebody else does faster.
     """
     if (
-        scale is None
-        and out is None
-        and type(axis) is int
-        and axis == -1
-        and rounding == "nearest"
-        and nonfinite == "propagate"
+        options is DEFAULT
         and type(x) is np.ndarray
         and x.dtype is _F32
         and 0 < x.size <= _SMALL_ARRAY
         and x.ndim > 1
         and x.flags.c_contiguous
-        and seed is None
         and isinstance(recipe, ScalingRecipe)
     ):
         with np.errstate(all="ignore"):
             written = _plan(recipe, steps).short(x)
         if written is not None:
             return written
-    check_options(rounding, seed, nonfinite)
+    scale, out = options.scale, options.out
     if type(x) is not np.ndarray or x.dtype is not _F32 or not x.ndim or not isinstance(recipe, ScalingRecipe):
-        reference.check_cast(x, recipe)
+        checks.check_cast(x, recipe)
     plan = _plan(recipe, steps)
-    axis = contraction_axis(axis, x.ndim)
+    axis = contraction_axis(options.axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
-    known = rounding == "nearest" and x.size > 0 and call.possible
+    known = options.rounding == "nearest" and x.size > 0 and call.possible
     if known and scale is not None:
         call.supply(reference._check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
-    if not known or _scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
-        options: dict[str, Any] = {"scale": scale, "rounding": rounding, "seed": seed, "nonfinite": nonfinite, "out": out}
-        return reference.cast(x, recipe, axis=axis, **options)
+    if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
+        return reference.cast(x, recipe, options)
     own = call.fitting(out, layout)
     data, stored, zero_point, global_scale = parts = own or call.fresh()
-    call.run(parts, nonfinite == "raise")
+    call.run(parts, options.nonfinite == "raise")
     if own and out is not None:
         return out
     if axis == -2:
@@ -762,7 +753,7 @@ class _Cast:
         y = x.swapaxes(-1, -2) if axis == -2 else x
         self.shape: Shape = y.shape
         self.y = y if y.ndim > 1 else y.reshape(1, -1)
-        if _scattered(self.y.shape, block, (), self.y.flags.c_contiguous):
+        if scattered(self.y.shape, block, (), self.y.flags.c_contiguous):
             self.y = np.ascontiguousarray(self.y)
         self.per_tensor = block == TENSOR
         columns = self.y.shape[-1]
@@ -999,7 +990,8 @@ class _Cast:
                 fit = largest.view(_F4) * inverse[number] < writer.limit
             if special or self.plan.divides:
                 given = stored[number].reshape(() if self.per_tensor else (1, 1))
-                target[...] = reference.cast(piece.values[r0:r1, c0:c1], self.plan.recipe, scale=given).data.view(_U1)
+                chunk = piece.values[r0:r1, c0:c1]
+                target[...] = reference.cast(chunk, self.plan.recipe, CastOptions(scale=given)).data.view(_U1)
                 return
             if inverse[number] > _LARGE:
                 source = _flushed(work, source)
@@ -1021,7 +1013,7 @@ class _Cast:
         if self.k >= self.y.shape[-1]:  # a block is a row, and would be longer in a flat piece
             values = values.reshape(-1, self.y.shape[-1])
             given = given if given is None or self.coarse else given.reshape(-1, 1)
-        written = reference.cast(values, self.plan.recipe, scale=given)
+        written = reference.cast(values, self.plan.recipe, CastOptions(scale=given))
         for part, target in (
             (written.data.view(_U1), piece.data[r0:r1, _bytes(self.plan.fmt.element, c0, c1)]),
             (written.scale, piece.scale[places]),
@@ -1056,7 +1048,10 @@ class _Values:
         self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
-        self.element = element
+        self.element, self.codec = element, codec
+        #: Is a value its code's number times its scale, and times that of the tensor?
+        multiplies = all(level.sense == "multiplier" for level in fmt.levels)
+        self.plain = self.known and self.bits != 6 and fmt.offset == "none" and multiplies
         self.one = np.array(element.table, _U4).view(_F4) if self.known else np.empty(0, _F4)
         self.table = self.expand(self.one)
         # 2^-127 is an FP32 subnormal: 2^-126 stands for it, and what it multiplies is halved first.
@@ -1075,6 +1070,43 @@ class _Values:
     def wide(self) -> Array:
         """`table` for many look-ups, one for all recipes of the codec."""
         return _wide(self.element)
+
+    def short(self, st: ScaledTensor, steps: Steps) -> Array | None:
+        """`dequantize` of contiguous codes of few elements in whole blocks of a row; None where `st` is not that."""
+        data, scale, coarse, swapped = st.data, st.scale, st.global_scale, st.axis == -2
+        if not self.plain or st.tail or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
+            return None
+        block = st.layout.block(st.axis)
+        if scale.ndim != (0 if block == TENSOR else data.ndim):
+            return None
+        if swapped:
+            data, scale = data.swapaxes(-1, -2), scale if block == TENSOR else scale.swapaxes(-1, -2)
+        columns = data.shape[-1] * self.count // (self.bits * self.count // 8)
+        k = block[1] or (columns if block[0] else columns * (data.size // data.shape[-1]))
+        if block[0] is not None and (block[0] != 1 or columns % k or k % self.count):
+            return None
+        if not data.flags.c_contiguous or not scale.flags.c_contiguous or (coarse is not None and coarse.ndim):
+            return None
+        scale = np.asarray(scale).reshape(-1)
+        if self.scales is not None:
+            stored = scale.view(_U1)
+            if self.halves is not None and not stored.all():
+                return None
+            scale = self.scales.take(stored)
+        elif scale.dtype is not _F32:
+            scale = self.codec.read(NUMPY, scale)
+        values = np.empty((*data.shape[:-1], columns), _F4)
+        codes = np.asarray(data).view(_U1)
+        with np.errstate(all="ignore"):
+            if steps.values is not None:
+                steps.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
+            else:
+                self.decode(self.table, codes.reshape(-1, codes.shape[-1]), values.reshape(-1))
+                grid = values.reshape(-1, k)
+                np.multiply(grid, scale[:, None], out=grid)
+            if coarse is not None:
+                np.multiply(values, coarse, out=values)
+        return values.swapaxes(-1, -2) if swapped else values
 
     def decode(self, table: Array, data: Array, values: Array) -> None:
         """FP32 `values`, 1-D and of whole groups, of bytes `data` (rows, columns)."""
@@ -1107,15 +1139,19 @@ def _wide(codec: Codec) -> Array:
     return _pairs(np.array(codec.table, _U4).view(_F4))
 
 
-def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
-    """`reference.dequantize`, faster."""
+def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None, steps: Steps = PLAIN) -> Array:
+    """`reference.dequantize`, faster. steps: those that somebody else does faster."""
+    if out is None and out_dtype == "float32":
+        found = _recalled(_values, st.recipe.identity, _Values, st.recipe.format).short(st, steps)
+        if found is not None:
+            return found
     name = output_dtype(out_dtype)
     shape: Shape = st.shape if st.axis == -1 else (*st.shape[:-2], st.shape[-1], st.shape[-2])
     block, two_level = st.layout.block(st.axis), st.global_scale is not None
-    declined = type(st.layout) not in _LAYOUTS or math.prod(shape) == 0 or (two_level and block == TENSOR)
+    declined = type(st.layout) not in LAYOUTS or math.prod(shape) == 0 or (two_level and block == TENSOR)
     lead: Shape = st.global_scale.shape if two_level else st.scale.shape if block == TENSOR else ()
-    if declined or _scattered(shape, block, lead, True):
-        return reference.dequantize(st, out_dtype=name, out=out)
+    if declined or scattered(shape, block, lead, True):
+        return reference.dequantize(st, name, out)
     dtype = NUMPY.to_float(np.empty(0, _F4), name).dtype
     if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
         result = out.swapaxes(-1, -2) if st.axis == -2 else out
@@ -1126,9 +1162,6 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | Non
     _Dequantize(st, result).run()
     result = result.swapaxes(-1, -2) if st.axis == -2 else result
     return result if out is None else reference.result(NUMPY, result, name, out)
-
-
-_LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 
 
 def _overlaps(out: Array, st: ScaledTensor) -> bool:
@@ -1175,7 +1208,7 @@ class _Dequantize:
         lead: Shape = coarse.shape if coarse is not None else scale.shape if self.per_tensor else ()
         of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, None)
         data = data.view(_U1).reshape(*shape[:-1], -1)
-        if _scattered(shape, self.block, (), data.flags.c_contiguous):
+        if scattered(shape, self.block, (), data.flags.c_contiguous):
             data = np.ascontiguousarray(data)
         pieces, flat = _pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
         if self.per_tensor:
@@ -1280,49 +1313,19 @@ class _Dequantize:
         np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")
 
 
-# ------------------------------------------------------------------------------------------------ both, one after the other
-
-
-def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
-    """`reference.requantize` by way of the verbs here."""
-    return reference.requantized(cast, dequantize, st, recipe, **options)
-
-
-def cast_ste(x: Array, recipe: ScalingRecipe, **options: Any) -> Array:
-    """`reference.cast_ste` by way of the verbs here."""
-    return dequantize(cast(x, recipe, **options), out_dtype=dtype_name(x))
-
-
-def cast_ste_clipped(
-    x: Array,
-    recipe: ScalingRecipe,
-    clip_min: float | None = None,
-    clip_max: float | None = None,
-    *,
-    clip: str = "element",
-    **options: Any,
-) -> Array:
-    """`reference.cast_ste_clipped` by way of the verbs here."""
-    reference.clip_bounds(recipe, clip_min, clip_max, clip)
-    return cast_ste(x, recipe, **options)
-
-
 # ------------------------------------------------------------------------------------------------ matmul
 
 
-def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
+def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: Any = "float32", out: Array | None = None) -> Array:
     """`reference.matmul`, which decodes an operand that is larger than `TILE` piece by piece."""
-    same_framework({name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))})
-    left, right = tuple(a.shape), tuple(b.shape)
-    reference.check_matmul_shapes(left, right)
-    name = output_dtype(out_dtype)
-    for operand, what in ((a, "a"), (b, "b")):
-        if not isinstance(operand, ScaledTensor):
-            reference._raw(NUMPY, operand[..., :0], what)
+    check_matmul(a, b, bias)
+    left, right, name = tuple(a.shape), tuple(b.shape), output_dtype(out_dtype)
     product = np.empty((*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]), _F4)
     with np.errstate(all="ignore"):
         _product(a, b, product)
-        return reference.result(NUMPY, product, name, out)
+        if bias is not None:
+            np.add(product, NUMPY.f32(bias), out=product)
+        return product if out is None and name == "float32" else reference.result(NUMPY, product, name, out)
 
 
 def _product(a: Any, b: Any, product: Array) -> None:
@@ -1359,7 +1362,7 @@ def _step(x: Any, axis: int) -> int:
 
 def _dense(x: Any) -> Array:
     """FP32 values of an operand."""
-    return dequantize(x) if isinstance(x, ScaledTensor) else NUMPY.f32(x)
+    return calls.dequantize(x) if isinstance(x, ScaledTensor) else NUMPY.f32(x)
 
 
 # ------------------------------------------------------------------------------------------------ what is declined
@@ -1373,4 +1376,18 @@ def accepts_cast(call: Call) -> str | None:
     plan = _plan(call.a.recipe)
     if plan.alien or (plan.codes is None and plan.fmt.scale.block == TENSOR):
         return f"{call.a.recipe.name!r} as declared has no fast form here"
+    if call.a.empty:
+        return "an empty array is the generic algorithm's"
+    block = plan.fmt.scale.block
+    axis: int = call.option("axis", -1)
+    if (plan.codes is None or plan.codes.zero or plan.fmt.global_scale is not None) and call.a.ndim > 1:
+        shape = k_last(call.a.shape, axis)
+        m, k = _sides(block, shape)
+        unit = plan.count if block == TENSOR else _unit(k, shape[-1], plan.count)
+        if block != TENSOR and m * unit > _chunk():
+            return (
+                f"blocks of {m} x {unit} are larger than a chunk, and {call.a.recipe.name!r} as declared has no form for them"
+            )
+    if call.a.ndim > 2 and scattered(k_last(call.a.shape, axis), block, (), True):
+        return "many small matrices are faster all at once"
     return None

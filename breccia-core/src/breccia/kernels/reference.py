@@ -14,20 +14,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..codecs import BF16, F32_INF, MAGNITUDE, NORMAL, Codec, Integer
-from ..errors import InexactError, LayoutError, NonFiniteError, OptionError, ShapeError, UnsupportedError
-from ..exact import hold_scales, renamed, same_scales
+from ..errors import InexactError, LayoutError, NonFiniteError, ShapeError, UnsupportedError
+from ..exact import covered, hold_scales, keeps_parts, renamed, same_scales
 from ..formats import TENSOR, Block, Format
 from ..frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
 from ..grids import packing
 from ..layouts import Layout, PerBlockK, PerChannel, PerGroupIndex, PerTensor, Shape
 from ..ops import Array, Ops
-from ..options import CLIPS, check_options
+from ..options import DEFAULT, CastOptions
 from ..recipes import ScalingRecipe, check_recipe
 from ..rules import flushed, saturated
-from ..tensor import PARTS, ScaledTensor, check_codes, contraction_axis
+from ..tensor import PARTS, ScaledTensor, check_codes, check_layout, contraction_axis
+from .checks import check_cast, check_grouped, check_matmul, fitted_layout
 
 # ------------------------------------------------------------------------------------------------ geometry
 
@@ -142,22 +143,11 @@ def unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
 # ------------------------------------------------------------------------------------------------ cast
 
 
-def cast(
-    x: Array,
-    recipe: ScalingRecipe,
-    *,
-    axis: int = -1,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
-    out: ScaledTensor | None = None,
-) -> ScaledTensor:
-    """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents."""
-    seed = check_options(rounding, seed, nonfinite)
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents, in plain storage."""
     check_cast(x, recipe)
     ops = ops_of(x)
-    axis = contraction_axis(axis, len(x.shape))
+    axis, scale, out = contraction_axis(options.axis, len(x.shape)), options.scale, options.out
     fmt = recipe.format
     layout = fitted_layout(recipe, tuple(x.shape), axis)
     with ops.quiet():
@@ -166,9 +156,9 @@ def cast(
             scale = _check_supplied(ops, scale, x, fmt, layout, axis)
         lead = len(scale.shape) if scale is not None and (fmt.global_scale or layout.block(axis) == TENSOR) else 0
         tiles = _Tiles(ops, tuple(y.shape), layout.block(axis), lead)
-        if nonfinite == "raise":
+        if options.nonfinite == "raise":
             _refuse_nonfinite(ops, y)
-        words = random_words(ops, y, seed) if rounding == "stochastic" else None
+        words = random_words(ops, y, options.seed) if options.rounding == "stochastic" else None
         st = _write(ops, y, words, recipe, fmt, tiles, scale)
     data, stored, zero_point, global_scale = st
     if tiles.block != TENSOR:  # per-tensor scales run along leading axes alone
@@ -202,7 +192,7 @@ def _write(
     coarse = global_scale = None
     if fmt.global_scale is not None:
         global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
-        coarse, supplied = tiles.coarse(ops.f32(global_scale)), None
+        coarse, supplied = tiles.coarse(_multiplier(ops, ops.f32(global_scale), fmt)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
     faulty = amax >= F32_INF
@@ -251,9 +241,22 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
         return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
     finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
     amax = ops.unbits(ops.amax(finite, whole.axes))
+    if level.sense != "multiplier":
+        capacity = fmt.capacity(level)
+        ordinary = ops.where(amax == 0, capacity, ops.maximum(amax, capacity * 2.0**-126))
+        number = ordinary if level.sense == "amax" else ops.minimum(ops.div(capacity, ordinary), 2.0**126)
+        return whole.scale(ops.store(level.codec.encode(ops, number), ops.storage(level.codec)))
     codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.capacity(level), None)
     codes = ops.where(amax == 0, level.codec.zero_scale, codes)
     return whole.scale(ops.store(codes, ops.storage(level.codec)))
+
+
+def _multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
+    """What the number stored at the coarse level multiplies by."""
+    level = fmt.levels[0]
+    if level.sense == "multiplier":
+        return stored
+    return ops.div(stored, fmt.capacity(level)) if level.sense == "amax" else ops.div(1.0, stored)
 
 
 def _statistic(ops: Ops, amax: Array, clean: Array, tiles: _Tiles, offset: str) -> tuple[Array, Array]:
@@ -323,36 +326,6 @@ def _refuse_nonfinite(ops: Ops, y: Array) -> None:
         )
 
 
-def check_cast(x: Array, recipe: Any) -> None:
-    """Raise a typed error for an array or recipe that `cast` cannot take."""
-    check_recipe(recipe)
-    found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
-    if hasattr(x, "dtype") and found not in FLOATS:
-        raise UnsupportedError(
-            f"cast takes {', '.join(FLOATS)}; got {found}. "
-            + (
-                "Convert it first, so that the rounding to FP32 is yours to see: x.astype('float32') (torch: x.float())."
-                if found.startswith("float")
-                else "Only floating-point numbers are quantized; codes that exist already are wrapped by breccia.from_buffer."
-            ),
-            found=found,
-        )
-    if hasattr(x, "shape") and len(x.shape) == 0:
-        raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
-
-
-def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
-    """The layout `cast` gives to an array of `shape`. Raises ShapeError where the recipe needs a matrix."""
-    layout = recipe.layout.oriented(axis)
-    if layout.block(axis) != TENSOR and len(shape) < 2:
-        raise ShapeError(
-            f"{type(recipe).__name__} requires x.ndim >= 2, got {len(shape)} (shape {shape}); reshape x to "
-            f"(1, {math.prod(shape)}).",
-            shape=shape,
-        )
-    return layout.fitted(shape, axis)
-
-
 def random_words(ops: Ops, like: Array, seed: Any) -> Array:
     """int32 words of Threefry-2x32-20 for every element (docs/spec/numerics.md, section 5.5)."""
     low, high = ops.words(seed)
@@ -369,6 +342,11 @@ def random_words(ops: Ops, like: Array, seed: Any) -> Array:
             x = x + schedule[j % 3]
             y = y + schedule[(j + 1) % 3] + j
     return x
+
+
+def assigned(out: ScaledTensor | None, written: ScaledTensor) -> ScaledTensor:
+    """`written`, copied into `out` where there is one."""
+    return written if out is None else _assign(ops_of(written.data), out, written)
 
 
 def _assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
@@ -393,10 +371,12 @@ def _assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
 # ------------------------------------------------------------------------------------------------ dequantize
 
 
-def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None) -> Array:
     """High-precision values of `st`, as `breccia.dequantize` documents."""
     ops = ops_of(st.data, "data")
     name = output_dtype(out_dtype)
+    check_layout(st.layout)
+    st = st.to_plain()
     if isinstance(st.layout, PerGroupIndex):
         st = _ungrouped(ops, st, st.layout.index)
     fmt, axis = st.recipe.format, st.axis
@@ -466,40 +446,38 @@ def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
     return out
 
 
-# ------------------------------------------------------------------------------------------------ the other verbs
+# ------------------------------------------------------------------------------------------------ the other ops
 
 
-def requantize(st: ScaledTensor, recipe: ScalingRecipe, **options: Any) -> ScaledTensor:
-    """`st` under another recipe, as `breccia.requantize` documents; its options are those of `requantized`."""
-    return requantized(cast, dequantize, st, recipe, **options)
+class Primitives(NamedTuple):
+    """The two ops that the others are written over: the generic algorithm's own, or whatever the table finds."""
+
+    cast: Callable[[Array, ScalingRecipe, CastOptions], ScaledTensor]
+    dequantize: Callable[[ScaledTensor], Array]
 
 
-def requantized(
-    cast: Callable[..., ScaledTensor],
-    dequantize: Callable[[ScaledTensor], Array],
+GENERIC = Primitives(cast, dequantize)
+
+
+def requantize(
     st: ScaledTensor,
     recipe: ScalingRecipe,
-    *,
-    scale: Any = None,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    nonfinite: str = "propagate",
+    options: CastOptions = DEFAULT,
     require_exact: bool = False,
-    out: ScaledTensor | None = None,
+    by: Primitives = GENERIC,
 ) -> ScaledTensor:
-    """`requantize` with these `cast` and `dequantize`, for backends that have faster ones."""
-    check_options(rounding, seed, nonfinite)
+    """`st` under another recipe, as `breccia.requantize` documents."""
     check_recipe(recipe)
-    ops = ops_of(st.data, "data")
-    kept = _kept(ops, st, recipe, require_exact) if scale is None else None
+    st, ops, out = st.to_plain(), ops_of(st.data, "data"), options.out
+    kept = _kept(ops, st, recipe, require_exact) if options.scale is None else None
     if kept is None:
-        x = dequantize(st)
-        written = cast(x, recipe, axis=st.axis, scale=scale, rounding=rounding, seed=seed, nonfinite=nonfinite)
+        x = by.dequantize(st)
+        written = by.cast(x, recipe, options.replace(axis=st.axis, out=None))
         if require_exact:
-            _refuse_inexact(ops, x, dequantize(written), recipe)
+            _refuse_inexact(ops, x, by.dequantize(written), recipe)
         kept = written
-    elif nonfinite == "raise":
-        _refuse_nonfinite(ops, dequantize(st))
+    elif options.nonfinite == "raise":
+        _refuse_nonfinite(ops, by.dequantize(st))
     return kept if out is None else _assign(ops, out, kept)
 
 
@@ -514,7 +492,7 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
         parts = (st.zero_point, st.global_scale, st.axis, st.tail)
         return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, *parts)
     source, target, axis = st.recipe.format, recipe.format, st.axis
-    grouped, block = _covered(st.recipe, st.layout, axis)
+    grouped, block = covered(st.recipe, st.layout, axis)
     codes = renamed(source.element, target.element)
     if codes is None or not same_scales(st.recipe, recipe, block):
         return None
@@ -563,17 +541,6 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     )
 
 
-def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
-    """Does `requantize` change nothing but the recipe's name, whatever the parts hold?"""
-    return old == new or (old.format == new.format and same_scales(old, new, _covered(old, layout, axis)[1]))
-
-
-def _covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
-    """(are blocks told by an index?, the block of a scale)"""
-    grouped = isinstance(layout, PerGroupIndex)
-    return grouped, recipe.format.scale.block if grouped else layout.block(axis)
-
-
 def _differ(ops: Ops, a: Array, b: Array) -> Array:
     """Where two FP32 arrays differ in bits, one NaN being like another."""
     p, q = ops.bits(a), ops.bits(b)
@@ -591,87 +558,81 @@ def _refuse_inexact(ops: Ops, x: Array, y: Array, recipe: ScalingRecipe) -> None
         )
 
 
-def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, out: Array | None = None) -> Array:
-    """`a @ b` with FP32 accumulation; operands are dequantized first."""
-    parts = {name: x.data if isinstance(x, ScaledTensor) else x for name, x in (("a", a), ("b", b))}
-    same_framework(parts)
-    check_matmul_shapes(tuple(a.shape), tuple(b.shape))
-    ops = ops_of(parts["a"], "a")
-    name = output_dtype(out_dtype)
-    with ops.quiet():
-        left, right = (dequantize(x) if isinstance(x, ScaledTensor) else _raw(ops, x, n) for n, x in (("a", a), ("b", b)))
-        product = ops.matmul(left, right)
-        return result(ops, product, name, out)
-
-
-def _raw(ops: Ops, x: Array, name: str) -> Array:
-    if dtype_name(x) not in FLOATS:
-        raise UnsupportedError(
-            f"matmul takes ScaledTensors and {', '.join(FLOATS)} arrays; {name} is {dtype_name(x)}. Convert it first: "
-            "x.astype('float32') (torch: x.float())."
-        )
-    return ops.f32(x)
-
-
-def check_matmul_shapes(a: Shape, b: Shape) -> None:
-    """Raise ShapeError unless (..., M, K) @ (..., K, N) is defined for these shapes."""
-    if len(a) < 2 or len(b) < 2:
-        raise ShapeError(
-            f"matmul needs operands of at least two axes; got shapes {a} and {b}. Reshape a vector: x[None, :].", a=a, b=b
-        )
-    if a[-1] != b[-2]:
-        raise ShapeError(
-            f"matmul shape mismatch: a.shape[-1]={a[-1]} != b.shape[-2]={b[-2]} (shapes {a} and {b}). For a weight stored "
-            "(N, K), multiply by its transpose: w.mT.",
-            a=a,
-            b=b,
-        )
-    for m, n in zip(reversed(a[:-2]), reversed(b[:-2]), strict=False):
-        if m != n and 1 not in (m, n):
-            raise ShapeError(f"matmul: leading axes {a[:-2]} and {b[:-2]} do not broadcast (shapes {a} and {b}).", a=a, b=b)
-
-
-def cast_ste(x: Array, recipe: ScalingRecipe, **options: Any) -> Array:
-    """The round trip `dequantize(cast(x))` in `x`'s dtype, with `cast`'s options. Backends with gradients add those."""
-    return dequantize(cast(x, recipe, **options), out_dtype=dtype_name(x))
-
-
-def cast_ste_clipped(
-    x: Array,
-    recipe: ScalingRecipe,
-    clip_min: float | None = None,
-    clip_max: float | None = None,
-    *,
-    clip: str = "element",
-    **options: Any,
+def matmul(
+    a: Any,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: Any = "float32",
+    out: Array | None = None,
+    by: Primitives = GENERIC,
 ) -> Array:
-    """`cast_ste`, whose clip bounds shape the gradient alone; the forward value is the same."""
-    clip_bounds(recipe, clip_min, clip_max, clip)
-    return cast_ste(x, recipe, **options)
+    """`a @ b + bias` with FP32 accumulation; operands are dequantized first."""
+    same_framework({name: _array(x) for name, x in (("a", a), ("b", b), ("bias", bias)) if x is not None})
+    check_matmul(a, b, bias)
+    return product(a, b, bias, output_dtype(out_dtype), out, by)
 
 
-def clip_bounds(
-    recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None, clip: str = "element"
-) -> tuple[float, float] | None:
-    """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value.
+def product(a: Any, b: Any, bias: Array | None, dtype: str, out: Array | None, by: Primitives) -> Array:
+    """`matmul` of operands that are known to fit."""
+    ops = ops_of(_array(a), "a")
+    with ops.quiet():
+        found = ops.matmul(values(ops, a, by), values(ops, b, by))
+        if bias is not None:
+            found = found + ops.f32(bias)
+        return found if out is None and dtype == "float32" else result(ops, found, dtype, out)
 
-    None where each block has its own, `extremes`. Raises OptionError.
-    """
-    if clip not in CLIPS:
-        raise OptionError(f"clip is one of {', '.join(CLIPS)}; got {clip!r}.", clip=clip)
-    if clip == "scale":
-        if clip_min is not None or clip_max is not None:
-            raise OptionError('clip="scale" finds its own bounds; leave clip_min and clip_max out.', clip=clip)
-        return None
-    high = recipe.format.element.max if clip_max is None else float(clip_max)
-    low = -high if clip_min is None else float(clip_min)
-    if not low < high:
-        raise OptionError(f"clip_min must be less than clip_max; got {low} and {high}.", clip_min=low, clip_max=high)
-    return low, high
+
+def grouped_matmul(
+    a: Any,
+    b: Any,
+    offsets: Array,
+    out_dtype: Any = "float32",
+    out: Array | None = None,
+    by: Primitives = GENERIC,
+) -> Array:
+    """Each group of rows of `a` times its own matrix of `b`, as `breccia.grouped_matmul` documents."""
+    same_framework({"a": _array(a), "b": _array(b), "offsets": offsets})
+    check_grouped(a, b, offsets)
+    ops = ops_of(_array(a), "a")
+    with ops.quiet():
+        product = ops.grouped_matmul(values(ops, a, by), values(ops, b, by), offsets)
+        return result(ops, product, output_dtype(out_dtype), out)
+
+
+def values(ops: Ops, x: Any, by: Primitives = GENERIC) -> Array:
+    """An operand in FP32."""
+    return by.dequantize(x) if isinstance(x, ScaledTensor) else ops.f32(x)
+
+
+def _array(x: Any) -> Array:
+    return x.data if isinstance(x, ScaledTensor) else x
+
+
+def cast_pair(
+    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, by: Primitives = GENERIC
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`x` with blocks along its last axis and with blocks along the one before it."""
+    return by.cast(x, recipe, options.replace(axis=-1)), by.cast(x, recipe, options.replace(axis=-2))
+
+
+def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Array:
+    """The round trip `dequantize(cast(x))` in `x`'s dtype. Gradients are the frontend's."""
+    return dequantize(cast(x, recipe, options), dtype_name(x))
+
+
+def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
+    """`cast_ste`: a clip shapes the gradient alone."""
+    return cast_ste(x, recipe, options)
+
+
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: Any = "float32") -> Array:
+    """`matmul(cast(x), b)`."""
+    return matmul(cast(x, recipe), b, bias, out_dtype)
 
 
 def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
     """The lowest and the highest tensor of `st`'s scales: all of its codes replaced by those of either end."""
+    st = st.to_plain()
     ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
 
     def filled(code: int) -> ScaledTensor:

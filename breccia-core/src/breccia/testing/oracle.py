@@ -239,6 +239,20 @@ def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
     return floor_log2(amax) - floor_log2(cap)
 
 
+def coarse_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
+    """What a cast stores at a coarse level of sense "amax" or "divisor"; a tensor of zeros stores what means 1."""
+    capacity = Fraction(fmt.capacity(level))
+    number = max(amax, capacity * MIN_NORMAL) if amax else capacity
+    return number if level.sense == "amax" else min(fl_finite(capacity / number), 1 / MIN_NORMAL)
+
+
+def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
+    """What a number stored at a coarse level multiplies by."""
+    if level.sense == "amax":
+        return fl_finite(stored / Fraction(fmt.capacity(level)))
+    return stored if level.sense == "multiplier" else fl_finite(1 / stored)
+
+
 def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, coarse: Fraction | None) -> int:
     """The code a nonzero finite block's scale is stored as."""
     codec = level.codec
@@ -338,8 +352,12 @@ def cast(
         else:
             amax = max((abs(v) for v in value.values()), default=Fraction(0))
             level = fmt.global_scale
-            global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
-        coarse = None if math.isnan(decode(F32, global_bits)) else Fraction(decode(F32, global_bits))
+            if level.sense != "multiplier":
+                global_bits = f32_bits(float(coarse_number(level, fmt, amax)))
+            else:
+                global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
+        found = decode(F32, global_bits)
+        coarse = None if math.isnan(found) else multiplied_by(fmt.global_scale, fmt, Fraction(found))
 
     level, rule = fmt.scale, rules[-1]
     supplied = scale if fmt.global_scale is None else None

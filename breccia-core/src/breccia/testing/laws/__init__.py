@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from . import bridges, codecs, frameworks, kernels, manifest, recipes, rules
+from . import bridges, codecs, frameworks, kernels, manifest, recipes, rules, storages
 from .law import Law, Subject
 
 __all__ = ["LAWS", "Law", "Subject"]
@@ -15,6 +15,7 @@ LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
     codecs.laws,
     rules.laws,
     recipes.laws,
+    storages.laws,
     frameworks.laws,
     kernels.laws,
     bridges.laws,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ... import api, codecs
-from ...codecs import BF16, F16, F32_INF, MAGNITUDE
+from ...codecs import BF16, E4M3, E5M2, E8M0, F16, F32_INF, MAGNITUDE
 from ...errors import UnsupportedError
 from ...frameworks import Framework, device_of, dtype_name, framework_of
 from ...kernels import reference
@@ -411,6 +412,38 @@ def arrays_come_and_go_unchanged(place: Place) -> None:
         expect_words(f"{dtype}, to(None)", place.words(moved), host.view(f"u{host.itemsize}"))
 
 
+def axes_are_put_in_any_order(place: Place) -> None:
+    ops, words = place.ops, _words().reshape(-1)[:360]
+    for shape, axes in (((3, 4, 30), (1, 0, 2)), ((2, 3, 4, 15), (0, 3, 1, 2)), ((360,), (0,))):
+        expected = words.reshape(shape).transpose(axes)
+        _is(place, f"transpose by {axes}", ops.transpose(place.array(words.reshape(shape)), axes), np.array(expected))
+
+
+def groups_of_rows_have_each_their_matrix(place: Place) -> None:
+    """Whole numbers, whose sums FP32 holds in any order; a group of none, rows beyond the last group, and no group at all."""
+    ops, rng = place.ops, np.random.default_rng(7)
+    a = rng.integers(-8, 9, (7, 16)).astype(np.float32)
+    for ends in ([2, 2, 5], [0, 0, 7], [7], [0], []):
+        b = rng.integers(-8, 9, (len(ends), 16, 5)).astype(np.float32)
+        expected, start = np.zeros((7, 5), np.float32), 0
+        for matrix, end in zip(b, ends, strict=True):
+            expected[start:end] = a[start:end] @ matrix
+            start = end
+        found = ops.grouped_matmul(place.array(a), place.array(b), place.array(np.array(ends, np.int32)))
+        expect_numbers(f"groups that end at {ends}", place, found, expected)
+
+
+def portable_arrays_come_back(place: Place) -> None:
+    ops, words = place.ops, np.arange(256, dtype=np.uint8)
+    for dtype in ("uint8", *(str(c.dtype) for c in (E4M3, E5M2, E8M0) if ops.storage(c) == c.dtype)):
+        stored = ops.store(ops.load(place.array(words)), dtype)
+        back = ops.from_portable(ops.portable(stored), dtype)
+        expect(dtype_name(back) == dtype, f"{dtype} came back as {dtype_name(back)}")
+        expect_words(dtype, place.words(back), words)
+        expect(ops.itemsize(stored) == 1, f"an item of {dtype} is said to have {ops.itemsize(stored)} bytes")
+        pickle.loads(pickle.dumps(ops.portable(stored)))
+
+
 WORDS: tuple[Callable[[Place], None], ...] = (
     bits_and_unbits_are_inverse_and_change_no_bit,
     half_precision_is_widened_exactly,
@@ -436,4 +469,7 @@ WORDS: tuple[Callable[[Place], None], ...] = (
     assign_writes_in_place_or_refuses,
     a_conversion_of_its_own_is_the_contracts,
     arrays_come_and_go_unchanged,
+    axes_are_put_in_any_order,
+    groups_of_rows_have_each_their_matrix,
+    portable_arrays_come_back,
 )

@@ -15,8 +15,9 @@ import pytest
 from ... import api, targets
 from ...dispatch import Kernel
 from ...errors import BrecciaError, NoKernelError, NonFiniteError, UnsupportedError
-from ...frameworks import dtype_name
+from ...frameworks import Device, dtype_name, place_of
 from ...kernels import reference
+from ...options import CastOptions
 from ...recipes import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
 from ...tensor import ScaledTensor
 from .. import strategies
@@ -26,7 +27,7 @@ from ..places import Place, places_of
 from .law import Law, Subject, each
 from .recipes import instances, moved
 
-_CASTS = ("cast", "cast_ste", "cast_ste_clipped")
+_CASTS = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped")
 _ALONG_ROWS: dict[str, Any] = {"axis": -2}
 _STOCHASTIC: dict[str, Any] = {"rounding": "stochastic", "seed": 0x9E3779B97F4A7C15}
 
@@ -49,12 +50,13 @@ def laws(subject: Subject) -> Iterator[Law]:
 def it_says_whether_it_is_available(kernel: Kernel, place: Place) -> None:
     if kernel.available is None:
         return
-    for device in (kernel.device or "cpu", "cuda", "no such device"):
+    for device in (Device(kernel.device or "cpu"), Device("cuda"), Device("cuda", 1, (9, 0)), Device("no such device")):
+        asked = f"{kernel.available}({str(device)!r})"
         try:
             reason = targets.load(kernel.available)(device)
-        except Exception as e:  # dispatch passes such a kernel over
-            raise AssertionError(f"{kernel.available}({device!r}) raised {type(e).__name__}: {e}") from e
-        expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{kernel.available}({device!r}) gave {reason!r}")
+        except Exception as e:  # dispatch skips such a kernel
+            raise AssertionError(f"{asked} raised {type(e).__name__}: {e}") from e
+        expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{asked} gave {reason!r}")
 
 
 def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
@@ -75,7 +77,7 @@ def casts_write_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: Scali
         st = _asked(kernel, api.cast, given, recipe, **options)
         if st is not None:
             served = True
-            expect_tensor(place, st, reference.cast(x, recipe, **options))
+            expect_tensor(place, st, reference.cast(x, recipe, CastOptions(**options)))
             _expect_untouched(place, given, x)
     _need_served(kernel, served)
 
@@ -89,17 +91,29 @@ def options_of_a_cast_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place:
     supplied = there.scale if there.global_scale is None else there.global_scale
     st = _asked(kernel, api.cast, place.array(x), recipe, scale=supplied)
     if st is not None:
-        expect_tensor(place, st, reference.cast(x, recipe, scale=scale))
-    bad = x.copy()
-    bad[3, 5] = np.nan
-    with suppress(NonFiniteError):
-        marked = _asked(kernel, api.cast, place.array(bad), recipe, nonfinite="raise")
-        expect(marked is None, 'nonfinite="raise" did not raise for a NaN')
+        expect_tensor(place, st, reference.cast(x, recipe, CastOptions(scale=scale)))
+    _expect_nan_refused(kernel, api.cast, recipe, place)
     with suppress(UnsupportedError):
         written = _asked(kernel, api.cast, place.array(x), recipe, out=there)
         if written is not None:
             expect(written is there, "out= was not what it returned")
             expect_tensor(place, there, reference.cast(x, recipe))
+
+
+def a_pair_is_both_casts(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """Blocks along the last axis, then along the one before it, of the same numbers under the same options."""
+    ragged, whole = _arrays()
+    served = False
+    for x, options in ((ragged, {}), (whole, {}), (ragged, _STOCHASTIC)):
+        given = place.array(x)
+        pair = _asked(kernel, api.cast_pair, given, recipe, **options)
+        if pair is not None:
+            served = True
+            for st, axis in zip(pair, (-1, -2), strict=True):
+                expect_tensor(place, st, reference.cast(x, recipe, CastOptions(axis=axis, **options)))
+            _expect_untouched(place, given, x)
+    _expect_nan_refused(kernel, api.cast_pair, recipe, place)
+    _need_served(kernel, served)
 
 
 def options_of_dequantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -128,7 +142,7 @@ def values_are_those_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRec
     ragged, whole = _arrays()
     served = False
     for x, axis in ((ragged, -1), (whole, -1), (ragged, -2)):
-        st = reference.cast(x, recipe, axis=axis)
+        st = reference.cast(x, recipe, CastOptions(axis=axis))
         given = moved(st, place)
         back = _asked(kernel, api.dequantize, given)
         if back is not None:
@@ -162,7 +176,7 @@ def round_trips_are_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, pl
         back = _asked(kernel, verb, given, recipe, **options)
         if back is not None:
             served = True
-            expect_numbers(kernel.op, place, back, reference.dequantize(reference.cast(x, recipe, **options)))
+            expect_numbers(kernel.op, place, back, reference.dequantize(reference.cast(x, recipe, CastOptions(**options))))
             _expect_untouched(place, given, x)
     _need_served(kernel, served)
 
@@ -171,25 +185,46 @@ def products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place)
     """|error| <= K u / (1 - K u) sum |a||b| + K 2^-126, u = 2^-24: any FP32 order of summation (Higham, 3.1).
 
     A product below 2^-126 may come back as zero. One term is large, many are small. The other operand is of the recipe where
-    the kernel takes that, else an array or MXFP8.
+    the kernel takes that, else an array or MXFP8. A bias is one more term. `cast_matmul` casts the first operand itself.
     """
-    length = 512
-    rng = np.random.default_rng(0)
-    a, w = rng.standard_normal((9, length)).astype(np.float32), rng.standard_normal((7, length)).astype(np.float32)
-    a[:, 0], w[:, 0] = 4096.0, 1.0
+    a, w = _factors((9, _LENGTH)), _factors((7, _LENGTH), seed=1)
+    bias = np.linspace(-100, 100, 7, dtype=np.float32)
     left = reference.cast(a, recipe)
-    others = [r for r in (recipe, MXFP8BlockScaling()) if _serves(kernel.other, r)]
-    right = reference.cast(w, others[0]) if others else None
-    second = place.ops.swap(place.array(w)) if right is None else moved(right, place).mT
+    second, q = _second(kernel, recipe, place, w)
     p = reference.dequantize(left).astype(np.float64)
-    q = (w if right is None else reference.dequantize(right)).astype(np.float64).T
-    first = moved(left, place)
-    found = _asked(kernel, api.matmul, first, second)
-    _need_served(kernel, found is not None)
-    bound = length * 2.0**-24 / (1 - length * 2.0**-24) * (np.abs(p) @ np.abs(q)) + length * 2.0**-126
-    worst = np.max(np.abs(fp32("matmul", place, found, (9, 7)) - p @ q) / bound)
-    expect(bool(worst <= 1), f"matmul is {worst:.1f} times the bound of FP32 accumulation away")
+    first, x = moved(left, place), place.array(a)
+    verb, operands = (api.matmul, (first, second)) if kernel.op == "matmul" else (api.cast_matmul, (x, recipe, second))
+    served = False
+    for added, options in ((np.zeros(7), {}), (bias, {"bias": place.array(bias)})):
+        found = _asked(kernel, verb, *operands, **options)
+        if found is not None:
+            served = True
+            products, magnitudes = p @ q + added, np.abs(p) @ np.abs(q) + np.abs(added)
+            _expect_within(kernel.op + " with a bias" * bool(options), place, found, products, magnitudes, len(options))
+    _need_served(kernel, served)
     _expect_kept(place, first, left)
+    _expect_untouched(place, x, a)
+
+
+def grouped_products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """That of `matmul`, in each group; one group is empty, and rows of no group are zeros."""
+    a, w = _factors((9, _LENGTH)), _factors((3, 7, _LENGTH), seed=1)
+    left = reference.cast(a, recipe)
+    scaled = left.layout.block(-1)[0] in (1, None)
+    if not scaled and kernel.recipe is not None:
+        pytest.skip(f"groups begin at any row of a, and blocks of {recipe.spec} are taller than one")
+    second, q = _second(kernel, recipe, place, w)
+    p = (reference.dequantize(left) if scaled else a).astype(np.float64)
+    first = moved(left, place) if scaled else place.array(a)
+    found = _asked(kernel, api.grouped_matmul, first, second, place.array(np.array([2, 2, 7], np.int32)))
+    _need_served(kernel, found is not None)
+    products, magnitudes = np.zeros((9, 7)), np.zeros((9, 7))
+    for rows, matrix in ((slice(0, 2), q[0]), (slice(2, 7), q[2])):
+        products[rows], magnitudes[rows] = p[rows] @ matrix, np.abs(p[rows]) @ np.abs(matrix)
+    _expect_within(kernel.op, place, found, products, magnitudes)
+    expect(not fp32(kernel.op, place, found, (9, 7))[7:].any(), "rows of no group are not zeros")
+    if isinstance(first, ScaledTensor):
+        _expect_kept(place, first, left)
 
 
 _TRIP = (round_trips_are_dequantize_of_cast,)
@@ -198,6 +233,9 @@ _LAWS: dict[str, tuple[Callable[..., None], ...]] = {
     "dequantize": (values_are_those_of_the_generic_algorithm, options_of_dequantize_are_honoured),
     "requantize": (requantize_writes_the_bytes_of_the_generic_algorithm,),
     "matmul": (products_keep_the_bound,),
+    "cast_matmul": (products_keep_the_bound,),
+    "grouped_matmul": (grouped_products_keep_the_bound,),
+    "cast_pair": (a_pair_is_both_casts,),
     "cast_ste": _TRIP,
     "cast_ste_clipped": _TRIP,
 }
@@ -214,8 +252,8 @@ def _asked(kernel: Kernel, verb: Any, *operands: Any, **options: Any) -> Any:
         return verb(*operands, **options, prefer=kernel.name)
     except NoKernelError as e:
         if kernel.available is not None:
-            device = kernel.device or "cpu"
-            reason = targets.load(kernel.available)(device)
+            x = operands[0]
+            reason = targets.load(kernel.available)(place_of(x.data if isinstance(x, ScaledTensor) else x))
             if reason is not None:
                 pytest.skip(reason)
         if kernel.accepts is None:
@@ -228,10 +266,13 @@ def _operands(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> Iterator[t
     x = wide((32, 256), seed=3, exponents=2)
     if kernel.op in _CASTS:
         yield place.array(x), recipe
-    elif kernel.op == "matmul":
+    elif kernel.op in ("matmul", "grouped_matmul"):
         st = moved(reference.cast(x, recipe), place)
         yield st, st.mT
         yield place.array(x), st.mT
+    elif kernel.op == "cast_matmul":
+        yield place.array(x), recipe, moved(reference.cast(x, recipe), place).mT
+        yield place.array(x), recipe, place.ops.swap(place.array(x))
     else:
         st = moved(reference.cast(x, recipe), place)
         yield (st,) if kernel.op == "dequantize" else (st, MXFP8BlockScaling())
@@ -245,6 +286,43 @@ def _need_served(kernel: Kernel, served: bool) -> None:
     """Skip the test of a kernel that never ran in it: nothing was held to anything."""
     if not served:
         pytest.skip(f"{kernel.name} declined every array tried here")
+
+
+#: K of the products that are tried.
+_LENGTH = 512
+
+
+def _factors(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Normal numbers; the first product of each row is large."""
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x[..., 0] = 1.0 if seed else 4096.0
+    return x
+
+
+def _second(kernel: Kernel, recipe: ScalingRecipe, place: Place, w: np.ndarray) -> tuple[Any, np.ndarray]:
+    """The transpose of `w` as the second operand of a product, and its values in FP64."""
+    others = [r for r in (recipe, MXFP8BlockScaling()) if _serves(kernel.other, r)]
+    right = reference.cast(w, others[0]) if others else None
+    second = place.ops.swap(place.array(w)) if right is None else moved(right, place).mT
+    return second, (w if right is None else reference.dequantize(right)).astype(np.float64).swapaxes(-1, -2)
+
+
+def _expect_within(
+    what: str, place: Place, found: Any, products: np.ndarray, magnitudes: np.ndarray, more_terms: int = 0
+) -> None:
+    """Hold sums of `_LENGTH` products, and so many more terms, to the bound of any FP32 order of summation."""
+    n = (_LENGTH + more_terms) * 2.0**-24
+    bound = n / (1 - n) * magnitudes + _LENGTH * 2.0**-126
+    worst = np.max(np.abs(fp32(what, place, found, products.shape) - products) / bound)
+    expect(bool(worst <= 1), f"{what} is {worst:.1f} times the bound of FP32 accumulation away")
+
+
+def _expect_nan_refused(kernel: Kernel, verb: Any, recipe: ScalingRecipe, place: Place) -> None:
+    bad = _arrays()[1]
+    bad[3, 5] = np.nan
+    with suppress(NonFiniteError):
+        marked = _asked(kernel, verb, place.array(bad), recipe, nonfinite="raise")
+        expect(marked is None, 'nonfinite="raise" did not raise for a NaN')
 
 
 def _expect_untouched(place: Place, given: Any, x: np.ndarray) -> None:

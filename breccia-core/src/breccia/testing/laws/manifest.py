@@ -74,9 +74,26 @@ def the_target_exists(declared: Any, target: str) -> None:
             raise AssertionError(f"{target} is not to be found: {place}; {type(e).__name__}: {e}") from e
 
 
+_TARGETS = (
+    "target",
+    "available",
+    "accepts",
+    "score",
+    "plan",
+    "from_plain",
+    "to_plain",
+    "ops",
+    "devices",
+    "device",
+    "container",
+    "opaque",
+    "capability",
+)
+
+
 def _targets(declared: Any) -> Iterator[tuple[str, str]]:
     """(field, target) of a declaration."""
-    for field in ("target", "available", "accepts", "ops", "devices", "device", "container"):
+    for field in _TARGETS:
         value = getattr(declared, field, None)
         if isinstance(value, str) and ":" in value:
             yield field, value

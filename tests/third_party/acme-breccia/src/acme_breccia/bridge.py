@@ -1,8 +1,7 @@
 """Acme's own form of a tensor: a dict of the very buffers."""
 
 from acme_breccia.plugin import Acme6Scaling
-from breccia.errors import DialectError
-from breccia.tensor import from_buffer
+from breccia.backend import DialectError, from_buffer
 
 
 def to_acme(scaled):

@@ -7,7 +7,7 @@ def missing(device):
     return None if find_spec("acme_npu") else "acme_npu, the driver of Acme's NPU, is not installed"
 
 
-def cast(x, recipe, **options):
+def cast(x, recipe, options):
     import acme_npu
 
-    return acme_npu.cast(x, recipe, **options)
+    return acme_npu.cast(x, recipe, options)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from breccia import Bridge, Format, Integer, Kernel, Level, ScalingRecipe, hookimpl
-from breccia.codecs import F16
+from breccia import Bridge, Float8BlockScaling, Format, Integer, Kernel, Level, ScalingRecipe, hookimpl
+from breccia.backend import F16
 
 api = 1
 INT6 = Integer("INT6", 6, None, "Acme NPU manual, section 3", signed=True)
@@ -25,8 +25,9 @@ def breccia_recipes():
 
 @hookimpl
 def breccia_kernels():
-    npu = "acme_breccia.npu"
-    return [Kernel("cast", "torch", f"{npu}:cast", "acme.cast", recipe=Acme6Scaling, available=f"{npu}:missing")]
+    npu, cuda, fp8 = "acme_breccia.npu", "acme_breccia.cuda", Float8BlockScaling
+    yield Kernel("cast", "torch", f"{npu}:cast", "acme.cast", recipe=Acme6Scaling, available=f"{npu}:missing")
+    yield Kernel("dequantize", "torch", f"{cuda}:dequantize", "acme.dequantize", fp8, device="cuda", accepts=f"{cuda}:accepts")
 
 
 @hookimpl

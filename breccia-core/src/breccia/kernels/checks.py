@@ -1,0 +1,152 @@
+"""What arguments an op can take: checks that read shapes and dtypes alone, so that any layer can make them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
+from ..formats import TENSOR
+from ..frameworks import FLOATS, dtype_name
+from ..layouts import Layout, Shape
+from ..options import CLIPS
+from ..recipes import ScalingRecipe, check_recipe
+from ..tensor import ScaledTensor
+
+Array = Any
+
+
+def check_cast(x: Array, recipe: Any) -> None:
+    """Raise a typed error for an array or recipe that `cast` cannot take."""
+    check_recipe(recipe)
+    found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
+    if hasattr(x, "dtype") and found not in FLOATS:
+        raise UnsupportedError(
+            f"cast takes {', '.join(FLOATS)}; got {found}. "
+            + (
+                "Convert it first, so that the rounding to FP32 is yours to see: x.astype('float32') (torch: x.float())."
+                if found.startswith("float")
+                else "Only floating-point numbers are quantized; codes that exist already are wrapped by breccia.from_buffer."
+            ),
+            found=found,
+        )
+    if hasattr(x, "shape") and len(x.shape) == 0:
+        raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
+
+
+def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
+    """The layout `cast` gives to an array of `shape`. Raises ShapeError where the recipe needs a matrix."""
+    layout = recipe.layout.oriented(axis)
+    if layout.block(axis) != TENSOR and len(shape) < 2:
+        raise ShapeError(
+            f"{type(recipe).__name__} requires x.ndim >= 2, got {len(shape)} (shape {shape}); reshape x to "
+            f"(1, {math.prod(shape)}).",
+            shape=shape,
+        )
+    return layout.fitted(shape, axis)
+
+
+def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
+    """Raise ShapeError or UnsupportedError unless `a @ b + bias` is defined: for shapes, and for dtypes of plain operands."""
+    left, right = tuple(a.shape), tuple(b.shape)
+    if not (len(left) == 2 == len(right) and left[1] == right[0]):
+        check_matmul_shapes(left, right)
+    for name, x in (("a", a), ("b", b), ("bias", bias)):
+        if x is not None and not isinstance(x, ScaledTensor) and x.dtype not in _FLOATS:
+            check_float(name, x)
+    if bias is not None and tuple(bias.shape) != right[-1:]:
+        raise ShapeError(
+            f"matmul: bias has one number for each column of the product, shape {right[-1:]}; got {tuple(bias.shape)}.",
+            expected=right[-1:],
+            found=tuple(bias.shape),
+        )
+
+
+def check_float(name: str, x: Array) -> None:
+    """Raise UnsupportedError unless `x` is an array that `matmul` reads."""
+    if dtype_name(x) not in FLOATS:
+        raise UnsupportedError(
+            f"matmul takes ScaledTensors and {', '.join(FLOATS)} arrays; {name} is {dtype_name(x)}. Convert it first: "
+            "x.astype('float32') (torch: x.float())."
+        )
+    if len(_FLOATS) < _REMEMBERED:
+        _FLOATS.add(x.dtype)
+
+
+#: Dtypes of frameworks that are known to be floats which `matmul` reads.
+_FLOATS: set[Any] = set()
+_REMEMBERED = 64
+
+
+def check_matmul_shapes(a: Shape, b: Shape) -> None:
+    """Raise ShapeError unless (..., M, K) @ (..., K, N) is defined for these shapes."""
+    if len(a) < 2 or len(b) < 2:
+        raise ShapeError(
+            f"matmul needs operands of at least two axes; got shapes {a} and {b}. Reshape a vector: x[None, :].", a=a, b=b
+        )
+    if a[-1] != b[-2]:
+        raise ShapeError(
+            f"matmul shape mismatch: a.shape[-1]={a[-1]} != b.shape[-2]={b[-2]} (shapes {a} and {b}). For a weight stored "
+            "(N, K), multiply by its transpose: w.mT.",
+            a=a,
+            b=b,
+        )
+    for m, n in zip(reversed(a[:-2]), reversed(b[:-2]), strict=False):
+        if m != n and 1 not in (m, n):
+            raise ShapeError(f"matmul: leading axes {a[:-2]} and {b[:-2]} do not broadcast (shapes {a} and {b}).", a=a, b=b)
+
+
+def check_grouped(a: Any, b: Any, offsets: Array) -> None:
+    """Raise ShapeError, LayoutError or UnsupportedError unless `grouped_matmul` is defined for these operands."""
+    left, right, ends = tuple(a.shape), tuple(b.shape), tuple(offsets.shape)
+    if len(left) != 2 or len(right) != 3 or ends != right[:1] or left[1] != right[1]:
+        raise ShapeError(
+            "grouped_matmul takes a of shape (M, K), b of shape (E, K, N) and offsets of shape (E,); got shapes "
+            f"{left}, {right} and {ends}. Weights stored (E, N, K) are passed as w.mT.",
+            a=left,
+            b=right,
+            offsets=ends,
+        )
+    if dtype_name(offsets) not in ("int32", "int64"):
+        raise UnsupportedError(
+            f"grouped_matmul: offsets are int32, where the rows of each group end; got {dtype_name(offsets)}.",
+            found=dtype_name(offsets),
+        )
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, ScaledTensor):
+            check_float(name, x)
+    if isinstance(a, ScaledTensor) and a.layout.block(a.axis)[0] not in (1, None):
+        raise LayoutError(
+            f"grouped_matmul: groups may begin at any row of a, so its blocks are one row high; {a.layout} has blocks of "
+            f"{a.layout.block(a.axis)[0]}. Cast a under a recipe of 1 x k blocks.",
+            layout=a.layout,
+        )
+
+
+def clip_bounds(
+    recipe: ScalingRecipe, clip_min: float | None, clip_max: float | None, clip: str = "element"
+) -> tuple[float, float] | None:
+    """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value.
+
+    None where each block has its own, `extremes`. Raises OptionError.
+    """
+    if clip not in CLIPS:
+        raise OptionError(f"clip is one of {', '.join(CLIPS)}; got {clip!r}.", clip=clip)
+    if clip == "scale":
+        if clip_min is not None or clip_max is not None:
+            raise OptionError('clip="scale" finds its own bounds; leave clip_min and clip_max out.', clip=clip)
+        return None
+    high = recipe.format.element.max if clip_max is None else _bound("clip_max", clip_max)
+    low = -high if clip_min is None else _bound("clip_min", clip_min)
+    if not low < high:
+        raise OptionError(f"clip_min must be less than clip_max; got {low} and {high}.", clip_min=low, clip_max=high)
+    return low, high
+
+
+def _bound(name: str, bound: Any) -> float:
+    try:
+        return float(bound)
+    except Exception:  # frameworks have each their own error for a traced number
+        raise OptionError(
+            f"{name} is a number that is known when a function is traced; got {bound}.", **{name: bound}
+        ) from None

@@ -1,0 +1,108 @@
+"""Ops written over other ops as the table finds them: a fast `cast` speeds up all that cast here.
+
+Each has a plan, which tells `explain` the calls that it makes. A fused kernel declared for the op itself comes before these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import calls
+from ..frameworks import dtype_name
+from ..options import DEFAULT, PLAIN, CastOptions
+from ..recipes import ScalingRecipe
+from ..tensor import ScaledTensor
+from . import reference
+from .reference import Primitives
+
+Array = Any
+
+#: The primitives that the table finds.
+FOUND = Primitives(calls.cast, calls.dequantize)
+
+
+def requantize(
+    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
+) -> ScaledTensor:
+    """`reference.requantize` over the kernels of `dequantize` and `cast`."""
+    return reference.requantize(st, recipe, options, require_exact, FOUND)
+
+
+def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`reference.matmul` over the kernel of `dequantize`."""
+    return reference.product(a, b, bias, out_dtype, out, FOUND)
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`reference.grouped_matmul` over the kernel of `dequantize`."""
+    return reference.grouped_matmul(a, b, offsets, out_dtype, out, FOUND)
+
+
+def cast_pair(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
+    """Two casts."""
+    return reference.cast_pair(x, recipe, options, FOUND)
+
+
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: str = "float32") -> Array:
+    """The product of what the kernel of `cast` wrote, by the kernel of `matmul`."""
+    return calls.matmul(calls.cast(x, recipe), b, bias, out_dtype)
+
+
+def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Array:
+    """`dequantize` of `cast`, by their kernels."""
+    return calls.dequantize(calls.cast(x, recipe, options), dtype_name(x))
+
+
+def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
+    """The value of `cast_ste`: a clip shapes the gradient alone."""
+    return calls.cast_ste(x, recipe, options)
+
+
+def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[Array, Array]:
+    """The lowest and highest value that each block of a cast can hold under the scale it has, for gradients of clips."""
+    low, high = reference.extremes(calls.cast(x, recipe, options))
+    return calls.dequantize(low), calls.dequantize(high)
+
+
+# -- storages --------------------------------------------------------------------------------------------------------
+
+
+def cast_into_storage(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """A cast in plain storage, then converted: for storages that no kernel writes."""
+    written = calls.cast(x, recipe, options.replace(storage=PLAIN, out=None)).to_storage(options.storage)
+    return reference.assigned(options.out, written)
+
+
+def cast_pair_into_storage(
+    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Likewise of `cast_pair`."""
+    first, second = calls.cast_pair(x, recipe, options.replace(storage=PLAIN))
+    return first.to_storage(options.storage), second.to_storage(options.storage)
+
+
+def requantize_into_storage(
+    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
+) -> ScaledTensor:
+    """Likewise of `requantize`; and from storages that no kernel reads."""
+    plain = calls.requantize(st.to_plain(), recipe, options.replace(storage=PLAIN, out=None), require_exact)
+    return reference.assigned(options.out, plain.to_storage(options.storage))
+
+
+def dequantize_plain(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`dequantize` of the plain tensor: for storages that no kernel reads."""
+    return calls.dequantize(st.to_plain(), out_dtype, out)
+
+
+def matmul_plain(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` of plain operands, likewise."""
+    return calls.matmul(_plain(a), _plain(b), bias, out_dtype, out)
+
+
+def grouped_matmul_plain(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`grouped_matmul` of plain operands, likewise."""
+    return calls.grouped_matmul(_plain(a), _plain(b), offsets, out_dtype, out)
+
+
+def _plain(x: Any) -> Any:
+    return x.to_plain() if isinstance(x, ScaledTensor) else x

@@ -1,0 +1,137 @@
+"""What core's kernels accept, and which calls composites make: for `explain`, which imports neither kernels nor frameworks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..dispatch import NO_OPTIONS, Call, Described, Options
+from ..exact import renames
+from ..formats import TENSOR, Block
+from ..frameworks import FLOATS, output_dtype
+from ..layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
+from ..options import DEFAULT, PLAIN, CastOptions
+from .checks import fitted_layout
+
+# -- the NumPy kernels -----------------------------------------------------------------------------------------------
+
+#: Layouts whose scales the NumPy kernels find by arithmetic.
+LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
+
+
+def k_last(shape: Shape, axis: int) -> Shape:
+    """`shape` with the contraction axis last."""
+    return shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
+
+
+def alone(shape: Shape, block: Block) -> bool:
+    """Do matrices stacked on each other have the blocks that each has?"""
+    return block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
+
+
+def scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:
+    """Would there be many small pieces, whose calls cost more than the generic algorithm?"""
+    count = math.prod(shape[: len(lead)] if contiguous and alone(shape, block) else shape[:-2])
+    return count > 64 and math.prod(shape) // count < 1 << 14
+
+
+def accepts_dequantize(call: Call) -> str | None:
+    """Why `dequantize` would give the whole tensor to the generic algorithm, or None."""
+    recipe, layout = call.a.recipe, call.a.layout
+    assert recipe is not None and layout is not None
+    if type(layout) not in LAYOUTS:
+        return f"it does not know layout {type(layout).__name__}"
+    if recipe.format.global_scale is not None and layout.block() == TENSOR:
+        return "a tensor scale under another one has no fast form here"
+    if call.a.empty:
+        return "an empty tensor is the generic algorithm's"
+    if call.a.ndim > 2 and scattered(k_last(call.a.shape, call.a.axis), layout.block(call.a.axis), (), True):
+        return "many small matrices are faster all at once"
+    return None
+
+
+# -- composites ------------------------------------------------------------------------------------------------------
+
+
+def plan_of_requantize(call: Call) -> Iterator[Call]:
+    """None where codes are renamed; else values are decoded and cast."""
+    a, recipe = call.a, call.recipe
+    assert a.recipe is not None and a.layout is not None and recipe is not None
+    if call.option("scale") is None and renames(a.recipe, a.layout.plain, a.axis, recipe):
+        if call.option("nonfinite") == "raise":
+            yield call.makes("dequantize", a)
+        return
+    yield call.makes("dequantize", a)
+    yield call.makes("cast", _decoded(a.described()), recipe=recipe, options=_casting(call, axis=a.axis))
+    if call.option("require_exact"):
+        yield call.makes("dequantize", _written(call, a.axis))
+
+
+def plan_of_products(call: Call) -> Iterator[Call]:
+    """Every operand that is scaled is decoded."""
+    for operand in (call.a, call.b):
+        if operand is not None and (described := operand.described()).recipe is not None and described.layout is not None:
+            yield call.makes("dequantize", operand)
+
+
+def plan_of_cast_pair(call: Call) -> Iterator[Call]:
+    """Two casts."""
+    for axis in (-1, -2):
+        yield call.makes("cast", call.a, recipe=call.recipe, options=_casting(call, axis=axis))
+
+
+def plan_of_cast_matmul(call: Call) -> Iterator[Call]:
+    """A cast, and a product of two scaled operands."""
+    yield call.makes("cast", call.a, recipe=call.recipe)
+    yield call.makes("matmul", _written(call), call.b, options=_same(call))
+
+
+def plan_of_round_trips(call: Call) -> Iterator[Call]:
+    """A cast, and its values in the dtype of the input."""
+    yield call.makes("cast", call.a, recipe=call.recipe, options=_casting(call))
+    yield call.makes("dequantize", _written(call), options=_out(call.a.dtype))
+
+
+def plan_of_clipped(call: Call) -> Iterator[Call]:
+    """The round trip."""
+    yield call.makes("cast_ste", call.a, recipe=call.recipe, options=_casting(call))
+
+
+def plan_of_storages(call: Call) -> Iterator[Call]:
+    """The same op on plain tensors."""
+    operands = [None if x is None else _in_plain_storage(x.described()) for x in (call.a, call.b)]
+    options: Any = _casting(call) if call.op in ("cast", "cast_pair", "requantize") else _same(call)
+    yield call.makes(call.op, *operands, recipe=call.recipe, options=options)
+
+
+def _casting(call: Call, **changed: Any) -> CastOptions:
+    """The options of a cast on the way, in plain storage and memory of its own."""
+    found = call.cast_options().replace(storage=PLAIN, out=None, **changed)
+    return found if found.given() else DEFAULT
+
+
+def _same(call: Call) -> Options:
+    return Options(call.options) or NO_OPTIONS
+
+
+def _out(dtype: str) -> Options:
+    name = output_dtype(dtype) if dtype in FLOATS else "float32"
+    return NO_OPTIONS if name == "float32" else Options(out_dtype=name)
+
+
+def _decoded(of: Described) -> Described:
+    return of._replace(recipe=None, dtype="float32", layout=None, axis=-1)
+
+
+def _in_plain_storage(of: Described) -> Described:
+    return of if of.layout is None else of._replace(layout=of.layout.plain)
+
+
+def _written(call: Call, axis: int | None = None) -> Described:
+    """What a cast of the first operand gives."""
+    recipe, x = call.recipe, call.a.described()
+    assert recipe is not None
+    axis = int(call.option("axis", -1)) if axis is None else axis
+    layout = fitted_layout(recipe, x.shape, axis) if len(x.shape) > 1 else recipe.layout
+    return x._replace(recipe=recipe, dtype=call.a.storage_of(recipe.format.element), layout=layout, axis=axis)

@@ -1,0 +1,73 @@
+"""Laws of storages: they move bits and change none, on every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ... import api
+from ...errors import UnsupportedError
+from ...kernels import reference
+from ...recipes import ScalingRecipe
+from ...storage import Storage
+from ...tensor import ScaledTensor, bytes_equal
+from .. import strategies
+from ..compare import expect, expect_numbers, expect_tensor
+from ..examples import special_rows, wide
+from ..places import Place
+from .law import Law, Subject, each
+from .recipes import instances, moved
+
+
+def laws(subject: Subject) -> Iterator[Law]:
+    """The laws about the storages of a plug-in, with the recipes of all plug-ins."""
+    recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
+    checks = (to_plain_undoes_from_plain, a_stored_tensor_is_the_plain_one_to_everybody_else)
+    for storage in subject.of("storages"):
+        for place in subject.places:
+            for recipe in recipes:
+                yield from each("storages", f"{storage.name}.{recipe.spec}", checks, storage, recipe, place=place)
+
+
+def to_plain_undoes_from_plain(storage: Storage, recipe: ScalingRecipe, place: Place) -> None:
+    """Of whole and partial blocks, NaN scales and zeros, one matrix and several, and along either axis."""
+    for st in _tensors(storage, recipe):
+        given = moved(st, place)
+        stored = given.to_storage(storage.name)
+        expect(stored.storage == storage.name, f"the tensor says that it is in {stored.storage!r}")
+        expect(stored.shape == st.shape, f"shape is {stored.shape}, expected {st.shape}")
+        expect_tensor(place, stored.to_plain(), st)
+        expect_tensor(place, stored.mT.mT.to_plain(), st)
+        expect_tensor(place, given, st)
+
+
+def a_stored_tensor_is_the_plain_one_to_everybody_else(storage: Storage, recipe: ScalingRecipe, place: Place) -> None:
+    """In its digest, its values, a slice, and when it is compared."""
+    for st in _tensors(storage, recipe):
+        stored = moved(st, place).to_storage(storage.name)
+        expect(stored.digest() == st.digest(), "its digest is another")
+        expect(bytes_equal(stored, st), "bytes_equal says that it is another tensor")
+        expect_numbers("decoded", place, api.dequantize(stored), reference.dequantize(st))
+        if st.ndim > 2:
+            expect_tensor(place, stored[1], st[1])
+
+
+def _tensors(storage: Storage, recipe: ScalingRecipe) -> list[ScaledTensor]:
+    """Those that the storage holds. Skips the test where it refuses them all, with a reason."""
+    arrays = [special_rows(64), wide((3, 67), seed=1), np.stack([wide((5, 64), seed=2), np.zeros((5, 64), np.float32)])]
+    tensors = [reference.cast(x, recipe) for x in arrays]
+    held: list[ScaledTensor] = []
+    for st in [*tensors, *(st.mT for st in tensors)]:
+        try:
+            st.to_storage(storage.name)
+        except UnsupportedError as e:
+            reason = str(e)
+        else:
+            held.append(st)
+            continue
+        expect(storage.name in reason, f"its refusal does not name it: {reason}")
+    if not held:
+        pytest.skip(f"{storage.name} holds no tensor of {recipe.name!r}")
+    return held

@@ -1,0 +1,310 @@
+"""JAX's frontend: each op is one function that JAX compiles, once for each recipe, shape and set of options.
+
+Calls inside traced functions share it. Kernels are chosen while it is traced, and take tracers; what they compute is not
+differentiated: each op that has a gradient says here what its tangent is, in operations that JAX can transpose.
+
+Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
+al. 2016.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from breccia.backend import (
+    DEFAULT,
+    CastOptions,
+    Prefer,
+    ScaledTensor,
+    ScalingRecipe,
+    Table,
+    calls,
+    composites,
+    keeps_parts,
+    named,
+    reference,
+    registry,
+)
+
+from .ops import JAX
+
+Array = Any
+Names = tuple[str, ...] | None
+
+
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
+    """Codes have no gradient."""
+    options = _with_array(options)
+    if _eager(x, options):
+        return calls.cast(x, recipe, options, prefer)
+    return _cast(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
+
+
+def cast_pair(
+    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Likewise."""
+    options = _with_array(options)
+    if _eager(x, options):
+        return calls.cast_pair(x, recipe, options, prefer)
+    return _cast_pair(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
+
+
+def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
+    """A scale alone is no weight's derivative: none passes to the parts."""
+    if out is not None:
+        return calls.dequantize(st, out_dtype, out, prefer)
+    return _dequantize(st, out_dtype, *_found(prefer))
+
+
+def requantize(
+    st: ScaledTensor,
+    recipe: ScalingRecipe,
+    options: CastOptions = DEFAULT,
+    require_exact: bool = False,
+    prefer: Prefer = None,
+) -> ScaledTensor:
+    """Compiled where it reads no value and computes something."""
+    options = _with_array(options)
+    layout = st.layout.plain
+    if options.scale is None and keeps_parts(st.recipe, layout, st.axis, recipe) and options.nonfinite == "propagate":
+        return calls.requantize(st, recipe, options, require_exact, prefer)
+    if options.out is not None or require_exact or options.nonfinite != "propagate" or not _traceable(options.scale):
+        by = reference.Primitives(cast, dequantize)
+        return reference.requantize(st, recipe, options, require_exact, by)
+    return _requantize(st, options.scale, _words(options), recipe, _static(options), *_found(prefer))
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: str = "float32",
+    out: Array | None = None,
+    prefer: Prefer = None,
+) -> Array:
+    """Differentiable in operands that are arrays, and in the bias."""
+    if out is not None:
+        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+    return _matmul(a, b, bias, out_dtype, *_found(prefer))
+
+
+def cast_matmul(
+    x: Array,
+    recipe: ScalingRecipe,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: str = "float32",
+    prefer: Prefer = None,
+) -> Array:
+    """Differentiable in `x`, straight through its cast, and in the others as `matmul`."""
+    return _cast_matmul(x, b, bias, recipe, out_dtype, *_found(prefer))
+
+
+def grouped_matmul(
+    a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
+) -> Array:
+    """Differentiable in operands that are arrays."""
+    if out is not None:
+        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+    return _grouped_matmul(a, b, offsets, out_dtype, *_found(prefer))
+
+
+def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
+    """The gradient passes as it is."""
+    options = _with_array(options)
+    if _eager(x, options):
+        return calls.cast_ste(x, recipe, options, prefer)
+    return _straight(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
+
+
+def cast_ste_clipped(
+    x: Array, recipe: ScalingRecipe, clip: calls.Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> Array:
+    """The gradient passes where `x` lies within the bounds."""
+    options = _with_array(options)
+    if _eager(x, options):
+        return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
+    return _straight(x, options.scale, _words(options), recipe, clip, _static(options), *_found(prefer))
+
+
+# -- what is compiled ------------------------------------------------------------------------------------------------
+# The table is an argument, so that a function which was traced with the kernels of one is not used with those of another.
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> ScaledTensor:
+    return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _cast_pair(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> Any:
+    return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _dequantize(st: ScaledTensor, out_dtype: str, names: Names, table: Table) -> Array:
+    return calls.dequantize(_fixed(st), out_dtype, None, names)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _requantize(
+    st: ScaledTensor, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table
+) -> ScaledTensor:
+    return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), False, names)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _product(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Table) -> Array:
+    return calls.matmul(_fixed(a), _fixed(b), bias, out_dtype, None, names)
+
+
+@_product.defjvp
+def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = _product(*primals, out_dtype, names, table)
+    return y, _tangent(JAX.matmul, primals, tangents, y)
+
+
+#: In the backward pass a weight is decoded again, instead of being kept in FP32.
+_matmul = jax.jit(jax.checkpoint(_product, static_argnums=(3, 4, 5)), static_argnums=(3, 4, 5))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
+def _cast_product(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table) -> Array:
+    return calls.cast_matmul(x, recipe, _fixed(b), bias, out_dtype, names)
+
+
+@_cast_product.defjvp
+def _(recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, b, bias = primals
+    y = _cast_product(x, b, bias, recipe, out_dtype, names, table)
+    written = None if isinstance(b, ScaledTensor) else calls.cast(lax.stop_gradient(x), recipe)
+    return y, _tangent(JAX.matmul, primals, tangents, y, written)
+
+
+_cast_matmul = jax.jit(jax.checkpoint(_cast_product, static_argnums=(3, 4, 5, 6)), static_argnums=(3, 4, 5, 6))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _grouped_product(a: Any, b: Any, offsets: Array, out_dtype: str, names: Names, table: Table) -> Array:
+    return calls.grouped_matmul(_fixed(a), _fixed(b), offsets, out_dtype, None, names)
+
+
+@_grouped_product.defjvp
+def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    a, b, offsets = primals
+    y = _grouped_product(a, b, offsets, out_dtype, names, table)
+    product = partial(_grouped, offsets)
+    return y, _tangent(product, (a, b, None), (*tangents[:2], None), y)
+
+
+def _grouped(offsets: Array, a: Array, b: Array) -> Array:
+    return JAX.grouped_matmul(a, b, offsets)
+
+
+_grouped_matmul = jax.jit(jax.checkpoint(_grouped_product, static_argnums=(3, 4, 5)), static_argnums=(3, 4, 5))
+
+
+def _tangent(product: Any, primals: Any, tangents: Any, y: Array, written: Any = None) -> Array:
+    """The tangent of `a @ b + bias` in the dtype of `y`, for operands that are arrays. `written` stands for a cast `a`."""
+    a, b, _ = primals
+    da, db, dbias = tangents
+    found = jnp.zeros(y.shape, jnp.float32)
+    if not isinstance(a, ScaledTensor):
+        found = found + product(JAX.f32(da), _values(b))
+    if not isinstance(b, ScaledTensor):
+        found = found + product(_values(a if written is None else written), JAX.f32(db))
+    if dbias is not None:
+        found = found + JAX.f32(dbias)
+    return found.astype(y.dtype)
+
+
+def _values(x: Any) -> Array:
+    """An operand in FP32."""
+    return calls.dequantize(_fixed(x)) if isinstance(x, ScaledTensor) else JAX.f32(x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _round_trip(
+    x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
+) -> Array:
+    """The round trip of `x`; tangents of elements that the clip leaves out are zero."""
+    options = _options(static, scale, seed)
+    if clip is None:
+        return calls.cast_ste(x, recipe, options, names)
+    return calls.cast_ste_clipped(x, recipe, clip, options, names)
+
+
+@_round_trip.defjvp
+def _(
+    recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    x, scale, seed = primals
+    y, tangent = _round_trip(*primals, recipe, clip, static, names, table), tangents[0]
+    if clip is None:
+        return y, tangent
+    low, high = clip if clip != "scale" else composites.within_scales(x, recipe, _options(static, scale, seed))
+    # An infinite gradient outside the bounds is zero too, which it would not be if it were multiplied.
+    return y, jnp.where((x >= low) & (x <= high), tangent, jnp.zeros_like(tangent))
+
+
+_straight = jax.jit(_round_trip, static_argnums=(3, 4, 5, 6, 7))
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _with_array(options: CastOptions) -> CastOptions:
+    """The options with a supplied number as an array, since a compiled function would be one for each number."""
+    scale = options.scale
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        return options
+    with np.errstate(over="ignore"):
+        return options.replace(scale=jax.device_put(np.asarray(float(scale), np.float32)))
+
+
+def _words(options: CastOptions) -> Any:
+    """The seed as an array of its two words, for the same reason."""
+    seed = options.seed
+    if seed is None:
+        return None
+    found = JAX.words(seed)
+    return jnp.stack(found) if isinstance(seed, jax.Array) else jax.device_put(np.array(found, np.int32))
+
+
+def _static(options: CastOptions) -> tuple[int, str, str]:
+    """The options that a compiled function has fixed."""
+    return options.axis, options.rounding, options.storage
+
+
+def _options(static: tuple[int, str, str], scale: Any, seed: Any) -> CastOptions:
+    axis, rounding, storage = static
+    return CastOptions(axis, scale, rounding, seed, storage=storage)
+
+
+def _found(prefer: Prefer) -> tuple[Names, Table]:
+    """The kernels to use: those named, and the table they are looked up in."""
+    return None if prefer is None else named(prefer), registry().table
+
+
+def _traceable(scale: Any) -> bool:
+    """Can a compiled function take it? What else there is, the generic algorithm refuses by name."""
+    return scale is None or isinstance(scale, jax.Array)
+
+
+def _eager(x: Array, options: CastOptions) -> bool:
+    """Is it a call that raises, or reads values: `out=`, a scale that is no array, nonfinite="raise" with a NaN?"""
+    if options.out is not None or not _traceable(options.scale):
+        return True
+    return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
+
+
+def _fixed(x: Any) -> Any:
+    """An operand through which no gradient passes if it is scaled."""
+    return jax.tree.map(lax.stop_gradient, x) if isinstance(x, ScaledTensor) else x

@@ -1,0 +1,282 @@
+"""MLX's frontend: gradients stand here, between the ops of breccia and their kernels.
+
+What kernels compute is not differentiated: each op that has a gradient gives MLX its rules as a custom function.
+
+Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
+al. 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from breccia.backend import DEFAULT, CastOptions, Meaning, Prefer, ScaledTensor, ScalingRecipe, calls, composites, held
+
+from .ops import MLX
+
+Array = Any
+#: A tuple of arrays.
+Arrays = Any
+
+
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
+    """Codes have no gradient."""
+    return calls.cast(mx.stop_gradient(x), recipe, options, prefer)
+
+
+def cast_pair(
+    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Likewise."""
+    return calls.cast_pair(mx.stop_gradient(x), recipe, options, prefer)
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: str = "float32",
+    out: Array | None = None,
+    prefer: Prefer = None,
+) -> Array:
+    """Differentiable in operands that are arrays, and in the bias."""
+    if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and bias is None):
+        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+
+    def forward(a: Any, b: Any, bias: Any) -> Array:
+        return calls.matmul(a, b, bias, out_dtype, None, prefer)
+
+    return _product(forward, None, _matmul_fp32, (a, b, bias))
+
+
+def cast_matmul(
+    x: Array,
+    recipe: ScalingRecipe,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: str = "float32",
+    prefer: Prefer = None,
+) -> Array:
+    """Differentiable in `x`, straight through its cast, and in the others as `matmul`."""
+
+    def forward(x: Any, b: Any, bias: Any) -> Array:
+        return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
+
+    return _product(forward, recipe, _matmul_fp32, (x, b, bias))
+
+
+def grouped_matmul(
+    a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
+) -> Array:
+    """Differentiable in operands that are arrays."""
+    if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
+        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+
+    def forward(a: Any, b: Any, offsets: Any) -> Array:
+        return calls.grouped_matmul(a, b, offsets, out_dtype, None, prefer)
+
+    return _product(forward, None, None, (a, b, offsets))
+
+
+def _matmul_fp32(a: Any, b: Any) -> Array:
+    return calls.matmul(a, b)
+
+
+class _Operand(NamedTuple):
+    """How an operand lies among the arrays of a custom function: the meaning and the names of its parts, if it is scaled."""
+
+    meaning: Meaning | None
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x: Any) -> _Operand:
+        return cls(Meaning.of(x), tuple(held(x))) if isinstance(x, ScaledTensor) else cls(None, () if x is None else ("array",))
+
+
+def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, product: Any, operands: tuple[Any, ...]) -> Array:
+    """`forward` of two operands and a third array, with the rules of a product.
+
+    recipe: that which the first operand is cast under. product: of two operands in FP32; None for one in groups, whose third
+    array says where they end.
+    """
+    how = [_Operand.of(x) for x in operands]
+
+    def whole(arrays: Arrays) -> list[Any]:
+        """The operands that the arrays are parts of."""
+        left, found = list(arrays), list[Any]()
+        for meaning, names in how:
+            taken = [left.pop(0) for _ in names]
+            parts = dict(zip(names, taken, strict=True))
+            found.append(meaning.assembled(**parts) if meaning is not None else taken[0] if taken else None)
+        return found
+
+    def multiplied(a: Any, b: Any, third: Any) -> Array:
+        return calls.grouped_matmul(a, b, third) if product is None else product(a, b)
+
+    def in_product(a: Any) -> Any:
+        """What stands for the first operand."""
+        return a if recipe is None else calls.cast(a, recipe)
+
+    def gradients(gradient: Array, *arrays: Array) -> Arrays:
+        a, b, third = whole(arrays)
+        found: list[Array] = []
+        for place, (x, (meaning, names)) in enumerate(zip((a, b, third), how, strict=True)):
+            if meaning is not None or (product is None and place == 2):
+                found += [mx.zeros_like(part) for part in (held(x).values() if meaning is not None else (x,))]
+            elif place == 0:
+                found.append(_summed(multiplied(gradient, _transposed(b), third), x))
+            elif place == 1:
+                left = in_product(a)
+                found.append(_by_group(left, gradient, third, x) if product is None else _summed(product(left.mT, gradient), x))
+            elif names:
+                found.append(_summed(MLX.f32(gradient), x))
+        return tuple(found)
+
+    def tangent(tangents: Arrays, *arrays: Array) -> Array:
+        a, b, third = whole(arrays)
+        da, db, dthird = whole(tangents)
+        terms: list[Array] = []
+        if how[0].meaning is None:
+            terms.append(multiplied(da, b, third))
+        if how[1].meaning is None:
+            terms.append(multiplied(in_product(a), db, third))
+        if product is not None and dthird is not None:
+            terms.append(MLX.f32(dthird))
+        y = sum(terms[1:], terms[0])
+        return y
+
+    flat = [part for x in operands for part in (held(x).values() if isinstance(x, ScaledTensor) else () if x is None else (x,))]
+    return _with_rules(lambda *arrays: forward(*whole(arrays)), gradients, tangent)(*flat)
+
+
+def _transposed(x: Any) -> Any:
+    return x.mT if isinstance(x, ScaledTensor) else MLX.swap(x)
+
+
+def _summed(gradient: Array, like: Array) -> Array:
+    """A gradient of the shape and dtype of what it is of: summed over the axes that were broadcast."""
+    extra = gradient.ndim - like.ndim
+    if extra:
+        gradient = gradient.sum(axis=tuple(range(extra)))
+    axes = tuple(n for n, (here, there) in enumerate(zip(gradient.shape, like.shape, strict=True)) if here != there)
+    return (gradient.sum(axis=axes, keepdims=True) if axes else gradient).astype(like.dtype)
+
+
+def _by_group(a: Any, gradient: Array, offsets: Array, b: Array) -> Array:
+    """The gradient of matrices in high precision: of each, over the rows of its group."""
+    rows = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
+    row, start, found = mx.arange(rows.shape[0]), 0, list[Array]()
+    for e in range(b.shape[0]):
+        inside = mx.reshape((row >= start) & (row < offsets[e]), (-1, 1))
+        found.append(MLX.matmul(MLX.swap(mx.where(inside, rows, mx.zeros_like(rows))), MLX.f32(gradient)))
+        start = offsets[e]
+    return mx.stack(found).astype(b.dtype) if found else mx.zeros_like(b)
+
+
+# -- round trips -----------------------------------------------------------------------------------------------------
+
+
+def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
+    """The gradient passes as it is."""
+
+    def forward(x: Array, options: CastOptions) -> Array:
+        return calls.cast_ste(x, recipe, options, prefer)
+
+    return _straight(forward, x, recipe, None, options)
+
+
+def cast_ste_clipped(
+    x: Array, recipe: ScalingRecipe, clip: calls.Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> Array:
+    """The gradient passes where `x` lies within the bounds."""
+
+    def forward(x: Array, options: CastOptions) -> Array:
+        return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
+
+    return _straight(forward, x, recipe, clip, options)
+
+
+def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | None, options: CastOptions) -> Array:
+    """The round trip of `x`; gradients of elements that the clip leaves out are zero."""
+    arrays = [options.scale] if isinstance(options.scale, mx.array) else []  # an argument, so that MLX maps over it too
+
+    def given(arrays: Arrays) -> CastOptions:
+        return options.replace(scale=arrays[0]) if arrays else options
+
+    def value(x: Array, *arrays: Array) -> Array:
+        return forward(x, given(arrays))
+
+    def passed(gradient: Array, x: Array, *arrays: Array) -> Array:
+        if clip is None:
+            return gradient
+        low, high = clip if clip != "scale" else composites.within_scales(x, recipe, given(arrays))
+        # An infinite gradient outside the bounds is zero too, which it would not be if it were multiplied.
+        return mx.where((x >= low) & (x <= high), gradient, mx.zeros_like(gradient))
+
+    def gradients(gradient: Array, x: Array, *arrays: Array) -> Arrays:
+        return passed(gradient, x, *arrays), *map(mx.zeros_like, arrays)
+
+    def tangent(tangents: Arrays, x: Array, *arrays: Array) -> Array:
+        return passed(tangents[0], x, *arrays)
+
+    return _with_rules(value, gradients, tangent)(x, *arrays)
+
+
+# -- rules -----------------------------------------------------------------------------------------------------------
+
+
+def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays], tangent: Callable[..., Array]) -> Any:
+    """`forward`, a function of arrays, with rules for MLX's transformations.
+
+    gradients: f(gradient of the result, *arrays), one for each array. tangent: f(tangents of the arrays, *arrays), that of the
+    result.
+    """
+    function: Any = mx.custom_function(forward)
+
+    @function.vjp
+    def _(primals: Any, gradient: Array, output: Array) -> Any:
+        found = gradients(gradient, *_listed(primals))
+        return found if len(found) > 1 else found[0]
+
+    @function.jvp
+    def _(primals: Any, tangents: Any) -> Array:
+        arrays = _listed(primals)
+        given = zip(_listed(tangents), arrays, strict=True)  # None stands for a tangent of zeros
+        return tangent(tuple(mx.zeros_like(x) if t is None else t for t, x in given), *arrays)
+
+    @function.vmap
+    def _(inputs: Any, axes: Any) -> tuple[Array, int]:
+        # Without this rule MLX maps over `forward` itself, and the other rules are lost.
+        arrays, along = _listed(inputs), _listed(axes)
+
+        def each(gradient: Array, *arrays: Array) -> Arrays:
+            found = mx.vmap(gradients, in_axes=(0, *along))(gradient, *arrays)
+            listed = zip(_listed(found), along, strict=True)
+            return tuple(_unmapped(one, axis) for one, axis in listed)
+
+        def tangents(given: Arrays, *arrays: Array) -> Array:
+            def flat(*both: Array) -> Array:
+                half = len(both) // 2
+                return tangent(both[:half], *both[half:])
+
+            return mx.vmap(flat, in_axes=(*along, *along))(*given, *arrays)
+
+        return _with_rules(mx.vmap(forward, in_axes=tuple(along)), each, tangents)(*arrays), 0
+
+    return function
+
+
+def _unmapped(gradient: Array, axis: int | None) -> Array:
+    """A gradient for each example as that of the array: moved to where it was mapped, or summed where it was not."""
+    return gradient.sum(axis=0) if axis is None else mx.moveaxis(gradient, 0, axis)
+
+
+def _listed(found: Any) -> list[Any]:
+    """What MLX passes to a rule: one thing by itself, several in a sequence."""
+    return list(found) if isinstance(found, list | tuple) else [found]

@@ -1,0 +1,398 @@
+"""torch's frontend: gradients, functorch and Dynamo stand here, between the ops of breccia and their kernels.
+
+Kernels are given tensors that need no gradient; each op that has one defines it here, once. `operators` registers the same
+definitions for compiled graphs.
+
+Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
+al. 2016.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd import Function, forward_ad
+
+from breccia.backend import DEFAULT, CastOptions, Meaning, Prefer, ScaledTensor, ScalingRecipe, calls, composites, held
+
+from .ops import wrapped
+
+Array = Any
+Clip = calls.Clip
+#: A product of operands, of which one may be scaled: the frontend's in eager mode, the operator in compiled graphs.
+Product = Callable[[Any, Any], Array]
+
+
+def outside_graphs(function: Any) -> Any:
+    """A function that Dynamo does not look into: where `enable_compile` has not been called, an op breaks the graph."""
+
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nobody compiles, and loading it takes a second
+            return function(*arguments, **options)
+        disabled = getattr(function, "_disabled", None)
+        if disabled is None:
+            disabled = function._disabled = torch.compiler.disable(function)
+        return disabled(*arguments, **options)
+
+    return called
+
+
+# -- ops without a gradient ------------------------------------------------------------------------------------------
+
+
+@outside_graphs
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
+    """Codes have no gradient."""
+    return calls.cast(_detached(x), recipe, _constant(options), prefer)
+
+
+@outside_graphs
+def cast_pair(
+    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Likewise."""
+    return calls.cast_pair(_detached(x), recipe, _constant(options), prefer)
+
+
+@outside_graphs
+def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
+    """A scale alone is no weight's derivative: none passes to the parts."""
+    return calls.dequantize(_fixed(st), out_dtype, out, prefer)
+
+
+@outside_graphs
+def requantize(
+    st: ScaledTensor,
+    recipe: ScalingRecipe,
+    options: CastOptions = DEFAULT,
+    require_exact: bool = False,
+    prefer: Prefer = None,
+) -> ScaledTensor:
+    """Codes have no gradient."""
+    return calls.requantize(_fixed(st), recipe, _constant(options), require_exact, prefer)
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+@outside_graphs
+def matmul(
+    a: Any,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: str = "float32",
+    out: Array | None = None,
+    prefer: Prefer = None,
+) -> Array:
+    """Differentiable in operands that are tensors, and in the bias."""
+    a, b = _fixed(a), _fixed(b)
+    if out is None and _tracked(a, b, bias):
+        if bias is not None and not _tracked(a, b) and not wrapped(bias):  # a frozen layer: one addition is autograd's own
+            return _plus(calls.matmul(_detached(a), _detached(b), None, "float32", None, prefer), bias, out_dtype)
+        return _Matmul.apply(a, b, bias, out_dtype, prefer)
+    return calls.matmul(_detached(a), _detached(b), _detached(bias), out_dtype, out, prefer)
+
+
+@outside_graphs
+def cast_matmul(
+    x: Array,
+    recipe: ScalingRecipe,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: str = "float32",
+    prefer: Prefer = None,
+) -> Array:
+    """Differentiable in `x`, straight through its cast, and in the others as `matmul`."""
+    b = _fixed(b)
+    if _tracked(x, b, bias):
+        if bias is not None and not _tracked(x, b) and not wrapped(bias):
+            return _plus(calls.cast_matmul(_detached(x), recipe, _detached(b), None, "float32", prefer), bias, out_dtype)
+        return _CastMatmul.apply(x, recipe, b, bias, out_dtype, prefer)
+    return calls.cast_matmul(_detached(x), recipe, _detached(b), _detached(bias), out_dtype, prefer)
+
+
+@outside_graphs
+def grouped_matmul(
+    a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
+) -> Array:
+    """Differentiable in operands that are tensors."""
+    a, b = _fixed(a), _fixed(b)
+    if out is None and _tracked(a, b):
+        return _GroupedMatmul.apply(a, b, offsets, out_dtype, prefer)
+    return calls.grouped_matmul(_detached(a), _detached(b), offsets, out_dtype, out, prefer)
+
+
+def _plus(product: Array, bias: Array, dtype: str) -> Array:
+    """A product in FP32 plus the bias, rounded once."""
+    found = product + (bias if bias.dtype == torch.float32 else bias.float())
+    return found if dtype == "float32" else found.to(getattr(torch, dtype))
+
+
+class _Matmul(Function):
+    """What autograd keeps are the operands as they are: codes and scales, no weight in high precision."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Any, b: Any, bias: Any, out_dtype: str, prefer: Prefer) -> Array:
+        return calls.matmul(_detached(a), _detached(b), _detached(bias), out_dtype, None, prefer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
+        a, b, bias, ctx.out_dtype, _ = inputs
+        _keep(ctx, a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
+        a, b, bias = _kept(ctx)
+        return *product_gradients(matmul, gradients[0], a, b, bias, ctx.needs_input_grad[:3]), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Array:
+        a, b, _ = _kept(ctx)
+        return _tangent(matmul, a, b, *tangents[:3]).to(getattr(torch, ctx.out_dtype))
+
+
+class _CastMatmul(Function):
+    """The operand that is cast is kept as it was; its codes are found again where another operand's gradient needs them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Array, recipe: ScalingRecipe, b: Any, bias: Any, out_dtype: str, prefer: Prefer) -> Array:
+        return calls.cast_matmul(_detached(x), recipe, _detached(b), _detached(bias), out_dtype, prefer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
+        x, ctx.recipe, b, bias, ctx.out_dtype, _ = inputs
+        _keep(ctx, x, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
+        x, b, bias = _kept(ctx)
+        first, _, *others, _, _ = ctx.needs_input_grad
+        a = cast(x, ctx.recipe) if others[0] else x
+        found = product_gradients(matmul, gradients[0], x, b, bias, (first, *others), written=a)
+        return found[0], None, found[1], found[2], None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Array:
+        x, b, _ = _kept(ctx)
+        return _tangent(matmul, cast(x, ctx.recipe), b, tangents[0], *tangents[2:4]).to(getattr(torch, ctx.out_dtype))
+
+
+class _GroupedMatmul(Function):
+    """As `_Matmul`, group by group."""
+
+    @staticmethod
+    def forward(a: Any, b: Any, offsets: Array, out_dtype: str, prefer: Prefer) -> Array:
+        return calls.grouped_matmul(_detached(a), _detached(b), offsets, out_dtype, None, prefer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
+        a, b, offsets, *_ = inputs
+        _keep(ctx, a, b, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
+        a, b, offsets = _kept(ctx)
+        return *grouped_gradients(grouped_matmul, gradients[0], a, b, offsets, ctx.needs_input_grad[:2]), None, None, None
+
+
+def product_gradients(
+    product: Product, gradient: Array, a: Any, b: Any, bias: Any, needed: Any, written: Any = None
+) -> tuple[Any, Any, Any]:
+    """The gradients of `a @ b + bias` for those that need one: products themselves, of the transposed other operand.
+
+    written: what stands in the product for `a`, where that was cast.
+    """
+    left = right = added = None
+    if needed[0] and not isinstance(a, ScaledTensor):
+        left = product(gradient, b.mT).sum_to_size(a.shape).to(a.dtype)
+    if needed[1] and not isinstance(b, ScaledTensor):
+        right = product((a if written is None else written).mT, gradient).sum_to_size(b.shape).to(b.dtype)
+    if bias is not None and needed[2]:
+        added = gradient.float().sum_to_size(bias.shape).to(bias.dtype)
+    return left, right, added
+
+
+def grouped_gradients(
+    product: Any, gradient: Array, a: Any, b: Any, offsets: Array, needed: Any, values: Any = None
+) -> tuple[Any, Any]:
+    """The gradients of `grouped_matmul`. That of a matrix in high precision sums over the rows of its group.
+
+    values: gives an operand in FP32; by default `dequantize` does.
+    """
+    left = right = None
+    if needed[0] and not isinstance(a, ScaledTensor):
+        left = product(gradient, b.mT, offsets).to(a.dtype)
+    if needed[1] and not isinstance(b, ScaledTensor):
+        rows = values(a) if values is not None else dequantize(a) if isinstance(a, ScaledTensor) else a.float()
+        row = torch.arange(a.shape[0], device=gradient.device)
+        ends = offsets.long()
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        inside = (row >= starts[:, None]) & (row < ends[:, None])
+        each = [torch.where(mine[:, None], rows, 0.0).mT @ gradient.float() for mine in inside]
+        right = torch.stack(each).to(b.dtype) if each else torch.zeros_like(b)
+    return left, right
+
+
+def _tangent(product: Product, a: Any, b: Any, da: Any, db: Any, dbias: Any) -> Array:
+    """The tangent of `a @ b + bias`, in FP32."""
+    terms = [product(da, b)] if da is not None and not isinstance(da, ScaledTensor) else []
+    terms += [product(a, db)] if db is not None and not isinstance(db, ScaledTensor) else []
+    terms += [dbias.float()] if dbias is not None else []
+    return sum(terms[1:], terms[0])
+
+
+def _keep(ctx: Any, *operands: Any) -> None:
+    """Save operands, parts of ScaledTensors one by one: nobody may change them before the backward pass."""
+    saved: list[Any] = []
+    ctx.operands = []
+    for x in operands:
+        names = tuple(held(x)) if isinstance(x, ScaledTensor) else ()
+        ctx.operands.append((Meaning.of(x) if names else None, names))
+        saved += held(x).values() if isinstance(x, ScaledTensor) else [x]
+    ctx.save_for_backward(*saved)
+    ctx.save_for_forward(*saved)
+
+
+def _kept(ctx: Any) -> list[Any]:
+    """The operands of `_keep`."""
+    saved, found = iter(ctx.saved_tensors), list[Any]()
+    for meaning, names in ctx.operands:
+        found.append(next(saved) if meaning is None else meaning.assembled(**{name: next(saved) for name in names}))
+    return found
+
+
+# -- round trips -----------------------------------------------------------------------------------------------------
+
+
+@outside_graphs
+def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
+    """The gradient passes as it is."""
+    return _round_trip(x, recipe, None, options, prefer)
+
+
+@outside_graphs
+def cast_ste_clipped(
+    x: Array, recipe: ScalingRecipe, clip: Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> Array:
+    """The gradient passes where `x` lies within the bounds."""
+    return _round_trip(x, recipe, clip, options, prefer)
+
+
+def _round_trip(x: Array, recipe: ScalingRecipe, clip: Clip | None, options: CastOptions, prefer: Prefer) -> Array:
+    if _tracked(x):
+        return _Straight.apply(x, options.scale, recipe, clip, options, prefer)
+    return round_trip(_detached(x), recipe, clip, _constant(options), prefer)
+
+
+def round_trip(x: Array, recipe: ScalingRecipe, clip: Clip | None, options: CastOptions, prefer: Prefer = None) -> Array:
+    """The value of `cast_ste`, or of `cast_ste_clipped` where there is a clip."""
+    if clip is None:
+        return calls.cast_ste(x, recipe, options, prefer)
+    return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
+
+
+class _Straight(Function):
+    """The round trip of `x`; gradients of elements that the clip leaves out are zero.
+
+    The scale, where one is given, is an argument of its own, so that autograd sees it change before the backward pass.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Array, scale: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions, prefer: Prefer) -> Array:
+        found = round_trip(_detached(x), recipe, clip, options.replace(scale=_detached(scale)), prefer)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
+        x, scale, ctx.recipe, ctx.clip, options, _ = inputs
+        ctx.options = options.replace(scale=None)
+        if ctx.clip is not None:
+            ctx.number = None if isinstance(scale, torch.Tensor) else scale
+            kept = (x, scale if ctx.number is None else None)
+            ctx.save_for_backward(*kept)
+            ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> tuple[Any, ...]:
+        return _passed(ctx, gradients[0]), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Array:
+        return _passed(ctx, tangents[0])
+
+
+def _passed(ctx: Any, gradient: Array) -> Array:
+    if ctx.clip is None:
+        return gradient.clone()  # an output that is an input would alias it
+    x, scale = ctx.saved_tensors
+    options = ctx.options.replace(scale=ctx.number if scale is None else scale)
+    return clipped_gradient(within_scales, gradient, x, ctx.clip, ctx.recipe, options)
+
+
+def clipped_gradient(mask: Any, gradient: Array, x: Array, clip: Clip, *arguments: Any) -> Array:
+    """The gradient where `x` lies within the bounds, and zero elsewhere, be it infinite or not.
+
+    mask: gives that of bounds which each block has, from x and the further arguments.
+    """
+    inside = mask(x, *arguments) if isinstance(clip, str) else (x >= clip[0]) & (x <= clip[1])
+    return torch.where(inside, gradient, torch.zeros_like(gradient))
+
+
+def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions) -> Array:
+    """Where the blocks of a cast can hold `x` under the scales they have, without saturating; NaN lies nowhere."""
+    with torch.no_grad():
+        low, high = composites.within_scales(x, recipe, options)
+        return (x >= low) & (x <= high)
+
+
+# -- what needs a gradient -------------------------------------------------------------------------------------------
+
+
+def _tracked(*operands: Any) -> bool:
+    """Does anybody differentiate, or transform, a tensor among the operands?"""
+    enabled = torch.is_grad_enabled()
+    for x in operands:
+        if isinstance(x, torch.Tensor) and ((enabled and x.requires_grad) or wrapped(x)):
+            return True
+    return forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+
+
+def _trainable(x: ScaledTensor) -> bool:
+    """Does any part need a gradient?"""
+    zero_point, coarse = x.zero_point, x.global_scale
+    return (
+        x.scale.requires_grad
+        or x.data.requires_grad
+        or (coarse is not None and coarse.requires_grad)
+        or (zero_point is not None and zero_point.requires_grad)
+    )
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+
+def _constant(options: CastOptions) -> CastOptions:
+    """The options with a supplied scale as a constant."""
+    scale = options.scale
+    if not isinstance(scale, torch.Tensor) or not scale.requires_grad:
+        return options
+    return options.replace(scale=scale.detach())
+
+
+def _fixed(x: Any) -> Any:
+    """A ScaledTensor through whose parts no gradient passes."""
+    if not isinstance(x, ScaledTensor) or not _trainable(x):
+        return x
+    return Meaning.of(x).assembled(**{name: part.detach() for name, part in held(x).items()})

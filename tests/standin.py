@@ -1,0 +1,79 @@
+"""A plug-in as a vendor's would be: kernels for one recipe that count their calls. Its bytes are the generic algorithm's."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from types import NoneType
+from typing import Any
+
+from breccia import Kernel, MXFP8BlockScaling, hookimpl
+from breccia.backend import Call, CastOptions, ScaledTensor, ScalingRecipe, reference
+
+api = 1
+
+#: Calls of each kernel, by its name.
+calls: Counter[str] = Counter()
+
+FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
+#: Rows up to which the kernel for few rows says that it is the faster one.
+FEW = 16
+
+
+def cast(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
+    """The generic algorithm, counted."""
+    _see("cast", x)
+    return reference.cast(x, recipe, options)
+
+
+def dequantize(st: ScaledTensor, out_dtype: str, out: Any) -> Any:
+    """Likewise."""
+    _see("dequantize", st.data)
+    return reference.dequantize(st, out_dtype, out)
+
+
+def matmul(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+    """Likewise, for any number of rows."""
+    _see("matmul", a, b)
+    return reference.matmul(a, b, bias, out_dtype, out)
+
+
+def matmul_of_few(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+    """Likewise, for few."""
+    _see("matmul of few", a, b)
+    return reference.matmul(a, b, bias, out_dtype, out)
+
+
+def _see(name: str, *operands: Any) -> None:
+    """Count a call. A kernel must never be given a tensor that needs a gradient."""
+    calls[name] += 1
+    for x in operands:
+        array = x.data if isinstance(x, ScaledTensor) else x
+        assert not getattr(array, "requires_grad", False), f"{name} was given a tensor that needs a gradient"
+
+
+def score(call: Call) -> float:
+    """Twice the time for few rows, half of it for many."""
+    return 2.0
+
+
+def score_of_few(call: Call) -> float:
+    """The other way round."""
+    return 1.0 if call.a.shape[-2] <= FEW else 4.0
+
+
+@hookimpl
+def breccia_kernels() -> Iterable[Kernel]:
+    here, mx = "standin", MXFP8BlockScaling
+    for framework in FRAMEWORKS:
+        yield Kernel("cast", framework, f"{here}:cast", f"standin.{framework}.cast", recipe=mx, traces=True)
+        yield Kernel("dequantize", framework, f"{here}:dequantize", f"standin.{framework}.dequantize", recipe=mx, traces=True)
+        for kind, what in ((NoneType, "array"), (mx, "pair")):
+            name = f"standin.{framework}.matmul.{what}"
+            yield Kernel("matmul", framework, f"{here}:matmul", name, kind, mx, score=f"{here}:score", traces=True)
+            few = f"{here}:matmul_of_few", f"{name}.few"
+            yield Kernel("matmul", framework, *few, kind, mx, score=f"{here}:score_of_few", traces=True)
+
+
+manifest = sys.modules[__name__]

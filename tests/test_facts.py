@@ -1,0 +1,1063 @@
+"""Facts of a call: what a kernel may ask about one, and that winners are remembered for the facts asked about and no others."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import sys
+import threading
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia import (
+    AmbiguousKernelError,
+    Framework,
+    Kernel,
+    MXFP8BlockScaling,
+    NoKernelError,
+    NVFP4BlockScaling,
+    PerBlockMN,
+    PerChannel,
+    PluginWarning,
+    ScaledTensor,
+    dispatch,
+    registry,
+)
+from breccia.dispatch import NO_OPTIONS, Call, Described, Operand, Options, Table, bucket
+from breccia.frameworks import Device, framework_of
+from breccia.options import DEFAULT, CastOptions
+from breccia.recipes import Float8CurrentScaling
+
+MXFP8, NVFP4, CURRENT = MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()
+X = np.ones((64, 96), np.float32)
+HERE = __name__
+
+asked: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked_and_nothing_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.clear()
+    monkeypatch.setattr(dispatch, "_reported", set[tuple[str, str]]())
+
+
+def fast() -> None:
+    """A kernel."""
+
+
+def slow() -> None:
+    """Another one."""
+
+
+def kernel(name: str, **fields: Any) -> Kernel:
+    fields = {"op": "cast", "framework": "numpy", "plugin": "acme", "target": f"{HERE}:{fields.pop('runs', 'fast')}"} | fields
+    return Kernel(name=name, **fields)
+
+
+def seen(op: str, a: Any, b: Any = None, new: Any = None, options: Any = NO_OPTIONS) -> Call:
+    """What a kernel is given to look at."""
+    return Call(op, "numpy", (a, b, new, options, None))
+
+
+def operand(a: Any, **options: Any) -> Operand:
+    """The first operand of a cast of an array, or of `dequantize` of a tensor."""
+    return seen("dequantize", a).a if isinstance(a, ScaledTensor) else seen("cast", a, None, MXFP8, CastOptions(**options)).a
+
+
+def chosen(table: Table, a: Any, recipe: Any = MXFP8, options: Any = DEFAULT, prefer: Any = None) -> str:
+    """The name of the kernel that casts `a`."""
+    return table.choose("cast", "numpy", a, None, recipe, options, prefer).kernel.name
+
+
+# -- what a kernel is told -----------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_rounded_up_to_three_significant_bits() -> None:
+    few = {0: 0, 1: 1, 7: 7, 8: 8, 9: 10, 10: 10, 11: 12, 13: 14, 15: 16, 16: 16, 17: 20, 21: 24, 25: 28, 29: 32, 33: 40}
+    assert {n: bucket(n) for n in few} == few
+    assert [bucket(n) for n in (100, 1000, 4000, 4096, 4097, 1_000_000)] == [112, 1024, 4096, 4096, 5120, 1 << 20]
+    for n in range(1, 5000):
+        has_three_bits = (v for v in itertools.count(n) if len(bin(v)[2:].rstrip("0")) <= 3)
+        assert bucket(n) == next(has_three_bits)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [((96,), (96,)), ((64, 96), (64, 96)), ((61, 95), (64, 95)), ((3, 17, 4001), (3, 20, 4001)), ((9, 9, 9), (10, 10, 9))],
+)
+def test_of_the_first_operand_every_length_but_the_last_is_rounded_up(shape: tuple[int, ...], told: tuple[int, ...]) -> None:
+    assert operand(np.ones(shape, np.float32)).shape == told
+    assert seen("matmul", np.ones((4, 4), np.float32), np.ones(shape, np.float32)).b.shape == shape, "of the second none is"
+
+
+def test_the_shape_of_a_tensor_is_the_logical_one_in_every_packing_and_storage() -> None:
+    for recipe, axis in itertools.product((MXFP8, NVFP4, breccia.recipe("mxfp6")), (-1, -2)):
+        st = breccia.cast(np.ones((64, 96), np.float32), recipe, axis=axis)
+        for name in ("plain", "transposed", "interleaved"):
+            told = operand(st.to_storage(name))
+            assert (told.shape, told.ndim, told.axis, told.storage) == ((64, 96), 2, axis, name), (recipe, axis, name)
+            assert told.aligned == (64, 32) and not told.empty
+    experts = breccia.stack([breccia.cast(X, MXFP8)] * 3).to_storage("interleaved")
+    assert (operand(experts).shape, operand(experts).ndim) == ((3, 64, 96), 3)
+
+
+def test_recipe_dtype_and_layout_are_those_of_the_operand() -> None:
+    st = breccia.cast(X, NVFP4)
+    told = operand(st)
+    assert (told.recipe, told.dtype, told.layout) == (NVFP4, "uint8", PerBlockMN(1, 16))
+    for dtype in (np.float32, np.float16):
+        told = operand(X.astype(dtype))
+        assert (told.recipe, told.dtype, told.layout, told.axis) == (MXFP8, np.dtype(dtype).name, None, -1)
+    call = seen("requantize", st, None, CURRENT)
+    assert (call.a.recipe, call.recipe, call.b) == (NVFP4, CURRENT, None)
+    call = seen("matmul", X, st.mT)
+    assert (call.a.recipe, call.b.recipe, call.b.axis, call.recipe) == (None, NVFP4, -2, None)
+    call = seen("cast_matmul", X, st.mT, MXFP8)
+    assert (call.a.recipe, call.b.recipe, call.recipe) == (MXFP8, NVFP4, MXFP8)
+
+
+def test_empty_is_an_array_without_an_element() -> None:
+    assert [operand(np.ones(shape, np.float32)).empty for shape in ((0, 4), (4, 0), (0,), (1, 1), ())] == [True] * 3 + [
+        False
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((), (256, 256)), ((48,), (1, 16)), ((3, 5), (1, 1)), ((7, 0, 1024), (256, 256)), ((2, 6, 96), (2, 32))],
+)
+def test_alignment_is_of_the_logical_sides(shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+    assert operand(np.ones(shape, np.float32)).aligned == expected
+    if len(shape) > 1 and 0 not in shape:
+        assert operand(breccia.cast(np.ones(shape, np.float32), NVFP4)).aligned == expected, "whose codes are packed"
+        assert seen("matmul", X, np.ones(shape, np.float32)).b.aligned == expected
+
+
+def aligned_memory(nbytes: int) -> Any:
+    """Bytes that begin at a multiple of 512."""
+    memory = np.zeros(nbytes + 512, np.uint8)
+    start = -memory.ctypes.data % 512
+    return memory[start : start + nbytes]
+
+
+RECORDS = np.zeros((4, 8), np.dtype([("value", "f4"), ("flag", "u2")]))
+#: An array -> its strides in items of it, and whether it is in C order.
+ORDERS: dict[str, tuple[Any, tuple[int, ...], bool]] = {
+    "in C order": (np.zeros((3, 8), np.float32), (8, 1), True),
+    "half precision": (np.zeros((3, 8), np.float16), (8, 1), True),
+    "a part of rows": (np.zeros((3, 16), np.float32)[:, :8], (16, 1), False),
+    "every other column": (np.zeros((3, 16), np.float32)[:, ::2], (16, 2), False),
+    "transposed": (np.zeros((8, 3), np.float32).T, (1, 3), False),
+    "backwards": (np.zeros((3, 8), np.float32)[::-1], (-8, 1), False),
+    "one number, spread": (np.broadcast_to(np.float32(1), (3, 8)), (0, 0), False),
+    "some of the rows": (np.zeros((9, 8), np.float32)[:3], (8, 1), True),
+    "every other row": (np.zeros((9, 8), np.float32)[::3], (24, 1), False),
+    "one row of many": (np.zeros((9, 8), np.float32)[::9], (72, 1), True),
+    "a vector": (np.zeros(8, np.float32), (1,), True),
+    "every other number": (np.zeros(16, np.float32)[::2], (2,), False),
+    "a number": (np.zeros((), np.float32), (), True),
+    "batched": (np.zeros((2, 3, 8), np.float32), (24, 8, 1), True),
+    "batched, axes exchanged": (np.zeros((3, 2, 8), np.float32).swapaxes(0, 1), (8, 16, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_strides_are_in_bytes_and_contiguous_is_c_order(name: str) -> None:
+    array, steps, contiguous = ORDERS[name]
+    strides = tuple(step * array.itemsize for step in steps)
+    assert operand(array).strides == strides
+    assert operand(array).contiguous is contiguous is bool(array.flags.c_contiguous)
+    derived = array.view(type("Derived", (np.ndarray,), {}))
+    assert operand(derived).strides == strides and operand(derived).contiguous is contiguous, "a subclass is an array"
+
+
+@pytest.mark.parametrize("array", [RECORDS["value"][:1], RECORDS["value"][0], RECORDS["value"], RECORDS.T["value"]], ids=str)
+def test_numbers_that_lie_between_others_are_not_contiguous(array: Any) -> None:
+    """Steps of 6 bytes are no whole number of items of 4."""
+    assert not array.flags.c_contiguous
+    assert operand(array).contiguous is False
+
+
+def test_an_array_without_an_element_is_contiguous() -> None:
+    for shape in ((0,), (3, 0), (0, 3), (2, 0, 3)):
+        assert np.zeros(shape).flags.c_contiguous
+        assert operand(np.zeros(shape, np.float32)).contiguous is True
+        assert operand(np.zeros((*shape, 4), np.float32)[..., ::2]).contiguous is True, "no step leads anywhere"
+
+
+def test_of_a_tensor_strides_and_contiguity_are_those_of_its_codes() -> None:
+    st = breccia.cast(X, NVFP4)  # 96 codes of 4 bits in 48 bytes
+    assert (operand(st).strides, operand(st).contiguous) == ((48, 1), True)
+    assert (operand(st.mT).strides, operand(st.mT).contiguous) == ((1, 48), False)
+
+
+@pytest.mark.parametrize("offset", [0, 256, 128, 64, 32, 16, 8, 4, 2, 12, 36, 96])
+def test_the_alignment_of_an_address_is_the_largest_power_of_two_that_divides_it(offset: int) -> None:
+    x = aligned_memory(1024)[offset : offset + 512].view(np.float16).reshape(16, 16)
+    told = operand(x).address_alignment
+    assert told == max(p for p in (1, 2, 4, 8, 16, 32, 64, 128, 256) if (512 + offset) % p == 0)
+
+
+def test_the_alignment_of_a_tensor_is_the_least_of_its_arrays() -> None:
+    data, scale = aligned_memory(64 * 96), aligned_memory(512)
+
+    def told(data_offset: int, scale_offset: int) -> int:
+        codes = data[data_offset : data_offset + 32 * 96].reshape(32, 96)
+        scales = scale[scale_offset : scale_offset + 96].reshape(32, 3)
+        return operand(ScaledTensor(codes, scales, MXFP8, PerBlockMN(1, 32))).address_alignment
+
+    assert [told(0, 0), told(64, 0), told(0, 32), told(16, 8), told(1, 128)] == [256, 64, 32, 8, 1]
+    coarse = aligned_memory(512)[4:8].view(np.float32).reshape(())
+    two_level = ScaledTensor(
+        data[: 32 * 48].reshape(32, 48), scale[: 32 * 6].reshape(32, 6), NVFP4, PerBlockMN(1, 16), None, coarse
+    )
+    assert operand(two_level).address_alignment == 4
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.zeros((4, 32), np.float32), 128),
+        (np.zeros((4, 40), np.float32)[:, :32], 32),  # 160 bytes from row to row
+        (np.zeros((4, 31), np.float32), 4),
+        (np.zeros((4, 31), np.float16), 2),
+        (np.zeros((2, 3, 24), np.float32), 32),  # rows of 96 bytes, matrices of 288
+        (np.zeros((4, 4096), np.float32), 256),
+        (np.zeros((32, 4), np.float32).T, 16),
+        (np.zeros(32, np.float32), 256),  # there is one row
+        (np.zeros((5, 1), np.float32), 256),  # each number is its own row's neighbour
+        (np.zeros((1, 1), np.float32), 256),
+        (np.zeros((), np.float32), 256),
+    ],
+    ids=lambda value: str(getattr(value, "shape", value)),
+)
+def test_the_alignment_of_rows_is_that_of_every_stride_but_the_neighbours(array: Any, told: int) -> None:
+    assert operand(array).row_alignment == told
+
+
+def test_a_kernel_that_asks_about_rows_meets_arrays_of_one_column() -> None:
+    """Whatever fact one call was asked about is read of the next call too, which must not fail for it."""
+    table = asking(lambda call: call.a.row_alignment)
+    assert chosen(table, X, CURRENT) == "fast"
+    assert chosen(table, np.ones((5, 1), np.float32), CURRENT) in ("fast", "slow")
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    return {0: (8, 0), 1: (9, 0)}.get(device.index)
+
+
+class Card:
+    """A device: its kind and number."""
+
+    def __init__(self, index: int) -> None:
+        self.type, self.index = "cuda", index
+
+
+class Sheet(SimpleNamespace):
+    """An array on a card, of a framework that tells cards' capabilities."""
+
+
+OPS: Any = None
+
+
+def test_a_device_has_its_kind_number_and_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    acme = Framework("acme", HERE, ("Sheet",), f"{HERE}:OPS", capability=f"{HERE}:capability")
+    monkeypatch.setitem(registry.registry().types, Sheet, acme)
+    sheets = [Sheet(shape=(4, 32), dtype=np.dtype("float32"), device=Card(n)) for n in (0, 1, 2)]
+    told = [Call("cast", "acme", (x, None, MXFP8, DEFAULT, acme)).device for x in sheets]
+    assert told == [Device("cuda", 0, (8, 0)), Device("cuda", 1, (9, 0)), Device("cuda", 2, None)]
+    assert list(map(str, told)) == ["cuda:0", "cuda:1", "cuda:2"] and str(Device("cpu")) == "cpu"
+    assert operand(X).values[0] is X and seen("cast", X, None, MXFP8).device == Device("cpu")
+
+
+def test_options_are_those_that_are_not_at_their_default() -> None:
+    given = CastOptions(axis=-2, rounding="stochastic", seed=7, storage="transposed")
+    call = seen("cast", X, None, MXFP8, given)
+    assert call.options == {"axis": -2, "rounding": "stochastic", "seed": True, "storage": "transposed"}
+    assert (call.option("axis"), call.option("rounding"), call.option("nonfinite")) == (-2, "stochastic", "propagate")
+    assert call.storage == "transposed" and call.stored
+    assert seen("cast", X, None, MXFP8, DEFAULT).options == {} and not seen("cast", X, None, MXFP8, DEFAULT).stored
+    matmul = seen("matmul", X, X.T, None, Options(bias=np.ones(64, np.float32), out_dtype="float16"))
+    assert matmul.options == {"bias": True, "out_dtype": "float16"}
+    assert (matmul.option("bias"), matmul.option("out"), matmul.option("out", "none")) == (True, None, "none")
+
+
+def test_of_arrays_among_the_options_a_kernel_is_told_only_that_they_are_there() -> None:
+    for scale in (2.0, np.float32(2), np.ones((64, 3), np.uint8)):
+        assert seen("cast", X, None, MXFP8, CastOptions(scale=scale)).options == {"scale": True}
+    st = breccia.cast(X, MXFP8)
+    assert seen("cast", X, None, MXFP8, CastOptions(out=st)).option("out") is True
+    assert seen("cast", X, None, MXFP8, CastOptions(scale=0)).option("scale") is True, "zero is a scale"
+    assert seen("cast", X, None, MXFP8, CastOptions(rounding="stochastic", seed=0)).option("seed") is True
+
+
+def test_a_described_operand_has_facts_as_an_array_has() -> None:
+    layout = PerChannel()
+    described = Described(CURRENT, "float16", (61, 95), layout, -2, Device("cuda", 1, (9, 0)))
+    call = seen("dequantize", described)
+    told = call.a
+    assert (told.recipe, told.dtype, told.shape, told.layout, told.axis) == (CURRENT, "float16", (64, 95), layout, -2)
+    assert (told.ndim, told.empty, told.storage, told.aligned, told.strides) == (2, False, "plain", (1, 1), None)
+    assert told.contiguous and told.address_alignment == told.row_alignment == 256
+    assert call.device == Device("cuda", 1, (9, 0)) and told.described() is described
+    of_array = operand(X.astype(np.float16)).described()
+    assert of_array == Described(None, "float16", (64, 96), None, -1, Device("cpu"))
+
+
+# -- arrays without memory of their own -----------------------------------------------------------------------------------
+
+
+class Fake(np.ndarray):
+    """Stands for an array in a transformation."""
+
+
+def fake(*arrays: Any) -> str | None:
+    return "a fake" if any(isinstance(x, Fake) for x in arrays) else None
+
+
+def with_fakes(*kernels: Kernel) -> Table:
+    numpy = Framework("numpy", "numpy", ("ndarray",), "breccia.ops:NUMPY", opaque=f"{HERE}:fake")
+    return Table(kernels, frameworks={"numpy": numpy})
+
+
+def test_only_kernels_that_trace_are_given_arrays_without_memory() -> None:
+    table = with_fakes(kernel("leaf", rank=1), kernel("traced", traces=True))
+    for _ in range(2):
+        assert [chosen(table, x) for x in (X, X.view(Fake), X[:32])] == ["leaf", "traced", "leaf"]
+    text = str(table.explain(Call("cast", "numpy", (X.view(Fake), None, MXFP8, DEFAULT, None))))
+    assert "      skipped: needs arrays in memory; this is a fake" in text.splitlines()
+    with pytest.raises(NoKernelError, match="needs arrays in memory; this is a fake"):
+        chosen(with_fakes(kernel("leaf")), X.view(Fake))
+    with pytest.raises(NoKernelError, match="needs arrays in memory; this is a fake"):
+        chosen(table, X.view(Fake), prefer="leaf")
+
+
+def test_a_tensor_or_a_second_operand_may_be_without_memory_too() -> None:
+    table = with_fakes(kernel("leaf", op="matmul", rank=1), kernel("traced", op="matmul", traces=True))
+    st = breccia.cast(X, MXFP8)
+    faked = [
+        ScaledTensor.assemble(st.data.view(Fake), st.scale, MXFP8, st.layout),
+        ScaledTensor.assemble(st.data, st.scale.view(Fake), MXFP8, st.layout),
+    ]
+    for other in (st, *faked, st):
+        expected = "traced" if other in faked else "leaf"
+        assert table.choose("matmul", "numpy", other, st.mT).kernel.name == expected
+        assert table.choose("matmul", "numpy", st, other.mT).kernel.name == expected
+    assert table.choose("matmul", "numpy", X, X.T).kernel.name == "leaf"
+    assert table.choose("matmul", "numpy", X, X.T.view(Fake)).kernel.name == "traced"
+
+
+def test_what_a_recipe_stands_for_is_in_memory() -> None:
+    table = with_fakes(kernel("leaf", op="dequantize", rank=1), kernel("traced", op="dequantize", traces=True))
+    call = Call("dequantize", "numpy", (Described(MXFP8, "uint8", (4, 32), MXFP8.layout), None, None, NO_OPTIONS, None))
+    assert table.explain(call).running == "leaf"
+
+
+# -- storages --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_given_the_storages_that_it_reads() -> None:
+    st = breccia.cast(X, MXFP8)
+    swizzled, other = st.to_storage("swizzle_128x4"), st.to_storage("column_major")
+    table = Table([kernel("plain", op="dequantize", rank=1), kernel("tiles", op="dequantize", reads=("swizzle_128x4",))])
+    assert [table.choose("dequantize", "numpy", x).kernel.name for x in (st, swizzled, st)] == ["plain", "tiles", "plain"]
+    with pytest.raises(NoKernelError) as e:
+        table.choose("dequantize", "numpy", other)
+    reasons = [line.strip() for line in str(e.value).splitlines() if "skipped" in line]
+    way_out = "storage, an operand is in 'column_major'; st.to_storage('plain') converts it"
+    assert reasons == [f"skipped: reads 'plain' {way_out}", f"skipped: reads 'plain' and 'swizzle_128x4' {way_out}"]
+    products = Table([kernel("tiles", op="matmul", reads=("swizzle_128x4",))])
+    assert products.choose("matmul", "numpy", swizzled, swizzled.mT).kernel.name == "tiles"
+    assert products.choose("matmul", "numpy", X, swizzled.mT).kernel.name == "tiles"
+    with pytest.raises(NoKernelError, match="an operand is in 'column_major'"):
+        products.choose("matmul", "numpy", swizzled, other.mT)
+
+
+def test_a_kernel_is_asked_for_the_storages_that_it_writes() -> None:
+    table = Table([kernel("plain", rank=1), kernel("tiles", writes=("swizzle_128x4", "transposed"))])
+    names = ("plain", "swizzle_128x4", "transposed", "plain")
+    assert [chosen(table, X, options=CastOptions(storage=s)) for s in names] == ["plain", "tiles", "tiles", "plain"]
+    with pytest.raises(NoKernelError) as e:
+        chosen(table, X, options=CastOptions(storage="interleaved"))
+    reasons = [line.strip() for line in str(e.value).splitlines() if "skipped" in line]
+    writes = ("'plain'", "'plain' and 'swizzle_128x4' and 'transposed'")
+    assert reasons == [f"skipped: writes {each} storage, not 'interleaved'" for each in writes]
+
+
+def test_kernels_for_every_storage_are_of_no_interest_where_there_is_none() -> None:
+    converting = kernel("converting", op="dequantize", reads=("*",), writes=("*",), rank=9)
+    table = Table([kernel("leaf", op="dequantize"), converting])
+    st = breccia.cast(X, MXFP8)
+    assert table.choose("dequantize", "numpy", st).kernel.name == "leaf"
+    assert table.choose("dequantize", "numpy", st.to_storage("transposed")).kernel.name == "converting"
+    told = table.explain(Call("dequantize", "numpy", (st, None, None, NO_OPTIONS, None)))
+    assert [v.kernel.name for v in told.verdicts] == ["leaf"]
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------------
+
+#: What the kernel `asks` asks about, and what it was told first: it accepts no call of which it is told otherwise.
+question: Callable[[Call], Any] = lambda call: None  # noqa: E731
+
+
+def asks(call: Call) -> str | None:
+    asked.append(question(call))
+    return None if asked[-1] == asked[0] else f"it was told {asked[-1]} and not {asked[0]}"
+
+
+def asking(about: Callable[[Call], Any], op: str = "cast") -> Table:
+    """A kernel that asks about one thing, and one that asks about nothing."""
+    setattr(sys.modules[HERE], "question", about)  # noqa: B010
+    either = {"op": op, "reads": ("transposed",), "writes": ("transposed",)}
+    return Table([kernel("fast", accepts=f"{HERE}:asks", rank=1, **either), kernel("slow", runs="slow", **either)])
+
+
+def off(offset: int) -> Any:
+    return aligned_memory(8192)[offset : offset + 4096].view(np.float32).reshape(16, 64)
+
+
+WIDE = np.ones((64, 192), np.float32)
+ST = breccia.cast(np.ones((64, 64), np.float32), MXFP8)
+CASTING = (None, MXFP8, DEFAULT)
+CARDS = Card(0), Card(1)
+#: Recipes and tensors of one class each, so that the calls of a row have one key.
+#: Fact -> (op, how it is asked about, a call, one that agrees in that fact and differs in others, one that differs in it).
+FACTS: dict[str, tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]] = {
+    "dtype": (
+        "cast",
+        lambda call: call.a.dtype,
+        (X, *CASTING),
+        (WIDE[:, ::2], *CASTING),
+        (X.astype(np.float16), *CASTING),
+    ),
+    "shape, along rows": (
+        "cast",
+        lambda call: call.a.shape,
+        (X, *CASTING),
+        (X[:57], *CASTING),
+        (np.ones((65, 96), np.float32), *CASTING),
+    ),
+    "shape, along columns": (
+        "cast",
+        lambda call: call.a.shape,
+        (X, *CASTING),
+        (X.astype(np.float16), *CASTING),
+        (np.ones((64, 95), np.float32), *CASTING),
+    ),
+    "aligned, in a bucket": ("cast", lambda call: call.a.aligned, (X, *CASTING), (X.copy(), *CASTING), (X[:63], *CASTING)),
+    "ndim": ("cast", lambda call: call.a.ndim, (X, *CASTING), (X[:2, :2], *CASTING), (X[None], *CASTING)),
+    "empty": ("cast", lambda call: call.a.empty, (X, *CASTING), (X[None], *CASTING), (X[:0], *CASTING)),
+    "contiguous": ("cast", lambda call: call.a.contiguous, (X, *CASTING), (X[:5], *CASTING), (WIDE[:, ::2], *CASTING)),
+    "contiguous, a subclass": (
+        "cast",
+        lambda call: call.a.contiguous,
+        (X.view(Fake), *CASTING),
+        (X, *CASTING),
+        (WIDE[:, ::2].view(Fake), *CASTING),
+    ),
+    "strides": ("cast", lambda call: call.a.strides, (X, *CASTING), (X[:5], *CASTING), (WIDE[:, :96], *CASTING)),
+    "alignment of the address": (
+        "cast",
+        lambda call: call.a.address_alignment,
+        (off(0), *CASTING),
+        (off(512), *CASTING),
+        (off(4), *CASTING),
+    ),
+    "alignment of rows": (
+        "cast",
+        lambda call: call.a.row_alignment,
+        (X, *CASTING),
+        (X[:5], *CASTING),
+        (np.ones((64, 97), np.float32)[:, :96], *CASTING),
+    ),
+    "recipe of a cast": (
+        "cast",
+        lambda call: call.a.recipe,
+        (X, *CASTING),
+        (X[:5], None, MXFP8BlockScaling(), DEFAULT),
+        (X, None, MXFP8BlockScaling(scale_rule="floor"), DEFAULT),
+    ),
+    "recipe to write": (
+        "requantize",
+        lambda call: call.recipe,
+        (ST, None, NVFP4, DEFAULT),
+        (ST.mT, None, NVFP4BlockScaling(), DEFAULT),
+        (ST, None, NVFP4BlockScaling(two_level=False), DEFAULT),
+    ),
+    "recipe of a tensor": (
+        "requantize",
+        lambda call: call.a.recipe,
+        (ST, None, NVFP4, DEFAULT),
+        (ST.mT, None, NVFP4BlockScaling(two_level=False), DEFAULT),
+        (breccia.cast(X, MXFP8BlockScaling("E5M2")), None, NVFP4, DEFAULT),
+    ),
+    "layout": (
+        "dequantize",
+        lambda call: call.a.layout,
+        (ST, None, None, NO_OPTIONS),
+        (ST[:5], None, None, NO_OPTIONS),
+        (breccia.cast(np.ones((64, 63), np.float32), MXFP8), None, None, NO_OPTIONS),
+    ),
+    "axis": (
+        "dequantize",
+        lambda call: call.a.axis,
+        (ST, None, None, NO_OPTIONS),
+        (ST[:5], None, None, NO_OPTIONS),
+        (ST.mT, None, None, NO_OPTIONS),
+    ),
+    "storage of an operand": (
+        "dequantize",
+        lambda call: call.a.storage,
+        (ST, None, None, NO_OPTIONS),
+        (ST.mT, None, None, NO_OPTIONS),
+        (ST.to_storage("transposed"), None, None, NO_OPTIONS),
+    ),
+    "storage to write": (
+        "cast",
+        lambda call: call.storage,
+        (X, None, MXFP8, CastOptions(axis=-2)),
+        (X, None, MXFP8, CastOptions(nonfinite="raise")),
+        (X, None, MXFP8, CastOptions(storage="transposed")),
+    ),
+    "device": (
+        "cast",
+        lambda call: call.device,
+        (SimpleNamespace(shape=(4, 32), dtype=np.dtype("float32"), device=CARDS[0]), *CASTING),
+        (SimpleNamespace(shape=(9, 32), dtype=np.dtype("float16"), device=CARDS[0]), *CASTING),
+        (SimpleNamespace(shape=(4, 32), dtype=np.dtype("float32"), device=CARDS[1]), *CASTING),
+    ),
+    "an option": (
+        "cast",
+        lambda call: call.option("rounding"),
+        (X, None, MXFP8, CastOptions(nonfinite="raise")),
+        (X, None, MXFP8, CastOptions(axis=-2)),
+        (X, None, MXFP8, CastOptions(rounding="stochastic", seed=1)),
+    ),
+    "all options": (
+        "cast",
+        lambda call: call.options,
+        (X, None, MXFP8, CastOptions(rounding="stochastic", seed=1)),
+        (X[:5], None, MXFP8, CastOptions(rounding="stochastic", seed=2)),
+        (X, None, MXFP8, CastOptions(axis=-2, rounding="stochastic", seed=1)),
+    ),
+    "that a scale is given": (
+        "cast",
+        lambda call: call.option("scale", False),
+        (X, None, MXFP8, CastOptions(scale=np.ones((64, 3), np.uint8))),
+        (X, None, MXFP8, CastOptions(scale=1.0, axis=-2)),
+        (X, *CASTING),
+    ),
+    "an option of a product": (
+        "matmul",
+        lambda call: call.option("out_dtype"),
+        (X, X.T, None, Options(out_dtype="float16")),
+        (X, X.T, None, Options(out_dtype="float16", bias=np.ones(64, np.float32))),
+        (X, X.T, None, NO_OPTIONS),
+    ),
+    "shape of the second operand": (
+        "matmul",
+        lambda call: call.b.shape,
+        (X, np.ones((96, 61), np.float32), None, NO_OPTIONS),
+        (X[:3], np.ones((96, 61), np.float16), None, NO_OPTIONS),
+        (X, np.ones((96, 62), np.float32), None, NO_OPTIONS),
+    ),
+    "contiguity of the second operand": (
+        "matmul",
+        lambda call: call.b.contiguous,
+        (X, X.T, None, NO_OPTIONS),
+        (X, X[:, ::2], None, NO_OPTIONS),
+        (X, X.T.copy(), None, NO_OPTIONS),
+    ),
+    "recipe of the second operand": (
+        "matmul",
+        lambda call: call.b.recipe,
+        (ST, ST.mT, None, NO_OPTIONS),
+        (ST[:5], ST.mT, None, NO_OPTIONS),
+        (ST, breccia.cast(np.ones((64, 4), np.float32), MXFP8BlockScaling("E5M2"), axis=-2), None, NO_OPTIONS),
+    ),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_calls_that_differ_in_a_fact_that_was_asked_about_are_judged_apart_and_no_others(fact: str) -> None:
+    op, about, call, alike, different = FACTS[fact]
+    table = asking(about, op)
+
+    def winner(values: tuple[Any, ...]) -> str:
+        return table.choose(op, "numpy", *values).kernel.name
+
+    assert winner(call) == "fast" and len(asked) == 1
+    assert winner(alike) == "fast" and len(asked) == 1, "what nobody asks about costs no judgement"
+    assert winner(different) == "slow" and len(asked) == 2, "what was asked about is never left out"
+    for _ in range(3):
+        assert [winner(values) for values in (call, alike, different)] == ["fast", "fast", "slow"]
+    assert len(asked) == 2, "and each is remembered"
+
+
+def test_a_batch_size_of_a_bucket_that_was_met_is_not_judged_again() -> None:
+    table = asking(lambda call: (call.a.shape[-1], call.a.shape[0] > 0))
+    for rows in range(4000, 4097):
+        assert chosen(table, np.broadcast_to(np.float32(1), (rows, 32))) == "fast"
+    assert len(asked) == len({-(-rows // 512) for rows in range(4000, 4097)}) == 1
+    for rows in range(1, 4097):
+        chosen(table, np.broadcast_to(np.float32(1), (rows, 32)))
+    three_bits = {v for v in range(1, 4097) if len(bin(v)[2:].rstrip("0")) <= 3}
+    assert len(asked) == len(three_bits) == 44
+
+
+def multiple_of_32(call: Call) -> str | None:
+    asked.append(call)
+    return None if call.a.aligned[1] >= 32 else f"K is a multiple of {call.a.aligned[1]} only, not of 32"
+
+
+def test_the_winner_is_remembered_for_equal_facts_and_asked_again_for_others() -> None:
+    table = Table([kernel("fast", accepts=f"{HERE}:multiple_of_32", rank=1), kernel("slow", runs="slow")])
+    for n in range(3):
+        assert chosen(table, np.full((64, 96), n, np.float32), MXFP8BlockScaling()) == "fast"
+    assert len(asked) == 1, "equal facts, other values"
+    assert chosen(table, np.ones((64, 80), np.float32)) == "slow" and len(asked) == 2
+    assert chosen(table, X[:32]) == "fast" and len(asked) == 3, "its rows are aligned otherwise"
+    for alike in (X.astype(np.float16), X[None], np.ones((192, 96), np.float32)):
+        assert chosen(table, alike) == "fast" and len(asked) == 3
+    assert chosen(table, X, MXFP8BlockScaling(scale_rule="floor")) == "fast" and len(asked) == 3, "nobody asked for the recipe"
+    assert chosen(table, X, prefer="fast") == "fast" and len(asked) == 4, "prefer is part of the call"
+
+
+def test_an_unconditional_winner_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[Any] = []
+    judge = Table._judge
+    monkeypatch.setattr(Table, "_judge", lambda self, key, *rest: judged.append(key) or judge(self, key, *rest))
+    table = Table([kernel("only"), kernel("named", opt_in=True, accepts=f"{HERE}:any_shape", rank=9)])
+    for n in range(1, 9):
+        assert chosen(table, np.ones((n, n), np.float32)) == "only"
+    assert len(judged) == 1 and asked == []
+    assert chosen(table, X, prefer="named") == "named"
+    assert chosen(table, X) == "only" and len(judged) == 2
+
+
+def test_a_check_that_asks_nothing_is_asked_once() -> None:
+    table = asking(lambda call: 0)
+    for x in (X, X[:3], X.astype(np.float16), X[None], WIDE[:, ::2], X[:0], X.T):
+        for options in (DEFAULT, CastOptions(axis=-2), CastOptions(nonfinite="raise")):
+            assert chosen(table, x, options=options) == "fast"
+    assert len(asked) == 2, "calls without an option, of which none need be read, are remembered apart"
+    chosen(table, X, NVFP4)
+    assert len(asked) == 3, "a recipe of another class is another key"
+    chosen(table, X, prefer="fast")
+    assert len(asked) == 4, "and so is a preference"
+    for prefer in ("fast", ("fast",), ["fast"], ("slow", "fast")):
+        assert chosen(table, X, prefer=prefer) == ("slow" if prefer == ("slow", "fast") else "fast")
+
+
+def picky(call: Call) -> str | None:
+    """Asks about strides where the dtype is float32 alone, and about the address of those alone that have their rows apart."""
+    asked.append(call)
+    if call.a.dtype != "float32" or call.a.contiguous:
+        return None
+    return None if call.a.address_alignment >= 64 else "rows apart, at an odd address"
+
+
+def test_what_is_asked_about_some_calls_only_is_known_of_all() -> None:
+    table = Table([kernel("fast", accepts=f"{HERE}:picky", rank=1), kernel("slow", runs="slow")])
+    even, odd = off(0)[:, ::2], off(4)[:, ::2]
+    half = np.ones((16, 64), np.float16)
+    calls = [(half, "fast"), (half[:, ::2], "fast"), (off(4), "fast"), (odd, "slow"), (even, "fast"), (odd, "slow")]
+    for order in (calls, calls[::-1], calls[3:] + calls[:3]):
+        for x, expected in order * 2:
+            assert chosen(table, x) == expected
+    before = len(asked)
+    assert [chosen(table, x) for x, _ in calls] == [expected for _, expected in calls]
+    assert len(asked) == before
+
+
+#: Facts that kernels of random mind ask about.
+MINDS: dict[str, Callable[[Call], Any]] = {
+    "dtype": lambda call: call.a.dtype,
+    "shape": lambda call: call.a.shape,
+    "aligned": lambda call: call.a.aligned,
+    "contiguous": lambda call: call.a.contiguous,
+    "strides": lambda call: call.a.strides,
+    "row alignment": lambda call: call.a.row_alignment,
+    "address": lambda call: call.a.address_alignment,
+    "recipe": lambda call: call.a.recipe.spec,
+    "options": lambda call: sorted(call.options),
+    "axis": lambda call: call.option("axis"),
+    "scale": lambda call: call.option("scale"),
+}
+minds: list[Any] = [None] * 6
+
+
+def mind(random_: random.Random, depth: int) -> Any:
+    """A tree of questions, each with what to ask next for the answers of either kind; at the end, whether it accepts."""
+    if depth == 0 or random_.random() < 0.2:
+        return random_.random() < 0.6
+    return random_.choice(list(MINDS)), mind(random_, depth - 1), mind(random_, depth - 1)
+
+
+def made_up(number: int, call: Call) -> Any:
+    """What the kernel of that number thinks of a call."""
+    tree = minds[number]
+    while not isinstance(tree, bool):
+        fact, *branches = tree
+        tree = branches[zlib.crc32(repr(MINDS[fact](call)).encode()) % 2]
+    return tree
+
+
+def mind_of(number: int) -> Callable[[Call], str | None]:
+    return lambda call: None if made_up(number, call) else "it does not feel like it"
+
+
+def cost_of(number: int) -> Callable[[Call], float]:
+    return lambda call: 1.0 + made_up(number, call)
+
+
+mind_0, mind_1, mind_2, mind_3 = map(mind_of, range(4))
+cost_4, cost_5 = map(cost_of, (4, 5))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_remembered_is_what_a_new_table_would_say(seed: int) -> None:
+    """Kernels that ask about facts as the dice fall, each after answers to others, and calls in every order."""
+    random_ = random.Random(seed)
+    minds[:] = [mind(random_, 4) for _ in minds]
+    kernels = [
+        kernel("a", accepts=f"{HERE}:mind_0", rank=4, score=f"{HERE}:cost_4"),
+        kernel("b", accepts=f"{HERE}:mind_1", rank=3, score=f"{HERE}:cost_5"),
+        kernel("c", accepts=f"{HERE}:mind_2", rank=2, recipe=MXFP8BlockScaling),
+        kernel("d", accepts=f"{HERE}:mind_3", rank=1, score=f"{HERE}:cost_4"),
+        kernel("e"),
+    ]
+    arrays: list[Any] = [
+        X,
+        X[:63],
+        X[:33],
+        X.astype(np.float16),
+        WIDE[:, ::2],
+        WIDE[:, :96],
+        X.T,
+        off(0),
+        off(4),
+        off(64),
+        X[:, :95],
+    ]
+    recipes = [MXFP8, MXFP8BlockScaling("E5M2"), MXFP8BlockScaling(scale_rule="floor")]
+    options = [DEFAULT, CastOptions(axis=-2), CastOptions(scale=1.0), CastOptions(nonfinite="raise")]
+    calls = list(itertools.product(arrays, recipes, options))
+    table = Table(kernels)
+    for x, recipe, given in random_.choices(calls, k=300):
+        assert chosen(table, x, recipe, given) == chosen(Table(kernels), x, recipe, given)
+
+
+def test_what_is_remembered_is_bounded_and_those_used_last_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("breccia.dispatch.MEMO_LIMIT", 8)
+    table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
+
+    def met(columns: int) -> bool:
+        """Was the winner for this length of rows remembered?"""
+        before = len(asked)
+        chosen(table, np.broadcast_to(np.float32(1), (4, columns)))
+        return len(asked) == before
+
+    assert [met(n) for n in range(1, 9)] == [False] * 8
+    assert [met(n) for n in range(1, 9)] == [True] * 8
+    assert met(1) and met(3)
+    assert [met(n) for n in (9, 10)] == [False, False], "in the place of 2 and 4, which were used longest ago"
+    assert [met(n) for n in (1, 3, 5, 6, 7, 8, 9, 10)] == [True] * 8
+    assert not met(2), "in the place of 1"
+    for n in range(100, 200):
+        met(n)
+        assert sum(len(site.chosen) for site in table._sites.values()) <= 8
+    assert [met(n) for n in range(192, 200)] == [True] * 8
+
+
+def any_shape(call: Call) -> None:
+    asked.append(call.a.shape)
+
+
+def test_each_key_has_a_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("breccia.dispatch.MEMO_LIMIT", 4)
+    table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
+    for recipe in (MXFP8, NVFP4, CURRENT):
+        for n in range(1, 5):
+            chosen(table, np.broadcast_to(np.float32(1), (4, n)), recipe)
+    assert len(asked) == 12
+    for recipe in (MXFP8, NVFP4, CURRENT):
+        for n in range(1, 5):
+            chosen(table, np.broadcast_to(np.float32(1), (4, n)), recipe)
+    assert len(asked) == 12
+
+
+def any_recipe(call: Call) -> None:
+    asked.append((call.recipe and call.recipe.spec, call.a.layout and call.a.layout.block()))
+
+
+def test_what_is_remembered_keeps_no_array_and_no_declaration_alive() -> None:
+    table = Table(
+        [kernel("cast", accepts=f"{HERE}:any_recipe"), kernel("decode", op="dequantize", accepts=f"{HERE}:any_recipe")]
+    )
+    gone: list[weakref.ref[Any]] = []
+
+    def use(n: int) -> None:
+        x, recipe = np.ones((4, 32), np.float32), breccia.Float8BlockScaling(block_k=n)
+        chosen(table, x, recipe, CastOptions(scale=x))
+        st = ScaledTensor.assemble(x, x, recipe, recipe.layout)
+        table.choose("dequantize", "numpy", st)
+        gone.extend(map(weakref.ref, (x, recipe, st)))
+
+    for n in range(30_001, 30_011):
+        use(n)
+    gc.collect()
+    assert len(asked) == 20 and [ref for ref in gone if ref() is not None] == []
+
+
+def test_threads_that_choose_at_once_each_have_the_right_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a memory that is too small for what they ask for, so that entries come and go under each other's hands."""
+    monkeypatch.setattr("breccia.dispatch.MEMO_LIMIT", 16)
+    table = Table([kernel("fast", accepts=f"{HERE}:odd_only", rank=1), kernel("slow", runs="slow")])
+    start, raised = threading.Barrier(8), list[BaseException]()
+
+    def work(seed: int) -> None:
+        random_ = random.Random(seed)
+        start.wait()
+        try:
+            for _ in range(600):
+                n = random_.randint(1, 40)
+                x = np.broadcast_to(np.float32(1), (random_.randint(1, 9), n))
+                assert chosen(table, x, options=random_.choice((DEFAULT, CastOptions(axis=-2)))) == (
+                    "fast" if n % 2 else "slow"
+                )
+        except BaseException as e:
+            raised.append(e)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == []
+    assert table._sites and all(len(site.chosen) <= 16 for site in table._sites.values())
+
+
+def odd_only(call: Call) -> str | None:
+    return None if call.a.shape[-1] % 2 else "even"
+
+
+# -- estimates -------------------------------------------------------------------------------------------------------------
+
+
+def for_decoding(call: Call) -> float:
+    """Fast up to 16 rows, and a disaster beyond."""
+    asked.append(call.a.shape[0])
+    return 1e-6 if call.a.shape[0] <= 16 else 1.0
+
+
+def steady(call: Call) -> float:
+    return 1e-3
+
+
+def test_the_kernel_of_the_better_estimate_wins_for_up_to_16_rows_and_only_there() -> None:
+    table = Table([kernel("skinny", score=f"{HERE}:for_decoding"), kernel("square", score=f"{HERE}:steady", rank=5)])
+    for _ in range(2):
+        for rows in range(1, 100):
+            assert chosen(table, np.ones((rows, 32), np.float32)) == ("skinny" if rows <= 16 else "square"), rows
+    assert sorted(set(asked)) == sorted(asked), "once for each bucket"
+
+
+def test_an_estimate_counts_after_names_and_recipes_and_before_rank() -> None:
+    quick, late = {"score": f"{HERE}:quick"}, {"score": f"{HERE}:steady"}
+    assert chosen(Table([kernel("quick", **quick, rank=-9), kernel("late", **late, rank=9)]), X) == "quick"
+    assert chosen(Table([kernel("quick", **quick), kernel("exact", **late, recipe=MXFP8BlockScaling)]), X) == "exact"
+    table = Table([kernel("quick", **quick), kernel("late", **late)])
+    assert chosen(table, X, prefer="late") == chosen(Table(table.kernels, prefer=["late"]), X) == "late"
+    assert chosen(Table([kernel("low", **late), kernel("high", **late, rank=1)]), X) == "high", "equal estimates: rank"
+
+
+def quick(call: Call) -> float:
+    return 1e-6
+
+
+def test_a_kernel_without_an_estimate_comes_after_all_that_have_one() -> None:
+    table = Table([kernel("silent", rank=900), kernel("glacial", score=f"{HERE}:glacial", rank=-900)])
+    assert chosen(table, X) == "glacial"
+    told = table.explain(seen("cast", X, None, MXFP8))
+    assert [v.reason for v in told.verdicts] == [None, "glacial comes first (it estimates its time)"]
+    assert chosen(Table([kernel("silent", rank=2), kernel("mute", rank=1)]), X) == "silent"
+
+
+def glacial(call: Call) -> float:
+    return 1e9
+
+
+def test_explain_gives_both_estimates() -> None:
+    table = Table([kernel("quick", score=f"{HERE}:quick"), kernel("late", score=f"{HERE}:steady", rank=9)])
+    told = table.explain(seen("cast", X, None, MXFP8))
+    assert [v.reason for v in told.verdicts] == [None, "quick comes first (estimated 1e-06 s against 0.001 s)"]
+
+
+def test_equal_estimates_of_equal_rank_are_an_error_that_names_both_and_the_ways_out() -> None:
+    a, b = kernel("a.cast", score=f"{HERE}:steady"), kernel("b.cast", score=f"{HERE}:steady", plugin="bolt")
+    for kernels in ([a, b], [b, a]):
+        with pytest.raises(AmbiguousKernelError) as e:
+            chosen(Table([*kernels, kernel("c.cast", score=f"{HERE}:glacial")]), X)
+        assert str(e.value) == (
+            "cast of mxfp8 on numpy: Kernels 'a.cast' (acme) and 'b.cast' (bolt) rank the same. Name one with prefer=, or set "
+            "one plug-in aside with BRECCIA_BLOCK=bolt."
+        )
+    assert chosen(Table([a, b]), X, prefer="b.cast") == "b.cast"
+    assert chosen(Table([a, b, kernel("quick", score=f"{HERE}:quick")]), X) == "quick", "a tie below the winner is no fault"
+    apart = Table([a, kernel("b.cast", score=f"{HERE}:for_decoding", plugin="bolt")])
+    assert chosen(apart, X) == "a.cast"
+
+
+def test_only_kernels_that_can_run_are_asked_for_an_estimate() -> None:
+    refused = kernel("refused", accepts=f"{HERE}:refuses", score=f"{HERE}:for_decoding")
+    assert chosen(Table([refused, kernel("other", device="npu", score=f"{HERE}:for_decoding"), kernel("slow")]), X) == "slow"
+    assert asked == []
+
+
+def refuses(call: Call) -> str:
+    return "not today"
+
+
+@pytest.mark.parametrize("score", [0, 0.0, -1.0, 5, np.float64(1e-6), np.float32(1e-6), np.int64(3)], ids=repr)
+def test_an_estimate_is_any_number(monkeypatch: pytest.MonkeyPatch, score: Any) -> None:
+    monkeypatch.setattr(sys.modules[HERE], "opinion", score)
+    table = Table([kernel("opinionated", score=f"{HERE}:opinionated"), kernel("silent", rank=9)])
+    assert chosen(table, X) == "opinionated"
+
+
+opinion: Any = None
+
+
+def opinionated(call: Call) -> Any:
+    return opinion
+
+
+@pytest.mark.parametrize("score", [None, "soon", math.nan, True, [1.0], (), object], ids=repr)
+def test_an_estimate_that_is_no_number_is_one_warning_and_none(monkeypatch: pytest.MonkeyPatch, score: Any) -> None:
+    monkeypatch.setattr(sys.modules[HERE], "opinion", score)
+    table = Table(
+        [kernel("odd", score=f"{HERE}:opinionated", rank=9), kernel("silent"), kernel("late", score=f"{HERE}:steady")]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [chosen(table, X), chosen(table, X[:3], NVFP4), chosen(table, X, prefer=("odd", "late"))] == [
+            "late",
+            "late",
+            "odd",
+        ]
+        assert chosen(Table(table.kernels[:2]), X) == "odd", "without one its rank counts"
+    (warning,) = caught
+    assert warning.category is PluginWarning
+    assert str(warning.message) == (
+        f"kernel 'odd' of plug-in 'acme': its score {HERE}:opinionated gave {score!r}, which is no number. BRECCIA_BLOCK=acme "
+        "sets the plug-in aside."
+    )
+
+
+# -- checks that fail --------------------------------------------------------------------------------------------------------
+
+
+def crashes(fact: Any) -> Any:
+    asked.append(fact)
+    raise RuntimeError("driver crashed")
+
+
+@pytest.mark.parametrize("field", ["accepts", "score", "available"])
+def test_a_check_that_raises_is_one_warning_by_name_and_stops_nobody(field: str) -> None:
+    broken = kernel("broken", rank=9, **{field: f"{HERE}:crashes"})
+    table = Table([broken, kernel("sound", score=f"{HERE}:steady")])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in (X, X[:3], X.astype(np.float16)):
+            for recipe in (MXFP8, NVFP4):
+                assert chosen(table, x, recipe) == "sound"
+        assert chosen(Table(table.kernels), X) == "sound", "nor is another table told again"
+    (warning,) = caught
+    assert warning.category is PluginWarning
+    assert str(warning.message) == (
+        f"kernel 'broken' of plug-in 'acme': its check {HERE}:crashes failed: RuntimeError: driver crashed. BRECCIA_BLOCK=acme "
+        "sets the plug-in aside."
+    )
+
+
+def test_a_failing_check_is_a_reason_and_a_failing_estimate_is_none() -> None:
+    for field in ("accepts", "available"):
+        table = Table([kernel(f"no_{field}", **{field: f"{HERE}:crashes"})])
+        with pytest.warns(PluginWarning, match=f"kernel 'no_{field}'"), pytest.raises(NoKernelError) as e:
+            chosen(table, X)
+        assert f"skipped: its check {HERE}:crashes failed: RuntimeError: driver crashed" in str(e.value)
+    table = Table([kernel("no_score", score=f"{HERE}:crashes")])
+    with pytest.warns(PluginWarning, match="kernel 'no_score'"):
+        assert chosen(table, X) == "no_score"
+
+
+def test_where_warnings_are_errors_a_failing_check_raises_once() -> None:
+    table = Table([kernel("broken", rank=9, accepts=f"{HERE}:crashes"), kernel("sound")])
+    with pytest.raises(PluginWarning, match="kernel 'broken' of plug-in 'acme'"):
+        chosen(table, X)
+    assert chosen(table, X) == "sound"
+
+
+def test_a_check_of_core_that_fails_names_no_plug_in_to_set_aside() -> None:
+    table = Table([kernel("broken", rank=9, accepts=f"{HERE}:crashes", plugin="core"), kernel("sound")])
+    with pytest.warns(PluginWarning, match=r"failed: RuntimeError: driver crashed\.$"):
+        assert chosen(table, X) == "sound"
+
+
+@pytest.mark.parametrize("field", ["accepts", "available"])
+@pytest.mark.parametrize("said", [True, False, 0, 1, ["reason"], b"reason"], ids=repr)
+def test_an_answer_that_is_neither_none_nor_a_reason_is_a_reason_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch, field: str, said: Any
+) -> None:
+    monkeypatch.setattr(sys.modules[HERE], "opinion", said)
+    table = Table([kernel("odd", rank=9, **{field: f"{HERE}:opinionated"}), kernel("sound")])
+    fault = f"its check {HERE}:opinionated gave {said!r}; it must be None or a reason"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [chosen(table, X), chosen(table, X, NVFP4)] == ["sound", "sound"]
+        told = table.explain(seen("cast", X, None, MXFP8))
+    assert [str(w.message) for w in caught] == [
+        f"kernel 'odd' of plug-in 'acme': {fault}. BRECCIA_BLOCK=acme sets the plug-in aside."
+    ]
+    assert told.verdicts[1].reason == fault
+
+
+@pytest.mark.parametrize("field", ["accepts", "available", "score"])
+def test_a_check_whose_module_leaves_the_process_is_a_reason_too(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    module = f"checks_that_leave_{field}"
+    (tmp_path / f"{module}.py").write_text("raise SystemExit('bye')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    table = Table([kernel("leaver", rank=9, **{field: f"{module}:check"}), kernel("sound", score=f"{HERE}:steady")])
+    with pytest.warns(PluginWarning, match="kernel 'leaver' of plug-in 'acme': .*SystemExit: bye"):
+        assert chosen(table, X) == "sound"
+
+
+def hard(device: Device) -> str | None:
+    asked.append(device)
+    raise OSError(f"no driver for {device}")
+
+
+def test_a_device_check_that_raises_is_asked_once_per_device_with_its_number() -> None:
+    sheets = [SimpleNamespace(shape=(4, 32), dtype=np.dtype("float32"), device=Card(n)) for n in (0, 1, 0, 1, 0)]
+    table = Table([kernel("fast", rank=1, available=f"{HERE}:hard"), kernel("slow")])
+    with pytest.warns(PluginWarning, match="kernel 'fast' .*OSError: no driver for cuda:0"):
+        assert [chosen(table, x) for x in sheets] == ["slow"] * 5
+    assert asked == [Device("cuda", 0), Device("cuda", 1)]
+
+
+def test_the_framework_of_a_numpy_array_is_known_by_its_type_and_its_subclasses_too() -> None:
+    assert framework_of(X) is framework_of(X.view(Fake)) is registry.registry().frameworks["numpy"]
+    assert registry.registry().types[Fake] is registry.registry().frameworks["numpy"]
