@@ -225,7 +225,11 @@ def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> No
     assert named.winner is not None and named.winner.name == QUANTIZED
     for a, b, said in (
         (x, breccia.cast(w, breccia.INT4Scaling()).mT, r"MLX has no mode for recipe 'int4' as it is; it has mxfp4"),
-        (x[:, :250], breccia.cast(w[:, :250], MXFP8).mT, r"K must be whole blocks of 32, each with its scale; b has PerBlockMN"),
+        (
+            x[:, :250],
+            breccia.cast(w[:, :250], MXFP8).mT,
+            r"K must be whole blocks of 32, each with its scale; b has PerBlockMN",
+        ),
         (x[:, :24], st, r"b must be the \.mT of one weight \(N, K\) with blocks along K"),
         (st, w.T, r"mx\.quantized_matmul multiplies by a quantized b"),
         (x, breccia.cast(mx.stack([w, w]), MXFP8).mT, r"b must be the \.mT of one weight \(N, K\)"),

@@ -27,7 +27,10 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
     """`x` under `recipe`."""
     chosen = registry().table.choose("cast", framework_of(x).name, x, None, recipe, options, prefer)
     found = _run(chosen, x, recipe, options)
-    return _expect_tensor(chosen, found, recipe, x, options.axis, options.storage) if chosen.checked else found
+    if chosen.checked:
+        _expect_tensor(chosen, found, recipe, x, options.axis, options.storage)
+        _audit(chosen, (x, recipe, options), found)
+    return found
 
 
 def cast_pair(
@@ -41,6 +44,7 @@ def cast_pair(
             raise chosen.refused(f"cast_pair gives a tuple of two ScaledTensors, not {found!r:.80}.")
         _expect_tensor(chosen, found[0], recipe, x, -1, options.storage)
         _expect_tensor(chosen, found[1], recipe, x, -2, options.storage)
+        _audit(chosen, (x, recipe, options), found)
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -49,7 +53,10 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     options = NO_OPTIONS if out is None and out_dtype == "float32" else _given(out_dtype=out_dtype, out=out)
     chosen = registry().table.choose("dequantize", framework_of(st.data).name, st, None, None, options, prefer)
     found = _run(chosen, st, out_dtype, out)
-    return _expect_array(chosen, found, st.shape, out_dtype) if chosen.checked else found
+    if chosen.checked:
+        _expect_array(chosen, found, st.shape, out_dtype)
+        _audit(chosen, (st, out_dtype, out), found)
+    return found
 
 
 def requantize(
@@ -63,7 +70,10 @@ def requantize(
     given: Any = options if not require_exact else Options(options.given(), require_exact=True)
     chosen = registry().table.choose("requantize", framework_of(st.data).name, st, None, recipe, given, prefer)
     found = _run(chosen, st, recipe, options, require_exact)
-    return _expect_tensor(chosen, found, recipe, st, st.axis, options.storage) if chosen.checked else found
+    if chosen.checked:
+        _expect_tensor(chosen, found, recipe, st, st.axis, options.storage)
+        _audit(chosen, (st, recipe, options, require_exact), found)
+    return found
 
 
 def matmul(
@@ -79,7 +89,10 @@ def matmul(
     options = NO_OPTIONS if plain else _given(bias=bias, out_dtype=out_dtype, out=out)
     chosen = registry().table.choose("matmul", _framework(a), a, b, None, options, prefer)
     found = _run(chosen, a, b, bias, out_dtype, out)
-    return _expect_product(chosen, found, a, b, out_dtype) if chosen.checked else found
+    if chosen.checked:
+        _expect_product(chosen, found, a, b, out_dtype)
+        _audit(chosen, (a, b, bias, out_dtype, out), found)
+    return found
 
 
 def cast_matmul(
@@ -94,7 +107,10 @@ def cast_matmul(
     options = NO_OPTIONS if bias is None and out_dtype == "float32" else _given(bias=bias, out_dtype=out_dtype)
     chosen = registry().table.choose("cast_matmul", framework_of(x).name, x, b, recipe, options, prefer)
     found = _run(chosen, x, recipe, b, bias, out_dtype)
-    return _expect_product(chosen, found, x, b, out_dtype) if chosen.checked else found
+    if chosen.checked:
+        _expect_product(chosen, found, x, b, out_dtype)
+        _audit(chosen, (x, recipe, b, bias, out_dtype), found)
+    return found
 
 
 def grouped_matmul(
@@ -104,14 +120,20 @@ def grouped_matmul(
     options = NO_OPTIONS if out is None and out_dtype == "float32" else _given(out_dtype=out_dtype, out=out)
     chosen = registry().table.choose("grouped_matmul", _framework(a), a, b, None, options, prefer)
     found = _run(chosen, a, b, offsets, out_dtype, out)
-    return _expect_array(chosen, found, (a.shape[0], b.shape[-1]), out_dtype) if chosen.checked else found
+    if chosen.checked:
+        _expect_array(chosen, found, (a.shape[0], b.shape[-1]), out_dtype)
+        _audit(chosen, (a, b, offsets, out_dtype, out), found)
+    return found
 
 
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
     """The values of `cast(x, recipe)` in the dtype of `x`."""
     chosen = registry().table.choose("cast_ste", framework_of(x).name, x, None, recipe, options, prefer)
     found = _run(chosen, x, recipe, options)
-    return _expect_array(chosen, found, x.shape, dtype_name(x)) if chosen.checked else found
+    if chosen.checked:
+        _expect_array(chosen, found, x.shape, dtype_name(x))
+        _audit(chosen, (x, recipe, options), found)
+    return found
 
 
 def cast_ste_clipped(
@@ -120,7 +142,10 @@ def cast_ste_clipped(
     """As `cast_ste`: the clip is for the gradient alone, which is the frontend's."""
     chosen = registry().table.choose("cast_ste_clipped", framework_of(x).name, x, None, recipe, options, prefer)
     found = _run(chosen, x, recipe, clip, options)
-    return _expect_array(chosen, found, x.shape, dtype_name(x)) if chosen.checked else found
+    if chosen.checked:
+        _expect_array(chosen, found, x.shape, dtype_name(x))
+        _audit(chosen, (x, recipe, clip, options), found)
+    return found
 
 
 # -- calling a kernel ------------------------------------------------------------------------------------------------
@@ -146,15 +171,19 @@ def _run(chosen: Chosen, *arguments: Any) -> Any:
     except Exception as e:
         chosen.failed(e)
         raise
+    return found
+
+
+def _audit(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
+    """Compare `found` with the generic algorithm's result, where BRECCIA_CHECK asks for it."""
     if chosen.audited:
         load("breccia.audit:check")(chosen, arguments, found)
-    return found
 
 
 # What plug-ins' kernels return is looked at before it goes on: a wrong shape would be noticed far from the kernel, or never.
 
 
-def _expect_tensor(chosen: Chosen, found: Any, recipe: ScalingRecipe, like: Any, axis: int, storage: str) -> ScaledTensor:
+def _expect_tensor(chosen: Chosen, found: Any, recipe: ScalingRecipe, like: Any, axis: int, storage: str) -> None:
     if not isinstance(found, ScaledTensor):
         raise chosen.refused(f"{chosen.kernel.op} gives a ScaledTensor, not {type(found).__name__}.")
     if found.recipe is not recipe and found.recipe != recipe:
@@ -166,10 +195,9 @@ def _expect_tensor(chosen: Chosen, found: Any, recipe: ScalingRecipe, like: Any,
         raise chosen.refused(f"{chosen.kernel.op} was to write blocks along axis {axis}; the result has axis {found.axis}.")
     if found.storage != storage:
         raise chosen.refused(f"{chosen.kernel.op} was to write {storage!r} storage; the result is in {found.storage!r}.")
-    return found
 
 
-def _expect_product(chosen: Chosen, found: Any, a: Any, b: Any, dtype: str) -> Array:
+def _expect_product(chosen: Chosen, found: Any, a: Any, b: Any, dtype: str) -> None:
     left, right = tuple(a.shape), tuple(b.shape)
     if len(left) == 2 == len(right):
         return _expect_array(chosen, found, (left[0], right[1]), dtype)
@@ -183,11 +211,10 @@ def _aligned(left: tuple[int, ...], right: tuple[int, ...]) -> zip[tuple[int, in
     return zip((1,) * (ndim - len(left)) + left, (1,) * (ndim - len(right)) + right, strict=True)
 
 
-def _expect_array(chosen: Chosen, found: Any, shape: Any, dtype: str) -> Array:
+def _expect_array(chosen: Chosen, found: Any, shape: Any, dtype: str) -> None:
     if not hasattr(found, "shape") or isinstance(found, ScaledTensor):
         raise chosen.refused(f"{chosen.kernel.op} gives an array, not {type(found).__name__}.")
     if tuple(found.shape) != tuple(shape):
         raise chosen.refused(f"{chosen.kernel.op} gives shape {tuple(shape)}; got {tuple(found.shape)}.")
     if dtype_name(found) != dtype:
         raise chosen.refused(f"{chosen.kernel.op} was asked for {dtype}; got {dtype_name(found)}.")
-    return found

@@ -175,7 +175,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _empty(x: Any) -> bool:
-    return 0 in x.shape
+    return 0 in (x.data.shape if isinstance(x, ScaledTensor) else x.shape)
 
 
 def _aligned(x: Any) -> tuple[int, int]:
@@ -233,13 +233,15 @@ def _row_alignment(x: Any) -> int:
 def _opaque(target: str) -> Callable[[Any], str | None]:
     """The reader of what an operand is, if it holds an array without memory of its own."""
 
+    ask: Any = None
+
     def read(x: Any) -> str | None:
-        if x is None or isinstance(x, Described):
-            return None
+        nonlocal ask
         try:
-            ask = targets.load(target)
+            if ask is None:
+                ask = targets.load(target)
             if not isinstance(x, ScaledTensor):
-                return ask(x)
+                return None if x is None or isinstance(x, Described) else ask(x)
             return ask(*_components(x))
         except Exception as e:
             return f"an array about which {target} fails ({type(e).__name__}: {e})"

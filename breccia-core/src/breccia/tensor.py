@@ -87,9 +87,13 @@ class ScaledTensor:
         check_layout(layout)
         axis = contraction_axis(axis, len(data.shape))
         fmt = recipe.format
-        if shape is not None and layout.storage == PLAIN:
+        if isinstance(layout, Stored) and layout.data_axes:
+            tail = -layout.matrix[-1] % packing(fmt.element)[0]
+        elif shape is not None:
             tail = _tail_of(_lengths(shape), tuple(data.shape), fmt.element, axis)
         fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
+        if layout.storage != PLAIN and shape is not None and self.shape != _lengths(shape):
+            raise LayoutError(f"shape={tuple(shape)}, but these parts are of a tensor of shape {self.shape}.", found=self.shape)
         _check_parts(self if layout.storage == PLAIN else _checked_plain(self), fmt)
 
     @classmethod
@@ -454,6 +458,10 @@ def _checked_plain(st: ScaledTensor) -> ScaledTensor:
         raise LayoutError(f"{wrong}: {e}. Store a plain tensor by st.to_storage({st.storage!r}).", found=_shapes(st)) from e
     if _shapes(again) != _shapes(st) or again.layout != st.layout:
         raise LayoutError(f"{wrong}: a tensor of shape {plain.shape} has {_shapes(again)} there.", found=_shapes(st))
+    for name, part in held(again).items():
+        here, there = dtype_name(getattr(st, name)), dtype_name(part)
+        if here != there:
+            raise UnsupportedError(f"{name} must be {there} in storage {st.storage!r}; got dtype {here}.", found=here)
     return plain
 
 

@@ -115,12 +115,6 @@ class _JaxOps(Ops):
     def matmul(self, a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
-    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
-        if 0 in b.shape:
-            return jnp.zeros((a.shape[0], b.shape[-1]), jnp.float32)
-        sizes = jnp.diff(offsets.astype(jnp.int32), prepend=0)
-        return lax.ragged_dot(a, b, sizes, precision=lax.Precision.HIGHEST)
-
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return jnp.transpose(a, axes)
 

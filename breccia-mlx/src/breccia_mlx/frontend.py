@@ -174,7 +174,9 @@ def _by_group(a: Any, gradient: Array, offsets: Array, b: Array) -> Array:
     row, start, found = mx.arange(rows.shape[0]), 0, list[Array]()
     for e in range(b.shape[0]):
         inside = mx.reshape((row >= start) & (row < offsets[e]), (-1, 1))
-        found.append(MLX.matmul(MLX.swap(mx.where(inside, rows, mx.zeros_like(rows))), MLX.f32(gradient)))
+        # Inf and NaN of one group stay in it: both factors are zero beyond.
+        mine, upstream = (mx.where(inside, x, mx.zeros_like(x)) for x in (rows, MLX.f32(gradient)))
+        found.append(MLX.matmul(MLX.swap(mine), upstream))
         start = offsets[e]
     return mx.stack(found).astype(b.dtype) if found else mx.zeros_like(b)
 

@@ -237,7 +237,8 @@ def grouped_gradients(
         ends = offsets.long()
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         inside = (row >= starts[:, None]) & (row < ends[:, None])
-        each = [torch.where(mine[:, None], rows, 0.0).mT @ gradient.float() for mine in inside]
+        upstream = gradient.float()  # Inf and NaN of one group stay in it: both factors are zero beyond
+        each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
         right = torch.stack(each).to(b.dtype) if each else torch.zeros_like(b)
     return left, right
 

@@ -253,10 +253,11 @@ class ScaledLinear(_Meaningful):
                 found=tuple(x.shape),
                 in_features=self.in_features,
             )
-        if x.dtype in _FLOATS and (dtype := autocast_dtype(x)) is not None:
+        floating = x.dtype in _FLOATS
+        if floating and (dtype := autocast_dtype(x)) is not None:
             x = x.to(dtype)
         rows: Any = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
-        weight, dtype = self.weight.tensor.mT, x.dtype if x.dtype in _FLOATS else torch.float32
+        weight, dtype = self.weight.tensor.mT, x.dtype if floating else torch.float32
         if self.activation is None:
             y = breccia.matmul(rows, weight, dtype, bias=self.bias)
         else:

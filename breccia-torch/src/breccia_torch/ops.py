@@ -199,9 +199,15 @@ class _TorchOps(Ops):
 
 def autocast_dtype(x: Array) -> torch.dtype | None:
     """The dtype that autocast computes in on `x`'s device; None where it is off."""
+    if not _autocasting():
+        return None
     kind = x.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
+
+
+#: Is autocast on for any device? torch has no public way to ask at once.
+_autocasting: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # pyright: ignore
 
 
 def need_dense(x: Array) -> None:

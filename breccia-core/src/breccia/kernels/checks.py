@@ -51,6 +51,11 @@ def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
     left, right = tuple(a.shape), tuple(b.shape)
     if not (len(left) == 2 == len(right) and left[1] == right[0]):
         check_matmul_shapes(left, right)
+    if isinstance(bias, ScaledTensor):
+        raise UnsupportedError(
+            "matmul: bias must be an array, and is a ScaledTensor; pass its values: breccia.dequantize(bias).",
+            found="ScaledTensor",
+        )
     for name, x in (("a", a), ("b", b), ("bias", bias)):
         if x is not None and not isinstance(x, ScaledTensor) and x.dtype not in _FLOATS:
             check_float(name, x)

@@ -60,6 +60,7 @@ _U1, _U2, _U4, _U8, _I4, _F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int
 _F32 = np.dtype(_F4)
 _EXPONENT = F32_INF
 _MAGNITUDE = _U4(MAGNITUDE)
+_ONE = np.ones(1, _F4)
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
 _SMALL, _LARGE = 2.0**-60, 2.0**100
 #: Elements below 2^-126 count as zero. Under scales that are not small they come to less than 2^-26 in units of the scale, and
@@ -347,7 +348,7 @@ class _Scales:
     way; `careful` serves anything, in the words of codecs and rules.
     """
 
-    def __init__(self, recipe: ScalingRecipe, level: int) -> None:
+    def __init__(self, recipe: ScalingRecipe, level: int, steps: Steps) -> None:
         fmt = recipe.format
         self.element, self.codec, self.rule = fmt.element, fmt.levels[level].codec, recipe.rules[level]
         self.capacity = fmt.capacity(fmt.levels[level])
@@ -359,6 +360,7 @@ class _Scales:
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
             if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := _code_writer(codec), FloatCodes):
                 low, self._form, self._writer = 0.0, self._linear8, writer
+                self._written = None if steps.scaled is None else steps.scaled(writer)
                 self.values = np.array(codec.table, _U4).view(_F4)
                 self.divisors = np.where(self.values > 0, self.values, _F4(np.inf))
                 self._inverses = codec.divide(NUMPY, np.ones(256, _F4), np.arange(256, dtype=_U1))[0]
@@ -416,7 +418,11 @@ class _Scales:
         if coarse is not None:
             np.divide(t, coarse.value, out=t)
             inverses = coarse.inverses
-        stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
+        if self._written is not None:
+            stored = np.empty(t.size, _U1)
+            self._written(t, _ONE, t.size, stored)
+        else:
+            stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
 
     def _exponent(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
@@ -488,8 +494,8 @@ class _Plan:
         self.codes = _code_writer(fmt.element) if known else None
         #: Codes of what is still to be scaled.
         self.scaled = None if steps.scaled is None or self.codes is None else steps.scaled(self.codes)
-        self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1)
-        self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0)
+        self.scales = None if self.codes is None else _Scales(recipe, len(fmt.levels) - 1, steps)
+        self.coarse_scales = None if coarse is None or self.alien else _Scales(recipe, 0, steps)
         self._layouts: dict[Any, Layout] = {}
         #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
         self.plain = known and not self.divides and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
