@@ -48,9 +48,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_report.py",
         "test_transformer_engine_golden.py",
     ),
-    "breccia-torch": ("test_parity.py", "test_training.py"),
-    "breccia-jax": ("test_parity.py",),
-    "breccia-mlx": ("test_parity.py",),
+    "breccia-torch": ("test_parity.py", "test_training.py", "test_layers.py", "test_ops.py", "test_storage.py"),
+    "breccia-jax": ("test_parity.py", "test_layers.py", "test_ops.py"),
+    "breccia-mlx": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-native": ("test_numpy_kernels.py",),
 }
 #: Those that are about several distributions at once, or about the repository: `make test` runs them.
@@ -59,6 +59,7 @@ TOGETHER = (
     "test_arrows.py",
     "test_benchmarks.py",
     "test_conformance.py",
+    "test_cuda_kernel.py",
     "test_dlpack.py",
     "test_docs.py",
     "test_doctor.py",

@@ -153,19 +153,19 @@ class ScaledTensor:
     @property
     def mT(self) -> ScaledTensor:
         """The transpose of the last two axes: parts swapped as views, blocks along the other axis, no byte moved."""
-        if self.ndim < 2:
-            raise LayoutError(f"mT needs at least two axes; this tensor has shape {self.shape}.", shape=self.shape)
-
         layout, data, scale, zero_point = self.layout, self.data, self.scale, self.zero_point
-        if not isinstance(layout, Stored) or not layout.data_axes:
+        if data.ndim < 2:
+            raise LayoutError(f"mT needs at least two axes; this tensor has shape {self.shape}.", shape=self.shape)
+        if layout.storage == PLAIN:
             data = data.swapaxes(-1, -2)
-        if layout.storage == PLAIN and layout.block() != (None, None):
-            scale = scale if len(scale.shape) < 2 else scale.swapaxes(-1, -2)
-            if zero_point is not None and len(zero_point.shape) >= 2:
-                zero_point = zero_point.swapaxes(-1, -2)
-        return ScaledTensor.assemble(
-            data, scale, self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.tail
-        )
+            if scale.ndim > 1 and layout.block() != TENSOR:
+                scale = scale.swapaxes(-1, -2)
+                if zero_point is not None:
+                    zero_point = zero_point.swapaxes(-1, -2)
+        elif not isinstance(layout, Stored) or not layout.data_axes:
+            data = data.swapaxes(-1, -2)
+        parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.tail)
+        return ScaledTensor.assemble(data, scale, *parts)
 
     def to_plain(self) -> ScaledTensor:
         """The same tensor in plain storage: itself, where it is."""
