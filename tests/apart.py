@@ -38,7 +38,7 @@ TOOLS = ("pytest", "hypothesis")
 #: The test files of a distribution, beside `test_<plug-in>*.py`; core has all that nobody names. A file may be of several, and
 #: skips what is absent.
 TESTS: dict[str, tuple[str, ...]] = {
-    CORE: ("test_numpy_kernels.py",),
+    CORE: ("test_numpy_kernels.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-bridges": (
         "test_container.py",
         "test_convert.py",
