@@ -160,6 +160,7 @@ def test_torch_layers_multiply_what_they_cast_with_and_without_gradients(reached
         reached(lambda: quantized(x), cast=1, matmul_of_few=1)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11's own
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_graphs_reach_them_forward_and_backward(reached: Any, backend: str) -> None:
     torch = pytest.importorskip("torch")

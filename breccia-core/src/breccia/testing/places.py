@@ -88,7 +88,7 @@ def _absence(place: Place) -> str:
 @cache
 def _flushes(place: Place) -> bool:
     least = place.array(np.array([2.0**-126], np.float32))
-    return not place.words(least * 0.5).any()
+    return not place.words(least * 0.5).any() or not place.words(place.ops.div(least, 2.0)).any()
 
 
 def words(a: np.ndarray) -> np.ndarray:
