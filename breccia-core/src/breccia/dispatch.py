@@ -237,11 +237,11 @@ def _opaque(target: str) -> Callable[[Any], str | None]:
 
     def read(x: Any) -> str | None:
         nonlocal ask
+        if x is None or isinstance(x, Described):
+            return None  # and no framework is imported
         try:
             if ask is None:
                 ask = targets.load(target)
-            if not isinstance(x, ScaledTensor):
-                return None if x is None or isinstance(x, Described) else ask(x)
             return ask(*_components(x))
         except Exception as e:
             return f"an array about which {target} fails ({type(e).__name__}: {e})"
