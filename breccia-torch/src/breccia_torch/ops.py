@@ -55,7 +55,7 @@ class _TorchOps(Ops):
 
     def f32(self, x: Array) -> Array:
         need_dense(x)
-        return x.to(torch.float32)
+        return x if x.dtype == torch.float32 else x.to(torch.float32)
 
     def to_float(self, x: Array, dtype: str) -> Array:
         return x.to(getattr(torch, dtype))
