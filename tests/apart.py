@@ -258,8 +258,8 @@ def wheel_of(distribution: str, wheels: Path) -> Path:
 UNDECLARED = ("playwright",)
 #: Before the reason of a test that is to fail; reports list these among the skipped.
 EXPECTED = "expected to fail: "
-#: What `pytest.importorskip` says of what is not installed.
-ABSENT = re.compile(r"could not import '[\w.]+': No module named '([\w.]+)'")
+#: What `pytest.importorskip` says of what is not installed, and breccia's kit of a framework whose plug-in is not.
+ABSENT = re.compile(r"(?:could not import '[\w.]+': No module named|no plug-in declares the framework) '([\w.]+)'")
 
 
 def tested(environment: Environment, distribution: str, work: Path, files: list[str], low: bool) -> str:
