@@ -25,6 +25,7 @@ from breccia import (
     ScalingRecipe,
 )
 from breccia.testing.examples import every_decodable, special_rows, wide
+from breccia.testing.places import Place
 from breccia.testing.pytest_plugin import header
 
 __all__ = ["RECIPES", "Run", "every_decodable", "on_cuda", "recipe_id", "special_rows", "wide"]
@@ -130,3 +131,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def pytest_report_header() -> list[str]:
     """Versions of everything whose bytes are compared."""
     return header()
+
+
+def here(framework: str) -> Place:
+    """The place of a framework. Skips the test where it is not installed."""
+    place = Place(framework)
+    if place.absence:
+        pytest.skip(place.absence)
+    return place

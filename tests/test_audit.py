@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RECIPES, recipe_id, special_rows, wide
+from conftest import RECIPES, here, recipe_id, special_rows, wide
 
 import breccia
 from breccia import (
@@ -44,14 +44,6 @@ EAGER = ("numpy", "torch", "mlx")
 
 X = np.concatenate([wide((9, 70), seed=1, exponents=3), special_rows(70)])
 X[4, 5] = -0.0
-
-
-def here(framework: str) -> Place:
-    """The place of a framework. Skips the test where it is not installed."""
-    place = Place(framework)
-    if place.absence:
-        pytest.skip(place.absence)
-    return place
 
 
 @pytest.fixture(params=EAGER)

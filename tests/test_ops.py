@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import recipe_id, special_rows, wide
+from conftest import here, recipe_id, special_rows, wide
 
 import breccia
 from breccia import (
@@ -62,14 +62,6 @@ MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
 WHOLE = INT4Scaling(group_size=16, scale_dtype="fp32")
 #: Shapes of inputs, weights and biases. There are few, since JAX compiles for each.
 X, W, B = (4, 32), (6, 32), (6,)
-
-
-def here(framework: str) -> Place:
-    """The place of a framework. Skips the test where it is not installed."""
-    place = Place(framework)
-    if place.absence:
-        pytest.skip(place.absence)
-    return place
 
 
 @pytest.fixture(params=FRAMEWORKS)

@@ -20,7 +20,7 @@ from typing import Any
 import conftest
 import numpy as np
 import pytest
-from conftest import recipe_id, special_rows, wide
+from conftest import here, recipe_id, special_rows, wide
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -71,14 +71,6 @@ MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
 quick = settings(max_examples=8, deadline=None)
 #: One recipe for each way parts lie.
 RECIPES = list({(recipe.format, recipe.layout): recipe for recipe in reversed(conftest.RECIPES)}.values())
-
-
-def here(framework: str) -> Place:
-    """The place of a framework. Skips the test where it is not installed."""
-    place = Place(framework)
-    if place.absence:
-        pytest.skip(place.absence)
-    return place
 
 
 def _slow_on_jax(*few: str) -> list[Any]:
