@@ -55,6 +55,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     both = ScaledLinear.from_linear(square, breccia.recipe("mxfp8"), activation=breccia.recipe("mxfp8"))
     found["ScaledLinear 128×128 at M = 1, mxfp8 by mxfp8"] = lambda: both(token)
     found["torch.nn.Linear 128×128 at M = 1"] = lambda: square(token)
+    found["torch F.linear 128×128 at M = 1"] = lambda: torch.nn.functional.linear(token, square.weight, square.bias)
     return found
 
 

@@ -60,7 +60,7 @@ _U1, _U2, _U4, _U8, _I4, _F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int
 _F32 = np.dtype(_F4)
 _EXPONENT = F32_INF
 _MAGNITUDE = _U4(MAGNITUDE)
-_ONE = np.ones(1, _F4)
+_ONE, _UNIT = np.ones(1, _F4), _F4(1.0)
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
 _SMALL, _LARGE = 2.0**-60, 2.0**100
 #: Elements below 2^-126 count as zero. Under scales that are not small they come to less than 2^-26 in units of the scale, and
@@ -72,8 +72,9 @@ _MODEST = 2.0**20
 _REMEMBERED = 256
 #: Bytes of codes that are decoded at once, on one thread.
 _SHORT = 1 << 16
-#: Scales that Python's own minimum is faster for; elements of arrays whose cost is that of NumPy's calls.
-_FEW, _SMALL_ARRAY = 64, 1 << 13
+#: Scales whose least and largest Python finds faster; numbers whose codes are found in the fewest calls; elements of arrays whose
+#: cost is that of NumPy's calls.
+_LISTED, _FEW, _SMALL_ARRAY = 32, 64, 1 << 13
 #: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
 _PAIRED = 1 << 20
 
@@ -257,7 +258,7 @@ class TableCodes:
 _Codes = FloatCodes | IntegerCodes | TableCodes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Steps:
     """Steps of `cast` that somebody else does faster than NumPy, with the same bytes; what is None is done here.
 
@@ -352,6 +353,7 @@ class _Scales:
         fmt = recipe.format
         self.element, self.codec, self.rule = fmt.element, fmt.levels[level].codec, recipe.rules[level]
         self.capacity = fmt.capacity(fmt.levels[level])
+        self._divisor = _F4(self.capacity)
         self.storage = NUMPY.storage(self.codec)
         #: Values of all codes, where the level has 8-bit scales that may lie under a coarser one.
         self.values: Array | None = None
@@ -388,7 +390,7 @@ class _Scales:
     def quick(self, amax: Array, coarse: _Coarse | None) -> tuple[Array, Array] | None:
         if self._form is None or (coarse is not None and coarse.inverses is None):
             return None
-        if amax.size <= _FEW:
+        if amax.size <= _LISTED:
             ordered: list[int] = sorted(amax.tolist())
             least, most = ordered[0], ordered[-1]
             if zeros := least == 0:
@@ -400,20 +402,20 @@ class _Scales:
         return self._form(amax, zeros, coarse) if least >= self._low and most <= self._high else None
 
     def _linear(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
-        t = np.divide(amax.view(_F4), _F4(self.capacity))
+        t = np.divide(amax.view(_F4), self._divisor)
         if zeros:
-            np.copyto(t, _F4(1.0), where=amax == 0)
+            np.copyto(t, _UNIT, where=amax == 0)
         if self.codec.bits == 32:
-            return t, np.divide(_F4(1.0), t)
+            return t, np.divide(_UNIT, t)
         if self.storage == "float16":
             stored = t.astype(np.float16)
-            return stored, np.divide(_F4(1.0), stored, dtype=_F4)
+            return stored, np.divide(_UNIT, stored.astype(_F4))
         u = t.view(_U4)
         u = (u + ((u >> 16) & 1) + 0x7FFF) & 0xFFFF0000
-        return (u >> 16).astype(_U2), np.divide(_F4(1.0), u.view(_F4))
+        return (u >> 16).astype(_U2), np.divide(_UNIT, u.view(_F4))
 
     def _linear8(self, amax: Array, zeros: bool, coarse: _Coarse | None) -> tuple[Array, Array]:
-        t = np.divide(amax.view(_F4), _F4(self.capacity))
+        t = np.divide(amax.view(_F4), self._divisor)
         inverses = self._inverses
         if coarse is not None:
             np.divide(t, coarse.value, out=t)
@@ -467,7 +469,7 @@ class _Coarse:
         #: `inverse` of every code of the fine level; None where some might not be ordinary.
         self.inverses: Any = None
         if scales is not None and scales.values is not None and _SMALL <= value <= 1 / _SMALL:
-            self.inverses = np.divide(_F4(1.0), scales.divisors * value)
+            self.inverses = np.divide(_UNIT, scales.divisors * value)
 
 
 # ------------------------------------------------------------------------------------------------ plans
@@ -1103,14 +1105,15 @@ class _Values:
             scale = self.codec.read(NUMPY, scale)
         values = np.empty((*data.shape[:-1], columns), _F4)
         codes = np.asarray(data).view(_U1)
-        with np.errstate(all="ignore"):
-            if steps.values is not None:
-                steps.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
-            else:
-                self.decode(self.table, codes.reshape(-1, codes.shape[-1]), values.reshape(-1))
+        if steps.values is not None:
+            steps.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
+        else:
+            self.decode(self.table, codes.reshape(-1, codes.shape[-1]), values.reshape(-1))
+            with np.errstate(all="ignore"):
                 grid = values.reshape(-1, k)
                 np.multiply(grid, scale[:, None], out=grid)
-            if coarse is not None:
+        if coarse is not None:
+            with np.errstate(all="ignore"):
                 np.multiply(values, coarse, out=values)
         return values.swapaxes(-1, -2) if swapped else values
 
@@ -1386,11 +1389,14 @@ def accepts_cast(call: Call) -> str | None:
         return "an empty array is the generic algorithm's"
     block = plan.fmt.scale.block
     axis: int = call.option("axis", -1)
-    if (plan.codes is None or plan.codes.zero or plan.fmt.global_scale is not None) and call.a.ndim > 1:
+    by_chunks = plan.codes is None or plan.codes.zero or plan.fmt.global_scale is not None
+    m, k = block
+    small = m is not None and k is not None and m * k * plan.count <= _chunk()  # then the shape need not be asked
+    if by_chunks and block != TENSOR and not small and call.a.ndim > 1:
         shape = k_last(call.a.shape, axis)
         m, k = _sides(block, shape)
-        unit = plan.count if block == TENSOR else _unit(k, shape[-1], plan.count)
-        if block != TENSOR and m * unit > _chunk():
+        unit = _unit(k, shape[-1], plan.count)
+        if m * unit > _chunk():
             return (
                 f"blocks of {m} x {unit} are larger than a chunk, and {call.a.recipe.name!r} as declared has no form for them"
             )
