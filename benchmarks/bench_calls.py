@@ -2,9 +2,10 @@
 
     python benchmarks/bench_calls.py [--before CHECKOUT] [--out benchmarks/results]
 
-A step of the calibrated loop builds a key of four items and looks it up in a dictionary; it is timed between the calls. Ratios
-to it can be compared between machines, microseconds cannot. `--before` times a checkout of another version as well, in
-processes that are interleaved with those of this one.
+A step of the calibrated loop builds a key of four items and looks it up in a dictionary. A loop of steps is timed beside every
+loop of calls: ratios can be compared between machines, and between moments of one machine whose clock or neighbours change;
+microseconds cannot.
+`--before` times a checkout of another version as well, in processes that are interleaved with those of this one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import timeit
@@ -123,12 +125,12 @@ def step() -> Callable[[], int | None]:
 
 
 def measured() -> dict[str, tuple[float, float]]:
-    """Seconds of each call, and of a step beside it: the least of three."""
+    """Of each call the least seconds, and how many steps it takes: the median of loops, each beside one of steps."""
     unit, found = step(), dict[str, tuple[float, float]]()
     for name, call in itertools.chain.from_iterable(make().items() for make in (calls, with_idle_kernels)):
         call()
-        seconds = [(common.timed_often(call, 1, 0.01)["min_s"], timeit.timeit(unit, number=5_000) / 5_000) for _ in range(3)]
-        found[name] = min(s for s, _ in seconds), min(s for _, s in seconds)
+        pairs = [(timeit.timeit(call, number=50) / 50, timeit.timeit(unit, number=5_000) / 5_000) for _ in range(21)]
+        found[name] = min(s for s, _ in pairs), statistics.median(s / u for s, u in pairs)
     return found
 
 
@@ -159,8 +161,10 @@ def main(
     found = [
         {
             "call": name,
-            **{v: common.summary([s for s, _ in pairs]) for v, pairs in by_version.items()},
-            "step_s": min(unit for pairs in by_version.values() for _, unit in pairs),
+            **{
+                v: {**common.summary([s for s, _ in pairs]), "steps": round(statistics.median(steps for _, steps in pairs), 2)}
+                for v, pairs in by_version.items()
+            },
         }
         for name, by_version in rows.items()
     ]

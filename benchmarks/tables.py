@@ -212,17 +212,18 @@ def overhead(result: Result) -> Table:
     before = result["options"]["before"]
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
-        least, unit = row["now"]["min_s"], row["step_s"]
-        cells = [row["call"]]
+        versions = ("before", "now") if before else ("now",)
+        cells = [f"{1e6 * row[v]['min_s']:.1f}" if v in row else "" for v in versions]
+        cells += [f"{row[v]['steps']:.0f}" if v in row else "" for v in versions]
         if before:
-            earlier = row["before"]["min_s"] if "before" in row else None
-            cells += [f"{1e6 * earlier:.1f}" if earlier else "", f"{1e6 * least:.1f}"]
-            cells.append(f"{least / earlier:.2f}" if earlier else "")
-        else:
-            cells.append(f"{1e6 * least:.1f}")
-        rows.append((*cells, f"{1e6 * row['now']['median_s']:.1f}", f"{least / unit:.0f}"))
-    headings = ("call", *(("before, µs", "now, µs", "now / before") if before else ("µs",)), "median now, µs", "steps now")
-    note = "Least of the runs, one thread. A step builds a key of four items and looks it up in a dictionary."
+            cells.append(f"{row['now']['steps'] / row['before']['steps']:.2f}" if "before" in row else "")
+        rows.append((row["call"], *cells))
+    columns = ("before, µs", "now, µs", "steps before", "steps now", "now / before, in steps") if before else ("µs", "steps")
+    headings = ("call", *columns)
+    note = (
+        "Microseconds: the least of the runs. Steps: the median of loops of calls, each beside a loop of steps; a step builds "
+        "a key of four items and looks it up in a dictionary. One thread."
+    )
     if before:
         note += f" Before: commit {before[:10]}, in processes interleaved with those of now."
     return Table("small calls", headings, tuple(rows), note)

@@ -72,9 +72,10 @@ _MODEST = 2.0**20
 _REMEMBERED = 256
 #: Bytes of codes that are decoded at once, on one thread.
 _SHORT = 1 << 16
-#: Scales whose least and largest Python finds faster; numbers whose codes are found in the fewest calls; elements of arrays whose
-#: cost is that of NumPy's calls.
-_LISTED, _FEW, _SMALL_ARRAY = 32, 64, 1 << 13
+#: Scales whose least and largest Python finds faster; numbers whose codes are found in the fewest calls.
+_LISTED, _FEW = 32, 64
+#: Elements of arrays whose cost is that of NumPy's calls.
+_SMALL_ARRAY = 1 << 13
 #: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
 _PAIRED = 1 << 20
 
@@ -263,7 +264,7 @@ class Steps:
     """Steps of `cast` that somebody else does faster than NumPy, with the same bytes; what is None is done here.
 
     amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
-    pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous and 1-D.
+    pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: what writes codes as these do here, from numbers still to be scaled; None where there is no such.
     values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
     """
@@ -481,7 +482,7 @@ class _Plan:
     def __init__(self, recipe: ScalingRecipe, steps: Steps) -> None:
         self.recipe, self.fmt, self.steps = recipe, recipe.format, steps
         fmt, fine = self.fmt, recipe.rules[-1]
-        self.count, self.bits = packing(fmt.element)[0], fmt.element.bits
+        self.count, self.bits, self.block = packing(fmt.element)[0], fmt.element.bits, fmt.scale.block
         self.storage = NUMPY.storage(fmt.element)
         coarse = fmt.global_scale
         #: Does the generic algorithm take whole tensors of it, not chunks?
@@ -507,16 +508,16 @@ class _Plan:
         scales, writer, shape = self.scales, self.codes, x.shape
         if not self.plain or scales is None or writer is None:
             return None
-        block = self.fmt.scale.block
-        k = block[1] or (x.size if block == TENSOR else shape[-1])
-        if (block != TENSOR and shape[-1] % k) or shape[-1] % self.count or k % self.count:
+        block, size, columns, steps = self.block, x.size, shape[-1], self.steps
+        k = block[1] or (size if block == TENSOR else columns)
+        if (block != TENSOR and columns % k) or columns % self.count or k % self.count:
             return None
-        rows, step = x.reshape(-1, k), self.steps.amax
-        if step is None:
-            amax = np.maximum.reduce(rows.view(_U4) & _MAGNITUDE, axis=1)
+        flat = x.reshape(-1)
+        if steps.amax is None:
+            amax = np.maximum.reduce(x.reshape(-1, k).view(_U4) & _MAGNITUDE, axis=1)
         else:
-            amax = np.empty(len(rows), _U4)
-            step(x.reshape(-1), k, amax)
+            amax = np.empty(size // k, _U4)
+            steps.amax(flat, k, amax)
         global_scale = coarse = None
         if self.coarse_scales is not None:
             found = self.coarse_scales.quick(np.maximum.reduce(amax, keepdims=True), None)
@@ -529,24 +530,23 @@ class _Plan:
             return None
         stored, inverse = found
         if self.scaled is not None:
-            codes = np.empty(x.size, _U1)
-            self.scaled(x.reshape(-1), inverse, k, codes)
+            codes = np.empty(size, _U1)
+            self.scaled(flat, inverse, k, codes)
         else:
-            codes = writer.few(rows * inverse[:, None])
+            codes = writer.few(x.reshape(-1, k) * inverse[:, None])
             if scales.values is not None and not inverse.all():
                 codes[inverse == 0] = writer.zero
         if self.bits == 8:
             data = codes.reshape(shape).view(self.storage)
-        elif self.bits == 4 and self.steps.pairs is not None:
-            data = np.empty(x.size // 2, _U1)
-            self.steps.pairs(codes.reshape(-1), data)
-            data = data.reshape(*shape[:-1], -1)
+        elif self.bits == 4 and steps.pairs is not None:
+            data = np.empty((*shape[:-1], columns // 2), _U1)
+            steps.pairs(codes, data)
         elif self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(_U2)
             data = (pairs | (pairs >> 4)).astype(_U1)
         else:
-            data = np.empty((rows.size // k, k * self.bits // 8), _U1)
-            _pack(codes.reshape(rows.shape), self.bits, data, np.empty(rows.size, _U1))
+            data = np.empty((size // k, k * self.bits // 8), _U1)
+            _pack(codes.reshape(-1, k), self.bits, data, np.empty(size, _U1))
             data = data.reshape(*shape[:-1], -1)
         stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
         return ScaledTensor.assemble(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
