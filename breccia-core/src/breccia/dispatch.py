@@ -130,8 +130,8 @@ class Kernel:
 #: Where a fact is read from: the values of a call are (a, b, recipe to write, options, framework).
 _A, _B, _RECIPE, _OPTIONS, _FRAMEWORK = range(5)
 Values = tuple[Any, Any, Any, Any, Any]
-#: A fact that was asked about: how it is read, and from which of the values.
-Question = tuple[Callable[[Any], Hashable], int]
+#: A fact that was asked about: the path of an attribute or what reads it, and which of the values it is of.
+Question = tuple[str | Callable[[Any], Hashable], int]
 
 
 class Described(NamedTuple):
@@ -237,8 +237,6 @@ def _opaque(target: str) -> Callable[[Any], str | None]:
 
     def read(x: Any) -> str | None:
         nonlocal ask
-        if x is None or isinstance(x, Described):
-            return None  # and no framework is imported
         try:
             if ask is None:
                 ask = targets.load(target)
@@ -271,17 +269,19 @@ def _hashable(name: str, value: Any) -> Hashable:
 _BY_PRESENCE = ("scale", "seed", "out")
 
 
-# Readers in C, for what is read on every call: of an array, and of a ScaledTensor.
-_ATTRIBUTES: dict[str, tuple[Callable[[Any], Hashable], Callable[[Any], Hashable]]] = {
-    "device": (attrgetter("device"), attrgetter("data.device")),
-    "dtype": (attrgetter("dtype"), attrgetter("data.dtype")),
-    "ndim": (attrgetter("ndim"), attrgetter("data.ndim")),
-    "axis": (attrgetter("axis"), attrgetter("axis")),
-    "recipe": (attrgetter("recipe.identity"), attrgetter("recipe.identity")),
-    "layout": (attrgetter("layout.identity"), attrgetter("layout.identity")),
-    "storage": (attrgetter("layout.storage"), attrgetter("layout.storage")),
+#: Facts that are attributes, by their paths: of an array, and of a ScaledTensor.
+_ATTRIBUTES = {
+    "device": ("device", "data.device"),
+    "dtype": ("dtype", "data.dtype"),
+    "ndim": ("ndim", "data.ndim"),
+    "axis": ("axis", "axis"),
+    "recipe": ("recipe.identity", "recipe.identity"),
+    "layout": ("layout.identity", "layout.identity"),
+    "storage": ("layout.storage", "layout.storage"),
 }
-_IDENTITY = attrgetter("identity")
+#: Facts that follow from the shape, and the attributes that it follows from.
+_OF_SHAPE = (_bucketed, _shape, _empty, _aligned)
+_SHAPES = (("shape",), ("data.shape", "tail", "axis", "recipe.identity", "layout.identity"))
 
 
 class _Asking:
@@ -290,8 +290,8 @@ class _Asking:
     def __init__(self, values: Values, asked: dict[Question, None]) -> None:
         self.values, self._asked = values, asked
 
-    def _note(self, slot: int, reader: Callable[[Any], Hashable]) -> None:
-        self._asked[reader, slot] = None
+    def _note(self, slot: int, fact: str | Callable[[Any], Hashable]) -> None:
+        self._asked[fact, slot] = None
 
     def _ask(self, slot: int, read: Callable[[Any], Any]) -> Any:
         """A fact that is compared as it is."""
@@ -336,7 +336,7 @@ class Operand(_Asking):
         x = self.values[self.slot]
         found = _recipe(x)
         if found is None and self.slot == _A and self.values[_RECIPE] is not None:
-            self._note(_RECIPE, _IDENTITY)
+            self._note(_RECIPE, "identity")
             return self.values[_RECIPE]
         if isinstance(x, ScaledTensor):
             self._attribute(self.slot, "recipe")
@@ -437,7 +437,7 @@ class Call(_Asking):
         """The recipe to write, or None."""
         recipe = self.values[_RECIPE]
         if recipe is not None:
-            self._note(_RECIPE, _IDENTITY)
+            self._note(_RECIPE, "identity")
         return recipe
 
     @property
@@ -490,7 +490,13 @@ class Call(_Asking):
         if framework is None or framework.opaque is None:
             return None
         read = _opaque(framework.opaque)
-        return self._ask(_A, read) or (self._ask(_B, read) if self.b is not None else None)
+        for slot in (_A, _B):
+            x = self.values[slot]
+            if x is None or isinstance(x, Described):
+                continue  # and no framework is imported
+            if (found := self._ask(slot, read)) is not None:
+                return found
+        return None
 
     @property
     def scaled(self) -> tuple[Operand, ...]:
@@ -638,13 +644,56 @@ class Chosen(NamedTuple):
 
 
 class _Site:
-    """What is remembered of one key: which facts its kernels asked about, and the winner for each of their values."""
+    """What is remembered of one key of the table, for calls with `values` like these.
 
-    __slots__ = ("asked", "chosen")
+    asked: the facts that its kernels asked about. chosen: the winner for each of their values.
+    seen: the winner by the attributes that those facts follow from. Most calls are like an earlier one in all of them, and are
+        found here. attributes: reads them, all of a value at once in C.
+    """
 
-    def __init__(self, asked: tuple[Question, ...]) -> None:
+    __slots__ = ("asked", "attributes", "chosen", "seen")
+
+    def __init__(self, asked: tuple[Question, ...], values: Values) -> None:
         self.asked = asked
         self.chosen: OrderedDict[tuple[Hashable, ...], Chosen] = OrderedDict()
+        self.seen: OrderedDict[Hashable, Chosen] = OrderedDict()
+        paths: dict[int, dict[str, None]] = {}
+        others: list[tuple[Callable[[Any], Hashable], int]] = []
+        for fact, slot in asked:
+            if fact in _OF_SHAPE:
+                paths.setdefault(slot, {}).update(dict.fromkeys(_SHAPES[isinstance(values[slot], ScaledTensor)]))
+            elif isinstance(fact, str):
+                paths.setdefault(slot, {})[fact] = None
+            else:
+                others.append((fact, slot))
+        self.attributes = _reading([*((attrgetter(*names), slot) for slot, names in paths.items()), *others])
+
+    def facts(self, values: Values) -> tuple[Hashable, ...]:
+        """What the call has for each fact that was asked about."""
+        return tuple([attrgetter(f)(values[slot]) if isinstance(f, str) else f(values[slot]) for f, slot in self.asked])
+
+    def remember(self, values: Values, chosen: Chosen) -> None:
+        """Find the winner for values like these at once the next time."""
+        with suppress(TypeError):  # a length that a compiler has yet to learn has no hash
+            self.seen[self.attributes(values)] = chosen
+        if len(self.seen) > MEMO_LIMIT:
+            with suppress(KeyError):  # another thread has dropped the last one since
+                self.seen.popitem(last=False)
+
+
+def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[Any], Hashable]:
+    """One function for all of them. Usual numbers of them are spelled out: a loop costs as much as what is read in it."""
+    match readers:
+        case [(f, i)]:
+            return lambda values: f(values[i])
+        case [(f, i), (g, j)]:
+            return lambda values: (f(values[i]), g(values[j]))
+        case [(f, i), (g, j), (h, k)]:
+            return lambda values: (f(values[i]), g(values[j]), h(values[k]))
+        case [(f, i), (g, j), (h, k), (e, m)]:
+            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]))
+        case _:
+            return lambda values: tuple([read(values[slot]) for read, slot in readers])
 
 
 class Table:
@@ -694,11 +743,14 @@ class Table:
         site = self._sites.get(place)
         if site is not None:
             values = (a, b, new, options)
-            facts = tuple([read(values[slot]) for read, slot in site.asked])
-            chosen = site.chosen.get(facts)
+            attributes = site.attributes(values)
+            try:
+                chosen = site.seen.get(attributes)
+            except TypeError:  # see `_Site.remember`
+                chosen = None
             if chosen is not None:
-                if len(site.chosen) > MEMO_LIMIT // 2:
-                    _used(site.chosen, facts)
+                if len(site.seen) > MEMO_LIMIT // 2:
+                    _used(site.seen, attributes)
                 return chosen
         return self._chosen(place, (a, b, new, options, self._frameworks.get(framework)))
 
@@ -718,6 +770,14 @@ class Table:
 
     def _chosen(self, place: Any, values: Values) -> Chosen:
         """The winner, remembered for the next call that agrees in all facts that were asked about."""
+        site = self._sites.get(place)
+        if site is not None:
+            facts = site.facts(values)
+            chosen = site.chosen.get(facts)
+            if chosen is not None:
+                _used(site.chosen, facts)
+                site.remember(values, chosen)
+                return chosen
         key, names = place[:4], named(place[4])
         asked: dict[Question, None] = {}
         call = Call(key[0], key[3], values, asked)
@@ -737,10 +797,11 @@ class Table:
             site = self._sites.get(place)
             questions = tuple(dict.fromkeys([*(() if site is None else site.asked), *asked]))
             if site is None or site.asked != questions:  # a new question: what was remembered did not answer it
-                site = self._sites[place] = _Site(questions)
-            site.chosen[tuple([read(values[slot]) for read, slot in questions])] = chosen
+                site = self._sites[place] = _Site(questions, values)
+            site.chosen[site.facts(values)] = chosen
             if len(site.chosen) > MEMO_LIMIT:
                 site.chosen.popitem(last=False)
+            site.remember(values, chosen)
         return chosen
 
     def _judge(self, key: Key, call: Call, names: tuple[str, ...]) -> Explanation:
@@ -811,7 +872,7 @@ _OURS = frozenset(("core", *(sibling.plugin for sibling in SIBLINGS)))
 _GENERIC = ("breccia.kernels.reference:", "breccia.kernels.composites:")
 
 
-def _used(chosen: OrderedDict[Any, Chosen], facts: tuple[Hashable, ...]) -> None:
+def _used(chosen: OrderedDict[Any, Chosen], facts: Hashable) -> None:
     """Note that an entry was used just now."""
     with suppress(KeyError):  # another thread has dropped it since
         chosen.move_to_end(facts)

@@ -18,12 +18,21 @@ container.register()
 wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
 
+_innermost: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+
+
+def transforming() -> bool:
+    """Is a functorch transform under way? It may wrap tensors that are made meanwhile; torch has no public way to ask."""
+    return _innermost() is not None
+
+
 def opaque(*tensors: Array) -> str | None:
     """What kind of tensor, of these, has no memory of its own that a kernel could read; None where all have."""
+    inside = transforming()
     for x in tensors:
         if type(x) not in PLAIN:
             return f"a {type(x).__name__}"
-        if wrapped(x):
+        if inside and wrapped(x):
             return "a tensor of a functorch transform"
     return None
 
@@ -31,11 +40,6 @@ def opaque(*tensors: Array) -> str | None:
 def capability(device: Any) -> tuple[int, int] | None:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device) if getattr(device, "type", "") == "cuda" else None
-
-
-def transforming() -> bool:
-    """Is a functorch transform under way? It may wrap tensors that are made meanwhile; torch has no public way to ask."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
 #: The types whose values are in memory.
