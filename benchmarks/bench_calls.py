@@ -68,8 +68,8 @@ def with_idle_kernels() -> dict[str, Callable[[], Any]]:
     """
     import torch
 
-    from breccia import frameworks
-    from breccia.registry import Plugin, Registry, _installed
+    from breccia.arrays import frameworks
+    from breccia.dispatch.registry import Plugin, Registry, _installed
 
     if not hasattr(frameworks, "current"):
         return {}

@@ -33,10 +33,10 @@ from bench_accuracy import variants
 from parity import Results, Tally
 
 import breccia
+from breccia.arrays.ops import NUMPY
 from breccia.formats import TENSOR
 from breccia.kernels import reference
-from breccia.ops import NUMPY
-from breccia.tensor import held
+from breccia.tensors.components import held
 from breccia.testing import oracle
 
 #: Values of a slab: NumPy's kernels have chunks to spread over threads, a GPU has enough to do.

@@ -175,7 +175,7 @@ def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
 def recipes(names: Sequence[str]) -> list[Any]:
     """The default instance of every registered recipe, or of those named. Exits on an unknown name."""
     import breccia  # here, since rivals.py imports this module where `breccia` is another package
-    from breccia.registry import registry
+    from breccia.dispatch.registry import registry
 
     try:
         return [breccia.recipe(name) for name in names or registry().recipes]

@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 
 import breccia
+from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.formats import TENSOR
-from breccia.frameworks import dtype_name, ops_of
-from breccia.tensor import held
+from breccia.tensors.components import held
 
 #: What is decoded to.
 DTYPES = ("float32", "bfloat16", "float16")

@@ -112,7 +112,7 @@ def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The program in this process: (exit code, standard output, standard error)."""
-    from breccia.cli import run as program
+    from breccia.cli.main.main import run as program
 
     monkeypatch.setenv("COLUMNS", "200")
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import breccia
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, UINT4, UINT8, Codec
 from breccia.errors import CorruptFileError
-from breccia.ops import NUMPY
 from breccia.testing import __main__ as program
 from breccia.testing import agree, foreign
 from breccia.testing.foreign import Neighbour, Ours, Quantizer, Written, packed, transformer_engine

@@ -25,13 +25,13 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
     bytes_equal,
-    frameworks,
     hookimpl,
 )
+from breccia.arrays import frameworks
+from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.kernels import reference
 from breccia.options import CastOptions
-from breccia.registry import Plugin, Registry, _installed
-from breccia.tensor import FIELDS
+from breccia.tensors.tensor import FIELDS
 from breccia.testing.places import Place
 
 #: What torch's own modules do when they are imported.
@@ -633,8 +633,8 @@ def test_without_the_variable_nothing_is_compared(place: Place, plant: Any, chec
 
 
 def test_the_environment_is_read_when_the_registry_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `breccia.registry.reload` does."""
-    from breccia import registry
+    """As `breccia.dispatch.registry.reload` does."""
+    from breccia.dispatch import registry
 
     before = frameworks.current
     audited = []

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import (
     BF16,
     CODECS,
@@ -32,7 +33,6 @@ from breccia.codecs import (
     Minifloat,
 )
 from breccia.errors import RecipeError
-from breccia.ops import NUMPY
 from breccia.testing import oracle
 
 FOREIGN = {

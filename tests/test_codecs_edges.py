@@ -8,9 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import BF16, CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, F16, F32, NF4, Codec, Lookup, Minifloat
 from breccia.errors import RecipeError
-from breccia.ops import NUMPY
 from breccia.testing import oracle
 
 #: Exponent bits, mantissa bits, bias: docs/spec/numerics.md, section 2, after OFP8, OCP MX and IEEE 754.

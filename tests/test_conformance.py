@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import RECIPES, on_cuda
 
-from breccia.registry import registry
+from breccia.dispatch.registry import registry
 from breccia.testing import conformance
 
 

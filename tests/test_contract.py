@@ -22,7 +22,7 @@ from breccia import (
     NF4Scaling,
     NVFP4BlockScaling,
 )
-from breccia.exact import is_exact
+from breccia.kernels.exact import is_exact
 
 
 def parts(st: breccia.ScaledTensor) -> list[bytes | None]:

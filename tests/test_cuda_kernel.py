@@ -12,8 +12,8 @@ import pytest
 from conftest import on_cuda, wide
 
 import breccia
-from breccia import frameworks
-from breccia.registry import Plugin, Registry, _installed
+from breccia.arrays import frameworks
+from breccia.dispatch.registry import Plugin, Registry, _installed
 
 SOURCES = Path(__file__).resolve().parent / "third_party" / "acme-breccia" / "src"
 BLOCK = breccia.Float8BlockScaling()

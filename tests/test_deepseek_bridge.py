@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import breccia
+from breccia.arrays.frameworks import ops_of
 from breccia.bridges import from_deepseek_v3, to_deepseek_v3
-from breccia.frameworks import ops_of
 
 RNG = np.random.default_rng(17)
 

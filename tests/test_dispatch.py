@@ -29,12 +29,15 @@ from breccia import (
     PluginWarning,
     UnknownNameError,
     UnsupportedError,
-    dispatch,
-    registry,
     targets,
 )
-from breccia.dispatch import CONTRACT, NO_OPTIONS, OPS, Call, Described, Explanation, Table
-from breccia.frameworks import Device, framework_of
+from breccia.arrays.frameworks import Device, framework_of
+from breccia.dispatch import registry
+from breccia.dispatch.call import NO_OPTIONS, Call
+from breccia.dispatch.explanation import Explanation, Verdict
+from breccia.dispatch.facts import Described
+from breccia.dispatch.kernel import CONTRACT, OPS
+from breccia.dispatch.table import Table
 from breccia.kernels import reference
 from breccia.options import DEFAULT, CastOptions
 from breccia.recipes import Float8CurrentScaling, INT4Scaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
@@ -50,7 +53,7 @@ asked: list[Any] = []
 @pytest.fixture(autouse=True)
 def nothing_asked_and_nothing_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
-    monkeypatch.setattr(dispatch, "_reported", set[tuple[str, str]]())
+    monkeypatch.setattr("breccia.dispatch.table._reported", set[tuple[str, str]]())
 
 
 # -- kernels and checks that the declarations below name ----------------------------------------------------------------
@@ -551,7 +554,7 @@ def options_of(op: str) -> Any:
     return DEFAULT if op in ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped") else NO_OPTIONS
 
 
-def verdicts_of(explanation: Explanation) -> Iterator[dispatch.Verdict]:
+def verdicts_of(explanation: Explanation) -> Iterator[Verdict]:
     """All of them, those of the plan and of its plans included."""
     yield from explanation.verdicts
     for step in explanation.plan:
@@ -839,7 +842,9 @@ def stored(call: Call) -> None:
 
 def test_a_plan_tells_codes_by_the_dtype_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy has no float8: codes are bytes there, in a call and in what is said of it."""
-    leaf = Kernel("dequantize", "*", "breccia.kernels.reference:dequantize", "leaf", accepts=f"{HERE}:stored", traces=True)
+    leaf = Kernel(
+        "dequantize", "*", "breccia.kernels.reference.decoding:dequantize", "leaf", accepts=f"{HERE}:stored", traces=True
+    )
     current = registry.registry()
     table = Table([*only("composite.cast_ste", "reference.cast").kernels, leaf], frameworks=current.frameworks)
     monkeypatch.setattr(current, "table", table)
@@ -1305,7 +1310,7 @@ def test_equal_declarations_share_an_identity_that_does_not_travel() -> None:
 @pytest.mark.parametrize("op", ["cast", "dequantize", "requantize", "matmul"])
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, framework: str) -> None:
-    """Framework and kernel of a call, as `breccia.calls` looks them up.
+    """Framework and kernel of a call, as `breccia.dispatch.calls` looks them up.
 
     The limit of 2 µs was set on a core where one step of the loop below (build a key of four parts, look it up) takes 120 ns:
     16 steps. The ratio holds that limit on slower and busier machines alike.

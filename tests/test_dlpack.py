@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import breccia
 from breccia import DialectError, Framework, OptionError, ScaledTensor, UnknownNameError, UnsupportedError
 from breccia.bridges import from_dlpack, to_dlpack
-from breccia.registry import registry
+from breccia.dispatch.registry import registry
 from breccia.siblings import install
-from breccia.tensor import held
+from breccia.tensors.components import held
 from breccia_bridges.dlpack import _CODES, Bundle
 
 mx = pytest.importorskip("mlx.core")  # a machine with CUDA may lack it
@@ -244,7 +244,7 @@ def test_any_consumer_takes_each_part_of_a_bundle_as_bytes_it_knows(a: str, b: s
         for name, part in zip(to_dlpack(source).names, to_dlpack(source), strict=True):
             found = np.asarray(CONSUMERS[b](part))
             assert str(found.dtype) in ("uint8", "uint16", "float32", "float16")
-            expected = breccia.tensor.stored_parts(source)[name]
+            expected = breccia.tensors.components.stored_parts(source)[name]
             assert found.tobytes() == expected.tobytes() and found.shape == expected.shape
 
 

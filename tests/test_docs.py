@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import breccia
-from breccia import registry
+from breccia.dispatch import registry
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from breccia.cli.main.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from conftest import Run
 
 import breccia
-from breccia import bench, doctor, siblings, targets, threads
-from breccia.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
+from breccia import siblings, targets
+from breccia.cli import bench, doctor
+from breccia.kernels import threads
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
 from breccia_native.availability import missing
 
@@ -70,7 +72,7 @@ def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: p
 
 def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "torch")
-    from breccia import registry
+    from breccia.dispatch import registry
 
     registry.reload()
     try:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, Codec, Lookup, Minifloat
-from breccia.exact import hold_scales
+from breccia.kernels.exact import hold_scales
 from breccia.testing import oracle
 
 WIDE = {F16: np.float16, BF16: ml_dtypes.bfloat16, F32: np.float32}

@@ -21,8 +21,9 @@ import breccia.backend
 import breccia.bridges
 import breccia.kernels.triton
 import breccia.testing
-from breccia import Bridge, Kernel, PluginWarning, builtin, hookimpl
-from breccia.registry import Plugin, Registry
+from breccia import Bridge, Kernel, PluginWarning, hookimpl
+from breccia.dispatch import builtin
+from breccia.dispatch.registry import Plugin, Registry
 from breccia.siblings import install
 
 #: Modules that define nothing and give names of others.
@@ -83,13 +84,13 @@ def test_dir_of_a_facade_is_all(module: ModuleType) -> None:
 
 
 def test_dir_of_the_bridges_is_all_and_what_plug_ins_declare() -> None:
-    declared = {b.name: b.plugin for b in breccia.registry.registry().bridges.values()}
+    declared = {b.name: b.plugin for b in breccia.dispatch.registry.registry().bridges.values()}
     assert dir(breccia.bridges) == sorted({*breccia.bridges.__all__, *declared})
     assert {name for name, plugin in declared.items() if plugin == "bridges"} == set(breccia.bridges.__all__)
 
 
 def test_dir_of_the_triton_kernels_is_all_and_what_can_be_imported() -> None:
-    declared = {k.target.rpartition(":")[2] for k in breccia.registry.registry().table.kernels if k.plugin == "triton"}
+    declared = {k.target.rpartition(":")[2] for k in breccia.dispatch.registry.registry().table.kernels if k.plugin == "triton"}
     usable = declared if breccia.kernels.triton.TRITON_AVAILABLE else set()
     assert dir(breccia.kernels.triton) == sorted({*breccia.kernels.triton.__all__, *usable})
 

@@ -30,11 +30,12 @@ from breccia import (
     PerChannel,
     PluginWarning,
     ScaledTensor,
-    dispatch,
-    registry,
 )
-from breccia.dispatch import NO_OPTIONS, Call, Described, Operand, Options, Table, bucket
-from breccia.frameworks import Device, framework_of
+from breccia.arrays.frameworks import Device, framework_of
+from breccia.dispatch import registry
+from breccia.dispatch.call import NO_OPTIONS, Call, Operand, Options
+from breccia.dispatch.facts import Described, bucket
+from breccia.dispatch.table import Table
 from breccia.options import DEFAULT, CastOptions
 from breccia.recipes import Float8CurrentScaling
 
@@ -48,7 +49,7 @@ asked: list[Any] = []
 @pytest.fixture(autouse=True)
 def nothing_asked_and_nothing_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
-    monkeypatch.setattr(dispatch, "_reported", set[tuple[str, str]]())
+    monkeypatch.setattr("breccia.dispatch.table._reported", set[tuple[str, str]]())
 
 
 def fast() -> None:
@@ -326,7 +327,7 @@ def fake(*arrays: Any) -> str | None:
 
 
 def with_fakes(*kernels: Kernel) -> Table:
-    numpy = Framework("numpy", "numpy", ("ndarray",), "breccia.ops:NUMPY", opaque=f"{HERE}:fake")
+    numpy = Framework("numpy", "numpy", ("ndarray",), "breccia.arrays.ops:NUMPY", opaque=f"{HERE}:fake")
     return Table(kernels, frameworks={"numpy": numpy})
 
 
@@ -759,7 +760,7 @@ def test_what_is_remembered_is_what_a_new_table_would_say(seed: int) -> None:
 
 
 def test_what_is_remembered_is_bounded_and_those_used_last_survive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("breccia.dispatch.MEMO_LIMIT", 8)
+    monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 8)
     table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
 
     def met(columns: int) -> bool:
@@ -785,7 +786,7 @@ def any_shape(call: Call) -> None:
 
 
 def test_each_key_has_a_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("breccia.dispatch.MEMO_LIMIT", 4)
+    monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 4)
     table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
     for recipe in (MXFP8, NVFP4, CURRENT):
         for n in range(1, 5):
@@ -822,7 +823,7 @@ def test_what_is_remembered_keeps_no_array_and_no_declaration_alive() -> None:
 
 def test_threads_that_choose_at_once_each_have_the_right_winner(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a memory that is too small for what they ask for, so that entries come and go under each other's hands."""
-    monkeypatch.setattr("breccia.dispatch.MEMO_LIMIT", 16)
+    monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 16)
     table = Table([kernel("fast", accepts=f"{HERE}:odd_only", rank=1), kernel("slow", runs="slow")])
     start, raised = threading.Barrier(8), list[BaseException]()
 

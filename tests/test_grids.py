@@ -8,9 +8,9 @@ from conftest import wide
 
 import breccia
 from breccia import Float8CurrentScaling, MXFP8BlockScaling, ScalingRecipe
-from breccia.grids import part_shapes
 from breccia.kernels import reference
 from breccia.options import CastOptions
+from breccia.tensors.grids import part_shapes
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

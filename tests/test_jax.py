@@ -19,9 +19,10 @@ from conftest import special_rows, wide
 
 import breccia
 import breccia_jax
-from breccia.frameworks import device_of
-from breccia.grids import packing
-from breccia.tensor import FIELDS, held
+from breccia.arrays.frameworks import device_of
+from breccia.tensors.components import held
+from breccia.tensors.grids import packing
+from breccia.tensors.tensor import FIELDS
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

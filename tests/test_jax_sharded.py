@@ -20,7 +20,7 @@ import pytest
 from conftest import wide
 
 import breccia
-from breccia.tensor import held
+from breccia.tensors.components import held
 
 COUNT = 8
 BLOCK = breccia.Float8BlockScaling(block_k=32)

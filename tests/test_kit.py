@@ -21,32 +21,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import breccia
-from breccia import (
-    Bridge,
-    Codec,
-    Format,
-    Kernel,
-    Level,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    ScalingRecipe,
-    api,
-    builtin,
-    frameworks,
-    hookimpl,
-    registry,
-)
+from breccia import Bridge, Codec, Format, Kernel, Level, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe, api, hookimpl
+from breccia.arrays import frameworks
+from breccia.arrays.frameworks import Device
+from breccia.arrays.ops import NUMPY, Ops
 from breccia.codecs import E4M3, E8M0, F16, F32, F32_INF, INT4, MAGNITUDE, NF4, Minifloat
+from breccia.dispatch import builtin, registry
+from breccia.dispatch.registry import Plugin, Registry
 from breccia.errors import DialectError, RecipeError, UnknownNameError, UnsupportedError
-from breccia.frameworks import Device
 from breccia.kernels import reference
-from breccia.ops import NUMPY, Ops
 from breccia.options import CastOptions
 from breccia.recipes import RECIPES
-from breccia.registry import Plugin, Registry
 from breccia.rules import LINEAR, Linear, Rule
-from breccia.storage import Plain, Storage
-from breccia.tensor import ScaledTensor
+from breccia.tensors.storage import Plain, Storage
+from breccia.tensors.tensor import ScaledTensor
 from breccia.testing import conformance, oracle, pytest_plugin, strategies
 from breccia.testing.compare import expect_numbers, flushed
 from breccia.testing.kit import laws_of
@@ -1383,7 +1371,7 @@ def test_the_laws_of_storages_report(fault: str, declare: Callable[..., list[Law
 
 
 def test_the_laws_of_storages_hold_for_a_sound_one(declare: Callable[..., list[Law]]) -> None:
-    laws = declare(storages=[storage(reversed_rows, reversed_rows, accepts="breccia.storage:accepts_blocks")])
+    laws = declare(storages=[storage(reversed_rows, reversed_rows, accepts="breccia.tensors.storage:accepts_blocks")])
     assert {law.sentence for law in laws} >= {UNDONE, PLAINLY}
     found = {law.subject: said(law) for law in here(laws)}
     whole = {subject for subject, text in found.items() if text}
@@ -1430,7 +1418,9 @@ def test_a_kernel_that_must_be_named_is_held_to_that_alone(
     laws = declare(kernels=[fast])
     assert {law.sentence for law in laws} == {"the_target_exists", AVAILABLE, "it_runs_only_when_named"}
     assert verdicts(laws) == {}
-    chosen = breccia.dispatch.Explanation("cast of mxfp8", "numpy", (breccia.dispatch.Verdict(fast, None),))
+    chosen = breccia.dispatch.explanation.Explanation(
+        "cast of mxfp8", "numpy", (breccia.dispatch.explanation.Verdict(fast, None),)
+    )
     monkeypatch.setattr(api, "explain", lambda *operands: chosen)
     assert re.search("^it is chosen unasked:\ncast of mxfp8 on numpy\n -> ", verdicts(laws)["it_runs_only_when_named"])
 

@@ -14,9 +14,9 @@ from conftest import wide
 from products import assert_same_product
 
 import breccia
-from breccia import frameworks
-from breccia.ops import NUMPY
-from breccia.registry import Plugin, Registry, _installed
+from breccia.arrays import frameworks
+from breccia.arrays.ops import NUMPY
+from breccia.dispatch.registry import Plugin, Registry, _installed
 
 MX, NVFP4 = breccia.MXFP8BlockScaling(), breccia.NVFP4BlockScaling()
 X, W = wide((5, 64), seed=1, exponents=2), wide((8, 64), seed=2, exponents=2)
@@ -254,5 +254,5 @@ def test_the_converter_casts_with_them(reached: Any, tmp_path: Path) -> None:
     bridges.save_safetensors({"w": W}, source)
     reached(lambda: bridges.convert(source, tmp_path / "out.safetensors", MX), cast=1, dequantize=1)
     found = bridges.load_safetensors(tmp_path / "out.safetensors")
-    assert found["w"].digest() == breccia.kernels.reference.cast(W, MX).digest()
+    assert found["w"].digest() == breccia.kernels.reference.casting.cast(W, MX).digest()
     assert NUMPY is not None

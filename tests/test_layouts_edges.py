@@ -22,9 +22,9 @@ from breccia import (
     Stored,
     UnknownNameError,
     UnsupportedError,
-    registry,
 )
 from breccia.codecs import E2M1, E4M3, F32
+from breccia.dispatch import registry
 from breccia.errors import RecipeError
 from breccia.formats import TENSOR, Format, Level
 

@@ -13,8 +13,9 @@ from mlx.utils import tree_flatten
 
 import breccia
 import breccia_mlx
-from breccia.frameworks import ops_of
-from breccia.tensor import bytes_equal, held
+from breccia.arrays.frameworks import ops_of
+from breccia.tensors.components import held
+from breccia.tensors.tensor import bytes_equal
 
 X = np.concatenate([wide((29, 77), seed=50, exponents=60), special_rows(77)])
 CUBE = wide((3, 6, 70), seed=51, exponents=20)

@@ -11,7 +11,7 @@ from conftest import every_decodable, wide
 
 import breccia
 from breccia.bridges import from_mlx, to_mlx
-from breccia.tensor import ScaledTensor
+from breccia.tensors.tensor import ScaledTensor
 
 MXFP8, MXFP4 = breccia.MXFP8BlockScaling(), breccia.MXFP4BlockScaling()
 NVFP4 = breccia.NVFP4BlockScaling(two_level=False)

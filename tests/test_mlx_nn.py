@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 import breccia
 import breccia_mlx
-from breccia.tensor import held
+from breccia.tensors.components import held
 from breccia_mlx.nn import ScaledEmbedding, ScaledLinear, ScaledWeight
 
 NVFP4, MXFP8 = breccia.NVFP4BlockScaling(), breccia.MXFP8BlockScaling()

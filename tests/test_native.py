@@ -14,11 +14,11 @@ import pytest
 from conftest import recipe_id
 
 import breccia
+from breccia.arrays.frameworks import Device
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import CODECS, E4M3, Integer, Minifloat
-from breccia.exact import is_exact
-from breccia.frameworks import Device
-from breccia.kernels.numpy import FloatCodes, IntegerCodes, _code_writer
-from breccia.ops import NUMPY
+from breccia.kernels.exact import is_exact
+from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, code_writer
 from breccia_native import availability
 
 if reason := availability.missing(Device("cpu")):
@@ -27,7 +27,7 @@ if reason := availability.missing(Device("cpu")):
 from breccia_native import kernels, steps
 
 #: Codecs whose codes NumPy's kernels compute, so that compiled steps may.
-COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and _code_writer(c) is not None]
+COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and code_writer(c) is not None]
 
 
 def around_every_code(codec: Minifloat | Integer) -> np.ndarray:

@@ -22,18 +22,19 @@ from breccia import (
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
-    calls,
 )
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import E2M1, E4M3, E8M0, F32, INT8, Codec, Integer, Lookup, Minifloat
+from breccia.dispatch import calls
 from breccia.errors import NonFiniteError, RecipeError
 from breccia.formats import TENSOR, Block, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
+from breccia.kernels.numpy.workspace import Buffers
 from breccia.layouts import Layout, Shape
-from breccia.ops import NUMPY
 from breccia.options import CastOptions
 from breccia.rules import DIVIDE, LINEAR, RECIP, Rule
-from breccia.tensor import PARTS
+from breccia.tensors.components import PARTS
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -60,7 +61,7 @@ def test_out_is_written_where_it_lies_and_not_copied_into(recipe: ScalingRecipe,
     def copied(*_: Any) -> Any:
         raise AssertionError("a second result was made")
 
-    monkeypatch.setattr(reference, "_assign", copied)
+    monkeypatch.setattr(reference, "assign", copied)
     assert kernels.cast(y, recipe, CastOptions(out=out)) is out
     assert breccia.bytes_equal(out, expected)
 
@@ -78,7 +79,7 @@ def test_out_that_lies_in_the_input_is_written_when_all_is_read() -> None:
 
 def test_out_that_holds_the_codes_is_written_when_all_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values of the first chunk lie over codes of the next ones."""
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     recipe = MXFP8BlockScaling()
     st = reference.cast(wide((64, 128), seed=9, exponents=2), recipe)
     expected = reference.dequantize(st)
@@ -124,7 +125,7 @@ def test_the_rules_of_both_levels_are_those_declared(rules: tuple[Rule, Rule]) -
     ids=recipe_id,
 )
 def test_blocks_larger_than_a_chunk_are_read_alike(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     for axis in (-1, -2):
         st = reference.cast(wide((600, 600), seed=8, exponents=2), recipe, CastOptions(axis=axis))
         values, wanted = kernels.dequantize(st), reference.dequantize(st)
@@ -251,7 +252,7 @@ def test_blocks_of_all_rows_are_those_of_each_matrix() -> None:
 
 def test_scales_that_divide_and_those_that_name_the_amax_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """As neighbours store them: these bytes were written as multipliers, and mean other numbers here. In blocks, and larger."""
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((4, 1024), seed=22, exponents=2)
     for block in ((1, 32), (2, 16), (1, 1024), TENSOR):
         written = reference.cast(x, declared(INT8, Level(F32, block)))
@@ -266,7 +267,7 @@ def test_scales_that_divide_and_those_that_name_the_amax_are_read_alike(monkeypa
 
 def test_coarse_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under blocks smaller than a chunk and larger ones, and in every sense."""
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((3, 4, 1024), seed=23, exponents=2)
     scales = np.array([0.5, 3.0, 0.125], np.float32)
     for element in (E2M1, INT8):
@@ -321,10 +322,10 @@ def test_work_space_is_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def buffers(size: int) -> Any:
         sizes.append(size)
-        return kernels._Buffers(size)
+        return Buffers(size)
 
-    monkeypatch.setattr(kernels, "_buffers", buffers)
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr("breccia.kernels.numpy.casting.own_buffers", buffers)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     for recipe in (Float8RowScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), INT8Scaling()):
         for shape in ((50, 200), (3, 7, 240)):
             x = wide(shape, seed=25, exponents=2)
@@ -336,7 +337,7 @@ def test_work_space_is_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_longer_than_the_generic_algorithm_takes_at_a_time_are_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "GENERIC", 64)
+    monkeypatch.setattr("breccia.kernels.numpy.casting.GENERIC", 64)
     recipe = Float8RowScaling(scale_rule="divide")
     x = wide((90, 100), seed=26, exponents=4)
     assert_same_bytes(kernels.cast(x, recipe), reference.cast(x, recipe))
@@ -344,8 +345,8 @@ def test_rows_longer_than_the_generic_algorithm_takes_at_a_time_are_taken_whole(
 
 def test_plans_and_layouts_that_are_remembered_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: dict[Any, Any] = {}
-    monkeypatch.setattr(kernels, "_plans", plans)
-    monkeypatch.setattr(kernels, "_REMEMBERED", 4)
+    monkeypatch.setattr("breccia.kernels.numpy.plan._plans", plans)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace._REMEMBERED", 4)
     most = 0
     for size in range(1, 12):
         recipe = Float8BlockScaling(block_k=size)
@@ -358,7 +359,7 @@ def test_plans_and_layouts_that_are_remembered_are_no_more_than_so_many(monkeypa
 
 
 def test_a_factor_of_half_precision_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "TILE", 1 << 12)
+    monkeypatch.setattr("breccia.kernels.numpy.products.TILE", 1 << 12)
     a, b = np.ones((1024, 256), np.float16), np.ones((256, 8), np.float32)
     tracemalloc.start()
     try:
@@ -380,7 +381,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
         shapes.append(st.shape)
         return decode(st, *options)
 
-    monkeypatch.setattr(kernels, "TILE", 1 << 12)
+    monkeypatch.setattr("breccia.kernels.numpy.products.TILE", 1 << 12)
     monkeypatch.setattr(calls, "dequantize", watched)
     return shapes
 

@@ -29,17 +29,17 @@ from breccia import (
     OptionError,
     ScaledTensor,
     ScalingRecipe,
-    threads,
 )
+from breccia.arrays.frameworks import Device
 from breccia.codecs import BF16, E4M3, E5M2, E8M0, F16, F32, Codec, Integer, Lookup, Minifloat
 from breccia.errors import LayoutError, RecipeError, ShapeError, UnsupportedError
 from breccia.formats import TENSOR, Format, Level
-from breccia.frameworks import Device
 from breccia.kernels import numpy as kernels
-from breccia.kernels import reference
+from breccia.kernels import reference, threads
+from breccia.kernels.numpy import products, workspace
 from breccia.options import CastOptions
 from breccia.rules import FLOOR, LINEAR, RCEIL, Rule
-from breccia.tensor import PARTS
+from breccia.tensors.components import PARTS
 
 MIB = 1 << 20
 
@@ -139,7 +139,7 @@ def dequantize(request: pytest.FixtureRequest) -> Dequantize:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 256 elements, so that small arrays have many, and blocks larger than one."""
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
 
 
 @pytest.fixture
@@ -192,11 +192,11 @@ def test_a_supplied_scale_per_tensor_is_used_as_the_generic_algorithm_uses_it(ca
                 assert_same(cast(x, recipe, CastOptions(scale=scale)), reference.cast(x, recipe, CastOptions(scale=scale)))
 
 
-@pytest.mark.parametrize("chunk", [256, kernels.CHUNK])
+@pytest.mark.parametrize("chunk", [256, workspace.CHUNK])
 def test_supplied_scales_per_block_are_used_as_the_generic_algorithm_uses_them(
     cast: Cast, recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", chunk)
     for x in (special_rows(300), wide((9, 64), 1, 40)):
         for axis in (-1, -2):
             computed = reference.cast(np.nan_to_num(x), recipe, CastOptions(axis=axis))
@@ -352,12 +352,12 @@ def test_dequantize_reads_what_the_generic_algorithm_reads(dequantize: Dequantiz
             assert_same_values(out, expected, name)
 
 
-@pytest.mark.parametrize("chunk", [256, kernels.CHUNK])
+@pytest.mark.parametrize("chunk", [256, workspace.CHUNK])
 def test_every_code_under_every_scale_decodes_alike(
     dequantize: Dequantize, recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes and scales of random bytes: NaN, Inf, negative scales, scale 0, E8M0's 0 and 255."""
-    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", chunk)
     rng = np.random.default_rng(2)
     for shape in ((64, 512), (19, 45)):
         like = reference.cast(np.ones(shape, np.float32), recipe)
@@ -419,9 +419,9 @@ def assert_product(a: Any, b: Any, product: np.ndarray) -> None:
     assert (np.abs(product - left @ right) <= bound).all()
 
 
-@pytest.mark.parametrize("tile", [1 << 12, kernels.TILE])
+@pytest.mark.parametrize("tile", [1 << 12, products.TILE])
 def test_matmul_is_the_product_of_the_values(recipe: ScalingRecipe, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "TILE", tile)
+    monkeypatch.setattr("breccia.kernels.numpy.products.TILE", tile)
     x, w = wide((48, 128), 1, 2), wide((80, 128), 2, 2)
     a, b = breccia.cast(x, recipe), breccia.cast(w, recipe).mT
     across = breccia.cast(w.T.copy(), recipe)  # blocks along N
@@ -429,9 +429,9 @@ def test_matmul_is_the_product_of_the_values(recipe: ScalingRecipe, tile: int, m
         assert_product(left, right, kernels.matmul(left, right))
 
 
-@pytest.mark.parametrize("tile", [1 << 12, kernels.TILE])
+@pytest.mark.parametrize("tile", [1 << 12, products.TILE])
 def test_matmul_broadcasts_leading_axes(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "TILE", tile)
+    monkeypatch.setattr("breccia.kernels.numpy.products.TILE", tile)
     recipe = Float8BlockScaling(block_k=32)
     x, w = wide((3, 2, 8, 64), 1, 2), wide((2, 40, 64), 2, 2)
     a, b, flat = breccia.cast(x, recipe), breccia.cast(w, recipe).mT, breccia.cast(w[0], recipe).mT
@@ -487,7 +487,7 @@ def test_matmul_makes_no_dense_copy_of_a_large_weight() -> None:
     product = kernels.matmul(x, weight)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak <= 2 * kernels.TILE + 16 * MIB < 4 * 4096 * 4096
+    assert peak <= 2 * products.TILE + 16 * MIB < 4 * 4096 * 4096
     assert_product(x, weight, product)
 
 
@@ -618,10 +618,10 @@ def test_bytes_are_decoded_by_pairs_in_every_shape_and_order_of_memory(
     dequantize: Dequantize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables of pairs serve large tensors; here all, in small chunks: one row, one column, odd lengths, K in front."""
-    monkeypatch.setattr(kernels, "_PAIRED", 1)
+    monkeypatch.setattr("breccia.kernels.numpy.decoding._PAIRED", 1)
     for chunk in (64, 256, 1 << 18):
-        monkeypatch.setattr(kernels, "CHUNK", chunk)
-        monkeypatch.setattr(kernels, "ALONE", chunk)
+        monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", chunk)
+        monkeypatch.setattr("breccia.kernels.numpy.workspace.ALONE", chunk)
         for recipe in (Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling(block_m=4, block_k=8), INT8Scaling()):
             for shape in ((1, 257), (257, 1), (33, 31), (64, 257), (3, 5, 33)):
                 for axis in (-1, -2):

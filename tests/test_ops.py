@@ -39,12 +39,12 @@ from breccia import (
     ShapeError,
     UnsupportedError,
     bytes_equal,
-    frameworks,
-    history,
     hookimpl,
 )
-from breccia.registry import Plugin, Registry, _installed
-from breccia.tensor import held
+from breccia.arrays import frameworks
+from breccia.dispatch.registry import Plugin, Registry, _installed
+from breccia.tensors import history
+from breccia.tensors.components import held
 from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written
 from breccia.testing.places import Place
@@ -1019,7 +1019,7 @@ def test_a_kernel_for_nvfp4_is_asked_about_every_sense(monkeypatch: pytest.Monke
     asked: list[str] = []
     npu = ModuleType("sense_npu")
     vars(npu).update(
-        cast=lambda x, recipe, options: breccia.kernels.reference.cast(x, recipe, options),
+        cast=lambda x, recipe, options: breccia.kernels.reference.casting.cast(x, recipe, options),
         accepts=lambda call: asked.append(call.recipe.global_sense),
     )
     monkeypatch.setitem(sys.modules, "sense_npu", npu)

@@ -10,7 +10,7 @@ import pytest
 from conftest import special_rows, wide
 
 import breccia
-from breccia.frameworks import ops_of
+from breccia.arrays.frameworks import ops_of
 
 X = np.concatenate([wide((29, 77), seed=30, exponents=60), special_rows(77)])
 

@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 
 import breccia
-from breccia import PluginError, PluginWarning, builtin, frameworks, registry, siblings, targets
-from breccia.frameworks import framework_of
-from breccia.registry import KINDS, Plugin, Registry
+from breccia import PluginError, PluginWarning, siblings, targets
+from breccia.arrays import frameworks
+from breccia.arrays.frameworks import framework_of
+from breccia.dispatch import builtin, registry
+from breccia.dispatch.registry import KINDS, Plugin, Registry
 from breccia.siblings import SIBLINGS
 
 Install = Callable[..., None]
@@ -105,7 +107,7 @@ def fresh(script: str, *path: Path, **environ: str) -> subprocess.CompletedProce
 def test_core_is_a_plug_in_of_itself() -> None:
     core = breccia.plugins()[0]
     assert (core.name, core.distribution, core.version, core.status) == ("core", "breccia-core", breccia.__version__, "active")
-    assert core.module == "breccia.builtin"
+    assert core.module == "breccia.dispatch.builtin"
     assert all(not declared for declared in Registry([], {}).declared.values()), "nothing is registered beside the hooks"
     assert {"recipes:mxfp8", "layouts:per_tensor", "codecs:E4M3", "rules:rceil", "frameworks:numpy"} <= set(core.declares)
     assert {"kernels:reference.cast", "storages:swizzle_128x4", "cli:explain"} <= set(core.declares)
@@ -113,7 +115,7 @@ def test_core_is_a_plug_in_of_itself() -> None:
 
 def test_the_manifest_of_core_is_never_set_aside() -> None:
     """Without core nothing works: its own fault is an error, not a warning."""
-    core = Plugin("core", "breccia-core", "0", "breccia.builtin")
+    core = Plugin("core", "breccia-core", "0", "breccia.dispatch.builtin")
     with pytest.raises(PluginError, match="sets no `api`"):
         Registry([(core, lambda: ModuleType("empty"))], {})
 
@@ -853,7 +855,7 @@ def test_where_warnings_are_errors_a_framework_that_cannot_be_told_raises_once(i
 
 def test_making_tensors_known_may_use_arrays_of_the_framework(install: Install) -> None:
     """A registration that looks at an array of its own is not begun again from inside."""
-    module = arrays(install, "registered.append(1); import breccia.frameworks; breccia.frameworks.framework_of(Array())")
+    module = arrays(install, "registered.append(1); import breccia.frameworks; breccia.arrays.frameworks.framework_of(Array())")
     reloaded()
     acme = importlib.import_module(module)
     assert framework_of(acme.Array()).name == "acme"

@@ -23,11 +23,11 @@ from breccia import (
     MXINT8BlockScaling,
     NVFP4BlockScaling,
 )
+from breccia.arrays.frameworks import ops_of
 from breccia.codecs import E2M1, E2M3, F32, Codec
-from breccia.exact import is_exact
 from breccia.formats import Format, Level
-from breccia.frameworks import ops_of
 from breccia.kernels import reference
+from breccia.kernels.exact import is_exact
 
 PAIRS = [(a, b) for a in RECIPES for b in RECIPES if a != b]
 PROMISED = [(a, b) for a, b in PAIRS if is_exact(a, b)]

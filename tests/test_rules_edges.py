@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E8M0, F32, NF4, Codec, Integer
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
-from breccia.ops import NUMPY
 from breccia.options import CastOptions
 from breccia.rules import DIVIDE, LINEAR, RCEIL, Inverse, Rule, flushed, normal
 from breccia.testing import oracle

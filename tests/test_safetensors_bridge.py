@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import breccia
+from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.bridges import load_safetensors, save_safetensors
-from breccia.frameworks import dtype_name, ops_of
 from breccia_bridges.container import Container, Writer
 from breccia_bridges.safetensors import (
     Config,

@@ -14,8 +14,8 @@ from typing import ClassVar
 import pytest
 
 from breccia import MXFP8BlockScaling, targets
-from breccia.dispatch import OPS
-from breccia.registry import registry
+from breccia.dispatch.kernel import OPS
+from breccia.dispatch.registry import registry
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "docs" / "scripts"
@@ -118,7 +118,7 @@ def test_a_kernel_that_moves_changes_the_matrix(module, monkeypatch: pytest.Monk
     where = ROOT / "breccia-core" / "src" / "breccia" / "cli.py"
     monkeypatch.setattr(targets, "locate", lambda target: f"{where}:7")
     after = listings.support_matrix()
-    assert before != after and "[`numpy.cast`](../breccia-core/src/breccia/cli.py#L7)" in after
+    assert before != after and "[`numpy.cast`](../breccia-core/src/breccia/cli/main.py#L7)" in after
     monkeypatch.setattr(targets, "locate", lambda target: "/elsewhere/kernels.py:7")
     with pytest.raises(SystemExit, match=r"said to be at '/elsewhere/kernels.py:7', which is no line of this repository"):
         listings.support_matrix()

@@ -23,12 +23,12 @@ from breccia import (
     NVFP4BlockScaling,
     ScalingRecipe,
 )
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import F32, Minifloat
 from breccia.formats import Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
-from breccia.kernels.numpy import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
-from breccia.ops import NUMPY
+from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
 
 RECIPES = [
     Float8BlockScaling(block_k=32),

@@ -48,15 +48,15 @@ from breccia import (
     UnknownNameError,
     UnsupportedError,
     bytes_equal,
-    frameworks,
     hookimpl,
-    registry,
 )
+from breccia.arrays import frameworks
+from breccia.dispatch import registry
+from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.formats import TENSOR
-from breccia.grids import packing
-from breccia.registry import Plugin, Registry, _installed
-from breccia.storage import Storage
-from breccia.tensor import held
+from breccia.tensors.components import held
+from breccia.tensors.grids import packing
+from breccia.tensors.storage import Storage
 from breccia.testing.laws.recipes import moved
 from breccia.testing.places import Place, words
 
@@ -875,7 +875,7 @@ def reads(name: str) -> Callable[..., Any]:
 
     def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
         seen[f"{name} {st.storage}"] += 1
-        return breccia.kernels.reference.dequantize(st, out_dtype, out)
+        return breccia.kernels.reference.decoding.dequantize(st, out_dtype, out)
 
     return dequantize
 
@@ -883,12 +883,12 @@ def reads(name: str) -> Callable[..., Any]:
 def acme_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     storages = [x.storage if isinstance(x, ScaledTensor) else "array" for x in (a, b)]
     seen[f"matmul {' '.join(storages)}"] += 1
-    return breccia.kernels.reference.matmul(a, b, bias, out_dtype, out)
+    return breccia.kernels.reference.products.matmul(a, b, bias, out_dtype, out)
 
 
 def acme_cast(x: Any, recipe: ScalingRecipe, options: Any) -> ScaledTensor:
     seen[f"cast {options.storage}"] += 1
-    return breccia.kernels.reference.cast(x, recipe, options).to_storage(options.storage)
+    return breccia.kernels.reference.casting.cast(x, recipe, options).to_storage(options.storage)
 
 
 @pytest.fixture
@@ -949,7 +949,7 @@ def test_a_kernel_that_reads_a_storage_is_chosen_for_it_and_others_are_not(frame
     place = here(framework)
     x = wide((4, 64), seed=18, exponents=2)
     plain = breccia.cast(place.array(x), MXFP8)
-    expected = breccia.kernels.reference.dequantize(breccia.kernels.reference.cast(x, MXFP8))
+    expected = breccia.kernels.reference.decoding.dequantize(breccia.kernels.reference.casting.cast(x, MXFP8))
 
     def ran(verb: Callable[[], Any]) -> Counter[str]:
         seen.clear()
@@ -990,7 +990,7 @@ def test_a_kernel_that_reads_a_storage_is_chosen_for_it_and_others_are_not(frame
 def test_a_kernel_that_writes_a_storage_is_chosen_for_it_and_others_are_not(framework: str) -> None:
     place = here(framework)
     x = wide((4, 64), seed=19, exponents=2)
-    plain = breccia.kernels.reference.cast(x, MXFP8)
+    plain = breccia.kernels.reference.casting.cast(x, MXFP8)
     for storage, name, given_to in (
         ("backwards", "acme.cast", "cast backwards"),
         ("transposed", "storage.cast", "cast plain"),

@@ -34,9 +34,9 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
 )
+from breccia.arrays.frameworks import ops_of
 from breccia.formats import TENSOR
-from breccia.frameworks import ops_of
-from breccia.grids import packing
+from breccia.tensors.grids import packing
 
 FRAMEWORKS = ["numpy", "torch", "jax", "mlx"]
 quick = settings(max_examples=12, deadline=None)

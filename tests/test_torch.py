@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import breccia
 import breccia_torch
+from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E5M2, F16
-from breccia.grids import packing
-from breccia.ops import NUMPY
-from breccia.tensor import FIELDS, held
+from breccia.tensors.components import held
+from breccia.tensors.grids import packing
+from breccia.tensors.tensor import FIELDS
 from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
 

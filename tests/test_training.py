@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import breccia
-from breccia.frameworks import ops_of
-from breccia.registry import registry
+from breccia.arrays.frameworks import ops_of
+from breccia.dispatch.registry import registry
 
 #: What torch's own modules do when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -17,10 +17,10 @@ from conftest import recipe_id
 
 import breccia
 from breccia import targets
+from breccia.arrays.frameworks import Device, ops_of
 from breccia.codecs import CODECS, Codec
-from breccia.frameworks import Device, ops_of
+from breccia.dispatch.registry import registry
 from breccia.recipes import RECIPES
-from breccia.registry import registry
 from breccia.rules import RULES
 from breccia.testing import __main__ as program
 from breccia.testing import vectors

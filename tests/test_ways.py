@@ -21,7 +21,7 @@ import pytest
 from conftest import RECIPES, recipe_id
 
 import breccia
-from breccia.frameworks import ops_of
+from breccia.arrays.frameworks import ops_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

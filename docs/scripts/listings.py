@@ -19,17 +19,21 @@ from typing import Any
 from blocks import table
 
 from breccia import targets
+from breccia.arrays.frameworks import Device, Framework
 from breccia.codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
-from breccia.dispatch import CASTS, NO_OPTIONS, OPS, Call, Described, Explanation, Table
+from breccia.dispatch.call import NO_OPTIONS, Call
+from breccia.dispatch.explanation import Explanation
+from breccia.dispatch.facts import Described
+from breccia.dispatch.hookspecs import Bridge
+from breccia.dispatch.kernel import CASTS, OPS
+from breccia.dispatch.registry import registry
+from breccia.dispatch.table import Table
 from breccia.errors import RecipeError
 from breccia.formats import Block, Level
-from breccia.frameworks import Device, Framework
-from breccia.grids import packing
-from breccia.hookspecs import Bridge
 from breccia.options import DEFAULT
 from breccia.recipes import ScalingRecipe
-from breccia.registry import registry
-from breccia.storage import Storage
+from breccia.tensors.grids import packing
+from breccia.tensors.storage import Storage
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Which devices a framework is asked about beside its own default; kernels' declarations add theirs.

@@ -21,7 +21,7 @@ import typer
 
 import breccia
 from breccia import codecs
-from breccia.ops import NUMPY
+from breccia.arrays.ops import NUMPY
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

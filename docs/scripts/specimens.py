@@ -16,9 +16,9 @@ from listings import either, variants
 
 from breccia import codecs
 from breccia.codecs import Codec, Minifloat
+from breccia.dispatch.registry import registry
 from breccia.formats import Format
 from breccia.recipes import ScalingRecipe
-from breccia.registry import registry
 from breccia.testing import oracle, vectors
 
 #: Codes of a row of a table.

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import breccia
-from breccia.registry import registry
+from breccia.dispatch.registry import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "model.safetensors"

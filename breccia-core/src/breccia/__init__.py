@@ -33,8 +33,8 @@ _HOMES: dict[str, str] = {
         ),
         "api",
     ),
-    **dict.fromkeys(("ScaledTensor", "bytes_equal", "from_buffer"), "tensor"),
-    **dict.fromkeys(("concat", "stack"), "structure"),
+    **dict.fromkeys(("ScaledTensor", "bytes_equal", "from_buffer"), "tensors.tensor"),
+    **dict.fromkeys(("concat", "stack"), "tensors.structure"),
     **dict.fromkeys(
         (
             "ScalingRecipe",
@@ -56,12 +56,13 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "Stored"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),
     **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer", "Lookup"), "codecs"),
-    **dict.fromkeys(("Kernel", "Explanation"), "dispatch"),
-    **dict.fromkeys(("Device", "Framework"), "frameworks"),
-    "Storage": "storage",
-    **dict.fromkeys(("Bridge", "Command", "hookimpl"), "hookspecs"),
-    "AmaxHistory": "history",
-    **dict.fromkeys(("set_num_threads", "get_num_threads"), "threads"),
+    "Kernel": "dispatch.kernel",
+    "Explanation": "dispatch.explanation",
+    **dict.fromkeys(("Device", "Framework"), "arrays.frameworks"),
+    "Storage": "tensors.storage",
+    **dict.fromkeys(("Bridge", "Command", "hookimpl"), "dispatch.hookspecs"),
+    "AmaxHistory": "tensors.history",
+    **dict.fromkeys(("set_num_threads", "get_num_threads"), "kernels.threads"),
     **dict.fromkeys(
         (
             "BrecciaError",

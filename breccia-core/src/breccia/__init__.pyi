@@ -20,13 +20,18 @@ from .api import matmul as matmul
 from .api import plugins as plugins
 from .api import recipe as recipe
 from .api import requantize as requantize
+from .arrays.frameworks import Device as Device
+from .arrays.frameworks import Framework as Framework
 from .codecs import Codec as Codec
 from .codecs import Integer as Integer
 from .codecs import Lookup as Lookup
 from .codecs import Minifloat as Minifloat
 from .codecs import PowerOfTwo as PowerOfTwo
-from .dispatch import Explanation as Explanation
-from .dispatch import Kernel as Kernel
+from .dispatch.explanation import Explanation as Explanation
+from .dispatch.hookspecs import Bridge as Bridge
+from .dispatch.hookspecs import Command as Command
+from .dispatch.hookspecs import hookimpl as hookimpl
+from .dispatch.kernel import Kernel as Kernel
 from .errors import AmbiguousKernelError as AmbiguousKernelError
 from .errors import BrecciaError as BrecciaError
 from .errors import CorruptFileError as CorruptFileError
@@ -46,12 +51,8 @@ from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import Format as Format
 from .formats import Level as Level
-from .frameworks import Device as Device
-from .frameworks import Framework as Framework
-from .history import AmaxHistory as AmaxHistory
-from .hookspecs import Bridge as Bridge
-from .hookspecs import Command as Command
-from .hookspecs import hookimpl as hookimpl
+from .kernels.threads import get_num_threads as get_num_threads
+from .kernels.threads import set_num_threads as set_num_threads
 from .layouts import Layout as Layout
 from .layouts import PerBlockK as PerBlockK
 from .layouts import PerBlockMN as PerBlockMN
@@ -72,13 +73,12 @@ from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
-from .storage import Storage as Storage
-from .structure import concat as concat
-from .structure import stack as stack
-from .tensor import ScaledTensor as ScaledTensor
-from .tensor import bytes_equal as bytes_equal
-from .tensor import from_buffer as from_buffer
-from .threads import get_num_threads as get_num_threads
-from .threads import set_num_threads as set_num_threads
+from .tensors.history import AmaxHistory as AmaxHistory
+from .tensors.storage import Storage as Storage
+from .tensors.structure import concat as concat
+from .tensors.structure import stack as stack
+from .tensors.tensor import ScaledTensor as ScaledTensor
+from .tensors.tensor import bytes_equal as bytes_equal
+from .tensors.tensor import from_buffer as from_buffer
 
 __version__: str

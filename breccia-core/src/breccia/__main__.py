@@ -17,7 +17,7 @@ def main() -> None:
         except ImportError as e:
             sys.exit(f"breccia: the command line needs {e.name}, which is not installed: {install('breccia-core[cli]')}")
         try:
-            from .cli import run
+            from .cli.main import run
         except ImportError:
             stranger = unrelated()
             if stranger is None:

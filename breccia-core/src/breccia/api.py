@@ -9,16 +9,21 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from . import calls, targets
+from . import targets
+from .arrays.frameworks import Device, Framework, device_of, framework_of, output_dtype, same_framework
 from .codecs import Integer, Minifloat
-from .dispatch import NO_OPTIONS, OPS, Call, Described, Explanation, Options, Prefer
+from .dispatch import calls
+from .dispatch.call import NO_OPTIONS, Call, Options
+from .dispatch.explanation import Explanation
+from .dispatch.facts import Described
+from .dispatch.kernel import OPS, Prefer
+from .dispatch.registry import Plugin, registry
 from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
-from .frameworks import Device, Framework, device_of, framework_of, output_dtype, same_framework
 from .kernels.checks import check_grouped, check_matmul, clip_bounds
 from .options import DEFAULT, PLAIN, CastOptions
 from .recipes import ScalingRecipe, check_recipe
-from .registry import Plugin, registry
-from .tensor import ScaledTensor, contraction_axis
+from .tensors.checks import contraction_axis
+from .tensors.tensor import ScaledTensor
 
 
 def cast(

@@ -13,35 +13,40 @@ from typing import Any
 #: Name -> module that defines it, "" for modules of `breccia` itself. `backend.pyi` says the same to type checkers.
 _HOMES: dict[str, str] = {
     # What a kernel is given, and what it may say of a call.
-    **dict.fromkeys(("Call", "Described", "Kernel", "Operand", "Options", "Prefer", "Table", "named"), "dispatch"),
-    **dict.fromkeys(("Device",), "frameworks"),
+    **dict.fromkeys(("Call", "Operand", "Options"), "dispatch.call"),
+    **dict.fromkeys(("Kernel", "Prefer", "named"), "dispatch.kernel"),
+    "Described": "dispatch.facts",
+    "Table": "dispatch.table",
+    **dict.fromkeys(("Device",), "arrays.frameworks"),
     **dict.fromkeys(("CastOptions", "DEFAULT", "PLAIN"), "options"),
     # Calling other kernels, and the generic algorithm: modules.
-    **dict.fromkeys(("calls", "targets"), ""),
+    "calls": "dispatch",
+    "targets": "",
     **dict.fromkeys(("checks", "composites", "reference"), "kernels"),
     # Arrays of any framework.
-    **dict.fromkeys(("FLOATS", "Framework", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"), "frameworks"),
-    **dict.fromkeys(("Array", "NUMPY", "Ops"), "ops"),
+    **dict.fromkeys(
+        ("FLOATS", "Framework", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"), "arrays.frameworks"
+    ),
+    **dict.fromkeys(("Array", "NUMPY", "Ops"), "arrays.ops"),
     # Tensors, their components and metadata.
     **dict.fromkeys(
         (
             "FIELDS",
-            "Meaning",
-            "PARTS",
             "ScaledTensor",
-            "contraction_axis",
             "fill",
-            "held",
+            "from_buffer",
             "logical_shape",
-            "part_grids",
             "restored",
             "transposed",
         ),
-        "tensor",
+        "tensors.tensor",
     ),
-    **dict.fromkeys(("packed_length", "packing", "part_shapes", "whole_unit"), "grids"),
+    **dict.fromkeys(("PARTS", "held", "part_grids"), "tensors.components"),
+    "contraction_axis": "tensors.checks",
+    "Meaning": "tensors.metadata",
+    **dict.fromkeys(("packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("Layout", "PerBlockMN", "Shape", "Stored"), "layouts"),
-    **dict.fromkeys(("Plain", "Storage"), "storage"),
+    **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
     # Formats and recipes.
     **dict.fromkeys(
         (
@@ -64,7 +69,6 @@ _HOMES: dict[str, str] = {
         "codecs",
     ),
     **dict.fromkeys(("Block", "Format", "TENSOR"), "formats"),
-    **dict.fromkeys(("from_buffer",), "tensor"),
     **dict.fromkeys(
         (
             "Float8BlockScaling",
@@ -79,11 +83,11 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     **dict.fromkeys(("Declared", "Identity", "rebuilt"), "declared"),
-    **dict.fromkeys(("keeps_parts",), "exact"),
+    **dict.fromkeys(("keeps_parts",), "kernels.exact"),
     **dict.fromkeys(("pack",), "kernels.reference"),
     # The NumPy kernels, for compiled ones that take their place in part.
     **dict.fromkeys(("numpy",), "kernels"),
-    **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Steps", "TableCodes"), "kernels.numpy"),
+    **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Steps", "TableCodes"), "kernels.numpy.codes"),
     # Errors, the registry and the program.
     **dict.fromkeys(
         (
@@ -98,10 +102,10 @@ _HOMES: dict[str, str] = {
         ),
         "errors",
     ),
-    **dict.fromkeys(("registry",), "registry"),
+    **dict.fromkeys(("registry",), "dispatch.registry"),
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     **dict.fromkeys(("once",), "targets"),
-    **dict.fromkeys(("Json", "print_json", "print_table", "printable", "recipe_names"), "cli"),
+    **dict.fromkeys(("Json", "print_json", "print_table", "printable", "recipe_names"), "cli.main"),
 }
 
 __all__ = [*sorted(_HOMES)]

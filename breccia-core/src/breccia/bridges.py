@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from . import targets
+from .dispatch.registry import registry
 from .errors import suggestion
-from .registry import registry
 from .siblings import BRIDGES
 
 #: Bridges of the distribution breccia-bridges; other plug-ins may add more.

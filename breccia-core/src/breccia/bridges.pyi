@@ -3,7 +3,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .recipes import ScalingRecipe
-from .tensor import ScaledTensor
+from .tensors.tensor import ScaledTensor
 
 def compare(
     reference: str | os.PathLike[str],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import RecipeError
 
 if TYPE_CHECKING:
-    from .ops import Array, Ops
+    from .arrays.ops import Array, Ops
 
 #: Bits of FP32: all but the sign, the mantissa field, the smallest normal number (also the implicit bit), and Inf.
 MAGNITUDE = 0x7FFFFFFF

@@ -287,7 +287,7 @@ class PerGroupIndex(Layout):
 
 @dataclass(frozen=True)
 class Stored(Layout):
-    """`layout` with codes and scales elsewhere than plain: `storage` names the registered mapping (see `breccia.storage`).
+    """`layout` in another storage than plain: `storage` names the registered mapping (see `breccia.tensors.storage`).
 
     `ScaledTensor.to_storage` makes it and `to_plain` takes it off. Blocks, and what slicing, files and digests go by, are those
     of `layout`.

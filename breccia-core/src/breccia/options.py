@@ -12,7 +12,7 @@ ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "raise")
 CLIPS = ("element", "scale")
 
-#: Storage of codes and scales unless another one is named; see `breccia.storage`.
+#: Storage of codes and scales unless another one is named; see `breccia.tensors.storage`.
 PLAIN = "plain"
 
 

@@ -13,7 +13,7 @@ from .codecs import F32_INF, MAGNITUDE, MANTISSA, Codec, Integer, Minifloat, f32
 from .errors import RecipeError
 
 if TYPE_CHECKING:
-    from .ops import Array, Ops
+    from .arrays.ops import Array, Ops
 
 _F32_MAX = F32_INF - 1
 

@@ -21,7 +21,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 #: What knows every declaration by name. Modules that the registry itself imports reach it through this target.
-REGISTRY = "breccia.registry:registry"
+REGISTRY = "breccia.dispatch.registry:registry"
 
 
 @cache

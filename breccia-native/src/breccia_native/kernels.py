@@ -22,12 +22,12 @@ from . import steps
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """`breccia.kernels.numpy.cast`, several times faster on large arrays."""
+    """`breccia.kernels.numpy.casting.cast`, several times faster on large arrays."""
     return kernels.cast(x, recipe, options, _STEPS)
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
-    """`breccia.kernels.numpy.dequantize`, faster on small tensors."""
+    """`breccia.kernels.numpy.decoding.dequantize`, faster on small tensors."""
     return kernels.dequantize(st, out_dtype, out, _STEPS)
 
 

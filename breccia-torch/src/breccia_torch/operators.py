@@ -490,7 +490,7 @@ def fill(
     axis: int,
     tail: int,
 ) -> None:
-    """`breccia.tensor.fill` under a compiler, which knows no slots."""
+    """`breccia.tensors.tensor.fill` under a compiler, which knows no slots."""
     values = (data, scale, recipe, layout, zero_point, global_scale, axis, tail)
     for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo knows no strict=)
         object.__setattr__(self, name, value)

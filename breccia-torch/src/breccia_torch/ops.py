@@ -1,4 +1,4 @@
-"""torch's way of saying the words of `breccia.ops.Ops`. Arrays stay on their device; nothing is read back but by `any`."""
+"""The backend primitives of `breccia.arrays.ops.Ops` on torch. Arrays stay on their device; only `any` reads a value back."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..arrays.frameworks import FLOATS, dtype_name
 from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR
-from ..frameworks import FLOATS, dtype_name
 from ..layouts import Layout, Shape
 from ..options import CLIPS
 from ..recipes import ScalingRecipe, check_recipe
-from ..tensor import ScaledTensor
+from ..tensors.tensor import ScaledTensor
 
 Array = Any
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import calls
-from ..frameworks import dtype_name
+from ..arrays.frameworks import dtype_name
+from ..dispatch import calls
 from ..options import DEFAULT, PLAIN, CastOptions
 from ..recipes import ScalingRecipe
-from ..tensor import ScaledTensor
+from ..tensors.tensor import ScaledTensor
 from . import reference
-from .reference import Primitives
+from .reference.requantizing import Primitives
 
 Array = Any
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..dispatch import NO_OPTIONS, Call, Described, Options
-from ..exact import renames
+from ..arrays.frameworks import FLOATS, output_dtype
+from ..dispatch.call import NO_OPTIONS, Call, Options
+from ..dispatch.facts import Described
 from ..formats import TENSOR, Block
-from ..frameworks import FLOATS, output_dtype
 from ..layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
 from ..options import DEFAULT, PLAIN, CastOptions
 from .checks import fitted_layout
+from .exact import renames
 
 # -- the NumPy kernels -----------------------------------------------------------------------------------------------
 

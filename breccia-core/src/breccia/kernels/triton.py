@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from .. import targets
-from ..dispatch import Kernel
+from ..dispatch.kernel import Kernel
+from ..dispatch.registry import registry
 from ..errors import suggestion
-from ..registry import registry
 from ..siblings import TRITON
 
 __all__ = ["TRITON_AVAILABLE"]

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from ..api import cast, dequantize
+from ..arrays.ops import NUMPY
 from ..codecs import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, Codec, PowerOfTwo
 from ..errors import CorruptFileError
-from ..ops import NUMPY
 from ..recipes import ScalingRecipe
 from .foreign import Neighbour, Quantizer, Written, neighbours, packed
 

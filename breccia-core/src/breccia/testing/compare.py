@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.frameworks import dtype_name
 from ..codecs import F32_INF, MAGNITUDE, NORMAL, Codec
-from ..frameworks import dtype_name
-from ..tensor import PARTS, ScaledTensor
+from ..tensors.components import PARTS
+from ..tensors.tensor import ScaledTensor
 from . import oracle
 from .places import Place, words
 

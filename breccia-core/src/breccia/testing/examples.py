@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arrays.ops import NUMPY
 from ..kernels import reference
-from ..ops import NUMPY
 from ..recipes import ScalingRecipe
-from ..tensor import ScaledTensor, from_buffer
+from ..tensors.tensor import ScaledTensor, from_buffer
 
 
 def wide(shape: tuple[int, ...], seed: int = 0, exponents: int = 60) -> np.ndarray:

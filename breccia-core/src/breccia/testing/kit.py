@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
+from ..dispatch.registry import Plugin, registry
 from ..errors import UnknownNameError, suggestion
 from ..recipes import ScalingRecipe, check_recipe
-from ..registry import Plugin, registry
 from .compare import flushed
 from .laws import LAWS, Law, Subject
 from .places import Place, everywhere, place

@@ -9,11 +9,11 @@ from functools import cache
 import numpy as np
 
 from .. import targets
-from ..dispatch import ANY_FRAMEWORK, Kernel
+from ..arrays.frameworks import device_of
+from ..arrays.ops import Array, Ops
+from ..dispatch.kernel import ANY_FRAMEWORK, Kernel
+from ..dispatch.registry import registry
 from ..errors import OptionError
-from ..frameworks import device_of
-from ..ops import Array, Ops
-from ..registry import registry
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 def header() -> list[str]:
     """Versions of breccia and of all whose bytes are compared; the plug-ins; the devices of frameworks that are imported."""
     from .. import __version__, targets
-    from ..registry import registry
+    from ..dispatch.registry import registry
 
     known = registry()
     frameworks: list[str] = []

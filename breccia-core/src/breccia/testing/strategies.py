@@ -18,10 +18,10 @@ from hypothesis.extra import numpy as hnp
 
 from ..api import cast
 from ..codecs import F32_INF, MANTISSA, NORMAL, f32_bits
+from ..dispatch.registry import registry
 from ..formats import TENSOR
 from ..recipes import ScalingRecipe
-from ..registry import registry
-from ..tensor import ScaledTensor
+from ..tensors.tensor import ScaledTensor
 
 _SIGN = 0x80000000
 _LAST = F32_INF - 1

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.ops import NUMPY
 from ...codecs import Codec
-from ...kernels.reference import pack
-from ...ops import NUMPY
+from ...kernels.reference.packing import pack
 from ...recipes import ScalingRecipe
 
 #: One module of this package each, in the order of the table.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.ops import NUMPY
 from ...codecs import E2M1, E2M3, E4M3, E8M0, INT4, INT8, UINT4, Codec
-from ...ops import NUMPY
 from ...recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.ops import NUMPY
 from ...codecs import E4M3, E5M2, Codec
-from ...ops import NUMPY
 from ...recipes import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from . import Neighbour, Ours, Quantizer, Written, installed
 

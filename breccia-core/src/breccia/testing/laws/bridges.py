@@ -10,11 +10,11 @@ import pytest
 
 from ... import bridges as facade
 from ... import targets
+from ...dispatch.hookspecs import Bridge
 from ...errors import BrecciaError
-from ...hookspecs import Bridge
 from ...kernels import reference
 from ...recipes import ScalingRecipe
-from ...tensor import ScaledTensor
+from ...tensors.tensor import ScaledTensor
 from .. import strategies
 from ..compare import expect, expect_tensor
 from ..examples import wide

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ... import api, codecs
+from ...arrays.frameworks import Framework, device_of, dtype_name, framework_of
+from ...arrays.ops import Ops
 from ...codecs import BF16, E4M3, E5M2, E8M0, F16, F32_INF, MAGNITUDE
 from ...errors import UnsupportedError
-from ...frameworks import Framework, device_of, dtype_name, framework_of
 from ...kernels import reference
-from ...ops import Ops
 from ...recipes import ScalingRecipe
 from .. import oracle, strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_words, fp32

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from ... import api, targets
-from ...dispatch import Kernel
+from ...arrays.frameworks import Device, dtype_name, place_of
+from ...dispatch.kernel import Kernel
 from ...errors import BrecciaError, NoKernelError, NonFiniteError, UnsupportedError
-from ...frameworks import Device, dtype_name, place_of
 from ...kernels import reference
 from ...options import CastOptions
 from ...recipes import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
-from ...tensor import ScaledTensor
+from ...tensors.tensor import ScaledTensor
 from .. import strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_words, fp32
 from ..examples import special_rows, wide

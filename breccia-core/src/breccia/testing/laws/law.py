@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ...dispatch.registry import Plugin
 from ...recipes import ScalingRecipe
-from ...registry import Plugin
 from ..places import Place, everywhere
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ... import targets
-from ...hookspecs import Bridge
-from ...registry import KINDS, Plugin
+from ...dispatch.hookspecs import Bridge
+from ...dispatch.registry import KINDS, Plugin
 from ..compare import expect
 from .law import Law, Subject, each
 

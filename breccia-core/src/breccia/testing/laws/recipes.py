@@ -16,13 +16,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from ... import api, targets
+from ...dispatch.registry import registry
 from ...formats import TENSOR
 from ...kernels import reference
 from ...options import CastOptions
 from ...recipes import MXFP8BlockScaling, ScalingRecipe
-from ...registry import registry
 from ...rules import RULES
-from ...tensor import Meaning, ScaledTensor, held
+from ...tensors.components import held
+from ...tensors.metadata import Meaning
+from ...tensors.tensor import ScaledTensor
 from .. import oracle, strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_written, fp32, written
 from ..examples import every_decodable, special_rows, wide

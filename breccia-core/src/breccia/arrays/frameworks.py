@@ -1,0 +1,281 @@
+"""Frameworks: whose array is this, and which vocabulary (`Ops`) computes on it.
+
+An array of a framework exists only if that framework was imported, so a framework not in `sys.modules` is
+never imported to answer the question.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .. import targets
+from ..errors import PluginError, PluginWarning, UnsupportedError
+from ..siblings import SIBLINGS
+
+if TYPE_CHECKING:
+    from .ops import Ops
+
+#: Floating dtypes `cast` reads and `dequantize` writes, by the names all frameworks share.
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One array library: the module that defines its `types`, and the target of its `Ops` instance.
+
+    types: names of its array types in `module`; "ma.MaskedArray" is one of the submodule `ma`.
+    refuses: (name, remedy) of subtypes that compute as no plain array does; the remedy is a sentence for the error.
+    kinds: the kinds of device its arrays can be on, where there are no others; empty where nobody can tell.
+    devices: the target of a function that lists the devices there are, a line of text for each, for `breccia doctor`.
+    device: the target of a function that gives the kind of device of arrays that do not say theirs, as traced ones do not.
+    container: the target of a function that makes ScaledTensor known to the framework. It is called once, when breccia meets
+        the first array of a type, of whatever framework, and this one is imported. Where it fails there is a warning.
+    frontend: the module that stands between ops and kernels: gradients, tracing, compilers. It has a function for each op that
+        needs one, called as that of `breccia.dispatch.calls` is; an op that it lacks goes straight to its kernel.
+    opaque: the target of f(*arrays) -> None | what one is, for arrays whose memory a kernel cannot read: fakes, placeholders of
+        transformations, subclasses. Only kernels that declare `traces` are given such arrays.
+    capability: the target of f(device) -> (major, minor) | None, the compute capability of an array's device.
+    """
+
+    name: str
+    module: str
+    types: tuple[str, ...]
+    ops: str
+    refuses: tuple[tuple[str, str], ...] = ()
+    devices: str | None = None
+    kinds: tuple[str, ...] = ()
+    device: str | None = None
+    container: str | None = None
+    frontend: str | None = None
+    opaque: str | None = None
+    capability: str | None = None
+
+    @property
+    def package(self) -> str:
+        """The top-level package that `module` is in."""
+        return self.module.partition(".")[0]
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        what = f"framework {self.name!r}"
+        targets.check_fields(self, what)
+        for field in ("ops", "devices", "device", "container", "opaque", "capability"):
+            if (target := getattr(self, field)) is not None:
+                targets.check(target, f"{what}: {field}")
+        if self.frontend is not None and not all(part.isidentifier() for part in self.frontend.split(".")):
+            raise PluginError(f"{what}: frontend is a module, written 'package.module'; got {self.frontend!r}.")
+        if not self.types:
+            raise PluginError(f"{what}: types names the array types in {self.module}; got none.")
+
+
+class Snapshot(Protocol):
+    """What was declared when the plug-ins were read. It is replaced whole, so that frameworks and kernels fit together."""
+
+    #: The framework of each type of array met so far.
+    types: dict[type, Framework]
+
+    @property
+    def frameworks(self) -> dict[str, Framework]:
+        """All frameworks, by name."""
+        ...
+
+
+#: The registry in use; None before its first use. `breccia.dispatch.registry` sets it.
+current: Snapshot | None = None
+
+
+def framework_of(x: object, what: str = "x") -> Framework:
+    """The framework of array `x`. Raises UnsupportedError, naming `what` was given and the way out."""
+    found = None if current is None else current.types.get(type(x))
+    return _find(x, what) if found is None else found
+
+
+def _find(x: object, what: str) -> Framework:
+    """`framework_of` for the first array of a type. Asked with isinstance, since tracers are instances only."""
+    declared: Snapshot = current or targets.load(targets.REGISTRY)()
+    frameworks, kind = declared.frameworks.values(), type(x)
+    found = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    for framework in frameworks:
+        if framework.container is not None and _types(framework.module, framework.types):
+            _introduce(framework.name, framework.container)
+    for framework in frameworks:
+        if isinstance(x, _types(framework.module, framework.types)):
+            for name, remedy in framework.refuses:
+                if isinstance(x, _types(framework.module, (name,))):
+                    raise UnsupportedError(f"{what} is a {found}, not a plain {framework.name} array. {remedy}", found=found)
+            declared.types[kind] = framework
+            return framework
+    known = ", ".join(declared.frameworks)
+    raise UnsupportedError(
+        f"{what} must be an array of an installed framework ({known}); got {found}. {_remedy(kind)}", found=found
+    )
+
+
+def _introduce(framework: str, container: str) -> None:
+    """Make ScaledTensor known to a framework. A failure is that framework's alone: it is reported once, as a warning."""
+    if framework in _under_way():  # by this thread: the function itself uses arrays
+        return
+    message = _introduction(framework, container)
+    if message and message not in _reported:
+        _reported.add(message)
+        warnings.warn(message, PluginWarning, stacklevel=4)
+
+
+_reported: set[str] = set()
+
+
+_local = threading.local()
+
+
+def _under_way() -> set[str]:
+    """The frameworks that this thread is making ScaledTensor known to."""
+    return vars(_local).setdefault("frameworks", set[str]())
+
+
+@targets.once
+def _introduction(framework: str, container: str) -> str:
+    """Empty, or why it failed."""
+    _under_way().add(framework)
+    try:
+        targets.load(container)()
+    except Exception as e:
+        return (
+            f"breccia cannot make ScaledTensor known to {framework}: {container} raised {type(e).__name__}: {e}. Trees, "
+            f"transformations and checkpoints of {framework} will not know it; casts work."
+        )
+    finally:
+        _under_way().discard(framework)
+    return ""
+
+
+def _types(module: str, names: tuple[str, ...]) -> tuple[type, ...]:
+    """The types that exist by now: none before their module is imported, fewer while that import is under way."""
+    homes = ((".".join((module, *path)), name) for *path, name in (n.split(".") for n in names))
+    return tuple(t for home, name in homes if isinstance(t := getattr(sys.modules.get(home), name, None), type))
+
+
+def _remedy(kind: type) -> str:
+    root = kind.__module__.partition(".")[0]
+    for sibling in SIBLINGS:
+        if root in sibling.arrays and (current is None or sibling.plugin not in current.frameworks):
+            return f"Install its plug-in: {sibling.remedy}.{targets.load(targets.REGISTRY)().absence(sibling.distribution)}"
+    return "Convert it first: np.asarray(x, dtype=np.float32)."
+
+
+def ops_of(x: Any, what: str = "x") -> Ops:
+    """The vocabulary of `x`'s framework."""
+    return targets.load(framework_of(x, what).ops)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where an array is. kind: "cpu", "cuda", ...; index: its number, None where there are none; capability: (9, 0), say."""
+
+    kind: str
+    index: int | None = None
+    capability: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+
+
+def device_of(array: object) -> str:
+    """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
+    return _kind(_declared_device(array))
+
+
+def place_of(array: object) -> Device:
+    """The device of an array, with its number and compute capability where the framework knows them."""
+    framework = None if current is None else current.types.get(type(array))
+    return _place(_declared_device(array), None if framework is None else framework.capability)
+
+
+def _declared_device(array: object) -> Any:
+    """What the framework calls the array's device; None where it does not say."""
+    device = getattr(array, "device", None)
+    if device is None and current is not None:
+        framework = current.types.get(type(array))
+        if framework is not None and framework.device is not None:
+            device = targets.load(framework.device)()
+    return next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
+
+
+def _kind(device: Any) -> str:
+    name = device if isinstance(device, str) else getattr(device, "type", None) or getattr(device, "platform", None) or "cpu"
+    return {"gpu": "cuda"}.get(str(name), str(name).partition(":")[0])
+
+
+@lru_cache(maxsize=256)
+def _place(device: Any, capability: str | None) -> Device:
+    kind = _kind(device)
+    if isinstance(device, str) and ":" in device:
+        return Device(kind, int(device.rpartition(":")[2]) if device.rpartition(":")[2].isdigit() else None)
+    index = getattr(device, "index", None) if kind != "cpu" else None
+    index = getattr(device, "id", None) if index is None and kind != "cpu" else index
+    number = index if isinstance(index, int) else None
+    return Device(kind, number, targets.load(capability)(device) if capability is not None else None)
+
+
+def _named_place(array: Any) -> str | None:
+    """The device, with its number where arrays of its kind have one; None for an array that does not say."""
+    if getattr(array, "device", None) is None:
+        return None
+    number = getattr(getattr(array, "device", None), "index", None)
+    return f"{device_of(array)}:{number}" if isinstance(number, int) else device_of(array)
+
+
+def same_framework(arrays: dict[str, Any]) -> Framework:
+    """The one framework of all arrays, which are on one device. Raises UnsupportedError naming two that differ."""
+    pairs = iter(arrays.items())
+    first = next(pairs)
+    framework = framework_of(first[1], first[0])
+    place = getattr(first[1], "device", None)
+    for name, array in pairs:
+        other = framework_of(array, name)
+        if other is framework and getattr(array, "device", None) == place:
+            continue
+        if other is not framework:
+            raise UnsupportedError(
+                f"{first[0]} is a {framework.name} array and {name} a {other.name} array; move both to one framework: "
+                f"breccia.bridges.from_dlpack(x, {framework.name!r}) takes a ScaledTensor there, {framework.name}'s own "
+                "from_dlpack a plain array.",
+                first=framework.name,
+                second=other.name,
+            )
+        here, there = _named_place(first[1]), _named_place(array)
+        if here != there and None not in (here, there):
+            raise UnsupportedError(
+                f"{first[0]} is on {here} and {name} on {there}; move both to one device. Nothing is copied between devices "
+                "unasked.",
+                first=here,
+                second=there,
+            )
+    return framework
+
+
+def dtype_name(x: Any) -> str:
+    """The bare name of an array's or dtype's dtype: "float32", "float8_e4m3fn", ... in every framework's spelling."""
+    dtype = getattr(x, "dtype", x)
+    return _name_of(dtype) if dtype.__hash__ else _bare_name(dtype)
+
+
+def _bare_name(dtype: Any) -> str:
+    return str(getattr(dtype, "name", None) or dtype).rpartition(".")[2]
+
+
+_name_of = lru_cache(maxsize=256)(_bare_name)
+
+
+def output_dtype(dtype: Any) -> str:
+    """The name of a floating output dtype, from any framework's spelling. Raises UnsupportedError."""
+    if type(dtype) is str and dtype in FLOATS:
+        return dtype
+    name = dtype.__name__ if isinstance(dtype, type) else dtype_name(dtype)
+    if name not in FLOATS:
+        raise UnsupportedError(f"out_dtype is one of {', '.join(FLOATS)} in any framework's spelling; got {dtype!r}.")
+    return name

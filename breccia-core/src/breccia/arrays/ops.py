@@ -1,0 +1,363 @@
+"""Ops: the vocabulary the one generic algorithm is written in, and NumPy's way of saying it.
+
+A framework joins by saying these words for its arrays, under these laws (breccia.testing checks them):
+
+* Integers are int32. `+ - * & | ^ ~ << >>` and comparisons work between arrays and Python scalars without
+  promotion; `<<`, `+` and `*` wrap; `>>` is arithmetic. `& | ^ << >>` join arrays of the same origin only, and `where`
+  others: MLX's `vmap` miscomputes them between an array it maps over and one it does not.
+* FP32 `+`, `-`, `*` and `div` round once, as IEEE 754 says; nothing is fused, reassociated or replaced by a reciprocal.
+* `bits` and `unbits` are inverse and change no bit, NaN payloads and subnormals included.
+* `amax` is an integer maximum, so a NaN's bits survive it.
+"""
+
+# NumPy's annotations of functions over `Any` are unknown to pyright; arrays here are `Any` by design.
+# pyright: reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from ..codecs import Codec
+from ..errors import OptionError, UnsupportedError
+from ..formats import Format
+from ..siblings import ML_DTYPES
+from .frameworks import dtype_name
+
+Array = Any
+
+
+class Ops(Protocol):
+    """The words. Vocabularies inherit from it for the few that follow from others."""
+
+    #: Does the framework have float8 dtypes? Then 8-bit codes are stored in them, else as uint8.
+    native_float8: ClassVar[bool] = False
+    #: Storage of BF16 where the framework has no such dtype is its bit pattern.
+    bfloat16: ClassVar[str] = "bfloat16"
+
+    def storage(self, codec: Codec) -> str:
+        """Name of the dtype that codes of `codec` are stored in."""
+        if codec.bits < 8 or codec.dtype is None or (codec.dtype.startswith("float8") and not self.native_float8):
+            return "uint8"
+        return self.bfloat16 if codec.dtype == "bfloat16" else codec.dtype
+
+    def dtypes(self, fmt: Format) -> dict[str, str]:
+        """Name of the dtype that each part of a format is stored in."""
+        return {name: "uint8" if codec is None else self.storage(codec) for name, codec in fmt.parts.items()}
+
+    # -- words every framework says its own way --------------------------------------------------------------
+
+    def f32(self, x: Array) -> Array:
+        """`x` (float32, float16 or bfloat16) as FP32, exactly."""
+        ...
+
+    def to_float(self, x: Array, dtype: str) -> Array:
+        """FP32 `x` rounded to the floating dtype named, to nearest, ties to even."""
+        ...
+
+    def bits(self, x: Array) -> Array:
+        """FP32 to its bit pattern, int32."""
+        ...
+
+    def unbits(self, i: Array) -> Array:
+        """int32 bit pattern to FP32."""
+        ...
+
+    def load(self, stored: Array) -> Array:
+        """Bit patterns of an array of 8-, 16- or 32-bit items, as int32 (zero-extended below 32 bits)."""
+        ...
+
+    def store(self, codes: Array, dtype: str) -> Array:
+        """Inverse of `load`: int32 bit patterns into an array of the named dtype."""
+        ...
+
+    def take(self, table: tuple[int, ...], codes: Array) -> Array:
+        """int32 `table[codes]`."""
+        ...
+
+    def where(self, condition: Array, a: Any, b: Any) -> Array: ...
+
+    def minimum(self, a: Array, b: Any) -> Array: ...
+
+    def maximum(self, a: Array, b: Any) -> Array: ...
+
+    def div(self, a: Array, b: Any) -> Array:
+        """IEEE FP32 division, also by a scalar and by a broadcast array."""
+        ...
+
+    def amax(self, i: Array, axes: tuple[int, ...]) -> Array:
+        """Maximum of non-negative int32 over `axes`, which stay with length 1; 0 over nothing."""
+        ...
+
+    def reshape(self, a: Array, shape: tuple[int, ...]) -> Array: ...
+
+    def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
+        """`a` with `widths[i]` zeros appended along each axis i."""
+        ...
+
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        """Arrays of one dtype, float8 dtypes included, joined along an axis."""
+        ...
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        """The positions `index` (from 0, none beyond the end) of an axis, in that order. Of any dtype, float8 included."""
+        ...
+
+    def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array: ...
+
+    def number(self, i: Array) -> Array:
+        """An integer array's values (below 2^24 in magnitude) as FP32."""
+        ...
+
+    def counter(self, like: Array) -> tuple[Array, Array]:
+        """(low, high) int32 words of each element's 64-bit C-order index in `like`'s shape, on its device."""
+        ...
+
+    def constant(self, value: float, like: Array) -> Array:
+        """An FP32 array of shape () holding `value`, on `like`'s device."""
+        ...
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """FP32 product with FP32 accumulation."""
+        ...
+
+    def any(self, condition: Array) -> bool:
+        """Is any element true? Reads the value: for eager calls only."""
+        ...
+
+    def assign(self, out: Array, value: Array) -> None:
+        """Copy `value` into `out` in place, or raise UnsupportedError where arrays are immutable."""
+        raise UnsupportedError(f"{type(out).__module__.partition('.')[0]} arrays are immutable; call without out=.")
+
+    def to(self, a: Array, device: Any) -> Array:
+        """`a` on `device`, as the framework names devices; None leaves it. Raises OptionError for one it does not know."""
+        ...
+
+    def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
+        """A NumPy array as this framework's, sharing memory where possible; viewed as the named dtype if given."""
+        ...
+
+    def to_numpy(self, a: Array) -> Array:
+        """An array of this framework as NumPy's, float8 and bfloat16 as uint8 and uint16 bit patterns."""
+        ...
+
+    def whole(self, x: Any) -> Any:
+        """FP32 whole numbers (an array, or a Python number) as int32."""
+        ...
+
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        """The axes in the order of `axes`; of int32 and FP32."""
+        ...
+
+    # -- words that follow -----------------------------------------------------------------------------------
+
+    def narrowed(self, y: Array, codec: Codec) -> Array | None:
+        """int32 codes of finite FP32 `y` by the framework's own conversion, nearest and saturating; None where it has none."""
+        return None
+
+    def joined(self, codes: Array, bits: int) -> Array:
+        """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits."""
+        word = codes[..., 0]
+        for i in range(1, codes.shape[-1]):
+            word = word | (codes[..., i] << (i * bits))
+        return word
+
+    def parted(self, word: Array, bits: int, count: int) -> Array:
+        """Inverse of `joined`: `count` codes along a new last axis."""
+        mask = (1 << bits) - 1
+        return self.concat([self.reshape((word >> (i * bits)) & mask, (*word.shape, 1)) for i in range(count)])
+
+    def words(self, seed: Any) -> tuple[Any, Any]:
+        """(low, high) int32 words of a seed in 0 .. 2^64 - 1, or of an array of them."""
+        words = map(int, seed if hasattr(seed, "shape") else (seed, seed >> 32))
+        low, high = ((word & 0xFFFFFFFF) - ((word & 0x80000000) << 1) for word in words)
+        return low, high
+
+    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        """FP32 rows of `a` (M, K), in groups that end at `offsets` (E,), times the matrices of `b` (E, K, N); zeros beyond."""
+        ends = self.whole(offsets)
+        row = self.reshape(self.counter(a[:, :1])[0], (a.shape[0], 1))
+        total = start = None
+        for e in range(b.shape[0]):
+            end = ends[e]
+            inside = row < end if start is None else (row >= start) & (row < end)
+            product = self.where(inside, self.matmul(a, b[e]), 0.0)
+            total, start = product if total is None else self.where(inside, product, total), end
+        return self.broadcast(self.constant(0.0, a), (a.shape[0], b.shape[-1])) if total is None else total
+
+    def portable(self, a: Array) -> Array:
+        """`a` as pickle takes it: itself, or its bytes as uint8 on the same memory, where pickle does not know the dtype."""
+        return a
+
+    def from_portable(self, a: Array, dtype: str) -> Array:
+        """Inverse of `portable`, of an array whose dtype had that name."""
+        return a
+
+    def itemsize(self, a: Array) -> int:
+        """Bytes of one item."""
+        return a.dtype.itemsize
+
+    def strides(self, a: Array) -> tuple[int, ...] | None:
+        """Strides in bytes; None where arrays of the framework have none."""
+        return None
+
+    def address(self, a: Array) -> int | None:
+        """Where the first item is in memory; None where the framework does not say."""
+        return None
+
+    def swap(self, a: Array) -> Array:
+        """The last two axes exchanged; a view where the framework has views."""
+        return a.swapaxes(-1, -2)
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """A context without floating-point warnings: overflow and NaN are results here, as the contract says."""
+        return nullcontext()
+
+    def is_bit_pattern(self, stored: Array) -> bool:
+        """Is `stored` a 16-bit float kept as its uint16 bit pattern?"""
+        return dtype_name(stored) == "uint16"
+
+
+class _NumpyOps(Ops):
+    """Shared with the NumPy backend's kernels; imports NumPy, and is itself imported on first use only."""
+
+    bfloat16 = "uint16"
+
+    def f32(self, x: Array) -> Array:
+        if dtype_name(x) == "bfloat16":
+            return self.unbits(self.load(x) << 16)
+        return x.astype(np.float32, copy=False)
+
+    def to_float(self, x: Array, dtype: str) -> Array:
+        if dtype == "bfloat16":
+            return x.astype(_ml_dtype(dtype))
+        return x.astype(dtype, copy=False)
+
+    def bits(self, x: Array) -> Array:
+        return x.view(np.int32)
+
+    def unbits(self, i: Array) -> Array:
+        return i.view(np.float32)
+
+    def load(self, stored: Array) -> Array:
+        a = np.asarray(stored)
+        words = np.ascontiguousarray(a) if a.dtype.byteorder == ">" else a
+        if words.dtype.byteorder == ">":
+            words = words.astype(words.dtype.newbyteorder("="))
+        return words.view(f"u{words.dtype.itemsize}").astype(np.int32 if words.dtype.itemsize < 4 else "u4").view("i4")
+
+    def store(self, codes: Array, dtype: str) -> Array:
+        width = np.dtype(dtype).itemsize
+        return codes.astype(f"u{width}").view(dtype) if width < 4 else codes.view(dtype)
+
+    def take(self, table: tuple[int, ...], codes: Array) -> Array:
+        return _table(table)[codes]
+
+    def where(self, condition: Array, a: Any, b: Any) -> Array:
+        return np.where(condition, a, b)
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return np.minimum(a, b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return np.maximum(a, b)
+
+    def div(self, a: Array, b: Any) -> Array:
+        return np.divide(a, b, dtype=np.float32)
+
+    def amax(self, i: Array, axes: tuple[int, ...]) -> Array:
+        return np.max(i, axis=axes, keepdims=True, initial=0)
+
+    def reshape(self, a: Array, shape: tuple[int, ...]) -> Array:
+        return np.reshape(a, shape)
+
+    def pad(self, a: Array, widths: tuple[int, ...]) -> Array:
+        return np.pad(a, [(0, w) for w in widths])
+
+    def concat(self, parts: list[Array], axis: int = -1) -> Array:
+        return np.concatenate(parts, axis=axis)
+
+    def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
+        return np.take(a, np.array(index, np.intp), axis=axis)
+
+    def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
+        return np.broadcast_to(np.asarray(a), shape)
+
+    def number(self, i: Array) -> Array:
+        return np.asarray(i).astype(np.float32)
+
+    def counter(self, like: Array) -> tuple[Array, Array]:
+        i = np.arange(like.size, dtype=np.uint64).reshape(like.shape)
+        return (i & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), (i >> np.uint64(32)).astype(np.int32)
+
+    def constant(self, value: float, like: Array) -> Array:
+        return np.asarray(value, np.float32)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return np.matmul(a, b)
+
+    def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
+        found = np.zeros((a.shape[0], b.shape[-1]), np.float32)
+        start = 0
+        for matrix, end in zip(b, offsets.tolist(), strict=True):
+            if end > start:
+                np.matmul(a[start:end], matrix, out=found[start:end])
+            start = max(start, end)
+        return found
+
+    def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
+        return np.transpose(a, axes)
+
+    def strides(self, a: Array) -> tuple[int, ...] | None:
+        return a.strides
+
+    def address(self, a: Array) -> int | None:
+        return a.__array_interface__["data"][0]
+
+    def whole(self, x: Any) -> Any:
+        return x.astype(np.int32) if hasattr(x, "astype") else int(x)
+
+    def any(self, condition: Array) -> bool:
+        return bool(np.any(condition))
+
+    def assign(self, out: Array, value: Array) -> None:
+        np.copyto(out, value, casting="no")
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return np.errstate(all="ignore")
+
+    def to(self, a: Array, device: Any) -> Array:
+        if device not in (None, "cpu"):
+            raise OptionError(f"NumPy arrays are on the 'cpu'; got device {device!r}.", device=device)
+        return a
+
+    def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
+        return a.view(codec_dtype) if codec_dtype else a
+
+    def to_numpy(self, a: Array) -> Array:
+        array, name = np.asarray(a), dtype_name(a)
+        if name == "bfloat16":
+            return array.view(np.uint16)
+        return array.view(np.uint8) if name.startswith("float8") else array
+
+
+@lru_cache(maxsize=64)
+def _table(table: tuple[int, ...]) -> Array:
+    return np.array(table, np.uint32).view(np.int32)
+
+
+def _ml_dtype(dtype: str) -> Any:
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UnsupportedError(
+            f"NumPy itself has no {dtype}; the dtype comes with ml_dtypes: {ML_DTYPES.remedy}.",
+            dtype=dtype,
+        ) from None
+    return getattr(ml_dtypes, dtype)
+
+
+NUMPY = _NumpyOps()

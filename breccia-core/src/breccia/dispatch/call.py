@@ -1,0 +1,287 @@
+"""A call as `Kernel.accepts`, `score` and `plan` see it. Facts that they ask about are noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from ..arrays.frameworks import Device, Framework, dtype_name, ops_of, place_of
+from ..codecs import Codec
+from ..layouts import Layout
+from ..options import DEFAULT, PLAIN, CastOptions
+from ..recipes import ScalingRecipe
+from ..tensors.tensor import ScaledTensor
+from .facts import (
+    ATTRIBUTES,
+    FRAMEWORK,
+    OPTIONS,
+    RECIPE,
+    A,
+    B,
+    Described,
+    address_alignment,
+    aligned_of,
+    all_options,
+    array_of,
+    as_fact,
+    bucketed_shape,
+    is_contiguous,
+    is_empty,
+    layout_of,
+    opaque_reader,
+    option_reader,
+    recipe_of,
+    row_alignment,
+    shape_of,
+    strides_of,
+)
+from .kernel import WRITERS
+
+if TYPE_CHECKING:
+    from .facts import Question, Values
+
+
+class _Asking:
+    """Reads facts of a call, and notes which. `values` is not for kernels: nobody notes what they read there."""
+
+    def __init__(self, values: Values, asked: dict[Question, None]) -> None:
+        self.values, self._asked = values, asked
+
+    def _note(self, slot: int, fact: str | Callable[[Any], Hashable]) -> None:
+        self._asked[fact, slot] = None
+
+    def _ask(self, slot: int, read: Callable[[Any], Any]) -> Any:
+        """A fact that is compared as it is."""
+        self._note(slot, read)
+        return read(self.values[slot])
+
+    def _attribute(self, slot: int, name: str) -> None:
+        """Note a fact that is compared by an attribute of the operand."""
+        x = self.values[slot]
+        scaled = isinstance(x, ScaledTensor)
+        if isinstance(x, Described) or (not scaled and not hasattr(x, name)):
+            return  # nothing that is remembered, or no attribute of this framework's arrays
+        self._note(slot, ATTRIBUTES[name][scaled])
+
+
+class Operand(_Asking):
+    """Facts of one operand. Of a ScaledTensor dtype, strides and contiguity are those of its codes.
+
+    recipe: that of a ScaledTensor; of the operand of a cast, the recipe to write.
+    shape: the logical shape. Of the first operand every length but the last is rounded up (see `bucket`), so that a kernel
+        chosen for one batch size is found at once for the next; what `aligned` says is so of the exact shape.
+    empty: has it no element? aligned: the largest powers of two (up to 256) that divide the last two sides.
+    strides: in bytes, or None where the framework has none. contiguous: in C order.
+    address_alignment: the largest power of two (up to 256) that divides the address of every array of it, in bytes.
+    row_alignment: the same of every stride but that of neighbouring items.
+    """
+
+    def __init__(self, slot: int, values: Values, asked: dict[Question, None]) -> None:
+        super().__init__(values, asked)
+        self.slot = slot
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operand) and all(getattr(self, name) == getattr(other, name) for name in _OPERAND_FACTS)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Operand({', '.join(f'{name}={getattr(self, name)!r}' for name in _OPERAND_FACTS)})"
+
+    @property
+    def recipe(self) -> ScalingRecipe | None:
+        x = self.values[self.slot]
+        found = recipe_of(x)
+        if found is None and self.slot == A and self.values[RECIPE] is not None:
+            self._note(RECIPE, "identity")
+            return self.values[RECIPE]
+        if isinstance(x, ScaledTensor):
+            self._attribute(self.slot, "recipe")
+        return found
+
+    @property
+    def dtype(self) -> str:
+        self._attribute(self.slot, "dtype")
+        x = self.values[self.slot]
+        return x.dtype if isinstance(x, Described) else dtype_name(array_of(x))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._ask(self.slot, bucketed_shape if self.slot == A else shape_of)
+
+    @property
+    def ndim(self) -> int:
+        self._attribute(self.slot, "ndim")
+        if isinstance(self.values[self.slot], ScaledTensor):
+            self._attribute(self.slot, "storage")  # codes may have other axes there
+        return len(self.values[self.slot].shape)
+
+    @property
+    def empty(self) -> bool:
+        return self._ask(self.slot, is_empty)
+
+    @property
+    def layout(self) -> Layout | None:
+        if isinstance(self.values[self.slot], ScaledTensor):
+            self._attribute(self.slot, "layout")
+        return layout_of(self.values[self.slot])
+
+    @property
+    def axis(self) -> int:
+        x = self.values[self.slot]
+        if isinstance(x, ScaledTensor):
+            self._attribute(self.slot, "axis")
+        return x.axis if isinstance(x, ScaledTensor | Described) else -1
+
+    @property
+    def storage(self) -> str:
+        x = self.values[self.slot]
+        if not isinstance(x, ScaledTensor):
+            return PLAIN
+        self._attribute(self.slot, "storage")
+        return x.layout.storage
+
+    @property
+    def aligned(self) -> tuple[int, int]:
+        return self._ask(self.slot, aligned_of)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        return self._ask(self.slot, strides_of)
+
+    @property
+    def contiguous(self) -> bool:
+        return self._ask(self.slot, is_contiguous)
+
+    @property
+    def address_alignment(self) -> int:
+        return self._ask(self.slot, address_alignment)
+
+    @property
+    def row_alignment(self) -> int:
+        return self._ask(self.slot, row_alignment)
+
+    def storage_of(self, codec: Codec) -> str:
+        """Name of the dtype that codes of `codec` are stored in, on the operand's framework."""
+        x = self.values[self.slot]
+        return codec.dtype or "uint8" if isinstance(x, Described) else ops_of(array_of(x)).storage(codec)
+
+    def described(self) -> Described:
+        """What this operand is, without its values."""
+        x = self.values[self.slot]
+        if isinstance(x, Described):
+            return x
+        return Described(recipe_of(x), dtype_name(array_of(x)), tuple(x.shape), layout_of(x), self.axis, place_of(array_of(x)))
+
+
+_OPERAND_FACTS = ("recipe", "dtype", "ndim", "shape", "layout", "axis", "storage", "aligned", "contiguous")
+
+
+class Call(_Asking):
+    """What `Kernel.accepts`, `score` and `plan` are asked about: the facts of one call.
+
+    op, framework: their names. a, b: the operands; b is None where the op has one.
+    """
+
+    def __init__(self, op: str, framework: str, values: Values, asked: dict[Question, None] | None = None) -> None:
+        super().__init__(values, {} if asked is None else asked)
+        self.op, self.framework = op, framework
+        self.a = Operand(A, values, self._asked)
+        self.b = None if values[B] is None else Operand(B, values, self._asked)
+
+    @property
+    def recipe(self) -> ScalingRecipe | None:
+        """The recipe to write, or None."""
+        recipe = self.values[RECIPE]
+        if recipe is not None:
+            self._note(RECIPE, "identity")
+        return recipe
+
+    @property
+    def device(self) -> Device:
+        """Where the first operand is, with the number and the compute capability of the device."""
+        framework: Framework | None = self.values[FRAMEWORK]
+        if framework is None or len(framework.kinds) != 1:  # else there is but one answer
+            self._attribute(A, "device")
+        x = self.values[A]
+        return x.device if isinstance(x, Described) else place_of(array_of(x))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword options that are not at their default; of `scale`, `seed`, `out`, `bias` only that they are given."""
+        return dict(all_options(self.values[OPTIONS])) if self._defaults else dict(self._ask(OPTIONS, all_options))
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """One keyword option of the op; `default` where the op has no such option, or it is None."""
+        options = self.values[OPTIONS]
+        found = as_fact(name, options.get(name)) if self._defaults else self._ask(OPTIONS, option_reader(name))
+        return default if found is None else found
+
+    @property
+    def _defaults(self) -> bool:
+        """Are all options at their default? Such calls are remembered apart, so that nothing need be read of them."""
+        return self.values[OPTIONS] is DEFAULT or self.values[OPTIONS] is NO_OPTIONS
+
+    def cast_options(self) -> CastOptions:
+        """The options of an op that casts."""
+        options = self.values[OPTIONS]
+        if isinstance(options, CastOptions):
+            return options
+        return CastOptions(**{name: value for name, value in options.items() if hasattr(DEFAULT, name)})
+
+    @property
+    def storage(self) -> str:
+        """The storage to write."""
+        return self.option("storage", PLAIN)
+
+    @property
+    def stored(self) -> bool:
+        """Is any operand, or what is to be written, in a storage other than plain?"""
+        writes = self.op in WRITERS and self.storage != PLAIN
+        return writes or any(operand.storage != PLAIN for operand in self.scaled)
+
+    @property
+    def opaque(self) -> str | None:
+        """What kind of array without memory of its own an operand is, or None."""
+        framework: Framework | None = self.values[FRAMEWORK]
+        if framework is None or framework.opaque is None:
+            return None
+        read = opaque_reader(framework.opaque)
+        for slot in (A, B):
+            x = self.values[slot]
+            if x is None or isinstance(x, Described):
+                continue  # and no framework is imported
+            if (found := self._ask(slot, read)) is not None:
+                return found
+        return None
+
+    @property
+    def scaled(self) -> tuple[Operand, ...]:
+        """The operands that are ScaledTensors."""
+        values = ((self.a, self.values[A]), (self.b, self.values[B]))
+        return tuple([operand for operand, value in values if operand is not None and isinstance(value, ScaledTensor)])
+
+    def makes(self, op: str, a: Any, b: Any = None, recipe: ScalingRecipe | None = None, **changed: Any) -> Call:
+        """A call that a kernel makes on the way, for `Kernel.plan`. Operands are those of this call, or `Described` ones.
+
+        changed: framework=, options=.
+        """
+        framework: str = changed.get("framework", self.framework)
+        first, second = (x.values[x.slot] if isinstance(x, Operand) else x for x in (a, b))
+        home = self.values[FRAMEWORK] if framework == self.framework else None
+        return Call(op, framework, (first, second, recipe, changed.get("options", NO_OPTIONS), home))
+
+
+class Options(dict[str, Any]):
+    """The options of an op that takes no `CastOptions`, by name: those that are not at their default."""
+
+    def given(self) -> dict[str, Any]:
+        """All of them."""
+        return self
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One of them; where it is not given, its default."""
+        return super().get(name, "float32" if name == "out_dtype" else default)
+
+
+NO_OPTIONS = Options()

@@ -1,0 +1,192 @@
+"""Facts of a call, and how each is read from its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, NamedTuple
+
+from .. import targets
+from ..arrays.frameworks import Device, ops_of
+from ..layouts import Layout
+from ..recipes import ScalingRecipe
+from ..tensors.tensor import ScaledTensor
+
+_ALIGNMENT_LIMIT = 256
+
+
+#: Where a fact is read from: the values of a call are (a, b, recipe to write, options, framework).
+A, B, RECIPE, OPTIONS, FRAMEWORK = range(5)
+
+
+Values = tuple[Any, Any, Any, Any, Any]
+
+
+#: A fact that was asked about: the path of an attribute or what reads it, and which of the values it is of.
+Question = tuple[str | Callable[[Any], Hashable], int]
+
+
+class Described(NamedTuple):
+    """What stands for an operand that is not there: the recipe that `explain` was given, an operand of a kernel's own calls."""
+
+    recipe: ScalingRecipe | None = None
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    layout: Layout | None = None
+    axis: int = -1
+    device: Device = Device("cpu")
+
+
+def bucket(n: int) -> int:
+    """`n` up to 8, then rounded up to three significant bits: 9 to 10, 17 to 20, 4000 to 4096."""
+    if n <= 8:
+        return n
+    step = 1 << (n.bit_length() - 3)
+    return -(-n // step) * step
+
+
+def array_of(x: Any) -> Any:
+    """The array that says where an operand is: the codes of a ScaledTensor."""
+    return x.data if isinstance(x, ScaledTensor) else x
+
+
+def recipe_of(x: Any) -> ScalingRecipe | None:
+    """The recipe of an operand, there or described."""
+    return x.recipe if isinstance(x, ScaledTensor | Described) else None
+
+
+def layout_of(x: Any) -> Layout | None:
+    """The layout of an operand, there or described."""
+    return x.layout if isinstance(x, ScaledTensor | Described) else None
+
+
+def bucketed_shape(x: Any) -> tuple[int, ...]:
+    """The logical shape with every length but the last rounded up."""
+    shape = tuple(x.shape)
+    return (*map(bucket, shape[:-1]), *shape[-1:])
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The logical shape."""
+    return tuple(x.shape)
+
+
+def is_empty(x: Any) -> bool:
+    """Has the operand no element?"""
+    return 0 in (x.data.shape if isinstance(x, ScaledTensor) else x.shape)
+
+
+def aligned_of(x: Any) -> tuple[int, int]:
+    """The largest powers of two, up to 256, that divide the last two lengths."""
+    shape = x.shape
+    sides = (_ALIGNMENT_LIMIT, _ALIGNMENT_LIMIT, *shape)[-2:] if len(shape) != 1 else (1, *shape)
+    m, k = sides
+    return _power_of_two(m), _power_of_two(k)
+
+
+def _power_of_two(n: int) -> int:
+    """The largest one, up to 256, that divides `n`."""
+    return min((n & -n) or _ALIGNMENT_LIMIT, _ALIGNMENT_LIMIT)
+
+
+def strides_of(x: Any) -> tuple[int, ...] | None:
+    """Strides of the array in bytes; None where its framework has none."""
+    return None if isinstance(x, Described) else ops_of(array_of(x)).strides(array_of(x))
+
+
+def is_contiguous(x: Any) -> bool:
+    """Does the array lie in C order?"""
+    strides, array = strides_of(x), array_of(x)
+    if strides is None or 0 in array.shape:
+        return True
+    expected = ops_of(array).itemsize(array)
+    for length, stride in zip(reversed(array.shape), reversed(strides), strict=True):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _components(x: Any) -> tuple[Any, ...]:
+    if not isinstance(x, ScaledTensor):
+        return (x,)
+    zero_point, coarse = x.zero_point, x.global_scale
+    if zero_point is None:
+        return (x.data, x.scale) if coarse is None else (x.data, x.scale, coarse)
+    return (x.data, x.scale, zero_point) if coarse is None else (x.data, x.scale, zero_point, coarse)
+
+
+def address_alignment(x: Any) -> int:
+    """The largest power of two, up to 256, that divides the address of every component."""
+    if isinstance(x, Described):
+        return _ALIGNMENT_LIMIT
+    return min(_power_of_two(ops_of(part).address(part) or 0) for part in _components(x))
+
+
+def row_alignment(x: Any) -> int:
+    """The largest power of two, up to 256, that divides every stride but that of neighbouring items."""
+    strides, array = strides_of(x), array_of(x)
+    if strides is None:
+        return _ALIGNMENT_LIMIT
+    item = ops_of(array).itemsize(array)
+    return min((_power_of_two(stride) for stride in strides if stride != item), default=_ALIGNMENT_LIMIT)
+
+
+@cache
+def opaque_reader(target: str) -> Callable[[Any], str | None]:
+    """The reader of what an operand is, if it holds an array without memory of its own."""
+
+    ask: Any = None
+
+    def read(x: Any) -> str | None:
+        nonlocal ask
+        try:
+            if ask is None:
+                ask = targets.load(target)
+            return ask(*_components(x))
+        except Exception as e:
+            return f"an array about which {target} fails ({type(e).__name__}: {e})"
+
+    return read
+
+
+@cache
+def option_reader(name: str) -> Callable[[Any], Hashable]:
+    """The reader of an option: of an array, only that it is given."""
+
+    def read(options: Any) -> Hashable:
+        return as_fact(name, options.get(name))
+
+    return read
+
+
+def all_options(options: Any) -> tuple[tuple[str, Hashable], ...]:
+    """All options that were given, as facts."""
+    return tuple([(name, as_fact(name, value)) for name, value in options.given().items()])
+
+
+def as_fact(name: str, value: Any) -> Hashable:
+    """An option as kernels see it: of an array, a supplied scale or a seed, only that it is given."""
+    return True if (name in _BY_PRESENCE and value is not None) or hasattr(value, "shape") else value
+
+
+_BY_PRESENCE = ("scale", "seed", "out")
+
+
+#: Facts that are attributes, by their paths: of an array, and of a ScaledTensor.
+ATTRIBUTES = {
+    "device": ("device", "data.device"),
+    "dtype": ("dtype", "data.dtype"),
+    "ndim": ("ndim", "data.ndim"),
+    "axis": ("axis", "axis"),
+    "recipe": ("recipe.identity", "recipe.identity"),
+    "layout": ("layout.identity", "layout.identity"),
+    "storage": ("layout.storage", "layout.storage"),
+}
+
+
+#: Facts that follow from the shape, and the attributes that it follows from.
+OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
+
+
+SHAPES = (("shape",), ("data.shape", "tail", "axis", "recipe.identity", "layout.identity"))

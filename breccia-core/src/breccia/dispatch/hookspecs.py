@@ -1,0 +1,130 @@
+"""The whole extension surface: what a plug-in's manifest may declare.
+
+A manifest is a module named by an entry point of group `breccia`. It sets `api = 1`, imports only `breccia` and the
+standard library, and returns declarations; it does nothing else. Everything heavy is a target, a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pluggy
+
+from .. import targets
+from ..arrays.frameworks import Framework
+from ..codecs import Codec
+from ..errors import PluginError
+from ..layouts import Layout
+from ..recipes import ScalingRecipe
+from ..rules import Rule
+from ..tensors.storage import Storage
+from .kernel import Kernel
+
+#: Version of this surface. A manifest that sets a higher `api` is set aside with a message.
+API = 1
+
+hookspec = pluggy.HookspecMarker("breccia")
+hookimpl = pluggy.HookimplMarker("breccia")
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """A function of `breccia.bridges`, by that name.
+
+    requires: modules it needs. install: what provides them, as pip names it.
+    """
+
+    name: str
+    target: str
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    plugin: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        what = f"bridge {self.name!r}"
+        targets.check_fields(self, what)
+        targets.check(self.target, f"{what}: target")
+        if not self.name.isidentifier() or self.name.startswith("_"):
+            raise PluginError(f"{what}: its name is a public attribute of breccia.bridges, like 'to_acme'.")
+        if bool(self.requires) != bool(self.install):
+            raise PluginError(
+                f"{what}: requires is a tuple of modules, and install what pip installs them with; got "
+                f"requires={self.requires!r}, install={self.install!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the `breccia` program: `target` is a function that Typer can read, loaded when the command is used.
+
+    help: the line that `breccia --help` shows.
+    """
+
+    name: str
+    target: str
+    help: str
+    plugin: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        what = f"command {self.name!r}"
+        targets.check_fields(self, what)
+        targets.check(self.target, f"{what}: target")
+        if self.name.split() != [self.name] or self.name.startswith("-"):
+            raise PluginError(f"{what}: its name is one word of a command line, like 'acme'.")
+
+
+@hookspec
+def breccia_codecs() -> Iterable[Codec]:
+    """Number formats for elements and scales."""
+    return ()
+
+
+@hookspec
+def breccia_rules() -> Iterable[Rule]:
+    """Scale rules, written over `Ops`."""
+    return ()
+
+
+@hookspec
+def breccia_layouts() -> Iterable[type[Layout]]:
+    """Layout classes, found by name when a file is read."""
+    return ()
+
+
+@hookspec
+def breccia_storages() -> Iterable[Storage]:
+    """Exact mappings of codes and scales to where a kernel wants them."""
+    return ()
+
+
+@hookspec
+def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
+    """Recipe classes, found by name in files and on the command line."""
+    return ()
+
+
+@hookspec
+def breccia_frameworks() -> Iterable[Framework]:
+    """Array libraries and their vocabularies."""
+    return ()
+
+
+@hookspec
+def breccia_kernels() -> Iterable[Kernel]:
+    """Implementations of the verbs."""
+    return ()
+
+
+@hookspec
+def breccia_bridges() -> Iterable[Bridge]:
+    """Functions of `breccia.bridges`."""
+    return ()
+
+
+@hookspec
+def breccia_cli() -> Iterable[Command]:
+    """Commands of the `breccia` program."""
+    return ()

@@ -1,0 +1,378 @@
+"""The table of kernels: which one runs for a call, and what is remembered of earlier calls.
+
+The table is keyed by (op, recipe class of a, recipe class of b, framework). A fact of a call is read when a kernel asks about
+it, and the table notes who asked: calls of a key that agree in all facts ever asked about have one winner, which is remembered.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from numbers import Real
+from operator import attrgetter
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import targets
+from ..arrays.frameworks import Device, Framework
+from ..errors import AmbiguousKernelError, KernelError, NoKernelError, PluginWarning, UnknownNameError, suggestion
+from ..options import DEFAULT, PLAIN
+from ..recipes import ScalingRecipe
+from ..siblings import SIBLINGS
+from ..tensors.tensor import ScaledTensor
+from .call import NO_OPTIONS, Call
+from .explanation import Explanation, Verdict
+from .facts import FRAMEWORK, OF_SHAPE, RECIPE, SHAPES, A, B, recipe_of
+from .kernel import ANY_STORAGE, CASTS, WRITERS, class_name, fits, key_title, named, order_of, why_first
+
+if TYPE_CHECKING:
+    from .facts import Question, Values
+    from .kernel import Kernel, Key, Order, Prefer
+
+
+#: Winners remembered for each key of the table, those used last.
+MEMO_LIMIT = 512
+
+
+class Chosen(NamedTuple):
+    """The winner of a call: what to call, and what to do with what it returns.
+
+    checked: is the result looked at, since the kernel is a third party's? audited: is it compared with the generic algorithm?
+    """
+
+    function: Any
+    kernel: Kernel
+    checked: bool
+    audited: bool
+    traced: str
+
+    def failed(self, error: Exception) -> None:
+        """Name the kernel on an error that left it."""
+        error.add_note(f"This was raised inside {self.title}")
+
+    def refused(self, why: str) -> KernelError:
+        """The error of a result that it must not give."""
+        return KernelError(f"{why} It came from {self.title}", kernel=self.kernel.name, plugin=self.kernel.plugin)
+
+    @property
+    def title(self) -> str:
+        """How messages call it, with the way out."""
+        k = self.kernel
+        way_out = "." if k.plugin == "core" else f"; BRECCIA_BLOCK={k.plugin} sets that plug-in aside."
+        return f"kernel {k.name!r} of plug-in {k.plugin!r} ({targets.locate(k.target)}){way_out}"
+
+
+class _Site:
+    """What is remembered of one key of the table, for calls with `values` like these.
+
+    asked: the facts that its kernels asked about. chosen: the winner for each of their values.
+    seen: the winner by the attributes that those facts follow from. Most calls are like an earlier one in all of them, and are
+        found here. attributes: reads them, all of a value at once in C.
+    """
+
+    __slots__ = ("asked", "attributes", "chosen", "seen")
+
+    def __init__(self, asked: tuple[Question, ...], values: Values) -> None:
+        self.asked = asked
+        self.chosen: OrderedDict[tuple[Hashable, ...], Chosen] = OrderedDict()
+        self.seen: OrderedDict[Hashable, Chosen] = OrderedDict()
+        paths: dict[int, dict[str, None]] = {}
+        others: list[tuple[Callable[[Any], Hashable], int]] = []
+        for fact, slot in asked:
+            if fact in OF_SHAPE:
+                paths.setdefault(slot, {}).update(dict.fromkeys(SHAPES[isinstance(values[slot], ScaledTensor)]))
+            elif isinstance(fact, str):
+                paths.setdefault(slot, {})[fact] = None
+            else:
+                others.append((fact, slot))
+        self.attributes = _reading([*((attrgetter(*names), slot) for slot, names in paths.items()), *others])
+
+    def facts(self, values: Values) -> tuple[Hashable, ...]:
+        """What the call has for each fact that was asked about."""
+        return tuple([attrgetter(f)(values[slot]) if isinstance(f, str) else f(values[slot]) for f, slot in self.asked])
+
+    def remember(self, values: Values, chosen: Chosen) -> None:
+        """Find the winner for values like these at once the next time."""
+        with suppress(TypeError):  # a length that a compiler has yet to learn has no hash
+            self.seen[self.attributes(values)] = chosen
+        if len(self.seen) > MEMO_LIMIT:
+            with suppress(KeyError):  # another thread has dropped the last one since
+                self.seen.popitem(last=False)
+
+
+def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[Any], Hashable]:
+    """One function for all of them. Usual numbers of them are spelled out: a loop costs as much as what is read in it."""
+    match readers:
+        case [(f, i)]:
+            return lambda values: f(values[i])
+        case [(f, i), (g, j)]:
+            return lambda values: (f(values[i]), g(values[j]))
+        case [(f, i), (g, j), (h, k)]:
+            return lambda values: (f(values[i]), g(values[j]), h(values[k]))
+        case [(f, i), (g, j), (h, k), (e, m)]:
+            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]))
+        case _:
+            return lambda values: tuple([read(values[slot]) for read, slot in readers])
+
+
+class Table:
+    """All kernels; immutable but for what it remembers.
+
+    frameworks: by name, for what they say of arrays. auditing: compare every kernel with the generic algorithm.
+    """
+
+    def __init__(
+        self,
+        kernels: Iterable[Kernel],
+        prefer: Sequence[str] = (),
+        tracing: bool = False,
+        frameworks: dict[str, Framework] | None = None,
+        auditing: bool = False,
+    ) -> None:
+        self.kernels = tuple(kernels)
+        self.tracing = tracing
+        self._prefer = tuple(prefer)
+        self._frameworks = frameworks or {}
+        self._auditing = auditing
+        self._sites: dict[Any, _Site] = {}
+        self._available: dict[tuple[str, Device], str | None] = {}
+        self._learning = threading.Lock()
+
+    def choose(
+        self,
+        op: str,
+        framework: str,
+        a: Any,
+        b: Any = None,
+        new: ScalingRecipe | None = None,
+        options: Any = NO_OPTIONS,
+        prefer: Prefer = None,
+    ) -> Chosen:
+        """The kernel that runs for op(a, b). `new` is the recipe to write, for casts and requantize."""
+        other = type(b.recipe) if isinstance(b, ScaledTensor) else NoneType
+        if op in CASTS:
+            first = type(new)
+        else:
+            first = type(a.recipe) if isinstance(a, ScaledTensor) else NoneType
+            if new is not None:
+                other = type(new)
+        if prefer is not None and not isinstance(prefer, str):
+            prefer = tuple(prefer)
+        place = (op, first, other, framework, prefer, options is DEFAULT or options is NO_OPTIONS)
+        site = self._sites.get(place)
+        if site is not None:
+            values = (a, b, new, options)
+            attributes = site.attributes(values)
+            try:
+                chosen = site.seen.get(attributes)
+            except TypeError:  # see `_Site.remember`
+                chosen = None
+            if chosen is not None:
+                if len(site.seen) > MEMO_LIMIT // 2:
+                    _used(site.seen, attributes)
+                return chosen
+        return self._chosen(place, (a, b, new, options, self._frameworks.get(framework)))
+
+    def explain(self, call: Call, prefer: Prefer = None, device: str = "") -> Explanation:
+        """Every candidate of the call, the winner first, and what the winner calls in its turn."""
+        if call.values[FRAMEWORK] is None:
+            values = (*call.values[:FRAMEWORK], self._frameworks.get(call.framework))
+            call = Call(call.op, call.framework, values)
+        found = replace(self._judge(_key(call), call, named(prefer)), device=device)
+        winner = found.winner
+        if winner is None or winner.plan is None:
+            return found
+        steps = _checked(winner.plan, call, winner, _calls)
+        return found if isinstance(steps, str) else replace(found, plan=tuple([self.explain(step) for step in steps]))
+
+    # -- choosing ------------------------------------------------------------------------------------------------
+
+    def _chosen(self, place: Any, values: Values) -> Chosen:
+        """The winner, remembered for the next call that agrees in all facts that were asked about."""
+        site = self._sites.get(place)
+        if site is not None:
+            facts = site.facts(values)
+            chosen = site.chosen.get(facts)
+            if chosen is not None:
+                _used(site.chosen, facts)
+                site.remember(values, chosen)
+                return chosen
+        key, names = place[:4], named(place[4])
+        asked: dict[Question, None] = {}
+        call = Call(key[0], key[3], values, asked)
+        judged = self._judge(key, call, names)
+        if judged.tied:
+            raise AmbiguousKernelError(
+                f"{judged.call} on {judged.framework}: {judged.fault}", kernels=tuple(k.name for k in judged.tied)
+            )
+        if judged.winner is None:
+            raise NoKernelError(str(judged), op=call.op, prefer=names)
+        winner = judged.winner
+        traced = f"breccia: {judged.call} on {call.framework} ({call.device.kind}) -> {winner.name}" if self.tracing else ""
+        generic = winner.plugin == "core" and winner.target.startswith(_GENERIC)
+        foreign = winner.plugin not in _OURS
+        chosen = Chosen(_loaded(winner), winner, foreign or self._auditing, self._auditing and not generic, traced)
+        with self._learning:
+            site = self._sites.get(place)
+            questions = tuple(dict.fromkeys([*(() if site is None else site.asked), *asked]))
+            if site is None or site.asked != questions:  # a new question: what was remembered did not answer it
+                site = self._sites[place] = _Site(questions, values)
+            site.chosen[site.facts(values)] = chosen
+            if len(site.chosen) > MEMO_LIMIT:
+                site.chosen.popitem(last=False)
+            site.remember(values, chosen)
+        return chosen
+
+    def _judge(self, key: Key, call: Call, names: tuple[str, ...]) -> Explanation:
+        known = [k.name for k in self.kernels]
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(f"prefer={name!r}: no such kernel{suggestion(name, known)}", name=name, known=known)
+        wanted = (*names, *self._prefer)
+        objections: list[tuple[Kernel, str | None, Order]] = []
+        for k in (k for k in self.kernels if fits(k, key) or k.name in names):
+            if k.writes == ANY_STORAGE and k.name not in names and not call.stored:
+                continue  # they convert storages, and are of no interest where there are none
+            objection = self._objection(k, key, call, names)
+            score = self._score(k, call) if objection is None else math.inf
+            objections.append((k, objection, order_of(k, key, wanted, score)))
+        objections.sort(key=lambda found: (found[2], found[0].name))
+        usable = [(k, order) for k, objection, order in objections if objection is None]
+        tied = [k for k, order in usable if order == usable[0][1]]
+        verdicts: list[Verdict] = []
+        for kernel, objection, order in objections:
+            if objection is None and len(tied) > 1 and kernel in tied:
+                others = ", ".join(k.name for k in tied if k is not kernel)
+                objection = f"ranks the same as {others}"
+            elif objection is None and kernel is not usable[0][0]:
+                objection = f"{usable[0][0].name} comes first ({why_first(usable[0][1], order)})"
+            verdicts.append(Verdict(kernel, objection))
+        verdicts.sort(key=lambda v: v.reason is not None)
+        return Explanation(key_title(key), call.framework, tuple(verdicts), tuple(tied) if len(tied) > 1 else ())
+
+    def _objection(self, k: Kernel, key: Key, call: Call, names: Sequence[str]) -> str | None:
+        """Why `k` cannot run for `call`, or None."""
+        if not fits(k, key):
+            served = " and ".join(class_name(c) for c in (k.recipe, k.other))
+            return f"it is declared for {k.op} of {served} on {k.framework}"
+        if names and k.name not in names:
+            return f"prefer= names {', '.join(names)}"
+        if k.opt_in and k.name not in names and k.name not in self._prefer:
+            return f"opt-in: it does not keep the contract of {k.op}; name it with prefer={k.name!r}"
+        if k.device is not None and k.device != call.device.kind:
+            return f"runs on {k.device}, the data is on {call.device.kind}"
+        if not k.traces and (opaque := call.opaque) is not None:
+            return f"needs arrays in memory; this is {opaque}"
+        if k.reads != ANY_STORAGE:
+            for operand in call.scaled:
+                if (storage := operand.storage) != PLAIN and storage not in k.reads:
+                    return f"reads {_listed(k.reads)} storage, an operand is in {storage!r}; st.to_storage('plain') converts it"
+        if k.op in WRITERS and k.writes != ANY_STORAGE and (storage := call.storage) not in (PLAIN, *k.writes):
+            return f"writes {_listed(k.writes)} storage, not {storage!r}"
+        if k.available is not None:
+            fact = (k.available, call.device)
+            if fact not in self._available:
+                self._available[fact] = _ask(k.available, call.device, k)
+            if self._available[fact] is not None:
+                return self._available[fact]
+        return _ask(k.accepts, call, k) if k.accepts is not None else None
+
+    def _score(self, k: Kernel, call: Call) -> float:
+        """The estimated time of a kernel; infinite where it gives none."""
+        if k.score is None:
+            return math.inf
+        found = _checked(k.score, call, k, _number)
+        return math.inf if isinstance(found, str) else found
+
+
+#: Plug-ins of breccia's own distributions: their kernels are held to the contract by its tests.
+_OURS = frozenset(("core", *(sibling.plugin for sibling in SIBLINGS)))
+
+
+#: Where kernels are that need no comparison with the generic algorithm: itself, and what calls other kernels.
+_GENERIC = ("breccia.kernels.reference.", "breccia.kernels.composites:")
+
+
+def _used(chosen: OrderedDict[Any, Chosen], facts: Hashable) -> None:
+    """Note that an entry was used just now."""
+    with suppress(KeyError):  # another thread has dropped it since
+        chosen.move_to_end(facts)
+
+
+def _key(call: Call) -> Key:
+    a, b = call.values[A], call.values[B]
+    new: ScalingRecipe | None = call.values[RECIPE]
+    written: type = type(new)
+    if call.op in CASTS:
+        return call.op, written, _class_of(b), call.framework
+    return call.op, _class_of(a), _class_of(b) if new is None else written, call.framework
+
+
+def _class_of(x: Any) -> type:
+    """The recipe class of an operand, there or described."""
+    recipe = recipe_of(x)
+    return NoneType if recipe is None else type(recipe)
+
+
+def _listed(storages: tuple[str, ...]) -> str:
+    return " and ".join(map(repr, (PLAIN, *storages)))
+
+
+def _loaded(kernel: Kernel) -> Any:
+    """The function of a kernel that was chosen. Raises PluginError: falling back would hide the fault."""
+    way_out = "." if kernel.plugin == "core" else f", or set its plug-in aside with BRECCIA_BLOCK={kernel.plugin}."
+    what = f"kernel {kernel.name!r} of plug-in {kernel.plugin!r}"
+    return targets.load_declared(what, kernel.target, f" Install what it needs{way_out}")
+
+
+def _ask(target: str, argument: Any, kernel: Kernel) -> str | None:
+    """The answer of a kernel's check, None or the reason it gave."""
+    return _checked(target, argument, kernel, _reason)
+
+
+class _Wrong(Exception):
+    """What a kernel's function gave, and must not."""
+
+
+def _reason(found: Any) -> str | None:
+    if found is not None and not isinstance(found, str):
+        raise _Wrong(f"gave {found!r}; it must be None or a reason")
+    return found
+
+
+def _number(found: Any) -> float:
+    if isinstance(found, bool) or not isinstance(found, Real) or math.isnan(found):
+        raise _Wrong(f"gave {found!r}, which is no number")
+    return float(found)
+
+
+def _calls(found: Any) -> list[Call]:
+    return list(found)
+
+
+def _checked(target: str, argument: Any, kernel: Kernel, read: Callable[[Any], Any]) -> Any:
+    """What a kernel's function says, as `read` takes it; or why it says nothing, so that one vendor's mistake stops nobody."""
+    try:
+        return read(targets.load(target)(argument))
+    except _Wrong as e:
+        return _report(kernel, f"its {'score' if target == kernel.score else 'check'} {target} {e}")
+    except (Exception, SystemExit) as e:
+        return _report(kernel, f"its check {target} failed: {type(e).__name__}: {e}")
+
+
+_reported: set[tuple[str, str]] = set()
+
+
+def _report(kernel: Kernel, fault: str) -> str:
+    """`fault`, with a warning that names the kernel, once a process."""
+    if (kernel.name, kernel.target) not in _reported:
+        _reported.add((kernel.name, kernel.target))
+        way_out = "" if kernel.plugin == "core" else f" BRECCIA_BLOCK={kernel.plugin} sets the plug-in aside."
+        what = f"kernel {kernel.name!r} of plug-in {kernel.plugin!r}"
+        warnings.warn(f"{what}: {fault.removesuffix('.')}.{way_out}", PluginWarning, stacklevel=2)
+    return fault

@@ -1,0 +1,144 @@
+"""BRECCIA_CHECK=1: every kernel's result is compared with that of the generic algorithm, bit by bit or within its bound.
+
+It is slow and doubles memory; it finds the kernel that is wrong. Calls without values (traced ones, fakes) are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..arrays.frameworks import dtype_name, ops_of
+from ..codecs import F32_INF, MAGNITUDE, NORMAL
+from ..dispatch.table import Chosen
+from ..errors import BrecciaError, UnsupportedError
+from ..options import CastOptions
+from ..tensors.components import stored_parts
+from ..tensors.tensor import ScaledTensor
+from . import reference
+
+#: Of the dtypes that products are rounded to: unit roundoff, and the spacing of subnormals where it matters.
+_ROUNDING = {"float32": (2.0**-24, 0.0), "float16": (2.0**-11, 2.0**-24), "bfloat16": (2.0**-8, 0.0)}
+
+
+def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
+    """Raise KernelError where `found`, the result of a kernel for these arguments, is not what the contract says."""
+    op = chosen.kernel.op
+    try:
+        expected = getattr(reference, op)(*map(_without_out, arguments[: _CALLED.get(op)]))
+        differences = list(_differences(op, arguments, found, expected))
+    except (UnsupportedError, TypeError, ValueError, RuntimeError) as e:
+        if _unreadable(arguments, e):
+            return
+        raise
+    if differences:
+        raise chosen.refused(f"BRECCIA_CHECK: {op} differs from the generic algorithm: {'; '.join(differences)}.")
+
+
+#: How many arguments the generic algorithm takes where an op's last one is `out`.
+_CALLED = {"dequantize": 2, "matmul": 4, "grouped_matmul": 4}
+
+
+def _without_out(argument: Any) -> Any:
+    return argument.replace(out=None) if isinstance(argument, CastOptions) else argument
+
+
+def _unreadable(arguments: tuple[Any, ...], error: Exception) -> bool:
+    """Was the error one of arrays that have no values to read?"""
+    if isinstance(error, BrecciaError) and not isinstance(error, UnsupportedError):
+        return False
+    for x in arguments:
+        array = x.data if isinstance(x, ScaledTensor) else x
+        if hasattr(array, "shape"):
+            try:
+                ops_of(array).to_numpy(array)
+            except Exception:
+                return True
+    return False
+
+
+def _differences(op: str, arguments: tuple[Any, ...], found: Any, expected: Any) -> Iterator[str]:
+    if isinstance(expected, ScaledTensor):
+        yield from _of_tensors(found, expected)
+    elif op == "cast_pair":
+        for n, name in enumerate(("along the last axis", "along the other axis")):
+            yield from (f"{name}, {what}" for what in _of_tensors(found[n], expected[n]))
+    elif op in ("matmul", "grouped_matmul", "cast_matmul"):
+        yield from _of_products(op, arguments, found, expected)
+    else:
+        yield from _of_values(found, expected)
+
+
+def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
+    found = found.to_plain()
+    for name in ("recipe", "layout", "axis", "tail"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        if ours != theirs:
+            yield f"{name} is {ours!r}, not {theirs!r}"
+            return
+    left, right = stored_parts(found), stored_parts(expected)
+    for name, theirs in right.items():
+        ours = left.get(name)
+        if ours is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            was = None if ours is None else (ours.dtype.name, ours.shape)
+            yield f"{name} is {was}, not {(theirs.dtype.name, theirs.shape)}"
+        else:
+            differ = ours.reshape(-1).view("u1") != theirs.reshape(-1).view("u1")
+            if differ.any():
+                yield f"{int(differ.sum())} of {differ.size} bytes of {name}"
+
+
+def _of_values(found: Any, expected: Any) -> Iterator[str]:
+    """Decoded values: one NaN is like another, and a backend may flush those below 2^-126 to zero."""
+    ops = ops_of(found)
+    with ops.quiet():
+        ours, theirs = (np.asarray(ops.to_numpy(ops.f32(x)), np.float32, order="C").view(np.uint32) for x in (found, expected))
+    a, b = ours & MAGNITUDE, theirs & MAGNITUDE
+    flushed = (a == 0) & (b > 0) & (b < NORMAL) & (ours >> 31 == theirs >> 31)
+    differ = (ours != theirs) & ~((a > F32_INF) & (b > F32_INF)) & ~(flushed & _flushes(found))
+    if differ.any():
+        yield f"{int(differ.sum())} of {differ.size} values"
+
+
+def _flushes(like: Any) -> bool:
+    """Do results of the framework below 2^-126 come back as zeros? XLA's do, and the contract allows it."""
+    ops = ops_of(like)
+    least = ops.constant(2.0**-126, like)
+    return not ops.to_numpy(least * 0.5).any() or not ops.to_numpy(ops.div(least, 2.0)).any()
+
+
+def _of_products(op: str, arguments: tuple[Any, ...], found: Any, expected: Any) -> Iterator[str]:
+    """|error| <= 2 n u / (1 - n u) sum |a||b|, n = K + 2, u = 2^-24, both being within half of it; and a rounding of each.
+
+    Where the sums overflow or hold NaN or Inf there is no bound, and NaN must be NaN.
+    """
+    ops = ops_of(found)
+    a, b, rest = arguments[0], arguments[1], arguments[2]
+    if op == "cast_matmul":
+        a, b, rest = reference.cast(arguments[0], arguments[1]), arguments[2], arguments[3]
+    left, right = (np.abs(_host(reference.values(ops, x))) for x in (a, b))
+    ours, theirs = (_host(ops.f32(x)) for x in (found, expected))
+    with np.errstate(all="ignore"):
+        if op == "grouped_matmul":
+            magnitude, start = np.zeros(ours.shape), 0
+            for matrix, end in zip(right, _host(rest).astype(int), strict=True):
+                magnitude[start:end] = left[start:end] @ matrix
+                start = max(start, end)
+        else:
+            magnitude = left @ right
+            if rest is not None:
+                magnitude = magnitude + np.abs(_host(ops.f32(rest)))
+        n = (left.shape[-1] + 2) * 2.0**-24
+        bound = 2 * n / (1 - n) * magnitude + left.shape[-1] * 2.0**-125
+        unit, spacing = _ROUNDING[dtype_name(found)]
+        bound = bound + 2 * unit * (np.abs(theirs) + bound) + spacing
+        known = np.isfinite(magnitude) & np.isfinite(theirs)
+        wrong = np.where(known, ~(np.abs(ours - theirs) <= bound), np.isnan(theirs) & ~np.isnan(ours))
+    if wrong.any():
+        yield f"{int(wrong.sum())} of {wrong.size} numbers of the product are beyond the bound of FP32 accumulation"
+
+
+def _host(x: Any) -> np.ndarray:
+    return np.asarray(ops_of(x).to_numpy(x), np.float64)

@@ -1,0 +1,102 @@
+"""Which recipes hold all that another one can say: `requantize` then keeps scales and renames codes, and rounds nothing.
+
+Read from the declarations alone, so a new recipe has its exact pairs at once. Defined in docs/spec/numerics.md, section 6.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from ..codecs import F32, MAGNITUDE, NORMAL, Codec, Minifloat
+from ..formats import TENSOR, Block, Format
+from ..layouts import Layout, PerGroupIndex
+from ..recipes import ScalingRecipe
+from ..rules import Exponent, Inverse
+
+
+def is_exact(source: ScalingRecipe, target: ScalingRecipe, block: Block | None = None) -> bool:
+    """Can every tensor of `source` be said under `target` with the same decoded bits?
+
+    block: that of the tensor's own layout, where it is not its recipe's.
+    """
+    known = renamed(source.format.element, target.format.element) is not None
+    return known and same_scales(source, target, block) and hold_scales(source.format.scale.codec, target.format.scale.codec)
+
+
+def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | None = None) -> bool:
+    """Could the scales of `source`, as numbers, be scales of `target`?
+
+    Both decode by the same steps, blocks of `target` lie within blocks of `source`, and where `target` wants powers of two
+    `source` has them.
+    """
+    if _powers_of_two(target) and not _powers_of_two(source):
+        return False
+    steps = [(f.offset, f.global_scale, f.scale.sense, _capacities(f)) for f in (source.format, target.format)]
+    return steps[0] == steps[1] and _nests(block or source.format.scale.block, target.format.scale.block)
+
+
+def _capacities(fmt: Format) -> list[float]:
+    """Of the levels that decoding needs them for."""
+    return [fmt.capacity(level) for level in fmt.levels if level.sense == "amax"]
+
+
+def _powers_of_two(recipe: ScalingRecipe) -> bool:
+    """Does the recipe write nothing but powers of two as scales?"""
+    rule = recipe.rules[-1]
+    return isinstance(rule, Exponent) or (isinstance(rule, Inverse) and rule.power_of_two)
+
+
+def _nests(outer: Block, inner: Block) -> bool:
+    if inner == TENSOR:
+        return outer == TENSOR
+    return all(o is None or (i is not None and o % i == 0) for o, i in zip(outer, inner, strict=True))
+
+
+@lru_cache(maxsize=256)
+def renamed(source: Codec, target: Codec) -> tuple[int, ...] | None:
+    """For each code of `source` the code of `target` that decodes to the same FP32 bits; None where one has no such code."""
+    codes = {bits: code for code, bits in reversed(list(enumerate(target.table)))}
+    found = [codes.get(bits) for bits in source.table]
+    return None if None in found else tuple(code for code in found if code is not None)
+
+
+@lru_cache(maxsize=256)
+def hold_scales(source: Codec, target: Codec) -> bool:
+    """Has every scale stored in `source` its like in `target`, without FP32 subnormals, which some backends read as zero?"""
+    if source == target:
+        return True
+    if target.bits <= 8 or not isinstance(target, Minifloat):
+        return False
+    if source.bits > 8:
+        return target == F32
+    return all(_holds(target, source.value(code), source.table[code]) for code in range(1 << source.bits))
+
+
+def _holds(codec: Minifloat, value: float, bits: int) -> bool:
+    """Is `value`, of FP32 bits `bits`, a number of `codec` (16 or 32 bits), or NaN?"""
+    if math.isnan(value) or value == 0:
+        return True
+    fits = bits & ((1 << (23 - codec.mantissa_bits)) - 1) == 0 and abs(value) >= 2.0 ** (1 - codec.bias)
+    return fits and bits & MAGNITUDE >= NORMAL and abs(value) <= codec.max
+
+
+def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
+    """Does `requantize` change nothing but the recipe's name, whatever the parts hold?"""
+    return old == new or (old.format == new.format and same_scales(old, new, covered(old, layout, axis)[1]))
+
+
+def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
+    """(are blocks told by an index?, the block of a scale)"""
+    grouped = isinstance(layout, PerGroupIndex)
+    return grouped, recipe.format.scale.block if grouped else layout.block(axis)
+
+
+def renames(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
+    """Does `requantize` keep scales and rename codes, whatever the tensor holds, so that no value is computed?"""
+    if keeps_parts(old, layout, axis, new):
+        return True
+    grouped, block = covered(old, layout, axis)
+    promised = hold_scales(old.format.scale.codec, new.format.scale.codec)
+    known = renamed(old.format.element, new.format.element) is not None
+    return known and promised and not grouped and same_scales(old, new, block)

@@ -1,0 +1,380 @@
+"""`cast` for NumPy arrays: chunks of whole blocks, each run through amax, scales, codes and packing in cache."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array
+from ...codecs import F32_INF, MAGNITUDE, NORMAL
+from ...formats import TENSOR, Block
+from ...layouts import Layout, Shape
+from ...options import DEFAULT, CastOptions
+from ...recipes import ScalingRecipe
+from ...tensors.checks import contraction_axis
+from ...tensors.components import PARTS
+from ...tensors.grids import packed_length
+from ...tensors.tensor import ScaledTensor
+from .. import checks, reference
+from ..plans import scattered
+from .codes import PLAIN, pack_codes
+from .pieces import all_jobs, block_sides, byte_range, cut_pieces, load_piece, rounded_up, run_each, unit_of, within_blocks
+from .plan import plan_of
+from .scales import LARGE, Coarse
+from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, times_scale
+
+if TYPE_CHECKING:
+    from .codes import Steps
+    from .pieces import Job, Piece
+    from .plan import Plan
+    from .workspace import Buffers
+
+
+#: The same for chunks that the generic algorithm takes, which needs some 100 bytes an element.
+GENERIC = 1 << 15
+
+
+#: Elements of arrays whose cost is that of NumPy's calls.
+_SMALL_ARRAY = 1 << 13
+
+
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, steps: Steps = PLAIN) -> ScaledTensor:
+    """`reference.cast`, faster, in memory of its result and at most 16 MB.
+
+    Up to 6 MB of that are work space, which each thread keeps for its next call.
+
+    steps: those that somebody else does faster.
+    """
+    if (
+        options is DEFAULT
+        and type(x) is np.ndarray
+        and x.dtype is F32_DTYPE
+        and 0 < x.size <= _SMALL_ARRAY
+        and x.ndim > 1
+        and x.flags.c_contiguous
+        and isinstance(recipe, ScalingRecipe)
+    ):
+        with np.errstate(all="ignore"):
+            written = plan_of(recipe, steps).short(x)
+        if written is not None:
+            return written
+    scale, out = options.scale, options.out
+    if type(x) is not np.ndarray or x.dtype is not F32_DTYPE or not x.ndim or not isinstance(recipe, ScalingRecipe):
+        checks.check_cast(x, recipe)
+    plan = plan_of(recipe, steps)
+    axis = contraction_axis(options.axis, x.ndim)
+    layout = plan.layout(x.shape, axis)
+    call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
+    known = options.rounding == "nearest" and x.size > 0 and call.possible
+    if known and scale is not None:
+        call.supply(reference.check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
+    if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
+        return reference.cast(x, recipe, options)
+    own = call.fitting(out, layout)
+    data, stored, zero_point, global_scale = parts = own or call.fresh()
+    call.run(parts, options.nonfinite == "raise")
+    if own and out is not None:
+        return out
+    if axis == -2:
+        data = data.swapaxes(-1, -2)
+        if layout.block(axis) != TENSOR:
+            stored, zero_point = stored.swapaxes(-1, -2), zero_point if zero_point is None else zero_point.swapaxes(-1, -2)
+    tail = -x.shape[axis] % plan.count
+    written = ScaledTensor.assemble(data, stored, recipe, layout, zero_point, global_scale, axis, tail)
+    return written if out is None else reference.assign(NUMPY, out, written)
+
+
+_Parts = tuple[Any, Any, Any, Any]
+
+
+class _Cast:
+    """One call of `cast`, of `x` that is not empty. All parts here have K last."""
+
+    def __init__(self, plan: Plan, x: Array, block: Block, axis: int) -> None:
+        self.plan, self.block, self.axis, self.logical = plan, block, axis, x.shape
+        y = x.swapaxes(-1, -2) if axis == -2 else x
+        self.shape: Shape = y.shape
+        self.y = y if y.ndim > 1 else y.reshape(1, -1)
+        if scattered(self.y.shape, block, (), self.y.flags.c_contiguous):
+            self.y = np.ascontiguousarray(self.y)
+        self.per_tensor = block == TENSOR
+        columns = self.y.shape[-1]
+        self.m, k = block_sides(block, self.y.shape)
+        self.unit = plan.count if self.per_tensor else unit_of(k, columns, plan.count)
+        self.k = k if k < columns else self.unit
+        self.large = self.per_tensor or self.m * self.unit > chunk_size()
+        self.two_level = plan.fmt.global_scale is not None
+        #: Supplied scales of the only level; of the coarse one; and the shape of a supplied per-tensor one.
+        self.given: Array | None = None
+        self.coarse_given: Array | None = None
+        self.lead: Shape = ()
+        self.own_codes = False
+        self.pieces: list[Piece] = []
+        self.coarse: list[Coarse] = []
+
+    @property
+    def possible(self) -> bool:
+        """Can it be done here? Else the generic algorithm takes the whole array."""
+        codes = self.plan.codes
+        return not self.plan.alien and not (self.large and (codes is None or codes.zero != 0 or self.two_level))
+
+    def supply(self, scale: Array) -> None:
+        if self.two_level:
+            self.coarse_given = scale
+        else:
+            self.given, self.own_codes = scale, self.plan.fmt.element.nan_code is not None
+        if self.two_level or self.per_tensor:
+            self.lead = scale.shape
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _specs(self) -> list[tuple[Shape, str] | None]:
+        """(shape, dtype) of data, scale, zero_point and global_scale."""
+        fmt, y = self.plan.fmt, self.y
+        scale: Shape = (*y.shape[:-2], -(-y.shape[-2] // self.m), -(-y.shape[-1] // self.k))
+        if self.per_tensor:
+            scale = self.lead
+        data = (*self.shape[:-1], packed_length(fmt.element, self.shape[-1]))
+        shapes = {"data": data, "scale": scale, "zero_point": scale, "global_scale": self.lead}
+        dtypes = NUMPY.dtypes(fmt)
+        return [(shapes[name], dtypes[name]) if name in dtypes else None for name in PARTS]
+
+    def fresh(self) -> _Parts:
+        """Parts not written yet."""
+        data, scale, zero_point, coarse = (None if spec is None else np.empty(*spec) for spec in self._specs())
+        return data, scale, zero_point, coarse
+
+    def fitting(self, out: Any, layout: Layout) -> _Parts | None:
+        """The parts of `out`, if they can be written in place."""
+        wanted = (self.plan.recipe, layout, self.axis, self.logical)
+        if not isinstance(out, ScaledTensor) or (out.recipe, out.layout, out.axis, out.shape) != wanted:
+            return None
+        parts: list[Any] = []
+        for name, spec in zip(PARTS, self._specs(), strict=True):
+            part = getattr(out, name)
+            if self.axis == -2 and part is not None and (name == "data" or (name != "global_scale" and not self.per_tensor)):
+                part = part.swapaxes(-1, -2)
+            if (part is None) != (spec is None):
+                return None
+            if spec is not None and not (
+                type(part) is np.ndarray
+                and (part.shape, part.dtype) == spec
+                and part.flags.carray
+                and not any(a is not None and np.may_share_memory(part, a) for a in (self.y, self.given, self.coarse_given))
+            ):
+                return None
+            parts.append(part)
+        data, scale, zero_point, coarse = parts
+        return data, scale, zero_point, coarse
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def run(self, parts: _Parts, refuse: bool) -> None:
+        """Write all parts; before the first byte of them raise NonFiniteError for NaN and Inf, under `refuse`."""
+        data, scale, zero_point, global_scale = parts
+        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.given)
+        data = data.view(U1).reshape(*self.y.shape[:-1], -1)
+        self.pieces, flat = cut_pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
+        fast = self.plan.codes is not None and not self.plan.divides
+        if not fast:
+            for piece in self.pieces:
+                piece.limit = min(piece.limit, GENERIC)
+        whole = all_jobs(self.pieces, 1, self.plan.count) if refuse or self.per_tensor or self.two_level else []
+        if refuse and self._largest(whole, False).max() >= F32_INF:
+            reference.refuse_nonfinite(NUMPY, np.full(1, np.nan, F4))
+        if global_scale is not None:
+            self._write_coarse(global_scale, whole)
+        if self.per_tensor:
+            self._write_large(scale, whole)
+        elif self.large:
+            self._write_large(scale, within_blocks(self.pieces, self.m, self.k, self.plan.count))
+        else:
+            m = 1 if flat else self.m
+            run_each(self._write if fast else self._hand_over, all_jobs(self.pieces, m, self.unit), m, self.unit)
+
+    def _largest(self, jobs: list[Job], finite: bool) -> Array:
+        """Bits of the largest magnitude of each job; of the finite ones alone."""
+        found = np.zeros(len(jobs), U4)
+
+        def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+            source = load_piece(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source)
+            found[i : i + 1] = self._amax(work, source, source.size)
+            if finite and found[i] >= F32_INF:
+                a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
+                found[i] = a.max(where=a < F32_INF, initial=0)
+
+        run_each(step, jobs, 1, self.plan.count)
+        return found
+
+    def _amax(self, work: Buffers, source: Array, k: int) -> Array:
+        """Bits of the largest magnitude of each `k` FP32 numbers."""
+        n = source.size
+        if self.plan.steps.amax is None:
+            np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n])
+            return block_amax(work, n, k)
+        found = np.empty(n // k, U4)
+        self.plan.steps.amax(source, k, found)
+        return found
+
+    def _write_coarse(self, target: Array, whole: list[Job]) -> None:
+        scales = self.plan.coarse_scales
+        assert scales is not None
+        with np.errstate(all="ignore"):
+            if self.coarse_given is not None:
+                target[...] = scales.codec.accept(NUMPY, self.coarse_given).view(F4)
+            else:
+                amax = self._largest(whole, True).max(keepdims=True)
+                target[...] = (scales.quick(amax, None) or scales.careful(amax, None, None))[0][0]
+            self.coarse = [Coarse(value, self.plan.scales) for value in target.reshape(-1)]
+
+    def _write(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+        """One chunk of whole blocks."""
+        scales, writer, k = self.plan.scales, self.plan.codes, self.k
+        assert scales is not None and writer is not None and piece.scale is not None
+        m = self.m if self.m > 1 else 1
+        rows, columns = rounded_up(r1 - r0, m), rounded_up(c1 - c0, self.unit)
+        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source)
+        amax = self._amax(work, source, k)
+        if m > 1:
+            amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
+        coarse = self.coarse[piece.lead] if self.coarse else None
+        found = scales.quick(amax, coarse) if piece.supplied is None else None
+        if found is None:
+            if self.own_codes and amax.max() >= F32_INF:
+                return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
+            accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows // m, columns // k)
+            found = scales.careful(amax, accepted, coarse, self.own_codes)
+            if scales.subnormal(found[0]).any():
+                return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
+            if found[1].max() > LARGE:
+                source = _flushed(work, source)
+        stored, inverse = found
+        target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
+        target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
+        clamp = not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
+        if m > 1:
+            inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
+        target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
+        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp)
+
+    def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
+        """int32 codes of the supplied scales of a chunk, `rows` by `columns` with the blocks of padding."""
+        assert piece.supplied is not None and self.plan.scales is not None
+        r, c = r0 // self.m, c0 // self.k
+        given = piece.supplied[r : r + rows, c : c + columns]
+        codes = np.zeros((rows, columns), I4)
+        codes[: given.shape[0], : given.shape[1]] = self.plan.scales.codec.accept(NUMPY, given)
+        return codes.reshape(-1)
+
+    def _write_codes(
+        self,
+        work: Buffers,
+        source: Array,
+        inverse: Array,
+        k: int,
+        target: Array,
+        padded: tuple[int, int],
+        columns: int,
+        clamp: bool,
+    ) -> None:
+        """Codes of `source`, of shape `padded` with `columns` real ones, times `inverse` of each `k`, to `target`.
+
+        Blocks whose inverse is 0 have codes of +0.
+        """
+        plan, writer, n = self.plan, self.plan.codes, source.size
+        assert writer is not None
+        in_place = plan.bits == 8 and target.size == n and target.flags.c_contiguous
+        codes = target.reshape(-1) if in_place else work.codes[:n]
+        if plan.scaled is not None:
+            plan.scaled(source, inverse, k, codes)
+        else:
+            times_scale(source, inverse, k, work.scaled[:n].view(F4))
+            writer.write(work, n, codes, clamp)
+            if not np.logical_and.reduce(inverse):
+                codes.reshape(-1, k)[inverse == 0] = writer.zero
+            if writer.zero and columns < padded[1]:
+                codes.reshape(padded)[:, columns:] = 0
+        if plan.bits == 4 and plan.steps.pairs is not None and 2 * target.size == n and target.flags.c_contiguous:
+            plan.steps.pairs(codes, target)
+        elif not in_place:
+            pack_codes(codes.reshape(padded), plan.bits, target, work.sign)
+
+    # -- blocks larger than a chunk ------------------------------------------------------------------------------
+
+    def _write_large(self, scale: Array, jobs: list[Job]) -> None:
+        """The amax of every block first, then the codes."""
+        scales, writer = self.plan.scales, self.plan.codes
+        assert scales is not None and writer is not None
+        amax = np.zeros(scale.size, U4)
+        if not self.own_codes:
+            np.maximum.at(amax, [job[-1] for job in jobs], self._largest(jobs, False))
+        with np.errstate(all="ignore"):
+            found = scales.quick(amax, None) if self.given is None else None
+            if found is None:
+                accepted = None if self.given is None else scales.codec.accept(NUMPY, self.given).reshape(-1)
+                found = scales.careful(amax, accepted, None, self.own_codes)
+            stored, inverse = found
+            scale[...] = stored.reshape(scale.shape)
+            fits = amax.view(F4) * inverse < writer.limit
+            subnormal = scales.subnormal(stored)
+
+        def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+            target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
+            if not inverse[number] and not subnormal[number]:
+                target[...] = 0
+                return
+            padded = r1 - r0, rounded_up(c1 - c0, self.plan.count)
+            source = load_piece(piece.values[r0:r1, c0:c1], *padded, work.source)
+            n, fit, special = source.size, fits[number], subnormal[number]
+            if self.own_codes:
+                largest = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n]).max()
+                special |= largest >= F32_INF
+                fit = largest.view(F4) * inverse[number] < writer.limit
+            if special or self.plan.divides:
+                given = stored[number].reshape(() if self.per_tensor else (1, 1))
+                chunk = piece.values[r0:r1, c0:c1]
+                target[...] = reference.cast(chunk, self.plan.recipe, CastOptions(scale=given)).data.view(U1)
+                return
+            if inverse[number] > LARGE:
+                source = _flushed(work, source)
+            self._write_codes(work, source, inverse[number : number + 1], n, target, padded, c1 - c0, not fit)
+
+        run_each(step, jobs, 1, self.plan.count)
+
+    # -- what has no fast form -----------------------------------------------------------------------------------
+
+    def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
+        """One chunk of whole blocks, by the generic algorithm."""
+        assert piece.scale is not None
+        values, given = piece.values[r0:r1, c0:c1], None
+        places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
+        if self.coarse:
+            given = self.coarse[piece.lead].value
+        elif piece.supplied is not None:
+            given = piece.supplied[places]
+        if self.k >= self.y.shape[-1]:  # a block is a row, and would be longer in a flat piece
+            values = values.reshape(-1, self.y.shape[-1])
+            given = given if given is None or self.coarse else given.reshape(-1, 1)
+        written = reference.cast(values, self.plan.recipe, CastOptions(scale=given))
+        for part, target in (
+            (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),
+            (written.scale, piece.scale[places]),
+            (written.zero_point, None if piece.zero_point is None else piece.zero_point[places]),
+        ):
+            if target is not None:
+                target[...] = part.reshape(target.shape)
+
+
+def _flushed(work: Buffers, source: Array) -> Array:
+    """`source` with numbers below 2^-126 as zeros of their sign, in `work.source`; uses up `work.a`."""
+    u = source.view(U4)
+    n = u.size
+    tiny = np.bitwise_and(u, MAGNITUDE, out=work.a[:n]) < NORMAL
+    signs = np.bitwise_and(u, ~U4(MAGNITUDE), out=work.a[:n])
+    clean = work.source[:n]
+    np.copyto(clean, u)
+    np.copyto(clean, signs, where=tiny)
+    return clean.view(F4)

@@ -1,0 +1,213 @@
+"""Codes from FP32 numbers: a writer for each family of codecs, packing, and the steps that compiled code can take over."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array
+from ...codecs import F32_INF, MAGNITUDE, Codec, Integer, Lookup, Minifloat, f32_bits
+from .workspace import EXPONENT, F4, I4, U1, U2, U4, U8
+
+if TYPE_CHECKING:
+    from .workspace import Buffers
+
+
+#: Elements below 2^-126 count as zero. Under scales that are not small they come to less than 2^-26 in units of the scale, and
+#: every codec rounds that to zero which has no number nearer to zero than this.
+_FINEST = 2.0**-24
+
+
+#: Largest codes and capacities for which that holds; below, their reciprocals'.
+MODEST = 2.0**20
+
+
+#: write(source, inverse, k, codes): codes of FP32 numbers, NaN aside, times the number of their block of `k`, clamped, into as
+#: many bytes; zeros where that number is 0. All are contiguous and 1-D.
+ScaledCodes = Callable[[Array, Array, int, Array], None]
+
+
+class FloatCodes:
+    """Codes of a minifloat with p = `mantissa_bits` >= 1, by adding 2^(23-p) times the binade of |y|.
+
+    The sum's last bit is worth the spacing of codes in that binade, so that the hardware rounds to nearest, ties to even.
+    The binade moved down to bit p is the code's exponent field; `lift` holds what makes both sum up to the code.
+    """
+
+    #: Code of +0.
+    zero = 0
+
+    def __init__(self, codec: Minifloat) -> None:
+        p, first = codec.mantissa_bits, 128 - codec.bias
+        self.codec = codec
+        self.shift = 23 - p
+        self.floor = first << 23
+        self.lift = (self.shift << 23) + (-((first + self.shift) << p) & 0xFF)
+        self.largest = f32_bits(codec.max)
+        self.sign = codec.bits - 1
+        #: |y| below this rounds to no more than the largest code.
+        self.limit = codec.max + math.ldexp(1.0, math.floor(math.log2(codec.max)) - p - 1)
+
+    def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
+        """uint8 `codes` of the first `n` numbers in `work.scaled`; |y| above `limit` needs `clamp`."""
+        u, a, e = work.scaled[:n], work.a[:n], work.b[:n]
+        self._magnitudes(u, a, e, work.level(self.floor, n), codes, clamp)
+        sign = work.sign[:n]
+        np.less(u.view(I4), 0, out=sign.view(np.bool_))
+        words = work.sign[: -(-n // 8) * 8].view(U8)
+        np.left_shift(words, self.sign, out=words)
+        np.bitwise_or(codes, sign, out=codes)
+
+    @cached_property
+    def by_half(self) -> Array:
+        """Codes by the upper 16 bits of an FP32 number, the last of them set where the lower half is not zero.
+
+        That bit stands for all numbers strictly between its neighbours. Midpoints of codes need one bit more than a mantissa,
+        so none lies there.
+        """
+        halves = np.arange(1 << 16, dtype=U4) << 16
+        halves[[F32_INF >> 16, (F32_INF >> 16) + (1 << 15)]] -= 1 << 16  # overflow saturates
+        return self.codec.encode(NUMPY, halves.view(F4)).astype(U1)
+
+    def few(self, y: Array) -> Array:
+        """Codes of a few numbers, in few calls; what overflowed to Inf saturates."""
+        halves = y.view(U2)
+        return self.by_half.take(halves[..., 1::2] | (halves[..., ::2] != 0))
+
+    def small(self, y: Array) -> Array:
+        """Codes of some non-negative numbers, clamped."""
+        u, codes = y.view(U4), np.empty(y.shape, U1)
+        self._magnitudes(u, np.empty_like(u), np.empty_like(u), self.floor, codes, True)
+        return codes
+
+    def _magnitudes(self, u: Array, a: Array, e: Array, floor: Any, codes: Array, clamp: bool) -> None:
+        np.bitwise_and(u, MAGNITUDE, out=a)
+        if clamp:
+            np.minimum(a, self.largest, out=a)
+        np.bitwise_and(a, EXPONENT, out=e)
+        np.maximum(e, floor, out=e)
+        np.add(e, self.lift, out=e)
+        y = a.view(F4)
+        np.add(y, e.view(F4), out=y)
+        np.right_shift(e, self.shift, out=e)
+        np.add(a, e, out=a)
+        np.copyto(codes, a, casting="unsafe")
+
+
+class IntegerCodes:
+    """Codes of an integer codec: the last bits of y + 1.5 * 2^23 (of units), which the addition rounds."""
+
+    #: Code of +0.
+    zero = 0
+
+    def __init__(self, codec: Integer) -> None:
+        unit = math.ldexp(1.0, -codec.fraction_bits)
+        self.magic = F4(1.5 * 2.0**23 * unit)
+        self.low, self.high = codec.low * unit, codec.high * unit
+        self.signed, self.mask = codec.signed, (1 << codec.bits) - 1
+        self.limit = self.high + unit / 2
+
+    def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
+        """As `FloatCodes.write`."""
+        y = work.scaled[:n].view(F4)
+        if clamp:
+            np.minimum(y, self.high, out=y)
+        if clamp or not self.signed:
+            np.maximum(y, self.low, out=y)
+        np.add(y, self.magic, out=y)
+        np.copyto(codes, work.scaled[:n], casting="unsafe")
+        if self.mask != 0xFF:
+            np.bitwise_and(codes, self.mask, out=codes)
+
+    def few(self, y: Array) -> Array:
+        """As `FloatCodes.few`."""
+        codes = (np.maximum(np.minimum(y, self.high), self.low) + self.magic).view(U4).astype(U1)
+        return codes if self.mask == 0xFF else codes & self.mask
+
+
+class TableCodes:
+    """Codes of a table of 16 numbers: the place of a number is how many thresholds it reaches."""
+
+    limit = math.inf
+
+    def __init__(self, codec: Lookup) -> None:
+        self.starts: Array = np.array(codec.thresholds[1:], U4).view(F4)
+        self.order: Array = np.array(codec.order, U1)
+        self.zero = int(codec.encode(NUMPY, np.zeros(1, F4))[0])
+
+    def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
+        """As `FloatCodes.write`."""
+        y, reached = work.scaled[:n].view(F4), work.sign[:n]
+        codes.fill(0)
+        for start in self.starts:
+            np.greater_equal(y, start, out=reached.view(np.bool_))
+            np.add(codes, reached, out=codes)
+        np.copyto(codes, self.order.take(codes))
+
+    def few(self, y: Array) -> Array:
+        """As `FloatCodes.few`."""
+        return self.order.take(self.starts.searchsorted(y, side="right"))
+
+
+_Codes = FloatCodes | IntegerCodes | TableCodes
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Steps of `cast` that somebody else does faster than NumPy, with the same bytes; what is None is done here.
+
+    amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
+    pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
+    scaled: what writes codes as these do here, from numbers still to be scaled; None where there is no such.
+    values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
+    """
+
+    amax: Callable[[Array, int, Array], None] | None = None
+    pairs: Callable[[Array, Array], None] | None = None
+    scaled: Callable[[_Codes], ScaledCodes | None] | None = None
+    values: Callable[[Array, Array, Array, int, int, Array], None] | None = None
+
+
+#: NumPy alone.
+PLAIN = Steps()
+
+
+@lru_cache(maxsize=64)
+def code_writer(codec: Codec) -> _Codes | None:
+    """The fast form of an element codec, or None."""
+    if codec.bits not in (4, 6, 8):
+        return None
+    if type(codec) is Lookup and codec.bits == 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
+        return TableCodes(codec)
+    if type(codec) is Integer and math.ldexp(1.0, -codec.fraction_bits) >= _FINEST:
+        return IntegerCodes(codec)
+    if type(codec) is Minifloat and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16 and codec.max <= MODEST:
+        return FloatCodes(codec)
+    return None
+
+
+def pack_codes(codes: Array, bits: int, target: Array, scratch: Array) -> None:
+    """uint8 codes (rows, columns), columns in whole groups, to the bytes of `target`, which may want fewer of each."""
+    rows, columns = target.shape
+    if bits == 8:
+        np.copyto(target, codes[:rows, :columns])
+        return
+    flat = codes.reshape(-1)
+    words = scratch[: flat.size].view(U2)
+    np.right_shift(flat.view(U2), 8 - bits, out=words)
+    if bits == 4:
+        np.bitwise_or(words, flat.view(U2), out=words)
+        np.copyto(target, words.reshape(len(codes), -1)[:rows, :columns], casting="unsafe")
+        return
+    pairs = (words & 0xFC0) | (flat.view(U2) & 0x3F)
+    quads = pairs.view(U4)
+    quads = (quads & 0xFFF) | ((quads >> 4) & 0xFFF000)
+    groups = quads.view(U1).reshape(len(codes), -1, 4)
+    np.copyto(target.reshape(rows, -1, 3), groups[:rows, : columns // 3, :3])

@@ -1,0 +1,314 @@
+"""`dequantize` for NumPy arrays: table look-ups and one multiplication per element."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.frameworks import output_dtype
+from ...arrays.ops import NUMPY, Array
+from ...codecs import Codec, PowerOfTwo
+from ...formats import TENSOR, Format
+from ...layouts import Shape
+from ...tensors.grids import packed_length, packing
+from ...tensors.tensor import ScaledTensor
+from .. import reference
+from ..plans import LAYOUTS, scattered
+from .codes import PLAIN
+from .pieces import all_jobs, block_sides, byte_range, cut_pieces, rounded_up, run_each, unit_of, within_blocks
+from .workspace import F4, F32_DTYPE, MOST_THREADS, U1, U2, U4, U8, chunk_size, remembered
+
+if TYPE_CHECKING:
+    from .codes import Steps
+    from .pieces import Piece
+    from .workspace import Buffers
+
+
+#: Bytes of codes that are decoded at once, on one thread.
+_SHORT = 1 << 16
+
+
+#: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
+_PAIRED = 1 << 20
+
+
+class _Values:
+    """What follows from a format once: tables from stored bytes to values, in the units that one look-up gives."""
+
+    def __init__(self, fmt: Format) -> None:
+        element, codec = fmt.element, fmt.scale.codec
+        self.count, self.bits = packing(element)[0], element.bits
+        #: May chunks be decoded here, and not by the generic algorithm?
+        self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
+        self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
+        self.known &= sys.byteorder == "little"
+        self.element, self.codec = element, codec
+        #: Is a value its code's number times its scale, and times that of the tensor?
+        multiplies = all(level.sense == "multiplier" for level in fmt.levels)
+        self.plain = self.known and self.bits != 6 and fmt.offset == "none" and multiplies
+        self.one = np.array(element.table, U4).view(F4) if self.known else np.empty(0, F4)
+        self.table = self.expand(self.one)
+        # 2^-127 is an FP32 subnormal: 2^-126 stands for it, and what it multiplies is halved first.
+        halved = type(codec) is PowerOfTwo and fmt.scale.sense == "multiplier"
+        self.scales = np.array(codec.table, U4).view(F4) if codec.bits == 8 else None
+        self.halves: Array | None = None
+        if halved and self.scales is not None:
+            self.halves = np.ones(256, F4)
+            self.halves[0], self.scales[0] = 0.5, self.scales[1]
+
+    def expand(self, one: Array, many: bool = False) -> Array:
+        """The table for look-ups, of values one by one: of pairs of codes, for 8 bits only where `many` look-ups pay for it."""
+        return one if not one.size or (self.bits == 8 and not many) else _pairs(one)
+
+    @property
+    def wide(self) -> Array:
+        """`table` for many look-ups, one for all recipes of the codec."""
+        return _wide(self.element)
+
+    def short(self, st: ScaledTensor, steps: Steps) -> Array | None:
+        """`dequantize` of contiguous codes of few elements in whole blocks of a row; None where `st` is not that."""
+        data, scale, coarse, swapped = st.data, st.scale, st.global_scale, st.axis == -2
+        if not self.plain or st.tail or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
+            return None
+        block = st.layout.block(st.axis)
+        if scale.ndim != (0 if block == TENSOR else data.ndim):
+            return None
+        if swapped:
+            data, scale = data.swapaxes(-1, -2), scale if block == TENSOR else scale.swapaxes(-1, -2)
+        columns = data.shape[-1] * self.count // (self.bits * self.count // 8)
+        k = block[1] or (columns if block[0] else columns * (data.size // data.shape[-1]))
+        if block[0] is not None and (block[0] != 1 or columns % k or k % self.count):
+            return None
+        if not data.flags.c_contiguous or not scale.flags.c_contiguous or (coarse is not None and coarse.ndim):
+            return None
+        scale = np.asarray(scale).reshape(-1)
+        if self.scales is not None:
+            stored = scale.view(U1)
+            if self.halves is not None and not stored.all():
+                return None
+            scale = self.scales.take(stored)
+        elif scale.dtype is not F32_DTYPE:
+            scale = self.codec.read(NUMPY, scale)
+        values = np.empty((*data.shape[:-1], columns), F4)
+        codes = np.asarray(data).view(U1)
+        if steps.values is not None:
+            steps.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
+        else:
+            self.decode(self.table, codes.reshape(-1, codes.shape[-1]), values.reshape(-1))
+            with np.errstate(all="ignore"):
+                grid = values.reshape(-1, k)
+                np.multiply(grid, scale[:, None], out=grid)
+        if coarse is not None:
+            with np.errstate(all="ignore"):
+                np.multiply(values, coarse, out=values)
+        return values.swapaxes(-1, -2) if swapped else values
+
+    def decode(self, table: Array, data: Array, values: Array) -> None:
+        """FP32 `values`, 1-D and of whole groups, of bytes `data` (rows, columns)."""
+        if self.bits == 8 and table.dtype == U8:
+            if data.size % 2 == 0:
+                pairs = np.ascontiguousarray(data).reshape(-1).view(U2)
+                np.take(table, pairs, out=values.view(U8), mode="clip")
+                return
+            table = table[:256].view(F4)[::2]  # the pairs whose second code is 0
+        if self.bits == 6:
+            quads = np.zeros((data.size // 3, 4), U1)
+            quads[:, :3] = data.reshape(-1, 3)
+            words = quads.view(U4).reshape(-1)
+            data = ((words & 0xFFF) | ((words << 4) & 0xFFF0000)).view(U2)
+        np.take(table, data, out=values.view(table.dtype).reshape(data.shape), mode="clip")
+
+
+_values: dict[object, _Values] = {}
+
+
+def _pairs(one: Array) -> Array:
+    """FP32 values of two codes at a time, the first in the low bits of the place, as uint64."""
+    pairs = np.empty((one.size, one.size, 2), F4)
+    pairs[..., 0], pairs[..., 1] = one, one[:, None]
+    return pairs.view(U8).reshape(-1)
+
+
+@lru_cache(maxsize=16)
+def _wide(codec: Codec) -> Array:
+    return _pairs(np.array(codec.table, U4).view(F4))
+
+
+def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None, steps: Steps = PLAIN) -> Array:
+    """`reference.dequantize`, faster. steps: those that somebody else does faster."""
+    if out is None and out_dtype == "float32":
+        found = remembered(_values, st.recipe.identity, _Values, st.recipe.format).short(st, steps)
+        if found is not None:
+            return found
+    name = output_dtype(out_dtype)
+    shape: Shape = st.shape if st.axis == -1 else (*st.shape[:-2], st.shape[-1], st.shape[-2])
+    block, two_level = st.layout.block(st.axis), st.global_scale is not None
+    declined = type(st.layout) not in LAYOUTS or math.prod(shape) == 0 or (two_level and block == TENSOR)
+    lead: Shape = st.global_scale.shape if two_level else st.scale.shape if block == TENSOR else ()
+    if declined or scattered(shape, block, lead, True):
+        return reference.dequantize(st, name, out)
+    dtype = NUMPY.to_float(np.empty(0, F4), name).dtype
+    if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
+        result = out.swapaxes(-1, -2) if st.axis == -2 else out
+        if result.flags.carray:
+            _Dequantize(st, result).run()
+            return out
+    result = np.empty(shape, dtype)
+    _Dequantize(st, result).run()
+    result = result.swapaxes(-1, -2) if st.axis == -2 else result
+    return result if out is None else reference.result(NUMPY, result, name, out)
+
+
+def _overlaps(out: Array, st: ScaledTensor) -> bool:
+    return any(
+        np.may_share_memory(out, part) for part in (st.data, st.scale, st.zero_point, st.global_scale) if part is not None
+    )
+
+
+class _Dequantize:
+    """One call of `dequantize` into `result`, K last and contiguous."""
+
+    def __init__(self, st: ScaledTensor, result: Array) -> None:
+        self.st = st = st.mT if st.axis == -2 else st
+        self.fmt = st.recipe.format
+        self.result = result if result.ndim > 1 else result.reshape(1, -1)
+        self.block = st.layout.block()
+        self.per_tensor = self.block == TENSOR
+        self.tables = tables = remembered(_values, st.recipe.identity, _Values, self.fmt)
+        columns = self.result.shape[-1]
+        self.m, k = block_sides(self.block, self.result.shape)
+        self.unit = tables.count if self.per_tensor else unit_of(k, columns, tables.count)
+        self.k = k if k < columns else self.unit
+
+        self.large = self.per_tensor or self.m * self.unit > chunk_size()
+        #: Are there look-ups enough for a table of pairs of bytes: in all, and in each block that has its own?
+        self.many = self.result.size >= _PAIRED
+        each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
+        self.many_each = (each if self.per_tensor else self.m * self.k) >= _PAIRED
+        self.made: dict[int, Array] = {}
+
+    def run(self) -> None:
+        st, tables, shape = self.st, self.tables, self.result.shape
+        data, scale = np.asarray(st.data), np.asarray(st.scale)
+        zero_point: Any = None if st.zero_point is None else np.asarray(st.zero_point)
+        coarse: Any = None if st.global_scale is None else np.asarray(st.global_scale)
+        scale = scale.view(U1) if scale.itemsize == 1 else scale
+        if self.block == (1, None) and scale.ndim == 1:
+            along = (*shape[:-1], 1)
+            scale = np.broadcast_to(scale[:, None], along)
+            zero_point = None if zero_point is None else np.broadcast_to(zero_point[:, None], along)
+        self.scale = scale.reshape(-1)
+        self.zero_point = None if zero_point is None else zero_point.reshape(-1)
+        self.coarse = None if coarse is None else coarse.reshape(-1)
+        lead: Shape = coarse.shape if coarse is not None else scale.shape if self.per_tensor else ()
+        of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, None)
+        data = data.view(U1).reshape(*shape[:-1], -1)
+        if scattered(shape, self.block, (), data.flags.c_contiguous):
+            data = np.ascontiguousarray(data)
+        pieces, flat = cut_pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
+        if self.per_tensor:
+            jobs = all_jobs(pieces, 1, tables.count)
+        elif self.large:
+            jobs = within_blocks(pieces, self.m, self.k, tables.count)
+        else:
+            m = 1 if flat else self.m
+            run_each(self._blocks if tables.known else self._hand_over, all_jobs(pieces, m, self.unit), m, self.unit)
+            return
+        run_each(self._one_scale if tables.known else self._hand_over, jobs, 1, tables.count)
+
+    def _decoded(self, work: Buffers, table: Array, piece: Piece, r0: int, r1: int, c0: int, c1: int) -> tuple[Array, Array]:
+        """(values of a chunk, rows by columns; where they belong, maybe the same memory)."""
+        count = self.tables.count
+        rows, columns = r1 - r0, rounded_up(c1 - c0, count)
+        target = piece.values[r0:r1, c0:c1]
+        direct = target.dtype == F4 and columns == c1 - c0 and target.flags.c_contiguous
+        values = target.reshape(-1) if direct else work.scaled[: rows * columns].view(F4)
+        self.tables.decode(table, piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)], values)
+        return (target if direct else values.reshape(rows, columns)[:, : c1 - c0]), target
+
+    def _one_scale(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+        """A chunk within one block: what is done to every code is done to the table."""
+        table = self.made.get(number)
+        if table is None:
+            table = self.tables.expand(self._scaled(number, piece.lead), self.many_each)
+            if self.per_tensor:  # the chunks of a matrix share it, and few matrices are in work at a time
+                if len(self.made) > MOST_THREADS:
+                    self.made.clear()
+                self.made[number] = table
+        values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
+        if values is not target:
+            np.copyto(target, values, casting="unsafe")
+
+    def _scaled(self, number: int, lead: int) -> Array:
+        """Values of all codes under the scales of block `number`."""
+        fmt, one = self.fmt, self.tables.one
+        if self.zero_point is not None:
+            one = one - reference.offsets_of(NUMPY, self.zero_point[number : number + 1])
+        one = reference.apply_scale(NUMPY, one, self.scale[number : number + 1], fmt, fmt.scale)
+        if self.coarse is not None and fmt.global_scale is not None:
+            one = reference.apply_scale(NUMPY, one, self.coarse[lead : lead + 1], fmt, fmt.global_scale)
+        return one
+
+    def _blocks(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
+        """A chunk of whole blocks."""
+        fmt, tables, m, k = self.fmt, self.tables, self.m, self.k
+        table = tables.wide if self.many else tables.table
+        values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
+        places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
+
+        def with_each(op: Any, a: Array) -> None:
+            """`values` op `a`, which has one number per block, in place."""
+            if m == 1 and k >= 32 and values.shape[1] % k == 0:  # see `times_scale`
+                grid = values.reshape(len(values), -1, k)
+                op(grid, a[:, :, None], out=grid)
+            else:
+                rows = a if m == 1 else a.repeat(m, axis=0)[: r1 - r0]
+                op(values, rows.repeat(k, axis=1)[:, : c1 - c0], out=values)
+
+        if piece.zero_point is not None:
+            with_each(np.subtract, reference.offsets_of(NUMPY, piece.zero_point[places]))
+        assert piece.scale is not None
+        stored = piece.scale[places]
+        if tables.halves is not None and not stored.all():
+            with_each(np.multiply, tables.halves.take(stored))
+        scale = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
+        if fmt.scale.sense == "divisor":
+            with_each(np.divide, scale)
+        else:
+            if fmt.scale.sense == "amax":
+                scale = NUMPY.div(scale, fmt.capacity(fmt.scale))
+            with_each(np.multiply, scale)
+        coarse = fmt.global_scale
+        if self.coarse is not None and coarse is not None:
+            g = self.coarse[piece.lead]
+            if coarse.sense == "multiplier":
+                np.multiply(values, g, out=values)
+            else:
+                values[...] = reference.apply_scale(NUMPY, values, g, fmt, coarse)
+        if values is not target:
+            np.copyto(target, values, casting="unsafe")
+
+    def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+        """A chunk by the generic algorithm."""
+        st, count = self.st, self.tables.count
+        data = piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)]
+        if self.large:
+            one = () if self.per_tensor else (1, 1)
+            scale, zero_point = (a if a is None else a[number].reshape(one) for a in (self.scale, self.zero_point))
+        else:
+            places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
+            scale, zero_point = (a if a is None else a[places] for a in (piece.scale, piece.zero_point))
+            if self.k >= self.result.shape[-1]:  # a block is a row, and would be longer in a flat piece
+                data = data.reshape(-1, packed_length(self.fmt.element, self.result.shape[-1]))
+                scale, zero_point = (a if a is None else a.reshape(-1, 1) for a in (scale, zero_point))
+        coarse = None if self.coarse is None else self.coarse[piece.lead]
+        tail = -(c1 - c0) % count
+        part = ScaledTensor.assemble(data, scale, st.recipe, st.layout, zero_point, coarse, -1, tail)
+        target = piece.values[r0:r1, c0:c1]
+        np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")

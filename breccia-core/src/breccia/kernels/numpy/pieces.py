@@ -1,0 +1,146 @@
+"""Pieces of an array: whole blocks that fit the buffers."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays.frameworks import dtype_name
+from ...arrays.ops import Array
+from ...codecs import Codec
+from ...formats import TENSOR, Block
+from ...layouts import Shape
+from ...tensors.grids import packed_length
+from ..plans import alone
+from ..threads import spread
+from .workspace import F4, U2, chunk_size, own_buffers, thread_count
+
+
+def block_sides(block: Block, shape: Shape) -> tuple[int, int]:
+    """(m, k) of `block` over a K-last shape of at least two axes; m is no more than there are rows."""
+    return min(block[0] or shape[-2], shape[-2]), block[1] or shape[-1]
+
+
+def rounded_up(length: int, group: int) -> int:
+    """`length` rounded up to whole groups."""
+    return -(-length // group) * group
+
+
+def unit_of(k: int, length: int, count: int) -> int:
+    """Elements along K that are whole blocks and whole packing groups; one padded block where K is no longer than it."""
+    return math.lcm(k, count) if k < length else rounded_up(length, count)
+
+
+@dataclass(slots=True)
+class Piece:
+    """One matrix of the tensor, rows by K, with its views of the parts; a flat one has all its blocks in one row.
+
+    values are high-precision numbers, data packed codes, and the others blocks by blocks, None where there are none.
+    lead: number of the matrix among those that have per-tensor scales of their own. limit: elements of a chunk.
+    """
+
+    values: Array
+    data: Array
+    scale: Array | None
+    zero_point: Array | None
+    supplied: Array | None
+    lead: int
+    limit: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape
+
+
+def cut_pieces(
+    values: Array, block: Block, unit: int, lead: Shape, data: Array, *of_blocks: Array | None
+) -> tuple[list[Piece], bool]:
+    """(matrices of K-last parts, are they flat?). `lead`: the shape of per-tensor scales. `of_blocks`: three parts."""
+    shape = values.shape
+    m, limit = block_sides(block, shape)[0], chunk_size()
+    merged = alone(shape, block) and values.flags.c_contiguous and data.flags.c_contiguous
+    flat = merged and shape[-1] % unit == 0 and (block == TENSOR or m == 1)
+    prefix = shape[: len(lead) if merged else len(shape) - 2]
+
+    def matrix(part: Array | None, index: tuple[int, ...]) -> Any:
+        return None if part is None else part[index].reshape(1 if flat else -1, -1 if flat else part.shape[-1])
+
+    pieces: list[Piece] = []
+    for index in np.ndindex(*prefix) if prefix else ((),):
+        number = int(np.ravel_multi_index(index[: len(lead)], lead)) if lead else 0
+        parts = [matrix(part, index) for part in (values, data, *of_blocks)]
+        pieces.append(Piece(parts[0], parts[1], parts[2], parts[3], parts[4], number, limit))
+    return pieces, flat
+
+
+#: One chunk: its piece, first row, end, first column, end; and the number of its block, where that is larger.
+Job = tuple[Piece, int, int, int, int, int]
+
+
+def _cut(piece: Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int) -> Iterator[Job]:
+    """Chunks of a part of `piece`, of whole `m` rows by whole `unit` columns, but for the last ones."""
+    limit = piece.limit
+    step = min(rounded_up(end[1] - corner[1], unit), max(limit // m // unit, 1) * unit)
+    rise = max(limit // step // m, 1) * m
+    for r in range(corner[0], end[0], rise):
+        for c in range(corner[1], end[1], step):
+            yield piece, r, min(r + rise, end[0]), c, min(c + step, end[1]), number
+
+
+def byte_range(element: Codec, c0: int, c1: int) -> slice:
+    """Where the codes of columns lie, the first of which begins a packing group."""
+    start = c0 * element.bits // 8
+    return slice(start, start + packed_length(element, c1 - c0))
+
+
+def all_jobs(pieces: list[Piece], m: int, unit: int) -> list[Job]:
+    """Chunks of all pieces, with the number of their piece's own per-tensor scale."""
+    return [job for p in pieces for job in _cut(p, (0, 0), p.shape, m, unit, p.lead)]
+
+
+def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
+    """Chunks that do not reach across blocks, with the number of their block in the order of `scale`."""
+    jobs: list[Job] = []
+    number = 0
+    for piece in pieces:
+        rows, columns = piece.shape
+        for r in range(0, rows, m):
+            for c in range(0, columns, k):
+                jobs += _cut(piece, (r, c), (min(r + m, rows), min(c + k, columns)), 1, unit, number)
+                number += 1
+    return jobs
+
+
+def run_each(step: Any, jobs: list[Job], m: int, unit: int) -> None:
+    """`step(buffers, i, *jobs[i])` for all, over the threads."""
+    size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs)
+
+    def work(first: int, end: int) -> None:
+        buffers = own_buffers(size)
+        with np.errstate(all="ignore"):  # overflow and NaN are results here, as the contract says
+            for i in range(first, end):
+                step(buffers, i, *jobs[i])
+
+    spread(work, len(jobs), thread_count())
+
+
+def load_piece(values: Array, rows: int, columns: int, buffer: Array) -> Array:
+    """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where it can be one."""
+    r, c = values.shape
+    if (r, c) == (rows, columns) and values.dtype == F4 and values.flags.c_contiguous and values.flags.aligned:
+        return values.reshape(-1)
+    flat = buffer[: rows * columns]
+    words = flat.reshape(rows, columns)
+    words[r:], words[:r, c:] = 0, 0
+    if dtype_name(values) == "bfloat16":
+        np.copyto(words[:r, :c], values.view(U2))
+        np.left_shift(flat, 16, out=flat)
+    else:
+        np.copyto(words.view(F4)[:r, :c], values)
+    return flat.view(F4)

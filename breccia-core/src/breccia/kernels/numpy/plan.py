@@ -1,0 +1,146 @@
+"""What follows from a recipe once, and which casts these kernels decline."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array
+from ...codecs import F32, Minifloat, PowerOfTwo
+from ...formats import TENSOR
+from ...layouts import Layout, Shape
+from ...recipes import ScalingRecipe
+from ...rules import Divide, Inverse, Linear, Rule
+from ...tensors.grids import packing
+from ...tensors.tensor import ScaledTensor
+from .. import checks
+from ..plans import k_last, scattered
+from .codes import PLAIN, code_writer, pack_codes
+from .pieces import block_sides, unit_of
+from .scales import Coarse, Scales
+from .workspace import MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
+
+if TYPE_CHECKING:
+    from ...dispatch.call import Call
+    from .codes import Steps
+
+
+class Plan:
+    """What follows from a recipe once: how its codes and scales are written fast, or that the generic algorithm does."""
+
+    def __init__(self, recipe: ScalingRecipe, steps: Steps) -> None:
+        self.recipe, self.fmt, self.steps = recipe, recipe.format, steps
+        fmt, fine = self.fmt, recipe.rules[-1]
+        self.count, self.bits, self.block = packing(fmt.element)[0], fmt.element.bits, fmt.scale.block
+        self.storage = NUMPY.storage(fmt.element)
+        coarse = fmt.global_scale
+        #: Does the generic algorithm take whole tensors of it, not chunks?
+        self.alien = sys.byteorder != "little"
+        if coarse is not None:
+            self.alien |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
+            self.alien |= coarse.sense != "multiplier"
+        multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
+        #: Are codes computed by division? The scales are found here, the codes by the generic algorithm.
+        self.divides = type(fine).scaled is Divide.scaled
+        known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
+        self.codes = code_writer(fmt.element) if known else None
+        #: Codes of what is still to be scaled.
+        self.scaled = None if steps.scaled is None or self.codes is None else steps.scaled(self.codes)
+        self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, steps)
+        self.coarse_scales = None if coarse is None or self.alien else Scales(recipe, 0, steps)
+        self._layouts: dict[Any, Layout] = {}
+        #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
+        self.plain = known and not self.divides and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
+
+    def short(self, x: Array) -> ScaledTensor | None:
+        """`cast` of contiguous FP32 `x` of few elements, whole blocks and ordinary numbers; None where it is not that."""
+        scales, writer, shape = self.scales, self.codes, x.shape
+        if not self.plain or scales is None or writer is None:
+            return None
+        block, size, columns, steps = self.block, x.size, shape[-1], self.steps
+        k = block[1] or (size if block == TENSOR else columns)
+        if (block != TENSOR and columns % k) or columns % self.count or k % self.count:
+            return None
+        flat = x.reshape(-1)
+        if steps.amax is None:
+            amax = np.maximum.reduce(x.reshape(-1, k).view(U4) & MAGNITUDE_BITS, axis=1)
+        else:
+            amax = np.empty(size // k, U4)
+            steps.amax(flat, k, amax)
+        global_scale = coarse = None
+        if self.coarse_scales is not None:
+            found = self.coarse_scales.quick(np.maximum.reduce(amax, keepdims=True), None)
+            if found is None:
+                return None
+            global_scale = found[0].reshape(())
+            coarse = Coarse(found[0][0], scales)
+        found = scales.quick(amax, coarse)
+        if found is None:
+            return None
+        stored, inverse = found
+        if self.scaled is not None:
+            codes = np.empty(size, U1)
+            self.scaled(flat, inverse, k, codes)
+        else:
+            codes = writer.few(x.reshape(-1, k) * inverse[:, None])
+            if scales.values is not None and not inverse.all():
+                codes[inverse == 0] = writer.zero
+        if self.bits == 8:
+            data = codes.reshape(shape).view(self.storage)
+        elif self.bits == 4 and steps.pairs is not None:
+            data = np.empty((*shape[:-1], columns // 2), U1)
+            steps.pairs(codes, data)
+        elif self.bits == 4:
+            pairs = codes.reshape(*shape[:-1], -1).view(U2)
+            data = (pairs | (pairs >> 4)).astype(U1)
+        else:
+            data = np.empty((size // k, k * self.bits // 8), U1)
+            pack_codes(codes.reshape(-1, k), self.bits, data, np.empty(size, U1))
+            data = data.reshape(*shape[:-1], -1)
+        stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
+        return ScaledTensor.assemble(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
+
+    def layout(self, shape: Shape, axis: int) -> Layout:
+        """`checks.fitted_layout`, remembered by what it depends on."""
+        return remembered(self._layouts, (axis, len(shape), shape[-2:]), checks.fitted_layout, self.recipe, shape, axis)
+
+
+_plans: dict[object, Plan] = {}
+
+
+def plan_of(recipe: ScalingRecipe, steps: Steps = PLAIN) -> Plan:
+    """The plan of a recipe, made once."""
+    key = recipe.identity if steps is PLAIN else (recipe.identity, steps)
+    return remembered(_plans, key, Plan, recipe, steps)
+
+
+def accepts_cast(call: Call) -> str | None:
+    """Why `cast` would give the whole array to the generic algorithm, or None."""
+    if call.option("rounding") == "stochastic":
+        return "stochastic rounding is the generic algorithm's"
+    assert call.a.recipe is not None
+    plan = plan_of(call.a.recipe)
+    if plan.alien or (plan.codes is None and plan.fmt.scale.block == TENSOR):
+        return f"{call.a.recipe.name!r} as declared has no fast form here"
+    if call.a.empty:
+        return "an empty array is the generic algorithm's"
+    block = plan.fmt.scale.block
+    axis: int = call.option("axis", -1)
+    by_chunks = plan.codes is None or plan.codes.zero or plan.fmt.global_scale is not None
+    m, k = block
+    small = m is not None and k is not None and m * k * plan.count <= chunk_size()  # then the shape need not be asked
+    if by_chunks and block != TENSOR and not small and call.a.ndim > 1:
+        shape = k_last(call.a.shape, axis)
+        m, k = block_sides(block, shape)
+        unit = unit_of(k, shape[-1], plan.count)
+        if m * unit > chunk_size():
+            return (
+                f"blocks of {m} x {unit} are larger than a chunk, and {call.a.recipe.name!r} as declared has no form for them"
+            )
+    if call.a.ndim > 2 and scattered(k_last(call.a.shape, axis), block, (), True):
+        return "many small matrices are faster all at once"
+    return None

@@ -1,0 +1,157 @@
+"""Scales of one level from the amax of blocks."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array
+from ...codecs import F32_INF, NORMAL, Minifloat, PowerOfTwo, f32_bits
+from ...recipes import ScalingRecipe
+from ...rules import Exponent, Linear
+from .codes import MODEST, FloatCodes, code_writer
+from .workspace import F4, I4, ONE, U1, U2, U4, UNIT
+
+if TYPE_CHECKING:
+    from .codes import Steps
+
+
+#: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
+_SMALL, LARGE = 2.0**-60, 2.0**100
+
+
+#: Scales whose least and largest Python finds faster; numbers whose codes are found in the fewest calls.
+_LISTED, _FEW = 32, 64
+
+
+class Scales:
+    """Scales of one level of a recipe, from uint32 `amax`, 1-D: (stored, inverse), or None where that is not ordinary.
+
+    `inverse` is fl(1 / scale), 0 where the scale is not usable. `quick` serves amax that leads to normal numbers all the
+    way; `careful` serves anything, in the words of codecs and rules.
+    """
+
+    def __init__(self, recipe: ScalingRecipe, level: int, steps: Steps) -> None:
+        fmt = recipe.format
+        self.element, self.codec, self.rule = fmt.element, fmt.levels[level].codec, recipe.rules[level]
+        self.capacity = fmt.capacity(fmt.levels[level])
+        self._divisor = F4(self.capacity)
+        self.storage = NUMPY.storage(self.codec)
+        #: Values of all codes, where the level has 8-bit scales that may lie under a coarser one.
+        self.values: Array | None = None
+        self._form: Any = None
+        low, high, codec, rule = _SMALL, LARGE, self.codec, self.rule
+        if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
+            if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := code_writer(codec), FloatCodes):
+                low, self._form, self._writer = 0.0, self._linear8, writer
+                self._written = None if steps.scaled is None else steps.scaled(writer)
+                self.values = np.array(codec.table, U4).view(F4)
+                self.divisors = np.where(self.values > 0, self.values, F4(np.inf))
+                self._inverses = codec.divide(NUMPY, np.ones(256, F4), np.arange(256, dtype=U1))[0]
+            elif level == 0 and codec.bits in (16, 32):
+                low, high = max(low, codec.scale_min * self.capacity), min(high, codec.scale_max * self.capacity)
+                self._form = self._linear
+        elif type(rule) is Exponent and level == 0 and self._power_of_two():
+            self._carry = self._carried(rule)
+            self._reciprocals = ((254 - np.minimum(np.arange(256, dtype=I4), 254)) << 23).view(F4)
+            self._form = self._exponent
+        if not 1 / MODEST <= self.capacity <= MODEST:
+            self._form = None
+        self._low, self._high = f32_bits(low), f32_bits(high)
+
+    def _power_of_two(self) -> bool:
+        c, name = self.codec, self.rule.name
+        rule = name in ("rceil", "floor") or (name == "even" and hasattr(self.element, "mantissa_bits"))
+        return rule and ((type(c) is PowerOfTwo and c.bias == 127) or (type(c) is Minifloat and c.bits == 32))
+
+    def _carried(self, rule: Exponent) -> Any:
+        """What added to amax's bits makes the scale's exponent field of theirs (of normal numbers)."""
+        cap = f32_bits(self.capacity)
+        return I4(rule.carry(self.element, cap) - (((cap >> 23) - 127) << 23))
+
+    def quick(self, amax: Array, coarse: Coarse | None) -> tuple[Array, Array] | None:
+        if self._form is None or (coarse is not None and coarse.inverses is None):
+            return None
+        if amax.size <= _LISTED:
+            ordered: list[int] = sorted(amax.tolist())
+            least, most = ordered[0], ordered[-1]
+            if zeros := least == 0:
+                least = next(filter(None, ordered), self._low)
+        else:
+            least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
+            if zeros := least == 0:
+                least = int(np.minimum.reduce(amax - U4(1))) + 1  # of the others: 0 - 1 wraps round to the largest
+        return self._form(amax, zeros, coarse) if least >= self._low and most <= self._high else None
+
+    def _linear(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
+        t = np.divide(amax.view(F4), self._divisor)
+        if zeros:
+            np.copyto(t, UNIT, where=amax == 0)
+        if self.codec.bits == 32:
+            return t, np.divide(UNIT, t)
+        if self.storage == "float16":
+            stored = t.astype(np.float16)
+            return stored, np.divide(UNIT, stored.astype(F4))
+        u = t.view(U4)
+        u = (u + ((u >> 16) & 1) + 0x7FFF) & 0xFFFF0000
+        return (u >> 16).astype(U2), np.divide(UNIT, u.view(F4))
+
+    def _linear8(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
+        t = np.divide(amax.view(F4), self._divisor)
+        inverses = self._inverses
+        if coarse is not None:
+            np.divide(t, coarse.value, out=t)
+            inverses = coarse.inverses
+        if self._written is not None:
+            stored = np.empty(t.size, U1)
+            self._written(t, ONE, t.size, stored)
+        else:
+            stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
+        return stored, inverses.take(stored)
+
+    def _exponent(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
+        n = (amax.view(I4) + self._carry) >> 23
+        if self.codec.bits == 8:
+            if zeros:
+                np.copyto(n, 0, where=amax == 0)
+            stored = n.astype(U1)
+            return stored, self._reciprocals.take(stored)
+        if zeros:
+            np.copyto(n, 127, where=amax == 0)
+        return (n << 23).view(F4), ((254 - n) << 23).view(F4)
+
+    def careful(
+        self, amax: Array, supplied: Array | None, coarse: Coarse | None, own_codes: bool = False
+    ) -> tuple[Array, Array]:
+        """As `quick`, for any amax. `supplied`: int32 codes as accepted. Under `own_codes` NaN and Inf mark no block."""
+        a = amax.view(I4)
+        faulty = a >= F32_INF
+        codes, statistic = supplied, None
+        g = None if coarse is None else coarse.value
+        if codes is None:
+            statistic = np.where((a >= NORMAL) & ~faulty, a, 0).view(F4)
+            codes = self.rule.scale(NUMPY, statistic, self.codec, self.element, self.capacity, g)
+            codes = np.where(statistic == 0, self.codec.zero_scale, codes)
+        if not own_codes:
+            codes = np.where(faulty, self.codec.need_nan(), codes)
+        stored = NUMPY.store(codes.astype(I4, copy=False), self.storage)
+        one = np.ones(stored.shape, F4)
+        return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.capacity)[0]
+
+    def subnormal(self, stored: Array) -> Array:
+        """Where is the inverse an FP32 subnormal, by which nothing is multiplied?"""
+        return stored == 254 if type(self.codec) is PowerOfTwo else np.zeros(stored.shape, np.bool_)
+
+
+class Coarse:
+    """The FP32 scale of a two-level format's coarse level, with what follows from it for all blocks."""
+
+    def __init__(self, value: Array, scales: Scales | None) -> None:
+        self.value = value
+        #: `inverse` of every code of the fine level; None where some might not be ordinary.
+        self.inverses: Any = None
+        if scales is not None and scales.values is not None and _SMALL <= value <= 1 / _SMALL:
+            self.inverses = np.divide(UNIT, scales.divisors * value)

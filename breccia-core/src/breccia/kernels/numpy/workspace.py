@@ -1,0 +1,132 @@
+"""Work space of the NumPy kernels: buffers that a thread keeps, the size of a chunk, and numbers that all of them use."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...arrays.ops import Array
+from ...codecs import F32_INF, MAGNITUDE
+from ..threads import get_num_threads
+
+#: Elements of a chunk. One thread wants its buffers in the second-level cache; several meet at the interpreter's lock between
+#: NumPy's calls, so theirs are long.
+CHUNK, ALONE = 1 << 18, 1 << 16
+
+
+#: Threads beyond which that lock costs more than they bring (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
+MOST_THREADS = 4
+
+
+#: Bytes that the buffers of all threads may take together, and what one element takes of them.
+_BUFFERS, _PER_ELEMENT = 12 << 20, 24
+
+
+_T = TypeVar("_T")
+
+
+U1, U2, U4, U8, I4, F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
+
+
+F32_DTYPE = np.dtype(F4)
+
+
+EXPONENT = F32_INF
+
+
+MAGNITUDE_BITS = U4(MAGNITUDE)
+
+
+ONE, UNIT = np.ones(1, F4), F4(1.0)
+
+
+#: Entries of a store of what was derived once (plans, layouts of each, tables).
+_REMEMBERED = 256
+
+
+class Buffers:
+    """Work space of one thread for chunks of up to `size` elements, aligned for the widest vectors."""
+
+    def __init__(self, size: int) -> None:
+        def aligned(count: int, dtype: Any) -> Array:
+            raw = np.empty(count * np.dtype(dtype).itemsize + 64, U1)
+            start = -raw.ctypes.data % 64
+            return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+        size = -(-size // 16) * 16
+        self.size = size
+        self.source, self.scaled, self.a, self.b, self._level = (aligned(size, U4) for _ in range(5))
+        self.codes, self.sign = aligned(size, U1), aligned(size, U1)
+        self._value = -1
+
+    def level(self, value: int, n: int) -> Array:
+        """`n` times the uint32 `value`: NumPy's maximum is three times faster of two arrays than of one and a constant."""
+        if value != self._value:
+            self._level.fill(value)
+            self._value = value
+        return self._level[:n]
+
+
+_kept = threading.local()
+
+
+def own_buffers(size: int) -> Buffers:
+    """This thread's buffers, kept from call to call."""
+    found: Buffers | None = getattr(_kept, "buffers", None)
+    if found is None or found.size < size:
+        found = _kept.buffers = Buffers(size)
+    return found
+
+
+def thread_count() -> int:
+    """Threads that NumPy kernels use at most."""
+    return min(get_num_threads(), MOST_THREADS)
+
+
+def chunk_size() -> int:
+    """Elements of a chunk."""
+    threads = thread_count()
+    return min(CHUNK, ALONE) if threads == 1 else min(CHUNK, _BUFFERS // (_PER_ELEMENT * threads))
+
+
+def times_scale(values: Array, per_block: Array, k: int, out: Array) -> None:
+    """`values` times the number of their block of `k`, all 1-D, into `out`."""
+    if k >= 32:
+        np.multiply(values.reshape(-1, k), per_block[:, None], out=out.reshape(-1, k))
+    else:  # NumPy's loop over a short block costs more than writing the numbers out
+        np.multiply(values, per_block.repeat(k), out=out)
+
+
+def block_amax(work: Buffers, n: int, k: int) -> Array:
+    """Largest of each `k` of the first `n` uint32 in `work.a`, which is used up with `work.b`."""
+    a, b = work.a, work.b
+    if n == k:
+        return a[:n].max(keepdims=True)
+    if k > 16 or k & (k - 1):
+        return np.maximum.reduceat(a[:n], _starts(n, k))
+    step = k // 2
+    while step:
+        np.maximum(a[: n - step], a[step:n], out=b[: n - step])
+        a, b, step = b, a, step // 2
+    return a[:n:k].copy()
+
+
+@lru_cache(maxsize=64)
+def _starts(n: int, k: int) -> Array:
+    return np.arange(0, n, k)
+
+
+def remembered(store: dict[Any, _T], key: Any, make: Callable[..., _T], *arguments: Any) -> _T:
+    """What `store` has at `key`, made of the arguments on first use."""
+    found = store.get(key)
+    if found is None:
+        if len(store) >= _REMEMBERED:
+            store.clear()
+        found = store[key] = make(*arguments)
+    return found

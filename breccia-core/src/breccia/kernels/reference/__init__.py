@@ -1,0 +1,45 @@
+"""The generic algorithm: every recipe on every framework, in backend primitives (`Ops`).
+
+It is the contract of docs/spec/numerics.md as arithmetic that any array library can do. Kernels are overrides that must write
+the same bytes. Nothing here asks which recipe or framework it has.
+
+Shapes: blocks run along K, the last axis (arrays are swapped first where `axis=-2`). An array is *split* into
+(..., M/m, m, K/k, k), padded with zeros to whole blocks; scales are (..., M/m, 1, K/k, 1) beside it. Per-tensor scales need no
+split and broadcast from the left.
+"""
+
+from __future__ import annotations
+
+from .casting import assign, assigned, cast, check_supplied, random_words, refuse_nonfinite
+from .composed import cast_pair, cast_ste, cast_ste_clipped, extremes
+from .decoding import apply_scale, dequantize, offsets_of, result
+from .packing import pack, unpack
+from .products import cast_matmul, grouped_matmul, matmul, product, values
+from .requantizing import GENERIC, Primitives, requantize
+
+__all__ = [
+    "GENERIC",
+    "Primitives",
+    "apply_scale",
+    "assign",
+    "assigned",
+    "cast",
+    "cast_matmul",
+    "cast_pair",
+    "cast_ste",
+    "cast_ste_clipped",
+    "check_supplied",
+    "dequantize",
+    "extremes",
+    "grouped_matmul",
+    "matmul",
+    "offsets_of",
+    "pack",
+    "product",
+    "random_words",
+    "refuse_nonfinite",
+    "requantize",
+    "result",
+    "unpack",
+    "values",
+]

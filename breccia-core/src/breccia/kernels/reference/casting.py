@@ -1,0 +1,248 @@
+"""`cast` in backend primitives: every recipe on every framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...arrays.frameworks import dtype_name, ops_of, same_framework
+from ...arrays.ops import Array, Ops
+from ...codecs import F32_INF, MAGNITUDE, NORMAL, Integer
+from ...errors import LayoutError, NonFiniteError, UnsupportedError
+from ...formats import TENSOR, Format
+from ...layouts import Layout, PerChannel, PerTensor
+from ...options import DEFAULT, CastOptions
+from ...recipes import ScalingRecipe
+from ...rules import flushed, saturated
+from ...tensors.checks import check_codes, contraction_axis
+from ...tensors.components import PARTS
+from ...tensors.grids import packing
+from ...tensors.tensor import ScaledTensor
+from ..checks import check_cast, fitted_layout
+from .packing import pack
+from .tiles import Tiles, k_last
+
+
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents, in plain storage."""
+    check_cast(x, recipe)
+    ops = ops_of(x)
+    axis, scale, out = contraction_axis(options.axis, len(x.shape)), options.scale, options.out
+    fmt = recipe.format
+    layout = fitted_layout(recipe, tuple(x.shape), axis)
+    with ops.quiet():
+        y = k_last(ops, ops.f32(x), axis)
+        if scale is not None:
+            scale = check_supplied(ops, scale, x, fmt, layout, axis)
+        lead = len(scale.shape) if scale is not None and (fmt.global_scale or layout.block(axis) == TENSOR) else 0
+        tiles = Tiles(ops, tuple(y.shape), layout.block(axis), lead)
+        if options.nonfinite == "raise":
+            refuse_nonfinite(ops, y)
+        words = random_words(ops, y, options.seed) if options.rounding == "stochastic" else None
+        st = _write(ops, y, words, recipe, fmt, tiles, scale)
+    data, stored, zero_point, global_scale = st
+    if tiles.block != TENSOR:  # per-tensor scales run along leading axes alone
+        stored, zero_point = k_last(ops, stored, axis), k_last(ops, zero_point, axis)
+    written = ScaledTensor.assemble(
+        k_last(ops, data, axis),
+        stored,
+        recipe,
+        layout,
+        zero_point,
+        global_scale,
+        axis,
+        tail=-x.shape[axis] % packing(fmt.element)[0],
+    )
+    return written if out is None else assign(ops, out, written)
+
+
+def _write(
+    ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: Tiles, supplied: Any
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """(data, scale, zero_point, global_scale) of K-last FP32 `y`."""
+    u = ops.bits(y)
+    magnitude = u & MAGNITUDE
+    finite = magnitude < F32_INF
+    # Input below 2^-126 is zero on every backend, and Inf and NaN take no part in finite arithmetic.
+    ordinary = finite & (magnitude >= NORMAL)
+    clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~MAGNITUDE)))
+    words = None if words is None else tiles.split(words)
+
+    level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
+    coarse = global_scale = None
+    if fmt.global_scale is not None:
+        global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
+        coarse, supplied = tiles.coarse(_multiplier(ops, ops.f32(global_scale), fmt)), None
+
+    amax = ops.amax(tiles.split(magnitude), tiles.axes)
+    faulty = amax >= F32_INF
+    low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
+    if supplied is None:
+        codes = rule.scale(ops, statistic, level.codec, element, fmt.capacity(level), coarse)
+        codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
+    else:
+        codes, statistic = tiles.beside(level.codec.accept(ops, supplied)), None
+    # Under a supplied scale NaN and Inf have codes of their own, if the element has any; else their block is marked.
+    own_codes = supplied is not None and element.nan_code is not None
+    if not own_codes:
+        codes = ops.where(faulty, level.codec.need_nan(), codes)
+    stored = ops.store(codes, ops.storage(level.codec))
+
+    def in_units_of_scale(x: Array) -> tuple[Array, Array]:
+        y, usable = rule.scaled(ops, x, stored, level.codec, coarse, statistic, fmt.capacity(level))
+        return saturated(ops, y), usable
+
+    zero_point = None
+    if fmt.offset == "zero_point":
+        assert isinstance(element, Integer)  # Format sees to it
+        shift, usable = in_units_of_scale(-low)
+        z = ops.where(usable, element.encode(ops, shift), 0)
+        written = element.encode(ops, in_units_of_scale(clean)[0], words, element.decode(ops, z))
+        zero_point = tiles.scale(ops.store(z, "uint8"))
+    elif fmt.offset == "bias":
+        bias = ops.store(level.codec.encode(ops, low), ops.storage(level.codec))
+        scaled, usable = in_units_of_scale(flushed(ops, saturated(ops, clean - level.codec.read(ops, bias))))
+        written = element.encode(ops, scaled, words)
+        zero_point = tiles.scale(ops.store(ops.where(usable, ops.load(bias), 0), ops.storage(level.codec)))
+    else:
+        scaled, usable = in_units_of_scale(clean)
+        if own_codes:
+            scaled = ops.where(usable, ops.where(tiles.split(finite), scaled, tiles.split(y)), scaled)
+        written = element.encode(ops, scaled, words)
+    return pack(ops, tiles.join(written), element), tiles.scale(stored), zero_point, global_scale
+
+
+def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, fmt: Format, supplied: Any) -> Array:
+    """The coarse level's scale, over the finite elements of the whole tensor: FP32, shape ()."""
+    level = fmt.global_scale
+    assert level is not None
+    whole = Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
+    if supplied is not None:
+        return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
+    finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
+    amax = ops.unbits(ops.amax(finite, whole.axes))
+    if level.sense != "multiplier":
+        capacity = fmt.capacity(level)
+        ordinary = ops.where(amax == 0, capacity, ops.maximum(amax, capacity * 2.0**-126))
+        number = ordinary if level.sense == "amax" else ops.minimum(ops.div(capacity, ordinary), 2.0**126)
+        return whole.scale(ops.store(level.codec.encode(ops, number), ops.storage(level.codec)))
+    codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.capacity(level), None)
+    codes = ops.where(amax == 0, level.codec.zero_scale, codes)
+    return whole.scale(ops.store(codes, ops.storage(level.codec)))
+
+
+def _multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
+    """What the number stored at the coarse level multiplies by."""
+    level = fmt.levels[0]
+    if level.sense == "multiplier":
+        return stored
+    return ops.div(stored, fmt.capacity(level)) if level.sense == "amax" else ops.div(1.0, stored)
+
+
+def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, offset: str) -> tuple[Array, Array]:
+    """(low end, what the scale is computed from) of each block: amax, or the width of its range under an offset."""
+    if offset == "none":
+        statistic = ops.unbits(ops.where((amax >= NORMAL) & (amax < F32_INF), amax, 0))
+        return statistic, statistic
+    low, high = (_range if offset == "zero_point" else _extremes)(ops, clean, tiles)
+    return low, flushed(ops, saturated(ops, high - low))
+
+
+def _range(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
+    """(min(0, smallest), max(0, largest)) of each block, from the magnitudes of each sign."""
+    u = ops.bits(clean)
+    high = ops.unbits(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
+    low = -ops.unbits(ops.amax(ops.where(u < 0, u & MAGNITUDE, 0), tiles.axes))
+    return low, high
+
+
+def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
+    """(smallest, largest) of each block's real elements, without -0; both 0 for a block of none."""
+    u = ops.bits(clean)
+    magnitude = u & MAGNITUDE
+    real = tiles.split(ops.broadcast(ops.whole(ops.constant(1.0, clean)), tiles.shape)) != 0
+
+    def ends(here: Array) -> tuple[Array, Array, Array]:
+        """(is there any?, smallest magnitude, largest magnitude) of the elements `here` in each block."""
+        largest = ops.amax(ops.where(here, magnitude, 0), tiles.axes)
+        smallest = F32_INF - ops.amax(ops.where(here, F32_INF - magnitude, 0), tiles.axes)
+        return ops.amax(ops.where(here, 1, 0), tiles.axes) > 0, ops.unbits(smallest), ops.unbits(largest)
+
+    negative = (u < 0) & (magnitude > 0)
+    below, nearest, farthest = ends(ops.where(real, negative, False))
+    above, lowest, highest = ends(ops.where(real, ~negative, False))
+    low = ops.where(below, -farthest, ops.where(above, lowest, 0.0))
+    return low, ops.where(above, highest, ops.where(below, -nearest, 0.0))
+
+
+def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
+    """A caller's scale, K last, as an array of the dtype, shape and framework that the (coarsest) level is stored in."""
+    level = fmt.global_scale or fmt.scale
+    if not hasattr(scale, "shape"):
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise UnsupportedError(f"scale= must be a number or an array, got {type(scale).__name__}.", scale=scale)
+        scale = ops.constant(float(scale), x)
+    same_framework({"x": x, "scale": scale})
+    check_codes("scale=", scale, level.codec)
+    along = PerTensor() if fmt.global_scale else layout
+    expected = along.scale_shapes(tuple(x.shape), axis)
+    if isinstance(along, PerChannel):
+        expected = expected[:1]
+    if tuple(scale.shape) not in expected:
+        wanted = " or ".join(map(str, expected))
+        raise LayoutError(
+            f"scale= must have shape {wanted} for x of shape {tuple(x.shape)} and {along}; got {tuple(scale.shape)}.",
+            expected=expected,
+            found=tuple(scale.shape),
+        )
+    return scale if isinstance(along, PerTensor) else k_last(ops, scale, axis)
+
+
+def refuse_nonfinite(ops: Ops, y: Array) -> None:
+    """Raise NonFiniteError where `y` holds NaN or Inf."""
+    if ops.any((ops.bits(y) & MAGNITUDE) >= F32_INF):
+        raise NonFiniteError(
+            "cast(nonfinite='raise'): x holds NaN or Inf. Clean it first, or pass nonfinite='propagate' to mark the blocks "
+            "they are in."
+        )
+
+
+def random_words(ops: Ops, like: Array, seed: Any) -> Array:
+    """int32 words of Threefry-2x32-20 for every element (docs/spec/numerics.md, section 5.5)."""
+    low, high = ops.words(seed)
+    schedule = (low, high, 0x1BD11BDA ^ low ^ high)
+    x, y = ops.counter(like)
+    x, y = x + schedule[0], y + schedule[1]
+    rotations = (13, 15, 26, 6, 17, 29, 16, 24)
+    for i in range(20):
+        r = rotations[i % 8]
+        x = x + y
+        y = ((y << r) | ((y >> (32 - r)) & ((1 << r) - 1))) ^ x
+        if i % 4 == 3:
+            j = i // 4 + 1
+            x = x + schedule[j % 3]
+            y = y + schedule[(j + 1) % 3] + j
+    return x
+
+
+def assigned(out: ScaledTensor | None, written: ScaledTensor) -> ScaledTensor:
+    """`written`, copied into `out` where there is one."""
+    return written if out is None else assign(ops_of(written.data), out, written)
+
+
+def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
+    """Copy the parts of `written` into those of `out`. Raises before the first byte where any part does not fit."""
+    if not isinstance(out, ScaledTensor):
+        raise UnsupportedError(f"out= must be a ScaledTensor, got {type(out).__name__}; allocate it with the same call once.")
+    parts = [(part, getattr(out, part), getattr(written, part)) for part in PARTS]
+    there, here = ((st.recipe, st.layout, st.axis, st.shape) for st in (out, written))
+    fits = there == here and all(
+        (a is None) == (b is None) and (b is None or (tuple(a.shape), dtype_name(a)) == (tuple(b.shape), dtype_name(b)))
+        for _, a, b in parts
+    )
+    if not fits:
+        raise LayoutError(f"out= is {out!r}, but the cast gives {written!r}; allocate it with the same call once.")
+    same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
+    for _, a, b in parts:
+        if b is not None:
+            ops.assign(a, b)
+    return out

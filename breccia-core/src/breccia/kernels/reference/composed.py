@@ -1,0 +1,60 @@
+"""Ops written over `cast` and `dequantize`."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ...arrays.frameworks import dtype_name, ops_of
+from ...arrays.ops import Array
+from ...codecs import Codec
+from ...options import DEFAULT, CastOptions
+from ...recipes import ScalingRecipe
+from ...tensors.tensor import ScaledTensor
+from .casting import cast
+from .decoding import dequantize
+from .packing import pack
+from .requantizing import GENERIC
+from .tiles import k_last, k_last_shape
+
+if TYPE_CHECKING:
+    from .requantizing import Primitives
+
+
+def cast_pair(
+    x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, by: Primitives = GENERIC
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`x` with blocks along its last axis and with blocks along the one before it."""
+    return by.cast(x, recipe, options.replace(axis=-1)), by.cast(x, recipe, options.replace(axis=-2))
+
+
+def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Array:
+    """The round trip `dequantize(cast(x))` in `x`'s dtype. Gradients are the frontend's."""
+    return dequantize(cast(x, recipe, options), dtype_name(x))
+
+
+def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
+    """`cast_ste`: a clip shapes the gradient alone."""
+    return cast_ste(x, recipe, options)
+
+
+def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
+    """The lowest and the highest tensor of `st`'s scales: all of its codes replaced by those of either end."""
+    st = st.to_plain()
+    ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
+
+    def filled(code: int) -> ScaledTensor:
+        codes = ops.broadcast(ops.whole(ops.constant(float(code), st.data)), k_last_shape(st.shape, axis))
+        data = k_last(ops, pack(ops, codes, element), axis)
+        return ScaledTensor.assemble(data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, axis, st.tail)
+
+    low, high = map(filled, _ends(element))
+    return low, high
+
+
+@lru_cache
+def _ends(element: Codec) -> tuple[int, int]:
+    """The codes of a codec's lowest and highest finite value."""
+    values = {code: value for code in range(1 << element.bits) if math.isfinite(value := element.value(code))}
+    return min(values, key=lambda code: values[code]), max(values, key=lambda code: values[code])

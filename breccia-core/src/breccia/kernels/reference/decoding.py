@@ -1,0 +1,93 @@
+"""`dequantize` in backend primitives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...arrays.frameworks import FLOATS, dtype_name, ops_of, output_dtype, same_framework
+from ...arrays.ops import Array, Ops
+from ...codecs import BF16
+from ...errors import ShapeError
+from ...formats import TENSOR, Format
+from ...layouts import PerBlockK, PerGroupIndex
+from ...rules import flushed
+from ...tensors.storing import check_layout
+from ...tensors.tensor import ScaledTensor
+from .packing import unpack
+from .tiles import Tiles, k_last, k_last_shape
+
+
+def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None) -> Array:
+    """High-precision values of `st`, as `breccia.dequantize` documents."""
+    ops = ops_of(st.data, "data")
+    name = output_dtype(out_dtype)
+    check_layout(st.layout)
+    st = st.to_plain()
+    if isinstance(st.layout, PerGroupIndex):
+        st = _ungrouped(ops, st, st.layout.index)
+    fmt, axis = st.recipe.format, st.axis
+    shape = k_last_shape(st.shape, axis)
+    with ops.quiet():
+        data = k_last(ops, st.data, axis)
+        codes = unpack(ops, data, fmt.element, shape[-1])
+        tiles = Tiles(ops, shape, st.layout.block(axis))
+        v = fmt.element.decode(ops, tiles.split(codes))
+        scale = tiles.beside(scale_k_last(ops, st.scale, tiles, axis))
+        if fmt.offset == "zero_point":
+            v = v - tiles.beside(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
+        v = apply_scale(ops, v, scale, fmt, fmt.scale)
+        if fmt.global_scale is not None:
+            v = apply_scale(ops, v, tiles.coarse(st.global_scale), fmt, fmt.global_scale)
+        if fmt.offset == "bias":
+            bias = tiles.beside(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
+            # Flushed, a subnormal product adds alike on every backend; and no compiler fuses the product into the sum.
+            v = flushed(ops, v) + flushed(ops, bias)
+        v = k_last(ops, tiles.join(v), axis)
+        return result(ops, v, name, out)
+
+
+def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
+    """`st` with the scale (and zero-point) of its group beside each element of the contraction axis: blocks of one."""
+    scale, zero_point = (a if a is None else ops.gather(a, index, st.axis) for a in (st.scale, st.zero_point))
+    return ScaledTensor.assemble(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.tail)
+
+
+def scale_k_last(ops: Ops, scale: Array, tiles: Tiles, axis: int) -> Array:
+    """A scale as its layout stores it, K last; PerChannel's (M,) form gets its unit axis."""
+    if tiles.block == TENSOR:
+        return scale
+    if tiles.block == (1, None) and len(scale.shape) == 1:
+        flat = ops.reshape(scale, (*(1,) * (len(tiles.shape) - 2), scale.shape[0], 1))
+        return ops.broadcast(flat, (*tiles.shape[:-1], 1))
+    return k_last(ops, scale, axis)
+
+
+def offsets_of(ops: Ops, zero_point: Array) -> Array:
+    """Zero-points or biases of any dtype as FP32."""
+    if ops.is_bit_pattern(zero_point):
+        return BF16.read(ops, zero_point)
+    return ops.f32(zero_point) if dtype_name(zero_point) in FLOATS else ops.number(zero_point)
+
+
+def apply_scale(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
+    """`v` under the stored scale of one level, whatever its convention."""
+    if level.sense == "multiplier":
+        return level.codec.multiply(ops, v, stored)
+    value = level.codec.read(ops, stored)
+    if level.sense == "divisor":
+        return ops.div(v, value)
+    return v * ops.div(value, fmt.capacity(level))
+
+
+def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
+    """FP32 `value` in the dtype named, in `out` if that is given. Raises before the first byte where `out` does not fit."""
+    if dtype != "float32":
+        value = ops.to_float(value, dtype)
+    if out is None:
+        return value
+    same_framework({"the result": value, "out": out})
+    wanted, found = (tuple(value.shape), dtype_name(value)), (tuple(out.shape), dtype_name(out))
+    if wanted != found:
+        raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {found[0]} and {found[1]}.")
+    ops.assign(out, value)
+    return out

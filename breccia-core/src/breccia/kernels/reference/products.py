@@ -1,0 +1,72 @@
+"""Products of decoded operands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...arrays.frameworks import ops_of, output_dtype, same_framework
+from ...arrays.ops import Array, Ops
+from ...recipes import ScalingRecipe
+from ...tensors.tensor import ScaledTensor
+from ..checks import check_grouped, check_matmul
+from .casting import cast
+from .decoding import result
+from .requantizing import GENERIC
+
+if TYPE_CHECKING:
+    from .requantizing import Primitives
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    bias: Array | None = None,
+    out_dtype: Any = "float32",
+    out: Array | None = None,
+    by: Primitives = GENERIC,
+) -> Array:
+    """`a @ b + bias` with FP32 accumulation; operands are dequantized first."""
+    same_framework({name: _array(x) for name, x in (("a", a), ("b", b), ("bias", bias)) if x is not None})
+    check_matmul(a, b, bias)
+    return product(a, b, bias, output_dtype(out_dtype), out, by)
+
+
+def product(a: Any, b: Any, bias: Array | None, dtype: str, out: Array | None, by: Primitives) -> Array:
+    """`matmul` of operands that are known to fit."""
+    ops = ops_of(_array(a), "a")
+    with ops.quiet():
+        found = ops.matmul(values(ops, a, by), values(ops, b, by))
+        if bias is not None:
+            found = found + ops.f32(bias)
+        return found if out is None and dtype == "float32" else result(ops, found, dtype, out)
+
+
+def grouped_matmul(
+    a: Any,
+    b: Any,
+    offsets: Array,
+    out_dtype: Any = "float32",
+    out: Array | None = None,
+    by: Primitives = GENERIC,
+) -> Array:
+    """Each group of rows of `a` times its own matrix of `b`, as `breccia.grouped_matmul` documents."""
+    same_framework({"a": _array(a), "b": _array(b), "offsets": offsets})
+    check_grouped(a, b, offsets)
+    ops = ops_of(_array(a), "a")
+    with ops.quiet():
+        product = ops.grouped_matmul(values(ops, a, by), values(ops, b, by), offsets)
+        return result(ops, product, output_dtype(out_dtype), out)
+
+
+def values(ops: Ops, x: Any, by: Primitives = GENERIC) -> Array:
+    """An operand in FP32."""
+    return by.dequantize(x) if isinstance(x, ScaledTensor) else ops.f32(x)
+
+
+def _array(x: Any) -> Array:
+    return x.data if isinstance(x, ScaledTensor) else x
+
+
+def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: Any = "float32") -> Array:
+    """`matmul(cast(x), b)`."""
+    return matmul(cast(x, recipe), b, bias, out_dtype)

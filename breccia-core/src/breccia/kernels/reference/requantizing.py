@@ -1,0 +1,132 @@
+"""`requantize`: components are kept where the new format holds all values of the old one, else values are decoded and cast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...arrays.frameworks import dtype_name, ops_of
+from ...arrays.ops import Array, Ops
+from ...codecs import F32_INF, MAGNITUDE, Codec
+from ...errors import InexactError
+from ...formats import TENSOR
+from ...options import DEFAULT, CastOptions
+from ...recipes import ScalingRecipe, check_recipe
+from ...tensors.grids import packing
+from ...tensors.tensor import ScaledTensor
+from ..checks import fitted_layout
+from ..exact import covered, hold_scales, keeps_parts, renamed, same_scales
+from .casting import assign, cast, refuse_nonfinite
+from .decoding import dequantize, scale_k_last
+from .packing import pack, unpack
+from .tiles import Tiles, k_last, k_last_shape
+
+
+class Primitives(NamedTuple):
+    """The two ops that the others are written over: the generic algorithm's own, or whatever the table finds."""
+
+    cast: Callable[[Array, ScalingRecipe, CastOptions], ScaledTensor]
+    dequantize: Callable[[ScaledTensor], Array]
+
+
+GENERIC = Primitives(cast, dequantize)
+
+
+def requantize(
+    st: ScaledTensor,
+    recipe: ScalingRecipe,
+    options: CastOptions = DEFAULT,
+    require_exact: bool = False,
+    by: Primitives = GENERIC,
+) -> ScaledTensor:
+    """`st` under another recipe, as `breccia.requantize` documents."""
+    check_recipe(recipe)
+    st, ops, out = st.to_plain(), ops_of(st.data, "data"), options.out
+    kept = _kept(ops, st, recipe, require_exact) if options.scale is None else None
+    if kept is None:
+        x = by.dequantize(st)
+        written = by.cast(x, recipe, options.replace(axis=st.axis, out=None))
+        if require_exact:
+            _refuse_inexact(ops, x, by.dequantize(written), recipe)
+        kept = written
+    elif options.nonfinite == "raise":
+        refuse_nonfinite(ops, by.dequantize(st))
+    return kept if out is None else assign(ops, out, kept)
+
+
+def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
+    """`st` under `recipe` with the same scales, repeated over finer blocks, and codes of the same values; None if it has none.
+
+    checking: also where the recipes do not promise it but these very scales allow it, which reads them.
+    """
+    if recipe == st.recipe:
+        return st
+    if keeps_parts(st.recipe, st.layout, st.axis, recipe):
+        parts = (st.zero_point, st.global_scale, st.axis, st.tail)
+        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, *parts)
+    source, target, axis = st.recipe.format, recipe.format, st.axis
+    grouped, block = covered(st.recipe, st.layout, axis)
+    codes = renamed(source.element, target.element)
+    if codes is None or not same_scales(st.recipe, recipe, block):
+        return None
+    promised = hold_scales(source.scale.codec, target.scale.codec)
+    if grouped or not (promised or checking):
+        return None
+    layout = fitted_layout(recipe, st.shape, axis)
+    shape = k_last_shape(st.shape, axis)
+    old, new = Tiles(ops, shape, block), Tiles(ops, shape, target.scale.block)
+
+    def respread(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
+        """A part of the scales' shape in the blocks and codec of `target`, K last; None: the codec stays."""
+        if codec == new_codec and old.block == new.block:
+            return part if old.block == TENSOR else k_last(ops, part, axis)
+        part = scale_k_last(ops, part, old, axis)
+        words, dtype = ops.load(part), dtype_name(part)
+        if codec is not None and new_codec is not None and codec != new_codec:
+            words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
+        return ops.store(old.respread(words, new) | 0, dtype)  # a broadcast view would share items: `|` copies
+
+    codecs = source.scale.codec, target.scale.codec
+
+    def changed(part: Array, into: Array) -> bool:
+        """Are numbers of a part other ones in the codec of `target`?"""
+        return ops.any(_differ(ops, codecs[0].read(ops, respread(part, None, None)), codecs[1].read(ops, into)))
+
+    biased = source.offset == "bias"
+    with ops.quiet():
+        scale = respread(st.scale, *codecs)
+        offset = None if st.zero_point is None else respread(st.zero_point, *(codecs if biased else (None, None)))
+        if not promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
+            return None
+        data = st.data
+        if source.element != target.element:
+            unpacked = unpack(ops, k_last(ops, data, axis), source.element, shape[-1])
+            data = k_last(ops, pack(ops, ops.take(codes, unpacked), target.element), axis)
+    return ScaledTensor.assemble(
+        data,
+        k_last(ops, scale, axis) if new.block != TENSOR else scale,
+        recipe,
+        layout,
+        offset if new.block == TENSOR else k_last(ops, offset, axis),
+        st.global_scale,
+        axis,
+        tail=-shape[-1] % packing(target.element)[0],
+    )
+
+
+def _differ(ops: Ops, a: Array, b: Array) -> Array:
+    """Where two FP32 arrays differ in bits, one NaN being like another."""
+    p, q = ops.bits(a), ops.bits(b)
+    return (p != q) & ~(((p & MAGNITUDE) > F32_INF) & ((q & MAGNITUDE) > F32_INF))
+
+
+def _refuse_inexact(ops: Ops, x: Array, y: Array, recipe: ScalingRecipe) -> None:
+    different = _differ(ops, x, y)
+    if ops.any(different):
+        count = int(ops.to_numpy(ops.whole(different)).sum())
+        raise InexactError(
+            f"requantize(require_exact=True): {count} of {math.prod(x.shape)} values are no numbers of {recipe!r} under its "
+            "scales. Leave require_exact out to round them, or choose a recipe of more bits or finer blocks.",
+            count=count,
+        )

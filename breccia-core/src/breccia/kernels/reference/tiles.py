@@ -1,0 +1,87 @@
+"""Block geometry of the generic algorithm: arrays split into blocks, and scales that broadcast against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.ops import Array, Ops
+from ...formats import TENSOR, Block
+from ...layouts import Shape
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Blocks (m, k) over a K-last shape; per-tensor ones over all but the first `lead` axes, which each have their own."""
+
+    ops: Ops
+    shape: Shape
+    block: Block
+    lead: int = 0
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        m, k = self.block
+        return m or max(self.shape[-2], 1), k or max(self.shape[-1], 1)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        (rows, columns), (m, k) = self.shape[-2:], self.block  # one block for all of a side, be it empty
+        return -(-rows // m) if m else 1, -(-columns // k) if k else 1
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Axes of a split array that lie within one block."""
+        return tuple(range(self.lead, len(self.shape))) if self.block == TENSOR else (-3, -1)
+
+    def split(self, a: Array) -> Array:
+        if self.block == TENSOR:
+            return a
+        (m, k), (rows, columns) = self.sides, self.counts
+        widths = (0,) * (len(self.shape) - 2) + (rows * m - self.shape[-2], columns * k - self.shape[-1])
+        padded = self.ops.pad(a, widths) if any(widths) else a
+        return self.ops.reshape(padded, (*self.shape[:-2], rows, m, columns, k))
+
+    def join(self, a: Array) -> Array:
+        if self.block == TENSOR:
+            return a
+        (m, k), (rows, columns) = self.sides, self.counts
+        whole = self.ops.reshape(a, (*self.shape[:-2], rows * m, columns * k))
+        return whole[..., : self.shape[-2], : self.shape[-1]]
+
+    def scale(self, a: Array) -> Array:
+        """Reduced split array to the shape a layout stores, K last."""
+        return self.ops.reshape(a, self.shape[: self.lead] if self.block == TENSOR else (*self.shape[:-2], *self.counts))
+
+    def beside(self, a: Array) -> Array:
+        """Stored scales, K last, to a shape that broadcasts against split arrays."""
+        if self.block == TENSOR:
+            return self.coarse(a)
+        rows, columns = self.counts
+        return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
+
+    def respread(self, a: Array, finer: Tiles) -> Array:
+        """A part as scales are stored, K last, repeated over the blocks of `finer`, which lie within the blocks here."""
+        if finer.block == self.block:
+            return a
+        lead, (rows, columns), (tall, wide) = self.shape[:-2], finer.counts, self.counts
+        if self.block == TENSOR:
+            return self.ops.broadcast(self.coarse(a), (*lead, rows, columns))
+        down, along = (-(-outer // inner) for outer, inner in zip(self.sides, finer.sides, strict=True))
+        beside = self.ops.broadcast(self.ops.reshape(a, (*lead, tall, 1, wide, 1)), (*lead, tall, down, wide, along))
+        return self.ops.reshape(beside, (*lead, tall * down, wide * along))[..., :rows, :columns]
+
+    def coarse(self, a: Array) -> Array:
+        """A scale of shape () or a prefix of the leading axes, likewise."""
+        ndim = len(self.shape) + (0 if self.block == TENSOR else 2)
+        return self.ops.reshape(a, (*a.shape, *(1,) * (ndim - len(a.shape))))
+
+
+def k_last(ops: Ops, a: Any, axis: int) -> Any:
+    """`a` with the contraction axis last."""
+    return ops.swap(a) if axis == -2 and a is not None and len(a.shape) >= 2 else a
+
+
+def k_last_shape(shape: Shape, axis: int) -> Shape:
+    """Likewise of a shape."""
+    return (*shape[:-2], shape[-1], shape[-2]) if axis == -2 else tuple(shape)

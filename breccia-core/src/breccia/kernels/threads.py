@@ -1,0 +1,99 @@
+"""How many threads the NumPy kernels use, and the one pool they share.
+
+Work is split the same way whichever thread does it, so the number changes no byte of any result.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+from ..options import whole_number
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+_lock = threading.Lock()
+_threads: int | None = None
+_pool: ThreadPoolExecutor | None = None
+
+
+def set_num_threads(n: int) -> None:
+    """Let NumPy kernels use up to `n` threads, the caller's among them; they take no more than help them.
+
+    Raises OptionError unless `n` is a whole number >= 1.
+    """
+    global _threads, _pool
+    number = whole_number("n", n)
+    if number < 1:
+        raise OptionError(
+            f"set_num_threads(n) takes n >= 1, the caller's thread included; got {n}. For no other threads, pass 1.", n=n
+        )
+    with _lock:
+        # Work under way keeps the old pool alive; its threads end once nobody refers to it.
+        _threads, _pool = number, None
+
+
+def get_num_threads() -> int:
+    """Threads that NumPy kernels may use: what `set_num_threads` was told, else the CPUs this process may run on."""
+    global _threads
+    if _threads is None:
+        affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+        _threads = (len(affinity(0)) if affinity else os.cpu_count()) or 1
+    return _threads
+
+
+def devices() -> list[str]:
+    """Where NumPy computes, for `breccia doctor`."""
+    return [f"cpu, up to {get_num_threads()} threads"]
+
+
+def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
+    """Call `work(first, end)` for parts that make up range(count), on up to `threads` threads; the first exception is raised.
+
+    `work` must not call `spread` itself: a pool whose threads all wait for each other would stand still.
+    """
+    threads = min(threads, count)
+    if threads <= 1:
+        work(0, count)
+        return
+    bounds = [count * i // threads for i in range(threads + 1)]
+    parts = list(pairwise(bounds[1:]))
+    futures: list[Future[None]] = []
+    with suppress(RuntimeError):  # an interpreter that is going down starts no threads
+        futures.extend(_shared_pool().submit(work, *part) for part in parts)
+    try:
+        work(0, bounds[1])
+        for part in parts[len(futures) :]:
+            work(*part)
+    finally:
+        errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _shared_pool() -> ThreadPoolExecutor:
+    global _pool
+    from concurrent.futures import ThreadPoolExecutor
+
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(get_num_threads() - 1, 1), thread_name_prefix="breccia")
+        return _pool
+
+
+def _forget() -> None:
+    """In a forked child: the pool's threads are not there, and the lock may have been held."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+_at_fork: Any = getattr(os, "register_at_fork", None)
+if _at_fork is not None:
+    _at_fork(after_in_child=_forget)

@@ -1,0 +1,1 @@
+"""ScaledTensor and its geometry: components, blocks, storages, structural ops."""

@@ -1,0 +1,155 @@
+"""Checks of a ScaledTensor's components against each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..arrays.frameworks import FLOATS, dtype_name, same_framework
+from ..codecs import Codec
+from ..errors import LayoutError, OptionError, UnsupportedError
+from ..formats import Format
+from ..layouts import PerBlockK, PerGroupIndex, Shape
+from ..options import whole_number
+from .grids import packed_length, packing
+
+if TYPE_CHECKING:
+    from .tensor import ScaledTensor
+
+
+#: Dtypes of `zero_point`, by the format's offset. BF16 biases may be bit patterns, as BF16 scales may.
+_ZERO_POINTS = {"zero_point": ("uint8", "int8", "int16", "int32", *FLOATS), "bias": (*FLOATS, "uint16")}
+
+
+def contraction_axis(axis: int, ndim: int) -> int:
+    """`axis` as -1 or -2. Raises LayoutError for any other."""
+    axis = whole_number("axis", axis)
+    negative = axis - ndim if axis >= 0 else axis
+    if negative not in (-1, -2) or -negative > ndim:
+        raise LayoutError(
+            f"the contraction axis is one of the last two (-1 or -2); got axis={axis} for {ndim} axes. "
+            "Move that axis to the end first (moveaxis).",
+            axis=axis,
+            ndim=ndim,
+        )
+    return negative
+
+
+def check_arrays(data: Any, scale: Any, zero_point: Any, global_scale: Any) -> None:
+    """Raise UnsupportedError unless the components are arrays of one framework."""
+    parts = {"data": data, "scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+    present = {name: part for name, part in parts.items() if part is not None or name in ("data", "scale")}
+    for name, part in present.items():
+        if not hasattr(part, "shape") or not hasattr(part, "dtype"):
+            raise UnsupportedError(
+                f"{name} must be array-like with .shape and .dtype, got {type(part).__name__}.", **{name: part}
+            )
+    same_framework(present)
+    if len(data.shape) < 1:
+        raise LayoutError("data must be at least 1-D, got 0-D; reshape it to (1,).")
+
+
+def as_shape(shape: Any) -> Shape:
+    """`shape` as a tuple of whole numbers. Raises OptionError."""
+    try:
+        return tuple(whole_number("shape", n) for n in shape)
+    except TypeError:
+        raise OptionError(f"shape must be a tuple of whole numbers, got {shape!r}.", shape=shape) from None
+
+
+def tail_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
+    """Padding codes that make `stored` hold the logical `shape`. Raises LayoutError where none does."""
+    if any(n < 0 for n in shape):
+        raise LayoutError(f"shape= has lengths >= 0; got {shape}.", shape=shape)
+    expected = list(shape)
+    if len(shape) == len(stored):
+        expected[axis] = packed_length(element, shape[axis])
+    if tuple(expected) != stored:
+        raise LayoutError(
+            f"shape={shape} needs data of shape {tuple(expected)} ({element.name}, {element.bits} bits per code along "
+            f"axis {axis}); got data of shape {stored}.",
+            shape=shape,
+            found=stored,
+        )
+    codes, size = packing(element)
+    return stored[axis] // size * codes - shape[axis]
+
+
+def check_parts(st: ScaledTensor, fmt: Format) -> None:
+    """Raise LayoutError or UnsupportedError where components contradict each other."""
+    codes, size = packing(fmt.element)
+    held = st.data.shape[st.axis] // size * codes
+    if st.data.shape[st.axis] % size or not 0 <= st.tail < codes or st.tail > held:
+        raise LayoutError(
+            f"data of shape {tuple(st.data.shape)} does not hold whole groups of {codes} {fmt.element.name} codes in "
+            f"{size} bytes along axis {st.axis} (tail={st.tail}).",
+            found=tuple(st.data.shape),
+            tail=st.tail,
+        )
+    check_codes("data", st.data, fmt.element)
+    check_codes("scale", st.scale, fmt.scale.codec)
+    st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
+    expected, found = fmt.scale.block, st.layout.block(st.axis)
+    groups = isinstance(st.recipe.layout, PerBlockK)  # whose size may be all of K, or told by an index
+    fits = found == expected and not isinstance(st.layout, PerGroupIndex)
+    if not fits and not (groups and found == (1, None)):
+        raise LayoutError(
+            f"recipe {st.recipe.name!r} scales blocks of {expected} (rows, elements along axis {st.axis}); layout "
+            f"{st.layout} has blocks of {found}. Use {st.recipe.layout.oriented(st.axis)}.",
+            expected=expected,
+            found=found,
+        )
+    _check_zero_point(st, fmt)
+    _check_global_scale(st, fmt)
+
+
+def check_codes(name: str, part: Any, codec: Codec) -> None:
+    """Raise UnsupportedError unless `part` has a dtype that codes of `codec` are stored in."""
+    found = dtype_name(part)
+    if codec.bits > 8:
+        allowed = set(FLOATS) | ({"uint16"} if codec.name == "BF16" else set[str]())
+    else:
+        allowed = {"uint8"} | ({codec.dtype} if codec.dtype else set[str]())
+    if found not in allowed:
+        raise UnsupportedError(
+            f"{name} must hold {codec.name} as {' or '.join(sorted(allowed))}; got dtype {found}. View bytes as uint8, or "
+            "use breccia.cast to quantize numbers.",
+            found=found,
+            allowed=sorted(allowed),
+        )
+
+
+def _check_zero_point(st: ScaledTensor, fmt: Format) -> None:
+    if (st.zero_point is not None) != (fmt.offset != "none"):
+        state = "needs a zero_point" if st.zero_point is None else "has no zero_point"
+        raise LayoutError(f"recipe {st.recipe!r} {state}; got {'none' if st.zero_point is None else 'one'}.")
+    if st.zero_point is not None and dtype_name(st.zero_point) not in _ZERO_POINTS[fmt.offset]:
+        what = "whole numbers" if fmt.offset == "zero_point" else "biases"
+        raise UnsupportedError(
+            f"zero_point must be {what} as one of {', '.join(_ZERO_POINTS[fmt.offset])}; got {dtype_name(st.zero_point)}.",
+            found=dtype_name(st.zero_point),
+        )
+    if st.zero_point is not None and tuple(st.zero_point.shape) != tuple(st.scale.shape):
+        raise LayoutError(
+            f"zero_point.shape ({tuple(st.zero_point.shape)}) must match scale.shape ({tuple(st.scale.shape)}).",
+            found=tuple(st.zero_point.shape),
+            expected=tuple(st.scale.shape),
+        )
+
+
+def _check_global_scale(st: ScaledTensor, fmt: Format) -> None:
+    if (st.global_scale is not None) != (fmt.global_scale is not None):
+        state = "needs a global_scale" if st.global_scale is None else "has one scale level and no global_scale"
+        raise LayoutError(
+            f"recipe {st.recipe!r} {state}; got {'none' if st.global_scale is None else 'one'}."
+            + (" Data without it is NVFP4BlockScaling(two_level=False)." if st.recipe.name == "nvfp4" else "")
+        )
+    if st.global_scale is not None:
+        found, lead = tuple(st.global_scale.shape), st.shape[:-2]
+        if found != lead[: len(found)]:
+            raise LayoutError(
+                f"global_scale.shape must be () or a prefix of data.shape[:-2]={lead}, got {found}; reshape a (1,) "
+                "scale to ().",
+                found=found,
+            )
+        if dtype_name(st.global_scale) != "float32":
+            raise UnsupportedError(f"global_scale must be float32, got {dtype_name(st.global_scale)}.")

@@ -1,0 +1,84 @@
+"""The components of a ScaledTensor: its arrays, the metadata beside them, their grids and bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..arrays.frameworks import ops_of
+from ..errors import LayoutError
+from ..formats import TENSOR, Block
+from .grids import Cut, Grid, data_grid, packing, scale_grid
+
+if TYPE_CHECKING:
+    from .tensor import ScaledTensor
+
+
+#: The fields that hold arrays.
+PARTS = ("data", "scale", "zero_point", "global_scale")
+
+
+def held(st: ScaledTensor) -> dict[str, Any]:
+    """The parts that `st` has, by name."""
+    return {name: part for name in PARTS if (part := getattr(st, name)) is not None}
+
+
+def scale_block(st: ScaledTensor, name: str) -> Block:
+    """The block that each item of the part `name` (scale, zero_point or global_scale) stands for."""
+    return TENSOR if name == "global_scale" else st.layout.block(st.axis)
+
+
+def part_grids(st: ScaledTensor) -> dict[str, Grid]:
+    """How each part follows the logical axes. Raises LayoutError where the layout has blocks in an order of its own."""
+    shape = st.shape
+    found = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
+    for name, part in held(st).items():
+        if name != "data":
+            grid = found[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
+            lengths = [
+                -(-shape[along.axis] // along.codes) if along.codes else n for along, n in zip(grid, part.shape, strict=False)
+            ]
+            if len(grid) != len(part.shape) or lengths != list(part.shape):
+                raise LayoutError(
+                    f"structural verbs need one scale for each block, in the order of blocks; layout {st.layout} stores shape "
+                    f"{tuple(part.shape)} for a tensor of shape {shape}. Dequantize first.",
+                    found=tuple(part.shape),
+                    shape=shape,
+                )
+    return found
+
+
+def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid]) -> None:
+    """Raise LayoutError where an integer would drop an axis that codes or scales need."""
+    dropped = [axis for axis in (-2, -1)[-len(cuts) :] if isinstance(cuts[axis], int)]
+    if not dropped:
+        return
+    left = sum(not isinstance(cut, int) for cut in cuts)
+    one_scale = st.layout.block(st.axis) == TENSOR and packing(st.recipe.format.element) == (1, 1)
+    spans = max(sum(not isinstance(cuts[along.axis], int) for along in grid) for name, grid in grids.items() if name != "data")
+    if left and one_scale and spans <= max(left - 2, 0):
+        return
+    axis = dropped[0]
+    keep = "st[..., i:i+1, :]" if axis == -2 else "st[..., i:i+1]"
+    raise LayoutError(
+        f"axis {axis} of shape {st.shape} cannot be dropped: {st.layout} and {st.recipe.format.element.name} codes need it. "
+        f"Keep it with length 1, {keep}, or dequantize first.",
+        axis=axis,
+        shape=st.shape,
+    )
+
+
+def stored_parts(st: ScaledTensor) -> dict[str, Any]:
+    """The parts of `st` as NumPy arrays in C order, little-endian, float8 and bfloat16 as bit patterns."""
+    arrays = {name: ops_of(part).to_numpy(part) for name, part in held(st).items()}
+    return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in arrays.items()}
+
+
+def digest_facts(st: ScaledTensor, stored: dict[str, Any]) -> dict[str, Any]:
+    """What `ScaledTensor.digest` hashes beside the bytes."""
+    return {
+        "recipe": st.recipe.to_dict(),
+        "layout": st.layout.to_dict(),
+        "axis": st.axis,
+        "shape": st.shape,
+        "parts": {name: [part.dtype.name, part.shape] for name, part in stored.items()},
+    }

@@ -1,0 +1,259 @@
+"""Grids: which items of a stored part stand for which stretch of the logical tensor.
+
+A part (codes, scales, ...) follows the logical axes by its grid, one `Along` per stored axis. That is all structural
+verbs need to know to cut a tensor, whatever its recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from operator import index as whole
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ..arrays.frameworks import ops_of
+from ..codecs import Codec
+from ..errors import LayoutError, OptionError, OutOfRangeError, ShapeError, UnsupportedError
+from ..formats import TENSOR, Block, Format
+from ..layouts import Layout, Shape, other_axis
+from ..options import whole_number
+
+if TYPE_CHECKING:
+    from ..arrays.ops import Array, Ops
+
+#: What is kept of a logical axis: one position (the axis goes), a stretch, or positions in an order of their own.
+Cut = int | range | tuple[int, ...]
+
+
+def packing(codec: Codec) -> tuple[int, int]:
+    """(codes, bytes) of the smallest whole group of `codec`'s codes: (1, 1) for 8 bits, (2, 1) for 4, (4, 3) for 6."""
+    group = math.lcm(codec.bits, 8)
+    return group // codec.bits, group // 8
+
+
+def packed_length(codec: Codec, length: int) -> int:
+    """Bytes along the packed axis that hold `length` codes."""
+    codes, size = packing(codec)
+    return -(-length // codes) * size
+
+
+def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> dict[str, Shape]:
+    """The shape of each part that a cast of an array of `shape` writes, under a layout fitted to it. Raises LayoutError."""
+    data = list(shape)
+    data[axis] = packed_length(fmt.element, shape[axis])
+    scales = layout.scale_shapes(shape, axis)[0]
+    every = {"data": tuple(data), "scale": scales, "zero_point": scales, "global_scale": ()}
+    return {name: every[name] for name in fmt.parts}
+
+
+class Along(NamedTuple):
+    """A stored axis beside the logical axis `axis`: `items` for every `codes` positions of it, or for all (None)."""
+
+    axis: int
+    codes: int | None = 1
+    items: int = 1
+
+
+Grid = tuple[Along, ...]
+
+
+def data_grid(ndim: int, axis: int, element: Codec) -> Grid:
+    """How codes of `element`, packed along `axis`, follow a logical shape of `ndim` axes."""
+    return tuple(Along(a, *packing(element)) if a == ndim + axis else Along(a) for a in range(ndim))
+
+
+def scale_grid(stored: int, ndim: int, axis: int, block: Block) -> Grid:
+    """How a scale of `stored` axes, one for each block (m, k), follows a logical shape of `ndim` axes."""
+    if block == TENSOR:
+        return tuple(Along(a) for a in range(stored))
+    other = ndim + other_axis(axis)
+    if stored < ndim:  # PerChannel's (M,)
+        return (Along(other),)
+    sides = dict(zip((other, ndim + axis), block, strict=True))
+    return tuple(Along(a, sides.get(a, 1)) for a in range(ndim))
+
+
+def check_axis(axis: Any, ndim: int) -> int:
+    """`axis` counted from the front. Raises ShapeError where there is no such axis."""
+    found = whole_number("axis", axis)
+    if not -ndim <= found < ndim:
+        raise ShapeError(
+            f"axis must lie in {-ndim}..{ndim - 1} for a tensor of {ndim} axes; got {found}.", axis=found, ndim=ndim
+        )
+    return found % ndim
+
+
+# ------------------------------------------------------------------------------------------------ reading an index
+
+
+def read_index(index: Any, shape: Shape) -> tuple[Cut, ...]:
+    """One cut for each axis of `shape`, from a basic index: integers, slices, an Ellipsis, or a tuple of them."""
+    items = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
+    gaps = [n for n, item in enumerate(items) if item is Ellipsis]
+    named = len(items) - len(gaps)
+    if len(gaps) > 1:
+        raise UnsupportedError(f"an index has one Ellipsis at most; got {len(gaps)} in {index!r}.")
+    if named > len(shape):
+        raise OutOfRangeError(f"too many indices: {named} for a tensor of {len(shape)} axes (shape {shape}).", shape=shape)
+    gap = gaps[0] if gaps else len(items)
+    full = [*items[:gap], *[slice(None)] * (len(shape) - named), *items[gap + 1 :]]
+    return tuple(_cut(item, axis, length) for axis, (item, length) in enumerate(zip(full, shape, strict=True)))
+
+
+def _cut(item: Any, axis: int, length: int) -> Cut:
+    if not isinstance(item, slice):
+        return read_position(item, axis, length)
+    try:
+        kept = range(length)[item]
+    except TypeError:
+        raise UnsupportedError(f"a slice has integers, or nothing, for start, stop and step; got {item!r}.") from None
+    except ValueError:
+        raise OptionError(f"a slice's step is not zero; got {item!r}.") from None
+    if not kept:
+        return range(0)
+    return kept if len(kept) > 1 else range(kept[0], kept[0] + 1)
+
+
+def read_position(item: Any, axis: int, length: int) -> int:
+    """A position from 0, out of an integer that may count from the end. Raises OutOfRangeError beyond either end."""
+    found = None
+    if not isinstance(item, bool) and tuple(getattr(item, "shape", ())) == ():
+        try:
+            found = whole(item)
+        except TypeError:
+            found = None
+    if found is None:
+        what = "None" if item is None else type(item).__name__
+        raise UnsupportedError(
+            f"a tensor is indexed by integers, slices and an Ellipsis; got {what} for axis {axis}. For a list of positions use "
+            "st.select(axis, positions); for a new axis, st.reshape(...); for anything else, breccia.dequantize(st) first."
+        )
+    if not -length <= found < length:
+        raise OutOfRangeError(f"index {found} is out of range for axis {axis} of length {length}.", index=found, axis=axis)
+    return found % length
+
+
+def read_positions(index: Any, axis: int, length: int) -> Cut:
+    """An integer, or a list or 1-D integer array of them, as `read_position` reads each."""
+    shape = getattr(index, "shape", None)
+    if shape is not None and tuple(shape) != ():
+        array = ops_of(index, "index").to_numpy(index)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise UnsupportedError(
+                f"select takes an integer, or a list or 1-D array of integers; got an array of shape {tuple(shape)} and dtype "
+                f"{array.dtype.name}. Positions of a mask are its nonzero()."
+            )
+        index = array.tolist()
+    if isinstance(index, Iterable) and shape is None:
+        index = list(index)  # type: ignore[reportUnknownVariableType]
+    if isinstance(index, list):
+        return tuple(read_position(item, axis, length) for item in index)  # type: ignore[reportUnknownVariableType]
+    return read_position(index, axis, length)
+
+
+# ------------------------------------------------------------------------------------------------ cutting
+
+
+def whole_unit(grids: Iterable[Grid], axis: int) -> int:
+    """Positions of a logical axis that cannot be parted: the least common multiple of blocks and packing groups."""
+    return math.lcm(*(along.codes or 1 for grid in grids for along in grid if along.axis == axis))
+
+
+def check_cut(cut: Cut, axis: int, length: int, unit: int) -> None:
+    """Raise LayoutError where `cut` parts a unit: a block, or codes that share bytes."""
+    if unit == 1 or cut == range(length) or (isinstance(cut, range) and not cut):
+        return
+    why = f"axis {axis} (length {length}) is stored in units of {unit} elements: blocks under one scale, or codes sharing bytes"
+    if not isinstance(cut, range):
+        raise LayoutError(
+            f"{why}. Single positions of it cannot be picked; slice it at multiples of {unit}, or dequantize first.",
+            axis=axis,
+            unit=unit,
+        )
+    if cut.step != 1 or cut.start % unit or (cut.stop % unit and cut.stop != length):
+        asked = f"{cut.start}:{cut.stop}" + (f":{cut.step}" if cut.step != 1 else "")
+        raise LayoutError(
+            f"{why}. A slice of it has step 1 and starts and stops at multiples of {unit} or at the end; got {asked}.",
+            axis=axis,
+            unit=unit,
+        )
+
+
+def kept(ops: Ops, part: Array, grid: Grid, cuts: tuple[Cut, ...], shape: Shape) -> Array:
+    """What checked `cuts` of the logical `shape` keep of a stored part: itself where they keep all of it."""
+    key: list[int | slice] = []
+    for place, along in enumerate(grid):
+        cut = cuts[along.axis]
+        if along.codes is None or cut == range(shape[along.axis]):
+            key.append(slice(None))
+        elif isinstance(cut, int):
+            key.append(cut)
+        elif isinstance(cut, tuple) or cut.step < 0:  # torch has no negative steps
+            part = ops.gather(part, tuple(cut), place)
+            key.append(slice(None))
+        else:
+            start, stop = cut.start // along.codes * along.items, -(-cut.stop // along.codes) * along.items
+            key.append(slice(start, stop, cut.step))
+    return part if all(k == slice(None) for k in key) else part[(*key, ...)]
+
+
+# ------------------------------------------------------------------------------------------------ leading axes
+
+
+def spanned(stored: int, ndim: int, block: Block) -> int:
+    """Leading axes that a scale of `stored` axes spans, the first ones; -1 for PerChannel's (M,), which spans none ever."""
+    if block == TENSOR:
+        return stored
+    return ndim - 2 if stored == ndim else -1
+
+
+def widened(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: Block) -> Array:
+    """`scale` repeated so that it spans the first `lead` leading axes of `shape` at least."""
+    stored, ndim = tuple(scale.shape), len(shape)
+    if spanned(len(stored), ndim, block) >= lead:
+        return scale
+    if block == TENSOR:
+        return ops.broadcast(ops.reshape(scale, (*stored, *(1,) * (lead - len(stored)))), shape[:lead])
+    column, full = [1] * ndim, list(shape)
+    column[other_axis(axis)], full[axis] = stored[0], 1
+    return ops.broadcast(ops.reshape(scale, tuple(column)), tuple(full))
+
+
+def releaded(ops: Ops, scale: Array, lead: Shape, shape: Shape, axis: int, block: Block) -> Array:
+    """`scale` for the logical `shape` with `lead` in place of its leading axes."""
+    spans = spanned(len(scale.shape), len(shape), block)
+    if spans < 0 or (block == TENSOR and spans == 0):
+        return scale
+    whole_lead = len(shape[:-2])
+    wide = widened(ops, scale, whole_lead, shape, axis, block)
+    return ops.reshape(wide, (*lead, *wide.shape[whole_lead:]))
+
+
+def inferred(shape: tuple[Any, ...], old: Shape) -> Shape:
+    """`shape` with its -1 filled in, as a reshape of `old` that leaves the last two axes. Raises ShapeError."""
+    asked: tuple[Any, ...] = tuple(shape[0]) if len(shape) == 1 and hasattr(shape[0], "__iter__") else shape
+    new = [whole_number("shape", n) for n in asked]
+    matrix, lead = old[-2:], new[: max(len(new) - len(old[-2:]), 0)]
+    if lead.count(-1) == 1 and (known := math.prod(n for n in lead if n != -1)):
+        lead[lead.index(-1)] = math.prod(old[:-2]) // known
+    if tuple(new[len(lead) :]) != matrix or min(lead, default=0) < 0 or math.prod(lead) != math.prod(old[:-2]):
+        raise ShapeError(
+            f"reshape changes leading axes: {tuple(new)} must end in {', '.join(map(str, matrix))} and hold the "
+            f"{math.prod(old[:-2])} matrices (or rows) of shape {old}, with one -1 at most before them.",
+            shape=old,
+            asked=tuple(new),
+        )
+    return (*lead, *matrix)
+
+
+def pieces(size: Any, length: int, axis: int) -> list[int]:
+    """Lengths that `split` cuts an axis into. Raises OptionError for ones that do not add up."""
+    if hasattr(size, "__iter__"):
+        lengths = [whole_number("split lengths", n) for n in size]
+        if min(lengths, default=0) < 0 or sum(lengths) != length:
+            raise OptionError(f"split lengths are >= 0 and add up to {length}, the length of axis {axis}; got {lengths}.")
+        return lengths
+    step = whole_number("split size", size)
+    if step < 1:
+        raise OptionError(f"split takes a length >= 1, or a list of lengths that add up to {length}; got {step}.")
+    return [min(step, length - start) for start in range(0, length, step)] or [0]

@@ -1,0 +1,232 @@
+"""Storages: exact mappings of where codes and scales lie, for hardware and kernels that want them elsewhere than plain.
+
+A tensor in a storage has the values, shape, digest and files of the plain one; `st.to_plain()` gives that, bit by bit. Storages
+are defined for blocks along the last axis; a tensor with blocks along the one before it is stored as its transpose is.
+
+A mapping is a pair of functions `f(ops, parts, plain) -> parts` over `Ops`, inverse to each other. `parts` are the arrays of a
+tensor by name ("data", "scale", and "zero_point" where there is one); `plain` describes the plain tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import targets
+from ..errors import PluginError, UnsupportedError
+from ..formats import TENSOR, Block, Format
+from ..layouts import Shape
+from ..options import PLAIN
+from .grids import packed_length, packing
+
+if TYPE_CHECKING:
+    from ..arrays.ops import Array, Ops
+
+Parts = dict[str, Any]
+
+
+class Plain(NamedTuple):
+    """The plain tensor of a storage: its logical shape, the blocks of its scales, its format, and the dtypes of its parts."""
+
+    shape: Shape
+    block: Block
+    format: Format
+    dtypes: dict[str, str]
+
+    @property
+    def scale_shape(self) -> Shape:
+        """Of `scale`: a row of blocks for each row of blocks of the tensor."""
+        (m, k), (rows, columns) = self.block, self.shape[-2:]
+        return (*self.shape[:-2], -(-rows // m) if m else 1, -(-columns // k) if k else 1)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """An exact mapping of codes and scales, by name.
+
+    from_plain, to_plain: targets of the two functions.
+    accepts: target of f(plain: Plain) -> None | why such a tensor cannot be stored so.
+    data_axes: where codes are moved, how many axes the stored `data` has for the last two logical ones; 0 where they stay.
+        Moved codes may hold the scales too: `scale` is then an empty array.
+    """
+
+    name: str
+    from_plain: str
+    to_plain: str
+    accepts: str | None = None
+    data_axes: int = 0
+    plugin: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Raise PluginError where the declaration cannot work."""
+        what = f"storage {self.name!r}"
+        targets.check_fields(self, what)
+        if self.name in (PLAIN, "*"):
+            raise PluginError(f"{what}: the name is breccia's own; choose another.")
+        for name in ("from_plain", "to_plain", "accepts"):
+            if (target := getattr(self, name)) is not None:
+                targets.check(target, f"{what}: {name}")
+        if self.data_axes < 0:
+            raise PluginError(f"{what}: data_axes is 0, or how many axes codes have; got {self.data_axes}.")
+
+    def refuse(self, plain: Plain) -> None:
+        """Raise UnsupportedError where a tensor cannot be stored so."""
+        reason = "a matrix has scales of its own order here" if len(plain.shape) < 2 else None
+        if reason is None and self.accepts is not None:
+            reason = targets.load(self.accepts)(plain)
+        if reason is not None:
+            raise UnsupportedError(f"storage {self.name!r} cannot hold this tensor: {reason}. It stays in plain storage.")
+
+
+# -- scales ----------------------------------------------------------------------------------------------------------
+
+
+def accepts_blocks(plain: Plain) -> str | None:
+    """Orders of scales are for scales of blocks."""
+    return "it has one scale for the whole tensor, or for each matrix" if plain.block == TENSOR else None
+
+
+def accepts_byte_scales(plain: Plain) -> str | None:
+    """The swizzle is of one-byte scales."""
+    if plain.format.scale.codec.bits != 8:
+        return f"its scales are {plain.format.scale.codec.name}, and the order is one of bytes"
+    return accepts_blocks(plain)
+
+
+def swizzled(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Scales in tiles of 128 rows by 4 columns of 512 bytes, zeros as padding: row r, column c of a tile at
+    (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS 12.8, "1D block scaling factors layout"; what torch.nn.functional.scaled_mm calls
+    SWIZZLE_32_4_4. Stored (..., row tiles, column tiles, 512)."""
+
+    def change(scale: Array) -> Array:
+        words = ops.load(scale)
+        *lead, rows, columns = words.shape
+        down, along = -(-rows // 128), -(-columns // 4)
+        words = ops.pad(words, (*(0 for _ in lead), down * 128 - rows, along * 4 - columns))
+        n = len(lead)
+        tiles = ops.reshape(words, (*lead, down, 4, 32, along, 4))
+        tiles = ops.transpose(tiles, (*range(n), n, n + 3, n + 2, n + 1, n + 4))
+        return ops.store(ops.reshape(tiles, (*lead, down, along, 512)), _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
+def unswizzled(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Inverse of `swizzled`."""
+
+    def change(scale: Array) -> Array:
+        *lead, rows, columns = plain.scale_shape
+        down, along, n = -(-rows // 128), -(-columns // 4), len(plain.shape) - 2
+        tiles = ops.reshape(ops.load(scale), (*lead, down, along, 32, 4, 4))
+        tiles = ops.transpose(tiles, (*range(n), n, n + 3, n + 2, n + 1, n + 4))
+        words = ops.reshape(tiles, (*lead, down * 128, along * 4))[..., :rows, :columns]
+        return ops.store(words, _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
+#: Columns of scales are padded to this many bytes, as TMA descriptors want them.
+_TMA_BYTES = 16
+
+
+def column_major(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Scales (columns, rows), rows padded with zeros to a multiple of 16 bytes: what DeepGEMM reads by TMA."""
+
+    def change(scale: Array) -> Array:
+        words = ops.swap(ops.load(scale))
+        rows = words.shape[-1]
+        unit = _TMA_BYTES // ops.itemsize(scale)
+        words = ops.pad(words, (*(0 for _ in words.shape[:-1]), -rows % unit))
+        return ops.store(words, _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
+def transposed(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Scales (columns, rows), without padding."""
+
+    def change(scale: Array) -> Array:
+        # `reshape` makes rows of what `swap` may give as a view.
+        words = ops.swap(ops.load(scale))
+        return ops.store(ops.reshape(ops.reshape(words, (-1,)), tuple(words.shape)), _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
+def rows_first(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Inverse of `transposed` and of `column_major`."""
+
+    def change(scale: Array) -> Array:
+        words = ops.swap(ops.load(scale)[..., : plain.scale_shape[-2]])
+        return ops.store(ops.reshape(ops.reshape(words, (-1,)), plain.scale_shape), _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
+def _scales(parts: Parts, change: Any) -> Parts:
+    """The parts with scales, and zero-points, which lie as scales do, changed."""
+    return {name: change(part) if name in ("scale", "zero_point") else part for name, part in parts.items()}
+
+
+def _dtype(ops: Ops, part: Array) -> str:
+    from ..arrays.frameworks import dtype_name
+
+    return dtype_name(part)
+
+
+# -- codes and scales in one buffer ----------------------------------------------------------------------------------
+
+
+def accepts_rows(plain: Plain) -> str | None:
+    """Blocks are runs of a row, in whole bytes."""
+    m, k = plain.block
+    if m != 1:
+        return f"its blocks are {m or 'all'} rows high, and a block of this storage is a part of one row"
+    if k is not None and k % packing(plain.format.element)[0]:
+        return f"its blocks of {k} {plain.format.element.name} codes do not end on whole bytes"
+    if plain.format.offset != "none":
+        return "it has an offset, which this storage has no room for"
+    return None
+
+
+def interleaved(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Each block's codes, then its scale: bytes (..., rows, blocks of a row, bytes of a block), zeros as padding of the last.
+
+    One read brings a block with its scale. GGUF keeps its blocks so.
+    """
+    codes, scale = ops.load(parts["data"]), parts["scale"]
+    *lead, rows, columns = plain.scale_shape
+    codes = ops.pad(codes, (*(0 for _ in codes.shape[:-1]), columns * _block_bytes(plain) - codes.shape[-1]))
+    codes = ops.reshape(codes, (*lead, rows, columns, _block_bytes(plain)))
+    words = ops.reshape(ops.load(scale), (*lead, rows, columns, 1))
+    bytes_ = [(words >> (8 * i)) & 0xFF for i in range(ops.itemsize(scale))]
+    data = ops.store(ops.concat([codes, *bytes_]), "uint8")
+    return {**parts, "data": data, "scale": ops.store(ops.reshape(words, (-1,))[:0] & 0xFF, "uint8")}
+
+
+def parted(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Inverse of `interleaved`."""
+    stored, each = ops.load(parts["data"]), _block_bytes(plain)
+    *lead, rows, columns = plain.scale_shape
+    length = packed_length(plain.format.element, plain.shape[-1])
+    codes = ops.reshape(stored[..., :each], (*lead, rows, columns * each))[..., :length]
+    word = stored[..., each]
+    for i in range(1, stored.shape[-1] - each):
+        word = word | (stored[..., each + i] << (8 * i))
+    dtypes = plain.dtypes
+    return {**parts, "data": ops.store(codes, dtypes["data"]), "scale": ops.store(word, dtypes["scale"])}
+
+
+def _block_bytes(plain: Plain) -> int:
+    """Bytes of one block's codes."""
+    return packed_length(plain.format.element, plain.block[1] or plain.shape[-1])
+
+
+_HERE = "breccia.storage:"
+#: Those that breccia declares.
+STORAGES: tuple[Storage, ...] = (
+    Storage("swizzle_128x4", f"{_HERE}swizzled", f"{_HERE}unswizzled", f"{_HERE}accepts_byte_scales"),
+    Storage("column_major", f"{_HERE}column_major", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
+    Storage("transposed", f"{_HERE}transposed", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
+    Storage("interleaved", f"{_HERE}interleaved", f"{_HERE}parted", f"{_HERE}accepts_rows", data_axes=3),
+)

@@ -1,0 +1,193 @@
+"""Joining scaled tensors: `concat` along an axis there is, `stack` along a new one. No code changes its value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from ..arrays.frameworks import dtype_name, ops_of, same_framework
+from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
+from ..formats import TENSOR, Block
+from ..layouts import Layout, Shape
+from .components import held, part_grids, scale_block
+from .grids import check_axis, scale_grid, spanned, whole_unit, widened
+from .tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from ..arrays.ops import Array, Ops
+
+
+def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
+    """Tensors of one recipe joined along `axis`; undoes `split`.
+
+    Shapes agree but for `axis`. Where blocks longer than one element run along it, or codes share bytes, all but the last
+    tensor end on a whole unit. A scale that does not run along `axis` (a per-tensor one, or that of whole rows along K) must
+    be one and the same in all tensors; along a leading axis scales that differ are kept, one for each.
+
+    Raises ShapeError, LayoutError or UnsupportedError saying which tensors do not fit and what would make them.
+    """
+    sts = _alike("concat", tensors)
+    first = sts[0]
+    axis = check_axis(axis, first.ndim)
+    for n, st in enumerate(sts):
+        if any(here != there for a, (here, there) in enumerate(zip(st.shape, first.shape, strict=True)) if a != axis):
+            raise ShapeError(
+                f"concat: tensors agree in all lengths but that of axis {axis}; tensors[0] has shape {first.shape}, "
+                f"tensors[{n}] {st.shape}."
+            )
+    shape = (*first.shape[:axis], sum(st.shape[axis] for st in sts), *first.shape[axis + 1 :])
+    runs_along = axis == first.ndim + first.axis
+    _check_layouts("concat", [st.layout.along(()) if runs_along else st.layout for st in sts], shape, first.axis)
+    sts = [st for st in sts if st.shape[axis]] or sts[:1]
+    _check_ends(sts, axis)
+    ops = ops_of(first.data)
+    parts = {"data": ops.concat([st.data for st in sts], axis), **_joined_scales(ops, sts, axis)}
+    layout = reduce(lambda a, b: a.joined(b), (st.layout for st in sts)) if runs_along else first.layout
+    return ScaledTensor.assemble(
+        recipe=first.recipe, layout=layout.fitted(shape, first.axis), axis=first.axis, tail=sts[-1].tail, **parts
+    )
+
+
+def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
+    """Tensors of one recipe and shape along a new leading `axis`, from 0 to the number of leading axes.
+
+    Each keeps its scales: per-tensor ones become one for each position of the new axis.
+
+    Raises ShapeError, LayoutError or UnsupportedError saying which tensors do not fit and what would make them.
+    """
+    sts = _alike("stack", tensors)
+    first = sts[0]
+    shape, ndim = first.shape, first.ndim
+    for n, st in enumerate(sts):
+        if st.shape != shape:
+            raise ShapeError(f"stack: tensors have one shape; tensors[0] has {shape}, tensors[{n}] {st.shape}.")
+    if ndim < 2:
+        raise ShapeError(
+            f"stack needs two axes beside the new one; tensors have shape {shape}. Give them one: st.reshape(1, {shape[0]})."
+        )
+    axis = check_axis(axis, ndim + 1)
+    if axis > ndim - 2:
+        raise ShapeError(
+            f"stack: the new axis leads the last two, so axis is 0..{ndim - 2}; got {axis}. Stack there, and move it once "
+            "dequantized.",
+            axis=axis,
+        )
+    _check_layouts("stack", [st.layout for st in sts], shape, first.axis)
+    ops = ops_of(first.data)
+    parts: dict[str, Array] = {}
+    for name in held(first):
+        column = [getattr(st, name) for st in sts]
+        if name != "data":
+            block = scale_block(first, name)
+            lead = max(axis, *(spanned(len(part.shape), ndim, block) for part in column))
+            column = [widened(ops, part, lead, shape, first.axis, block) for part in column]
+        parts[name] = ops.concat([ops.reshape(p, (*p.shape[:axis], 1, *p.shape[axis:])) for p in column], axis)
+    return ScaledTensor.assemble(recipe=first.recipe, layout=first.layout, axis=first.axis, tail=first.tail, **parts)
+
+
+def _alike(verb: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
+    """The tensors as a list. Raises unless they are of one framework, recipe, axis and rank, and their parts of one dtype."""
+    if isinstance(tensors, ScaledTensor) or not isinstance(tensors, Iterable):
+        raise UnsupportedError(f"{verb} takes a list of ScaledTensors, got one {type(tensors).__name__}: {verb}([a, b]).")
+    sts = list(tensors)
+    if not sts:
+        raise OptionError(f"{verb} needs at least one tensor; got none.")
+    for n, st in enumerate(sts):
+        if not isinstance(st, ScaledTensor):
+            raise UnsupportedError(
+                f"{verb} takes ScaledTensors; tensors[{n}] is {type(st).__name__}; cast it with the same recipe."
+            )
+    sts = [st.to_plain() for st in sts]
+    first = sts[0]
+    same_framework({f"tensors[{n}]": st.data for n, st in enumerate(sts)})
+    for n, st in enumerate(sts):
+        if st.recipe != first.recipe:
+            raise UnsupportedError(
+                f"{verb}: tensors[0] has recipe {first.recipe!r}, tensors[{n}] {st.recipe!r}; requantize one to the other's."
+            )
+        if st.ndim != first.ndim:
+            raise ShapeError(
+                f"{verb}: tensors[0] has shape {first.shape}, tensors[{n}] {st.shape}; reshape one to as many axes."
+            )
+        if st.axis != first.axis:
+            raise LayoutError(
+                f"{verb}: blocks run along axis {first.axis} in tensors[0] and along {st.axis} in tensors[{n}]; "
+                "transpose one (st.mT), or requantize it along the other axis."
+            )
+        for name, part in held(st).items():
+            here, there = dtype_name(part), dtype_name(getattr(first, name))
+            if here != there:
+                raise UnsupportedError(
+                    f"{verb}: {name} is {there} in tensors[0] and {here} in tensors[{n}]; view or convert one, so that "
+                    "both are stored alike."
+                )
+    return sts
+
+
+def _check_layouts(verb: str, layouts: list[Layout], shape: Shape, axis: int) -> None:
+    """Raise LayoutError unless all are one layout, up to the partial last blocks of their own shapes."""
+    first, *rest = (layout.fitted(shape, axis) for layout in layouts)
+    for n, layout in enumerate(rest, 1):
+        if layout != first:
+            raise LayoutError(
+                f"{verb}: tensors[0] has layout {layouts[0]}, tensors[{n}] {layouts[n]}; requantize one to the other's."
+            )
+
+
+def _check_ends(sts: list[ScaledTensor], axis: int) -> None:
+    unit = whole_unit(part_grids(sts[0]).values(), axis)
+    for st in sts[:-1]:
+        if st.shape[axis] % unit:
+            raise LayoutError(
+                f"concat: along axis {axis} all tensors but the last end on a whole unit of {unit} elements (blocks under one "
+                f"scale, or codes sharing bytes); one has length {st.shape[axis]}. Put it last, or dequantize first.",
+                axis=axis,
+                unit=unit,
+            )
+
+
+def _joined_scales(ops: Ops, sts: list[ScaledTensor], axis: int) -> dict[str, Array]:
+    """Scale, zero_point and global_scale of `sts` joined along the logical `axis`, by name."""
+    fine, coarse = (
+        {name: [getattr(st, name) for st in sts] for name in names if getattr(sts[0], name) is not None}
+        for names in (("scale", "zero_point"), ("global_scale",))
+    )
+    return _joined(ops, sts, fine, axis, scale_block(sts[0], "scale")) | _joined(ops, sts, coarse, axis, TENSOR)
+
+
+def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], axis: int, block: Block) -> dict[str, Array]:
+    """Parts of one block, whose shapes go together, joined along `axis` or, where they do not run along it, found the same."""
+    ndim, along = sts[0].ndim, sts[0].axis
+    spans = max((spanned(len(part.shape), ndim, block) for column in columns.values() for part in column), default=0)
+    identical = all(part is column[0] for column in columns.values() for part in column)
+    if spans <= axis < ndim - 2 and not identical:
+        spans = axis + 1
+    found: dict[str, Array] = {}
+    for name, column in columns.items():
+        wide = [widened(ops, part, spans, st.shape, along, block) for part, st in zip(column, sts, strict=True)]
+        grid = scale_grid(len(wide[0].shape), ndim, along, block)
+        places = [place for place, a in enumerate(grid) if a.axis == axis and a.codes]
+        if not places:
+            _check_same(ops, name, wide, axis)
+        found[name] = ops.concat(wide, places[0]) if places else wide[0]
+    return found
+
+
+def _check_same(ops: Ops, name: str, column: list[Array], axis: int) -> None:
+    """Raise LayoutError unless all arrays are one object, or equal bit by bit."""
+    for n, part in enumerate(column):
+        if part is column[0]:
+            continue
+        try:
+            differs = tuple(part.shape) != tuple(column[0].shape) or ops.any(ops.load(part) != ops.load(column[0]))
+        except UnsupportedError as e:
+            raise UnsupportedError(
+                f"concat: {name} does not run along axis {axis}, so whether tensors[0] and tensors[{n}] share it decides; {e}"
+            ) from e
+        if differs:
+            raise LayoutError(
+                f"concat: {name} does not run along axis {axis}, and that of tensors[{n}] is not that of tensors[0]. stack "
+                "keeps each one's scale; or requantize them together.",
+                axis=axis,
+            )

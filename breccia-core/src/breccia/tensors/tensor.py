@@ -1,0 +1,453 @@
+"""ScaledTensor: low-precision codes bound to the scales that give them meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import targets
+from ..arrays.frameworks import dtype_name, framework_of, ops_of
+from ..errors import LayoutError, OptionError, UnsupportedError
+from ..formats import TENSOR
+from ..layouts import Layout, PerGroupIndex, Shape, Stored
+from ..options import PLAIN
+from ..recipes import ScalingRecipe
+from .checks import as_shape, check_arrays, check_parts, contraction_axis, tail_of
+from .components import PARTS, check_dropped, digest_facts, held, part_grids, scale_block, stored_parts
+from .grids import Cut, check_axis, check_cut, inferred, kept, packing, pieces, read_index, read_positions, releaded, whole_unit
+from .storing import check_layout, checked_plain, one_scale_per_block, plain_of, storage_of
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False, slots=True, weakref_slot=True)
+class ScaledTensor:
+    """`data` and `scale` of one framework, the `recipe` they follow, and the `layout` that maps one onto the other.
+
+    data: codes. 8-bit codes one per item (uint8, or the framework's float8 dtype); 4-bit codes two to a uint8 along
+        `axis`, the even index in the low nibble.
+    scale: what codes are multiplied by; its shape follows from `layout`.
+    zero_point: whole numbers of `scale`'s shape, for recipes with one; the float biases of a format with offset "bias".
+    global_scale: the coarse level's FP32 scale, shape () or a prefix of data.shape[:-2], for two-level recipes.
+    axis: the contraction axis blocks run along, -1 or -2; stored negative.
+    shape: the logical shape. Needed only where `data` ends in padding codes; derived otherwise.
+
+    Frozen; equal and hashed by identity; never converts to floating point in silence (see `breccia.dequantize`).
+    Raises TypeError or ValueError (their breccia subclasses) where the parts contradict each other.
+    """
+
+    data: Any
+    scale: Any
+    recipe: ScalingRecipe
+    layout: Layout
+    zero_point: Any
+    global_scale: Any
+    axis: int
+    #: Padding codes at the end of `axis`, less than one packing group.
+    tail: int
+
+    def __init__(
+        self,
+        data: Any,
+        scale: Any,
+        recipe: ScalingRecipe,
+        layout: Layout,
+        zero_point: Any = None,
+        global_scale: Any = None,
+        axis: int = -1,
+        shape: Shape | None = None,
+        *,
+        tail: int | None = None,
+    ) -> None:
+        check_arrays(data, scale, zero_point, global_scale)
+        if recipe is None:
+            raise LayoutError("recipe is required: a breccia.ScalingRecipe such as breccia.MXFP8BlockScaling().")
+        if layout is None:
+            raise LayoutError("layout is required: a breccia.layouts.Layout such as breccia.PerTensor().")
+        if not isinstance(recipe, ScalingRecipe):
+            raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}.")
+        if not isinstance(layout, Layout):
+            raise UnsupportedError(f"layout must be a Layout instance, got {layout!r}.")
+        check_layout(layout)
+        axis = contraction_axis(axis, len(data.shape))
+        fmt = recipe.format
+        if isinstance(layout, Stored) and layout.data_axes:
+            tail = -layout.matrix[-1] % packing(fmt.element)[0]
+        elif shape is not None:
+            tail = tail_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
+        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
+        if layout.storage != PLAIN and shape is not None and self.shape != as_shape(shape):
+            raise LayoutError(f"shape={tuple(shape)}, but these parts are of a tensor of shape {self.shape}.", found=self.shape)
+        check_parts(self if layout.storage == PLAIN else checked_plain(self), fmt)
+
+    @classmethod
+    def assemble(
+        cls,
+        data: Any,
+        scale: Any,
+        recipe: ScalingRecipe,
+        layout: Layout,
+        zero_point: Any = None,
+        global_scale: Any = None,
+        axis: int = -1,
+        tail: int = 0,
+    ) -> ScaledTensor:
+        """The tensor of parts known to fit, unchecked: for kernels, and for pytrees whose leaves are placeholders."""
+        self = object.__new__(cls)
+        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        """The logical shape: that of the high-precision tensor this stands for."""
+        return logical_shape(self)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.data.shape) if self.layout.storage == PLAIN else len(self.shape)
+
+    @property
+    def storage(self) -> str:
+        """The name of how codes and scales lie: "plain", or that of a registered storage."""
+        return self.layout.storage
+
+    @property
+    def data_dtype(self) -> Any:
+        return self.data.dtype
+
+    @property
+    def scale_dtype(self) -> Any:
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts together."""
+        return sum(int(part.nbytes) for part in (getattr(self, name) for name in PARTS) if part is not None)
+
+    @property
+    def framework(self) -> str:
+        """Name of the framework that owns the parts: "numpy", "torch", "jax", "mlx", ..."""
+        return framework_of(self.data, "data").name
+
+    @property
+    def device(self) -> Any:
+        """The framework's device of `data`; "cpu" for NumPy, None where arrays have no device."""
+        return getattr(self.data, "device", None)
+
+    @property
+    def mT(self) -> ScaledTensor:
+        """The transpose of the last two axes: parts swapped as views, blocks along the other axis, no byte moved."""
+        layout, data, scale, zero_point = self.layout, self.data, self.scale, self.zero_point
+        if data.ndim < 2:
+            raise LayoutError(f"mT needs at least two axes; this tensor has shape {self.shape}.", shape=self.shape)
+        if layout.storage == PLAIN:
+            data = _swapped(data)
+            if scale.ndim > 1 and layout.block() != TENSOR:
+                scale = _swapped(scale)
+                if zero_point is not None:
+                    zero_point = _swapped(zero_point)
+        elif not isinstance(layout, Stored) or not layout.data_axes:
+            data = _swapped(data)
+        parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.tail)
+        return ScaledTensor.assemble(data, scale, *parts)
+
+    def to_plain(self) -> ScaledTensor:
+        """The same tensor in plain storage: itself, where it is."""
+        layout = self.layout
+        if layout.storage == PLAIN:
+            return self
+        if self.axis == -2:
+            return self.mT.to_plain().mT
+        assert isinstance(layout, Stored)
+        storage, plain = storage_of(layout.storage), plain_of(self, layout.layout)
+        ops = ops_of(self.data)
+        parts = targets.load(storage.to_plain)(ops, held(self), plain)
+        return self._with(parts, layout=layout.layout)
+
+    def to_storage(self, name: str) -> ScaledTensor:
+        """The same tensor with codes and scales as the storage of that name has them; "plain" is `to_plain()`.
+
+        Raises UnknownNameError for a name that no plug-in declares, UnsupportedError where the storage cannot hold the tensor.
+        """
+        if name == self.layout.storage:
+            return self
+        st = self.to_plain()
+        if name == PLAIN:
+            return st
+        storage = storage_of(name)
+        if st.axis == -2:
+            return st.mT.to_storage(name).mT
+        plain = plain_of(st, st.layout)
+        if isinstance(st.layout, PerGroupIndex) or (len(plain.shape) > 1 and not one_scale_per_block(st, plain)):
+            raise UnsupportedError(
+                f"storage {name!r} holds one scale for each block, in the order of blocks; {st.layout} has scales of shape "
+                f"{tuple(st.scale.shape)} for a tensor of shape {plain.shape}. It stays in plain storage."
+            )
+        storage.refuse(plain)
+        parts = targets.load(storage.from_plain)(ops_of(st.data), held(st), plain)
+        matrix = plain.shape[-2:] if storage.data_axes else ()
+        return st._with(parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
+
+    # Structural verbs: each commutes with `dequantize` and changes no code.
+
+    def __getitem__(self, index: Any) -> ScaledTensor:
+        """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Parts are views where there are any.
+
+        Leading axes take any. The last two keep whole blocks, and whole bytes of packed codes: where such a unit is longer
+        than one element, a slice starts and stops at its multiples or at the end. An integer drops its axis; one of the last
+        two only under per-tensor scales that span neither, and 8-bit codes.
+
+        Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
+        """
+        return self._cut(read_index(index, self.shape))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[ScaledTensor]:
+        return (self[n] for n in range(len(self)))
+
+    #: `value in st` would compare codes with numbers.
+    __contains__ = None
+
+    def select(self, axis: int, index: Any) -> ScaledTensor:
+        """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
+
+        For leading axes (experts of an MoE weight), and those of the last two whose blocks and packing groups are one
+        element long (rows of an embedding). Negative positions count from the end. An array is read, so it cannot be traced.
+
+        Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an axis there is not.
+        """
+        shape = self.shape
+        axis = check_axis(axis, len(shape))
+        cuts: list[Cut] = [range(n) for n in shape]
+        cuts[axis] = read_positions(index, axis, shape[axis])
+        return self._cut(tuple(cuts))
+
+    def split(self, size: int | Sequence[int], axis: int = 0) -> tuple[ScaledTensor, ...]:
+        """Consecutive pieces along `axis`: of length `size`, the last one maybe shorter; or of the lengths in a list.
+
+        Raises OptionError for lengths that do not add up, LayoutError where a piece would end inside a block.
+        """
+        shape = self.shape
+        axis = check_axis(axis, len(shape))
+        self = self.to_plain()
+        cuts: list[Cut] = [range(n) for n in shape]
+        found: list[ScaledTensor] = []
+        start = 0
+        for length in pieces(size, shape[axis], axis):
+            cuts[axis] = range(start, start + length) if length else range(0)
+            found.append(self._cut(tuple(cuts)))
+            start += length
+        return tuple(found)
+
+    def reshape(self, *shape: int | Sequence[int]) -> ScaledTensor:
+        """The tensor with other leading axes; its last two lengths (a 1-D tensor's one) stay. One -1 is inferred.
+
+        Raises ShapeError.
+        """
+        self = self.to_plain()
+        old, ops = self.shape, ops_of(self.data)
+        new = inferred(shape, old)
+        if new == old:
+            return self
+        lead = new[: len(new) - len(old[-2:])]
+        parts = {
+            name: ops.reshape(part, (*lead, *part.shape[-2:]))
+            if name == "data"
+            else releaded(ops, part, lead, old, self.axis, scale_block(self, name))
+            for name, part in held(self).items()
+        }
+        return self._with(parts)
+
+    def to(self, device: Any) -> ScaledTensor:
+        """The tensor with every part on `device`, as its framework names devices; None leaves it where it is.
+
+        Raises OptionError for a device the framework does not know.
+        """
+        if hasattr(device, "itemsize"):
+            raise OptionError(
+                f"to() moves a tensor to a device; {device!r} is a dtype. Values of another dtype are "
+                "breccia.dequantize(st, out_dtype=...).",
+                device=str(device),
+            )
+        ops = ops_of(self.data)
+        return self._with({name: ops.to(part, device) for name, part in held(self).items()})
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of what `bytes_equal` compares; the same in every framework and process.
+
+        Hashed are, in this order: UTF-8 canonical JSON (sorted keys, no spaces) of
+        `{"axis": ..., "layout": layout.to_dict(), "parts": {name: [dtype, shape]}, "recipe": recipe.to_dict(), "shape": ...}`
+        over the parts there are, float8 dtypes named "uint8" and bfloat16 "uint16"; then the bytes of data, scale,
+        zero_point and global_scale, each in C order, little-endian.
+        """
+        self = self.to_plain()
+        stored = stored_parts(self)
+        text = json.dumps(digest_facts(self, stored), sort_keys=True, separators=(",", ":"))
+        found = hashlib.sha256(text.encode())
+        for part in stored.values():
+            found.update(part.reshape(-1).view("u1"))
+        return found.hexdigest()
+
+    def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
+        """What `cuts`, one for each axis, keep."""
+        self = self.to_plain()
+        shape, grids = self.shape, part_grids(self)
+        check_dropped(self, cuts, grids)
+        for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
+            check_cut(cut, axis, length, whole_unit(grids.values(), axis))
+        ops = ops_of(self.data)
+        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held(self).items()}
+        if any(isinstance(cut, int) for cut in cuts[-2:]):
+            return self._with(parts, axis=-1)  # one scale for all, whichever axis is left
+        along, length = cuts[self.axis], shape[self.axis]
+        assert not isinstance(along, int)
+        left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
+        layout = self.layout if along == range(length) else self.layout.along(along)
+        to_the_end = isinstance(along, range) and along.stop == length
+        return self._with(parts, layout=layout.fitted(left, self.axis), tail=self.tail if to_the_end else 0)
+
+    def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
+        """This tensor with these parts, the only ones it has, and other fields."""
+        fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "tail": self.tail}
+        return ScaledTensor.assemble(**(fields | changed | parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its constructor's arguments, which are checked when it is read: a pickle may come from anybody."""
+        ops = ops_of(self.data)
+        parts = [None if part is None else ops.portable(part) for part in (getattr(self, name) for name in PARTS)]
+        dtypes = tuple(None if part is None else dtype_name(part) for part in (getattr(self, name) for name in PARTS))
+        data, scale, *others = parts
+        return restored, (data, scale, self.recipe, self.layout, *others, self.axis, self.tail, dtypes)
+
+    #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
+    __array_ufunc__ = None
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Refused: it would dequantize in silence."""
+        raise UnsupportedError("a ScaledTensor is no array; breccia.dequantize(st) gives its values, st.data its codes.")
+
+    def __repr__(self) -> str:
+        axis = "" if self.axis == -1 else f", axis={self.axis}"
+        axis += "" if self.layout.storage == PLAIN else f", storage={self.layout.storage!r}"
+        return (
+            f"breccia.ScaledTensor(shape={self.shape}, data_dtype={self.data_dtype}, "
+            f"scale_shape={tuple(self.scale.shape)}, recipe={type(self.recipe).__name__}, "
+            f"layout={type(self.layout.plain).__name__}{axis})"
+        )
+
+
+def restored(
+    data: Any,
+    scale: Any,
+    recipe: ScalingRecipe,
+    layout: Layout,
+    zero_point: Any,
+    global_scale: Any,
+    axis: int,
+    tail: int,
+    dtypes: tuple[str | None, ...] = (),
+) -> ScaledTensor:
+    """The tensor of a pickle; `dtypes` are those its parts had. Raises what ScaledTensor raises."""
+    parts = [data, scale, zero_point, global_scale]
+    for n, (part, dtype) in enumerate(zip(parts, dtypes, strict=False)):
+        if part is not None and dtype is not None and dtype_name(part) != dtype:
+            parts[n] = ops_of(part).from_portable(part, dtype)
+    data, scale, zero_point, global_scale = parts
+    return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, tail=tail)
+
+
+#: All fields, in order.
+FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
+
+
+#: How a frozen instance is filled: by the descriptors of its slots.
+_SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
+
+
+_DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _TAIL = _SETTERS
+
+
+def fill(
+    self: ScaledTensor,
+    data: Any,
+    scale: Any,
+    recipe: ScalingRecipe,
+    layout: Layout,
+    zero_point: Any,
+    global_scale: Any,
+    axis: int,
+    tail: int,
+) -> None:
+    """Set the fields of a new instance; module-level, so that torch.compile can substitute it."""
+    _DATA(self, data)
+    _SCALE(self, scale)
+    _RECIPE(self, recipe)
+    _LAYOUT(self, layout)
+    _ZERO_POINT(self, zero_point)
+    _GLOBAL_SCALE(self, global_scale)
+    _AXIS(self, axis)
+    _TAIL(self, tail)
+
+
+def logical_shape(st: ScaledTensor) -> Shape:
+    """`st.shape`; module-level, so that torch.compile can substitute it."""
+    layout = st.layout
+    if layout.storage != PLAIN:
+        assert isinstance(layout, Stored)
+        if (found := layout.shape(tuple(st.data.shape), st.axis)) is not None:
+            return found
+    codes, size = packing(st.recipe.format.element)
+    shape = list(st.data.shape)
+    shape[st.axis] = shape[st.axis] // size * codes - st.tail
+    return tuple(shape)
+
+
+def _swapped(part: Any) -> Any:
+    """The last two axes exchanged. `mT` is a third faster than the call in torch; MLX 0.28 lacks it."""
+    try:
+        return part.mT
+    except AttributeError:
+        return part.swapaxes(-1, -2)
+
+
+def transposed(layout: Layout) -> Layout:
+    """`layout.mT`; module-level, so that torch.compile can substitute it."""
+    return layout.mT
+
+
+def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Do `a` and `b`, of whatever frameworks, hold the same tensor, bit by bit?
+
+    Recipe, layout, axis and logical shape are equal, and so are the shape, dtype and bits of every part; float8 dtypes
+    count as uint8, and bfloat16 as uint16, which are the same bytes. Reads values.
+
+    Raises UnsupportedError unless both are ScaledTensors.
+    """
+    for name, st in (("a", a), ("b", b)):
+        if not isinstance(st, ScaledTensor):
+            raise UnsupportedError(f"bytes_equal compares ScaledTensors; {name} is {type(st).__name__}.")
+    a, b = a.to_plain(), b.to_plain()
+    left, right = stored_parts(a), stored_parts(b)
+    if digest_facts(a, left) != digest_facts(b, right):
+        return False
+    return all(bool((left[name].reshape(-1).view("u1") == right[name].reshape(-1).view("u1")).all()) for name in left)
+
+
+def from_buffer(
+    data: Any,
+    scale: Any,
+    recipe: ScalingRecipe,
+    layout: Layout,
+    zero_point: Any = None,
+    global_scale: Any = None,
+    axis: int = -1,
+    shape: Shape | None = None,
+) -> ScaledTensor:
+    """Wrap buffers that are quantized already. Nothing is copied or computed; what contradicts itself raises.
+
+    Parameters are those of `ScaledTensor`.
+    """
+    return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, shape)
