@@ -16,6 +16,6 @@ _FASTER = -400
 def breccia_kernels() -> Iterable[Kernel]:
     # torch's CPU tensors come here too: breccia_torch.cpu calls the kernel for NumPy.
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
-    for op, module in (("cast", "numpy"), ("dequantize", "plans")):
+    for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)

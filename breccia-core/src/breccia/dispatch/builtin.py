@@ -69,9 +69,10 @@ def breccia_storages() -> Iterable[Storage]:
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    reference, composites, plans = (f"breccia.kernels.{module}" for module in ("reference", "composites", "plans"))
-    for op in ("cast", "dequantize", "requantize", "matmul", "grouped_matmul"):
-        yield Kernel(op, ANY_FRAMEWORK, f"{reference}:{op}", f"reference.{op}", rank=_LAST, traces=True)
+    kernels = "breccia.kernels"
+    composites, plans = f"{kernels}.composites", f"{kernels}.plans"
+    for op, module in _GENERIC.items():
+        yield Kernel(op, ANY_FRAMEWORK, f"{kernels}.reference.{module}:{op}", f"reference.{op}", rank=_LAST, traces=True)
     for op, plan in _PLANS.items():
         target, plan = f"{composites}:{op}", f"{plans}:{plan}"
         reads = ANY_STORAGE if op == "cast_matmul" else ()  # which passes its second operand on as it is
@@ -89,13 +90,23 @@ def breccia_kernels() -> Iterable[Kernel]:
             writes=ANY_STORAGE,
             traces=True,
         )
-    numpy = "breccia.kernels.numpy"
-    yield Kernel("cast", "numpy", f"{numpy}:cast", "numpy.cast", rank=_FAST, accepts=f"{numpy}:accepts_cast")
+    numpy = f"{kernels}.numpy"
+    accepts = f"{numpy}.plan:accepts_cast"
+    yield Kernel("cast", "numpy", f"{numpy}.casting:cast", "numpy.cast", rank=_FAST, accepts=accepts)
     accepts = f"{plans}:accepts_dequantize"
-    yield Kernel("dequantize", "numpy", f"{numpy}:dequantize", "numpy.dequantize", rank=_FAST, accepts=accepts)
-    yield Kernel("matmul", "numpy", f"{numpy}:matmul", "numpy.matmul", rank=_FAST, plan=f"{plans}:plan_of_products")
+    yield Kernel("dequantize", "numpy", f"{numpy}.decoding:dequantize", "numpy.dequantize", rank=_FAST, accepts=accepts)
+    plan = f"{plans}:plan_of_products"
+    yield Kernel("matmul", "numpy", f"{numpy}.products:matmul", "numpy.matmul", rank=_FAST, plan=plan)
 
 
+#: Ops that the generic algorithm implements, with the module that does.
+_GENERIC = {
+    "cast": "casting",
+    "dequantize": "decoding",
+    "requantize": "requantizing",
+    "matmul": "products",
+    "grouped_matmul": "products",
+}
 #: Ops written over other ops, with the function that says which.
 _PLANS = {
     "requantize": "plan_of_requantize",
