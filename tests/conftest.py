@@ -23,12 +23,13 @@ from breccia import (
     NF4Scaling,
     NVFP4BlockScaling,
     ScalingRecipe,
+    exact,
 )
 from breccia.testing.examples import every_decodable, special_rows, wide
 from breccia.testing.places import Place
 from breccia.testing.pytest_plugin import header
 
-__all__ = ["RECIPES", "Run", "every_decodable", "on_cuda", "recipe_id", "special_rows", "wide"]
+__all__ = ["RECIPES", "Run", "every_decodable", "is_exact", "on_cuda", "recipe_id", "special_rows", "wide"]
 
 #: Distributions of their own, which tests/test_third_party.py installs.
 collect_ignore = ["third_party"]
@@ -93,6 +94,12 @@ def recipe_id(recipe: ScalingRecipe) -> str:
     default = type(recipe)()
     changed = [f.name for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != getattr(default, f.name)]  # type: ignore[arg-type]
     return "-".join([recipe.name, *(f"{name}={getattr(recipe, name)}" for name in changed)])
+
+
+def is_exact(source: ScalingRecipe, target: ScalingRecipe) -> bool:
+    """Can `target` hold every tensor of `source` with the same decoded bits?"""
+    names, scales = zip(*((r.format.element, r.format.scale.codec) for r in (source, target)), strict=True)
+    return exact.renamed(*names) is not None and exact.same_scales(source, target) and exact.hold_scales(*scales)
 
 
 def on_cuda(test: Any) -> Any:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import recipe_id
+from conftest import is_exact, recipe_id
 
 import breccia
 from breccia.codecs import CODECS, E4M3, Integer, Minifloat
-from breccia.exact import is_exact
 from breccia.frameworks import Device
 from breccia.kernels.numpy import FloatCodes, IntegerCodes, _code_writer
 from breccia.ops import NUMPY

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RECIPES, every_decodable, recipe_id, special_rows, wide
+from conftest import RECIPES, every_decodable, is_exact, recipe_id, special_rows, wide
 
 import breccia
 from breccia import (
@@ -24,7 +24,6 @@ from breccia import (
     NVFP4BlockScaling,
 )
 from breccia.codecs import E2M1, E2M3, F32, Codec
-from breccia.exact import is_exact
 from breccia.formats import Format, Level
 from breccia.frameworks import ops_of
 from breccia.kernels import reference
