@@ -85,6 +85,7 @@ _HOMES: dict[str, str] = {
         "errors",
     ),
 }
+_REGISTRY = "registry"
 _MODULES = ("backend", "bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
 
 __all__ = ["__version__", *sorted(_HOMES), *_MODULES]
@@ -109,7 +110,7 @@ def _hint(name: str) -> str:
         return ""
     errors = __getattr__("errors")
     try:
-        bridges = import_module(".registry", __name__).registry().bridges
+        bridges = import_module(f".{_REGISTRY}", __name__).registry().bridges
     except errors.PluginError:  # a manifest asks while the registry is being built
         bridges = {}
     if name in bridges:
