@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
 BENCH := .venv-bench
+MUTANTS := .venv-mutants
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native -e "./breccia-bridges[report]"
 # mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
@@ -31,8 +32,9 @@ slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "slow and not gpu"
 
 # Every mutant of the core against the tests: hours of one core. Run again after an interruption, it goes on.
-mutants: $(VENV)/ready
-	$(VENV)/bin/python tests/mutation.py --all --jobs $$(nproc) --out $(VENV)/mutants --resume $(VENV)/mutants/mutation.json
+mutants: $(MUTANTS)/ready
+	$(MUTANTS)/bin/python -m pytest -q tests/test_mutation.py
+	$(MUTANTS)/bin/python tests/mutation.py --jobs $$(nproc) --out $(MUTANTS)/sessions
 
 # Lint, format, types, and documents that show what is so.
 check: $(VENV)/ready
@@ -66,7 +68,7 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BENCH) .demo benchmarks/.rivals site
+	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
 		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/steps.c \
@@ -81,6 +83,14 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here. Of TransformerEngine
 	@# there are the reference quantizers alone, in Python; `import transformer_engine` says that the library is missing.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps -e ./breccia-triton transformer-engine
+	touch $@
+
+# Core alone: with a framework or another of breccia's distributions present, other kernels would hide a mutant.
+$(MUTANTS)/ready: constraints.txt breccia-core/pyproject.toml
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(MUTANTS)
+	$(MUTANTS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		-e "./breccia-core[testing,ml-dtypes]" cosmic-ray
 	touch $@
 
 $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pyproject.toml

@@ -9,26 +9,13 @@ from typing import Any
 
 import pytest
 
-from breccia import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowScaling,
-    INT4Scaling,
-    INT8Scaling,
-    MXFP4BlockScaling,
-    MXFP6BlockScaling,
-    MXFP8BlockScaling,
-    MXINT8BlockScaling,
-    NF4Scaling,
-    NVFP4BlockScaling,
-    ScalingRecipe,
-)
+from breccia import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling, MXINT8BlockScaling, NF4Scaling, NVFP4BlockScaling, ScalingRecipe
+from breccia.kernels import exact
 from breccia.testing.examples import every_decodable, special_rows, wide
 from breccia.testing.places import Place
 from breccia.testing.pytest_plugin import header
 
-__all__ = ["RECIPES", "Run", "every_decodable", "on_cuda", "recipe_id", "special_rows", "wide"]
+__all__ = ["RECIPES", "Run", "every_decodable", "is_exact", "on_cuda", "recipe_id", "special_rows", "wide"]
 
 #: Distributions of their own, which tests/test_third_party.py installs.
 collect_ignore = ["third_party"]
@@ -95,6 +82,12 @@ def recipe_id(recipe: ScalingRecipe) -> str:
     return "-".join([recipe.name, *(f"{name}={getattr(recipe, name)}" for name in changed)])
 
 
+def is_exact(source: ScalingRecipe, target: ScalingRecipe) -> bool:
+    """Can `target` hold every tensor of `source` with the same decoded bits?"""
+    names, scales = zip(*((r.format.element, r.format.scale.codec) for r in (source, target)), strict=True)
+    return exact.renamed(*names) is not None and exact.same_scales(source, target) and exact.hold_scales(*scales)
+
+
 def on_cuda(test: Any) -> Any:
     """For `tests/gpu.sh`; elsewhere it is skipped."""
     try:
@@ -112,7 +105,7 @@ def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The program in this process: (exit code, standard output, standard error)."""
-    from breccia.cli.main.main import run as program
+    from breccia.cli.main.main.main import run as program
 
     monkeypatch.setenv("COLUMNS", "200")
 

@@ -17,9 +17,9 @@ import breccia
 from breccia.arrays.ops import NUMPY
 from breccia.codecs import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, UINT4, UINT8, Codec
 from breccia.errors import CorruptFileError
-from breccia.testing import __main__ as program
-from breccia.testing import agree, foreign
-from breccia.testing.foreign import Neighbour, Ours, Quantizer, Written, packed, transformer_engine
+from breccia_bridges import agreement
+from breccia_bridges.agreement import Neighbour, Ours, Quantizer, Written, packed, table, transformer_engine
+from breccia_bridges.agreement import __main__ as program
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @cache
 def result() -> dict[str, Any]:
-    return agree.read(DOCS / agree.RESULT)
+    return table.read(DOCS / table.RESULT)
 
 
 def rows() -> dict[tuple[str, str], Row]:
@@ -39,12 +39,12 @@ def rows() -> dict[tuple[str, str], Row]:
     return {(n["name"], row["name"]): row for n in result()["neighbours"] for row in n["rows"]}
 
 
-DECLARED = {(n.name, q.name): (n, q) for n in foreign.neighbours() for q in n.quantizers}
+DECLARED = {(n.name, q.name): (n, q) for n in agreement.neighbours() for q in n.quantizers}
 
 
 @cache
 def inputs() -> dict[str, np.ndarray]:
-    return agree.matrices(SHAPE)
+    return table.matrices(SHAPE)
 
 
 def measured_version(neighbour: str) -> str | None:
@@ -64,7 +64,7 @@ def quantizer(request: pytest.FixtureRequest) -> Quantizer:
 
 
 def theirs(quantizer: Quantizer, x: np.ndarray) -> Written:
-    found = agree.attempt(quantizer.write, x)
+    found = table.attempt(quantizer.write, x)
     assert isinstance(found, Written), found
     return found
 
@@ -75,16 +75,16 @@ every = pytest.mark.parametrize("quantizer", DECLARED, indirect=True, ids=lambda
 
 
 def test_the_page_is_what_the_result_draws() -> None:
-    assert (DOCS / agree.PAGE).read_text(encoding="utf-8") == agree.page(result())
+    assert (DOCS / table.PAGE).read_text(encoding="utf-8") == table.page(result())
 
 
 def test_every_neighbour_that_is_declared_has_its_rows() -> None:
-    assert [n["name"] for n in result()["neighbours"]] == [n.name for n in foreign.neighbours()]
+    assert [n["name"] for n in result()["neighbours"]] == [n.name for n in agreement.neighbours()]
     assert list(rows()) == list(DECLARED)
     for key, row in rows().items():
         said = {name: (row[name]["writes"], row[name]["cause"]) for name in ("default", "closest") if name in row}
         declared = DECLARED[key][1].settings
-        assert said == {name: (agree.label(o.writes), o.cause) for name, o in declared.items()}, key
+        assert said == {name: (table.label(o.writes), o.cause) for name, o in declared.items()}, key
         assert row["error"] is None, key
 
 
@@ -98,12 +98,12 @@ def test_a_difference_has_a_cause_and_agreement_has_none(key: tuple[str, str]) -
     row = rows()[key]
     for name in ("default", "closest"):
         if name in row:
-            assert agree.agrees(row[name]) != bool(row[name]["cause"]), (name, agree.total(row[name]["shares"]))
+            assert table.agrees(row[name]) != bool(row[name]["cause"]), (name, table.total(row[name]["shares"]))
 
 
 def test_the_closest_setting_is_closer_than_the_default() -> None:
     def equal(beside: Row) -> float:
-        return min(part[0] / part[1] for part in agree.total(beside["shares"]).values())
+        return min(part[0] / part[1] for part in table.total(beside["shares"]).values())
 
     for key, row in rows().items():
         assert "closest" not in row or equal(row["closest"]) > equal(row["default"]), key
@@ -113,12 +113,12 @@ def test_recipes_are_spelled_as_breccia_reads_them() -> None:
     for _, quantizer in DECLARED.values():
         for o in quantizer.settings.values():
             if not isinstance(o.writes, Codec):
-                assert breccia.recipe(agree.label(o.writes)) == o.writes
+                assert breccia.recipe(table.label(o.writes)) == o.writes
 
 
 @pytest.mark.parametrize(("equal", "of", "said"), [(3, 3, "100"), (999_999, 1_000_000, "99.9"), (1, 3, "33.3"), (0, 7, "0")])
 def test_a_share_is_100_percent_only_where_all_are_equal(equal: int, of: int, said: str) -> None:
-    assert agree.percent(equal, of) == said
+    assert table.percent(equal, of) == said
 
 
 # -- measured again --------------------------------------------------------------------------------------------------
@@ -127,13 +127,13 @@ def test_a_share_is_100_percent_only_where_all_are_equal(equal: int, of: int, sa
 @every
 def test_where_the_page_claims_all_bytes_they_are_equal_again(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
     key = request.node.callspec.params["quantizer"]
-    claimed = [name for name in ("default", "closest") if name in rows()[key] and agree.agrees(rows()[key][name])]
+    claimed = [name for name in ("default", "closest") if name in rows()[key] and table.agrees(rows()[key][name])]
     matrices = quantizer.recorded() if quantizer.recorded else inputs()
     for name, given in matrices.items():
-        x = agree.fitting(quantizer.default.writes, given)
+        x = table.fitting(quantizer.default.writes, given)
         there = theirs(quantizer, x)
         for setting in claimed:
-            found = agree.shares(there, agree.ours(x, quantizer.settings[setting].writes))
+            found = table.shares(there, table.ours(x, quantizer.settings[setting].writes))
             assert all(equal == of for equal, of in found.values()), (name, setting, found)
 
 
@@ -141,16 +141,16 @@ def test_where_the_page_claims_all_bytes_they_are_equal_again(quantizer: Quantiz
 def test_edges_become_again_what_the_page_says(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
     if quantizer.recorded:
         pytest.skip("a recording has no faults in it")
-    assert agree.edges(quantizer) == rows()[request.node.callspec.params["quantizer"]]["edges"]
+    assert table.edges(quantizer) == rows()[request.node.callspec.params["quantizer"]]["edges"]
 
 
 @pytest.mark.parametrize("quantizer", [("qwix", "mxfp8")], indirect=True, ids=["qwix"])
 def test_qwix_loses_a_nan_in_large_arrays_alone(quantizer: Quantizer) -> None:
     """So that what the page says of it is about its size too."""
-    x = agree.faulty("NaN", np.s_[:1, :32])
-    assert agree.word("NaN", x, theirs(quantizer, x).decoded, np.s_[:1, :32]) == "NaN; rest finite"
+    x = table.faulty("NaN", np.s_[:1, :32])
+    assert table.word("NaN", x, theirs(quantizer, x).decoded, np.s_[:1, :32]) == "NaN; rest finite"
     small = np.ascontiguousarray(x[:2, :64])
-    assert agree.word("NaN", small, theirs(quantizer, small).decoded, np.s_[:1, :32]) == "block NaN"
+    assert table.word("NaN", small, theirs(quantizer, small).decoded, np.s_[:1, :32]) == "block NaN"
 
 
 # -- each cause makes the bytes --------------------------------------------------------------------------------------
@@ -434,13 +434,13 @@ def decoded(*corner: float, elsewhere: float = 1.0) -> np.ndarray:
     ],
 )
 def test_edges_are_told_in_words(edge: str, y: np.ndarray, said: str) -> None:
-    assert agree.word(edge, np.ones((2, 8), np.float32), y, CORNER) == said
+    assert table.word(edge, np.ones((2, 8), np.float32), y, CORNER) == said
 
 
 def test_an_element_without_a_scale_is_told_as_a_number() -> None:
     x = np.ones((2, 8), np.float32)
-    assert agree.word("NaN", x, decoded(1, 1, 1, 448), CORNER, alone=True) == "448"
-    assert agree.word("zero block", x, decoded(2.0**-127, 0, 0, 0), CORNER, alone=True) == "5.9e-39"
+    assert table.word("NaN", x, decoded(1, 1, 1, 448), CORNER, alone=True) == "448"
+    assert table.word("zero block", x, decoded(2.0**-127, 0, 0, 0), CORNER, alone=True) == "5.9e-39"
 
 
 # -- what is absent, and what fails ----------------------------------------------------------------------------------
@@ -448,15 +448,15 @@ def test_an_element_without_a_scale_is_told_as_a_number() -> None:
 
 def test_a_library_that_is_absent_is_not_installed_and_nothing_of_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(distribution: str) -> str:
-        raise foreign.PackageNotFoundError(distribution)
+        raise agreement.PackageNotFoundError(distribution)
 
-    monkeypatch.setattr(foreign, "version", absent)
+    monkeypatch.setattr(agreement, "version", absent)
     monkeypatch.setattr(transformer_engine, "RECORDING", ROOT / "absent")
     for root in ("torch", "torchao", "mlx", "jax", "qwix", "gguf", "ml_dtypes", "compressed_tensors", "transformer_engine"):
         monkeypatch.setitem(sys.modules, root, None)
-    found = agree.measured(shape=SHAPE)
+    found = table.measured(shape=SHAPE)
     assert all(n["version"] is None and n["rows"] == [] for n in found["neighbours"])
-    assert agree.page(found).count("Not installed where this was measured.") == len(foreign.neighbours())
+    assert table.page(found).count("Not installed where this was measured.") == len(agreement.neighbours())
 
 
 def broken(x: np.ndarray) -> Written:
@@ -466,16 +466,16 @@ def broken(x: np.ndarray) -> Written:
 def only_finite(x: np.ndarray) -> Written:
     if not np.isfinite(x).all():
         raise FloatingPointError("NaN")
-    return agree.ours(x, E4M3)
+    return table.ours(x, E4M3)
 
 
 def test_a_crash_of_a_neighbour_is_a_result_and_no_stop() -> None:
     fails, works = Quantizer("fails", broken, Ours(E4M3)), Quantizer("works, but for NaN", only_finite, Ours(E4M3))
-    found = agree.measured([Neighbour("Acme", lambda: "1.0", (fails, works))], SHAPE)
+    found = table.measured([Neighbour("Acme", lambda: "1.0", (fails, works))], SHAPE)
     first, second = found["neighbours"][0]["rows"]
     assert first["error"] == "raises ZeroDivisionError on normal" and second["error"] is None
-    assert agree.agrees(second["default"]) and second["edges"]["NaN"] == ["raises FloatingPointError", "NaN"]
-    drawn = agree.page(found)
+    assert table.agrees(second["default"]) and second["edges"]["NaN"] == ["raises FloatingPointError", "NaN"]
+    drawn = table.page(found)
     assert "| fails | raises ZeroDivisionError on normal | — |" in drawn
     assert "raises FloatingPointError, here NaN" in drawn
 
@@ -483,7 +483,7 @@ def test_a_crash_of_a_neighbour_is_a_result_and_no_stop() -> None:
 def test_a_library_that_is_installed_and_cannot_be_imported_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     neighbour, quantizer = DECLARED["ml_dtypes", "float8_e5m2"]
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    assert agree.compared(quantizer, inputs())["error"] == "raises ModuleNotFoundError on normal", neighbour
+    assert table.compared(quantizer, inputs())["error"] == "raises ModuleNotFoundError on normal", neighbour
 
 
 def test_an_adapter_that_gives_other_shapes_than_ours_is_told_to_relabel() -> None:
@@ -491,34 +491,34 @@ def test_an_adapter_that_gives_other_shapes_than_ours_is_told_to_relabel() -> No
     with pytest.raises(
         ValueError, match=r"data: the adapter gives \[\(\(2, 32\), 'uint8'\)\], and we store \[\(\(2, 16\), 'uint8'\)\]"
     ):
-        agree.shares(unpacked, agree.ours(np.zeros((2, 32), np.float32), E2M1))
+        table.shares(unpacked, table.ours(np.zeros((2, 32), np.float32), E2M1))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["breccia.testing", "agree", *options])
+    monkeypatch.setattr(sys, "argv", ["breccia_bridges.agreement", *options])
     program.main()
 
 
 def test_the_command_draws_the_page_from_the_result_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / agree.RESULT).write_bytes((DOCS / agree.RESULT).read_bytes())
+    (tmp_path / table.RESULT).write_bytes((DOCS / table.RESULT).read_bytes())
     run(monkeypatch, str(tmp_path), "--draw")
-    assert (tmp_path / agree.PAGE).read_bytes() == (DOCS / agree.PAGE).read_bytes()
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in (agree.RESULT, agree.PAGE)]
+    assert (tmp_path / table.PAGE).read_bytes() == (DOCS / table.PAGE).read_bytes()
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in (table.RESULT, table.PAGE)]
 
 
 def test_the_command_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    acme = Neighbour("Acme", lambda: "1.0", (Quantizer("E4M3", lambda x: agree.ours(x, E4M3), Ours(E4M3)),))
-    monkeypatch.setattr(agree, "neighbours", lambda: [acme])
+    acme = Neighbour("Acme", lambda: "1.0", (Quantizer("E4M3", lambda x: table.ours(x, E4M3), Ours(E4M3)),))
+    monkeypatch.setattr(table, "neighbours", lambda: [acme])
     run(monkeypatch, str(tmp_path))
-    found = json.loads((tmp_path / agree.RESULT).read_text(encoding="utf-8"))
+    found = json.loads((tmp_path / table.RESULT).read_text(encoding="utf-8"))
     assert found["provenance"]["versions"]["breccia-core"] == breccia.__version__ and found["shape"] == [512, 1024]
     assert found["provenance"]["date_utc"] and found["provenance"]["cpu"] and str(tmp_path) not in json.dumps(found)
-    assert "| E4M3 | `E4M3` |  | — | **100** | **100** |" in (tmp_path / agree.PAGE).read_text(encoding="utf-8")
+    assert "| E4M3 | `E4M3` |  | — | **100** | **100** |" in (tmp_path / table.PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -533,11 +533,11 @@ def test_a_result_that_cannot_be_drawn_is_named(
     held: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if held is not None:
-        (tmp_path / agree.RESULT).write_text(held, encoding="utf-8")
+        (tmp_path / table.RESULT).write_text(held, encoding="utf-8")
     with pytest.raises(SystemExit, match=f"error: .*{said}"):
         run(monkeypatch, str(tmp_path), "--draw")
     with pytest.raises(FileNotFoundError if held is None else CorruptFileError, match=said):
-        agree.write(tmp_path, draw=True)
+        table.write(tmp_path, draw=True)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

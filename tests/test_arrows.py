@@ -32,7 +32,7 @@ PACKAGES = {
 #: What each package imports from others, beyond the standard library: at the top of a module, or anywhere.
 TERMINAL = {"typer", "rich"}
 REPORT = {"plotly", "jinja2", "markupsafe"}
-NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes"}
+NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf"}
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_torch": ({"torch", "numpy"}, set()),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
@@ -45,8 +45,6 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
 FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "arrays.ops": ({"numpy"}, {"ml_dtypes"}),
     "kernels": ({"numpy"}, set()),
-    # Adapters import the library they adapt, in functions, and only the command `agree` loads them.
-    "testing.foreign": ({"numpy"}, {*NEIGHBOURS, "qwix", "gguf", "safetensors"}),
     "testing": ({"numpy", "pytest", "hypothesis"}, {"ml_dtypes"}),
     "cli.bench": ({"numpy"}, set()),
     "cli": (TERMINAL, set()),
@@ -228,17 +226,14 @@ def test_the_other_distributions_read_the_public_names_and_the_backend_of_core_a
             assert public or of_core.startswith("backend."), f"line {found.line} imports {found.name}"
 
 
-def test_only_the_command_of_the_agreement_table_loads_the_neighbours() -> None:
-    """Core imports no framework: not even by a detour over the adapters, which name them."""
+def test_nothing_but_the_command_of_the_agreement_table_loads_the_adapters_of_other_libraries() -> None:
     loading = {
-        name
-        for name in CORE_MODULES
-        for found in read("breccia-core", name)
-        if found.root == CORE and module_of(found, CORE, CORE_MODULES).startswith(("testing.foreign", "testing.agree"))
+        (distribution, name)
+        for distribution, name in ALL
+        for found in read(distribution, name)
+        if found.name.startswith("breccia_bridges.agreement")
     }
-    assert {name for name in loading if not name.startswith("testing.foreign")} == {"testing.agree", "testing.__main__"}
-    lazy = [found.lazy for found in read("breccia-core", "testing.__main__") if found.name.endswith("testing.agree")]
-    assert lazy and all(lazy)
+    assert loading and all(d == "breccia-bridges" and name.startswith("agreement") for d, name in loading)
 
 
 def test_the_order_lists_modules_that_exist() -> None:

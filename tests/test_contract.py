@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import RECIPES, recipe_id, wide
+from conftest import RECIPES, is_exact, recipe_id, wide
 from products import assert_same_product
 
 import breccia
@@ -22,7 +22,6 @@ from breccia import (
     NF4Scaling,
     NVFP4BlockScaling,
 )
-from breccia.kernels.exact import is_exact
 
 
 def parts(st: breccia.ScaledTensor) -> list[bytes | None]:

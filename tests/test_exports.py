@@ -28,7 +28,7 @@ from breccia.siblings import install
 
 #: Modules that define nothing and give names of others.
 FACADES = [breccia, breccia.backend]
-LAZY = [breccia, breccia.backend, breccia.bridges, breccia.kernels, breccia.kernels.triton, breccia.testing]
+LAZY = [breccia, breccia.backend, breccia.kernels, breccia.kernels.triton, breccia.testing]
 
 
 def stub(module: ModuleType) -> list[ast.stmt]:
@@ -83,10 +83,11 @@ def test_dir_of_a_facade_is_all(module: ModuleType) -> None:
     assert dir(module) == sorted(module.__all__)
 
 
-def test_dir_of_the_bridges_is_all_and_what_plug_ins_declare() -> None:
+@pytest.mark.together
+def test_dir_of_the_bridges_is_what_plug_ins_declare() -> None:
     declared = {b.name: b.plugin for b in breccia.dispatch.registry.registry().bridges.values()}
-    assert dir(breccia.bridges) == sorted({*breccia.bridges.__all__, *declared})
-    assert {name for name, plugin in declared.items() if plugin == "bridges"} == set(breccia.bridges.__all__)
+    assert dir(breccia.bridges) == breccia.bridges.__all__ == sorted(declared)
+    assert {name for name, plugin in declared.items() if plugin == "bridges"} == stubbed(breccia.bridges)
 
 
 def test_dir_of_the_triton_kernels_is_all_and_what_can_be_imported() -> None:
@@ -164,7 +165,10 @@ def test_bridge_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(breccia.bridges, "registry", fake())
     with pytest.raises(ImportError) as e:
         breccia.bridges.save_safetensors  # noqa: B018
-    assert str(e.value) == f"breccia.bridges.save_safetensors comes with breccia-bridges: {install('breccia-bridges')}."
+    assert str(e.value) == (
+        "no installed plug-in declares breccia.bridges.save_safetensors; breccia's own bridges come with breccia-bridges: "
+        f"{install('breccia-bridges')}."
+    )
     assert e.value.name == "save_safetensors"
 
 
@@ -173,7 +177,8 @@ def test_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path
     environ = os.environ | {"BRECCIA_BLOCK": "bridges"}
     run = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert run.stdout == (
-        f"breccia.bridges.load_safetensors comes with breccia-bridges: {install('breccia-bridges')}. "
+        "no installed plug-in declares breccia.bridges.load_safetensors; breccia's own bridges come with breccia-bridges: "
+        f"{install('breccia-bridges')}. "
         "It is installed but blocked: named in BRECCIA_BLOCK.\n"
     )
 
@@ -188,9 +193,12 @@ def test_bridge_of_a_broken_distribution_says_why_it_was_set_aside(monkeypatch: 
         breccia.bridges.save_safetensors  # noqa: B018
 
 
-def test_bridge_that_an_older_distribution_lacks_asks_for_an_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breccia.bridges, "registry", fake((Plugin("bridges", "breccia-bridges", "0.1", "manifest"), {})))
-    with pytest.raises(ImportError, match=r"It is installed but version 0\.1, which lacks it; upgrade it\.$"):
+def test_core_learns_the_names_of_bridges_from_plug_ins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = Bridge("to_acme", "json:dumps")
+    plugins = (Plugin("bridges", "breccia-bridges", "0.1", "manifest"), declares("breccia_bridges", bridge))
+    monkeypatch.setattr(breccia.bridges, "registry", fake(plugins))
+    assert breccia.bridges.__all__ == dir(breccia.bridges) == ["to_acme"]
+    with pytest.raises(AttributeError, match=r"^no bridge 'save_safetensors' in any installed plug-in. Known: to_acme"):
         breccia.bridges.save_safetensors  # noqa: B018
 
 
@@ -221,6 +229,14 @@ def test_a_bridge_asked_of_the_package_says_where_it_is() -> None:
     wanted = "module 'breccia' has no attribute 'load_safetensors'; it is breccia.bridges.load_safetensors"
     with pytest.raises(AttributeError, match=f"^{wanted}$"):
         breccia.load_safetensors  # noqa: B018
+
+
+def test_a_manifest_that_misspells_a_name_of_the_package_is_told_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core cannot ask its registry for bridges of that name while the registry is being built."""
+    monkeypatch.setattr(breccia.dispatch.registry, "_building", True)
+    monkeypatch.setattr("breccia.arrays.frameworks.current", None)
+    with pytest.raises(AttributeError, match=r"no attribute 'Bridg'; did you mean 'Bridge'"):
+        breccia.Bridg  # noqa: B018
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -1718,7 +1718,7 @@ api = 1
 
 @hookimpl
 def breccia_codecs():
-    return [Minifloat(name, 8, None, source, 4, 3, 7, 448.0, nan=0x7F) for name, source in (("A8", "tests"), ("B8", ""))]
+    return [Minifloat(name, 8, None, source, 3, 7, 448.0, nan=0x7F) for name, source in (("A8", "tests"), ("B8", ""))]
 
 @hookimpl
 def breccia_kernels():

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import recipe_id
+from conftest import is_exact, recipe_id
 
 import breccia
 from breccia.arrays.frameworks import Device
 from breccia.arrays.ops import NUMPY
 from breccia.codecs import CODECS, E4M3, Integer, Minifloat
-from breccia.kernels.exact import is_exact
 from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, code_writer
 from breccia_native import availability
 

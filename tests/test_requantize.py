@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RECIPES, every_decodable, recipe_id, special_rows, wide
+from conftest import RECIPES, every_decodable, is_exact, recipe_id, special_rows, wide
 
 import breccia
 from breccia import (
@@ -27,7 +27,6 @@ from breccia.arrays.frameworks import ops_of
 from breccia.codecs import E2M1, E2M3, F32, Codec
 from breccia.formats import Format, Level
 from breccia.kernels import reference
-from breccia.kernels.exact import is_exact
 
 PAIRS = [(a, b) for a in RECIPES for b in RECIPES if a != b]
 PROMISED = [(a, b) for a, b in PAIRS if is_exact(a, b)]

@@ -86,7 +86,7 @@ _HOMES: dict[str, str] = {
         "errors",
     ),
 }
-_SIBLINGS = "siblings"
+_REGISTRY = "registry"
 _MODULES = ("backend", "bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
 
 __all__ = ["__version__", *sorted(_HOMES), *_MODULES]
@@ -105,10 +105,18 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    beside = import_module(f".{_SIBLINGS}", __name__)
-    if name in beside.BRIDGES.bridges:
+    from importlib.util import find_spec
+
+    if find_spec(f"{__name__}.{name}"):  # the import system asks before it imports a submodule
+        return ""
+    errors = __getattr__("errors")
+    try:
+        bridges = import_module(f".{_REGISTRY}", __name__).registry().bridges
+    except errors.PluginError:  # a manifest asks while the registry is being built
+        bridges = {}
+    if name in bridges:
         return f"; it is breccia.bridges.{name}"
-    return __getattr__("errors").suggestion(name, list(_HOMES)).partition(" Known:")[0]
+    return errors.suggestion(name, list(_HOMES)).partition(" Known:")[0]
 
 
 def __dir__() -> list[str]:

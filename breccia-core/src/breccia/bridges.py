@@ -13,18 +13,18 @@ from .dispatch.registry import registry
 from .errors import suggestion
 from .siblings import BRIDGES
 
-#: Bridges of the distribution breccia-bridges; other plug-ins may add more.
-__all__ = list(BRIDGES.bridges)
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if name.startswith("_"):
         raise AttributeError(f"module 'breccia.bridges' has no attribute {name!r}")
-    bridge = registry().bridges.get(name)
-    if bridge is None and name in __all__:
+    found = registry()
+    bridge = found.bridges.get(name)
+    if bridge is None and not any(p.distribution == BRIDGES.distribution and p.status == "active" for p in found.plugins):
         raise ImportError(
-            f"breccia.bridges.{name} comes with {BRIDGES.distribution}: {BRIDGES.remedy}."
-            + registry().absence(BRIDGES.distribution),
+            f"no installed plug-in declares breccia.bridges.{name}; breccia's own bridges come with {BRIDGES.distribution}: "
+            f"{BRIDGES.remedy}." + found.absence(BRIDGES.distribution),
             name=name,
         )
     if bridge is None:
@@ -39,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *registry().bridges})
+    return sorted(registry().bridges)

@@ -117,14 +117,13 @@ class Codec:
 
 @dataclass(frozen=True)
 class Minifloat(Codec):
-    """Sign, `exponent_bits`, `mantissa_bits`: value (-1)^s * 2^(e - bias) * 1.m, subnormal where e == 0.
+    """A sign, an exponent, `mantissa_bits`: value (-1)^s * 2^(e - bias) * 1.m, subnormal where e == 0.
 
     `nan` is the code written for NaN and `inf` the code of +Inf, each None where the format has none.
     With `inf`, every magnitude above it is a NaN (IEEE style); without, only `nan` itself is ("fn" style).
     `scale_min` is the smallest scale written for a nonzero block; 0.0 where such a block may underflow to scale 0.
     """
 
-    exponent_bits: int
     mantissa_bits: int
     bias: int
     largest: float
@@ -409,11 +408,11 @@ _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0"
 _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _IEEE = "IEEE 754-2019"
 
-E4M3 = Minifloat("E4M3", 8, "float8_e4m3fn", f"{_OCP8}, section 5", 4, 3, 7, 448.0, nan=0x7F)
-E5M2 = Minifloat("E5M2", 8, "float8_e5m2", f"{_OCP8}, section 5", 5, 2, 15, 57344.0, nan=0x7F, inf=0x7C)
-E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 2, 1, 1, 6.0)
-E2M3 = Minifloat("E2M3", 6, None, f"{_MX}, section 5.3.2", 2, 3, 1, 7.5)
-E3M2 = Minifloat("E3M2", 6, None, f"{_MX}, section 5.3.2", 3, 2, 3, 28.0)
+E4M3 = Minifloat("E4M3", 8, "float8_e4m3fn", f"{_OCP8}, section 5", 3, 7, 448.0, nan=0x7F)
+E5M2 = Minifloat("E5M2", 8, "float8_e5m2", f"{_OCP8}, section 5", 2, 15, 57344.0, nan=0x7F, inf=0x7C)
+E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 1, 1, 6.0)
+E2M3 = Minifloat("E2M3", 6, None, f"{_MX}, section 5.3.2", 3, 1, 7.5)
+E3M2 = Minifloat("E3M2", 6, None, f"{_MX}, section 5.3.2", 2, 3, 28.0)
 E8M0 = PowerOfTwo("E8M0", 8, "float8_e8m0fnu", f"{_MX}, section 5.4.1", 127, nan=255)
 INT4 = Integer("INT4", 4, None, "two's complement", True)
 UINT4 = Integer("UINT4", 4, None, "unsigned binary", False)
@@ -444,13 +443,12 @@ NF4 = Lookup(
         1.0,
     ),
 )
-F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 5, 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
+F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
 BF16 = Minifloat(
     "BF16",
     16,
     "bfloat16",
     "bfloat16: the upper half of binary32",
-    8,
     7,
     127,
     (2 - 2.0**-7) * 2.0**127,
@@ -463,7 +461,6 @@ F32 = Minifloat(
     32,
     "float32",
     f"{_IEEE}, binary32",
-    8,
     23,
     127,
     (2 - 2.0**-23) * 2.0**127,

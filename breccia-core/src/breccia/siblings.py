@@ -27,12 +27,11 @@ class Sibling:
     """A distribution of ours beside core.
 
     arrays: top-level packages whose arrays it serves, as the framework named like its plug-in.
-    bridges, commands: the names it declares. kernels: the modules its kernels run on.
+    commands: the names it declares. kernels: the modules its kernels run on.
     """
 
     distribution: str
     arrays: tuple[str, ...] = ()
-    bridges: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
 
@@ -48,22 +47,7 @@ class Sibling:
 
 
 TRITON = Sibling("breccia-triton", kernels=("torch", "triton"))
-BRIDGES = Sibling(
-    "breccia-bridges",
-    bridges=(
-        "compare",
-        "convert",
-        "from_deepseek_v3",
-        "from_dlpack",
-        "from_mlx",
-        "load_safetensors",
-        "save_safetensors",
-        "to_deepseek_v3",
-        "to_dlpack",
-        "to_mlx",
-    ),
-    commands=("compare", "convert", "inspect"),
-)
+BRIDGES = Sibling("breccia-bridges", commands=("compare", "convert", "inspect"))
 SIBLINGS = (
     Sibling("breccia-torch", arrays=("torch",)),
     Sibling("breccia-jax", arrays=("jax", "jaxlib")),

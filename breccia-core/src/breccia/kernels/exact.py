@@ -15,15 +15,6 @@ from ..recipes import ScalingRecipe
 from ..rules import Exponent, Inverse
 
 
-def is_exact(source: ScalingRecipe, target: ScalingRecipe, block: Block | None = None) -> bool:
-    """Can every tensor of `source` be said under `target` with the same decoded bits?
-
-    block: that of the tensor's own layout, where it is not its recipe's.
-    """
-    known = renamed(source.format.element, target.format.element) is not None
-    return known and same_scales(source, target, block) and hold_scales(source.format.scale.codec, target.format.scale.codec)
-
-
 def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | None = None) -> bool:
     """Could the scales of `source`, as numbers, be scales of `target`?
 

@@ -222,7 +222,7 @@ def _block_bytes(plain: Plain) -> int:
     return packed_length(plain.format.element, plain.block[1] or plain.shape[-1])
 
 
-_HERE = "breccia.storage:"
+_HERE = "breccia.tensors.storage:"
 #: Those that breccia declares.
 STORAGES: tuple[Storage, ...] = (
     Storage("swizzle_128x4", f"{_HERE}swizzled", f"{_HERE}unswizzled", f"{_HERE}accepts_byte_scales"),

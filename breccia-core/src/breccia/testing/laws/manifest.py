@@ -41,7 +41,7 @@ def it_is_active(plugin: Plugin) -> None:
 
 def it_imports_breccia_and_the_standard_library_alone(plugin: Plugin) -> None:
     """Each process that uses breccia imports it, whether it needs the plug-in or not."""
-    script = f"import json, sys, breccia.registry; before = set(sys.modules); import {plugin.module}; "
+    script = f"import json, sys, breccia.dispatch.registry; before = set(sys.modules); import {plugin.module}; "
     script += "print(json.dumps(sorted({m.partition('.')[0] for m in set(sys.modules) - before})))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     expect(run.returncode == 0, f"`import {plugin.module}` fails in a fresh process: {run.stderr[-500:]}")

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, UINT4, Codec
-from ...recipes import (
+from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
@@ -24,6 +23,8 @@ from ...recipes import (
     NVFP4BlockScaling,
     ScalingRecipe,
 )
+from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, UINT4, Codec
+
 from . import DIVIDED, Neighbour, Ours, Quantizer, Written, installed, packed
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.ops import NUMPY
-from ...codecs import E4M3, E5M2, Codec
-from ...recipes import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from breccia import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from breccia.backend import E4M3, E5M2, NUMPY, Codec
+
 from . import Neighbour, Ours, Quantizer, Written, installed
 
 #: In the repository only; its README says how it was made.
-RECORDING = Path(__file__).parents[5] / "tests" / "golden" / "transformer_engine_2_20_2" / "tiles.safetensors.xz"
+RECORDING = Path(__file__).parents[4] / "tests" / "golden" / "transformer_engine_2_20_2" / "tiles.safetensors.xz"
 
 # ------------------------------------------------------------------------------------------------ reference quantizers
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs import E2M1, INT4, UINT4, Codec
-from ...recipes import INT4Scaling, INT8Scaling, MXFP4BlockScaling
+from breccia import INT4Scaling, INT8Scaling, MXFP4BlockScaling
+from breccia.backend import E2M1, INT4, UINT4, Codec
+
 from . import TIES, Neighbour, Ours, Quantizer, Written, installed, packed
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...codecs import E4M3, E5M2, E8M0
+from breccia.backend import E4M3, E5M2, E8M0
+
 from . import TO_INF, Neighbour, Ours, Quantizer, Written, installed
 
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.ops import NUMPY
-from ...codecs import E2M1, E2M3, E4M3, E8M0, INT4, INT8, UINT4, Codec
-from ...recipes import (
+from breccia import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowScaling,
@@ -25,6 +23,8 @@ from ...recipes import (
     NVFP4BlockScaling,
     ScalingRecipe,
 )
+from breccia.backend import E2M1, E2M3, E4M3, E8M0, INT4, INT8, NUMPY, UINT4, Codec
+
 from . import DIVIDED, Neighbour, Ours, Quantizer, Written, installed, packed
 
 

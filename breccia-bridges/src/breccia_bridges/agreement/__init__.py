@@ -1,6 +1,6 @@
-"""Neighbours: other libraries that write formats of ours, each adapted in a file of its own. The test extra, not the product.
+"""Neighbours: other libraries that write formats of ours, each adapted in a file of its own. For the agreement table alone.
 
-An adapter declares: what its library writes, and which setting of ours stands beside it. `breccia.testing.agree` compares.
+An adapter declares: what its library writes, and which setting of ours stands beside it. `table` compares.
 Adapters re-label bytes into our order (docs/spec/numerics.md, section 2) and compute nothing. Importing one imports no
 neighbour; its functions do.
 """
@@ -15,10 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.ops import NUMPY
-from ...codecs import Codec
-from ...kernels.reference.packing import pack
-from ...recipes import ScalingRecipe
+from breccia import ScalingRecipe
+from breccia.backend import NUMPY, Codec, pack
 
 #: One module of this package each, in the order of the table.
 ADAPTERS = ("torchao", "transformer_engine", "compressed_tensors", "mlx", "qwix", "gguf", "torch", "jax", "ml_dtypes")

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs import E4M3
-from ...recipes import INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from breccia import INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from breccia.backend import E4M3
+
 from . import TIES, Neighbour, Ours, Quantizer, Written, installed
 
 

@@ -1,6 +1,6 @@
-"""Who writes the same bytes: the neighbours of `breccia.testing.foreign` and ours, on the same inputs, as a result and a page.
+"""Who writes the same bytes: the neighbours of this package and ours, on the same inputs, as a result and a page.
 
-`python -m breccia.testing agree docs` measures what is installed and writes `agreement.json`, and from it `agreement.md`.
+`python -m breccia_bridges.agreement docs` measures what is installed and writes `agreement.json`, and from it `agreement.md`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from ..api import cast, dequantize
-from ..arrays.ops import NUMPY
-from ..codecs import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, Codec, PowerOfTwo
-from ..errors import CorruptFileError
-from ..recipes import ScalingRecipe
-from .foreign import Neighbour, Quantizer, Written, neighbours, packed
+from breccia import CorruptFileError, ScalingRecipe, cast, dequantize
+from breccia.backend import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NUMPY, Codec, PowerOfTwo
+
+from . import Neighbour, Quantizer, Written, neighbours, packed
 
 RESULT, PAGE = "agreement.json", "agreement.md"
 #: Of the result file; a change that `page` cannot read raises it.
@@ -256,7 +254,7 @@ def provenance() -> dict[str, Any]:
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("breccia-core", "numpy")},
-        "command": "python -m breccia.testing agree docs",
+        "command": "python -m breccia_bridges.agreement docs",
     }
 
 
@@ -315,7 +313,7 @@ def read(path: Path) -> dict[str, Any]:
 _INTRO = """\
 # Who writes the same bytes
 
-<!-- Written by `python -m breccia.testing agree docs` from agreement.json; edit breccia.testing.agree. -->
+<!-- Written by `python -m breccia_bridges.agreement docs` from agreement.json; edit breccia_bridges.agreement.table. -->
 
 The same format name gives different bytes in different libraries. Here each of them writes the same matrices as breccia,
 once under our default recipe of that format, and once under our setting that comes closest. Every difference has its cause

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.ops import NUMPY
-from ...codecs import E2M1, E4M3, E8M0, INT4, INT8, NF4, Codec
-from ...recipes import INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NF4Scaling, NVFP4BlockScaling
+from breccia import INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP8BlockScaling, NF4Scaling, NVFP4BlockScaling
+from breccia.backend import E2M1, E4M3, E8M0, INT4, INT8, NF4, NUMPY, Codec
+
 from . import Neighbour, Ours, Quantizer, Written, installed, packed
 
 
