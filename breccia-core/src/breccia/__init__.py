@@ -86,7 +86,7 @@ _HOMES: dict[str, str] = {
         "errors",
     ),
 }
-_REGISTRY = "registry"
+_REGISTRY = "dispatch.registry"
 _MODULES = ("backend", "bridges", "codecs", "errors", "formats", "kernels", "layouts", "recipes", "rules", "testing")
 
 __all__ = ["__version__", *sorted(_HOMES), *_MODULES]
