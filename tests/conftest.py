@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 
-from breccia import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, INT4Scaling, INT8Scaling, MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling, MXINT8BlockScaling, NF4Scaling, NVFP4BlockScaling, ScalingRecipe
+from breccia import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    INT4Scaling,
+    INT8Scaling,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    MXINT8BlockScaling,
+    NF4Scaling,
+    NVFP4BlockScaling,
+    ScalingRecipe,
+)
 from breccia.kernels import exact
 from breccia.testing.examples import every_decodable, special_rows, wide
 from breccia.testing.places import Place
@@ -105,7 +119,7 @@ def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The program in this process: (exit code, standard output, standard error)."""
-    from breccia.cli.main.main.main import run as program
+    from breccia.cli.main import run as program
 
     monkeypatch.setenv("COLUMNS", "200")
 

@@ -487,7 +487,7 @@ def cast(*arguments, **options):
     time.sleep(60)
 
 converter.cast = cast
-from breccia.cli.main.main import run
+from breccia.cli.main import run
 run(sys.argv[1:])
 """
 

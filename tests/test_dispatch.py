@@ -577,7 +577,7 @@ def test_the_generic_algorithm_is_found_where_python_finds_it() -> None:
     explanation = breccia.explain("cast", X, NVFP4, prefer="reference.cast")
     assert explanation.winner is not None and explanation.winner.name == "reference.cast"
     line = inspect.getsourcelines(reference.cast)[1]
-    assert explanation.verdicts[0].location == f"{reference.__file__}:{line}"
+    assert explanation.verdicts[0].location == f"{inspect.getsourcefile(reference.cast)}:{line}"
 
 
 @pytest.mark.together

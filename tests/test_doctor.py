@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from breccia.cli.main.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from conftest import Run
 
 import breccia
 from breccia import siblings, targets
 from breccia.cli import bench, doctor
+from breccia.cli.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from breccia.kernels import threads
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
 from breccia_native.availability import missing

@@ -855,7 +855,9 @@ def test_where_warnings_are_errors_a_framework_that_cannot_be_told_raises_once(i
 
 def test_making_tensors_known_may_use_arrays_of_the_framework(install: Install) -> None:
     """A registration that looks at an array of its own is not begun again from inside."""
-    module = arrays(install, "registered.append(1); import breccia.frameworks; breccia.arrays.frameworks.framework_of(Array())")
+    module = arrays(
+        install, "registered.append(1); import breccia.arrays.frameworks; breccia.arrays.frameworks.framework_of(Array())"
+    )
     reloaded()
     acme = importlib.import_module(module)
     assert framework_of(acme.Array()).name == "acme"

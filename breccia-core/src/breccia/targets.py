@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -115,7 +116,7 @@ def locate(target: str) -> str:
     """`file:line` of the definition, found without importing its module; or why it was not found."""
     module, _, path = target.partition(":")
     try:
-        spec = find_spec(module)
+        spec = _spec(module)
     except (ImportError, ValueError) as e:
         return f"{target} ({e})"
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
@@ -132,6 +133,18 @@ def locate(target: str) -> str:
             return f"{spec.origin} (no definition of {path})"
         line, body = found.lineno, getattr(found, "body", [])
     return f"{spec.origin}:{line}"
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """`find_spec`, without importing the packages that the module is in."""
+    name, *inner = module.split(".")
+    spec = find_spec(name)
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
