@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 from ..codecs import BF16, F32_INF, MAGNITUDE, NORMAL, Codec, Integer
@@ -161,7 +160,7 @@ def _bytes(codes: Array, bits: int, size: int) -> list[Array]:
         reaching = range(start // bits, (start + 7) // bits + 1)
         shifts = [i * bits - start for i in reaching]
         moved = [codes[..., i] << s if s >= 0 else codes[..., i] >> -s for i, s in zip(reaching, shifts, strict=True)]
-        found.append(reduce(or_, moved))
+        found.append(reduce(lambda a, b: a | b, moved))
     return found
 
 
