@@ -19,6 +19,7 @@ from breccia.codecs import (
     F32,
     INT8,
     UE4M3,
+    UE5M3,
     Codec,
     Integer,
     Lookup,
@@ -227,6 +228,27 @@ def test_an_element_has_eight_bits_at_most(codec: Codec) -> None:
     said = f"elements have 1 to 8 bits; codec {codec.name!r} has {codec.bits}. Declare a narrower element codec"
     with pytest.raises(RecipeError, match=said):
         Format(codec, (Level(F32, TENSOR),))
+
+
+LARGE = Minifloat("LARGE", 6, None, "this test", 3, 2, -113, 1.75 * 2.0**120)
+SMALL = Minifloat("SMALL", 6, None, "this test", 3, 2, 140, 1.75 * 2.0**-133)
+
+
+@pytest.mark.parametrize(
+    ("element", "levels", "said"),
+    [
+        (LARGE, (Level(F32, TENSOR), Level(UE5M3, (1, 16))), "LARGE times UE5M3, is 2.66"),
+        (SMALL, (Level(F32, TENSOR),), "SMALL, is 1.6"),
+        (Lookup("LOW", 1, None, "this test", (0.0, 2.0**-130)), (Level(E8M0, (1, 32)),), "LOW, is 7.34"),
+    ],
+)
+def test_scales_can_be_computed_from_the_largest_number(element: Codec, levels: tuple[Level, ...], said: str) -> None:
+    """Else the scales of all blocks would be 0, or NaN, in silence."""
+    remedy = "Declare codecs of a largest number nearer to 1 \\(another bias or fraction_bits\\)"
+    with pytest.raises(
+        RecipeError, match=f"the largest magnitude at scale 1, {said}.*from 2\\^-126 to below 2\\^128. {remedy}"
+    ):
+        Format(element, levels)
 
 
 def test_an_element_has_a_zero() -> None:

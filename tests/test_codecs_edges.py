@@ -62,6 +62,19 @@ def test_zero_stays_zero_under_every_random_word() -> None:
         assert found == [0, 0x8000, 0, 0x8000]
 
 
+@pytest.mark.parametrize("bias", [127, 128, 140])
+def test_zero_is_code_zero_also_where_the_codec_goes_below_the_normal_numbers_of_fp32(bias: int) -> None:
+    """Numbers below 2^-126 count as zero; those above have the oracle's codes."""
+    deep = Minifloat("deep", 8, None, "this test", 7, 1, bias, 2.0 ** (127 - bias), nan=0xFF, signed=False)
+    x = np.array([0.0, -0.0, 2.0**-127, 2.0**-126, 1.5 * 2.0**-126, 2.0**-120, 2.0**-30], np.float32)
+    zeros = [oracle.flush(Fraction(float(v))) for v in x]
+    for word in (None, 0, 0x7FFFFFFF, -1):
+        words = None if word is None else np.full(len(x), word, np.int32)
+        found = deep.encode(NUMPY, x, words).tolist()
+        assert found == [oracle.encode(deep, q, False, None if word is None else word % 2**32) for q in zeros]
+        assert found[:3] == [0, 0, 0] and found[3] > 0
+
+
 def test_a_codec_says_what_it_does_not_declare() -> None:
     codec = Codec("bare", 8, None, "this test")
     for call, said in (

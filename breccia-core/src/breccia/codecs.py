@@ -221,7 +221,9 @@ class Minifloat(Codec):
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
         significand = _round_shift(ops, _significand(ops, finite), shift, word)
-        return significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        # Below FP32's normal numbers the codec has more exponents, which zero, of exponent field 0, is not to get.
+        return code if first > 0 else ops.where(finite < NORMAL, 0, code)
 
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
         if self.bits != 32:

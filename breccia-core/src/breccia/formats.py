@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .codec_checks import check_element, check_scale
+from .codec_checks import check_capacity, check_element, check_scale
 from .codecs import BF16, F16, F32, Codec, Integer, PowerOfTwo
 from .errors import RecipeError
 
@@ -73,6 +73,10 @@ class Format:
             raise RecipeError(
                 f"the coarse level spans the tensor, block (None, None); got {self.levels[0].block}.",
                 block=self.levels[0].block,
+            )
+        for level in self.levels:
+            check_capacity(
+                self.capacity(level), self.element, [finer.codec for finer in self.levels[self.levels.index(level) + 1 :]]
             )
         if self.offset not in OFFSETS:
             raise RecipeError(f"offset is one of {', '.join(OFFSETS)}; got {self.offset!r}.", offset=self.offset)

@@ -131,8 +131,9 @@ def _minifloats(draw: Any, bits: int) -> Codec:
     ends += [(top, None, top - 1)] if top > 1 else []
     ends += [(top, ieee, ieee - 1)] if 1 < ieee < top else []
     nan, inf, last = draw(st.sampled_from(ends))
-    bias = draw(st.integers(-20, 20))
     field, fraction = divmod(last, 1 << mantissa)
+    lowest = max(-20, field - 110)  # the largest number is below 2^111, so that FP32 holds it times a scale's largest
+    bias = draw(st.integers(lowest, lowest + 40 if lowest == -20 else lowest))
     largest = float((Fraction(fraction, 1 << mantissa) + (field > 0)) * Fraction(2) ** (max(field, 1) - bias))
     return Minifloat("drawn", bits, None, "drawn", exponent, mantissa, bias, largest, nan, inf, signed=signed)
 
