@@ -58,6 +58,8 @@ _HOMES: dict[str, str] = {
             "MAGNITUDE",
             "MANTISSA",
             "NORMAL",
+            "UE4M3",
+            "UE5M3",
             "UINT4",
             "UINT8",
         ),
