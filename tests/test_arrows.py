@@ -58,6 +58,7 @@ ORDER = [
     {"", "backend"},  # the package itself, and what other distributions import of it: lazy, import nothing
     {"errors"},
     {"siblings", "targets", "declared"},
+    {"codec_checks"},
     {"codecs", "rules", "options"},
     {"formats"},
     {"layouts", "recipes"},

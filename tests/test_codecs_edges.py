@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from breccia.arrays.ops import NUMPY
-from breccia.codecs import BF16, CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, F16, F32, NF4, Codec, Lookup, Minifloat
+from breccia.codecs import BF16, CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, F16, F32, NF4, UE4M3, UE5M3, Codec, Lookup, Minifloat
 from breccia.errors import RecipeError
 from breccia.testing import oracle
 
-#: Exponent bits, mantissa bits, bias: docs/spec/numerics.md, section 2, after OFP8, OCP MX and IEEE 754.
+#: Exponent bits, mantissa bits, bias: docs/spec/numerics.md, section 2, after OFP8, OCP MX, IEEE 754, PTX, CUDA.
 PUBLISHED = {
     E4M3: (4, 3, 7),
     E5M2: (5, 2, 15),
     E2M1: (2, 1, 1),
     E2M3: (2, 3, 1),
     E3M2: (3, 2, 3),
+    UE4M3: (4, 3, 7),
+    UE5M3: (5, 3, 15),
     F16: (5, 10, 15),
     BF16: (8, 7, 127),
     F32: (8, 23, 127),
@@ -30,16 +32,20 @@ SMALLEST_SCALES = {F32: 2.0**-126, BF16: 2.0**-126, F16: 2.0**-24, E4M3: 0.0}
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, Minifloat)], ids=lambda c: c.name)
 def test_a_minifloat_is_a_sign_an_exponent_and_a_mantissa_as_published(codec: Minifloat) -> None:
-    assert (codec.bits - 1 - codec.mantissa_bits, codec.mantissa_bits, codec.bias) == PUBLISHED[codec]
+    assert (codec.exponent_bits, codec.mantissa_bits, codec.bias) == PUBLISHED[codec]
+    unused = codec == UE4M3  # the top bit of a byte
+    assert codec.signed + codec.exponent_bits + codec.mantissa_bits + unused == codec.bits
+    assert codec.signed == (codec not in (UE4M3, UE5M3))
 
 
 def test_the_largest_value_of_a_minifloat_is_that_of_its_largest_finite_code() -> None:
     largest = np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
     for codec in (c for c in PUBLISHED if c is not F32):
         sign = 1 << (codec.bits - 1)
-        top = next(code for code in reversed(range(sign)) if math.isfinite(oracle.decode(codec, code)))
+        codes = range(sign if codec.signed else 1 << codec.bits)
+        top = next(code for code in reversed(codes) if math.isfinite(oracle.decode(codec, code)))
         assert codec.max == oracle.decode(codec, top), codec.name
-        assert codec.encode(NUMPY, largest).tolist() == [top, sign | top], codec.name
+        assert codec.encode(NUMPY, largest).tolist() == [top, sign | top if codec.signed else 0], codec.name
 
 
 def test_scales_go_down_to_the_end_that_the_contract_names() -> None:
@@ -54,6 +60,19 @@ def test_zero_stays_zero_under_every_random_word() -> None:
         zeros = [oracle.flush(Fraction(float(v))) for v in x]
         assert found == [oracle.encode(BF16, q, bool(s), word % 2**32) for q, s in zip(zeros, np.signbit(x), strict=True)]
         assert found == [0, 0x8000, 0, 0x8000]
+
+
+@pytest.mark.parametrize("bias", [127, 128, 140])
+def test_zero_is_code_zero_also_where_the_codec_goes_below_the_normal_numbers_of_fp32(bias: int) -> None:
+    """Numbers below 2^-126 count as zero; those above have the oracle's codes."""
+    deep = Minifloat("deep", 8, None, "this test", 7, 1, bias, 2.0 ** (127 - bias), nan=0xFF, signed=False)
+    x = np.array([0.0, -0.0, 2.0**-127, 2.0**-126, 1.5 * 2.0**-126, 2.0**-120, 2.0**-30], np.float32)
+    zeros = [oracle.flush(Fraction(float(v))) for v in x]
+    for word in (None, 0, 0x7FFFFFFF, -1):
+        words = None if word is None else np.full(len(x), word, np.int32)
+        found = deep.encode(NUMPY, x, words).tolist()
+        assert found == [oracle.encode(deep, q, False, None if word is None else word % 2**32) for q in zeros]
+        assert found[:3] == [0, 0, 0] and found[3] > 0
 
 
 def test_a_codec_says_what_it_does_not_declare() -> None:
@@ -138,5 +157,5 @@ def test_the_last_random_bit_that_counts_decides_in_a_table() -> None:
 
 
 def test_a_table_of_nine_bits_is_refused() -> None:
-    with pytest.raises(RecipeError, match="codec 'wide': values must be 512 distinct finite FP32 numbers for 9 bits.*got 512"):
+    with pytest.raises(RecipeError, match="codec 'wide': a table has 1 to 8 bits; got bits=9. Declare a narrower codec"):
         Lookup("wide", 9, None, "this test", tuple(map(float, range(512))))

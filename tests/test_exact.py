@@ -45,6 +45,6 @@ def test_a_float_codec_holds_scales_of_as_many_bits_as_it_has(target: Codec, bit
 
 def test_no_codec_holds_scales_that_are_subnormal_in_fp32() -> None:
     """Even where they are normal numbers of it: some backends read them as zero."""
-    deep = Minifloat("deep", 16, None, "this test", 7, 140, (2 - 2.0**-7) * 2.0**115)
+    deep = Minifloat("deep", 16, None, "this test", 8, 7, 140, (2 - 2.0**-7) * 2.0**115)
     for exponent, held in ((-125, True), (-126, True), (-127, False), (-130, False)):
         assert hold_scales(Lookup("small", 1, None, "this test", (0.0, 2.0**exponent)), deep) is held

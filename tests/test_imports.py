@@ -52,7 +52,8 @@ def test_declarations_load_no_dependency() -> None:
 
 def test_importing_the_bridges_loads_no_neighbour_and_builds_no_registry() -> None:
     modules = loaded(
-        "import breccia.bridges, breccia.kernels.triton, breccia.dispatch.registry\nassert breccia.arrays.frameworks.current is None"
+        "import breccia.bridges, breccia.kernels.triton, breccia.dispatch.registry\n"
+        "assert breccia.arrays.frameworks.current is None"
     )
     assert not roots(modules) & HEAVY
     assert not {name for name in modules if name.startswith("breccia_")}

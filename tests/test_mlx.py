@@ -133,7 +133,7 @@ def test_per_tensor_scales_under_vmap_are_one_for_each_example() -> None:
 
 @pytest.mark.xfail(strict=True, reason="mx.vmap of & with one operand mapped reads beyond the other in MLX 0.32.4")
 def test_mlx_maps_over_one_operand_of_an_and() -> None:
-    """Why codes that the algorithm joins by `&` or `>>` have one origin (breccia.arrays.ops); where this passes, that rule can go."""
+    """Why codes joined by `&` or `>>` have one origin (breccia.arrays.ops). Where this passes, that rule can go."""
     mapped, other = mx.array([[1, 3], [5, 7]]), mx.array([3, 6])
     assert mx.vmap(lambda a: a & other)(mapped).tolist() == [[1, 2], [1, 6]]
     assert mx.vmap(lambda a: other & a)(mapped).tolist() == [[1, 2], [1, 6]]

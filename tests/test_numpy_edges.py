@@ -201,7 +201,7 @@ def test_codes_of_five_and_of_seven_bits_are_written_and_read_as_the_generic_alg
     for bits in (5, 7):
         for element in (
             Integer("odd", bits, None, "this test", True),
-            Minifloat("odd", bits, None, "this test", 2, 1, 1.75 * 2.0 ** (2 ** (bits - 3) - 2)),
+            Minifloat("odd", bits, None, "this test", bits - 3, 2, 1, 1.75 * 2.0 ** (2 ** (bits - 3) - 2)),
         ):
             for block in ((1, 16), TENSOR):
                 recipe = declared(element, Level(F32, block))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -692,8 +693,10 @@ def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
         mantissa = int(rng.integers(1, min(bits - 1, 6)))
         bias = int(rng.integers(-20, 21))
         top = (1 << (bits - 1)) - 1 if bits < 8 else (1 << (bits - 1)) - 2
-        shape = Minifloat("random", bits, None, "this test", mantissa, bias, 1.0)
-        element: Codec = dataclasses.replace(shape, largest=shape.value(top), nan=top + 1 if bits == 8 else None)
+        exponent, fraction = divmod(top, 1 << mantissa)
+        largest = math.ldexp(fraction + (1 << mantissa), exponent - bias - mantissa)
+        nan = top + 1 if bits == 8 else None
+        element: Codec = Minifloat("random", bits, None, "this test", bits - 1 - mantissa, mantissa, bias, largest, nan)
     elif kind == 1:
         element = Integer("random", bits, None, "this test", bool(rng.integers(2)), int(rng.integers(-3, bits + 2)))
     else:

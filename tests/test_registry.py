@@ -140,6 +140,44 @@ def test_a_good_plug_in_adds_a_recipe_to_every_backend(install: Install) -> None
     assert breccia.dequantize(st).tolist() == [[3.0] * 32] * 2
 
 
+def test_a_plug_in_of_one_file_declares_scales_without_a_sign(install: Install) -> None:
+    """UE5M3 of breccia's, and a codec of its own for larger scales."""
+    recipes = """
+from breccia.backend import E2M1, UE5M3
+
+UE6M2 = Minifloat("UE6M2", 8, None, "tests", 6, 2, 31, 1.5 * 2.0**32, nan=0xFF, signed=False)
+
+@dataclass(frozen=True)
+class Wide(ScalingRecipe):
+    name = "wide"
+    source = "tests"
+    format = Format(E2M1, (Level(UE5M3, (1, 16)),))
+
+@dataclass(frozen=True)
+class Wider(ScalingRecipe):
+    name = "wider"
+    source = "tests"
+    format = Format(E2M1, (Level(UE6M2, (1, 16)),))
+
+@hookimpl
+def breccia_codecs():
+    return [UE6M2]
+
+@hookimpl
+def breccia_recipes():
+    return [Wide, Wider]
+"""
+    install("acme", HEAD + recipes)
+    _, messages = reloaded()
+    assert messages == [] and plugin("acme").status == "active"
+    for name, amax in (("wide", 6 * 114688.0), ("wider", 6 * 1.5 * 2.0**32)):
+        x = np.full((2, 32), amax, np.float32)
+        x[1] = 0
+        st = breccia.cast(x, breccia.recipe(name))
+        assert st.scale.tolist() == [[0xFE, 0xFE], [0, 0]]
+        assert breccia.dequantize(st).tolist() == x.tolist()
+
+
 @pytest.mark.together
 def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
     """So that an absent sibling can be named by what it would bring."""

@@ -89,7 +89,7 @@ class LowFloats(Float8BlockScaling):
 
     @cached_property
     def format(self) -> Format:
-        low = Minifloat("E4M3 lowered", 8, None, "this test", 3, 16, 0.875, nan=0x7F)
+        low = Minifloat("E4M3 lowered", 8, None, "this test", 4, 3, 16, 0.875, nan=0x7F)
         return Format(low, (Level(F32, (1, 16)),))
 
 

@@ -225,7 +225,7 @@ def facts(c: Codec) -> list[str]:
     match c:
         case Minifloat():
             normal, step = 1 - c.bias, 1 - c.bias - c.mantissa_bits
-            fields = f"1.{c.bits - 1 - c.mantissa_bits}.{c.mantissa_bits}"
+            fields = f"{int(c.signed)}.{c.exponent_bits}.{c.mantissa_bits}"
             return [fields, str(c.bias), number(c.max), power(normal), power(step), nan, hexadecimal(c, c.inf), dtype]
         case PowerOfTwo():
             return [f"0.{c.bits}.0", str(c.bias), power(c.nan - 1 - c.bias), power(-c.bias), NONE, nan, NONE, dtype]

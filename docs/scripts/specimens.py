@@ -53,7 +53,7 @@ def decoded(codec: Codec, code: int) -> str:
 
 def codes(codec: Codec) -> str:
     """The numbers of a codec by code; of one with a sign bit those without it."""
-    half = isinstance(codec, Minifloat)
+    half = isinstance(codec, Minifloat) and codec.signed
     every = range(1 << (codec.bits - half))
     digits = math.ceil(codec.bits / 4)
     rows = [[f"`{n:0{digits}X}`", *(decoded(codec, c) for c in every[n : n + WIDE])] for n in every[::WIDE]]

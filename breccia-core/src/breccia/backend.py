@@ -69,6 +69,8 @@ _HOMES: dict[str, str] = {
             "NF4",
             "NORMAL",
             "PowerOfTwo",
+            "UE4M3",
+            "UE5M3",
             "UINT4",
             "UINT8",
         ),

@@ -32,6 +32,8 @@ from .codecs import MAGNITUDE as MAGNITUDE
 from .codecs import MANTISSA as MANTISSA
 from .codecs import NF4 as NF4
 from .codecs import NORMAL as NORMAL
+from .codecs import UE4M3 as UE4M3
+from .codecs import UE5M3 as UE5M3
 from .codecs import UINT4 as UINT4
 from .codecs import UINT8 as UINT8
 from .codecs import Codec as Codec

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from .codec_checks import check_integer, check_lookup, check_minifloat, check_power_of_two
 from .errors import RecipeError
 
 if TYPE_CHECKING:
@@ -117,23 +118,44 @@ class Codec:
 
 @dataclass(frozen=True)
 class Minifloat(Codec):
-    """A sign, an exponent, `mantissa_bits`: value (-1)^s * 2^(e - bias) * 1.m, subnormal where e == 0.
+    """Sign, `exponent_bits`, `mantissa_bits`: value (-1)^s * 2^(e - bias) * 1.m, subnormal where e == 0.
 
-    `nan` is the code written for NaN and `inf` the code of +Inf, each None where the format has none.
-    With `inf`, every magnitude above it is a NaN (IEEE style); without, only `nan` itself is ("fn" style).
+    `largest` is the largest finite number. `nan` is the code written for NaN and `inf` the code of +Inf, each None where the
+    format has none. With `inf`, every magnitude above it is a NaN (IEEE style); without, only `nan` itself is ("fn" style), the
+    highest magnitude.
     `scale_min` is the smallest scale written for a nonzero block; 0.0 where such a block may underflow to scale 0.
+    `signed=False`: no sign bit, numbers below zero are written as 0, -Inf as NaN. Such a codec may leave its top bit unused
+    (UE4M3): codes that have it set decode to NaN.
+
+    Raises RecipeError where the fields contradict each other or the numbers are not FP32 numbers.
     """
 
+    exponent_bits: int
     mantissa_bits: int
     bias: int
     largest: float
     nan: int | None = None
     inf: int | None = None
     scale_min: float = 0.0
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        check_minifloat(self)
 
     @property
     def max(self) -> float:
         return self.largest
+
+    @property
+    def magnitude_mask(self) -> int:
+        """The bits of a code that are exponent and mantissa."""
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    @property
+    def highest(self) -> int:
+        """The code of the largest finite number."""
+        above = self.nan if self.inf is None else self.inf
+        return self.magnitude_mask if above is None else above - 1
 
     @property
     def scale_max(self) -> float:
@@ -156,8 +178,10 @@ class Minifloat(Codec):
         return ops.where(good, self.encode(ops, ops.where(good, value, 1.0)), self.need_nan())
 
     def value(self, code: int) -> float:
-        magnitude = code & ((1 << (self.bits - 1)) - 1)
-        sign = -1.0 if code >> (self.bits - 1) else 1.0
+        magnitude = code & self.magnitude_mask
+        sign = -1.0 if code != magnitude else 1.0
+        if sign < 0 and not self.signed:
+            return math.nan
         if magnitude == self.inf:
             return sign * math.inf
         if magnitude == self.nan if self.inf is None else magnitude > self.inf:
@@ -178,13 +202,16 @@ class Minifloat(Codec):
         magnitude = u & MAGNITUDE
         if self.bits == 32:
             return ops.where(magnitude > F32_INF, self.need_nan(), u)  # of NaN's many patterns, one
-        sign = ((u >> 31) & 1) << (self.bits - 1)
+        sign = ((u >> 31) & 1) << (self.bits - 1) if self.signed else 0
         code = ops.narrowed(y, self) if word is None else None
         if code is None:
-            code = self._rounded(ops, magnitude, word) | sign
+            finite = magnitude if self.signed else ops.where(u < 0, 0, magnitude)
+            code = self._rounded(ops, finite, word) | sign
         if self.nan is None:
             return code
         infinite = self.nan if self.inf is None else sign | self.inf
+        if not self.signed:
+            infinite = ops.where(u < 0, self.nan, infinite)
         return ops.where(magnitude < F32_INF, code, ops.where(magnitude > F32_INF, self.nan, infinite))
 
     def _rounded(self, ops: Ops, magnitude: Array, word: Array | None) -> Array:
@@ -194,7 +221,9 @@ class Minifloat(Codec):
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
         significand = _round_shift(ops, _significand(ops, finite), shift, word)
-        return significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        # Below FP32's normal numbers the codec has more exponents, which zero, of exponent field 0, is not to get.
+        return code if first > 0 else ops.where(finite < NORMAL, 0, code)
 
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
         if self.bits != 32:
@@ -204,10 +233,16 @@ class Minifloat(Codec):
 
 @dataclass(frozen=True)
 class PowerOfTwo(Codec):
-    """An exponent alone: code c is 2^(c - bias), and `nan` is NaN. No sign, no zero."""
+    """An exponent alone: code c is 2^(c - bias), and `nan` is NaN. No sign, no zero.
+
+    Raises RecipeError for fields that are not those of 2^-127 .. 2^127 in one byte with NaN last.
+    """
 
     bias: int
     nan: int
+
+    def __post_init__(self) -> None:
+        check_power_of_two(self)
 
     @property
     def max(self) -> float:
@@ -254,10 +289,14 @@ class Integer(Codec):
     """Two's complement if `signed`, else unsigned; value code * 2^-`fraction_bits`.
 
     A signed codec holds `-2^(bits-1)` too; `max`, which scales are computed from, is the positive end.
+    Raises RecipeError for other widths than 1 to 8 bits, one signed bit, and numbers that FP32 does not have.
     """
 
     signed: bool
     fraction_bits: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer(self)
 
     @property
     def max(self) -> float:
@@ -304,14 +343,7 @@ class Lookup(Codec):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        fits = 1 <= self.bits <= 8 and len(set(self.values)) == len(self.values) == 1 << self.bits
-        fits = fits and all(math.isfinite(v) and f32(v) == v for v in self.values)
-        if not fits or 0.0 not in self.values or max(self.values) <= 0:
-            raise RecipeError(
-                f"codec {self.name!r}: values must be {1 << self.bits} distinct finite FP32 numbers for {self.bits} bits, "
-                f"with 0 and a positive one; got {len(self.values)}: {self.values!r}",
-                values=self.values,
-            )
+        check_lookup(self)
 
     @property
     def max(self) -> float:
@@ -408,11 +440,15 @@ _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0"
 _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _IEEE = "IEEE 754-2019"
 
-E4M3 = Minifloat("E4M3", 8, "float8_e4m3fn", f"{_OCP8}, section 5", 3, 7, 448.0, nan=0x7F)
-E5M2 = Minifloat("E5M2", 8, "float8_e5m2", f"{_OCP8}, section 5", 2, 15, 57344.0, nan=0x7F, inf=0x7C)
-E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 1, 1, 6.0)
-E2M3 = Minifloat("E2M3", 6, None, f"{_MX}, section 5.3.2", 3, 1, 7.5)
-E3M2 = Minifloat("E3M2", 6, None, f"{_MX}, section 5.3.2", 2, 3, 28.0)
+E4M3 = Minifloat("E4M3", 8, "float8_e4m3fn", f"{_OCP8}, section 5", 4, 3, 7, 448.0, nan=0x7F)
+E5M2 = Minifloat("E5M2", 8, "float8_e5m2", f"{_OCP8}, section 5", 5, 2, 15, 57344.0, nan=0x7F, inf=0x7C)
+UE4M3 = Minifloat(
+    "UE4M3", 8, None, "NVIDIA PTX ISA, alternate floating point data formats: .ue4m3", 4, 3, 7, 448.0, nan=0x7F, signed=False
+)
+UE5M3 = Minifloat("UE5M3", 8, None, "NVIDIA CUDA Math API 13.4: __nv_fp8_ue5m3", 5, 3, 15, 114688.0, nan=0xFF, signed=False)
+E2M1 = Minifloat("E2M1", 4, None, f"{_MX}, section 5.3.3", 2, 1, 1, 6.0)
+E2M3 = Minifloat("E2M3", 6, None, f"{_MX}, section 5.3.2", 2, 3, 1, 7.5)
+E3M2 = Minifloat("E3M2", 6, None, f"{_MX}, section 5.3.2", 3, 2, 3, 28.0)
 E8M0 = PowerOfTwo("E8M0", 8, "float8_e8m0fnu", f"{_MX}, section 5.4.1", 127, nan=255)
 INT4 = Integer("INT4", 4, None, "two's complement", True)
 UINT4 = Integer("UINT4", 4, None, "unsigned binary", False)
@@ -443,12 +479,13 @@ NF4 = Lookup(
         1.0,
     ),
 )
-F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
+F16 = Minifloat("F16", 16, "float16", f"{_IEEE}, binary16", 5, 10, 15, 65504.0, nan=0x7E00, inf=0x7C00, scale_min=2.0**-24)
 BF16 = Minifloat(
     "BF16",
     16,
     "bfloat16",
     "bfloat16: the upper half of binary32",
+    8,
     7,
     127,
     (2 - 2.0**-7) * 2.0**127,
@@ -461,6 +498,7 @@ F32 = Minifloat(
     32,
     "float32",
     f"{_IEEE}, binary32",
+    8,
     23,
     127,
     (2 - 2.0**-23) * 2.0**127,
@@ -469,4 +507,7 @@ F32 = Minifloat(
     scale_min=2.0**-126,
 )
 
-CODECS: tuple[Codec, ...] = (E4M3, E5M2, E2M1, E2M3, E3M2, E8M0, INT4, UINT4, INT8, UINT8, MXINT8, NF4, F32, F16, BF16)
+CODECS: tuple[Codec, ...] = (
+    *(E4M3, E5M2, E2M1, E2M3, E3M2, E8M0, UE4M3, UE5M3),
+    *(INT4, UINT4, INT8, UINT8, MXINT8, NF4, F32, F16, BF16),
+)

@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .codecs import Codec, Integer
+from .codec_checks import check_capacity, check_element, check_scale
+from .codecs import BF16, F16, F32, Codec, Integer, PowerOfTwo
 from .errors import RecipeError
 
 #: Version of docs/spec/numerics.md, part of every fingerprint.
@@ -39,6 +40,7 @@ class Level:
     sense: str = "multiplier"
 
     def __post_init__(self) -> None:
+        check_scale(self.codec, (F16, BF16, F32))
         if self.sense not in SENSES:
             raise RecipeError(f"a level's sense is one of {', '.join(SENSES)}; got {self.sense!r}.", sense=self.sense)
         if any(side is not None and side < 1 for side in self.block):
@@ -58,12 +60,23 @@ class Format:
     offset: str = "none"
 
     def __post_init__(self) -> None:
+        check_element(self.element)
+        if isinstance(self.element, PowerOfTwo):
+            raise RecipeError(
+                f"elements can be zero, and codec {self.element.name!r} has powers of two alone; it is for scales. Declare a "
+                "Minifloat, an Integer or a Lookup.",
+                element=self.element.name,
+            )
         if not 1 <= len(self.levels) <= 2:
             raise RecipeError(f"a format has one or two scale levels; got {len(self.levels)}.", levels=self.levels)
         if len(self.levels) == 2 and self.levels[0].block != TENSOR:
             raise RecipeError(
                 f"the coarse level spans the tensor, block (None, None); got {self.levels[0].block}.",
                 block=self.levels[0].block,
+            )
+        for level in self.levels:
+            check_capacity(
+                self.capacity(level), self.element, [finer.codec for finer in self.levels[self.levels.index(level) + 1 :]]
             )
         if self.offset not in OFFSETS:
             raise RecipeError(f"offset is one of {', '.join(OFFSETS)}; got {self.offset!r}.", offset=self.offset)

@@ -159,7 +159,7 @@ class Ops(Protocol):
         return None
 
     def joined(self, codes: Array, bits: int) -> Array:
-        """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits."""
+        """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits; 24 bits in all."""
         word = codes[..., 0]
         for i in range(1, codes.shape[-1]):
             word = word | (codes[..., i] << (i * bits))

@@ -26,7 +26,7 @@ Cut = int | range | tuple[int, ...]
 
 
 def packing(codec: Codec) -> tuple[int, int]:
-    """(codes, bytes) of the smallest whole group of `codec`'s codes: (1, 1) for 8 bits, (2, 1) for 4, (4, 3) for 6."""
+    """(codes, bytes) of the smallest whole group of `codec`'s codes: (1, 1) of 8 bits, (2, 1) of 4, (8, 5) of 5."""
     group = math.lcm(codec.bits, 8)
     return group // codec.bits, group // 8
 

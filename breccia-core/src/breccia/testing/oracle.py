@@ -74,8 +74,10 @@ def decode(codec: Codec, code: int) -> float:
         return math.nan if code == codec.nan else 2.0 ** (code - codec.bias)
     if not isinstance(codec, Minifloat):
         return codec.value(code)  # of a plug-in's class: its numbers are what it says they are
-    magnitude = code & ((1 << (codec.bits - 1)) - 1)
-    sign = -1.0 if code >> (codec.bits - 1) else 1.0
+    above, magnitude = divmod(code, 2 ** (codec.exponent_bits + codec.mantissa_bits))
+    if above and not codec.signed:  # an unused bit is set
+        return math.nan
+    sign = -1.0 if above else 1.0
     if codec.inf is not None and magnitude >= codec.inf:
         return sign * math.inf if magnitude == codec.inf else math.nan
     if codec.inf is None and magnitude == codec.nan:
@@ -113,7 +115,7 @@ def code_of(codec: Codec, value: Fraction, negative: bool = False) -> int:
     i = bisect_left(values, value)
     assert values[i] == value, f"{value} is not a value of {codec.name}"
     code = codes[i]
-    if value == 0 and negative and isinstance(codec, Minifloat):
+    if value == 0 and negative and isinstance(codec, Minifloat) and codec.signed:
         code |= 1 << (codec.bits - 1)
     return code
 
@@ -122,6 +124,8 @@ def encode(codec: Codec, q: Fraction, negative: bool = False, word: int | None =
     """The code nearest to `q`, ties to the even code (E8M0: up), saturating; with `word`, stochastic (spec, "Rounding")."""
     if codec is F32:
         return code_of(codec, fl_finite(q), negative)
+    if isinstance(codec, Minifloat) and not codec.signed:
+        q = max(q, Fraction(0))
     if isinstance(codec, Minifloat):  # sign and magnitude: rounding acts on the magnitude
         low, high = neighbours(codec, abs(q))
     else:
@@ -462,7 +466,7 @@ def _element_code(
 ) -> int:
     if value is None:  # NaN or Inf under a supplied scale
         assert isinstance(codec, Minifloat) and codec.nan is not None, codec
-        if math.isnan(raw) or codec.inf is None:
+        if math.isnan(raw) or codec.inf is None or (raw < 0 and not codec.signed):
             return codec.nan
         return codec.inf | (1 << (codec.bits - 1) if raw < 0 else 0)
     y = units.of(flush(fl_finite(value - bias)))

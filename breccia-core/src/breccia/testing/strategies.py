@@ -9,6 +9,7 @@ Arrays are NumPy's, FP32; other frameworks take them as they take any. A failing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ..api import cast
-from ..codecs import F32_INF, MANTISSA, NORMAL, f32_bits
+from ..codecs import F32_INF, MANTISSA, NORMAL, Codec, Integer, Lookup, Minifloat, f32_bits
 from ..dispatch.registry import registry
 from ..formats import TENSOR
 from ..recipes import ScalingRecipe
@@ -102,3 +103,44 @@ def _number(bits: int) -> float:
 
 def _as_numbers(words: np.ndarray) -> np.ndarray:
     return words.view(np.float32)
+
+
+# -- codecs that nobody declares yet -----------------------------------------------------------------------------------
+
+
+@st.composite
+def codecs(draw: Any, bits: int | None = None) -> Codec:
+    """Element codecs of `bits` bits, by default of 1 to 8: integers, minifloats of every split and kind of NaN, tables."""
+    width = draw(st.integers(1, 8)) if bits is None else bits
+    return draw(draw(st.sampled_from([_integers, _minifloats, _lookups]))(width))
+
+
+@st.composite
+def _integers(draw: Any, bits: int) -> Codec:
+    signed = bits > 1 and draw(st.booleans())
+    return Integer("drawn", bits, None, "drawn", signed, draw(st.integers(-3, bits + 2)))
+
+
+@st.composite
+def _minifloats(draw: Any, bits: int) -> Codec:
+    signed = bits > 1 and draw(st.booleans())
+    mantissa = draw(st.integers(0, bits - signed))
+    exponent, top = bits - signed - mantissa, (1 << (bits - signed)) - 1
+    ieee = top + 1 - (1 << mantissa)  # the exponent's bits alone
+    ends: list[tuple[int | None, int | None, int]] = [(None, None, top)]  # (nan, inf, the largest finite code)
+    ends += [(top, None, top - 1)] if top > 1 else []
+    ends += [(top, ieee, ieee - 1)] if 1 < ieee < top else []
+    nan, inf, last = draw(st.sampled_from(ends))
+    field, fraction = divmod(last, 1 << mantissa)
+    lowest = max(-20, field - 110)  # the largest number is below 2^111, so that FP32 holds it times a scale's largest
+    bias = draw(st.integers(lowest, lowest + 40 if lowest == -20 else lowest))
+    largest = float((Fraction(fraction, 1 << mantissa) + (field > 0)) * Fraction(2) ** (max(field, 1) - bias))
+    return Minifloat("drawn", bits, None, "drawn", exponent, mantissa, bias, largest, nan, inf, signed=signed)
+
+
+@st.composite
+def _lookups(draw: Any, bits: int) -> Codec:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    others = rng.choice(np.arange(-(2**12), 2**12), (1 << bits) - 2, replace=False) + 0.5
+    values = [0.0, 2.0**12, *others.tolist()]
+    return Lookup("drawn", bits, None, "drawn", tuple(rng.permutation(values).tolist()))

@@ -258,6 +258,8 @@ def _faulty(codec: Codec) -> list[int]:
     if isinstance(codec, PowerOfTwo):
         return [nan, 0, nan - 1]
     sign = 1 << (codec.bits - 1)
+    if isinstance(codec, Minifloat) and not codec.signed:
+        return [nan, 0]
     return [nan, 0, oracle.encode(codec, Fraction(1)) | sign, 1, sign]
 
 
@@ -420,6 +422,7 @@ def _codec(codec: Codec) -> dict[str, Any]:
                 "nan": codec.nan,
                 "inf": codec.inf,
             }
+            facts |= {} if codec.signed else {"signed": False}
         case PowerOfTwo():
             facts |= {"kind": "power", "bias": codec.bias, "nan": codec.nan}
         case Integer():

@@ -182,7 +182,7 @@ PLAIN = Steps()
 @lru_cache(maxsize=64)
 def code_writer(codec: Codec) -> _Codes | None:
     """The fast form of an element codec, or None."""
-    if codec.bits not in (4, 6, 8):
+    if codec.bits not in (4, 6, 8) or (type(codec) is Minifloat and not codec.signed):
         return None
     if type(codec) is Lookup and codec.bits == 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
         return TableCodes(codec)

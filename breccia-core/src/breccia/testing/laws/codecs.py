@@ -78,7 +78,8 @@ def _nearest(codec: Codec, value: float, word: int | None = None) -> int:
     if math.isfinite(value):
         return oracle.encode(codec, Fraction(value), math.copysign(1.0, value) < 0, word)
     nan, inf = codec.nan_code, getattr(codec, "inf", None)
-    if math.isnan(value) or inf is None:
+    unsigned = not getattr(codec, "signed", True)
+    if math.isnan(value) or inf is None or (value < 0 and unsigned):
         assert nan is not None, codec
         return nan
     return inf | (1 << (codec.bits - 1) if value < 0 else 0)

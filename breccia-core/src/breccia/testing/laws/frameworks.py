@@ -347,7 +347,7 @@ def float8_is_moved_bit_by_bit(place: Place) -> None:
 
 def codes_are_joined_lowest_first(place: Place) -> None:
     ops = place.ops
-    for bits, count in ((4, 2), (6, 4)):
+    for bits, count in ((4, 2), (6, 4), (1, 8), (2, 4), (3, 8)):
         codes = np.random.default_rng(20).integers(0, 1 << bits, (3, 5, count)).astype(np.int32)
         expected = np.sum(codes << (np.arange(count) * bits), axis=-1).astype(np.int32)
         word = ops.joined(place.array(codes), bits)

@@ -20,7 +20,7 @@ from ..places import Place
 from .law import Law, Subject, each
 
 #: The codecs that scales are stored in.
-_SCALES = tuple(codec for codec in CODECS if codec.bits > 8 or codec.name in ("E4M3", "E8M0"))
+_SCALES = tuple(codec for codec in CODECS if codec.bits > 8 or codec.name in ("E4M3", "UE4M3", "UE5M3", "E8M0"))
 
 
 def laws(subject: Subject) -> Iterator[Law]:
