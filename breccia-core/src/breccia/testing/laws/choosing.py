@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -105,46 +106,54 @@ def a_call_without_prefer_finds_one_kernel(kernel: Kernel, recipes: Iterable[Sca
 # -- what is asked ---------------------------------------------------------------------------------------------------
 
 
+#: Shapes of the arrays that calls are about: whole blocks, partial ones, and whole ones of another size.
+_SHAPES = ((32, 256), (9, 67), (64, 128))
+
+
+@cache
+def _operand_of(place: Place, shape: tuple[int, int], recipe: ScalingRecipe | None, grouped: bool = False) -> Any:
+    """An array, or a tensor under the recipe; two matrices for groups. Nobody writes into it."""
+    x = wide(shape, seed=shape[0], exponents=2)
+    x = np.stack([x, x]) if grouped else x
+    return place.array(x) if recipe is None else moved(reference.cast(x, recipe), place)
+
+
 def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Iterator[_Request]:
     """Calls that the kernel is declared for, with this recipe or, where it is None, with plain operands alone."""
-    op = kernel.op
-    for x in (wide((32, 256), seed=3, exponents=2), wide((9, 67), seed=4, exponents=2), wide((64, 128), seed=5, exponents=2)):
-        array = place.array(x)
-        if op not in PRODUCTS:
-            if recipe is None:
-                return
-            if op in CASTS:
-                if serves(kernel.recipe, recipe):
-                    yield _Request(array, None, recipe)
-                    yield _Request(place.ops.swap(array), None, recipe)
-                continue
-            st = moved(reference.cast(x, recipe), place)
-            if op == "dequantize":
-                yield from (_Request(t) for t in (st, st.mT) if serves(kernel.recipe, recipe))
-            else:
-                yield from (
-                    _Request(st, None, new)
-                    for new in (MXFP8BlockScaling(), *strategies.defaults()[:1], recipe)
-                    if serves(kernel.recipe, recipe) and serves(kernel.other, new)
-                )
+    op, first = kernel.op, serves(kernel.recipe, recipe)
+    for shape in _SHAPES:
+        array = _operand_of(place, shape, None)
+        if op in PRODUCTS:
+            yield from _product_requests(kernel, recipe, place, shape)
+        elif recipe is None:
+            return
+        elif op in CASTS and first:
+            yield from (_Request(x, None, recipe) for x in (array, place.ops.swap(array)))
+        elif op == "dequantize" and first:
+            st = _operand_of(place, shape, recipe)
+            yield from (_Request(x) for x in (st, st.mT))
+        elif op == "requantize" and first:
+            written = dict.fromkeys((MXFP8BlockScaling(), *strategies.defaults()[:1], recipe))
+            st = _operand_of(place, shape, recipe)
+            yield from (_Request(st, None, new) for new in written if serves(kernel.other, new))
+
+
+def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place, shape: tuple[int, int]) -> Iterator[_Request]:
+    """Those of a product: the recipe by itself, by an array, and an array by it."""
+    array = _operand_of(place, shape, None)
+    for other in dict.fromkeys((None, recipe)):
+        if not serves(kernel.other, other):
             continue
-        scaled = None if recipe is None else moved(reference.cast(x, recipe), place)
-        second = array if op != "grouped_matmul" else place.array(np.stack([x, x]))
-        seconds = [(None, place.ops.swap(second))]
-        if recipe is not None:
-            stacked = x if op != "grouped_matmul" else np.stack([x, x])
-            seconds.append((recipe, moved(reference.cast(stacked, recipe), place).mT))
-        for other, b in seconds:
-            if not serves(kernel.other, other):
-                continue
-            if op == "cast_matmul":
-                if recipe is not None and serves(kernel.recipe, recipe):
-                    yield _Request(array, b, recipe)
-                continue
-            if serves(kernel.recipe, None) and (other is not None or recipe is None):
-                yield _Request(array, b)
-            if scaled is not None and serves(kernel.recipe, recipe):
-                yield _Request(scaled, b)
+        second = _operand_of(place, shape, other, kernel.op == "grouped_matmul")
+        b = place.ops.swap(second) if other is None else second.mT
+        if kernel.op == "cast_matmul":
+            if recipe is not None and serves(kernel.recipe, recipe):
+                yield _Request(array, b, recipe)
+            continue
+        if other == recipe and serves(kernel.recipe, None):
+            yield _Request(array, b)
+        if recipe is not None and serves(kernel.recipe, recipe):
+            yield _Request(_operand_of(place, shape, recipe), b)
 
 
 def _options(op: str) -> list[Any]:
