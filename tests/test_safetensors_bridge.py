@@ -475,12 +475,18 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a list": ([], "its config is an object with recipe, layout, axis, shape, dtypes; found []"),
     **{f"no {key}": (without(key), "its config is an object with") for key in ("recipe", "layout", "axis", "shape", "dtypes")},
     "recipe a string": (changed("recipe", "block"), "its recipe is an object with a name and fields; found 'block'"),
-    "unknown recipe": (changed("recipe/name", "blok"), "its recipe cannot be read: no recipe 'blok'; did you mean 'block'"),
+    "unknown recipe": (
+        changed("recipe/name", "blok"),
+        "its recipe 'blok' is declared by no installed plug-in; did you mean 'block'",
+    ),
     "unknown field": (changed("recipe/fields/block_q", 1), "recipe 'block' has no field 'block_q'; did you mean 'block_"),
     "field of another type": (changed("recipe/fields/block_k", "32"), "block_k must be int, got '32'"),
     "field that has no hash": (changed("recipe/fields/fp8_format", []), "its recipe cannot be read"),
     "fields a list": (changed("recipe/fields", []), "its recipe is an object with a name and fields"),
-    "unknown layout": (changed("layout/name", "per_blok_k"), "no layout 'per_blok_k'; did you mean 'per_block_k'"),
+    "unknown layout": (
+        changed("layout/name", "per_blok_k"),
+        "its layout 'per_blok_k' is declared by no installed plug-in; did you mean 'per_block_k'",
+    ),
     "layout of another block": (changed("layout/fields/block_size", 64), "scale.shape must be (4, 1), got (4, 2)"),
     "layout of another kind": (
         changed("layout", {"name": "per_tensor", "fields": {}}),

@@ -24,8 +24,8 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from . import __version__, targets
+from .api import PLAIN_OPERAND, recipe
 from .api import explain as explain_call
-from .api import recipe
 from .dispatch import OPS, Explanation
 from .doctor import MISSING, NOTE, OK, PROBLEM, examine
 from .errors import BrecciaError, PluginError, PluginWarning
@@ -47,6 +47,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 
 recipe_names = _completing(lambda: registry().recipes)
 framework_names = _completing(lambda: registry().frameworks)
+_operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
 _op_names = _completing(lambda: OPS)
 _kernel_names = _completing(lambda: [kernel.name for kernel in registry().table.kernels])
 
@@ -185,7 +186,11 @@ def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help=f"The verb: {', '.join(OPS)}.", autocompletion=_op_names)],
     recipes: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE", help="Of each operand: a name, or NAME,field=value.", autocompletion=recipe_names),
+        typer.Argument(
+            metavar="RECIPE",
+            help="Of each operand: a name, or NAME,field=value; `array` for a plain one.",
+            autocompletion=_operand_names,
+        ),
     ],
     on: Annotated[
         str,
