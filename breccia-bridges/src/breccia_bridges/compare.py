@@ -44,7 +44,7 @@ class Held:
         """The logical shape; that of the codes, where nobody here knows how they are packed."""
         if self.undeclared is not None:
             entry = self.container.entries.get(f"{self.name}.data")
-            return tuple(self.undeclared.listed.get("shape") or (entry.shape if entry else ()))
+            return self.undeclared.shape or (entry.shape if entry else ())
         if self.config is None:
             return self.container.entries[self.name].shape
         return self.config.shape or self.container.entries[f"{self.name}.data"].shape
@@ -53,7 +53,7 @@ class Held:
     def stored_as(self) -> str:
         """A recipe's name, or a dtype of the file."""
         if self.undeclared is not None:
-            return str(self.undeclared.listed["recipe"]["name"])
+            return self.undeclared.recipe
         return self.config.recipe.name if self.config else self.container.entries[self.name].dtype
 
     @property

@@ -296,6 +296,19 @@ class Undeclared:
     listed: dict[str, Any]
     reason: str
 
+    @property
+    def recipe(self) -> str:
+        """The recipe's name, or "?" where the config is wrong in that as well."""
+        recipe = self.listed["recipe"]
+        return str(recipe.get("name", "?")) if isinstance(recipe, dict) else "?"
+
+    @property
+    def shape(self) -> Shape | None:
+        """The logical shape, where the config says one."""
+        shape = self.listed.get("shape")
+        known = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        return tuple(shape) if known else None
+
 
 def read_configs(container: Container, undeclared: dict[str, Undeclared] | None = None) -> dict[str, Config]:
     """The configs of a file's scaled tensors, by name.
