@@ -527,9 +527,7 @@ def test_a_recipe_that_no_plug_in_declares_is_named_with_the_way_out(tmp_path: P
         load_safetensors(tmp_path / "f")
     said = str(refused.value)
     assert said.startswith(f"{tmp_path / 'f'}: tensor 'w': its recipe 'acme6' is declared by no installed plug-in. Known: ")
-    assert said.endswith(
-        "Install the plug-in that declares it; `breccia plugins` lists those installed, and those set aside."
-    )
+    assert said.endswith("Install the plug-in that declares it; `breccia plugins` lists those installed, and those set aside.")
     found = refused.value.found
     assert (found["undeclared"], found["name"], found["path"]) == ("acme6", "w", str(tmp_path / "f"))
 

@@ -69,6 +69,7 @@ def sessions() -> list[Session]:
         Session("explain-matmul", ("breccia explain matmul block block",)),
         Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
+        Session("plugin-new", ("breccia plugin new mine",)),
         Session("acme-plugins", ("breccia plugins",), beside=ACME),
         Session("acme-explain", ("breccia explain cast acme6 --on torch",), beside=ACME),
         Session("acme-conformance", ("pytest -q -k 'not jax'",), volatile=True, beside=ACME),

@@ -114,6 +114,7 @@ def breccia_cli() -> Iterable[Command]:
     return [
         Command("explain", "breccia.cli:explain", "Say which kernel runs for a call, and why no other does."),
         Command("plugins", "breccia.cli:plugins", "List plug-ins, what they declare, what was set aside."),
+        Command("plugin", "breccia.cli:plugin", "Start a plug-in: `breccia plugin new NAME`."),
         Command("doctor", "breccia.cli:doctor", "Say what is installed, missing or wrong; what to type."),
         Command("bench", "breccia.cli:bench", "Time cast, dequantize and matmul on this machine."),
     ]

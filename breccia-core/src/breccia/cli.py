@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import shlex
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -32,6 +34,7 @@ from .errors import BrecciaError, PluginError, PluginWarning
 from .hookspecs import Command
 from .registry import registry
 from .siblings import SIBLINGS, Sibling
+from .skeleton import write_plugin
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -239,6 +242,36 @@ def plugins(as_json: Json = False) -> None:
     print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
 
 
+plugin = typer.Typer(
+    name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Start a plug-in of your own."
+)
+
+
+@plugin.callback()
+def _plugin() -> None:  # pyright: ignore[reportUnusedFunction]
+    """With a callback Typer keeps `new` a command of its own."""
+
+
+@plugin.command("new", short_help="Write one that works, with its test.")
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What breccia calls it, as in 'acme'.", show_default=False)],
+    parent: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where its folder is made.")] = Path("."),
+    as_json: Json = False,
+) -> None:
+    """Write a plug-in that works: a recipe, a kernel for NumPy and their conformance test. Nothing is overwritten."""
+    folder = write_plugin(name, parent)
+    written = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    commands = [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", f"breccia explain dequantize {name}"]
+    if as_json:
+        print_json({"folder": str(folder), "files": written, "next": commands})
+        return
+    for file in written:
+        typer.echo(printable(f"wrote {folder / file}"))
+    typer.echo("next:")
+    for command in commands:
+        typer.echo(printable(f"  {command}"))
+
+
 def doctor(as_json: Json = False) -> None:
     """Say what is installed, what is missing or wrong, and what to type. Exits with 1 where something is wrong."""
     found = examine()
@@ -304,8 +337,10 @@ def _loaded(command: Command) -> Any:
     """The command that Typer reads from the declared function. Raises PluginError, whatever the plug-in's module raises."""
     what = f"command {command.name!r} of {registry().origin(command.plugin)}"
     function = targets.load_declared(what, command.target)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(command.name, help=inspect.getdoc(function) or command.help)(function)
+    app = function
+    if not isinstance(function, typer.Typer):
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(command.name, help=inspect.getdoc(function) or command.help)(function)
     try:
         return typer.main.get_command(app)
     except Exception as e:
