@@ -53,11 +53,12 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_skeleton_passes_its_conformance_test(mine: Path) -> None:
-    """On NumPy, with the laws that need no framework; the others take the same bytes and more time."""
-    words = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", "not torch and not jax and not mlx")
+    """On NumPy, without the laws of the oracle, which are slow; the slow test below has them all."""
+    left_out = "not torch and not jax and not mlx and not oracle and not bit_pattern"
+    words = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", left_out)
     out = python("-m", "pytest", *words, "tests/test_conformance.py", site=mine.parent / "site", cwd=mine)
     counted = re.search(r"^my_npu: (\d+) passed$", out, re.MULTILINE)
-    assert counted and int(counted[1]) > 20, out
+    assert counted and int(counted[1]) > 15, out
 
 
 @pytest.mark.slow

@@ -305,7 +305,8 @@ def views_are_decoded_alike(kernel: Kernel, recipe: ScalingRecipe, place: Place)
     """The transpose of a tensor, of several matrices too, gives the values of its copy; in FP16, into `out=`, as well."""
     whole = arrays()[1]
     served = False
-    for x, axis, dtype in ((whole, -1, "float32"), (whole.reshape(2, 8, 256), -2, "float16")):
+    columns = np.asarray(whole.T, order="C")
+    for x, axis, dtype in ((whole, -1, "float32"), (columns, -2, "float32"), (whole.reshape(2, 8, 256), -2, "float16")):
         st = reference.cast(x, recipe, CastOptions(axis=axis))
         given = moved(st, place)
         expected = np.asarray(reference.dequantize(st).swapaxes(-1, -2), order="C")
