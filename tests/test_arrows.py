@@ -82,7 +82,7 @@ ORDER = [
     {"kernels.composites", "kernels.plans", "kernels.numpy"},  # kernels that call the kernels of other ops
     {"api"},
     {"bridges", "kernels.triton"},
-    {"doctor", "bench"},
+    {"doctor", "bench", "skeleton"},
     {"cli"},
     {"__main__"},
 ]

@@ -56,6 +56,7 @@ def sessions() -> list[Session]:
     return [
         Session("help", ("breccia --help",)),
         *helps,
+        Session("help-plugin-new", ("breccia plugin new --help",)),
         Session("inspect", (f"breccia inspect {MODEL}",)),
         Session("dry-run", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4 --include '*embed*' --dry-run",)),
         Session("convert", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4",)),
@@ -69,13 +70,13 @@ def sessions() -> list[Session]:
         Session("explain-matmul", ("breccia explain matmul block block",)),
         Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
-        Session("plugin-new", ("breccia plugin new mine",)),
         Session("acme-plugins", ("breccia plugins",), beside=ACME),
         Session("acme-explain", ("breccia explain cast acme6 --on torch",), beside=ACME),
         Session("acme-conformance", ("pytest -q -k 'not jax'",), volatile=True, beside=ACME),
         Session("acme-broken", ("breccia plugins",), beside=(*ACME, *BROKEN)),
         Session("doctor", ("breccia doctor",), volatile=True),
         Session("bench", ("breccia bench nvfp4 mxfp8 --size 512 --runs 3",), volatile=True),
+        Session("plugin-new", ("breccia plugin new mine",)),
         Session("error", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4", "echo $?"), status=1),
         Session("error-json", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4 --json",), status=1),
     ]

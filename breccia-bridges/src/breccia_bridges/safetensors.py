@@ -306,8 +306,9 @@ class Undeclared:
     def shape(self) -> Shape | None:
         """The logical shape, where the config says one."""
         shape = self.listed.get("shape")
-        known = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-        return tuple(shape) if known else None
+        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+            return None
+        return tuple(shape)
 
 
 def read_configs(container: Container, undeclared: dict[str, Undeclared] | None = None) -> dict[str, Config]:

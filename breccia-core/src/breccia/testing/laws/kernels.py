@@ -237,7 +237,11 @@ def options_of_round_trips_are_honoured(kernel: Kernel, recipe: ScalingRecipe, p
     there = moved(other, place)
     scale, supplied = ((st.scale if st.global_scale is None else st.global_scale) for st in (other, there))
     served = False
-    for given, options in (({"axis": -2}, {"axis": -2}), ({"scale": supplied}, {"scale": scale})):
+    cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        (_ALONG_ROWS, _ALONG_ROWS),
+        ({"scale": supplied}, {"scale": scale}),
+    )
+    for given, options in cases:
         back = asked(kernel, op, place.array(x), recipe, **given)
         if back is not None:
             served = True
