@@ -155,7 +155,7 @@ def test_the_list_of_plug_ins_prints_reasons_as_they_are(acme: Path) -> None:
 # -- help and completion ----------------------------------------------------------------------------------------------
 
 
-COMMANDS_OF_OURS = ("convert", "compare", "inspect", "explain", "plugins", "doctor", "bench")
+COMMANDS_OF_OURS = ("convert", "compare", "inspect", "explain", "plugins", "plugin", "doctor", "bench")
 
 
 @pytest.mark.together

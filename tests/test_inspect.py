@@ -239,3 +239,28 @@ def test_a_config_that_contradicts_its_parts_is_told_from_the_header(tmp_path: P
             "its scale has shape 8x4; its config says 9x64, which takes 9x4",
         ]
     }
+
+
+def test_a_tensor_of_a_recipe_that_no_plug_in_declares_is_shown_with_what_its_file_says(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "m.safetensors"
+    mine = breccia.cast(np.ones((4, 64), np.float32), breccia.Float8BlockScaling(block_k=32))
+    save_safetensors({"known": mine, "w": mine, "norm": np.ones(3, np.float32)}, path)
+    opened = Container(path)
+    metadata = dict(opened.metadata)
+    metadata["w.config"] = metadata["w.config"].replace('"name":"block"', '"name":"acme6"')
+    changed = tmp_path / "acme.safetensors"
+    with Writer(changed, {name: (e.dtype, e.shape) for name, e in opened.entries.items()}, metadata) as writer:
+        for name in opened.entries:
+            writer.write(name, opened.array(name))
+    found = rows(changed, scales=True)
+    assert list(found) == ["known", "norm", "w"]
+    assert (found["w"]["stored_as"], found["w"]["shape"]) == ("acme6", [4, 64])
+    assert found["w"]["bytes"] == found["known"]["bytes"] and found["w"]["recipe"]["name"] == "acme6"
+    (doubt,) = found["w"]["suspicious"]
+    assert doubt.startswith("its recipe 'acme6' is declared by no installed plug-in. Known: ")
+    assert "Install the plug-in that declares it; `breccia plugins` lists those installed" in doubt
+    assert found["known"]["suspicious"] == []
+    code, out, _ = run("inspect", changed)
+    assert code == 0 and "acme6" in out and "suspicious: w: its recipe 'acme6' is declared by no installed plug-in" in out
+    code, _, err = run("compare", path, changed)
+    assert code == 1 and f"{changed}: tensor 'w': its recipe 'acme6' is declared by no installed plug-in" in err

@@ -475,12 +475,18 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a list": ([], "its config is an object with recipe, layout, axis, shape, dtypes; found []"),
     **{f"no {key}": (without(key), "its config is an object with") for key in ("recipe", "layout", "axis", "shape", "dtypes")},
     "recipe a string": (changed("recipe", "block"), "its recipe is an object with a name and fields; found 'block'"),
-    "unknown recipe": (changed("recipe/name", "blok"), "its recipe cannot be read: no recipe 'blok'; did you mean 'block'"),
+    "unknown recipe": (
+        changed("recipe/name", "blok"),
+        "its recipe 'blok' is declared by no installed plug-in; did you mean 'block'",
+    ),
     "unknown field": (changed("recipe/fields/block_q", 1), "recipe 'block' has no field 'block_q'; did you mean 'block_"),
     "field of another type": (changed("recipe/fields/block_k", "32"), "block_k must be int, got '32'"),
     "field that has no hash": (changed("recipe/fields/fp8_format", []), "its recipe cannot be read"),
     "fields a list": (changed("recipe/fields", []), "its recipe is an object with a name and fields"),
-    "unknown layout": (changed("layout/name", "per_blok_k"), "no layout 'per_blok_k'; did you mean 'per_block_k'"),
+    "unknown layout": (
+        changed("layout/name", "per_blok_k"),
+        "its layout 'per_blok_k' is declared by no installed plug-in; did you mean 'per_block_k'",
+    ),
     "layout of another block": (changed("layout/fields/block_size", 64), "scale.shape must be (4, 1), got (4, 2)"),
     "layout of another kind": (
         changed("layout", {"name": "per_tensor", "fields": {}}),
@@ -513,6 +519,17 @@ def test_a_config_that_is_wrong_is_refused_naming_file_and_tensor(defect: str, t
     assert message in str(refused.value)
     assert refused.value.__cause__ is not None
     assert refused.value.found["name"] == "w"
+
+
+def test_a_recipe_that_no_plug_in_declares_is_named_with_the_way_out(tmp_path: Path) -> None:
+    write(tmp_path / "f", changed("recipe/name", "acme6"), good()[1])
+    with pytest.raises(breccia.CorruptFileError) as refused:
+        load_safetensors(tmp_path / "f")
+    said = str(refused.value)
+    assert said.startswith(f"{tmp_path / 'f'}: tensor 'w': its recipe 'acme6' is declared by no installed plug-in. Known: ")
+    assert said.endswith("Install the plug-in that declares it; `breccia plugins` lists those installed, and those set aside.")
+    found = refused.value.found
+    assert (found["undeclared"], found["name"], found["path"]) == ("acme6", "w", str(tmp_path / "f"))
 
 
 @pytest.mark.parametrize(

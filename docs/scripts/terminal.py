@@ -56,6 +56,7 @@ def sessions() -> list[Session]:
     return [
         Session("help", ("breccia --help",)),
         *helps,
+        Session("help-plugin-new", ("breccia plugin new --help",)),
         Session("inspect", (f"breccia inspect {MODEL}",)),
         Session("dry-run", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4 --include '*embed*' --dry-run",)),
         Session("convert", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4",)),
@@ -75,6 +76,7 @@ def sessions() -> list[Session]:
         Session("acme-broken", ("breccia plugins",), beside=(*ACME, *BROKEN)),
         Session("doctor", ("breccia doctor",), volatile=True),
         Session("bench", ("breccia bench nvfp4 mxfp8 --size 512 --runs 3",), volatile=True),
+        Session("plugin-new", ("breccia plugin new mine",)),
         Session("error", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4", "echo $?"), status=1),
         Session("error-json", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4 --json",), status=1),
     ]

@@ -15,7 +15,7 @@ from .checkpoint import checkpoint_files
 from .container import Container, Shape
 from .measure import FLOATING, SLAB, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, unnoticed
-from .safetensors import Config, read_configs
+from .safetensors import Config, Undeclared, read_configs
 from .text import named, spelled
 
 
@@ -26,11 +26,12 @@ class Held:
     container: Container
     name: str
     config: Config | None
+    undeclared: Undeclared | None = None
 
     @property
     def parts(self) -> list[str]:
         """The entries of the file that hold it."""
-        if self.config is None:
+        if self.config is None and self.undeclared is None:
             return [self.name]
         return [part for part in (f"{self.name}.{suffix}" for suffix in PARTS) if part in self.container.entries]
 
@@ -40,7 +41,10 @@ class Held:
 
     @property
     def shape(self) -> Shape:
-        """The logical shape."""
+        """The logical shape; that of the codes, where nobody here knows how they are packed."""
+        if self.undeclared is not None:
+            entry = self.container.entries.get(f"{self.name}.data")
+            return self.undeclared.shape or (entry.shape if entry else ())
         if self.config is None:
             return self.container.entries[self.name].shape
         return self.config.shape or self.container.entries[f"{self.name}.data"].shape
@@ -48,6 +52,8 @@ class Held:
     @property
     def stored_as(self) -> str:
         """A recipe's name, or a dtype of the file."""
+        if self.undeclared is not None:
+            return self.undeclared.recipe
         return self.config.recipe.name if self.config else self.container.entries[self.name].dtype
 
     @property
@@ -56,21 +62,26 @@ class Held:
         return self.config is not None or self.stored_as in FLOATING
 
 
-def held_tensors(path: Path) -> dict[str, Held]:
-    """The tensors of a checkpoint by name. Raises CorruptFileError where two files hold the same one."""
+def held_tensors(path: Path, *, undeclared: bool = False) -> dict[str, Held]:
+    """The tensors of a checkpoint by name, with those of recipes that no plug-in declares if `undeclared` asks for them.
+
+    Raises CorruptFileError where two files hold the same one, and as `read_configs` does.
+    """
     found: dict[str, Held] = {}
     for file in checkpoint_files(path):
         container = Container(file)
-        configs = read_configs(container)
-        owned = {part for name in configs for part in Held(container, name, configs[name]).parts}
-        for name in (*(name for name in container.entries if name not in owned), *configs):
+        unknown: dict[str, Undeclared] = {}
+        configs = read_configs(container, unknown if undeclared else None)
+        scaled = [Held(container, name, configs.get(name), unknown.get(name)) for name in (*configs, *unknown)]
+        owned = {part for held in scaled for part in held.parts}
+        for name in (*(name for name in container.entries if name not in owned), *configs, *unknown):
             if name in found:
                 raise CorruptFileError(
                     f"tensor {name!r} lies in {found[name].container.path.name} and {file.name} of {path}; name one file, or "
                     "fetch the folder again.",
                     name=name,
                 )
-            found[name] = Held(container, name, configs.get(name))
+            found[name] = Held(container, name, configs.get(name), unknown.get(name))
     return found
 
 

@@ -31,7 +31,7 @@ OUTLIER = 1000.0
 
 def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
     """A row for each tensor, by name. `scales` reads the scales as well, and nothing else of the data."""
-    tensors = held_tensors(path)
+    tensors = held_tensors(path, undeclared=True)
     foreign = {name: found for name, held in tensors.items() if (found := _scale_of(held, tensors))}
     rows: list[dict[str, Any]] = []
     for name, held in sorted(tensors.items()):
@@ -41,15 +41,15 @@ def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
         if scales:
             figures, doubts = _scale_figures(held, scale)
             suspicious += doubts
-        config = held.config
+        config, listed = held.config, held.undeclared.listed if held.undeclared else {}
         rows.append(
             {
                 "name": name,
                 "file": held.container.path.name,
                 "shape": list(held.shape),
                 "stored_as": held.stored_as,
-                "recipe": config and config.recipe.to_dict(),
-                "layout": config and config.layout.to_dict(),
+                "recipe": config.recipe.to_dict() if config else listed.get("recipe"),
+                "layout": config.layout.to_dict() if config else listed.get("layout"),
                 "scaled_by": scale.name if scale else None,
                 "block": scale and tile(held.shape, scale.shape),
                 "scales": figures,
@@ -68,7 +68,13 @@ def _is_scale(name: str) -> bool:
 
 def _is_foreign(held: Held, *dtypes: str) -> bool:
     """Is it a stranger's matrix, no scale, of a dtype that begins so?"""
-    return held.config is None and len(held.shape) > 1 and not _is_scale(held.name) and held.stored_as.startswith(dtypes)
+    return (
+        held.config is None
+        and held.undeclared is None
+        and len(held.shape) > 1
+        and not _is_scale(held.name)
+        and held.stored_as.startswith(dtypes)
+    )
 
 
 def _is_code(held: Held) -> bool:
@@ -88,6 +94,9 @@ def _scale_of(held: Held, tensors: dict[str, Held]) -> Held | None:
 
 def _suspicious(held: Held, scale: Held | None) -> Iterator[str]:
     """What the headers alone give away."""
+    if held.undeclared is not None:
+        yield held.undeclared.reason
+        return
     if held.config is not None:
         wanted, found = held.config.recipe.format.scale.codec.name, held.config.scale_dtype
         if found and found != wanted:

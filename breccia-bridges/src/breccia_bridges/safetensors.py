@@ -42,6 +42,7 @@ from breccia.backend import (
     packing,
     part_shapes,
     registry,
+    suggestion,
     targets,
 )
 
@@ -288,8 +289,35 @@ def read_tensor(
     return _scaled(container, name, config, _Target.of(framework, device))
 
 
-def read_configs(container: Container) -> dict[str, Config]:
-    """The configs of a file's scaled tensors, by name. Raises CorruptFileError naming the file and the tensor."""
+@dataclass(frozen=True)
+class Undeclared:
+    """What a file says of a scaled tensor whose recipe or layout no installed plug-in declares: its config as it stands."""
+
+    listed: dict[str, Any]
+    reason: str
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name, or "?" where the config is wrong in that as well."""
+        recipe = self.listed["recipe"]
+        return str(recipe.get("name", "?")) if isinstance(recipe, dict) else "?"
+
+    @property
+    def shape(self) -> Shape | None:
+        """The logical shape, where the config says one."""
+        shape = self.listed.get("shape")
+        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+            return None
+        return tuple(shape)
+
+
+def read_configs(container: Container, undeclared: dict[str, Undeclared] | None = None) -> dict[str, Config]:
+    """The configs of a file's scaled tensors, by name.
+
+    undeclared: where it is given, tensors whose recipe or layout no installed plug-in declares go there, by name.
+
+    Raises CorruptFileError naming the file and the tensor; for such a recipe, unless `undeclared` takes it, naming that too.
+    """
     metadata, entries = container.metadata, container.entries
     names = [key.removesuffix(".config") for key in metadata if key.endswith(".config")]
     schema = metadata.get("schema")
@@ -308,7 +336,13 @@ def read_configs(container: Container) -> dict[str, Config]:
         with _blaming(container, name):
             if name in entries and name not in owners:
                 raise CorruptFileError("the file holds a scaled and a plain tensor of this name.")
-            configs[name] = read_config(metadata[f"{name}.config"], schema=schema)
+            try:
+                configs[name] = read_config(metadata[f"{name}.config"], schema=schema)
+            except CorruptFileError as e:
+                if undeclared is None or "undeclared" not in e.found:
+                    raise
+                undeclared[name] = Undeclared(json.loads(metadata[f"{name}.config"]), str(e))
+                continue
             _check_entries(container, name, configs[name])
     return configs
 
@@ -324,7 +358,8 @@ def _blaming(container: Container, name: str) -> Generator[None]:
     try:
         yield
     except BrecciaError as e:
-        raise CorruptFileError(f"{container.path}: tensor {name!r}: {e}", path=str(container.path), name=name) from e
+        found = {**e.found, "path": str(container.path), "name": name}
+        raise CorruptFileError(f"{container.path}: tensor {name!r}: {e}", **found) from e
 
 
 def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
@@ -365,8 +400,15 @@ def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> A
             pass
         case _:
             raise CorruptFileError(f"its {what} is an object with a name and fields; found {short(value)}.")
+    known = registry().declared[hook]
+    if name not in known:
+        raise CorruptFileError(
+            f"its {what} {name!r} is declared by no installed plug-in{suggestion(name, list(known))} Install the plug-in that "
+            "declares it; `breccia plugins` lists those installed, and those set aside.",
+            undeclared=name,
+        )
     try:
-        return registry().look_up(hook, name, what).with_fields({**defaults.get(name, {}), **fields})
+        return known[name].with_fields({**defaults.get(name, {}), **fields})
     except Exception as e:  # of whatever kind: a recipe's own checks meet values that no caller would pass
         raise CorruptFileError(f"its {what} cannot be read: {e}") from e
 

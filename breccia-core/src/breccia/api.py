@@ -210,16 +210,18 @@ def cast_ste_clipped(
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None, **options: Any) -> Explanation:
     """Which kernel runs for a call, why the others do not, which kernels it calls itself, and where each one's source is.
 
-    operands: those of the op; a recipe, or its name, may stand for a ScaledTensor, and `cast` needs no array.
+    operands: those of the op; a recipe, or its name, may stand for a ScaledTensor, and "array" for a plain operand. `cast`
+        needs none.
     on: the framework, where no operand is an array, or framework and device: "torch:cuda".
     options: keyword options of the op, as they would be given to it.
 
         >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
         >>> print(breccia.explain("matmul", "block", "block", on="torch"))
+        >>> print(breccia.explain("matmul", "array", "nvfp4", on="torch"))
     """
     if op not in OPS:
         raise UnknownNameError(f"no op {op!r}{suggestion(op, list(OPS))}", name=op, known=OPS)
-    values = [recipe(x) if isinstance(x, str) else x for x in operands]
+    values = [_named_operand(x) if isinstance(x, str) else x for x in operands]
     new: ScalingRecipe | None = None
     if op == "cast_matmul":
         if len(values) == 3 and isinstance(values[1], ScalingRecipe):
@@ -236,7 +238,10 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     arrays_only = values[: len(values) - (op == "cast_matmul")] if op in _ARRAYS_ONLY else []
     if len(values) not in wanted or any(isinstance(x, ScalingRecipe) for x in arrays_only):
         raise UnsupportedError(f"{op} has {wanted[-1] + (new is not None)} operands; explain got {len(operands)}.")
-    arrays = [x.data if isinstance(x, ScaledTensor) else x for x in values if not isinstance(x, ScalingRecipe)]
+    if op in ("dequantize", "requantize") and values[0] is _PLAIN_OPERAND:
+        raise UnsupportedError(f"{op} takes a ScaledTensor; name its recipe, as in explain({op!r}, 'mxfp8').")
+    there = [x for x in values if not isinstance(x, ScalingRecipe) and x is not _PLAIN_OPERAND]
+    arrays = [x.data if isinstance(x, ScaledTensor) else x for x in there]
     name, _, device = (on or "").partition(":")
     framework = framework_of(arrays[0]).name if arrays else name or "numpy"
     declared: Framework = registry().look_up("breccia_frameworks", name or framework, "framework")
@@ -248,11 +253,21 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     known = _explained_options(op, options, len(arrays[0].shape) if arrays else 2)
     kind, _, index = device.partition(":")
     asked = Device(kind or (device_of(arrays[0]) if arrays else "cpu"), int(index) if index.isdigit() else None)
+    if op in _ARRAYS_ONLY and len(values) < wanted[-1]:
+        values.insert(0, _PLAIN_OPERAND)
     filled = [_described(x, asked) if isinstance(x, ScalingRecipe) else x for x in values]
-    if op in _ARRAYS_ONLY and len(filled) < wanted[-1]:
-        filled.insert(0, Described(shape=(256, 256), device=asked))
+    filled = [_PLAIN_OPERAND._replace(device=asked) if x is _PLAIN_OPERAND else x for x in filled]
     a, b = (*filled, None)[:2]
     return registry().table.explain(Call(op, framework, (a, b, new, known, declared)), prefer, device)
+
+
+#: What `explain` calls a plain operand, and what stands for it: a well aligned matrix.
+PLAIN_OPERAND = "array"
+_PLAIN_OPERAND = Described(shape=(256, 256))
+
+
+def _named_operand(name: str) -> Any:
+    return _PLAIN_OPERAND if name == PLAIN_OPERAND else recipe(name)
 
 
 #: How many operands `explain` takes beside the recipe to write: an array may be left out.

@@ -65,7 +65,7 @@ class DialectError(BrecciaError, ValueError):
 
 
 class CorruptFileError(BrecciaError, ValueError):
-    """A file is truncated, hostile, or of a schema this version does not read."""
+    """A file is truncated, hostile, or of a schema or recipe that nothing installed here reads."""
 
 
 class KernelError(BrecciaError, RuntimeError):

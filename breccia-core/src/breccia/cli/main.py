@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import shlex
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -24,8 +26,8 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, targets
+from ..api import PLAIN_OPERAND, recipe
 from ..api import explain as explain_call
-from ..api import recipe
 from ..dispatch.explanation import Explanation
 from ..dispatch.hookspecs import Command
 from ..dispatch.kernel import OPS
@@ -33,6 +35,7 @@ from ..dispatch.registry import registry
 from ..errors import BrecciaError, PluginError, PluginWarning
 from ..siblings import SIBLINGS, Sibling
 from .doctor import MISSING, NOTE, OK, PROBLEM, examine
+from .skeleton import write_plugin
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -48,6 +51,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 
 recipe_names = _completing(lambda: registry().recipes)
 framework_names = _completing(lambda: registry().frameworks)
+_operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
 _op_names = _completing(lambda: OPS)
 _kernel_names = _completing(lambda: [kernel.name for kernel in registry().table.kernels])
 
@@ -186,7 +190,11 @@ def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help=f"The verb: {', '.join(OPS)}.", autocompletion=_op_names)],
     recipes: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE", help="Of each operand: a name, or NAME,field=value.", autocompletion=recipe_names),
+        typer.Argument(
+            metavar="RECIPE",
+            help="Of each operand: a name, or NAME,field=value; `array` for a plain one.",
+            autocompletion=_operand_names,
+        ),
     ],
     on: Annotated[
         str,
@@ -233,6 +241,36 @@ def plugins(as_json: Json = False) -> None:
     said = {p.name: [t for t in (declared[p.name], p.reason) if t] for p in found}
     rows = [(p.name, p.distribution, p.version, p.status, "; ".join(said[p.name]) or "nothing yet") for p in found]
     print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
+
+
+plugin = typer.Typer(
+    name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Start a plug-in of your own."
+)
+
+
+@plugin.callback()
+def _plugin() -> None:  # pyright: ignore[reportUnusedFunction]
+    """With a callback Typer keeps `new` a command of its own."""
+
+
+@plugin.command("new", short_help="Write one that works, with its test.")
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What breccia calls it, as in 'acme'.", show_default=False)],
+    parent: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where its folder is made.")] = Path("."),
+    as_json: Json = False,
+) -> None:
+    """Write a plug-in that works: a recipe, a kernel for NumPy and their conformance test. Nothing is overwritten."""
+    folder = write_plugin(name, parent)
+    written = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    commands = [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", f"breccia explain dequantize {name}"]
+    if as_json:
+        print_json({"folder": str(folder), "files": written, "next": commands})
+        return
+    for file in written:
+        typer.echo(printable(f"wrote {folder / file}"))
+    typer.echo("next:")
+    for command in commands:
+        typer.echo(printable(f"  {command}"))
 
 
 def doctor(as_json: Json = False) -> None:
@@ -300,8 +338,10 @@ def _loaded(command: Command) -> Any:
     """The command that Typer reads from the declared function. Raises PluginError, whatever the plug-in's module raises."""
     what = f"command {command.name!r} of {registry().origin(command.plugin)}"
     function = targets.load_declared(what, command.target)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(command.name, help=inspect.getdoc(function) or command.help)(function)
+    app = function
+    if not isinstance(function, typer.Typer):
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(command.name, help=inspect.getdoc(function) or command.help)(function)
     try:
         return typer.main.get_command(app)
     except Exception as e:

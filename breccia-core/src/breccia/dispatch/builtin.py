@@ -133,6 +133,7 @@ def breccia_cli() -> Iterable[Command]:
     return [
         Command("explain", "breccia.cli.main:explain", "Say which kernel runs for a call, and why no other does."),
         Command("plugins", "breccia.cli.main:plugins", "List plug-ins, what they declare, what was set aside."),
+        Command("plugin", "breccia.cli.main:plugin", "Start a plug-in: `breccia plugin new NAME`."),
         Command("doctor", "breccia.cli.main:doctor", "Say what is installed, missing or wrong; what to type."),
         Command("bench", "breccia.cli.main:bench", "Time cast, dequantize and matmul on this machine."),
     ]

@@ -57,7 +57,9 @@ class Bridge:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the `breccia` program: `target` is a function that Typer can read, loaded when the command is used.
+    """A command of the `breccia` program, loaded when it is used.
+
+    target: a function that Typer can read, or a `typer.Typer` with commands of its own.
 
     help: the line that `breccia --help` shows.
     """

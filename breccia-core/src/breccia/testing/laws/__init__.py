@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from . import bridges, codecs, frameworks, kernels, manifest, recipes, rules, storages
+from . import bridges, choosing, codecs, frameworks, kernels, manifest, products, recipes, rules, storages
 from .law import Law, Subject
 
-__all__ = ["LAWS", "Law", "Subject"]
+__all__ = ["LAWS", "PARTS", "Law", "Subject"]
 
 #: What gives the laws about a plug-in, kind by kind.
 LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
@@ -20,3 +20,6 @@ LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
     kernels.laws,
     bridges.laws,
 )
+
+#: Modules that hold further laws of a kind.
+PARTS = {"kernels": (choosing, products)}

@@ -1,0 +1,202 @@
+"""Laws of how a kernel is chosen: what it says of calls, and that a call without `prefer=` finds one kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from ... import api, targets
+from ...arrays.frameworks import Device
+from ...dispatch.call import NO_OPTIONS, Call, Operand, Options
+from ...dispatch.kernel import CASTS, Kernel
+from ...dispatch.registry import registry
+from ...errors import AmbiguousKernelError, BrecciaError, NoKernelError
+from ...kernels import reference
+from ...options import DEFAULT, CastOptions
+from ...recipes import MXFP8BlockScaling, ScalingRecipe
+from .. import strategies
+from ..compare import expect
+from ..examples import wide
+from ..places import Place
+from .recipes import moved
+from .trying import serves, unavailable
+
+PRODUCTS = ("matmul", "cast_matmul", "grouped_matmul")
+
+
+class _Request(NamedTuple):
+    """A call as dispatch sees it: its operands, and the recipe to write."""
+
+    a: Any
+    b: Any = None
+    recipe: ScalingRecipe | None = None
+
+    @property
+    def explained(self) -> tuple[Any, ...]:
+        """The operands as `explain` takes them."""
+        return tuple(x for x in (self.a, self.recipe, self.b) if x is not None)
+
+
+def it_says_whether_it_is_available(kernel: Kernel, place: Place) -> None:
+    if kernel.available is None:
+        return
+    for device in (Device(kernel.device or "cpu"), Device("cuda"), Device("cuda", 1, (9, 0)), Device("no such device")):
+        said = f"{kernel.available}({str(device)!r})"
+        try:
+            reason = targets.load(kernel.available)(device)
+        except Exception as e:  # dispatch skips such a kernel
+            raise AssertionError(f"{said} raised {type(e).__name__}: {e}") from e
+        expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{said} gave {reason!r}")
+
+
+def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
+    for recipe in (*strategies.defaults(), None):
+        for request in _requests(kernel, recipe, place):
+            try:
+                found = api.explain(kernel.op, *request.explained)
+            except BrecciaError:
+                continue
+            expect(found.winner is None or found.winner.name != kernel.name, f"it is chosen unasked:\n{found}")
+
+
+def accepts_score_and_plan_answer_every_call(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
+    """Of each recipe it is declared for, some shapes, dtypes and options; of operands that `explain` was only told of, too.
+
+    Dispatch skips a kernel whose `accepts` raises, and leaves out a `score` that does: without this law nobody would notice.
+    """
+    home = registry().frameworks[place.framework]
+    for recipe in (*recipes, None):
+        for request in _requests(kernel, recipe, place):
+            if (reason := unavailable(kernel, request.a)) is not None:
+                pytest.skip(reason)
+            for options in _options(kernel.op):
+                real = Call(kernel.op, place.framework, (request.a, request.b, request.recipe, options, home))
+                told = [None if x is None else x.described() for x in (real.a, real.b)]
+                for call in (real, Call(kernel.op, place.framework, (told[0], told[1], request.recipe, options, home))):
+                    _answers(kernel, call)
+
+
+def a_call_without_prefer_finds_one_kernel(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
+    """None ranks the same as this one; and what runs, of calls remembered too, is what `explain` says."""
+    for recipe in (*recipes, None):
+        for a, b, new in _requests(kernel, recipe, place):
+            options: Any = NO_OPTIONS if new is None or kernel.op == "cast_matmul" else DEFAULT
+            explained = api.explain(kernel.op, *_Request(a, b, new).explained)
+            try:
+                ran = registry().table.choose(kernel.op, place.framework, a, b, new, options).kernel.name
+            except AmbiguousKernelError as e:
+                if kernel.name in (k.name for k in explained.tied):
+                    raise AssertionError(f"a call without prefer= raises: {e}") from e
+                continue
+            except NoKernelError:
+                continue
+            said = explained.winner.name if explained.winner else "none"
+            expect(
+                ran == said or kernel.name not in (ran, said),
+                f"{explained.call} of shape {tuple(a.shape)} ran {ran}, and explain says {said}: what {kernel.name} answers "
+                "depends on more than the facts it asked about",
+            )
+
+
+# -- what is asked ---------------------------------------------------------------------------------------------------
+
+
+#: Shapes of the arrays that calls are about: whole blocks, partial ones, and whole ones of another size.
+_SHAPES = ((32, 256), (9, 67), (64, 128))
+
+
+@cache
+def _operand_of(place: Place, shape: tuple[int, int], recipe: ScalingRecipe | None, grouped: bool = False) -> Any:
+    """An array, or a tensor under the recipe; two matrices for groups. Nobody writes into it."""
+    x = wide(shape, seed=shape[0], exponents=2)
+    x = np.stack([x, x]) if grouped else x
+    return place.array(x) if recipe is None else moved(reference.cast(x, recipe), place)
+
+
+def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Iterator[_Request]:
+    """Calls that the kernel is declared for, with this recipe or, where it is None, with plain operands alone."""
+    op, first = kernel.op, serves(kernel.recipe, recipe)
+    for shape in _SHAPES:
+        array = _operand_of(place, shape, None)
+        if op in PRODUCTS:
+            yield from _product_requests(kernel, recipe, place, shape)
+        elif recipe is None:
+            return
+        elif op in CASTS and first:
+            yield from (_Request(x, None, recipe) for x in (array, place.ops.swap(array)))
+        elif op == "dequantize" and first:
+            st = _operand_of(place, shape, recipe)
+            yield from (_Request(x) for x in (st, st.mT))
+        elif op == "requantize" and first:
+            written = dict.fromkeys((MXFP8BlockScaling(), *strategies.defaults()[:1], recipe))
+            st = _operand_of(place, shape, recipe)
+            yield from (_Request(st, None, new) for new in written if serves(kernel.other, new))
+
+
+def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place, shape: tuple[int, int]) -> Iterator[_Request]:
+    """Those of a product: the recipe by itself, by an array, and an array by it."""
+    array = _operand_of(place, shape, None)
+    for other in dict.fromkeys((None, recipe)):
+        if not serves(kernel.other, other):
+            continue
+        second = _operand_of(place, shape, other, kernel.op == "grouped_matmul")
+        b = place.ops.swap(second) if other is None else second.mT
+        if kernel.op == "cast_matmul":
+            if recipe is not None and serves(kernel.recipe, recipe):
+                yield _Request(array, b, recipe)
+            continue
+        if other == recipe and serves(kernel.recipe, None):
+            yield _Request(array, b)
+        if recipe is not None and serves(kernel.recipe, recipe):
+            yield _Request(_operand_of(place, shape, recipe), b)
+
+
+def _options(op: str) -> list[Any]:
+    """The defaults, and each option by itself."""
+    if op in PRODUCTS or op == "dequantize":
+        given: list[dict[str, Any]] = [{"out_dtype": "bfloat16"}, {"out": np.zeros(())}, {"bias": np.zeros(())}]
+        left_out = {"dequantize": ["bias"], "grouped_matmul": ["bias"], "cast_matmul": ["out"]}.get(op, [])
+        return [NO_OPTIONS, *(Options(one) for one in given if not any(name in one for name in left_out))]
+    stochastic = CastOptions(rounding="stochastic", seed=1)
+    return [DEFAULT, CastOptions(axis=-2), stochastic, CastOptions(scale=1.0), CastOptions(nonfinite="raise")]
+
+
+def _answers(kernel: Kernel, call: Call) -> None:
+    """Raise AssertionError unless `accepts`, and where that agrees `score` and `plan`, answer as they must."""
+    reason = None if kernel.accepts is None else _answer(kernel.accepts, call)
+    expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{kernel.accepts} gave {reason!r}: {_said(call)}")
+    if reason is not None:
+        return
+    if kernel.score is not None:
+        score = _answer(kernel.score, call)
+        known = isinstance(score, Real) and not isinstance(score, bool) and not math.isnan(score)
+        expect(known, f"{kernel.score} gave {score!r}, which is no number: {_said(call)}")
+    if kernel.plan is not None:
+        plan = _answer(kernel.plan, call)
+        expect(all(isinstance(step, Call) for step in plan), f"{kernel.plan} gave {plan!r}, which are no calls: {_said(call)}")
+
+
+def _answer(target: str, call: Call) -> Any:
+    try:
+        found = targets.load(target)(call)
+        return list(found) if hasattr(found, "__next__") else found
+    except (Exception, SystemExit) as e:
+        raise AssertionError(f"{target} raised {type(e).__name__}: {e}: {_said(call)}") from e
+
+
+def _said(call: Call) -> str:
+    """How messages call a call."""
+    operands = " and ".join(_operand(x) for x in (call.a, call.b) if x is not None)
+    options = "".join(f", {name}={value!r}" for name, value in call.options.items())
+    return f"{call.op} of {operands}{options}"
+
+
+def _operand(x: Operand) -> str:
+    recipe = x.recipe
+    return f"{'array' if recipe is None else recipe.name} {tuple(x.values[x.slot].shape)}"

@@ -1,0 +1,289 @@
+"""Laws of products: every order of scaled and plain operands, within the bound of FP32 accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ... import api
+from ...arrays.frameworks import dtype_name
+from ...dispatch.kernel import Kernel
+from ...formats import TENSOR
+from ...kernels import reference
+from ...options import CastOptions
+from ...recipes import MXFP8BlockScaling, ScalingRecipe
+from ...tensors.tensor import ScaledTensor
+from .. import strategies
+from ..compare import expect
+from ..places import Place
+from .law import Law, each
+from .recipes import moved
+from .trying import (
+    asked,
+    expect_kept,
+    expect_untouched,
+    float_dtypes,
+    floats,
+    need_served,
+    numbers,
+    rounded,
+    serves,
+    storages_of,
+    takes_out,
+)
+
+#: M, N and K of the products that are tried.
+_ROWS, _COLUMNS, _LENGTH = 9, 7, 512
+#: Where the groups of `grouped_matmul` end: one is empty, and two rows are of none.
+_ENDS = (2, 2, 7)
+
+
+def laws(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> Iterator[Law]:
+    """The laws of a kernel of `matmul`, `cast_matmul` or `grouped_matmul`: of each order of operands it is declared for."""
+    both = grouped_products_keep_the_bound if kernel.op == "grouped_matmul" else products_keep_the_bound
+    casts = kernel.op == "cast_matmul"
+    for recipe in recipes:
+        what = f"{kernel.name}.{recipe.spec}"
+        first = serves(kernel.recipe, recipe)
+        if first and _partner(kernel, recipe) is not None:
+            yield from each("kernels", what, [both], kernel, recipe, place=place)
+        if first and serves(kernel.other, None):
+            yield from each("kernels", what, [products_by_an_array_keep_the_bound], kernel, recipe, place=place)
+        if not casts and serves(kernel.recipe, None) and serves(kernel.other, recipe):
+            yield from each("kernels", what, [products_of_an_array_keep_the_bound], kernel, recipe, place=place)
+    if not casts and serves(kernel.recipe, None) and serves(kernel.other, None):
+        yield from each("kernels", kernel.name, [products_of_arrays_keep_the_bound], kernel, place=place)
+
+
+def products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """|error| <= n u / (1 - n u) (sum |a||b| + |bias|) + K 2^-126, u = 2^-24: any FP32 order of summation (Higham, 3.1).
+
+    n is K, or K + 1 with a bias. Half a unit in the last place of `out_dtype` comes on top, for the one rounding to it. A
+    product below 2^-126 may come back as zero. One term is large, many are small. The second operand is of the recipe where the
+    kernel takes that, else of another that it takes. `cast_matmul` casts the first operand itself.
+    """
+    _hold(kernel, place, recipe, _partner(kernel, recipe))
+
+
+def grouped_products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """That of `matmul`, in each group; one group is empty, and rows of no group are zeros."""
+    _hold(kernel, place, recipe, _partner(kernel, recipe))
+
+
+def products_of_an_array_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """Of a plain first operand, FP32, FP16 or BF16, by a scaled one: the same bound."""
+    _hold(kernel, place, None, recipe)
+
+
+def products_by_an_array_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """Of a scaled first operand by a plain one: the same bound."""
+    _hold(kernel, place, recipe, None)
+
+
+def products_of_arrays_keep_the_bound(kernel: Kernel, place: Place) -> None:
+    """Of two plain operands: the same bound."""
+    _hold(kernel, place, None, None)
+
+
+def stored_operands_multiply_alike(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> bool:
+    """Hold a kernel to the bound with its first operand, and then its second, in each storage that it reads.
+
+    Gives whether it took any.
+    """
+    tried = False
+    pairs: list[tuple[ScalingRecipe | None, ScalingRecipe | None]] = []
+    if serves(kernel.recipe, recipe):
+        pairs.append((recipe, None if serves(kernel.other, None) else _partner(kernel, recipe)))
+    if serves(kernel.other, recipe):
+        pairs.append((None if serves(kernel.recipe, None) else recipe, recipe))
+    case, grouped, casts = _Case(), kernel.op == "grouped_matmul", kernel.op == "cast_matmul"
+    left, right = _factors((_ROWS, _LENGTH)), _factors((len(_ENDS), _COLUMNS, _LENGTH)[0 if grouped else 1 :], seed=1)
+    for first, second in pairs:
+        if grouped and first is not None and first.layout.block(-1)[0] not in (1, None):
+            continue
+        a = _Operand.made(place, left, None if casts else first, case.dtype, "rows")
+        b = _Operand.made(place, right, second, case.dtype, "rows")
+        stored = b if second is not None else a
+        if stored.st is None:
+            continue
+        written = recipe if casts else None
+        p = a.numbers if written is None else reference.dequantize(reference.cast(a.numbers, written))
+        for name in storages_of(kernel.reads, stored.st):
+            x, y = (o.array.to_storage(name) if o is stored else o.array for o in (a, b))
+            more: tuple[Any, ...] = (place.array(np.array(_ENDS, np.int32)),) if grouped else ()
+            operands = (x, *([written] if written else []), _swapped(place, y), *more)
+            found = asked(kernel, getattr(api, kernel.op), *operands)
+            if found is not None:
+                tried = True
+                _expect_within(
+                    f"{kernel.op} of {name} storage", place, found, "float32", *_expected(p, b.numbers, None, grouped), False
+                )
+    return tried
+
+
+# -- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Options and orientations of one product.
+
+    dtype: of plain operands. a, b: how an operand lies: with its blocks along K and K last in memory ("rows"), as the transpose
+    of what has K first ("view"), or with its blocks along the other axis ("across"). marked: a NaN in the first operand.
+    """
+
+    dtype: str = "float32"
+    out_dtype: str = "float32"
+    out: bool = False
+    bias: bool = False
+    a: str = "rows"
+    b: str = "rows"
+    lead: tuple[int, ...] = ()
+    marked: bool = False
+
+    def says(self, op: str) -> str:
+        """How messages call it."""
+        said = [op + " with a bias" * self.bias]
+        said += [f"{name}={value!r}" for name, value in (("out_dtype", self.out_dtype),) if value != "float32"]
+        said += ["out="] * self.out + [f"plain operands {self.dtype}"] * (self.dtype != "float32")
+        said += [f"a lies as {self.a!r}"] * (self.a != "rows") + [f"b lies as {self.b!r}"] * (self.b != "rows")
+        return ", ".join(said + ["several matrices"] * bool(self.lead))
+
+
+#: Every value of each field, and most pairs of them.
+_CASES = (
+    _Case(),
+    _Case(bias=True, marked=True),
+    _Case("float16", "bfloat16", bias=True, a="view", b="view"),
+    _Case("bfloat16", "float16", out=True, b="across", lead=(2,)),
+    _Case("float16", out=True, bias=True, a="across", b="rows"),
+)
+
+
+def _hold(kernel: Kernel, place: Place, first: ScalingRecipe | None, second: ScalingRecipe | None) -> None:
+    """Hold a kernel to the bound in all cases, for operands under these recipes; None is a plain one."""
+    grouped, casts = kernel.op == "grouped_matmul", kernel.op == "cast_matmul"
+    if grouped and first is not None and first.layout.block(-1)[0] not in (1, None):
+        pytest.skip(f"groups begin at any row of a, and blocks of {first.spec} are taller than one")
+    served = False
+    for case in _CASES:
+        if case.dtype not in float_dtypes(place) or case.out_dtype not in float_dtypes(place):
+            continue
+        if (case.out and (casts or not takes_out(place))) or (grouped and (case.bias or case.lead)):
+            continue
+        left = _factors((*case.lead, _ROWS, _LENGTH))
+        right = _factors((len(_ENDS), _COLUMNS, _LENGTH) if grouped else (*case.lead, _COLUMNS, _LENGTH), seed=1)
+        if case.marked:
+            left[..., 1, 5] = np.nan
+        a = _Operand.made(place, left, None if casts else first, case.dtype, "rows" if grouped else case.a)
+        b = _Operand.made(place, right, second, case.dtype, case.b)
+        p = reference.dequantize(reference.cast(a.numbers, first)) if casts and first is not None else a.numbers
+        operands: tuple[Any, ...] = (a.array, *([first] if casts else []), _swapped(place, b.array))
+        bias = np.linspace(-100, 100, _COLUMNS, dtype=np.float32) if case.bias else None
+        options: dict[str, Any] = {} if case.out_dtype == "float32" else {"out_dtype": case.out_dtype}
+        if bias is not None:
+            options["bias"] = place.array(bias)
+        if case.out:
+            shape = (*case.lead, _ROWS, _COLUMNS)
+            options["out"] = floats(place, np.full(shape, 7, np.float32), case.out_dtype)
+        if grouped:
+            operands = (*operands, place.array(np.array(_ENDS, np.int32)))
+        before = [place.words(x.array).copy() if x.st is None else None for x in (a, b)]
+        found = asked(kernel, getattr(api, kernel.op), *operands, **options)
+        if found is None:
+            continue
+        served = True
+        what = case.says(kernel.op)
+        expect(not case.out or found is options["out"], f"{what}: out= was not what it returned")
+        products, magnitudes = _expected(p, b.numbers, bias, grouped)
+        _expect_within(what, place, found, case.out_dtype, products, magnitudes, case.bias)
+        for x, words in zip((a, b), before, strict=True):
+            expect_kept(place, x.array, x.st)
+            if words is not None:
+                expect_untouched(place, x.array, words)
+    need_served(kernel, served)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One operand with K last: what the op is given, the tensor of NumPy that it is, and its numbers in FP32."""
+
+    array: Any
+    st: ScaledTensor | None
+    numbers: np.ndarray
+
+    @classmethod
+    def made(cls, place: Place, x: np.ndarray, recipe: ScalingRecipe | None, dtype: str, how: str) -> _Operand:
+        if recipe is None:
+            known = np.where(np.isnan(x), x, rounded(np.nan_to_num(x), dtype))
+            return cls(floats(place, known, dtype, view=how == "view"), None, known)
+        if how == "view":
+            st = reference.cast(np.asarray(x.swapaxes(-1, -2), order="C"), recipe, CastOptions(axis=-2))
+            return cls(moved(st, place).mT, st.mT, reference.dequantize(st.mT))
+        across = how == "across" and recipe.layout.block() != TENSOR
+        st = reference.cast(x, recipe, CastOptions(axis=-2 if across else -1))
+        return cls(moved(st, place), st, reference.dequantize(st))
+
+
+def _partner(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe | None:
+    """The recipe of the second operand: the first one's where the kernel takes that, else one that it takes, or None."""
+    return next((r for r in (recipe, MXFP8BlockScaling(), *strategies.defaults()) if serves(kernel.other, r)), None)
+
+
+def _swapped(place: Place, x: Any) -> Any:
+    return x.mT if isinstance(x, ScaledTensor) else place.ops.swap(x)
+
+
+def _factors(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Normal numbers; the first product of each row is large."""
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x[..., 0] = 1.0 if seed else 4096.0
+    return x
+
+
+# -- what must come back ---------------------------------------------------------------------------------------------
+
+
+def _expected(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, grouped: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The product, of operands with K last, in FP64; and the sum of its terms' magnitudes."""
+    p, q = a.astype(np.float64), b.astype(np.float64).swapaxes(-1, -2)
+    if not grouped:
+        added = np.zeros(_COLUMNS) if bias is None else bias.astype(np.float64)
+        return p @ q + added, np.abs(p) @ np.abs(q) + np.abs(added)
+    products, magnitudes, start = np.zeros((_ROWS, _COLUMNS)), np.zeros((_ROWS, _COLUMNS)), 0
+    for matrix, end in zip(q, _ENDS, strict=True):
+        products[start:end], magnitudes[start:end] = p[start:end] @ matrix, np.abs(p[start:end]) @ np.abs(matrix)
+        start = end
+    return products, magnitudes
+
+
+def _expect_within(
+    what: str, place: Place, found: Any, dtype: str, products: np.ndarray, magnitudes: np.ndarray, bias: bool
+) -> None:
+    """Hold sums of `_LENGTH` products, and a bias, to the bound of any FP32 order of summation and of one rounding."""
+    expect(dtype_name(found) == dtype, f"{what}: {dtype_name(found)}, expected {dtype}")
+    expect(tuple(found.shape) == products.shape, f"{what}: shape {tuple(found.shape)}, expected {products.shape}")
+    numbers_found = numbers(place, found, dtype).astype(np.float64)
+    nan = np.isnan(products)
+    expect(bool((np.isnan(numbers_found) | ~nan).all()), f"{what}: a NaN became a number")
+    n = (_LENGTH + bias) * 2.0**-24
+    bound = n / (1 - n) * magnitudes + _LENGTH * 2.0**-126
+    bound += _half_unit(np.abs(products) + bound, dtype)
+    none = magnitudes == 0
+    expect(not numbers_found[none].any(), f"{what}: rows of no group are not zeros")
+    with np.errstate(invalid="ignore"):
+        errors = np.where(nan | none, 0, np.abs(numbers_found - products) / bound)
+    worst = float(np.max(np.where(np.isnan(errors), np.inf, errors)))
+    expect(worst <= 1, f"{what} is {worst:.1f} times the bound of FP32 accumulation away")
+
+
+def _half_unit(x: np.ndarray, dtype: str) -> np.ndarray | float:
+    """Half a unit in the last place of numbers up to `x` in a dtype; FP32's own is in the bound already."""
+    if dtype == "float32":
+        return 0.0
+    bits, least = (11, 2.0**-14) if dtype == "float16" else (8, 2.0**-126)
+    return np.exp2(np.floor(np.log2(np.maximum(np.nan_to_num(x), least))) - bits)

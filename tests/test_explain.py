@@ -1,0 +1,71 @@
+"""`breccia.explain` of operands that are only named: recipes, and `array` for a plain one."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia import MXFP8BlockScaling, UnsupportedError
+
+X = np.ones((64, 256), np.float32)
+W = breccia.cast(X, MXFP8BlockScaling())
+
+
+@pytest.mark.parametrize(
+    ("op", "named", "given", "call"),
+    [
+        ("matmul", ("array", "mxfp8"), (X, W.mT), "matmul of array and mxfp8"),
+        ("matmul", ("mxfp8", "array"), (W, X.T), "matmul of mxfp8 and array"),
+        ("matmul", ("array", "array"), (X, X.T), "matmul of array and array"),
+        ("grouped_matmul", ("array", "mxfp8"), (X, W.mT), "grouped_matmul of array and mxfp8"),
+        ("cast_matmul", ("array", "mxfp8", "array"), (X, MXFP8BlockScaling(), X.T), "cast_matmul of mxfp8 and array"),
+        ("cast", ("array", "mxfp8"), (X, MXFP8BlockScaling()), "cast of mxfp8"),
+        ("cast_ste", ("array", "mxfp8"), (X, MXFP8BlockScaling()), "cast_ste of mxfp8"),
+    ],
+)
+def test_array_stands_for_a_plain_operand(op: str, named: tuple[str, ...], given: tuple[object, ...], call: str) -> None:
+    found, expected = breccia.explain(op, *named), breccia.explain(op, *given)
+    assert found.call == expected.call == call
+    assert found.winner is not None and found.winner == expected.winner
+
+
+def test_array_stands_for_a_plain_operand_beside_one_that_is_there() -> None:
+    assert breccia.explain("matmul", "array", W.mT).call == "matmul of array and mxfp8"
+    assert breccia.explain("matmul", X, "mxfp8").call == "matmul of array and mxfp8"
+
+
+@pytest.mark.together
+def test_array_stands_for_a_plain_operand_of_a_framework_named() -> None:
+    found = breccia.explain("matmul", "array", "nvfp4", on="torch")
+    assert (found.call, found.framework) == ("matmul of array and nvfp4", "torch")
+    assert found.winner is not None and found.winner.name == "composite.matmul"
+    assert [step.call for step in found.plan] == ["dequantize of nvfp4"]
+
+
+@pytest.mark.parametrize(("op", "operands"), [("dequantize", ("array",)), ("requantize", ("array", "mxfp8"))])
+def test_an_op_that_takes_no_array_says_so(op: str, operands: tuple[str, ...]) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"^{op} takes a ScaledTensor; name its recipe, as in explain\('{op}', 'mxfp8'\)"
+    ):
+        breccia.explain(op, *operands)
+
+
+def test_an_array_is_no_recipe_to_write() -> None:
+    with pytest.raises(
+        UnsupportedError, match=re.escape("explain('cast', ...) needs the recipe to write as its last operand.")
+    ):
+        breccia.explain("cast", "array")
+
+
+def test_the_command_line_takes_array_too() -> None:
+    words = ("explain", "matmul", "array", "nvfp4", "--json")
+    run = subprocess.run([sys.executable, "-m", "breccia", *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert (found["call"], found["winner"]) == ("matmul of array and nvfp4", "numpy.matmul")
