@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import breccia
-from breccia_bridges import container as module
-from breccia_bridges.container import DTYPES, Container, Entry, Writer, byte_count
+from breccia_bridges import safetensors_file as container as module
+from breccia_bridges.safetensors_file import DTYPES, Container, Entry, Writer, byte_count
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:

@@ -29,10 +29,10 @@ from breccia.siblings import install
 from breccia_bridges import commands, measure
 from breccia_bridges import convert as converter
 from breccia_bridges.checkpoint import INDEX
-from breccia_bridges.container import Container, Writer
 from breccia_bridges.convert import convert
 from breccia_bridges.measure import Stored
 from breccia_bridges.results import Report
+from breccia_bridges.safetensors_file import Container, Writer
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
@@ -875,7 +875,7 @@ import sys, threading, time
 from pathlib import Path
 import numpy as np
 import breccia
-from breccia_bridges.container import Writer
+from breccia_bridges.safetensors_file import Writer
 from breccia_bridges.convert import convert
 
 folder, rng, peak = Path(sys.argv[1]), np.random.default_rng(0), 0

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 import breccia
 from breccia.bridges import save_safetensors
-from breccia_bridges.container import Container, Writer
 from breccia_bridges.inspection import inspected, tile
+from breccia_bridges.safetensors_file import Container, Writer
 
 
 def rows(path: Path, scales: bool = False) -> dict[str, dict[str, Any]]:

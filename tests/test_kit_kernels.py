@@ -12,6 +12,7 @@ from test_kit import SOUND, along_k, declare, kernel, verdicts
 
 import breccia
 from breccia import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from breccia.arrays.ops import NUMPY
 from breccia.errors import AmbiguousKernelError
 from breccia.kernels import reference
 from breccia.options import CastOptions
@@ -39,7 +40,7 @@ def swaps_operands_that_fit(a: Any, b: Any, bias: Any = None, out_dtype: str = "
     """`b.T @ a.T` of plain numbers: the transpose of the product, put back into its shape."""
     left, right = (reference.dequantize(x) if isinstance(x, ScaledTensor) else x for x in (a, b))
     found = reference.matmul(np.swapaxes(right, -1, -2), np.swapaxes(left, -1, -2))
-    return reference.result(breccia.arrays.ops.NUMPY, found.reshape(*found.shape[:-2], *found.shape[:-3:-1]), out_dtype, out)
+    return reference.result(NUMPY, found.reshape(*found.shape[:-2], *found.shape[:-3:-1]), out_dtype, out)
 
 
 def bias_is_forgotten(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -48,15 +49,15 @@ def bias_is_forgotten(a: Any, b: Any, bias: Any = None, out_dtype: str = "float3
 
 def bias_after_rounding(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     product = reference.matmul(a, b, None, out_dtype)
-    late = product if bias is None else breccia.arrays.ops.NUMPY.f32(product) + bias
-    return reference.result(breccia.arrays.ops.NUMPY, breccia.arrays.ops.NUMPY.f32(late), out_dtype, out)
+    late = product if bias is None else NUMPY.f32(product) + bias
+    return reference.result(NUMPY, NUMPY.f32(late), out_dtype, out)
 
 
 def out_dtype_is_cut_off(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     found = reference.matmul(a, b, bias)
     if out_dtype == "bfloat16":
         found = (found.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    return reference.result(breccia.arrays.ops.NUMPY, found, out_dtype, out)
+    return reference.result(NUMPY, found, out_dtype, out)
 
 
 def out_is_forgotten(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -81,9 +82,7 @@ def adds_in_half(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", o
     left, right = (reference.dequantize(x) if isinstance(x, ScaledTensor) else x for x in (a, b))
     with np.errstate(all="ignore"):
         found = np.matmul(left.astype(np.float16), right.astype(np.float16)).astype(np.float32)
-        return reference.result(
-            breccia.arrays.ops.NUMPY, found if bias is None else found + bias.astype(np.float32), out_dtype, out
-        )
+        return reference.result(NUMPY, found if bias is None else found + bias.astype(np.float32), out_dtype, out)
 
 
 def takes_b_as_rows(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -121,7 +120,7 @@ def trip_in_fp32(x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
     back = reference.dequantize(reference.cast(x, recipe, options))
     if x.dtype.name == "bfloat16":
         back = (back.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    return breccia.arrays.ops.NUMPY.to_float(back, x.dtype.name)
+    return NUMPY.to_float(back, x.dtype.name)
 
 
 def trip_along_k(x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
@@ -140,7 +139,7 @@ def decodes_by_memory(st: ScaledTensor, out_dtype: str = "float32", out: Any = N
     """The stored rows, whatever the view."""
     stored = st if st.data.flags.c_contiguous else st.mT
     found = reference.dequantize(stored, out_dtype).reshape(st.shape)
-    return reference.result(breccia.arrays.ops.NUMPY, breccia.arrays.ops.NUMPY.f32(found), out_dtype, out)
+    return reference.result(NUMPY, NUMPY.f32(found), out_dtype, out)
 
 
 def half_goes_nowhere(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:

@@ -20,9 +20,9 @@ import breccia
 from breccia.bridges import save_safetensors
 from breccia_bridges import measure
 from breccia_bridges.compare import compare, held_tensors
-from breccia_bridges.container import Container, Writer
 from breccia_bridges.measure import BINS, NOTHING, Fidelity, Stored, slabs
 from breccia_bridges.results import EQUAL
+from breccia_bridges.safetensors_file import Container, Writer
 
 
 def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:

@@ -12,10 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from breccia.cli.skeleton import files, write_plugin
 from conftest import Run
 
 import breccia
+from breccia.cli.skeleton import files, write_plugin
 from breccia.errors import OptionError
 
 ACME = Path(__file__).resolve().parent / "third_party" / "acme-breccia"

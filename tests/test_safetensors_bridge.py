@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import breccia
 from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.bridges import load_safetensors, save_safetensors
-from breccia_bridges.container import Container, Writer
 from breccia_bridges.safetensors import (
     Config,
     describe,
@@ -28,6 +27,7 @@ from breccia_bridges.safetensors import (
     read_tensor,
     write_tensor,
 )
+from breccia_bridges.safetensors_file import Container, Writer
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 OLD = Path(__file__).parent / "golden" / "breccia_0_1_3"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from breccia import CorruptFileError, UnsupportedError
 
-from .container import Container
+from .safetensors_file import Container
 
 #: Names the file of each tensor, in a folder of several.
 INDEX = "model.safetensors.index.json"

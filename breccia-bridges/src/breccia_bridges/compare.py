@@ -12,10 +12,10 @@ from breccia import CorruptFileError, UnsupportedError
 from breccia.backend import PARTS
 
 from .checkpoint import checkpoint_files
-from .container import Container, Shape
 from .measure import FLOATING, SLAB, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, unnoticed
 from .safetensors import Config, Undeclared, read_configs
+from .safetensors_file import Container, Shape
 from .text import named, spelled
 
 

@@ -22,10 +22,10 @@ from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
 from breccia.backend import TENSOR, held
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
-from .container import Container, Entry, Writer, byte_count
 from .measure import Fidelity, Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, unnoticed
 from .safetensors import Described, open_writer, plan, read_configs
+from .safetensors_file import Container, Entry, Writer, byte_count
 
 #: Left as they are unless `include` names them: they are small, or their precision shows in every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")

@@ -13,7 +13,7 @@ from breccia import LayoutError
 from breccia.backend import CODECS, F32, NUMPY, TENSOR, Codec, packed_length
 
 from .compare import Held, held_tensors
-from .container import Container, Shape
+from .safetensors_file import Container, Shape
 from .text import spelled
 
 #: How others name the scales of a tensor `name`: a suffix of the whole name, or a last word in the place of `weight`.

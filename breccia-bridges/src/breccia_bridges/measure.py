@@ -13,8 +13,8 @@ import numpy as np
 from breccia import ScaledTensor, dequantize
 from breccia.backend import BF16, NUMPY, Codec, pack, packing, part_grids, whole_unit
 
-from .container import Container, Shape
 from .safetensors import Config, read_tensor
+from .safetensors_file import Container, Shape
 from .text import number
 
 #: Elements dealt with at a time. It bounds memory and changes no byte.

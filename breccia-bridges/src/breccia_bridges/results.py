@@ -10,9 +10,9 @@ from typing import Any
 
 from breccia import ScalingRecipe
 
-from .container import Shape, byte_count
 from .measure import NOTHING, Fidelity, Histogram
 from .safetensors import plan
+from .safetensors_file import Shape, byte_count
 from .text import named
 
 #: The reason for not measuring two tensors of the same bytes.

@@ -47,7 +47,7 @@ from breccia.backend import (
 )
 
 from .checkpoint import checkpoint_files
-from .container import DTYPES, Container, Shape, Writer, check_text
+from .safetensors_file import DTYPES, Container, Shape, Writer, check_text
 
 #: The layout of files this version writes and reads, as their metadata name it.
 SCHEMA = "1"
@@ -519,7 +519,7 @@ class _Target:
         hint = " (JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True))" if self.framework == "jax" else ""
         return UnsupportedError(
             f"{container.path}: tensor {name!r} is {container.entries[name].dtype}, and {why}{hint}. Remedy: {first}load with "
-            f"{other}, or take its bytes: breccia_bridges.container.Container(path).array({name!r}).",
+            f"{other}, or take its bytes: breccia_bridges.safetensors_file.Container(path).array({name!r}).",
             name=name,
             dtype=container.entries[name].dtype,
         )

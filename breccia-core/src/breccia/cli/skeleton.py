@@ -8,8 +8,8 @@ from pathlib import Path
 from string import Template
 
 from .. import __version__
-from ..errors import OptionError
 from ..dispatch.registry import registry
+from ..errors import OptionError
 
 _TEMPLATES = Path(__file__).parent / "templates" / "plugin"
 _SUFFIX = ".tmpl"
