@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import breccia
-from breccia_bridges import safetensors_file as container as module
+from breccia_bridges import safetensors_file as module
 from breccia_bridges.safetensors_file import DTYPES, Container, Entry, Writer, byte_count
 
 
