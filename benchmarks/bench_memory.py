@@ -62,7 +62,7 @@ def beyond(call: Callable[[], Any], output: Callable[[Any], int]) -> dict[str, i
 
 
 def peak(spec: str, op: str, size: int, folder: Path) -> dict[str, int]:
-    """Peaks of one verb in this process. `cast` leaves its result in `folder`, so that `dequantize` starts without a cast."""
+    """Peaks of one op in this process. `cast` leaves its result in `folder`, so that `dequantize` starts without a cast."""
     recipe = breccia.recipe(spec)
     breccia.dequantize(breccia.cast(common.normal((4, 128), 0), recipe))  # imports and tables are paid once, not per call
     file = folder / f"{recipe.name}.pickle"

@@ -99,7 +99,7 @@ def plots_of(results: dict[str, list[tuple[str, Result]]]) -> dict[str, list[Plo
 
 
 def speed_series(result: Result) -> Any:
-    """By verb, recipe and rival: speed-up, and whether the rival's time was extrapolated."""
+    """By op, recipe and rival: speed-up, and whether the rival's time was extrapolated."""
     rivals = [name for name in tables.rivals_of(result) if name not in WAYS]
     bars: dict[str, Any] = {}
     for op in ("cast", "dequantize"):

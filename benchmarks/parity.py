@@ -230,7 +230,7 @@ Writer = Callable[[Any, dict[str, Any]], Results]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run the verbs: `writer` takes the recipe. `mapped`: on two arrays at a time, along a new first axis."""
+    """A way to run the ops: `writer` takes the recipe. `mapped`: on two arrays at a time, along a new first axis."""
 
     writer: Callable[[breccia.ScalingRecipe], Writer]
     mapped: bool = False

@@ -120,7 +120,7 @@ def packaged(name: str, framework: str, options: dict[str, str] | None = None) -
 
 
 def compiled() -> Rival:
-    """Ours on torch, each verb a graph of its own."""
+    """Ours on torch, each op a graph of its own."""
     import torch
 
     import breccia_torch

@@ -141,7 +141,7 @@ def test_the_first_thing_that_is_done_with_a_tensor_may_be_to_pass_it_to_jit(mak
 
 
 def test_numpys_tensors_move_to_jax_and_back_as_trees(recipe: breccia.ScalingRecipe) -> None:
-    """Their codes are bytes, which `digest` and every verb take for float8."""
+    """Their codes are bytes, which `digest` and every op take for float8."""
     st = breccia.cast(X, recipe)
     moved = jax.tree.map(jnp.asarray, st)
     assert moved.framework == "jax" and moved.digest() == st.digest()

@@ -909,11 +909,11 @@ def test_casts_under_a_rule_that_the_oracle_does_not_know_are_held_to_numpys(
     assert re.search("^along rows: data: 1 of ", verdicts(laws)["casts_write_the_bytes_of_numpy"])
 
 
-# Kernels with one fault each, which verbs are made of too.
+# Kernels with one fault each, which ops are made of too.
 
 
 def as_verb(faulty: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel of an op that casts, called as users call the verb."""
+    """A kernel of an op that casts, called as users call the op."""
     return lambda x, recipe, **options: faulty(x, recipe, CastOptions(**options))
 
 

@@ -1,4 +1,4 @@
-"""MLX on a CPU: the verbs under its transformations, gradients, trees of scaled tensors, and what is refused by name."""
+"""MLX on a CPU: the ops under its transformations, gradients, trees of scaled tensors, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_compiled_function_is_traced_once_for_a_shape() -> None:
 
 
 def test_no_verb_evaluates_anything() -> None:
-    """Inside mx.compile and mx.vmap MLX raises where a value is read; so no verb that runs there does."""
+    """Inside mx.compile and mx.vmap MLX raises where a value is read; so no op that runs there does."""
     w = breccia.cast(mx.array(X[:4, :64]), MXFP8)
 
     def every(x: Any) -> list[Any]:

@@ -587,7 +587,7 @@ def test_a_forked_child_casts_with_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------ the verbs made of both
+# ------------------------------------------------------------------------------------------------ the ops made of both
 
 
 def test_verbs_made_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, recipe: ScalingRecipe) -> None:

@@ -1,4 +1,4 @@
-"""Structural verbs commute with dequantize, in every framework; tensors compare by value; scales by group index."""
+"""Structural ops commute with dequantize, in every framework; tensors compare by value; scales by group index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScaledTensor and the verbs at the door: what they hold, and how they refuse what contradicts itself."""
+"""ScaledTensor and the ops at the door: what they hold, and how they refuse what contradicts itself."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_integer_and_float_zero_points_of_others_decode_alike() -> None:
         assert breccia.dequantize(other).tobytes() == breccia.dequantize(st).tobytes()
 
 
-# ------------------------------------------------------------------------------------------------ the verbs refuse
+# ------------------------------------------------------------------------------------------------ the ops refuse
 
 
 X = np.ones((4, 32), np.float32)

@@ -154,10 +154,10 @@ def _mode(recipe: ScalingRecipe) -> str | None:
     return next((mode for mode, known in _RECIPES.items() if known.format == fmt), None)
 
 
-def _need_mlx(verb: str, array: Any) -> None:
+def _need_mlx(op: str, array: Any) -> None:
     found = framework_of(array, "w").name
     if found != "mlx":
         raise UnsupportedError(
-            f"{verb} is for arrays of MLX, these are of {found}; breccia.bridges.from_dlpack(scaled, 'mlx') takes one there.",
+            f"{op} is for arrays of MLX, these are of {found}; breccia.bridges.from_dlpack(scaled, 'mlx') takes one there.",
             found=found,
         )

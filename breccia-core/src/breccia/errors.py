@@ -37,11 +37,11 @@ class LayoutError(BrecciaError, ValueError):
 
 
 class UnsupportedError(BrecciaError, TypeError):
-    """A type, dtype, framework or combination that the called verb does not take."""
+    """A type, dtype, framework or combination that the called op does not take."""
 
 
 class OptionError(BrecciaError, ValueError):
-    """An option of a verb has a value it cannot have, or two options contradict each other."""
+    """An option of an op has a value it cannot have, or two options contradict each other."""
 
 
 class NonFiniteError(BrecciaError, ValueError):

@@ -1,8 +1,8 @@
-/* Steps of a cast that want a compiler: the largest magnitude of each block, and codes of what was scaled.
+/* Microkernels of a cast: the largest magnitude of each block, and codes of scaled numbers.
 
-   What they write is what breccia/kernels/numpy.py writes by the same arithmetic; this file has no say of its own. FP32
-   additions round to codes, so contraction into fused multiply-adds and reassociation must stay off (see pyproject.toml).
-   Every function takes contiguous buffers, checks their sizes, and works without the interpreter's lock. */
+   They write the bytes that breccia/kernels/numpy/ writes, by the same arithmetic. FP32 additions round to codes, so contraction
+   into fused multiply-adds and reassociation must stay off (see pyproject.toml).
+   Every function takes contiguous buffers, checks their sizes, and releases the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -107,9 +107,9 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
     return missing, unexpected
 
 
-def _need_module(verb: str, model: Any) -> None:
+def _need_module(op: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"{verb} takes an nn.Module first, and then a path; got a {type(model).__name__}.")
+        raise UnsupportedError(f"{op} takes an nn.Module first, and then a path; got a {type(model).__name__}.")
 
 
 def _some(names: list[str], shown: int = 5) -> str:

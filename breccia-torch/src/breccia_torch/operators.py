@@ -1,7 +1,7 @@
-"""The `breccia::` operators: verbs over flat tensors and a recipe's JSON, and what `torch.compile` puts in a verb's place.
+"""The `breccia::` operators: ops over flat tensors and a recipe's JSON, and what `torch.compile` puts in an op's place.
 
-A compiler sees one operator for a verb and none of its Python; which kernel serves is found inside the operator, as in eager
-mode. Schemas are append-only. Where Dynamo meets a verb of `breccia` it traces the function of that name here instead, which
+A compiler sees one operator for an op and none of its Python; which kernel serves is found inside the operator, as in eager
+mode. Schemas are append-only. Where Dynamo meets an op of `breccia` it traces the function of that name here instead, which
 does nothing but arithmetic on shapes and calls of operators.
 """
 
@@ -513,10 +513,10 @@ def _refuse(op: str, name: str) -> None:
     raise UnsupportedError(f"{op}: {name}= is for calls outside torch.compile; leave it out.")
 
 
-def _plain_call(verb: str, **given: Any) -> None:
+def _plain_call(op: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None:
-            _refuse(verb, name)
+            _refuse(op, name)
 
 
 @_constant
@@ -732,7 +732,7 @@ _TRACED = (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped
 
 @cache
 def enable_compile() -> None:
-    """Let `torch.compile` take the verbs of breccia whole, `fullgraph=True` and dynamic batches included.
+    """Let `torch.compile` take the ops of breccia whole, `fullgraph=True` and dynamic batches included.
 
     Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
     everybody.

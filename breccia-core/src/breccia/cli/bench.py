@@ -1,4 +1,4 @@
-"""How fast the verbs are on this machine: a first look. benchmarks/ of the repository measures against rivals."""
+"""How fast the ops are on this machine: a first look. benchmarks/ of the repository measures against rivals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one verb, `runs` times; `bytes` is what it reads and writes, codes, scales and FP32 together."""
+    """Seconds of one op, `runs` times; `bytes` is what it reads and writes, codes, scales and FP32 together."""
 
     recipe: str
     op: str

@@ -187,7 +187,7 @@ def print_json(value: Any) -> None:
 
 
 def explain(
-    op: Annotated[str, typer.Argument(metavar="OP", help=f"The verb: {', '.join(OPS)}.", autocompletion=_op_names)],
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"The op: {', '.join(OPS)}.", autocompletion=_op_names)],
     recipes: Annotated[
         list[str],
         typer.Argument(
@@ -307,7 +307,7 @@ def bench(
         typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
     ] = "numpy",
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows and columns of the matrix.")] = 4096,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Counted runs of each verb.")] = 7,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Counted runs of each op.")] = 7,
     as_json: Json = False,
 ) -> None:
     """Time cast, dequantize and matmul on this machine; benchmarks/ of the repository compares with others."""
@@ -320,7 +320,7 @@ def bench(
         print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
         return
     rows = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
-    print_table(("recipe", "verb", ">min ms", ">median", ">max", ">GB/s", "kernel"), rows)
+    print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), rows)
     Console(soft_wrap=True).print(
         f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by that, transposed. GB/s: codes, scales and FP32, at the "
         "least time.",

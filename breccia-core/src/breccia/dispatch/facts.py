@@ -13,15 +13,9 @@ from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 
 _ALIGNMENT_LIMIT = 256
-
-
 #: Where a fact is read from: the values of a call are (a, b, recipe to write, options, framework).
 A, B, RECIPE, OPTIONS, FRAMEWORK = range(5)
-
-
 Values = tuple[Any, Any, Any, Any, Any]
-
-
 #: A fact that was asked about: the path of an attribute or what reads it, and which of the values it is of.
 Question = tuple[str | Callable[[Any], Hashable], int]
 
@@ -171,8 +165,6 @@ def as_fact(name: str, value: Any) -> Hashable:
 
 
 _BY_PRESENCE = ("scale", "seed", "out")
-
-
 #: Facts that are attributes, by their paths: of an array, and of a ScaledTensor.
 ATTRIBUTES = {
     "device": ("device", "data.device"),
@@ -183,10 +175,6 @@ ATTRIBUTES = {
     "layout": ("layout.identity", "layout.identity"),
     "storage": ("layout.storage", "layout.storage"),
 }
-
-
 #: Facts that follow from the shape, and the attributes that it follows from.
 OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
-
-
 SHAPES = (("shape",), ("data.shape", "tail", "axis", "recipe.identity", "layout.identity"))

@@ -116,7 +116,7 @@ def breccia_frameworks() -> Iterable[Framework]:
 
 @hookspec
 def breccia_kernels() -> Iterable[Kernel]:
-    """Implementations of the verbs."""
+    """Implementations of the ops."""
     return ()
 
 

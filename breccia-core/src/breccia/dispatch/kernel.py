@@ -23,32 +23,18 @@ OPS = (
     "cast_ste",
     "cast_ste_clipped",
 )
-
-
 #: Ops of an array and the recipe to write it under, whose class is the first of the key.
 CASTS = frozenset(("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul"))
-
-
 #: Ops that write ScaledTensors, in the storage that they are asked for.
 WRITERS = ("cast", "cast_pair", "requantize")
-
-
 #: `Kernel.framework` of a kernel written over `Ops`, for any framework.
 ANY_FRAMEWORK = "*"
-
-
 #: `Kernel.reads` or `Kernel.writes` of a kernel that takes every storage.
 ANY_STORAGE = ("*",)
-
-
 #: Version of each op's contract that kernels are written against (docs/spec/numerics.md).
 CONTRACT = 1
-
-
 #: (op, recipe class of a, recipe class of b, framework); the class of what is not scaled is `type(None)`.
 Key = tuple[str, type, type, str]
-
-
 Prefer = str | Sequence[str] | None
 
 

@@ -292,8 +292,6 @@ class Table:
 
 #: Plug-ins of breccia's own distributions: their kernels are held to the contract by its tests.
 _OURS = frozenset(("core", *(sibling.plugin for sibling in SIBLINGS)))
-
-
 #: Where kernels are that need no comparison with the generic algorithm: itself, and what calls other kernels.
 _GENERIC = ("breccia.kernels.reference.", "breccia.kernels.composites:")
 

@@ -39,7 +39,7 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
             ]
             if len(grid) != len(part.shape) or lengths != list(part.shape):
                 raise LayoutError(
-                    f"structural verbs need one scale for each block, in the order of blocks; layout {st.layout} stores shape "
+                    f"structural ops need one scale for each block, in the order of blocks; layout {st.layout} stores shape "
                     f"{tuple(part.shape)} for a tensor of shape {shape}. Dequantize first.",
                     found=tuple(part.shape),
                     shape=shape,

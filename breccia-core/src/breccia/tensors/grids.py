@@ -1,7 +1,7 @@
 """Grids: which items of a stored part stand for which stretch of the logical tensor.
 
 A part (codes, scales, ...) follows the logical axes by its grid, one `Along` per stored axis. That is all structural
-verbs need to know to cut a tensor, whatever its recipe.
+ops need to know to cut a tensor, whatever its recipe.
 """
 
 from __future__ import annotations

@@ -86,17 +86,17 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     return ScaledTensor.assemble(recipe=first.recipe, layout=first.layout, axis=first.axis, tail=first.tail, **parts)
 
 
-def _alike(verb: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
+def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
     """The tensors as a list. Raises unless they are of one framework, recipe, axis and rank, and their parts of one dtype."""
     if isinstance(tensors, ScaledTensor) or not isinstance(tensors, Iterable):
-        raise UnsupportedError(f"{verb} takes a list of ScaledTensors, got one {type(tensors).__name__}: {verb}([a, b]).")
+        raise UnsupportedError(f"{op} takes a list of ScaledTensors, got one {type(tensors).__name__}: {op}([a, b]).")
     sts = list(tensors)
     if not sts:
-        raise OptionError(f"{verb} needs at least one tensor; got none.")
+        raise OptionError(f"{op} needs at least one tensor; got none.")
     for n, st in enumerate(sts):
         if not isinstance(st, ScaledTensor):
             raise UnsupportedError(
-                f"{verb} takes ScaledTensors; tensors[{n}] is {type(st).__name__}; cast it with the same recipe."
+                f"{op} takes ScaledTensors; tensors[{n}] is {type(st).__name__}; cast it with the same recipe."
             )
     sts = [st.to_plain() for st in sts]
     first = sts[0]
@@ -104,34 +104,32 @@ def _alike(verb: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
     for n, st in enumerate(sts):
         if st.recipe != first.recipe:
             raise UnsupportedError(
-                f"{verb}: tensors[0] has recipe {first.recipe!r}, tensors[{n}] {st.recipe!r}; requantize one to the other's."
+                f"{op}: tensors[0] has recipe {first.recipe!r}, tensors[{n}] {st.recipe!r}; requantize one to the other's."
             )
         if st.ndim != first.ndim:
-            raise ShapeError(
-                f"{verb}: tensors[0] has shape {first.shape}, tensors[{n}] {st.shape}; reshape one to as many axes."
-            )
+            raise ShapeError(f"{op}: tensors[0] has shape {first.shape}, tensors[{n}] {st.shape}; reshape one to as many axes.")
         if st.axis != first.axis:
             raise LayoutError(
-                f"{verb}: blocks run along axis {first.axis} in tensors[0] and along {st.axis} in tensors[{n}]; "
+                f"{op}: blocks run along axis {first.axis} in tensors[0] and along {st.axis} in tensors[{n}]; "
                 "transpose one (st.mT), or requantize it along the other axis."
             )
         for name, part in held(st).items():
             here, there = dtype_name(part), dtype_name(getattr(first, name))
             if here != there:
                 raise UnsupportedError(
-                    f"{verb}: {name} is {there} in tensors[0] and {here} in tensors[{n}]; view or convert one, so that "
+                    f"{op}: {name} is {there} in tensors[0] and {here} in tensors[{n}]; view or convert one, so that "
                     "both are stored alike."
                 )
     return sts
 
 
-def _check_layouts(verb: str, layouts: list[Layout], shape: Shape, axis: int) -> None:
+def _check_layouts(op: str, layouts: list[Layout], shape: Shape, axis: int) -> None:
     """Raise LayoutError unless all are one layout, up to the partial last blocks of their own shapes."""
     first, *rest = (layout.fitted(shape, axis) for layout in layouts)
     for n, layout in enumerate(rest, 1):
         if layout != first:
             raise LayoutError(
-                f"{verb}: tensors[0] has layout {layouts[0]}, tensors[{n}] {layouts[n]}; requantize one to the other's."
+                f"{op}: tensors[0] has layout {layouts[0]}, tensors[{n}] {layouts[n]}; requantize one to the other's."
             )
 
 

@@ -189,7 +189,7 @@ class ScaledTensor:
         matrix = plain.shape[-2:] if storage.data_axes else ()
         return st._with(parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
 
-    # Structural verbs: each commutes with `dequantize` and changes no code.
+    # Structural ops: each commutes with `dequantize` and changes no code.
 
     def __getitem__(self, index: Any) -> ScaledTensor:
         """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Parts are views where there are any.
@@ -361,12 +361,8 @@ def restored(
 
 #: All fields, in order.
 FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
-
-
 #: How a frozen instance is filled: by the descriptors of its slots.
 _SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
-
-
 _DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _TAIL = _SETTERS
 
 

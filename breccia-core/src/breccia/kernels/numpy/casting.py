@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 #: The same for chunks that the generic algorithm takes, which needs some 100 bytes an element.
 GENERIC = 1 << 15
-
-
 #: Elements of arrays whose cost is that of NumPy's calls.
 _SMALL_ARRAY = 1 << 13
 

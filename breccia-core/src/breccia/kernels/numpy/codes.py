@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 #: Elements below 2^-126 count as zero. Under scales that are not small they come to less than 2^-26 in units of the scale, and
 #: every codec rounds that to zero which has no number nearer to zero than this.
 _FINEST = 2.0**-24
-
-
 #: Largest codes and capacities for which that holds; below, their reciprocals'.
 MODEST = 2.0**20
-
-
 #: write(source, inverse, k, codes): codes of FP32 numbers, NaN aside, times the number of their block of `k`, clamped, into as
 #: many bytes; zeros where that number is 0. All are contiguous and 1-D.
 ScaledCodes = Callable[[Array, Array, int, Array], None]

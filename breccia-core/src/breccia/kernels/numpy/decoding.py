@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 #: Bytes of codes that are decoded at once, on one thread.
 _SHORT = 1 << 16
-
-
 #: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
 _PAIRED = 1 << 20
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
 _SMALL, LARGE = 2.0**-60, 2.0**100
-
-
 #: Scales whose least and largest Python finds faster; numbers whose codes are found in the fewest calls.
 _LISTED, _FEW = 32, 64
 

@@ -15,37 +15,19 @@ from ...arrays.ops import Array
 from ...codecs import F32_INF, MAGNITUDE
 from ..threads import get_num_threads
 
-#: Elements of a chunk. One thread wants its buffers in the second-level cache; several meet at the interpreter's lock between
-#: NumPy's calls, so theirs are long.
+#: Elements of a chunk: with several threads, and with one. The buffers of one thread fit the second-level cache. Larger chunks
+#: with several threads mean less GIL contention.
 CHUNK, ALONE = 1 << 18, 1 << 16
-
-
-#: Threads beyond which that lock costs more than they bring (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
+#: Threads beyond which GIL contention costs more than they gain (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
 MOST_THREADS = 4
-
-
 #: Bytes that the buffers of all threads may take together, and what one element takes of them.
 _BUFFERS, _PER_ELEMENT = 12 << 20, 24
-
-
 _T = TypeVar("_T")
-
-
 U1, U2, U4, U8, I4, F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
-
-
 F32_DTYPE = np.dtype(F4)
-
-
 EXPONENT = F32_INF
-
-
 MAGNITUDE_BITS = U4(MAGNITUDE)
-
-
 ONE, UNIT = np.ones(1, F4), F4(1.0)
-
-
 #: Entries of a store of what was derived once (plans, layouts of each, tables).
 _REMEMBERED = 256
 

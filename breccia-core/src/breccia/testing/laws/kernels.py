@@ -217,12 +217,12 @@ def _sources(kernel: Kernel, recipe: ScalingRecipe) -> Iterator[ScalingRecipe]:
 
 
 def round_trips_are_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    verb = getattr(api, kernel.op)
+    function = getattr(api, kernel.op)
     ragged, whole = arrays()
     served = False
     for x, options in ((ragged, _STOCHASTIC), (whole, {})):
         given = place.array(x)
-        back = asked(kernel, verb, given, recipe, **options)
+        back = asked(kernel, function, given, recipe, **options)
         if back is not None:
             served = True
             expect_numbers(kernel.op, place, back, reference.dequantize(reference.cast(x, recipe, CastOptions(**options))))
@@ -232,7 +232,7 @@ def round_trips_are_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, pl
 
 def options_of_round_trips_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
     """Blocks along rows, a supplied scale, and `nonfinite="raise"`."""
-    op, x = getattr(api, kernel.op), arrays()[1]
+    function, x = getattr(api, kernel.op), arrays()[1]
     other = reference.cast(x * np.float32(3), recipe)
     there = moved(other, place)
     scale, supplied = ((st.scale if st.global_scale is None else st.global_scale) for st in (other, there))
@@ -242,12 +242,12 @@ def options_of_round_trips_are_honoured(kernel: Kernel, recipe: ScalingRecipe, p
         ({"scale": supplied}, {"scale": scale}),
     )
     for given, options in cases:
-        back = asked(kernel, op, place.array(x), recipe, **given)
+        back = asked(kernel, function, place.array(x), recipe, **given)
         if back is not None:
             served = True
             expected = reference.dequantize(reference.cast(x, recipe, CastOptions(**options)))
             expect_numbers(f"{kernel.op} with {next(iter(given))}=", place, back, expected)
-    _expect_nan_refused(kernel, op, recipe, place)
+    _expect_nan_refused(kernel, function, recipe, place)
     need_served(kernel, served)
 
 
@@ -265,7 +265,7 @@ def half_precision_and_views_are_cast_alike(kernel: Kernel, recipe: ScalingRecip
         (large.reshape(2, 8, 256), "bfloat16", False, _ALONG_ROWS),
         (whole.reshape(2, 8, 256)[..., :67], "float16", True, {}),
     )
-    op, served = getattr(api, kernel.op), False
+    function, served = getattr(api, kernel.op), False
     for numbers, dtype, view, options in cases:
         if dtype not in float_dtypes(place):
             continue
@@ -274,7 +274,7 @@ def half_precision_and_views_are_cast_alike(kernel: Kernel, recipe: ScalingRecip
         x = rounded(np.asarray(numbers, order="C"), dtype)
         given = floats(place, x, dtype, view)
         before = place.words(given).copy()
-        found = asked(kernel, op, given, recipe, **options)
+        found = asked(kernel, function, given, recipe, **options)
         if found is None:
             continue
         served = True
@@ -395,9 +395,9 @@ _LAWS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 
 
-def _expect_nan_refused(kernel: Kernel, verb: Any, recipe: ScalingRecipe, place: Place) -> None:
+def _expect_nan_refused(kernel: Kernel, function: Any, recipe: ScalingRecipe, place: Place) -> None:
     bad = arrays()[1]
     bad[3, 5] = np.nan
     with suppress(NonFiniteError):
-        marked = asked(kernel, verb, place.array(bad), recipe, nonfinite="raise")
+        marked = asked(kernel, function, place.array(bad), recipe, nonfinite="raise")
         expect(marked is None, 'nonfinite="raise" did not raise for a NaN')
