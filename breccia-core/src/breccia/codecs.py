@@ -1,7 +1,7 @@
 """Codecs: how one number becomes bits. Elements and scales are written with the same ones.
 
 A codec is a value; `breccia.testing.oracle` reads its fields and enumerates exact rationals. The methods are the
-generic algorithm's half: integer arithmetic on FP32 bits in the words of `Ops`, never through FP32 subnormals, so that
+generic algorithm's half: integer arithmetic on FP32 bits in the primitives of `Ops`, never through FP32 subnormals, so that
 flush-to-zero modes and rewriting compilers cannot change a byte.
 """
 

@@ -1,4 +1,4 @@
-"""JAX's way of saying the words of `breccia.arrays.ops.Ops`, traceable throughout (`any` and `to_numpy` read values)."""
+"""The backend primitives of `breccia.arrays.ops.Ops` on JAX, traceable throughout (`any` and `to_numpy` read values)."""
 
 from __future__ import annotations
 

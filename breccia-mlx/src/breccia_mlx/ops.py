@@ -1,4 +1,4 @@
-"""MLX's way of saying the words of `breccia.arrays.ops.Ops`. MLX has no float8 dtypes: codes and 8-bit scales are uint8."""
+"""The backend primitives of `breccia.arrays.ops.Ops` on MLX. MLX has no float8 dtypes: codes and 8-bit scales are uint8."""
 
 from __future__ import annotations
 

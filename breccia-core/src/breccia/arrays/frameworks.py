@@ -1,4 +1,4 @@
-"""Frameworks: whose array is this, and which vocabulary (`Ops`) computes on it.
+"""Frameworks: whose array is this, and which backend primitives (`Ops`) compute on it.
 
 An array of a framework exists only if that framework was imported, so a framework not in `sys.modules` is
 never imported to answer the question.
@@ -168,7 +168,7 @@ def _remedy(kind: type) -> str:
 
 
 def ops_of(x: Any, what: str = "x") -> Ops:
-    """The vocabulary of `x`'s framework."""
+    """The backend primitives of `x`'s framework."""
     return targets.load(framework_of(x, what).ops)
 
 

@@ -1,4 +1,4 @@
-"""Ops: the vocabulary the one generic algorithm is written in, and NumPy's way of saying it.
+"""Ops: the backend primitives that the generic algorithm is written in, and their implementation in NumPy.
 
 A framework joins by saying these words for its arrays, under these laws (breccia.testing checks them):
 

@@ -28,7 +28,7 @@ class Place:
 
     @property
     def ops(self) -> Ops:
-        """The framework's vocabulary."""
+        """The framework's backend primitives."""
         return targets.load(registry().frameworks[self.framework].ops)
 
     @property

@@ -117,7 +117,7 @@ class _Cast:
     def possible(self) -> bool:
         """Can it be done here? Else the generic algorithm takes the whole array."""
         codes = self.plan.codes
-        return not self.plan.alien and not (self.large and (codes is None or codes.zero != 0 or self.two_level))
+        return not self.plan.unsupported and not (self.large and (codes is None or codes.zero != 0 or self.two_level))
 
     def supply(self, scale: Array) -> None:
         if self.two_level:

@@ -39,10 +39,10 @@ class Plan:
         self.storage = NUMPY.storage(fmt.element)
         coarse = fmt.global_scale
         #: Does the generic algorithm take whole tensors of it, not chunks?
-        self.alien = sys.byteorder != "little"
+        self.unsupported = sys.byteorder != "little"
         if coarse is not None:
-            self.alien |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
-            self.alien |= coarse.sense != "multiplier"
+            self.unsupported |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
+            self.unsupported |= coarse.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
         #: Are codes computed by division? The scales are found here, the codes by the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
@@ -51,10 +51,12 @@ class Plan:
         #: Codes of what is still to be scaled.
         self.scaled = None if steps.scaled is None or self.codes is None else steps.scaled(self.codes)
         self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, steps)
-        self.coarse_scales = None if coarse is None or self.alien else Scales(recipe, 0, steps)
+        self.coarse_scales = None if coarse is None or self.unsupported else Scales(recipe, 0, steps)
         self._layouts: dict[Any, Layout] = {}
         #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
-        self.plain = known and not self.divides and not self.alien and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
+        self.plain = (
+            known and not self.divides and not self.unsupported and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
+        )
 
     def short(self, x: Array) -> ScaledTensor | None:
         """`cast` of contiguous FP32 `x` of few elements, whole blocks and ordinary numbers; None where it is not that."""
@@ -124,7 +126,7 @@ def accepts_cast(call: Call) -> str | None:
         return "stochastic rounding is the generic algorithm's"
     assert call.a.recipe is not None
     plan = plan_of(call.a.recipe)
-    if plan.alien or (plan.codes is None and plan.fmt.scale.block == TENSOR):
+    if plan.unsupported or (plan.codes is None and plan.fmt.scale.block == TENSOR):
         return f"{call.a.recipe.name!r} as declared has no fast form here"
     if call.a.empty:
         return "an empty array is the generic algorithm's"

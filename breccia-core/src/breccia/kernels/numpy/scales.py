@@ -28,8 +28,8 @@ _LISTED, _FEW = 32, 64
 class Scales:
     """Scales of one level of a recipe, from uint32 `amax`, 1-D: (stored, inverse), or None where that is not ordinary.
 
-    `inverse` is fl(1 / scale), 0 where the scale is not usable. `quick` serves amax that leads to normal numbers all the
-    way; `careful` serves anything, in the words of codecs and rules.
+    `inverse` is fl(1 / scale), 0 where the scale is not usable. `quick` takes amax that leads to normal numbers all the
+    way; `careful`, the slow path, takes any, by the methods of codecs and rules.
     """
 
     def __init__(self, recipe: ScalingRecipe, level: int, steps: Steps) -> None:
