@@ -127,7 +127,7 @@ def test_a_command_that_cannot_be_loaded_says_so(acme: Path, command: str, reaso
 @pytest.mark.together
 def test_a_command_is_loaded_when_it_is_used_and_not_before() -> None:
     script = (
-        "import sys\nfrom breccia import cli\n"
+        "import sys\nfrom breccia.cli import main as cli\n"
         "try: cli.run(['--help'])\nexcept SystemExit: pass\nassert 'breccia_bridges.commands' not in sys.modules\n"
         "try: cli.run(['inspect', '--help'])\nexcept SystemExit: pass\nassert 'breccia_bridges.commands' in sys.modules"
     )

@@ -963,7 +963,7 @@ def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> N
 
 def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
     code, text, _ = run("explain", "cast", "nvfp4", "--on", "numpy", "--prefer", "numpy.cast")
-    assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> numpy.cast") and "kernels/numpy.py:" in text
+    assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> numpy.cast") and "kernels/numpy/casting.py:" in text
     code, text, _ = run("explain", "matmul", "block", "mxfp8", "--json")
     assert json.loads(text)["winner"] == "numpy.matmul"
     code, text, _ = run("plugins")

@@ -490,7 +490,7 @@ def test_a_target_that_cannot_be_located_says_why(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     unlocated = {
         "module_of_nobody:f": "module_of_nobody:f (no Python source found)",
-        "module_of_nobody.part:f": "module_of_nobody.part:f (No module named 'module_of_nobody')",
+        "module_of_nobody.part:f": "module_of_nobody.part:f (no Python source found)",
         "math:sqrt": "math:sqrt (no Python source found)",
         f"{HERE}:nothing": f"{__file__} (no definition of nothing)",
         "kernels_that_do_not_parse:f": "kernels_that_do_not_parse:f (invalid syntax (<unknown>, line 1))",

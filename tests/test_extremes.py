@@ -8,6 +8,7 @@ from conftest import wide
 
 from breccia import MXFP8BlockScaling, ScalingRecipe
 from breccia.errors import OptionError
+from breccia.arrays.frameworks import ops_of
 from breccia.kernels import reference
 from breccia.kernels.checks import clip_bounds
 from breccia.options import CastOptions
@@ -25,7 +26,7 @@ def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingR
         assert (found.shape, found.axis, found.layout, found.recipe) == (st.shape, axis, st.layout, recipe)
         assert found.scale is st.scale and found.zero_point is st.zero_point and found.global_scale is st.global_scale
         data = found.data if axis == -1 else found.data.swapaxes(-1, -2)
-        codes = reference.unpack(reference.ops_of(data), data, element, 40 if axis == -1 else 6)
+        codes = reference.unpack(ops_of(data), data, element, 40 if axis == -1 else 6)
         assert {int(c) & ((1 << element.bits) - 1) for c in codes.ravel()} == {code}
 
 

@@ -447,7 +447,7 @@ def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
             save_file({f"w{n}": np.full((2, 2), n + (folder == "b"), np.float32)}, tmp_path / folder / f"{n}.safetensors")
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "from breccia import cli\n"
+        "from breccia.cli import main as cli\n"
         "for words in (['compare', 'a', 'b', '--json'], ['inspect', 'a', '--json', '--scales']):\n"
         "    try: cli.run(words)\n"
         "    except SystemExit as e: assert not e.code"

@@ -115,7 +115,7 @@ def test_the_list_of_storages_has_every_one_that_is_declared(module) -> None:
 def test_a_kernel_that_moves_changes_the_matrix(module, monkeypatch: pytest.MonkeyPatch) -> None:
     listings = module("listings")
     before = listings.support_matrix()
-    where = ROOT / "breccia-core" / "src" / "breccia" / "cli.py"
+    where = ROOT / "breccia-core" / "src" / "breccia" / "cli" / "main.py"
     monkeypatch.setattr(targets, "locate", lambda target: f"{where}:7")
     after = listings.support_matrix()
     assert before != after and "[`numpy.cast`](../breccia-core/src/breccia/cli/main.py#L7)" in after
@@ -160,7 +160,7 @@ def test_a_session_is_what_the_commands_print_and_names_no_place_of_this_machine
     ]
     blocks = dict(terminal.recorded(wanted))
     assert blocks["session-one"].startswith("```console\n$ breccia explain cast nvfp4 --on torch\ncast of nvfp4 on torch\n")
-    assert "breccia-core/src/breccia/kernels/reference.py:" in blocks["session-one"]
+    assert "breccia-core/src/breccia/kernels/reference/casting.py:" in blocks["session-one"]
     assert str(ROOT) not in blocks["session-one"]
     assert blocks["session-two"].endswith("\n$ echo $?\n1\n```\n") and "error: " in blocks["session-two"]
     with pytest.raises(SystemExit, match=r"session 'three': `breccia --version` exited with 0, and not with 1"):

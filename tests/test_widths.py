@@ -134,7 +134,7 @@ def test_codes_of_any_width_fill_whole_bytes_the_first_in_the_lowest_bits(bits: 
 @pytest.mark.parametrize("bits", [5, 7])
 def test_a_group_that_no_int32_holds_is_not_joined_in_one(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault planted: groups of five and of seven bytes in one word lose their upper codes."""
-    monkeypatch.setattr(reference, "_WORD", 8)
+    monkeypatch.setattr("breccia.kernels.reference.packing._WORD", 8)
     with pytest.raises(AssertionError, match=f"9 codes of {bits} bits"):
         test_codes_of_any_width_fill_whole_bytes_the_first_in_the_lowest_bits(bits, Place("numpy"))
 

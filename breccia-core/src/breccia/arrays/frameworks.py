@@ -239,7 +239,7 @@ def same_framework(arrays: dict[str, Any]) -> Framework:
         other = framework_of(array, name)
         if other is framework and getattr(array, "device", None) == place:
             continue
-        if other is not framework:
+        if other.name != framework.name:  # another declaration of that name is of before a reload
             raise UnsupportedError(
                 f"{first[0]} is a {framework.name} array and {name} a {other.name} array; move both to one framework: "
                 f"breccia.bridges.from_dlpack(x, {framework.name!r}) takes a ScaledTensor there, {framework.name}'s own "

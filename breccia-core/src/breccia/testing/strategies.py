@@ -133,7 +133,8 @@ def _minifloats(draw: Any, bits: int) -> Codec:
     nan, inf, last = draw(st.sampled_from(ends))
     field, fraction = divmod(last, 1 << mantissa)
     lowest = max(-20, field - 110)  # the largest number is below 2^111, so that FP32 holds it times a scale's largest
-    bias = draw(st.integers(lowest, lowest + 40 if lowest == -20 else lowest))
+    highest = max(field, 1) - 1  # and at least 1, so that no amax over it exceeds FP32
+    bias = draw(st.integers(lowest, max(lowest, min(lowest + 40, highest))))
     largest = float((Fraction(fraction, 1 << mantissa) + (field > 0)) * Fraction(2) ** (max(field, 1) - bias))
     return Minifloat("drawn", bits, None, "drawn", exponent, mantissa, bias, largest, nan, inf, signed=signed)
 
