@@ -7,8 +7,8 @@ import pytest
 from conftest import wide
 
 from breccia import MXFP8BlockScaling, ScalingRecipe
-from breccia.errors import OptionError
 from breccia.arrays.frameworks import ops_of
+from breccia.errors import OptionError
 from breccia.kernels import reference
 from breccia.kernels.checks import clip_bounds
 from breccia.options import CastOptions
