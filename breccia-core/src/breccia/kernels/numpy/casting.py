@@ -1,6 +1,6 @@
 """`cast` for NumPy arrays: chunks of whole blocks, each run through amax, scales, codes and packing in cache."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Codes from FP32 numbers: a writer for each family of codecs, packing, and the steps that compiled code can take over."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

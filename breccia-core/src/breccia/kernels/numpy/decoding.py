@@ -1,6 +1,6 @@
 """`dequantize` for NumPy arrays: table look-ups and one multiplication per element."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pieces of an array: whole blocks that fit the buffers."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

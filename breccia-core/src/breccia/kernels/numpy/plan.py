@@ -1,6 +1,6 @@
 """What follows from a recipe once, and which casts these kernels decline."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`matmul` for NumPy arrays: weights are decoded tile by tile into BLAS products."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

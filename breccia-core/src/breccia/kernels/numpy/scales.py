@@ -1,6 +1,6 @@
 """Scales of one level from the amax of blocks."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 

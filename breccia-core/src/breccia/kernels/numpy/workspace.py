@@ -1,6 +1,6 @@
 """Work space of the NumPy kernels: buffers that a thread keeps, the size of a chunk, and numbers that all of them use."""
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
