@@ -27,7 +27,7 @@ import typer
 
 import breccia
 
-RECIPES = ("current", "block", "mxfp8", "nvfp4", "int4")
+RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4")
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -51,7 +51,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     weight = breccia.cast(t, breccia.recipe("mxfp8"))
     found[".mT, torch"] = lambda: weight.mT
     found["matmul 1×128 by 128×16, mxfp8, torch"] = lambda w=weight.mT: breccia.matmul(token, w)
-    for name in ("block", "mxfp8", "nvfp4", "int4"):
+    for name in ("fp8_block", "mxfp8", "nvfp4", "int4"):
         layer = ScaledLinear.from_linear(square, breccia.recipe(name))
         found[f"ScaledLinear 128×128 at M = 1, {name}"] = lambda layer=layer: layer(token)
     both = ScaledLinear.from_linear(square, breccia.recipe("mxfp8"), activation=breccia.recipe("mxfp8"))

@@ -32,7 +32,7 @@ import breccia
 BOUND = 0.002
 
 #: Recipes that inputs of the layers are cast under as well.
-ACTIVATIONS = ("current", "block", "mxfp8", "nvfp4")
+ACTIVATIONS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 NEEDED = ("torch", "breccia_torch", "transformers")
 
@@ -108,10 +108,10 @@ class Plain:
 
 E4M3, E2M1 = nearest(ml_dtypes.float8_e4m3fn), nearest(ml_dtypes.float4_e2m1fn)
 PLAIN: dict[str, Plain] = {
-    "delayed": Plain(E4M3, 448, "matrix"),
-    "current": Plain(E4M3, 448, "matrix"),
-    "row": Plain(E4M3, 448, "row"),
-    "block": Plain(E4M3, 448, 128),
+    "fp8_delayed": Plain(E4M3, 448, "matrix"),
+    "fp8_current": Plain(E4M3, 448, "matrix"),
+    "fp8_row": Plain(E4M3, 448, "row"),
+    "fp8_block": Plain(E4M3, 448, 128),
     "mxfp8": Plain(E4M3, 448, 32, power_of_two),
     "mxfp6": Plain(nearest(ml_dtypes.float6_e2m3fn), 7.5, 32, power_of_two),
     "mxfp4": Plain(E2M1, 6, 32, power_of_two),

@@ -64,7 +64,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 #: Beyond 2^31 elements: odd rows by columns that end within a block and a packing group.
 BEYOND_SHAPE = (525_205, 4095)
 #: Recipes cast at that size: one scale per tensor, per block, on two levels, and packed codes.
-BEYOND = ("current", "mxfp8", "nvfp4", "int4")
+BEYOND = ("fp8_current", "mxfp8", "nvfp4", "int4")
 #: The one that an H200 has the memory to round stochastically at that size.
 STOCHASTIC = "int4"
 #: Beyond 2^32 elements counters need both their words. Compared are those near its ends, 2^31 and 2^32, this many each way.

@@ -28,8 +28,8 @@ import typer
 import breccia
 
 #: Recipes whose mean accuracy must lie within BOUND of FP32's, and those trained for comparison.
-HELD = ("block", "mxfp8", "nvfp4")
-SHOWN = ("current", "mxfp4", "int4")
+HELD = ("fp8_block", "mxfp8", "nvfp4")
+SHOWN = ("fp8_current", "mxfp4", "int4")
 BOUND = 0.01
 #: Fewer pairs are not judged: their mean moves too much.
 PAIRS = 5

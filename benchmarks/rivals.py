@@ -33,8 +33,8 @@ CACHE = HERE / ".rivals"
 
 #: The recipes that all of them have, and the class that both packages call them by.
 RECIPES = {
-    "current": "Float8CurrentScaling",
-    "block": "Float8BlockScaling",
+    "fp8_current": "Float8CurrentScaling",
+    "fp8_block": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
     "int4": "INT4Scaling",
@@ -42,12 +42,12 @@ RECIPES = {
 
 #: Where a rival defines the stored scale as we do, so that its bytes must be ours. The older package rounds the exponent of
 #: an E8M0 scale to nearest, and has no tensor scale in NVFP4.
-SAME_SCALE = {name: tuple(RECIPES) for name in (STRAIGHTFORWARD, EAGER, *WAYS)} | {OLD: ("current", "block", "int4")}
+SAME_SCALE = {name: tuple(RECIPES) for name in (STRAIGHTFORWARD, EAGER, *WAYS)} | {OLD: ("fp8_current", "fp8_block", "int4")}
 
 #: Casts of the older package with many FP32 temporaries per element (as many as the element has codes, several times): timed
 #: on a slab of rows and multiplied. For two of them it uses torch's own conversion where it has a tensor of torch.
 SLAB_ROWS = 256
-SLABS = {"numpy": ("current", "block", "mxfp8", "nvfp4"), "torch": ("mxfp8", "nvfp4")}
+SLABS = {"numpy": ("fp8_current", "fp8_block", "mxfp8", "nvfp4"), "torch": ("mxfp8", "nvfp4")}
 
 #: An array of NumPy or JAX, or a tensor of torch.
 Array = Any
@@ -187,7 +187,7 @@ def straightforward() -> Rival:
     import ml_dtypes
 
     e4m3, e2m1, e8m0, f32 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu, np.float32
-    block = {"block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
+    block = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
 
     def blocks(x: np.ndarray, recipe: str) -> tuple[np.ndarray, np.ndarray]:
         b = x.reshape(x.shape[0], -1, block[recipe])
@@ -204,12 +204,12 @@ def straightforward() -> Rival:
 
     def current(x: np.ndarray) -> Any:
         scale = np.abs(x).max() / f32(448)
-        return "current", (x / scale).astype(e4m3), scale
+        return "fp8_current", (x / scale).astype(e4m3), scale
 
     def fp8_blocks(x: np.ndarray) -> Any:
-        b, amax = blocks(x, "block")
+        b, amax = blocks(x, "fp8_block")
         scale = amax / f32(448)
-        return "block", (b / scale).astype(e4m3), scale
+        return "fp8_block", (b / scale).astype(e4m3), scale
 
     def mxfp8(x: np.ndarray) -> Any:
         b, amax = blocks(x, "mxfp8")
@@ -239,7 +239,7 @@ def straightforward() -> Rival:
             return (signed.astype(f32) * scale.astype(f32)).reshape(rows, -1)
         return (data.astype(f32) * scale.astype(f32)).reshape(rows, -1)
 
-    casts = {"current": current, "block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
+    casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
 
     return Rival(ml_dtypes.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], np.uint8))
 
@@ -252,7 +252,7 @@ def eager() -> Rival:
     import torch
 
     e4m3, e8m0, f16, f32, u8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float16, torch.float32, torch.uint8
-    block = {"block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
+    block = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
     e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     signed = torch.cat([e2m1, -e2m1])
     #: Half way between neighbours; one less where the tie goes up, to the even code.
@@ -272,12 +272,12 @@ def eager() -> Rival:
 
     def current(x: Array) -> Any:
         scale = x.abs().max() / 448
-        return "current", (x / scale).to(e4m3), scale
+        return "fp8_current", (x / scale).to(e4m3), scale
 
     def fp8_blocks(x: Array) -> Any:
-        b, amax = blocks(x, "block")
+        b, amax = blocks(x, "fp8_block")
         scale = amax / 448
-        return "block", (b / scale).to(e4m3), scale
+        return "fp8_block", (b / scale).to(e4m3), scale
 
     def mxfp8(x: Array) -> Any:
         b, amax = blocks(x, "mxfp8")
@@ -308,5 +308,5 @@ def eager() -> Rival:
             return (codes * scale.to(f32)).reshape(rows, -1)
         return (data.to(f32) * scale.to(f32)).reshape(rows, -1)
 
-    casts = {"current": current, "block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
+    casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
     return Rival(torch.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], u8), torch.asarray)

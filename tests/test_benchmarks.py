@@ -207,8 +207,13 @@ def test_plain_rounding_is_what_the_formats_define(module) -> None:
     def rounded(name: str, *numbers: float) -> list[float]:
         return plain[name](np.resize(np.float32(numbers), (1, 128)))[0, : len(numbers)].tolist()
 
-    assert rounded("current", 448, 17, 19, 0.3) == [448, 16, 20, 0.3125]  # steps of 2 from 16, ties to even; of 2^-5 from 0.25
-    assert rounded("block", 896, 34, 38, 0.6) == [896, 32, 40, 0.625]
+    assert rounded("fp8_current", 448, 17, 19, 0.3) == [
+        448,
+        16,
+        20,
+        0.3125,
+    ]  # steps of 2 from 16, ties to even; of 2^-5 from 0.25
+    assert rounded("fp8_block", 896, 34, 38, 0.6) == [896, 32, 40, 0.625]
     assert rounded("mxfp8", 449, 34, 38, 0.6) == [448, 32, 40, 0.625]  # above 448 the scale is 2
     assert rounded("mxfp4", 7, 5.0, 1.2, 0.4) == [8, 4, 1, 0]
     assert rounded("nvfp4", 6 * 448, 448, 0.75 * 448, 0.25 * 448) == [6 * 448, 448, 448, 0]
@@ -236,9 +241,9 @@ def test_training_far_from_fp32_is_refused(module) -> None:
     def row(recipe: str, held: bool, *accuracy: float) -> dict[str, object]:
         return {"framework": "torch", "recipe": recipe, "held": held, "accuracy": list(accuracy)}
 
-    rows = [row("FP32", False, 0.88, 0.90), row("block", True, 0.87, 0.895), row("mxfp8", True, 0.90, 0.91)]
+    rows = [row("FP32", False, 0.88, 0.90), row("fp8_block", True, 0.87, 0.895), row("mxfp8", True, 0.90, 0.91)]
     assert bench.faults([*rows, row("int4", False, 0.5)]) == ["mxfp8 on torch is right in 0.9050, FP32 in 0.8900"]
-    (said,) = bench.faults([row("FP32", False, 0.96, 0.99), row("block", True, 0.97, 0.98)])
+    (said,) = bench.faults([row("FP32", False, 0.96, 0.99), row("fp8_block", True, 0.97, 0.98)])
     assert said.startswith("FP32 on torch is right in 0.9750, which must lie in (0.8, 0.95)")
 
 

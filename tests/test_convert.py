@@ -915,7 +915,7 @@ def test_a_tensor_of_a_gibibyte_takes_megabytes(tmp_path: Path) -> None:
 
     What is asserted is by how much a 1 GiB FP32 tensor exceeds one of 1 MiB (a quarter of a slab): measured 65 MB.
     """
-    words = ["nvfp4", "current"]
+    words = ["nvfp4", "fp8_current"]
     command = [sys.executable, "-c", RESIDENT, str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     extra = {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
@@ -964,7 +964,7 @@ def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> N
 def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
     code, text, _ = run("explain", "cast", "nvfp4", "--on", "numpy", "--prefer", "numpy.cast")
     assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> numpy.cast") and "kernels/numpy/casting.py:" in text
-    code, text, _ = run("explain", "matmul", "block", "mxfp8", "--json")
+    code, text, _ = run("explain", "matmul", "fp8_block", "mxfp8", "--json")
     assert json.loads(text)["winner"] == "numpy.matmul"
     code, text, _ = run("plugins")
     assert code == 0 and "breccia-core" in text and "breccia-bridges" in text

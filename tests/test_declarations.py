@@ -47,10 +47,10 @@ from breccia.rules import EVEN, HALF_RANGE, LINEAR, RCEIL, TE
 #: Fields, order and defaults of the recipes as their users know them: positions and names are for ever.
 INTEGERS: dict[str, Any] = {"symmetric": True, "scale_rule": "linear", "offset": "zero_point"}
 FIELDS = {
-    "delayed": {"fp8_format": "E4M3", "amax_history_len": 16, "margin": 0, "scale_rule": "linear"},
-    "current": {"fp8_format": "E4M3", "scale_rule": "linear"},
-    "row": {"fp8_format": "E4M3", "power_of_two_scale": False, "scale_rule": "linear"},
-    "block": {"fp8_format": "E4M3", "block_k": 128, "block_m": 1, "power_of_two_scale": False, "scale_rule": "linear"},
+    "fp8_delayed": {"fp8_format": "E4M3", "amax_history_len": 16, "margin": 0, "scale_rule": "linear"},
+    "fp8_current": {"fp8_format": "E4M3", "scale_rule": "linear"},
+    "fp8_row": {"fp8_format": "E4M3", "power_of_two_scale": False, "scale_rule": "linear"},
+    "fp8_block": {"fp8_format": "E4M3", "block_k": 128, "block_m": 1, "power_of_two_scale": False, "scale_rule": "linear"},
     "mxfp8": {"fp8_format": "E4M3", "block_size": 32, "scale_rule": "rceil"},
     "mxfp6": {"fp6_format": "E2M3", "block_size": 32, "scale_rule": "rceil"},
     "mxfp4": {"block_size": 32, "scale_rule": "rceil"},
@@ -142,8 +142,8 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: Format(MXINT8, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* MXINT8"),
         (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* E2M1"),
         (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: block, current"),
-        (lambda: breccia.recipe("block,blok_k=4"), r"recipe 'block' has no field 'blok_k'; did you mean 'block_k'\?"),
-        (lambda: breccia.recipe("block,128"), "fields are written name=value; got '128'"),
+        (lambda: breccia.recipe("fp8_block,blok_k=4"), r"recipe 'fp8_block' has no field 'blok_k'; did you mean 'block_k'\?"),
+        (lambda: breccia.recipe("fp8_block,128"), "fields are written name=value; got '128'"),
         (lambda: breccia.recipe("int4,group_size=big"), "group_size must be int, got 'big'"),
         (lambda: breccia.ScalingRecipe.from_json("[1]"), r"a recipe in JSON is .*name.*fields.*; got \[1\]"),
         (lambda: breccia.ScalingRecipe.from_json("{"), "a recipe in JSON .* not JSON"),
@@ -161,7 +161,7 @@ def test_the_command_lines_spelling_of_a_recipe() -> None:
         block_m=128, power_of_two_scale=True
     )
     assert breccia.recipe("nvfp4,two_level=False") == NVFP4BlockScaling(two_level=False)
-    assert breccia.recipe("current,fp8_format=E5M2") == Float8CurrentScaling("E5M2")
+    assert breccia.recipe("fp8_current,fp8_format=E5M2") == Float8CurrentScaling("E5M2")
     assert breccia.recipe("NVFP4") == breccia.recipe("NVFP4BlockScaling") == NVFP4BlockScaling()
     assert breccia.recipe("int4", group_size=32) == INT4Scaling(group_size=32)
 
@@ -317,9 +317,9 @@ def test_fingerprints_are_those_of_their_published_definition() -> None:
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode()).hexdigest()
 
-    assert Float8CurrentScaling().fingerprint() == digest('{"fields":{},"numerics":1,"recipe":"current"}')
+    assert Float8CurrentScaling().fingerprint() == digest('{"fields":{},"numerics":1,"recipe":"fp8_current"}')
     block = Float8BlockScaling("E5M2", block_m=128)
-    assert block.fingerprint() == digest('{"fields":{"block_m":128,"fp8_format":"E5M2"},"numerics":1,"recipe":"block"}')
+    assert block.fingerprint() == digest('{"fields":{"block_m":128,"fp8_format":"E5M2"},"numerics":1,"recipe":"fp8_block"}')
     codes = ",".join(str(int(v)) for v in np.arange(16, dtype=np.int8).astype(np.float32).view(np.uint32))
     signed = ",".join(str(int(v)) for v in np.array([*range(8), *range(-8, 0)], np.float32).view(np.uint32))
     for unsigned, table in ((True, codes), (False, signed)):

@@ -583,7 +583,7 @@ def test_the_generic_algorithm_is_found_where_python_finds_it() -> None:
 @pytest.mark.together
 def test_explain_reads_names_with_or_without_a_framework() -> None:
     assert str(breccia.explain("cast", "nvfp4")).startswith("cast of nvfp4 on numpy\n -> ")
-    assert str(breccia.explain("matmul", "block", "int4", on="torch")).startswith("matmul of block and int4 on torch\n")
+    assert str(breccia.explain("matmul", "fp8_block", "int4", on="torch")).startswith("matmul of fp8_block and int4 on torch\n")
     assert str(breccia.explain("matmul", X, ST)).startswith("matmul of array and mxfp8 on numpy\n")
     assert str(breccia.explain("requantize", ST, INT4Scaling())).startswith("requantize of mxfp8 to int4 on numpy\n")
 
@@ -743,7 +743,7 @@ def test_an_array_as_it_is_is_multiplied_without_a_call() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("mxfp4", "mxfp8"), ("block,block_m=128", "block"), ("int4,group_size=128", "block"), ("nvfp4", "nvfp4")],
+    [("mxfp4", "mxfp8"), ("fp8_block,block_m=128", "fp8_block"), ("int4,group_size=128", "fp8_block"), ("nvfp4", "nvfp4")],
 )
 def test_a_pair_whose_codes_are_renamed_calls_nothing(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """The pairs of the docstring of `breccia.requantize`: scales are kept, and no value is computed."""

@@ -221,9 +221,9 @@ def test_bench_times_three_ops_and_names_their_kernels(framework: str) -> None:
 
 
 def test_bench_prints_a_line_for_each_op(run: Run) -> None:
-    code, out, err = run("bench", "mxfp8", "block,block_m=32", "--size", "64", "--runs", "2")
+    code, out, err = run("bench", "mxfp8", "fp8_block,block_m=32", "--size", "64", "--runs", "2")
     assert (code, err) == (0, "")
-    assert out.count(CAST) == 2 and "block,block_m=32" in out and "64x64 FP32 on numpy" in out
+    assert out.count(CAST) == 2 and "fp8_block,block_m=32" in out and "64x64 FP32 on numpy" in out
     code, out, _ = run("bench", "int4", "--size", "64", "--runs", "2", "--json")
     listed = json.loads(out)
     assert (listed["on"], listed["size"], listed["runs"], len(listed["timings"])) == ("numpy", 64, 2, 3)

@@ -247,7 +247,7 @@ def test_a_tensor_of_a_recipe_that_no_plug_in_declares_is_shown_with_what_its_fi
     save_safetensors({"known": mine, "w": mine, "norm": np.ones(3, np.float32)}, path)
     opened = Container(path)
     metadata = dict(opened.metadata)
-    metadata["w.config"] = metadata["w.config"].replace('"name":"block"', '"name":"acme6"')
+    metadata["w.config"] = metadata["w.config"].replace('"name":"fp8_block"', '"name":"acme6"')
     changed = tmp_path / "acme.safetensors"
     with Writer(changed, {name: (e.dtype, e.shape) for name, e in opened.entries.items()}, metadata) as writer:
         for name in opened.entries:

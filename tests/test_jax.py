@@ -219,7 +219,7 @@ def test_nested_vmap_empty_and_one_dimensional_arrays_are_numpys(kind: breccia.S
         expected = breccia.cast(x, kind, axis=axis)
         st = breccia.cast(jnp.asarray(x), kind, axis=axis)
         assert breccia.bytes_equal(st, expected) and same(breccia.dequantize(st), breccia.dequantize(expected))
-    if kind.name == "current":
+    if kind.name == "fp8_current":
         assert breccia.bytes_equal(breccia.cast(jnp.asarray(X[3]), kind), breccia.cast(X[3], kind))
 
 
@@ -856,7 +856,7 @@ def test_the_package_has_the_names_of_its_stub() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4"])
 def test_a_compiled_cast_takes_at_most_three_times_as_long_as_numpys_kernel(name: str) -> None:
     """By turns, so that what disturbs the one disturbs the other; least over least."""
     kind = breccia.recipe(name)

@@ -1883,7 +1883,9 @@ def test_arrays_hold_nan_of_several_payloads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "axes"), [(None, {2, 3}), (MX, {2, 3}), (breccia.DelayedScaling(), {1, 2, 3})], ids=["any", "mxfp8", "delayed"]
+    ("recipe", "axes"),
+    [(None, {2, 3}), (MX, {2, 3}), (breccia.DelayedScaling(), {1, 2, 3})],
+    ids=["any", "mxfp8", "fp8_delayed"],
 )
 def test_shapes_have_the_axes_that_a_recipe_takes_and_are_empty_or_of_one_element_too(
     recipe: ScalingRecipe | None, axes: set[int]

@@ -68,7 +68,7 @@ def by_definition(x: np.ndarray, st: breccia.ScaledTensor) -> tuple[int, int]:
 
 
 CLIPPING = [
-    "block,block_k=16",
+    "fp8_block,block_k=16",
     "mxfp8,scale_rule=floor",
     "mxfp6,scale_rule=floor",
     "mxfp6",
@@ -104,7 +104,7 @@ def test_the_cases_above_do_clip_and_flush(tmp_path: Path) -> None:
         found = measure.measure(x, stored(tmp_path, st, "y.safetensors"))
         rates[spec] = found.clip_rate, found.underflow_rate
     assert rates["mxfp4,scale_rule=floor"][0] and rates["int4,group_size=16,signed=false"][0]
-    assert rates["nvfp4"][0] == rates["block,block_k=16"][0] == 0, "their scales come from the largest element"
+    assert rates["nvfp4"][0] == rates["fp8_block,block_k=16"][0] == 0, "their scales come from the largest element"
     assert rates["nvfp4"][1] > 0
 
 

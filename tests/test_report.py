@@ -177,7 +177,7 @@ def test_the_summary_says_every_figure_of_a_run(tmp_path: Path) -> None:
 
 
 def test_no_error_at_all_is_an_infinite_sqnr(tmp_path: Path) -> None:
-    exact = run("block", [tensor("w", None, lossless=True)], sqnr_db=None, lossless=True)
+    exact = run("fp8_block", [tensor("w", None, lossless=True)], sqnr_db=None, lossless=True)
     assert "0 % ∞ 0.995000 0.1 % 7.12 % w ∞" in Parsed(without_library(written(tmp_path, [exact]))).lines
 
 

@@ -75,14 +75,14 @@ def test_the_promised_pairs_are_those_of_the_spec() -> None:
         "mxfp8 E5M2": MXFP8BlockScaling("E5M2"),
     }
     found = {(a, b) for a in defaults for b in defaults if a != b and is_exact(defaults[a], defaults[b])}
-    tensors = ("delayed", "current")
+    tensors = ("fp8_delayed", "fp8_current")
     assert found == {
-        *((a, b) for a in tensors for b in (*tensors, "row", "block") if a != b),
-        ("row", "block"),
+        *((a, b) for a in tensors for b in (*tensors, "fp8_row", "fp8_block") if a != b),
+        ("fp8_row", "fp8_block"),
         *(("mxfp4", b) for b in ("mxfp6", "mxfp6 E3M2", "mxfp8", "mxfp8 E5M2")),
         ("mxfp6", "mxfp8"),
         *(("mxfp6 E3M2", b) for b in ("mxfp8", "mxfp8 E5M2")),
-        ("int4", "block"),
+        ("int4", "fp8_block"),
     }
 
 

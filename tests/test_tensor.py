@@ -85,14 +85,14 @@ SCALE = np.ones((4, 2), np.float32)
         ((np.uint8(0), ONE, Float8CurrentScaling(), PerTensor()), ValueError, "data must be at least 1-D, got 0-D"),
         ((DATA, ONE, None, PerTensor()), ValueError, "recipe is required"),
         ((DATA, ONE, Float8CurrentScaling(), None), ValueError, "layout is required"),
-        ((DATA, ONE, "current", PerTensor()), TypeError, "recipe must be a ScalingRecipe instance, got 'current'"),
+        ((DATA, ONE, "fp8_current", PerTensor()), TypeError, "recipe must be a ScalingRecipe instance, got 'fp8_current'"),
         ((DATA, ONE, Float8CurrentScaling(), "per_tensor"), TypeError, "layout must be a Layout instance, got 'per_tensor'"),
         ((DATA, SCALE, Float8CurrentScaling(), PerTensor()), ValueError, r"PerTensor requires a scalar scale \(ndim=0\)"),
         ((DATA, SCALE[:, :1], BLOCK, PerBlockK(4)), ValueError, r"scale.shape must be \(4, 2\), got \(4, 1\)"),
         (
             (DATA, SCALE, Float8BlockScaling(), PerBlockK(4)),
             ValueError,
-            r"recipe 'block' scales blocks of \(1, 128\).*\(1, 4\)",
+            r"recipe 'fp8_block' scales blocks of \(1, 128\).*\(1, 4\)",
         ),
         (
             (DATA.astype("f4"), ONE, Float8CurrentScaling(), PerTensor()),
@@ -261,7 +261,7 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.from_buffer(DATA, ONE, DelayedScaling(), PerTensor(), shape=4), ValueError, "shape must be a tuple"),
         (lambda: breccia.from_buffer(DATA, ONE, DelayedScaling(), PerTensor(), shape=(4, -8)), ValueError, "lengths >= 0"),
         (lambda: breccia.recipe(None), TypeError, r"recipe\(\) takes a recipe's name, got None"),  # type: ignore[arg-type]
-        (lambda: breccia.explain("matmul", "block"), TypeError, "matmul has 2 operands; explain got 1"),
+        (lambda: breccia.explain("matmul", "fp8_block"), TypeError, "matmul has 2 operands; explain got 1"),
         pytest.param(
             lambda: breccia.explain("cast", X, BLOCK, on="torch"),
             TypeError,

@@ -152,7 +152,7 @@ def test_codes_are_numpys_around_every_code(name: str) -> None:
     x = np.resize(y, (131, 3000))
     for recipe in (breccia.Float8CurrentScaling(name), breccia.Float8RowScaling(name), breccia.Float8BlockScaling(name)):
         scale: Any = np.float32(1.0)
-        if recipe.name != "current":
+        if recipe.name != "fp8_current":
             scale = np.ones(breccia.cast(x, recipe).scale.shape, np.float32)
         expected = breccia.cast(x, recipe, scale=scale)
         found = breccia.cast(torch.from_numpy(x), recipe, scale=torch.as_tensor(scale))

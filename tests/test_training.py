@@ -80,7 +80,7 @@ def fitted(seed: int, recipe: breccia.ScalingRecipe | None) -> tuple[float, floa
     return before, loss(TEST).item()
 
 
-@pytest.mark.parametrize(("name", "mantissa_bits"), [("block", 3), ("mxfp8", 3), ("nvfp4", 1)])
+@pytest.mark.parametrize(("name", "mantissa_bits"), [("fp8_block", 3), ("mxfp8", 3), ("nvfp4", 1)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_fit_ends_within_the_formats_own_error_of_fp32s(seed: int, name: str, mantissa_bits: int) -> None:
     # A number x with m mantissa bits stands at most u |x|, u = 2^-(m + 1), from what it was: half a step. Spread evenly over a
@@ -202,7 +202,7 @@ def gradients_in_fp64(middle: Any, x: Any, inner: Any, b: Any, target: Any) -> t
     return (at_a, at_b), (error_a, error_b)
 
 
-@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
 def test_first_steps_are_given_the_same_bytes_and_find_the_same_gradients(name: str) -> None:
     recipe, (x, a, b, target) = breccia.recipe(name), exact_sums()
     found = {framework: step(recipe, x, a, b, target) for framework, step in FIRST_STEPS.items()}

@@ -118,7 +118,7 @@ def test_compiled_by_torch(recipe: breccia.ScalingRecipe, parity: ModuleType) ->
     assert_parity(parity, "torch", recipe, {"compiled": compiled}, few(parity, recipe), FAST)
 
 
-@pytest.mark.parametrize("name", ["current", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
 def test_compiled_by_inductor(name: str, parity: ModuleType) -> None:
     recipe = breccia.recipe(name)
     slabs = [slab for slab in parity.SLABS if slab.name in ("NaN and Inf, ragged", "along rows, ragged")]

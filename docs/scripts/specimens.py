@@ -25,9 +25,9 @@ from breccia.testing import oracle, vectors
 WIDE = 8
 #: Recipe and values of a worked block; zeros fill the block.
 WORKED: dict[str, tuple[dict[str, Any], list[float]]] = {
-    "current": ({}, [1, -2, 3.5, 448]),
-    "row": ({}, [2, 4, -8, 896]),
-    "block": ({"block_k": 4}, [0.3, -0.1, 0, 0.02, 60, -7.5, 1, 2**-6]),
+    "fp8_current": ({}, [1, -2, 3.5, 448]),
+    "fp8_row": ({}, [2, 4, -8, 896]),
+    "fp8_block": ({"block_k": 4}, [0.3, -0.1, 0, 0.02, 60, -7.5, 1, 2**-6]),
     "mxfp8": ({}, [5, -0.25, 0.013, 480]),
     "mxfp6": ({}, [5, -0.2, 0.3125, 7.5]),
     "mxfp4": ({}, [5, -0.7, 0.25, 2.5]),

@@ -68,7 +68,7 @@ def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
     target = "breccia.Float8BlockScaling(block_m=128)"
     if not isinstance(scaled.recipe, Float8BlockScaling):
         raise DialectError(
-            f"DeepSeek-V3 holds tensors of recipe 'block'; this one is {scaled.recipe.name!r}. Convert it first: "
+            f"DeepSeek-V3 holds tensors of recipe 'fp8_block'; this one is {scaled.recipe.name!r}. Convert it first: "
             f"breccia.requantize(scaled, {target}) for a weight, block_m=1 for activations.",
             recipe=scaled.recipe,
         )

@@ -216,7 +216,7 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     options: keyword options of the op, as they would be given to it.
 
         >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
-        >>> print(breccia.explain("matmul", "block", "block", on="torch"))
+        >>> print(breccia.explain("matmul", "fp8_block", "fp8_block", on="torch"))
         >>> print(breccia.explain("matmul", "array", "nvfp4", on="torch"))
     """
     if op not in OPS:
@@ -314,7 +314,7 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     """The recipe of that name, from any plug-in, with the fields given.
 
     spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
-        "block,block_m=128,power_of_two_scale=true".
+        "fp8_block,block_m=128,power_of_two_scale=true".
     Raises UnknownNameError with a suggestion, or RecipeError for a field.
     """
     if not isinstance(spec, str):
@@ -326,7 +326,7 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
             raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
         fields[field.strip()] = _field_value(value.strip())
     known = registry().recipes
-    spelled = next((n for n, c in known.items() if name.lower() in (n.lower(), c.__name__.lower())), None)
+    spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
     if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
         raise UnknownNameError(
             f"{name!r} is an element format and no recipe; recipes of it differ in their scales: {', '.join(held)}.",

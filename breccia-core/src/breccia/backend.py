@@ -45,7 +45,7 @@ _HOMES: dict[str, str] = {
     "contraction_axis": "tensors.checks",
     "Meaning": "tensors.metadata",
     **dict.fromkeys(("packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
-    **dict.fromkeys(("Layout", "PerBlockMN", "Shape", "Stored"), "layouts"),
+    **dict.fromkeys(("Layout", "PerBlockK", "Shape", "Stored"), "layouts"),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
     # Formats and recipes.
     **dict.fromkeys(

@@ -74,7 +74,7 @@ from .kernels.numpy.codes import Steps as Steps
 from .kernels.numpy.codes import TableCodes as TableCodes
 from .kernels.reference.packing import pack as pack
 from .layouts import Layout as Layout
-from .layouts import PerBlockMN as PerBlockMN
+from .layouts import PerBlockK as PerBlockK
 from .layouts import Shape as Shape
 from .layouts import Stored as Stored
 from .options import DEFAULT as DEFAULT

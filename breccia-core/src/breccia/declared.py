@@ -57,7 +57,7 @@ class Declared:
 
     @property
     def spec(self) -> str:
-        """One line, as the command line and `breccia.recipe` read it: "block,block_m=128,power_of_two_scale=true"."""
+        """One line, as the command line and `breccia.recipe` read it: "fp8_block,block_m=128,power_of_two_scale=true"."""
         return ",".join([self.name, *(f"{name}={_spelled(value)}" for name, value in self.changed.items())])
 
     def to_dict(self) -> dict[str, Any]:

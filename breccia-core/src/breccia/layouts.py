@@ -57,6 +57,10 @@ class Layout(Declared):
         """The layout after the last two axes of data and scale are swapped."""
         return self
 
+    def canonical(self, axis: int) -> Layout:
+        """The one spelling of this layout's blocks along `axis`, which a ScaledTensor keeps: 1 x k tiles are PerBlockK(k)."""
+        return self
+
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
         """This layout with `ragged` set as `shape` needs it."""
         return self
@@ -189,7 +193,10 @@ class PerChannel(Layout):
 
 @dataclass(frozen=True)
 class PerBlockMN(Layout):
-    """One scale per `(block_m, block_n)` tile of the last two axes: `(..., M / block_m, N / block_n)`."""
+    """One scale per `(block_m, block_n)` tile of the last two axes: `(..., M / block_m, N / block_n)`.
+
+    A tile one row high is a block along the contraction axis: a tensor made with `PerBlockMN(1, 32)` has `PerBlockK(32)`.
+    """
 
     name: ClassVar[str] = "per_block_mn"
     block_m: int = 1
@@ -215,6 +222,10 @@ class PerBlockMN(Layout):
 
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
         return (self._blocks(shape, {-2: ("block_m", self.block_m), -1: ("block_n", self.block_n)}),)
+
+    def canonical(self, axis: int) -> Layout:
+        m, k = self.block(axis)
+        return PerBlockK(k, self.ragged) if m == 1 and k is not None else self
 
     def oriented(self, axis: int) -> Layout:
         return self.mT if axis == -2 else self
@@ -329,6 +340,10 @@ class Stored(Layout):
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
         """Raises LayoutError: in a storage the shape of scales is the storage's."""
         raise LayoutError(f"scales in storage {self.storage!r} have the shape it gives them; see st.to_plain().", shape=shape)
+
+    def canonical(self, axis: int) -> Layout:
+        layout = self.layout.canonical(axis)
+        return self if layout is self.layout else replace(self, layout=layout)
 
     @property
     def mT(self) -> Layout:

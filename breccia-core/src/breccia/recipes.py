@@ -30,10 +30,12 @@ _E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)
 class ScalingRecipe(Declared):
     """Base of recipes: hashable, comparable by value, JSON-serializable.
 
-    `name` is the stable identifier in files and on the command line; `source` cites where the format is defined.
+    `name` is the stable identifier in files and on the command line; `aliases` are other names that are read as this recipe;
+    `source` cites where the format is defined.
     """
 
     kind: ClassVar[str] = "recipe"
+    aliases: ClassVar[tuple[str, ...]] = ()
     source: ClassVar[str] = ""
 
     @cached_property
@@ -49,6 +51,8 @@ class ScalingRecipe(Declared):
                 return PerTensor()
             case (1, None):
                 return PerChannel()
+            case (1, int(k)):
+                return PerBlockK(k)
             case (int(m), int(k)):
                 return PerBlockMN(m, k)
             case block:
@@ -188,10 +192,6 @@ class _Integers(ScalingRecipe):
         return Format(self.codecs[self.signed], (level,), "none" if self.symmetric else self.offset)
 
     @cached_property
-    def layout(self) -> Layout:
-        return PerChannel() if self.group_size is None else PerBlockK(self.group_size)
-
-    @cached_property
     def rules(self) -> tuple[Rule, ...]:
         return (_INTEGER_RULES[self.scale_rule],)
 
@@ -205,7 +205,8 @@ class DelayedScaling(ScalingRecipe):
     `Float8CurrentScaling`.
     """
 
-    name: ClassVar[str] = "delayed"
+    name: ClassVar[str] = "fp8_delayed"
+    aliases: ClassVar[tuple[str, ...]] = ("delayed",)
     source: ClassVar[str] = "TransformerEngine 2.x, common.recipe.DelayedScaling"
     fp8_format: str = "E4M3"
     amax_history_len: int = field(default=16, metadata={"affects_bytes": False})
@@ -240,7 +241,8 @@ class Float8CurrentScaling(ScalingRecipe):
     `scale_rule`: "linear" (default), "recip", "divide", "te"; see `breccia.rules`.
     """
 
-    name: ClassVar[str] = "current"
+    name: ClassVar[str] = "fp8_current"
+    aliases: ClassVar[tuple[str, ...]] = ("current",)
     source: ClassVar[str] = "TransformerEngine 2.x, common.recipe.Float8CurrentScaling"
     fp8_format: str = "E4M3"
     scale_rule: str = "linear"
@@ -265,7 +267,8 @@ class Float8RowScaling(_FP8Blocks):
     `power_of_two_scale` and `scale_rule` are those of `Float8BlockScaling`.
     """
 
-    name: ClassVar[str] = "row"
+    name: ClassVar[str] = "fp8_row"
+    aliases: ClassVar[tuple[str, ...]] = ("row",)
     source: ClassVar[str] = "torchao 0.18, float8 rowwise scaling (PerRow)"
     fp8_format: str = "E4M3"
     power_of_two_scale: bool = False
@@ -284,7 +287,8 @@ class Float8BlockScaling(_FP8Blocks):
     scale up to a power of two. `scale_rule`: "linear" (default), "recip", "divide", "te"; see `breccia.rules`.
     """
 
-    name: ClassVar[str] = "block"
+    name: ClassVar[str] = "fp8_block"
+    aliases: ClassVar[tuple[str, ...]] = ("block",)
     source: ClassVar[str] = "DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.3.2"
     fp8_format: str = "E4M3"
     block_k: int = 128
@@ -300,10 +304,6 @@ class Float8BlockScaling(_FP8Blocks):
     @property
     def block(self) -> Block:
         return (self.block_m, self.block_k)
-
-    @cached_property
-    def layout(self) -> Layout:
-        return PerBlockK(self.block_k) if self.block_m == 1 else PerBlockMN(self.block_m, self.block_k)
 
 
 @dataclass(frozen=True)

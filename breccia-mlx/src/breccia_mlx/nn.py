@@ -15,7 +15,7 @@ from breccia.backend import (
     BrecciaError,
     Meaning,
     OptionError,
-    PerBlockMN,
+    PerBlockK,
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
@@ -237,7 +237,7 @@ def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
         for name, part in held(w).items()
         if name != "data"
     }
-    layout = w.layout if m in (1, None) or k is None else PerBlockMN(1, k, ragged=bool(w.shape[1] % k))
+    layout = w.layout if m in (1, None) or k is None else PerBlockK(k, ragged=bool(w.shape[1] % k))
     return ScaledTensor.assemble(w.data[index], recipe=w.recipe, layout=layout, axis=-1, tail=w.tail, **parts)
 
 

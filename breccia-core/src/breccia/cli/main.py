@@ -313,7 +313,7 @@ def bench(
     """Time cast, dequantize and matmul on this machine; benchmarks/ of the repository compares with others."""
     from .bench import ROWS, measure
 
-    specs = recipes or ["block", "mxfp8", "nvfp4", "int4"]
+    specs = recipes or ["fp8_block", "mxfp8", "nvfp4", "int4"]
     found = [t for spec in specs for t in measure(recipe(spec), on, size, runs, spec)]
     if as_json:
         shape = {"on": on, "size": size, "rows": ROWS, "runs": runs}

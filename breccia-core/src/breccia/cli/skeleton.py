@@ -62,6 +62,9 @@ def check_name(name: str) -> None:
             name=name,
         )
     known = registry()
-    for what, taken in (("plug-in", [p.name for p in known.plugins]), ("recipe", list(known.recipes))):
+    for what, taken in (
+        ("plug-in", [p.name for p in known.plugins]),
+        ("recipe", [n for r in known.recipes.values() for n in (r.name, *r.aliases)]),
+    ):
         if name in taken:
             raise OptionError(f"the name {name!r} is taken by a {what} that is installed here; choose another.", name=name)

@@ -92,7 +92,11 @@ def _recipe_class(declared: type[ScalingRecipe]) -> None:
     recipe = _asked(what, declared, declared)
     levels = len(_asked(f"{what}.format", lambda: recipe.format, Format).levels)
     rules = _asked(f"{what}.rules", lambda: recipe.rules, tuple)
-    _asked(f"{what}.layout", lambda: recipe.layout, Layout)
+    layout = _asked(f"{what}.layout", lambda: recipe.layout, Layout)
+    if layout != (canonical := layout.canonical(-1)):
+        raise PluginError(f"{what}.layout is {layout}; these blocks are spelled {canonical}. Declare that one.")
+    if not isinstance(declared.aliases, tuple) or not all(isinstance(alias, str) for alias in declared.aliases):
+        raise PluginError(f"recipe {declared.name!r}: aliases is a tuple of names; got {declared.aliases!r}.")
     for rule in rules:
         if not isinstance(rule, Rule):
             raise PluginError(f"{what}.rules holds {rule!r}, which is no Rule.")
@@ -191,14 +195,17 @@ class Registry:
         return self.declared["breccia_cli"]
 
     def look_up(self, hook: str, name: str, what: str) -> Any:
-        """The declaration of that name. Raises UnknownNameError with a suggestion."""
+        """The declaration of that name or alias. Raises UnknownNameError with a suggestion."""
         table = self.declared[hook]
-        if name not in table:
+        if name in table:
+            return table[name]
+        found = next((value for n, value in table.items() if name in _names(n, value)), None)
+        if found is None:
             ours = next((s for s in SIBLINGS if hook == "breccia_frameworks" and s.plugin == name and s.arrays), None)
             remedy = f" It comes with {ours.distribution}: {ours.remedy}.{self.absence(ours.distribution)}" if ours else ""
             message = f"no {what} {name!r}{suggestion(str(name), list(table))}{remedy}"
             raise UnknownNameError(message, name=name, known=list(table))
-        return table[name]
+        return found
 
     def absence(self, distribution: str) -> str:
         """Why an installed distribution contributes nothing, or not what was asked; empty where it is not installed."""
@@ -295,12 +302,15 @@ class Registry:
             wanted = f"subclasses of {kind.type.__name__}" if kind.of_classes else f"{kind.type.__name__} instances"
             raise PluginError(f"{hook} returns {wanted}; it returned {value!r}.")
         name = _name_of(value, hook)
-        if any((h, n) == (hook, name) for h, n, _ in so_far):
-            raise PluginError(f"{hook}: it declares the name {name!r} twice.")
-        if name in self.declared[hook]:
-            owner = next(p.name for p in self.plugins if _declares(hook, name) in p.declares)
-            raise PluginError(f"{hook}: the name {name!r} is taken by plug-in {owner!r}; choose another.")
         kind.check(value)
+        names = _names(name, value)
+        for other_hook, other, declared in so_far:
+            if other_hook == hook and (taken := sorted(names & _names(other, declared))):
+                raise PluginError(f"{hook}: it declares the name {taken[0]!r} twice.")
+        for other, declared in self.declared[hook].items():
+            if taken := sorted(names & _names(other, declared)):
+                owner = next(p.name for p in self.plugins if _declares(hook, other) in p.declares)
+                raise PluginError(f"{hook}: the name {taken[0]!r} is taken by plug-in {owner!r}; choose another.")
         return name
 
 
@@ -310,6 +320,11 @@ def _name_of(value: Any, hook: str) -> str:
     if not isinstance(value.name, str):
         raise PluginError(f"{hook} returned {value!r}: name must be str; got {value.name!r}.")
     return value.name
+
+
+def _names(name: str, value: Any) -> set[str]:
+    """The names under which a declaration is found."""
+    return {name, *getattr(value, "aliases", ())}
 
 
 def _returned(hook: str, implementation: pluggy.HookImpl) -> Iterable[Any]:

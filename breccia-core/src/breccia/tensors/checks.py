@@ -8,7 +8,7 @@ from ..arrays.frameworks import FLOATS, dtype_name, same_framework
 from ..codecs import Codec
 from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import Format
-from ..layouts import PerBlockK, PerGroupIndex, Shape
+from ..layouts import PerGroupIndex, Shape
 from ..options import whole_number
 from .grids import packed_length, packing
 
@@ -89,7 +89,8 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
     check_codes("scale", st.scale, fmt.scale.codec)
     st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
     expected, found = fmt.scale.block, st.layout.block(st.axis)
-    groups = isinstance(st.recipe.layout, PerBlockK)  # whose size may be all of K, or told by an index
+    # Groups under a floating-point scale may be all of K, or given by an index; MX and NVFP4 blocks have one length.
+    groups = expected[0] == 1 and fmt.scale.codec.bits > 8
     fits = found == expected and not isinstance(st.layout, PerGroupIndex)
     if not fits and not (groups and found == (1, None)):
         raise LayoutError(

@@ -76,7 +76,7 @@ class ScaledTensor:
             tail = -layout.matrix[-1] % packing(fmt.element)[0]
         elif shape is not None:
             tail = tail_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
-        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail or 0)
+        fill(self, data, scale, recipe, layout.canonical(axis), zero_point, global_scale, axis, tail or 0)
         if layout.storage != PLAIN and shape is not None and self.shape != as_shape(shape):
             raise LayoutError(f"shape={tuple(shape)}, but these parts are of a tensor of shape {self.shape}.", found=self.shape)
         check_parts(self if layout.storage == PLAIN else checked_plain(self), fmt)
