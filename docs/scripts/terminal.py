@@ -67,7 +67,7 @@ def sessions() -> list[Session]:
         Session("compare-several", (f"breccia compare {MODEL} {nvfp4} {int4}",)),
         Session("gate", (f"breccia compare {MODEL} {int4} --fail-under 18", "echo $?"), status=1),
         Session("explain", ("breccia explain cast nvfp4 --on torch",)),
-        Session("explain-matmul", ("breccia explain matmul block block",)),
+        Session("explain-matmul", ("breccia explain matmul fp8_block fp8_block",)),
         Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
         Session("acme-plugins", ("breccia plugins",), beside=ACME),
