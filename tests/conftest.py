@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from covering import mark_the_rest
 
 from breccia import (
     DelayedScaling,
@@ -133,6 +134,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return code or 0, out, err
 
     return call
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test-all` runs and `make test` does not, before `-m` chooses."""
+    mark_the_rest(items)
 
 
 def pytest_report_header() -> list[str]:

@@ -56,6 +56,7 @@ def documents(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT / "docs", tmp_path / "docs"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("benchmark", TINY)
 def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_path: Path, module) -> None:
     if benchmark == "encoder" and not (find_spec("transformers") and find_spec(module("bench_accuracy").WEIGHTS)):
@@ -125,6 +126,7 @@ def test_what_is_timed_for_jax_has_its_values_and_numpys_kernel_beside_it(module
     assert [way.kernel("cast", "nvfp4", way.given(x)) for way, _ in written] == ["reference.cast", "numpy.cast"]
 
 
+@pytest.mark.rest
 def test_what_is_compiled_is_ours_for_every_recipe_and_shape(tmp_path: Path, module) -> None:
     options = ["--framework", "torch", "--size", "128", "--runs", "1", "--dump", str(tmp_path)]
     ours, compiled = (run("bench_cast.py", "--rival", name, *options) for name in ("breccia", "breccia-compiled"))

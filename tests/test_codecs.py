@@ -65,6 +65,7 @@ def inputs(codec: Codec, chunk: int) -> np.ndarray:
     return rng.choice(points, n)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("codec", FOREIGN, ids=lambda c: c.name)
 def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> None:
     """In range all are equal. Beyond it, and for NaN, the differences the spec lists (section 2) are applied to theirs."""

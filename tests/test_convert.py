@@ -34,6 +34,9 @@ from breccia_bridges.measure import Stored
 from breccia_bridges.results import Report
 from breccia_bridges.safetensors_file import Container, Writer
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)

@@ -29,6 +29,9 @@ from breccia.siblings import install
 from breccia.tensors.components import held
 from breccia_bridges.dlpack import _CODES, Bundle
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 mx = pytest.importorskip("mlx.core")  # a machine with CUDA may lack it
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")

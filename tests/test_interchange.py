@@ -14,6 +14,9 @@ from test_parity import assert_equal_values, values
 import breccia
 from breccia.bridges import from_dlpack, to_dlpack
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 for module in ("torch", "jax", "mlx"):
     pytest.importorskip(module)
 

@@ -30,6 +30,9 @@ from jax import export, lax, tree_util  # noqa: E402
 
 from breccia_jax.ops import JAX  # noqa: E402
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
 NVFP4 = breccia.NVFP4BlockScaling()
 MXFP8 = breccia.MXFP8BlockScaling()
@@ -207,6 +210,7 @@ def test_the_values_that_xla_flushes_are_all_below_the_least_normal_number() -> 
         assert tiny.any() == (byte < 17)
 
 
+@pytest.mark.rest
 @an_example
 def test_nested_vmap_empty_and_one_dimensional_arrays_are_numpys(kind: breccia.ScalingRecipe) -> None:
     deep = wide((2, 3, 5, 70), seed=41, exponents=5)
@@ -253,6 +257,7 @@ def test_seeds_may_be_traced_and_wider_than_a_word(kind: breccia.ScalingRecipe) 
     )
 
 
+@pytest.mark.rest
 def test_requantize_writes_numpys_bytes() -> None:
     """To the same recipe, by kept scales, and by way of FP32; under jit, and where every bit must be kept."""
     mxfp4, tiles = breccia.MXFP4BlockScaling(), breccia.Float8BlockScaling(block_k=32, block_m=4)
@@ -284,6 +289,7 @@ def test_supplied_scales_are_numbers_or_arrays() -> None:
     )
 
 
+@pytest.mark.rest
 @an_example
 def test_nothing_changes_where_64_bits_are_enabled(kind: breccia.ScalingRecipe) -> None:
     with jax.enable_x64(True):
@@ -304,6 +310,7 @@ def test_nothing_changes_where_64_bits_are_enabled(kind: breccia.ScalingRecipe) 
 # -- transforms ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @an_example
 def test_scaled_tensors_are_what_scans_carry_and_run_over(kind: breccia.ScalingRecipe) -> None:
     cube = jnp.asarray(wide((4, 8, 64), seed=8, exponents=1))
@@ -532,6 +539,7 @@ def test_the_first_gradient_of_a_network_is_that_of_the_plain_one_at_the_rounded
 # -- what compiles, and what crosses ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_equal_calls_compile_once() -> None:
     """Eager ones too, whatever the numbers of scales and seeds."""
     x = [rows(6, 80, seed=n) for n in range(4)]
@@ -565,6 +573,7 @@ def test_a_jitted_function_is_traced_once_for_equal_tensors() -> None:
     assert product._cache_size() == 2
 
 
+@pytest.mark.rest
 @an_example
 def test_nothing_crosses_from_the_host_or_to_it(kind: breccia.ScalingRecipe) -> None:
     x, w = rows(6), breccia.cast(rows(8), kind)

@@ -42,6 +42,9 @@ from breccia.options import CastOptions
 from breccia.rules import FLOOR, LINEAR, RCEIL, Rule
 from breccia.tensors.components import PARTS
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 MIB = 1 << 20
 
 

@@ -50,7 +50,7 @@ from breccia.testing.compare import expect_numbers, expect_written
 from breccia.testing.places import Place
 
 #: What torch's own modules do when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 #: Those that have gradients.

@@ -12,6 +12,9 @@ from conftest import special_rows, wide
 import breccia
 from breccia.arrays.frameworks import ops_of
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 X = np.concatenate([wide((29, 77), seed=30, exponents=60), special_rows(77)])
 
 #: Calls whose bytes are compared; each is (positional name, keyword options of `cast`).

@@ -16,6 +16,9 @@ from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written, written
 from breccia.testing.places import Place, words
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 NUMPY = Place("numpy")
 
 
@@ -93,6 +96,7 @@ def test_any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: breccia.ScalingR
     assert_decoded(scaled, expected)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.format.scale.block[0] == 1], ids=recipe_id)
 def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: breccia.ScalingRecipe) -> None:
     scaled = every_decodable(recipe)

@@ -515,6 +515,7 @@ def test_without_javascript_the_summary_reads_and_says_what_is_missing(opened: O
     assert "Tensor by tensor" not in text
 
 
+@pytest.mark.rest
 def test_two_thousand_tensors_are_sorted_and_filtered(opened: Open) -> None:
     page = opened([run(f"run{i}", [tensor(f"layers.{j}.w", 20.0 + i + j / 1000) for j in range(2000)]) for i in range(2)])
     assert page.locator("#count").inner_text() == "2,000 tensors"

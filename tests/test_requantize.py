@@ -28,6 +28,9 @@ from breccia.codecs import E2M1, E2M3, F32, Codec
 from breccia.formats import Format, Level
 from breccia.kernels import reference
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 PAIRS = [(a, b) for a in RECIPES for b in RECIPES if a != b]
 PROMISED = [(a, b) for a, b in PAIRS if is_exact(a, b)]
 
@@ -86,6 +89,7 @@ def test_the_promised_pairs_are_those_of_the_spec() -> None:
     }
 
 
+@pytest.mark.rest
 def test_exact_means_exact_for_every_pair_and_an_error_means_that_bits_would_change() -> None:
     """All ordered pairs of recipes, on wide, special and coarse data: 0 false "exact"."""
     inputs = [
@@ -257,6 +261,7 @@ def converter(framework: str) -> Callable[[np.ndarray], Any]:
     ) or module.array
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
 def test_every_framework_keeps_the_same_bytes(framework: str) -> None:
     convert = converter(framework)

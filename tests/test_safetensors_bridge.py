@@ -29,6 +29,9 @@ from breccia_bridges.safetensors import (
 )
 from breccia_bridges.safetensors_file import Container, Writer
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 OLD = Path(__file__).parent / "golden" / "breccia_0_1_3"
 X = np.random.default_rng(11).standard_normal((5, 51)).astype(np.float32)

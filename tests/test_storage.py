@@ -61,7 +61,7 @@ from breccia.testing.laws.recipes import moved
 from breccia.testing.places import Place, words
 
 #: What torch's own modules do when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
 #: Those that compile nothing unasked.

@@ -38,6 +38,9 @@ from breccia.arrays.frameworks import ops_of
 from breccia.formats import TENSOR
 from breccia.tensors.grids import packing
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 FRAMEWORKS = ["numpy", "torch", "jax", "mlx"]
 quick = settings(max_examples=12, deadline=None)
 #: One recipe for each way parts lie: the rules by which scales are written make no difference here.

@@ -35,7 +35,7 @@ from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
 
 #: What torch's own modules do when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
 NVFP4 = breccia.NVFP4BlockScaling()

@@ -23,7 +23,7 @@ import breccia
 import breccia_torch
 from breccia_torch.nn import ScaledLinear, ScaledWeight
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 MXFP8 = breccia.MXFP8BlockScaling()
 NVFP4 = breccia.NVFP4BlockScaling()
@@ -611,6 +611,7 @@ def test_states_are_compared_by_what_they_mean() -> None:
             model.load_state_dict(broken)
 
 
+@pytest.mark.rest
 def test_a_layer_breaks_the_graph_of_a_compiler_that_was_not_told() -> None:
     script = """
 import warnings

@@ -26,7 +26,7 @@ from breccia.arrays.frameworks import ops_of
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 #: What torch's own modules do when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 #: The first recipe of each name and offset. Each is compiled anew, which takes longer than all its numbers.
 KINDS = list({(recipe.name, recipe.format.offset): recipe for recipe in reversed(RECIPES)}.values())[::-1]

@@ -25,6 +25,9 @@ from breccia.testing import oracle, strategies, vectors
 from breccia.testing.compare import expect_numbers, expect_words, expect_written
 from breccia.testing.places import Place
 
+#: Every recipe and every framework in `make test`; their products in `make test-all`.
+pytestmark = pytest.mark.covering(1)
+
 PLACES = [Place("numpy"), Place("torch"), Place("jax"), Place("mlx")]
 WIDTHS = range(1, 9)
 few = settings(max_examples=6, deadline=None)
@@ -87,6 +90,7 @@ def check(
         expect_numbers(f"dequantize of {what}", place, by.dequantize(part), values[:, kept])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("bits", WIDTHS)
 @few
 @given(data=some.data())

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -141,18 +142,24 @@ def _awkward() -> np.ndarray:
 def a_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Place) -> None:
     """And what it writes decodes as the oracle says."""
     _need_oracle(recipe)
-    x = _awkward()
-    expected = oracle.cast(x, recipe)
-    st = api.cast(place.array(x), recipe)
+    expected, decoded = _oracles_cast(recipe)
+    st = api.cast(place.array(_awkward()), recipe)
     expect_written(place, st, expected)
-    expect_numbers("decoded", place, api.dequantize(st), oracle.dequantize(expected, recipe))
+    expect_numbers("decoded", place, api.dequantize(st), decoded)
 
 
 def a_stochastic_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Place) -> None:
     _need_oracle(recipe)
-    x = _awkward()
     options: dict[str, Any] = {"rounding": "stochastic", "seed": _SEED}
-    expect_written(place, api.cast(place.array(x), recipe, **options), oracle.cast(x, recipe, **options))
+    expected, _ = _oracles_cast(recipe, **options)
+    expect_written(place, api.cast(place.array(_awkward()), recipe, **options), expected)
+
+
+@cache
+def _oracles_cast(recipe: ScalingRecipe, **options: Any) -> tuple[oracle.Written, np.ndarray]:
+    """What the oracle writes and reads: the same at every place."""
+    expected = oracle.cast(_awkward(), recipe, **options)
+    return expected, oracle.dequantize(expected, recipe)
 
 
 def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> None:
@@ -182,6 +189,13 @@ def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> Non
 
 def every_code_under_every_scale_decodes_as_the_oracle_says(recipe: ScalingRecipe, place: Place) -> None:
     """Foreign codes too: NaN, Inf, and those that no cast writes."""
+    st, expected = _every_decodable(recipe)
+    expect_numbers("decoded", place, api.dequantize(moved(st, place)), expected)
+
+
+@cache
+def _every_decodable(recipe: ScalingRecipe) -> tuple[ScaledTensor, np.ndarray]:
+    """Codes under scales, and what the oracle reads: the same at every place."""
     st = every_decodable(recipe, scales=60)
     found = written(_NUMPY, st)
     if st.layout.block(-1) == TENSOR:  # a scale for each matrix: the oracle reads one at a time
@@ -190,7 +204,7 @@ def every_code_under_every_scale_decodes_as_the_oracle_says(recipe: ScalingRecip
         expected = np.stack([oracle.dequantize(oracle.Written(c, s, found.global_scale, z), recipe) for c, s, z in rows])
     else:
         expected = oracle.dequantize(found, recipe)
-    expect_numbers("decoded", place, api.dequantize(moved(st, place)), expected)
+    return st, expected
 
 
 # ------------------------------------------------------------------------------------------------ against NumPy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,16 +63,24 @@ def scales_are_the_oracles(rule: Rule, place: Place) -> None:
     for codec, element, capacity in _served(rule):
         found = _scales(rule, codec, element, capacity, place)
         if known:
-            level = Level(codec, TENSOR)
-            fmt = Format(element, (level,))
-            expected = np.array([oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN])
-            expect_words(f"{rule.name} in {codec.name} for {element.name}", found[_CHOSEN], expected.astype(np.uint32))
+            expect_words(
+                f"{rule.name} in {codec.name} for {element.name}", found[_CHOSEN], _oracles_scales(rule, codec, element)
+            )
         else:
             expect_words(
                 f"{rule.name} in {codec.name} for {element.name}, against NumPy",
                 found,
                 _scales(rule, codec, element, capacity, Place("numpy")),
             )
+
+
+@cache
+def _oracles_scales(rule: Rule, codec: Codec, element: Codec) -> np.ndarray:
+    """The words of the scales of `_CHOSEN`: the same at every place."""
+    level = Level(codec, TENSOR)
+    fmt = Format(element, (level,))
+    found = [oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN]
+    return np.array(found).astype(np.uint32)
 
 
 def _amaxes() -> np.ndarray:
