@@ -68,8 +68,8 @@ def steps(size: float) -> Callable[[np.ndarray], np.ndarray]:
 
 def quantiles(x: np.ndarray) -> np.ndarray:
     """Rounding to NF4: quantiles of the normal distribution, eight above zero and seven below (QLoRA, appendix E)."""
-    tail = 0.9677083  # the probability that the outermost quantile stands for
-    above, below = ([statistics.NormalDist().inv_cdf(p) for p in np.linspace(tail, 0.5, n)[:-1]] for n in (9, 8))
+    padding = 0.9677083  # the probability that the outermost quantile stands for
+    above, below = ([statistics.NormalDist().inv_cdf(p) for p in np.linspace(padding, 0.5, n)[:-1]] for n in (9, 8))
     table = np.sort([*above, 0.0, *(-q for q in below)]) / max(above)
     return table[np.abs(x[..., None] - table).argmin(-1)]
 

@@ -36,7 +36,7 @@ import breccia
 from breccia.arrays.ops import NUMPY
 from breccia.formats import TENSOR
 from breccia.kernels import reference
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia.testing import oracle
 
 #: Values of a slab: NumPy's kernels have chunks to spread over threads, a GPU has enough to do.
@@ -133,7 +133,7 @@ def beyond(recipe: breccia.ScalingRecipe, x: Any) -> tuple[Tally, float]:
     """(all of the cast of `x` and of what it decodes to against NumPy's, strip by strip; seconds that NumPy took)."""
     tally, seconds, start = Tally(values=x.numel()), 0.0, time.perf_counter()
     st, (y,) = parity.trip(x, recipe, {}, ["bfloat16"])
-    parts, options = held(st), {}
+    parts, options = components(st), {}
     tally.seconds = time.perf_counter() - start
     where, fmt = f"{recipe!r} of {list(x.shape)}", recipe.format
     if fmt.global_scale is not None or fmt.scale.block == TENSOR:  # a strip takes the scale of the whole
@@ -153,7 +153,7 @@ def beyond(recipe: breccia.ScalingRecipe, x: Any) -> tuple[Tally, float]:
 def beyond_stochastic(recipe: breccia.ScalingRecipe, x: Any, seed: int = 2**64 - 3) -> tuple[Tally, float]:
     """As `beyond`, of a stochastic cast's last row against the oracle's, whose counter starts where that row does."""
     tally, start = Tally(values=x.shape[-1]), time.perf_counter()
-    parts = held(breccia.cast(x, recipe, rounding="stochastic", seed=seed))
+    parts = components(breccia.cast(x, recipe, rounding="stochastic", seed=seed))
     tally.seconds, start = time.perf_counter() - start, time.perf_counter()
     word, before = oracle.random_word, x[:-1].numel()
     with mock.patch.object(oracle, "random_word", lambda seed, index: word(seed, before + index)):

@@ -22,7 +22,7 @@ import numpy as np
 import breccia
 from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.formats import TENSOR
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 
 #: What is decoded to.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -94,7 +94,7 @@ def edges(rng: np.random.Generator, shape: tuple[int, ...], recipe: breccia.Scal
     largest = np.unique(np.abs(np.array(fmt.element.table, np.uint32).view(np.float32)))
     largest = largest[np.isfinite(largest)][-2:].astype(np.float64)
     middle = largest[1] + (largest[1] - largest[0]) / 2
-    around = _f32([largest[1], middle, *(fmt.capacity(level) for level in fmt.levels), 1.0, 448.0, 464.0])
+    around = _f32([largest[1], middle, *(fmt.qmax(level) for level in fmt.levels), 1.0, 448.0, 464.0])
     signs = rng.choice(_f32([-1, 1]), shape)
     powers = rng.integers(-40, 40, (*shape[:-1], 1)) + rng.integers(0, 3, shape)
     x = np.ldexp(rng.choice(around, shape), powers).astype(np.float32)
@@ -202,7 +202,7 @@ def trip(x: Any, recipe: breccia.ScalingRecipe, options: dict[str, Any], dtypes:
 
 
 def results(st: Any, decoded: Sequence[Any], dtypes: Sequence[str] = DTYPES) -> Results:
-    return Results(held(st), dict(zip(dtypes, decoded, strict=True)))
+    return Results(components(st), dict(zip(dtypes, decoded, strict=True)))
 
 
 def compilable(recipe: breccia.ScalingRecipe, options: dict[str, Any]) -> Callable[[Any], tuple[dict[str, Any], Any]]:

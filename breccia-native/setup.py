@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "breccia_native.steps",
-            ["src/breccia_native/steps.c"],
+            "breccia_native.microkernels",
+            ["src/breccia_native/microkernels.c"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # Contraction would fuse a product into the addition that rounds, and change codes.
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math"],

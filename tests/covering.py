@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test `make test` runs: so many that every pair of values occurs. The others are marked `rest`."""
+"""The cases of a parametrized test that `make test` runs: every pair of values occurs. The others are marked `rest`."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def changed(array: Any, change: Callable[[np.ndarray], Any]) -> Any:
 def other_part(st: ScaledTensor, name: str, change: Callable[[np.ndarray], Any]) -> ScaledTensor:
     """The tensor with the words of one part changed."""
     fields = {field: getattr(st, field) for field in FIELDS}
-    return ScaledTensor.assemble(**fields | {name: changed(getattr(st, name), change)})
+    return ScaledTensor.from_parts(**fields | {name: changed(getattr(st, name), change)})
 
 
 def one_bit(place: int = 0) -> Callable[[np.ndarray], Any]:
@@ -118,7 +118,7 @@ def without_nan(x: Any) -> Any:
     return changed(x, lambda host: np.nan_to_num(host, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf))
 
 
-def narrowed(x: Any) -> Any:
+def native_cast(x: Any) -> Any:
     """The array in FP16."""
     ops = frameworks.ops_of(x)
     with np.errstate(over="ignore"):
@@ -191,14 +191,14 @@ CAST: dict[str, tuple[ScalingRecipe, Callable[..., Any], str]] = {
         lambda x, recipe, options: reference.cast(without_nan(x), recipe, options),
         "bytes of data; 1 of 96 bytes of scale",
     ),
-    "FP16 in between": (MXFP8, lambda x, recipe, options: reference.cast(narrowed(x), recipe, options), "bytes of data"),
+    "FP16 in between": (MXFP8, lambda x, recipe, options: reference.cast(native_cast(x), recipe, options), "bytes of data"),
     "blocks of twice the length": (
         Float8BlockScaling(block_k=16),
-        lambda x, recipe, options: ScaledTensor.assemble(
+        lambda x, recipe, options: ScaledTensor.from_parts(
             **{field: getattr(reference.cast(x, Float8BlockScaling(block_k=32), options), field) for field in FIELDS}
             | {"recipe": recipe}
         ),
-        "layout is PerBlockK(block_size=32, ragged=True), not PerBlockK(block_size=16, ragged=True)",
+        "layout is PerBlockK(block_size=32, partial=True), not PerBlockK(block_size=16, partial=True)",
     ),
 }
 

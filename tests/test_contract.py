@@ -293,7 +293,7 @@ def test_odd_lengths_round_trip_their_shape_and_tail(length: int) -> None:
     for recipe in RECIPES:
         st = breccia.cast(np.ones((2, length), np.float32), recipe)
         assert st.shape == (2, length)
-        assert st.tail == -length % {4: 2, 6: 4, 8: 1}[recipe.format.element.bits]
+        assert st.padding == -length % {4: 2, 6: 4, 8: 1}[recipe.format.element.bits]
 
 
 # ------------------------------------------------------------------------------------------------ special values

@@ -85,7 +85,10 @@ def test_a_field_that_came_later_is_written_where_it_is_not_at_its_default() -> 
     assert divisor.to_dict() == {"name": "nvfp4", "fields": FIELDS["nvfp4"] | {"global_sense": "divisor"}}
     assert breccia.ScalingRecipe.from_json(divisor.to_json()) == divisor != NVFP4BlockScaling()
     assert NVFP4BlockScaling.from_json('{"name":"nvfp4","fields":{"two_level":true}}') == NVFP4BlockScaling()
-    assert divisor.identity is not NVFP4BlockScaling().identity and divisor.fingerprint() != NVFP4BlockScaling().fingerprint()
+    assert (
+        divisor.interned_key is not NVFP4BlockScaling().interned_key
+        and divisor.fingerprint() != NVFP4BlockScaling().fingerprint()
+    )
     assert pickle.loads(pickle.dumps(divisor)) == divisor
 
 
@@ -133,7 +136,7 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: PerBlockK(0), "block_size must be > 0, got 0"),
         (lambda: PerBlockMN(0, 4), "block_m must be > 0, got 0"),
         (lambda: PerBlockMN(4, 0), "block_n must be > 0, got 0"),
-        (lambda: PerBlockK(ragged=1), "ragged must be bool, got 1"),  # type: ignore[arg-type]
+        (lambda: PerBlockK(partial=1), "ragged must be bool, got 1"),  # type: ignore[arg-type]
         (lambda: Level(F32, TENSOR, "inverse"), "sense is one of multiplier, divisor, amax; got 'inverse'"),
         (lambda: Level(F32, (0, 1)), r"sides are >= 1, or None for all; got \(0, 1\)"),
         (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
@@ -169,8 +172,8 @@ def test_the_command_lines_spelling_of_a_recipe() -> None:
 def test_formats_say_their_capacity() -> None:
     nvfp4 = NVFP4BlockScaling().format
     assert nvfp4.global_scale is not None
-    assert (nvfp4.capacity(nvfp4.global_scale), nvfp4.capacity(nvfp4.scale)) == (2688.0, 6.0)
-    assert INT4Scaling().format.capacity(INT4Scaling().format.scale) == 7.0
+    assert (nvfp4.qmax(nvfp4.global_scale), nvfp4.qmax(nvfp4.scale)) == (2688.0, 6.0)
+    assert INT4Scaling().format.qmax(INT4Scaling().format.scale) == 7.0
 
 
 def test_a_recipes_layout_follows_from_its_block_unless_it_says_otherwise() -> None:
@@ -255,17 +258,17 @@ def identities(sizes: range) -> list[weakref.ref[object]]:
     """What is seen of the identities of recipes and layouts of these sizes, none of which is kept."""
     found: list[weakref.ref[object]] = []
     for n in sizes:
-        found += [weakref.ref(Float8BlockScaling(block_k=n).identity), weakref.ref(PerBlockK(n).identity)]
+        found += [weakref.ref(Float8BlockScaling(block_k=n).interned_key), weakref.ref(PerBlockK(n).interned_key)]
     return found
 
 
 def test_an_identity_goes_with_the_last_equal_declaration() -> None:
     one, equal = Float8BlockScaling(block_k=7001), Float8BlockScaling(block_k=7001)
-    seen = weakref.ref(one.identity)
-    assert equal.identity is seen() is not None
+    seen = weakref.ref(one.interned_key)
+    assert equal.interned_key is seen() is not None
     del one
     gc.collect()
-    assert seen() is not None and Float8BlockScaling(block_k=7001).identity is seen(), "an equal one lives"
+    assert seen() is not None and Float8BlockScaling(block_k=7001).interned_key is seen(), "an equal one lives"
     del equal
     gc.collect()
     assert seen() is None
@@ -273,11 +276,11 @@ def test_an_identity_goes_with_the_last_equal_declaration() -> None:
 
 def test_declarations_that_come_and_go_leave_nothing_behind() -> None:
     gc.collect()
-    before = len(declared._identities)
+    before = len(declared._interned)
     seen = identities(range(10_000, 12_000))
     gc.collect()
     assert [ref for ref in seen if ref() is not None] == []
-    assert len(declared._identities) == before
+    assert len(declared._interned) == before
 
 
 def test_declarations_of_one_class_alone_share_an_identity() -> None:
@@ -285,10 +288,10 @@ def test_declarations_of_one_class_alone_share_an_identity() -> None:
     class Ours(Float8BlockScaling):
         """Equal in every field to its base."""
 
-    kept = [Float8BlockScaling(block_k=48), Ours(block_k=48), PerBlockK(48), PerBlockK(48, ragged=True)]
-    assert len({id(each.identity) for each in kept}) == len(kept)
+    kept = [Float8BlockScaling(block_k=48), Ours(block_k=48), PerBlockK(48), PerBlockK(48, partial=True)]
+    assert len({id(each.interned_key) for each in kept}) == len(kept)
     stored = [Stored(PerBlockMN(1, 32), "interleaved", (4, 64), 3), Stored(PerBlockMN(1, 32), "interleaved", [4, 64], 3)]  # type: ignore[arg-type]
-    assert stored[0].identity is stored[1].identity and stored[0].layout.identity is PerBlockMN(1, 32).identity
+    assert stored[0].interned_key is stored[1].interned_key and stored[0].layout.interned_key is PerBlockMN(1, 32).interned_key
 
 
 def test_threads_that_ask_at_once_are_given_one_identity() -> None:
@@ -298,7 +301,7 @@ def test_threads_that_ask_at_once_are_given_one_identity() -> None:
         def ask(n: int = n, start: threading.Barrier = start, found: list[tuple[object, object]] = found) -> None:
             recipe = Float8BlockScaling(block_k=n)
             start.wait()
-            found.append((recipe, recipe.identity))
+            found.append((recipe, recipe.interned_key))
 
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
@@ -353,12 +356,12 @@ def scale(*shape: int) -> np.ndarray:
         (PerTensor(), (5,), (), -1),
         (PerBlockK(4), (3, 8), (3, 2), -1),
         (PerBlockK(4), (8, 3), (2, 3), -2),
-        (PerBlockK(4, ragged=True), (3, 9), (3, 3), -1),
+        (PerBlockK(4, partial=True), (3, 9), (3, 3), -1),
         (PerChannel(), (2, 3, 8), (2, 3, 1), -1),
         (PerChannel(), (3, 8), (3,), -1),
         (PerChannel(), (3, 8), (1, 8), -2),
         (PerBlockMN(2, 4), (2, 6, 8), (2, 3, 2), -1),
-        (PerBlockMN(128, 128, ragged=True), (576, 7168), (5, 56), -1),
+        (PerBlockMN(128, 128, partial=True), (576, 7168), (5, 56), -1),
     ],
     ids=str,
 )
@@ -371,8 +374,8 @@ def test_layouts_accept_the_shapes_they_stand_for(layout: Layout, shape: Any, sc
     [
         (PerTensor(), (4, 8), (1,), r"PerTensor requires a scalar scale \(ndim=0\).*got ndim=1 with shape=\(1,\); reshape"),
         (PerBlockK(4), (8,), (2,), r"PerBlockK requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
-        (PerBlockK(4), (3, 9), (3, 3), r"data.shape\[-1\]=9 must be divisible by block_size=4; pass ragged=True"),
-        (PerBlockK(4, ragged=True), (3, 8), (3, 2), r"ragged=True, but shape \(3, 8\) divides into whole blocks"),
+        (PerBlockK(4), (3, 9), (3, 3), r"data.shape\[-1\]=9 must be divisible by block_size=4; pass partial=True"),
+        (PerBlockK(4, partial=True), (3, 8), (3, 2), r"partial=True, but shape \(3, 8\) divides into whole blocks"),
         (PerBlockK(4), (3, 8), (3, 3), r"PerBlockK: scale.shape must be \(3, 2\), got \(3, 3\)"),
         (PerChannel(), (3, 8), (8,), r"PerChannel: scale.shape must be one of \[\(3,\), \(3, 1\)\], got \(8,\)"),
         (PerBlockMN(2, 4), (3, 8), (2, 2), r"data.shape\[-2\]=3 must be divisible by block_m=2"),
@@ -390,7 +393,7 @@ def test_layouts_swap_with_their_axes_and_travel_as_json() -> None:
     assert PerBlockMN(2, 4).mT == PerBlockMN(4, 2) and PerBlockK(4).mT == PerBlockK(4)
     assert PerBlockMN(1, 16).oriented(-2) == PerBlockMN(16, 1)
     assert PerBlockMN(1, 16).block(-1) == PerBlockMN(16, 1).block(-2) == (1, 16)
-    assert PerBlockK(4, ragged=True).to_dict() == {"name": "per_block_k", "fields": {"block_size": 4, "ragged": True}}
+    assert PerBlockK(4, partial=True).to_dict() == {"name": "per_block_k", "fields": {"block_size": 4, "partial": True}}
     assert PerTensor().to_dict() == {"name": "per_tensor", "fields": {}}
     with pytest.raises(LayoutError, match="PerBlockMN tiles the last two axes.*got -3"):
         PerBlockMN(1, 4).validate(np.zeros((4, 2, 8), np.uint8), scale(4, 2, 2), axis=-3)

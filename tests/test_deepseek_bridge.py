@@ -33,7 +33,7 @@ def test_a_weight_of_576_by_7168_has_5_by_56_scales_that_multiply_their_tiles() 
     data, scale = codes(576, 7168), scales(5, 56)
     w = from_deepseek_v3(data, scale)
     assert w.recipe == breccia.Float8BlockScaling(block_m=128)
-    assert w.layout == breccia.PerBlockMN(128, 128, ragged=True)
+    assert w.layout == breccia.PerBlockMN(128, 128, partial=True)
     expected = decoded(data) * np.repeat(np.repeat(scale, 128, 0)[:576], 128, 1)
     assert breccia.dequantize(w).tobytes() == expected.tobytes()
 
@@ -42,7 +42,7 @@ def test_activations_have_a_scale_per_128_elements_of_a_row() -> None:
     data, scale = codes(3, 300), scales(3, 3)
     x = from_deepseek_v3(data, scale)
     assert x.recipe == breccia.Float8BlockScaling()
-    assert x.layout == breccia.PerBlockK(128, ragged=True)
+    assert x.layout == breccia.PerBlockK(128, partial=True)
     expected = decoded(data) * np.repeat(scale, 128, 1)[:, :300]
     assert breccia.dequantize(x).tobytes() == expected.tobytes()
 

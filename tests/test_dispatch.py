@@ -1297,11 +1297,11 @@ def test_the_environment_preference_falls_back_in_a_real_process() -> None:
 def test_equal_declarations_share_an_identity_that_does_not_travel() -> None:
     """Dispatch compares recipes and layouts by it, on every call that has conditions."""
     one, other, different = MXFP8BlockScaling(), MXFP8BlockScaling(), MXFP8BlockScaling("E5M2")
-    assert one.identity is other.identity and one.identity is not different.identity
-    assert Family().identity is not one.identity, "of another class"
-    assert one.layout.identity is other.layout.identity
+    assert one.interned_key is other.interned_key and one.interned_key is not different.interned_key
+    assert Family().interned_key is not one.interned_key, "of another class"
+    assert one.layout.interned_key is other.layout.interned_key
     for copied in (pickle.loads(pickle.dumps(one)), copy.copy(one), copy.deepcopy(one)):
-        assert "identity" not in vars(copied) and copied == one and copied.identity is one.identity
+        assert "interned_key" not in vars(copied) and copied == one and copied.interned_key is one.interned_key
     assert one.to_dict() == MXFP8BlockScaling().to_dict() and repr(one) == repr(MXFP8BlockScaling())
 
 

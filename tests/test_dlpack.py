@@ -26,7 +26,7 @@ from breccia import DialectError, Framework, OptionError, ScaledTensor, UnknownN
 from breccia.bridges import from_dlpack, to_dlpack
 from breccia.dispatch.registry import registry
 from breccia.siblings import install
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia_bridges.dlpack import _CODES, Bundle
 
 #: Every recipe and every framework in `make test`; their products in `make test-all`.
@@ -73,12 +73,12 @@ def aligned(array: np.ndarray, past: int = 0) -> np.ndarray:
 
 
 def changed(st: ScaledTensor, **parts: Any) -> ScaledTensor:
-    fields = {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "tail": st.tail}
-    return ScaledTensor.assemble(**(fields | held(st) | parts))
+    fields = {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
+    return ScaledTensor.from_parts(**(fields | components(st) | parts))
 
 
 def at(st: ScaledTensor, past: int = 0) -> ScaledTensor:
-    return changed(st, **{name: aligned(part, past) for name, part in held(st).items()})
+    return changed(st, **{name: aligned(part, past) for name, part in components(st).items()})
 
 
 def made(framework: str, recipe: breccia.ScalingRecipe) -> ScaledTensor:
@@ -88,7 +88,7 @@ def made(framework: str, recipe: breccia.ScalingRecipe) -> ScaledTensor:
 
 
 def addresses(st: ScaledTensor) -> dict[str, int]:
-    return {name: ADDRESS[st.framework](part) for name, part in held(st).items()}
+    return {name: ADDRESS[st.framework](part) for name, part in components(st).items()}
 
 
 # -- which pairs share: the table of docs/bridges.md ---------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_pair_shares_memory_where_the_table_says_so(a: str, b: str, recipe: br
         assert addresses(from_dlpack(source, b, copy=False)) == addresses(source)
         assert addresses(from_dlpack(to_dlpack(source), b, copy=False)) == addresses(source)
         if b == "numpy":
-            assert {part.flags.writeable for part in held(taken).values()} == {"read-only" not in said}
+            assert {part.flags.writeable for part in components(taken).values()} == {"read-only" not in said}
     else:
         assert not set(addresses(taken).values()) & set(addresses(source).values())
         with pytest.raises(OptionError, match=f"^from_dlpack: {b} cannot share data: .*copy=None copies it"):
@@ -155,7 +155,7 @@ def test_a_copy_shares_nothing_and_can_be_written_to(a: str, b: str) -> None:
         assert breccia.bytes_equal(copied, source)
         assert not set(addresses(copied).values()) & set(addresses(source).values())
     if b == "numpy":
-        assert all(part.flags.writeable and part.flags.c_contiguous for part in held(copied).values())
+        assert all(part.flags.writeable and part.flags.c_contiguous for part in components(copied).values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
@@ -164,7 +164,7 @@ def test_parts_arrive_in_the_dtypes_of_a_cast_there(b: str, recipe: breccia.Scal
     there = breccia.cast({"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray, "mlx": mx.array}[b](X), recipe)
     for a in FRAMEWORKS:
         taken = from_dlpack(made(a, recipe), b)
-        assert {n: p.dtype for n, p in held(taken).items()} == {n: p.dtype for n, p in held(there).items()}
+        assert {n: p.dtype for n, p in components(taken).items()} == {n: p.dtype for n, p in components(there).items()}
 
 
 def test_scales_and_zero_points_that_came_in_another_dtype_keep_it() -> None:
@@ -303,7 +303,7 @@ class Foreign:
 @pytest.mark.parametrize("copy", [None, True])
 @pytest.mark.parametrize("b", FRAMEWORKS)
 def test_parts_of_unknown_libraries_are_read_through_dlpack_alone(b: str, copy: bool | None) -> None:
-    parts = {name: Foreign(part) for name, part in held(at(MXFP8)).items()}
+    parts = {name: Foreign(part) for name, part in components(at(MXFP8)).items()}
     taken = from_dlpack(Bundle(to_dlpack(MXFP8).header, **parts), b, copy=copy)
     assert breccia.bytes_equal(taken, MXFP8)
 

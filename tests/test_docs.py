@@ -134,7 +134,7 @@ def test_the_front_page_example_runs_as_printed() -> None:
     W = breccia.cast(np.random.randn(256, 64).astype(np.float32), breccia.Float8BlockScaling(block_k=128))
     y = breccia.matmul(A, W)
     assert y.shape == (16, 64) and y.dtype == np.float32
-    assert W.layout == breccia.PerBlockK(128, ragged=True)
+    assert W.layout == breccia.PerBlockK(128, partial=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -347,8 +347,8 @@ def test_a_tensor_or_a_second_operand_may_be_without_memory_too() -> None:
     table = with_fakes(kernel("leaf", op="matmul", rank=1), kernel("traced", op="matmul", traces=True))
     st = breccia.cast(X, MXFP8)
     faked = [
-        ScaledTensor.assemble(st.data.view(Fake), st.scale, MXFP8, st.layout),
-        ScaledTensor.assemble(st.data, st.scale.view(Fake), MXFP8, st.layout),
+        ScaledTensor.from_parts(st.data.view(Fake), st.scale, MXFP8, st.layout),
+        ScaledTensor.from_parts(st.data, st.scale.view(Fake), MXFP8, st.layout),
     ]
     for other in (st, *faked, st):
         expected = "traced" if other in faked else "leaf"
@@ -811,7 +811,7 @@ def test_what_is_remembered_keeps_no_array_and_no_declaration_alive() -> None:
     def use(n: int) -> None:
         x, recipe = np.ones((4, 32), np.float32), breccia.Float8BlockScaling(block_k=n)
         chosen(table, x, recipe, CastOptions(scale=x))
-        st = ScaledTensor.assemble(x, x, recipe, recipe.layout)
+        st = ScaledTensor.from_parts(x, x, recipe, recipe.layout)
         table.choose("dequantize", "numpy", st)
         gone.extend(map(weakref.ref, (x, recipe, st)))
 
@@ -883,7 +883,7 @@ def test_an_estimate_counts_after_names_and_recipes_and_before_rank() -> None:
     assert chosen(Table([kernel("low", **late), kernel("high", **late, rank=1)]), X) == "high", "equal estimates: rank"
 
 
-def quick(call: Call) -> float:
+def fast_path(call: Call) -> float:
     return 1e-6
 
 

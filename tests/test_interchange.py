@@ -28,7 +28,7 @@ X = np.concatenate([wide((14, 77), seed=61), special_rows(77)])
 def assert_same(taken: breccia.ScaledTensor, home: breccia.ScaledTensor, digest: str) -> None:
     assert breccia.bytes_equal(taken, home)
     assert taken.digest() == digest
-    assert (taken.recipe, taken.layout, taken.axis, taken.tail) == (home.recipe, home.layout, home.axis, home.tail)
+    assert (taken.recipe, taken.layout, taken.axis, taken.padding) == (home.recipe, home.layout, home.axis, home.padding)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

@@ -20,7 +20,7 @@ from conftest import special_rows, wide
 import breccia
 import breccia_jax
 from breccia.arrays.frameworks import device_of
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 from breccia.tensors.tensor import FIELDS
 
@@ -100,12 +100,12 @@ def compilations() -> Iterator[list[str]]:
 def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:
     st = jax.tree.map(jnp.asarray, breccia.cast(X, recipe))
     leaves, structure = jax.tree.flatten({"w": st, "b": jnp.ones(2)})
-    assert len(leaves) == len(held(st)) + 1
+    assert len(leaves) == len(components(st)) + 1
     assert breccia.bytes_equal(jax.tree.unflatten(structure, leaves)["w"], st)
     paths = [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(st)[0]]
-    assert paths == [f".{name}" for name in held(st)]
+    assert paths == [f".{name}" for name in components(st)]
     read = breccia.ScalingRecipe.from_json(recipe.to_json())
-    again = breccia.ScaledTensor.assemble(**{name: getattr(st, name) for name in FIELDS} | {"recipe": read})
+    again = breccia.ScaledTensor.from_parts(**{name: getattr(st, name) for name in FIELDS} | {"recipe": read})
     assert read is not recipe and jax.tree.structure(again) == structure.children()[1]
     assert hash(jax.tree.structure(again)) == hash(structure.children()[1])
 
@@ -201,7 +201,7 @@ def test_the_values_that_xla_flushes_are_all_below_the_least_normal_number() -> 
     codes = np.arange(0x7C, dtype=np.uint8).reshape(1, -1)
     for byte in (0, 1, 17):
         scale = np.full((1, 4), byte, np.uint8)
-        st = breccia.from_buffer(codes, scale, breccia.MXFP8BlockScaling("E5M2"), breccia.PerBlockMN(1, 32, ragged=True))
+        st = breccia.from_buffer(codes, scale, breccia.MXFP8BlockScaling("E5M2"), breccia.PerBlockMN(1, 32, partial=True))
         exact = np.array([breccia.codecs.E5M2.value(c) for c in range(0x7C)]) * 2.0 ** (byte - 127)
         tiny = (exact > 0) & (exact < 2.0**-126)
         found = np.asarray(breccia.dequantize(jax.tree.map(jnp.asarray, st)))[0]
@@ -442,7 +442,7 @@ def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(kind: brecci
         pattern = sum(code << (i * element.bits) for i in range(group)).to_bytes(size, "little")
         data = np.resize(np.frombuffer(pattern, np.uint8), st.data.shape)
         fields = {name: getattr(st, name) for name in FIELDS}
-        return breccia.dequantize(breccia.ScaledTensor.assemble(**fields | {"data": data}))
+        return breccia.dequantize(breccia.ScaledTensor.from_parts(**fields | {"data": data}))
 
     low, high = (all_of(end(values, key=lambda code: values[code])) for end in (min, max))
     x = np.where(np.abs(X) < 2.0**-126, np.copysign(np.float32(0), X), X)
@@ -509,7 +509,7 @@ def test_no_gradient_passes_through_a_scaled_tensor() -> None:
     x, st = rows(4), breccia.cast(rows(8), CURRENT)
 
     def loss(scale: Any) -> Any:
-        moved = breccia.ScaledTensor.assemble(st.data, scale, st.recipe, st.layout)
+        moved = breccia.ScaledTensor.from_parts(st.data, scale, st.recipe, st.layout)
         return breccia.matmul(x, moved.mT).sum() + breccia.dequantize(moved).sum()
 
     assert float(jax.grad(loss)(st.scale)) == 0.0
@@ -632,7 +632,7 @@ def test_storage_is_jaxs_own_float8(recipe: breccia.ScalingRecipe) -> None:
     assert st.data.dtype.name == (names | {"INT8": "int8", "MXINT8": "int8"}).get(fmt.element.name, "uint8")
     scales = {"E8M0": "float8_e8m0fnu", "E4M3": "float8_e4m3fn", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     assert st.scale.dtype.name == scales[fmt.scale.codec.name]
-    assert set(held(st)) == set(fmt.parts)
+    assert set(components(st)) == set(fmt.parts)
 
 
 def test_half_precision_comes_in_and_goes_out() -> None:

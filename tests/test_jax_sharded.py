@@ -20,7 +20,7 @@ import pytest
 from conftest import wide
 
 import breccia
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 
 COUNT = 8
 BLOCK = breccia.Float8BlockScaling(block_k=32)
@@ -64,7 +64,7 @@ def blocks_are_cast_where_they_are() -> None:
             assert exchanged(cast, x) == [], (recipe, spec)
             for st in (cast(x), breccia.cast(x, recipe)):
                 assert breccia.bytes_equal(st, breccia.cast(X, recipe)), (recipe, spec)
-                assert all(spread(part) == spec for part in held(st).values()), (recipe, spec)
+                assert all(spread(part) == spec for part in components(st).values()), (recipe, spec)
                 values = breccia.dequantize(st)
                 assert spread(values) == spec and np.array_equal(values, breccia.dequantize(breccia.cast(X, recipe)))
 

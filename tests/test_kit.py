@@ -167,7 +167,7 @@ def float_amax(_: Any, i: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return np.fmax.reduce(i.view(np.float32), axis=axes, keepdims=True, initial=np.float32(0)).view(np.int32)
 
 
-def widened(_: Any, x: np.ndarray) -> np.ndarray:
+def expanded(_: Any, x: np.ndarray) -> np.ndarray:
     """FP16 without its subnormals."""
     wide = through(x)
     return np.where(np.abs(wide) < 2.0**-14, np.copysign(np.float32(0), wide), wide)
@@ -203,17 +203,23 @@ TF32 = 13  # bits of a mantissa that tensor cores drop of FP32
 #: Law of words -> what could be wrong with a vocabulary -> that one.
 FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
     words.bits_and_unbits_are_inverse_and_change_no_bit: {
-        "unbits flushes subnormals": (
-            vocabulary(unbits=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
-            r"bits\(unbits\(i\)\): 0, expected 1, at \[1\]",
+        "bitcast_to_float flushes subnormals": (
+            vocabulary(bitcast_to_float=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
+            r"bits\(bitcast_to_float\(i\)\): 0, expected 1, at \[1\]",
         ),
-        "unbits converts": (vocabulary(unbits=lambda _, i: i.astype(np.float32)), r"bits\(unbits\(i\)\): \d+, expected 1,"),
-        "unbits is FP64": (vocabulary(unbits=lambda _, i: i.astype(np.float64)), "unbits gives float64"),
+        "bitcast_to_float converts": (
+            vocabulary(bitcast_to_float=lambda _, i: i.astype(np.float32)),
+            r"bits\(bitcast_to_float\(i\)\): \d+, expected 1,",
+        ),
+        "bitcast_to_float is FP64": (
+            vocabulary(bitcast_to_float=lambda _, i: i.astype(np.float64)),
+            "bitcast_to_float gives float64",
+        ),
         "bits makes NaN quiet": (vocabulary(bits=lambda _, x: quieted(x).view(np.int32)), r"2143289345, expected 2139095041"),
         "bits are 64": (vocabulary(bits=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
     },
     words.half_precision_is_widened_exactly: {
-        "FP16 loses its subnormals": (vocabulary(f32=widened), "float16: 2046 of 65536 differ, the first at"),
+        "FP16 loses its subnormals": (vocabulary(f32=expanded), "float16: 2046 of 65536 differ, the first at"),
         "BF16 passes through FP16": (
             vocabulary(
                 bfloat16="bfloat16",
@@ -327,15 +333,17 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
     words.whole_numbers_are_converted_exactly: {
         "number is FP16": (vocabulary(number=lambda _, i: through(i, np.float16)), r"number\(i\): 3 of 603 differ"),
         "bytes have a sign": (
-            vocabulary(number=lambda _, i: NUMPY.number(i.view(np.int8) if i.dtype == np.uint8 else i)),
+            vocabulary(number=lambda _, i: NUMPY.int_to_float(i.view(np.int8) if i.dtype == np.uint8 else i)),
             "number of uint8: 128 of 256 differ",
         ),
         "whole is of 16 bits": (
-            vocabulary(whole=lambda _, x: NUMPY.whole(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)),
+            vocabulary(
+                whole=lambda _, x: NUMPY.to_int32(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)
+            ),
             r"whole\(x\): -1, expected 16777215",
         ),
         "whole leaves Python's numbers": (
-            vocabulary(whole=lambda _, x: NUMPY.whole(x) if hasattr(x, "astype") else str(x)),
+            vocabulary(whole=lambda _, x: NUMPY.to_int32(x) if hasattr(x, "astype") else str(x)),
             r"whole\(7\.0\) is '7\.0'",
         ),
     },
@@ -387,13 +395,13 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
     },
     words.codes_are_joined_lowest_first: {
         "highest first": (
-            vocabulary(joined=lambda _, c, bits: NUMPY.joined(c[..., ::-1], bits)),
-            r"joined by 4 bits: \d+, expected",
+            vocabulary(joined=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
+            r"pack_bits by 4 bits: \d+, expected",
         ),
-        "always nibbles": (vocabulary(joined=lambda _, c, bits: NUMPY.joined(c, 4)), r"joined by 6 bits: \d+, expected"),
+        "always nibbles": (vocabulary(joined=lambda _, c, bits: NUMPY.pack_bits(c, 4)), r"pack_bits by 6 bits: \d+, expected"),
         "parted from the highest": (
-            vocabulary(parted=lambda _, w, bits, count: NUMPY.parted(w, bits, count)[..., ::-1]),
-            r"parted by 4 bits: \d+, expected",
+            vocabulary(parted=lambda _, w, bits, count: NUMPY.unpack_bits(w, bits, count)[..., ::-1]),
+            r"unpack_bits by 4 bits: \d+, expected",
         ),
     },
     words.counters_are_the_index_of_each_element: {
@@ -554,14 +562,14 @@ class NanOfFive(Told):
 
 class Truncates(Told):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
-        return super().encode(ops, ops.unbits(ops.bits(y) & -(1 << 20)), word)
+        return super().encode(ops, ops.bitcast_to_float(ops.bitcast_to_int(y) & -(1 << 20)), word)
 
 
 class TiesAway(Told):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
-        i = ops.bits(y)
+        i = ops.bitcast_to_int(y)
         ordinary = ((i & MAGNITUDE) >= 0x3C000000) & ((i & MAGNITUDE) < 0x43000000)  # 2^-7 .. 128
-        return super().encode(ops, ops.unbits(ops.where(ordinary & (word is None), i + 1, i)), word)
+        return super().encode(ops, ops.bitcast_to_float(ops.where(ordinary & (word is None), i + 1, i)), word)
 
 
 class LosesMinusZero(Told):
@@ -572,7 +580,9 @@ class LosesMinusZero(Told):
 
 class Overflows(Told):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
-        return ops.where((ops.bits(y) & MAGNITUDE) > 0x43E80000, 0x7F, super().encode(ops, y, word))  # beyond 464: NaN
+        return ops.where(
+            (ops.bitcast_to_int(y) & MAGNITUDE) > 0x43E80000, 0x7F, super().encode(ops, y, word)
+        )  # beyond 464: NaN
 
 
 class NanIsLargest(Told):
@@ -647,10 +657,10 @@ def test_the_laws_of_codecs_hold_for_a_sound_one(codec: Codec) -> None:
 class ForF32(Linear):
     """`linear` for FP32 scales of E4M3 alone, which keeps these tests short; kinds of it go wrong."""
 
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
         if (codec, element) != (F32, E4M3):
             raise RecipeError("for FP32 scales of E4M3 only")
-        return self.wrong(ops, super().scale(ops, statistic, codec, element, capacity, coarse))
+        return self.wrong(ops, super().scale(ops, statistic, codec, element, qmax, coarse))
 
     def wrong(self, ops: Ops, code: Any) -> Any:
         return code
@@ -677,19 +687,19 @@ class Elsewise(ForF32):
 
 
 class NoughtInE4M3(Rule):
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
         if (codec, element) != (E4M3, E4M3):
             raise RecipeError("for E4M3 only")
-        return ops.bits(statistic) * 0
+        return ops.bitcast_to_int(statistic) * 0
 
 
 class BeyondE8M0(Rule):
     code = 300
 
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
         if (codec, element) != (E8M0, E4M3):
             raise RecipeError("for E8M0 only")
-        return ops.bits(statistic) * 0 + self.code
+        return ops.bitcast_to_int(statistic) * 0 + self.code
 
 
 class BelowE8M0(BeyondE8M0):
@@ -697,7 +707,7 @@ class BelowE8M0(BeyondE8M0):
 
 
 class Choosy(Rule):
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
         raise RecipeError("not this one either")
 
 
@@ -850,8 +860,8 @@ class Unhashed(Stray):
 class Twice(Linear):
     """Scales of twice the size."""
 
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, capacity: float, coarse: Any) -> Any:
-        return super().scale(ops, statistic, codec, element, capacity / 2, coarse)
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
+        return super().scale(ops, statistic, codec, element, qmax / 2, coarse)
 
 
 @dataclass(frozen=True)
@@ -932,8 +942,8 @@ def wrong_scale(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTe
 
 def wide_codes(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
     c = reference.cast(x, recipe, options)
-    parts = (c.zero_point, c.global_scale, c.axis, c.tail)
-    return ScaledTensor.assemble(c.data.astype(np.int32), c.scale, recipe, c.layout, *parts)
+    parts = (c.zero_point, c.global_scale, c.axis, c.padding)
+    return ScaledTensor.from_parts(c.data.astype(np.int32), c.scale, recipe, c.layout, *parts)
 
 
 def ignores_axis(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
@@ -1126,10 +1136,10 @@ def find_another(path: Any) -> dict[str, ScaledTensor]:
     found = find_again(path)
     for kept in found.values():
         kept.data.flat[-1] ^= 1
-    return {name: ScaledTensor.assemble(k.data.copy(), k.scale, k.recipe, k.layout, tail=1) for name, k in found.items()}
+    return {name: ScaledTensor.from_parts(k.data.copy(), k.scale, k.recipe, k.layout, padding=1) for name, k in found.items()}
 
 
-@pytest.mark.parametrize(("load", "message"), [("find_again", "^$"), ("find_another", "^tail is 1, expected 0$")])
+@pytest.mark.parametrize(("load", "message"), [("find_again", "^$"), ("find_another", "^padding is 1, expected 0$")])
 def test_a_file_that_keeps_a_recipe_badly_is_reported(declare: Callable[..., list[Law]], load: str, message: str) -> None:
     files = [Bridge("save_safetensors", f"{__name__}:keep"), Bridge("load_safetensors", f"{__name__}:{load}")]
     (law,) = [law for law in declare(recipes=[Stray], bridges=files) if law.sentence == "files_keep_it"]
@@ -1473,7 +1483,7 @@ def from_dict(*parts: Any, **others: Any) -> dict[str, Any]:
 BACK = "what_it_does_not_refuse_comes_back_byte_for_byte"
 BRIDGE_FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, str]] = {
     "a byte is flipped": (to_flipped, from_parts, BACK, r"^data: 1 of \d+ differ, the first at \[0, 3\]"),
-    "the tail is lost": (to_parts, from_whole, BACK, r"^tail is 0, expected [13]$"),
+    "the padding is lost": (to_parts, from_whole, BACK, r"^padding is 0, expected [13]$"),
     "a dict comes back": (to_parts, from_dict, BACK, "^from_stray gave dict, expected a ScaledTensor$"),
     "everything is refused": (to_nobody, from_parts, "some_recipe_crosses", r"^it refuses every recipe: Acme takes nothing\.$"),
 }

@@ -64,7 +64,7 @@ class Namesake(PerBlockMN):
 
 def wrapped(layout: Layout) -> ScaledTensor:
     st = breccia.cast(X, MXFP8)
-    return ScaledTensor.assemble(st.data, st.scale, st.recipe, layout)
+    return ScaledTensor.from_parts(st.data, st.scale, st.recipe, layout)
 
 
 REFUSALS: dict[str, Callable[[Layout], Any]] = {
@@ -114,7 +114,7 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     "explain": lambda: breccia.explain("cast", X, MXFP8, storage="swizle_128x4"),
     "ScaledTensor": lambda: ScaledTensor(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4")),
     "dequantize": lambda: breccia.dequantize(
-        ScaledTensor.assemble(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4"))
+        ScaledTensor.from_parts(STORED.data, STORED.scale, MXFP8, Stored(PerBlockMN(1, 32), "swizle_128x4"))
     ),
 }
 

@@ -20,7 +20,7 @@ import breccia
 from breccia.bridges import save_safetensors
 from breccia_bridges import measure
 from breccia_bridges.compare import compare, held_tensors
-from breccia_bridges.measure import BINS, NOTHING, Fidelity, Stored, slabs
+from breccia_bridges.measure import BINS, NOTHING, ErrorMetrics, Stored, slabs
 from breccia_bridges.results import EQUAL
 from breccia_bridges.safetensors_file import Container, Writer
 
@@ -171,10 +171,10 @@ def test_a_histogram_counts_each_element_once_before_and_after(tmp_path: Path) -
 def test_fidelity_of_nothing_is_lossless_and_adds_nothing() -> None:
     assert NOTHING.lossless and NOTHING.sqnr == math.inf and NOTHING.cosine == 1.0
     assert NOTHING.clip_rate is None and NOTHING.underflow_rate == 0.0
-    one = Fidelity(4, 2.0, 1.0, 1.5, 2.0, 0.5, 3, 1, 4, 2)
+    one = ErrorMetrics(4, 2.0, 1.0, 1.5, 2.0, 0.5, 3, 1, 4, 2)
     assert one + NOTHING == one
     assert (one + one).to_dict() == one.to_dict() | {"sqnr_db": (one + one).sqnr}
-    assert math.isnan((one + Fidelity(max_error=math.nan)).max_error)
+    assert math.isnan((one + ErrorMetrics(max_error=math.nan)).max_error)
 
 
 # -- compare ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 import breccia
 import breccia_mlx
 from breccia.arrays.frameworks import ops_of
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia.tensors.tensor import bytes_equal
 
 X = np.concatenate([wide((29, 77), seed=50, exponents=60), special_rows(77)])
@@ -78,17 +78,17 @@ def assert_numpys_bytes(recipe: breccia.ScalingRecipe, way: str, options: dict[s
     shapes = [X, CUBE] if "compiled" in way else [X, CUBE, X[:0], X[:1, :5], X[:, :0]]
     for x in shapes:
         expected = breccia.cast(x, recipe, **options)
-        meaning = {"recipe": recipe, "layout": expected.layout, "axis": expected.axis, "tail": expected.tail}
+        meaning = {"recipe": recipe, "layout": expected.layout, "axis": expected.axis, "padding": expected.padding}
 
         def write_and_read(x: Any) -> dict[str, Any]:
             st = breccia.cast(x, recipe, **options)
             assert {name: getattr(st, name) for name in meaning} == meaning  # noqa: B023
-            return held(st) | {"values": breccia.dequantize(st)}
+            return components(st) | {"values": breccia.dequantize(st)}
 
         found = run(way, write_and_read, x)
         values = mx.array(breccia.dequantize(expected))
         assert same(found.pop("values"), values)
-        assert bytes_equal(breccia.ScaledTensor.assemble(**meaning, **found), expected)
+        assert bytes_equal(breccia.ScaledTensor.from_parts(**meaning, **found), expected)
 
 
 @pytest.mark.parametrize("way", COMPILED)
@@ -117,12 +117,12 @@ def test_requantize_and_matmul_are_numpys_too(way: str) -> None:
 
     def through(x: Any) -> dict[str, Any]:
         st = breccia.requantize(breccia.cast(x, int4), breccia.Float8BlockScaling(block_k=16))
-        return held(st) | {"product": breccia.matmul(x, st.mT), "both": breccia.matmul(st, st.mT)}
+        return components(st) | {"product": breccia.matmul(x, st.mT), "both": breccia.matmul(st, st.mT)}
 
     found = run(way, through, x)
     for name in ("product", "both"):
         assert np.array_equal(np.array(found[name]), x @ x.T)
-    assert all(np.array(found[name]).tobytes() == part.tobytes() for name, part in held(expected).items())
+    assert all(np.array(found[name]).tobytes() == part.tobytes() for name, part in components(expected).items())
 
 
 def test_per_tensor_scales_under_vmap_are_one_for_each_example() -> None:
@@ -133,7 +133,7 @@ def test_per_tensor_scales_under_vmap_are_one_for_each_example() -> None:
 
 @pytest.mark.xfail(strict=True, reason="mx.vmap of & with one operand mapped reads beyond the other in MLX 0.32.4")
 def test_mlx_maps_over_one_operand_of_an_and() -> None:
-    """Why codes joined by `&` or `>>` have one origin (breccia.arrays.ops). Where this passes, that rule can go."""
+    """Why codes pack_bits by `&` or `>>` have one origin (breccia.arrays.ops). Where this passes, that rule can go."""
     mapped, other = mx.array([[1, 3], [5, 7]]), mx.array([3, 6])
     assert mx.vmap(lambda a: a & other)(mapped).tolist() == [[1, 2], [1, 6]]
     assert mx.vmap(lambda a: other & a)(mapped).tolist() == [[1, 2], [1, 6]]
@@ -146,10 +146,10 @@ def test_supplied_scales_that_are_not_mapped_over_serve_every_example(recipe: br
     scale = found.scale if found.global_scale is None else found.global_scale
     batch = np.stack([x, np.where(np.isnan(x), np.inf, -x)])
     batch[1, :, 3] = np.inf
-    parts = mx.vmap(lambda x: held(breccia.cast(x, recipe, scale=mx.array(scale))))(mx.array(batch))
+    parts = mx.vmap(lambda x: components(breccia.cast(x, recipe, scale=mx.array(scale))))(mx.array(batch))
     for n, example in enumerate(batch):
         expected = breccia.cast(example, recipe, scale=scale)
-        assert all(np.array_equal(raw(parts[name][n]), raw(mx.array(part))) for name, part in held(expected).items())
+        assert all(np.array_equal(raw(parts[name][n]), raw(mx.array(part))) for name, part in components(expected).items())
 
 
 def test_supplied_scales_are_arguments_like_others() -> None:
@@ -164,7 +164,7 @@ def test_a_compiled_function_is_traced_once_for_a_shape() -> None:
 
     def cast(x: Any) -> Any:
         traced.append(x.shape)
-        return held(breccia.cast(x, MXFP8))
+        return components(breccia.cast(x, MXFP8))
 
     compiled = mx.compile(cast)
     for x in (mx.ones((4, 64)), mx.zeros((4, 64)), mx.ones((8, 64)), mx.ones((4, 64))):
@@ -180,7 +180,7 @@ def test_no_verb_evaluates_anything() -> None:
         st = breccia.cast(x, MXFP8)
         again = breccia.requantize(st, breccia.NVFP4BlockScaling())
         first = breccia.matmul(x, w.mT), breccia.cast_ste(x, MXFP8), breccia.cast_ste_clipped(x, MXFP8, clip="scale")
-        return [*first, *held(again).values(), breccia.dequantize(st.mT), *held(st[1:]).values()]
+        return [*first, *components(again).values(), breccia.dequantize(st.mT), *components(st[1:]).values()]
 
     x = mx.array(X[:8, :64])
     for found, wanted in zip(mx.compile(every)(x), every(x), strict=True):
@@ -344,7 +344,7 @@ def test_a_tree_of_scaled_tensors_makes_the_trip_through_arrays(recipe: breccia.
     value = {"w": [st, st.mT], "pair": (mx.ones(2), None), "n": 3}
     tree = breccia_mlx.to_tree(value)
     leaves = [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
-    assert all(any(leaf is part for leaf in leaves) for part in held(st).values()), "the very arrays"
+    assert all(any(leaf is part for leaf in leaves) for part in components(st).values()), "the very arrays"
     back = breccia_mlx.from_tree(tree)
     assert bytes_equal(back["w"][0], st) and bytes_equal(back["w"][1], st.mT)
     assert back["pair"] is not None and back["pair"][0] is value["pair"][0] and (back["pair"][1], back["n"]) == (None, 3)

@@ -63,7 +63,7 @@ def test_what_mlx_quantizes_decodes_to_mlxs_own_numbers(mode: str) -> None:
     options, recipe = MODES[mode]
     parts = mx.quantize(weight(), **options)
     st = from_mlx(*parts, **options)
-    assert st.recipe == recipe and st.shape == (24, 256) and st.axis == -1 and st.tail == 0
+    assert st.recipe == recipe and st.shape == (24, 256) and st.axis == -1 and st.padding == 0
     theirs = mx.dequantize(*parts, **options, **({} if "affine" in mode else {"dtype": mx.float32}))
     assert np.array_equal(np.array(breccia.dequantize(st)).view(np.int32), np.array(theirs).view(np.int32))
 

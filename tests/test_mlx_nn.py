@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 import breccia
 import breccia_mlx
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia_mlx.nn import ScaledEmbedding, ScaledLinear, ScaledWeight
 
 NVFP4, MXFP8 = breccia.NVFP4BlockScaling(), breccia.MXFP8BlockScaling()
@@ -148,9 +148,9 @@ def test_parts_are_parameters_named_after_the_recipe(recipe: breccia.ScalingReci
     assert breccia.recipe(recipe.spec) == recipe
     st = breccia.cast(mx.ones((8, 72)), recipe)
     names = {n for n in parameters(model) if n.startswith("head")}
-    assert names == {f"head.weight.{recipe.spec}.{part}" for part in held(st)}
-    kept = {name: p.dtype for name, p in held(model.head.weight.tensor).items()}
-    assert kept == {name: p.dtype for name, p in held(st).items()}
+    assert names == {f"head.weight.{recipe.spec}.{part}" for part in components(st)}
+    kept = {name: p.dtype for name, p in components(model.head.weight.tensor).items()}
+    assert kept == {name: p.dtype for name, p in components(st).items()}
 
 
 def test_weights_save_and_load(recipe: breccia.ScalingRecipe, model: Model, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Compiled steps: numbers around every code, sizes that do not agree, and a distribution that was built without a compiler.
+"""Compiled microkernels: numbers around every code, sizes that do not agree, and a build without a compiler.
 
-That casts by them write the bytes of the generic algorithm is shown in test_numpy_kernels.py, beside NumPy's own steps.
+That casts by them write the bytes of the generic algorithm is shown in test_numpy_kernels.py, beside NumPy's own loops.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from breccia_native import availability
 if reason := availability.missing(Device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 
-from breccia_native import kernels, steps
+from breccia_native import kernels, microkernels
 
-#: Codecs whose codes NumPy's kernels compute, so that compiled steps may.
+#: Codecs whose codes NumPy's kernels compute, so that compiled microkernels may.
 COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and code_writer(c) is not None]
 
 
@@ -70,14 +70,14 @@ def test_a_block_without_a_usable_scale_has_codes_of_zero_whatever_is_in_it() ->
 def test_amax_is_that_of_the_magnitudes_nan_and_inf_included(k: int) -> None:
     bits = np.random.default_rng(k).integers(0, 1 << 32, 8 * k, dtype=np.uint32)
     found = np.zeros(8, np.uint32)
-    steps.amax(bits.view(np.float32), k, found)
+    microkernels.amax(bits.view(np.float32), k, found)
     np.testing.assert_array_equal(found, (bits & 0x7FFFFFFF).reshape(8, k).max(axis=1))
 
 
 def test_pairs_have_the_first_code_in_the_low_half() -> None:
     codes = np.random.default_rng(0).integers(0, 16, 2 * 333, dtype=np.uint8)
     data = np.zeros(333, np.uint8)
-    steps.pairs(codes, data)
+    microkernels.pairs(codes, data)
     np.testing.assert_array_equal(data, codes[::2] | codes[1::2] << 4)
 
 
@@ -93,20 +93,20 @@ def test_buffers_that_do_not_agree_are_refused_before_anything_is_written() -> N
         (x, per_block[:1], 32),
     ):
         with pytest.raises(ValueError, match=wanted.format(k, source.nbytes, inverse.nbytes)):
-            steps.floats(source, inverse, k, codes, *fields)
+            microkernels.floats(source, inverse, k, codes, *fields)
         with pytest.raises(ValueError, match="in blocks of k"):
-            steps.integers(source, inverse, k, codes, 0.0, 1.0, 1.0, 15)
+            microkernels.integers(source, inverse, k, codes, 0.0, 1.0, 1.0, 15)
         with pytest.raises(ValueError, match="in blocks of k"):
-            steps.amax(source, k, inverse.view(np.uint32))
+            microkernels.amax(source, k, inverse.view(np.uint32))
     odd = np.frombuffer(bytes(257), np.uint8)[1:].view(np.float32)
     with pytest.raises(ValueError, match="aligned FP32 numbers"):
-        steps.floats(odd, per_block, 32, codes, *fields)
+        microkernels.floats(odd, per_block, 32, codes, *fields)
     with pytest.raises(ValueError, match="wanted room for 64 codes, one a byte; got 63 bytes"):
-        steps.floats(x, per_block, 32, codes[:63], *fields)
+        microkernels.floats(x, per_block, 32, codes[:63], *fields)
     with pytest.raises(ValueError, match="wanted room for 62 codes"):
-        steps.pairs(codes, np.zeros(31, np.uint8))
+        microkernels.pairs(codes, np.zeros(31, np.uint8))
     with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write|contiguous"):
-        steps.pairs(codes, bytes(32))
+        microkernels.pairs(codes, bytes(32))
     assert (codes == 7).all()
 
 
@@ -159,7 +159,7 @@ def test_numpy_arrays_and_torchs_tensors_are_served_by_them() -> None:
     assert found.winner is not None and found.winner.name == "native.cast"
     script = (
         "import breccia, torch; breccia.cast(torch.ones(64, 256), breccia.NVFP4BlockScaling());"
-        "import sys; print('breccia_native.steps' in sys.modules)"
+        "import sys; print('breccia_native.microkernels' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

@@ -232,7 +232,7 @@ class Strips(Layout):
     """One scale per 16 elements along the contraction axis, for all rows of a matrix."""
 
     name: ClassVar[str] = "strips"
-    ragged: ClassVar[bool] = False  # type: ignore[misc]
+    partial: ClassVar[bool] = False  # type: ignore[misc]
 
     def block(self, axis: int = -1) -> Block:
         return (None, 16)

@@ -65,7 +65,7 @@ INPUTS: dict[str, Callable[[], np.ndarray]] = {
     "specials of whole groups": lambda: special_rows(256),
     "ragged specials": lambda: special_rows(45),
     "random bits": lambda: random_bits((48, 160)),
-    "ragged": lambda: wide((7, 37), seed=3),
+    "partial": lambda: wide((7, 37), seed=3),
     "one column": lambda: wide((5, 1), seed=4),
     "one row": lambda: wide((1, 300), seed=4),
     "three axes": lambda: wide((2, 3, 20), seed=5),
@@ -95,7 +95,7 @@ def bytes_of(part: np.ndarray) -> np.ndarray:
 
 
 def assert_same(found: ScaledTensor, expected: ScaledTensor, what: str = "") -> None:
-    facts = [(st.recipe, st.layout, st.axis, st.tail, st.shape) for st in (found, expected)]
+    facts = [(st.recipe, st.layout, st.axis, st.padding, st.shape) for st in (found, expected)]
     assert facts[0] == facts[1]
     for name in PARTS:
         a, b = getattr(found, name), getattr(expected, name)
@@ -367,7 +367,7 @@ def test_every_code_under_every_scale_decodes_alike(
         like = reference.cast(np.ones(shape, np.float32), recipe)
         parts = {name: a for name in PARTS if (a := getattr(like, name)) is not None}
         noise = {n: np.frombuffer(rng.bytes(a.nbytes), a.dtype).reshape(a.shape) for n, a in parts.items()}
-        st = ScaledTensor.assemble(recipe=recipe, layout=like.layout, tail=like.tail, **noise)  # type: ignore[arg-type]
+        st = ScaledTensor.from_parts(recipe=recipe, layout=like.layout, padding=like.padding, **noise)  # type: ignore[arg-type]
         assert_same_values(dequantize(st), reference.dequantize(st))
 
 

@@ -44,7 +44,7 @@ from breccia import (
 from breccia.arrays import frameworks
 from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.tensors import history
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written
 from breccia.testing.places import Place
@@ -840,7 +840,7 @@ def test_what_is_kept_for_the_backward_pass_are_codes(name: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         x, y, st = backward_cases()[name]()
     pointers = {t.data_ptr() for t in kept}
-    assert {part.data_ptr() for part in held(st).values()} <= pointers, "codes and scales"
+    assert {part.data_ptr() for part in components(st).values()} <= pointers, "codes and scales"
     elements = np.prod(st.shape)
     assert [t for t in kept if t.numel() >= elements and t.is_floating_point()] == [], "no decoded weight"
     assert sum(t.nbytes for t in kept) <= st.nbytes + x.nbytes + 4 * 6 + 4 * 2, "the weight, x, the bias, the offsets"
@@ -855,7 +855,7 @@ def test_memory_of_a_weight_is_free_between_the_passes_where_a_hook_keeps_a_copy
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
         x, y, st = backward_cases()[name]()
-    seen = [StorageWeakRef(part.untyped_storage()) for part in held(st).values()]
+    seen = [StorageWeakRef(part.untyped_storage()) for part in components(st).values()]
     del st
     gc.collect()
     assert [ref for ref in seen if not ref.expired()] == []
@@ -914,7 +914,7 @@ def test_the_new_operators_keep_the_rules_of_torch() -> None:
     torch.library.opcheck(ops.cast_pair.default, (x, text, "stochastic", 7, "propagate"))
 
     def flat(st: ScaledTensor) -> tuple[Any, ...]:
-        return list(held(st).values()), text, st.layout.to_json(), st.axis, st.tail
+        return list(components(st).values()), text, st.layout.to_json(), st.axis, st.padding
 
     weight = flat(breccia.cast(torch.from_numpy(wide((6, 32), seed=91, exponents=1)), recipe).mT)
     stacked = flat(breccia.cast(torch.from_numpy(wide((2, 6, 32), seed=92, exponents=1)), recipe).mT)
@@ -1129,12 +1129,12 @@ def test_torch_tensors_of_float8_are_pickled_copied_and_loaded(recipe: ScalingRe
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(np.concatenate([wide((6, WIDTH), seed=96), special_rows(WIDTH)]))
     for st in (breccia.cast(x, recipe), breccia.cast(x, recipe, axis=-2), breccia.cast(x, recipe).mT):
-        dtypes = {name: part.dtype for name, part in held(st).items()}
+        dtypes = {name: part.dtype for name, part in components(st).items()}
         torch.save({"w": st}, tmp_path / "st.pt")
         copies = [pickle.loads(pickle.dumps(st, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
         copies += [copy.deepcopy(st), torch.load(tmp_path / "st.pt", weights_only=True)["w"]]
         for found in copies:
-            assert bytes_equal(found, st) and {name: part.dtype for name, part in held(found).items()} == dtypes
+            assert bytes_equal(found, st) and {name: part.dtype for name, part in components(found).items()} == dtypes
             assert (found.recipe, found.layout, found.axis, found.shape) == (st.recipe, st.layout, st.axis, st.shape)
             assert all(
                 found_part.data_ptr() != part.data_ptr() for found_part, part in zip(*map(parts_of, (found, st)), strict=True)
@@ -1142,4 +1142,4 @@ def test_torch_tensors_of_float8_are_pickled_copied_and_loaded(recipe: ScalingRe
 
 
 def parts_of(st: ScaledTensor) -> list[Any]:
-    return list(held(st).values())
+    return list(components(st).values())

@@ -57,7 +57,7 @@ def test_bytes_and_values_equal_numpys(recipe: breccia.ScalingRecipe, framework:
     named = {op: f"reference.{op}" if generic else None for op in ("cast", "dequantize")}
     st = breccia.cast(convert(X), recipe, prefer=named["cast"], **OPTIONS[options])
     assert st.framework == framework
-    assert (st.shape, st.layout, st.axis, st.tail) == (expected.shape, expected.layout, expected.axis, expected.tail)
+    assert (st.shape, st.layout, st.axis, st.padding) == (expected.shape, expected.layout, expected.axis, expected.padding)
     assert stored(st) == stored(expected)
     decoded = breccia.dequantize(st, prefer=named["dequantize"])
     assert_equal_values(framework, values(breccia.dequantize(expected)), values(decoded))

@@ -34,7 +34,7 @@ INPUTS = {
     "ordinary": wide((6, 64), seed=1, exponents=2),
     "wide": wide((12, 64), seed=2, exponents=100),
     "specials": special_rows(32),
-    "ragged": wide((7, 37), seed=3),
+    "partial": wide((7, 37), seed=3),
     "one column": wide((5, 1), seed=4),
     "three axes": wide((2, 3, 20), seed=5),
     "zeros": np.zeros((4, 48), np.float32),

@@ -62,7 +62,7 @@ def test_out_with_a_part_of_another_framework_is_refused_before_the_first_byte(p
     parts = {name: np.array(getattr(st, name)) for name in ("data", "scale", "global_scale")}
     before = {name: array.tobytes() for name, array in parts.items()}
     held = parts | {part: kind(parts[part])}
-    out = ScaledTensor.assemble(held["data"], held["scale"], recipe, st.layout, global_scale=held["global_scale"])
+    out = ScaledTensor.from_parts(held["data"], held["scale"], recipe, st.layout, global_scale=held["global_scale"])
     with pytest.raises(UnsupportedError, match=rf"out\.{part} (must be an array of|is a) .*{found}"):
         reference.cast(x, recipe, CastOptions(out=out))
     assert {name: array.tobytes() for name, array in parts.items()} == before

@@ -190,7 +190,7 @@ def test_biases_that_a_narrower_codec_would_round_are_not_called_exact(narrow: s
 
 
 def test_an_amax_scale_means_another_multiplier_under_another_element() -> None:
-    """The multiplier is amax / capacity: the same amax under E2M1 and E2M3 says two things."""
+    """The multiplier is amax / qmax: the same amax under E2M1 and E2M3 says two things."""
 
     @dataclass(frozen=True)
     class Foreign(breccia.ScalingRecipe):

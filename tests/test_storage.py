@@ -54,7 +54,7 @@ from breccia.arrays import frameworks
 from breccia.dispatch import registry
 from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.formats import TENSOR
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 from breccia.tensors.storage import Storage
 from breccia.testing.laws.recipes import moved
@@ -158,7 +158,7 @@ def beside(data: np.ndarray, scale: np.ndarray, size: int) -> np.ndarray:
 def expected_parts(storage: str, st: ScaledTensor) -> dict[str, np.ndarray]:
     """The words that a storage holds for a plain NumPy tensor; blocks along the rows are those of the transpose."""
     st = st if st.axis == -1 else st.mT
-    parts = {name: words(np.asarray(part)) for name, part in held(st).items()}
+    parts = {name: words(np.asarray(part)) for name, part in components(st).items()}
     changed = [name for name in ("scale", "zero_point") if name in parts]
     if storage == "swizzle_128x4":
         return parts | {name: swizzled(parts[name]) for name in changed}
@@ -175,7 +175,7 @@ def assert_stored(place: Place, stored: ScaledTensor, storage: str, plain: Scale
     assert (stored.storage, stored.framework) == (storage, place.framework)
     lying = stored if stored.axis == -1 else stored.mT
     expected = expected_parts(storage, plain)
-    assert set(held(stored)) == set(expected)
+    assert set(components(stored)) == set(expected)
     for name, theirs in expected.items():
         ours = place.words(getattr(lying, name))
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (name, ours.shape, theirs.shape)
@@ -184,7 +184,7 @@ def assert_stored(place: Place, stored: ScaledTensor, storage: str, plain: Scale
     assert (stored.recipe, stored.axis, stored.layout.plain) == (plain.recipe, plain.axis, plain.layout)
     back = stored.to_plain()
     assert back.storage == "plain" and bytes_equal(back, plain) and bytes_equal(stored, plain)
-    for name, part in held(plain).items():
+    for name, part in components(plain).items():
         assert np.array_equal(place.words(getattr(back, name)), words(np.asarray(part))), name
 
 
@@ -299,7 +299,7 @@ def top(st: ScaledTensor) -> ScaledTensor:
 
 
 VERBS: dict[str, Verb] = {
-    "shape": lambda st: (st.shape, st.ndim, len(st), st.axis, st.tail, st.framework, str(st.device)),
+    "shape": lambda st: (st.shape, st.ndim, len(st), st.axis, st.padding, st.framework, str(st.device)),
     "digest": lambda st: st.digest(),
     "dequantize": lambda st: breccia.dequantize(st),
     "dequantize to 16 bits": lambda st: breccia.dequantize(st, out_dtype="float16"),
@@ -478,7 +478,7 @@ def test_stored_tensors_go_from_one_framework_to_another(source: str, target: st
                     bridges.from_dlpack(stored, target, copy=True),
                 ):
                     assert taken.framework == target and bytes_equal(taken, st) and taken.shape == st.shape
-                    there = {name: frameworks.dtype_name(part) for name, part in held(taken.to_plain()).items()}
+                    there = {name: frameworks.dtype_name(part) for name, part in components(taken.to_plain()).items()}
                     assert there == Place(target).ops.dtypes(recipe.format), "the dtypes that the framework stores parts in"
 
 
@@ -538,9 +538,9 @@ def test_requantize_writes_the_storage_it_is_asked_for(storage: str, framework: 
 def test_out_is_written_in_its_storage(storage: str, framework: str) -> None:
     place, x, y = here(framework), wide((9, 35), seed=12), wide((9, 35), seed=13)
     out = breccia.cast(place.array(x), NVFP4, storage=storage)
-    parts = {name: id(part) for name, part in held(out).items()}
+    parts = {name: id(part) for name, part in components(out).items()}
     assert breccia.cast(place.array(y), NVFP4, storage=storage, out=out) is out
-    assert {name: id(part) for name, part in held(out).items()} == parts
+    assert {name: id(part) for name, part in components(out).items()} == parts
     assert_stored(place, out, storage, breccia.cast(y, NVFP4))
     plain = breccia.cast(place.array(x), NVFP4)
     before = plain.digest()
@@ -568,7 +568,7 @@ def test_stored_parts_are_wrapped_with_the_shape_they_are_of(storage: str, frame
         st = moved(plain, place).to_storage(storage)
         parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
         found = breccia.from_buffer(*parts, shape=st.shape)
-        assert (found.shape, found.tail) == (plain.shape, plain.tail)
+        assert (found.shape, found.padding) == (plain.shape, plain.padding)
         assert_stored(place, found, storage, plain)
 
 

@@ -84,7 +84,7 @@ def sound(st: ScaledTensor) -> ScaledTensor:
     """`st`, its parts passed through the constructor's checks."""
     parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     again = ScaledTensor(*parts, shape=st.shape)
-    assert (again.shape, again.tail) == (st.shape, st.tail)
+    assert (again.shape, again.padding) == (st.shape, st.padding)
     return st
 
 
@@ -485,7 +485,7 @@ def rows(layout: breccia.Layout) -> ScaledTensor:
 
 
 def test_a_layout_whose_scales_do_not_follow_blocks_is_not_cut() -> None:
-    st = ScaledTensor.assemble(ST.data, ST.scale[:, :, :2], ST.recipe, ST.layout, global_scale=ST.global_scale)
+    st = ScaledTensor.from_parts(ST.data, ST.scale[:, :, :2], ST.recipe, ST.layout, global_scale=ST.global_scale)
     with pytest.raises(LayoutError, match=r"one scale for each block, in the order of blocks; .* stores shape \(3, 4, 2\)"):
         st[0]
 
@@ -501,9 +501,9 @@ def test_a_digest_is_the_same_in_every_framework_and_says_bytes_equal(recipe: Sc
         st = moved(expected, framework)
         assert st.digest() == expected.digest() == st.mT.mT.digest() and breccia.bytes_equal(st, expected)
         assert st.mT.digest() == expected.mT.digest() and not breccia.bytes_equal(st, expected.mT)
-    strided = ScaledTensor.assemble(
+    strided = ScaledTensor.from_parts(
         np.repeat(expected.data, 2, 0)[::2],
-        *(expected.scale, recipe, expected.layout, expected.zero_point, expected.global_scale, -1, expected.tail),
+        *(expected.scale, recipe, expected.layout, expected.zero_point, expected.global_scale, -1, expected.padding),
     )
     assert strided.digest() == expected.digest() and breccia.bytes_equal(strided, expected)
 
@@ -512,7 +512,7 @@ def test_a_digest_hashes_what_its_docstring_says() -> None:
     st = breccia.cast(wide((3, 17)), NVFP4BlockScaling())
     facts = {
         "axis": -1,
-        "layout": {"fields": {"block_m": 1, "block_n": 16, "ragged": True}, "name": "per_block_mn"},
+        "layout": {"fields": {"block_m": 1, "block_n": 16, "partial": True}, "name": "per_block_mn"},
         "parts": {"data": ["uint8", [3, 9]], "global_scale": ["float32", []], "scale": ["uint8", [3, 2]]},
         "recipe": st.recipe.to_dict(),
         "shape": [3, 17],
@@ -529,19 +529,19 @@ def test_tensors_that_differ_in_one_fact_or_bit_are_not_equal() -> None:
     flipped[-1, -1] ^= 1
     negative_zero = np.where(st.scale == st.scale[0, 0], -st.scale, st.scale)
     others = [
-        ScaledTensor.assemble(flipped, *parts[1:]),
-        ScaledTensor.assemble(st.data, negative_zero, *parts[2:]),
-        ScaledTensor.assemble(st.data, st.scale.astype("f4"), *parts[2:]),
-        ScaledTensor.assemble(st.data, st.scale, INT4Scaling(group_size=16, signed=False), *parts[3:]),
-        ScaledTensor.assemble(*parts[:3], PerBlockK(16, ragged=True), st.zero_point),
-        ScaledTensor.assemble(*parts[:4], st.zero_point.view("i1")),
-        ScaledTensor.assemble(*parts, tail=1),
+        ScaledTensor.from_parts(flipped, *parts[1:]),
+        ScaledTensor.from_parts(st.data, negative_zero, *parts[2:]),
+        ScaledTensor.from_parts(st.data, st.scale.astype("f4"), *parts[2:]),
+        ScaledTensor.from_parts(st.data, st.scale, INT4Scaling(group_size=16, signed=False), *parts[3:]),
+        ScaledTensor.from_parts(*parts[:3], PerBlockK(16, partial=True), st.zero_point),
+        ScaledTensor.from_parts(*parts[:4], st.zero_point.view("i1")),
+        ScaledTensor.from_parts(*parts, padding=1),
         st.mT,
         st[:3],
     ]
     assert len({st.digest(), *(other.digest() for other in others)}) == len(others) + 1
     assert not any(breccia.bytes_equal(st, other) for other in others)
-    swapped = ScaledTensor.assemble(st.data, st.scale.astype(">f2"), *parts[2:])
+    swapped = ScaledTensor.from_parts(st.data, st.scale.astype(">f2"), *parts[2:])
     assert breccia.bytes_equal(st, swapped) and st.digest() == swapped.digest()
 
 
@@ -655,12 +655,12 @@ def test_what_is_written_goes_into_no_tensor_with_a_group_index() -> None:
             r"recipe 'int8' scales blocks of \(1, None\).*PerGroupIndex",
         ),
         (
-            lambda: breccia.concat([grouped()[0], ScaledTensor.assemble(*regrouped(2))], 2),
+            lambda: breccia.concat([grouped()[0], ScaledTensor.from_parts(*regrouped(2))], 2),
             r"has layout PerGroupIndex.*groups=3\), tensors\[1\] PerGroupIndex.*groups=2",
         ),
-        (lambda: breccia.concat([grouped()[0], ScaledTensor.assemble(*regrouped(3))], 2), "scale does not run along axis 2"),
+        (lambda: breccia.concat([grouped()[0], ScaledTensor.from_parts(*regrouped(3))], 2), "scale does not run along axis 2"),
         (
-            lambda: breccia.stack([grouped()[0], ScaledTensor.assemble(*regrouped(3))]),
+            lambda: breccia.stack([grouped()[0], ScaledTensor.from_parts(*regrouped(3))]),
             "stack: tensors.0. has layout PerGroupInd",
         ),
     ],

@@ -36,7 +36,7 @@ ONE = np.float32(1.0)
 def test_the_parts_of_a_tensor_are_the_callers_own_buffers() -> None:
     st = ScaledTensor(data=DATA, scale=ONE, recipe=Float8CurrentScaling(), layout=PerTensor())
     assert st.data is DATA and st.scale is ONE
-    assert (st.shape, st.ndim, st.axis, st.tail) == ((4, 8), 2, -1, 0)
+    assert (st.shape, st.ndim, st.axis, st.padding) == ((4, 8), 2, -1, 0)
     assert (st.data_dtype, st.scale_dtype, st.framework, st.device) == (np.uint8, np.float32, "numpy", "cpu")
     assert st.nbytes == 32 + 4
     same = breccia.from_buffer(DATA, ONE, Float8CurrentScaling(), PerTensor())
@@ -58,7 +58,7 @@ def test_a_tensor_is_frozen_and_travels_by_pickle_copy_and_replace() -> None:
     with pytest.raises((AttributeError, TypeError)):
         st.other = 1  # type: ignore[attr-defined]
     for other in (pickle.loads(pickle.dumps(st)), copy.deepcopy(st), dataclasses.replace(st), copy.copy(st)):
-        assert (other.shape, other.tail, other.recipe, other.layout) == ((3, 5), 1, st.recipe, st.layout)
+        assert (other.shape, other.padding, other.recipe, other.layout) == ((3, 5), 1, st.recipe, st.layout)
         assert breccia.dequantize(other).tobytes() == breccia.dequantize(st).tobytes()
     halved = dataclasses.replace(st, global_scale=np.float32(st.global_scale / 2))
     assert (breccia.dequantize(halved) == breccia.dequantize(st) / 2).all()
@@ -142,8 +142,8 @@ def test_a_zero_point_that_is_no_number_is_refused() -> None:
 
 def test_a_tail_longer_than_the_data_is_refused() -> None:
     recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
-    with pytest.raises(LayoutError, match=r"does not hold whole groups of 2 INT4 codes in 1 bytes along axis -1 \(tail=1\)"):
-        ScaledTensor(np.zeros((2, 0), np.uint8), np.ones((2, 0), np.float32), recipe, PerBlockK(4), tail=1)
+    with pytest.raises(LayoutError, match=r"does not hold whole groups of 2 INT4 codes in 1 bytes along axis -1 \(padding=1\)"):
+        ScaledTensor(np.zeros((2, 0), np.uint8), np.ones((2, 0), np.float32), recipe, PerBlockK(4), padding=1)
 
 
 def test_two_level_and_zero_point_parts_are_checked() -> None:
@@ -165,10 +165,10 @@ def test_two_level_and_zero_point_parts_are_checked() -> None:
 def test_the_logical_shape_of_packed_data_is_checked_against_the_bytes() -> None:
     recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
     data, scales = np.zeros((2, 3), np.uint8), np.ones((2, 2), np.float32)
-    st = ScaledTensor(data, scales, recipe, PerBlockK(4, ragged=True), shape=(2, 5))
-    assert (st.shape, st.tail) == ((2, 5), 1)
+    st = ScaledTensor(data, scales, recipe, PerBlockK(4, partial=True), shape=(2, 5))
+    assert (st.shape, st.padding) == ((2, 5), 1)
     with pytest.raises(LayoutError, match=r"shape=\(2, 7\) needs data of shape \(2, 4\) \(INT4, 4 bits per code"):
-        ScaledTensor(data, scales, recipe, PerBlockK(4, ragged=True), shape=(2, 7))
+        ScaledTensor(data, scales, recipe, PerBlockK(4, partial=True), shape=(2, 7))
 
 
 def test_per_channel_scales_decode_in_both_of_their_shapes() -> None:

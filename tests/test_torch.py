@@ -28,7 +28,7 @@ import breccia
 import breccia_torch
 from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E5M2, F16
-from breccia.tensors.components import held
+from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 from breccia.tensors.tensor import FIELDS
 from breccia_torch import ops as torch_ops
@@ -72,8 +72,8 @@ def test_every_dtype_and_stride_gives_the_bytes_of_the_generic_algorithm(
         for options in ({}, {"axis": -2}):
             ours, generic = (breccia.cast(view, recipe, prefer=k, **options) for k in (None, "reference.cast"))
             assert breccia.bytes_equal(ours, generic)
-            assert {n: (p.dtype, p.shape) for n, p in held(ours).items()} == {
-                n: (p.dtype, p.shape) for n, p in held(generic).items()
+            assert {n: (p.dtype, p.shape) for n, p in components(ours).items()} == {
+                n: (p.dtype, p.shape) for n, p in components(generic).items()
             }
             for out_dtype in ("float32", "float16", "bfloat16"):
                 a, b = (breccia.dequantize(ours, out_dtype=out_dtype, prefer=k) for k in (None, "reference.dequantize"))
@@ -84,9 +84,9 @@ def test_supplied_scales_and_out_are_taken_as_tensors(recipe: breccia.ScalingRec
     x = torch.from_numpy(wide((20, 70), seed=42, exponents=2))
     first = breccia.cast(x, recipe)
     out = breccia.cast(x * 3, recipe)
-    pointers = {name: part.data_ptr() for name, part in held(out).items()}
+    pointers = {name: part.data_ptr() for name, part in components(out).items()}
     assert breccia.cast(x, recipe, out=out) is out and breccia.bytes_equal(out, first)
-    assert {name: part.data_ptr() for name, part in held(out).items()} == pointers
+    assert {name: part.data_ptr() for name, part in components(out).items()} == pointers
     y = torch.empty(20, 70)
     assert breccia.dequantize(first, out=y) is y and torch.equal(y, breccia.dequantize(first))
     scale = first.scale if first.global_scale is None else first.global_scale
@@ -117,7 +117,9 @@ def test_fake_tensors_have_shapes_and_dtypes_and_no_values(recipe: breccia.Scali
     with FakeTensorMode():
         st = breccia.cast(torch.ones(6, 70), recipe)
         y = breccia.dequantize(st, out_dtype=torch.bfloat16)
-    assert {n: (p.dtype, p.shape) for n, p in held(st).items()} == {n: (p.dtype, p.shape) for n, p in held(real).items()}
+    assert {n: (p.dtype, p.shape) for n, p in components(st).items()} == {
+        n: (p.dtype, p.shape) for n, p in components(real).items()
+    }
     assert (st.shape, st.layout, y.shape, y.dtype) == (real.shape, real.layout, (6, 70), torch.bfloat16)
 
 
@@ -132,14 +134,14 @@ def narrowed_like_numpy(device: str) -> None:
         y = np.concatenate([random, *(t.astype(np.float32) for t in (values, ties, np.nextafter(ties.astype(np.float32), 0)))])
         expected = codec.encode(NUMPY, y)
         found = codec.encode(TORCH, torch.from_numpy(y).to(device))
-        assert TORCH.narrowed(torch.ones(1, device=device), codec) is not None
+        assert TORCH.native_cast(torch.ones(1, device=device), codec) is not None
         assert np.array_equal(found.cpu().numpy(), expected), codec.name
 
 
 def test_torchs_own_conversions_write_the_codes_of_the_contract() -> None:
     narrowed_like_numpy("cpu")
     other = dataclasses.replace(E4M3, bias=8, largest=224.0)
-    assert TORCH.narrowed(torch.ones(1), other) is None, "a codec of that name but other numbers"
+    assert TORCH.native_cast(torch.ones(1), other) is None, "a codec of that name but other numbers"
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
@@ -210,7 +212,7 @@ def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(recipe: brec
             pattern = sum(code << (i * element.bits) for i in range(group)).to_bytes(size, "little")
             data = np.resize(np.frombuffer(pattern, np.uint8), st.data.shape)
             fields = {name: getattr(st, name) for name in FIELDS}
-            return breccia.dequantize(breccia.ScaledTensor.assemble(**fields | {"data": torch.from_numpy(data)}))
+            return breccia.dequantize(breccia.ScaledTensor.from_parts(**fields | {"data": torch.from_numpy(data)}))
 
         low, high = (all_of(end(values, key=lambda code: values[code])) for end in (min, max))
     (found,) = torch.autograd.grad(breccia.cast_ste_clipped(x, recipe, clip="scale"), x, torch.full_like(x, 2.0))
@@ -256,7 +258,7 @@ def test_autocast_changes_no_verb(recipe: breccia.ScalingRecipe) -> None:
     def every(x: Any) -> list[Any]:
         st = breccia.cast(x, recipe)
         y = breccia.matmul(x, st.mT)
-        return [*held(st).values(), breccia.dequantize(st), breccia.cast_ste(x, recipe), y]
+        return [*components(st).values(), breccia.dequantize(st), breccia.cast_ste(x, recipe), y]
 
     plain = every(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -270,10 +272,10 @@ def test_tensors_on_meta_have_shapes_and_no_values(recipe: breccia.ScalingRecipe
     x = torch.from_numpy(wide((6, 70), seed=9))
     real = breccia.cast(x, recipe)
     st = breccia.cast(x.to("meta"), recipe)
-    assert {n: (p.dtype, p.shape, p.device.type) for n, p in held(st).items()} == {
-        n: (p.dtype, p.shape, "meta") for n, p in held(real).items()
+    assert {n: (p.dtype, p.shape, p.device.type) for n, p in components(st).items()} == {
+        n: (p.dtype, p.shape, "meta") for n, p in components(real).items()
     }
-    assert (st.shape, st.layout, st.tail) == (real.shape, real.layout, real.tail)
+    assert (st.shape, st.layout, st.padding) == (real.shape, real.layout, real.padding)
     assert breccia.dequantize(st, out_dtype=torch.bfloat16).shape == x.shape
     assert breccia.matmul(x.to("meta"), st.mT).shape == (6, 6)
     assert breccia.cast_ste(x.to("meta"), recipe).is_meta
@@ -395,14 +397,14 @@ def test_a_tensor_made_of_parts_is_a_tree_before_anything_is_cast() -> None:
 def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(torch.from_numpy(X), recipe)
     leaves, spec = pytree.tree_flatten({"w": st, "b": torch.ones(2)})
-    assert len([leaf for leaf in leaves if leaf is not None]) == len(held(st)) + 1
+    assert len([leaf for leaf in leaves if leaf is not None]) == len(components(st)) + 1
     assert breccia.bytes_equal(pytree.tree_unflatten(leaves, spec)["w"], st)
     moved = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, st)
     assert breccia.bytes_equal(moved, st) and moved.data.data_ptr() != st.data.data_ptr()
     placeholders = pytree.tree_map(lambda leaf: None, st)
     assert placeholders.data is None and placeholders.recipe == recipe
     paths = [pytree.keystr(path) for path, leaf in pytree.tree_flatten_with_path(st)[0] if leaf is not None]
-    assert paths == [f".{name}" for name in held(st)]
+    assert paths == [f".{name}" for name in components(st)]
 
 
 def test_torch_saves_and_loads_weights_only(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
@@ -426,7 +428,7 @@ def test_copies_share_nothing_and_shared_memory_is_shared(recipe: breccia.Scalin
     st = breccia.cast(torch.from_numpy(X), recipe)
     deep = copy.deepcopy(st)
     assert breccia.bytes_equal(deep, st) and deep.data.data_ptr() != st.data.data_ptr()
-    for part in held(st).values():
+    for part in components(st).values():
         part.share_memory_()
     sent = pickle.loads(ForkingPickler.dumps(st))
     assert breccia.bytes_equal(sent, st)
@@ -478,7 +480,7 @@ def test_compiled_casts_give_the_bytes_of_eager_ones_for_every_batch(recipe: bre
     fast = compiled(trip)
     for n in (4, 8, 12, 20):
         (st, y), (expected, z) = fast(rows(n)), trip(rows(n))
-        assert breccia.bytes_equal(st, expected) and (st.layout, st.tail) == (expected.layout, expected.tail)
+        assert breccia.bytes_equal(st, expected) and (st.layout, st.padding) == (expected.layout, expected.padding)
         assert torch.equal(y, z)
 
 
@@ -510,7 +512,7 @@ def test_operators_keep_the_strides_that_compilers_count_on(recipe: breccia.Scal
                 options = (text, axis, None, "nearest", None, "propagate")
                 parts = ops.cast(x, *options)
                 st = breccia.cast(x, recipe, axis=axis)
-                flat = (parts, text, st.layout.to_json(), axis, st.tail)
+                flat = (parts, text, st.layout.to_json(), axis, st.padding)
                 made = [*parts, ops.dequantize(*flat, "float32"), ops.cast_ste(x, *options, "", 0.0, 0.0)]
                 made += [ops.within_scales(x, *options), *ops.requantize(*flat, MXFP8.to_json(), *options[2:])]
             assert all(part.is_contiguous() for part in made)
@@ -556,7 +558,7 @@ def test_a_compiled_requantize_is_the_eager_one(into: breccia.ScalingRecipe) -> 
             return breccia.requantize(breccia.cast(x, recipe), into)
 
         found, expected = compiled(change)(rows(8, 64)), change(rows(8, 64))
-        assert breccia.bytes_equal(found, expected) and (found.layout, found.tail) == (expected.layout, expected.tail)
+        assert breccia.bytes_equal(found, expected) and (found.layout, found.padding) == (expected.layout, expected.padding)
         torch._dynamo.reset()
     with pytest.raises(Exception, match="requantize: require_exact= is for calls outside torch.compile"):
         compiled(lambda st: breccia.requantize(st, MXFP8, require_exact=True))(breccia.cast(rows(4, 64), NVFP4))

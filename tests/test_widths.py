@@ -79,7 +79,7 @@ def check(
     expect_numbers("dequantize", place, by.dequantize(st), values)
 
     again = breccia.from_buffer(st.data, st.scale, recipe, st.layout, None, st.global_scale, shape=st.shape)
-    assert (again.shape, again.tail) == (st.shape, st.tail) == (x.shape, -x.shape[-1] % packing(recipe.format.element)[0])
+    assert (again.shape, again.padding) == (st.shape, st.padding) == (x.shape, -x.shape[-1] % packing(recipe.format.element)[0])
     unit = math.lcm(recipe.format.scale.block[1] or 1, packing(recipe.format.element)[0])
     for what, part, kept in (
         ("its bytes", again, slice(None)),
@@ -250,7 +250,7 @@ def test_a_code_times_its_scale_beyond_fp32_is_infinite_with_the_sign_of_the_cod
         recipe = recipe_of(element, Level(codec, (1, 8)), rule=RCEIL)
         stored = place.array(np.array([[scale]], np.uint8 if codec is E8M0 else np.uint32))
         if codec is F32:
-            stored = place.ops.unbits(place.array(np.array([[scale]], np.int32)))
+            stored = place.ops.bitcast_to_float(place.array(np.array([[scale]], np.int32)))
         st = ScaledTensor(data, stored, recipe, recipe.layout, shape=(1, 8))
         expected = oracle.dequantize(oracle.Written(written, np.array([[scale]], np.uint32)), recipe)
         finite = float(np.float32(2.0**127)) if codec is E8M0 else float(np.finfo(np.float32).max)

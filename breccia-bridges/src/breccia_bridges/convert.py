@@ -19,10 +19,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
-from breccia.backend import TENSOR, held
+from breccia.backend import TENSOR, components
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
-from .measure import Fidelity, Histogram, Stored, histogram, measure, slabs
+from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, unnoticed
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Entry, Writer, byte_count
@@ -141,7 +141,7 @@ class _Plan:
     def _size(self, name: str) -> int:
         return sum(byte_count(*part) for part in self.described[name][0].values())
 
-    def report(self, name: str, fidelity: Fidelity | None = None, counts: Histogram | None = None) -> TensorReport:
+    def report(self, name: str, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
         entry, reason = self.container.entries[name], self.reasons[name]
         stored_as = entry.dtype if reason else self.recipe.name
         sizes = entry.nbytes, self._size(name)
@@ -245,7 +245,7 @@ class _Source:
         scale = self._shared_scale() if self.shares and len(self.slabs) > 1 else None
         for slab in self.slabs:
             st = cast(self.stored.values(slab), self.recipe, scale=scale)
-            yield {part: a for part, a in held(st).items() if a.ndim or slab == self.slabs[0]}
+            yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
 
     def _shared_scale(self) -> np.ndarray:
         """The scale of the whole tensor. It depends on the largest magnitude alone, so a cast of the slabs' largest gives it.

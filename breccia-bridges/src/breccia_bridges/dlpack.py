@@ -28,17 +28,17 @@ from breccia.backend import (
     DialectError,
     Framework,
     Layout,
-    Meaning,
+    Metadata,
     Ops,
     OptionError,
     ScaledTensor,
     ScalingRecipe,
     Shape,
     UnsupportedError,
+    components,
     device_of,
     dtype_name,
     framework_of,
-    held,
     ops_of,
     registry,
     targets,
@@ -332,7 +332,7 @@ def to_dlpack(scaled: ScaledTensor) -> Bundle:
             f"to_dlpack takes a ScaledTensor, got {type(scaled).__name__}; plain arrays have a from_dlpack of their own."
         )
     scaled = scaled.to_plain()
-    parts = {name: Part(array, _neutral, _LENT) for name, array in held(scaled).items()}
+    parts = {name: Part(array, _neutral, _LENT) for name, array in components(scaled).items()}
     for name, part in parts.items():
         try:
             part.__dlpack__(max_version=_VERSION)
@@ -394,11 +394,11 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
     way = _Way(target, targets.load(target.ops), _TAKERS.get(framework, _Taker()), device, copy)
     if isinstance(source, ScaledTensor):
         source = source.to_plain()
-        parts = held(source)
+        parts = components(source)
         taken = way.taken(parts, source.recipe)
         if all(taken[name] is part for name, part in parts.items()):
             return source
-        return Meaning.of(source).assembled(**taken)
+        return Metadata.of(source).assembled(**taken)
     if not isinstance(source, Bundle):
         raise UnsupportedError(
             f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Parts of your own become "

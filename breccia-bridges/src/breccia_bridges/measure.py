@@ -44,7 +44,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class ErrorMetrics:
     """Sums over the elements x of a tensor and what they became, y; two of them add up to that of both tensors.
 
     signal: of x * x. noise: of (x - y)^2. dot: of x * y. energy: of y * y. All in FP64.
@@ -68,10 +68,10 @@ class Fidelity:
     bad: int = 0
     bad_after: int = 0
 
-    def __add__(self, other: Fidelity) -> Fidelity:
+    def __add__(self, other: ErrorMetrics) -> ErrorMetrics:
         sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         sums["max_error"] = float(np.maximum(self.max_error, other.max_error))  # NaN stays
-        return Fidelity(**sums)
+        return ErrorMetrics(**sums)
 
     @property
     def sqnr(self) -> float:
@@ -111,7 +111,7 @@ class Fidelity:
 
 
 #: That of no elements.
-NOTHING = Fidelity()
+NOTHING = ErrorMetrics()
 
 
 class Stored:
@@ -173,10 +173,10 @@ def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
             yield slice(i, min(i + across, matrices)), slice(j, min(j + down, rows))
 
 
-def measure(x: Stored, y: Stored) -> Fidelity:
+def measure(x: Stored, y: Stored) -> ErrorMetrics:
     """How near `y` is to `x`, of the same shape."""
     pieces = slabs(x.shape, x.unit, y.unit)
-    return sum((_fidelity(x.values(slab), y.values(slab), y.limits(slab)) for slab in pieces), NOTHING)
+    return sum((_error_metrics(x.values(slab), y.values(slab), y.limits(slab)) for slab in pieces), NOTHING)
 
 
 def histogram(x: Stored, y: Stored) -> Histogram:
@@ -191,7 +191,7 @@ def histogram(x: Stored, y: Stored) -> Histogram:
     return Histogram(limit, before, after, math.prod(x.shape) - sum(after))
 
 
-def _fidelity(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray] | None) -> Fidelity:
+def _error_metrics(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray] | None) -> ErrorMetrics:
     clipped = np.zeros(x.shape, bool)
     with np.errstate(invalid="ignore"):  # NaN is beyond no limit
         if limits is not None:
@@ -202,7 +202,7 @@ def _fidelity(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray
     with np.errstate(over="ignore", invalid="ignore"):  # of FP64 squared, and of 0 times Inf
         e = p - q
         sums = {"signal": float(p @ p), "noise": float(e @ e), "dot": float(p @ q), "energy": float(q @ q)}
-    return Fidelity(
+    return ErrorMetrics(
         count=x.size,
         **sums,
         max_error=float(np.abs(e).max(initial=0.0)),
@@ -249,4 +249,4 @@ def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
     line = np.tile(group, -(-length // group.size))[:length]
     data = np.broadcast_to(line if st.axis == -1 else line[:, None], st.data.shape)
     parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
-    return ScaledTensor.assemble(*parts, tail=st.tail)
+    return ScaledTensor.from_parts(*parts, padding=st.padding)

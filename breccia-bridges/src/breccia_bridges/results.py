@@ -10,7 +10,7 @@ from typing import Any
 
 from breccia import ScalingRecipe
 
-from .measure import NOTHING, Fidelity, Histogram
+from .measure import NOTHING, ErrorMetrics, Histogram
 from .safetensors import plan
 from .safetensors_file import Shape, byte_count
 from .text import named
@@ -42,7 +42,7 @@ class TensorReport:
     reason: str
     bytes_in: int
     bytes_out: int
-    fidelity: Fidelity | None = None
+    fidelity: ErrorMetrics | None = None
     histogram: Histogram | None = None
 
     @property
@@ -59,7 +59,7 @@ class TensorReport:
         return 8 * self.bytes_out / self.parameters if self.parameters else None
 
     @property
-    def measured(self) -> Fidelity:
+    def measured(self) -> ErrorMetrics:
         """`fidelity`, or that of nothing."""
         return self.fidelity or NOTHING
 
@@ -141,7 +141,7 @@ class Report:
         return 8 * sum(t.bytes_out for t in self.quantized) / max(1, sum(t.parameters for t in self.quantized))
 
     @property
-    def fidelity(self) -> Fidelity:
+    def fidelity(self) -> ErrorMetrics:
         """Of all quantized tensors together."""
         return sum((t.measured for t in self.quantized), NOTHING)
 

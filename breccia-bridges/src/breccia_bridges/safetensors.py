@@ -36,8 +36,8 @@ from breccia.backend import (
     ScalingRecipe,
     ShapeError,
     UnsupportedError,
+    components,
     dtype_name,
-    held,
     ops_of,
     packing,
     part_shapes,
@@ -114,7 +114,7 @@ def describe(name: str, tensor: ScaledTensor | Array) -> Described:
         dtypes["zero_point"] = _float_dtype(f"{name}.zero_point", tensor.zero_point)
     entries = {
         f"{name}.{part}": (dtypes.get(part) or _plain_dtype(f"{name}.{part}", array), tuple(array.shape))
-        for part, array in held(tensor).items()
+        for part, array in components(tensor).items()
     }
     return entries, config
 
@@ -224,7 +224,7 @@ def open_writer(
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
     """Write a tensor declared to `open_writer`: all parts of a scaled one, or a plain array, from any framework."""
     if isinstance(tensor, ScaledTensor):
-        for part, array in held(tensor).items():
+        for part, array in components(tensor).items():
             writer.write(f"{name}.{part}", _flat(array))
     else:
         writer.write(name, _flat(tensor))

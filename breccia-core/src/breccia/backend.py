@@ -41,9 +41,9 @@ _HOMES: dict[str, str] = {
         ),
         "tensors.tensor",
     ),
-    **dict.fromkeys(("PARTS", "held", "part_grids"), "tensors.components"),
+    **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
     "contraction_axis": "tensors.checks",
-    "Meaning": "tensors.metadata",
+    "Metadata": "tensors.metadata",
     **dict.fromkeys(("packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("Layout", "PerBlockK", "Shape", "Stored"), "layouts"),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
@@ -90,12 +90,12 @@ _HOMES: dict[str, str] = {
         ),
         "recipes",
     ),
-    **dict.fromkeys(("Declared", "Identity", "rebuilt"), "declared"),
+    **dict.fromkeys(("Declared", "InternedKey", "rebuilt"), "declared"),
     **dict.fromkeys(("keeps_parts",), "kernels.exact"),
     **dict.fromkeys(("pack",), "kernels.reference"),
     # The NumPy kernels, for compiled ones that take their place in part.
     **dict.fromkeys(("numpy",), "kernels"),
-    **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Steps", "TableCodes"), "kernels.numpy.codes"),
+    **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),
     # Errors, the registry and the program.
     **dict.fromkeys(
         (

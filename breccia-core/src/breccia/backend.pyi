@@ -39,7 +39,7 @@ from .codecs import UINT8 as UINT8
 from .codecs import Codec as Codec
 from .codecs import PowerOfTwo as PowerOfTwo
 from .declared import Declared as Declared
-from .declared import Identity as Identity
+from .declared import InternedKey as InternedKey
 from .declared import rebuilt as rebuilt
 from .dispatch import calls as calls
 from .dispatch.call import Call as Call
@@ -69,8 +69,8 @@ from .kernels import reference as reference
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
+from .kernels.numpy.codes import Microkernels as Microkernels
 from .kernels.numpy.codes import ScaledCodes as ScaledCodes
-from .kernels.numpy.codes import Steps as Steps
 from .kernels.numpy.codes import TableCodes as TableCodes
 from .kernels.reference.packing import pack as pack
 from .layouts import Layout as Layout
@@ -93,13 +93,13 @@ from .siblings import install as install
 from .targets import once as once
 from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS
-from .tensors.components import held as held
+from .tensors.components import components as components
 from .tensors.components import part_grids as part_grids
 from .tensors.grids import packed_length as packed_length
 from .tensors.grids import packing as packing
 from .tensors.grids import part_shapes as part_shapes
 from .tensors.grids import whole_unit as whole_unit
-from .tensors.metadata import Meaning as Meaning
+from .tensors.metadata import Metadata as Metadata
 from .tensors.storage import Plain as Plain
 from .tensors.storage import Storage as Storage
 from .tensors.tensor import FIELDS as FIELDS

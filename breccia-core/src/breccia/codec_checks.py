@@ -187,15 +187,15 @@ def check_scale(codec: Codec, floats: tuple[Codec, ...]) -> None:
         )
 
 
-def check_capacity(capacity: float, element: Codec, finer: list[Codec]) -> None:
+def check_qmax(qmax: float, element: Codec, finer: list[Codec]) -> None:
     """Raise RecipeError unless the largest magnitude at scale 1 is an FP32 number, of which scales are computed."""
-    if not 2.0**_NORMAL <= capacity < 2.0 ** (_TOP + 1):
+    if not 2.0**_NORMAL <= qmax < 2.0 ** (_TOP + 1):
         names = " times ".join(codec.name for codec in (element, *finer))
         raise RecipeError(
-            f"the largest magnitude at scale 1, {names}, is {capacity!r}, and scales are computed from it in FP32, from "
+            f"the largest magnitude at scale 1, {names}, is {qmax!r}, and scales are computed from it in FP32, from "
             f"2^{_NORMAL} to below 2^{_TOP + 1}. Declare codecs of a largest number nearer to 1 (another bias or "
             "fraction_bits).",
-            capacity=capacity,
+            qmax=qmax,
         )
 
 

@@ -72,7 +72,7 @@ class Codec:
 
     def decode(self, ops: Ops, codes: Array) -> Array:
         """FP32 values of int32 codes, exactly."""
-        return ops.unbits(ops.take(self.table, codes))
+        return ops.bitcast_to_float(ops.take(self.table, codes))
 
     def multiply(self, ops: Ops, v: Array, stored: Array) -> Array:
         """fl(v * scale) for scales stored in this codec."""
@@ -194,16 +194,16 @@ class Minifloat(Codec):
         if self.bits <= 8:
             return self.decode(ops, ops.load(stored))
         if self.bits == 16 and ops.is_bit_pattern(stored):
-            return ops.unbits(ops.load(stored) << 16)
+            return ops.bitcast_to_float(ops.load(stored) << 16)
         return ops.f32(stored)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
-        u = ops.bits(y)
+        u = ops.bitcast_to_int(y)
         magnitude = u & MAGNITUDE
         if self.bits == 32:
             return ops.where(magnitude > F32_INF, self.need_nan(), u)  # of NaN's many patterns, one
         sign = ((u >> 31) & 1) << (self.bits - 1) if self.signed else 0
-        code = ops.narrowed(y, self) if word is None else None
+        code = ops.native_cast(y, self) if word is None else None
         if code is None:
             finite = magnitude if self.signed else ops.where(u < 0, 0, magnitude)
             code = self._rounded(ops, finite, word) | sign
@@ -256,7 +256,7 @@ class PowerOfTwo(Codec):
         return math.nan if code == self.nan else math.ldexp(1.0, code - self.bias)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
-        u = ops.bits(y)
+        u = ops.bitcast_to_int(y)
         magnitude = u & MAGNITUDE
         nearest = (magnitude + NORMAL // 2) >> 23  # the mantissa rounds into the exponent, 1.5 upwards
         nearest = ops.where((u < 0) | (magnitude < NORMAL), 0, nearest)
@@ -280,7 +280,7 @@ class PowerOfTwo(Codec):
         # Exact where it does not underflow. The reciprocal of 2^127 (code 254) is subnormal, hence two steps.
         code = ops.load(stored)
         usable = code != self.nan
-        inverse = ops.unbits((254 - ops.minimum(code, 253)) << 23)
+        inverse = ops.bitcast_to_float((254 - ops.minimum(code, 253)) << 23)
         return ops.where(usable, ops.where(code == 254, x * 0.5, x) * inverse, 0.0), usable
 
 
@@ -325,10 +325,10 @@ class Integer(Codec):
         """As `Codec.encode`; `zero_point` (FP32 whole numbers) is added to the rounded number."""
         least, most = (math.ldexp(end, -self.fraction_bits) for end in (self.low, self.high))
         y = ops.minimum(ops.maximum(y, least - zero_point), most - zero_point)
-        u = ops.bits(y * 2.0**self.fraction_bits if self.fraction_bits else y)
+        u = ops.bitcast_to_int(y * 2.0**self.fraction_bits if self.fraction_bits else y)
         magnitude = u & MAGNITUDE
         whole = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
-        signed = ops.where(u < 0, -whole, whole) + ops.whole(zero_point)
+        signed = ops.where(u < 0, -whole, whole) + ops.to_int32(zero_point)
         return signed & ((1 << self.bits) - 1)
 
 
@@ -381,17 +381,17 @@ class Lookup(Codec):
         values = tuple(map(f32_bits, ascending))
         y = ops.minimum(ops.maximum(y, ascending[0]), ascending[-1])
         place = self._place(ops, y, values)
-        low, high = (ops.unbits(ops.take(values, ops.minimum(p, len(values) - 1))) for p in (place, place + 1))
+        low, high = (ops.bitcast_to_float(ops.take(values, ops.minimum(p, len(values) - 1))) for p in (place, place + 1))
         f = ops.div(y - low, ops.where(low < high, high - low, 1.0))
-        up = ops.whole(ops.minimum(f, 1.0) * 2.0**30) + ((word >> 2) & 0x3FFFFFFF) >= 1 << 30
+        up = ops.to_int32(ops.minimum(f, 1.0) * 2.0**30) + ((word >> 2) & 0x3FFFFFFF) >= 1 << 30
         return self._codes(ops, ops.where(up, place + 1, place))
 
     def _place(self, ops: Ops, y: Array, starts: tuple[int, ...]) -> Array:
         """Largest place whose start is <= y, by bisection; 0 where none is."""
-        place = ops.bits(y) * 0
+        place = ops.bitcast_to_int(y) * 0
         for bit in reversed(range(self.bits)):
             there = place + (1 << bit)
-            place = ops.where(y >= ops.unbits(ops.take(starts, there)), there, place)
+            place = ops.where(y >= ops.bitcast_to_float(ops.take(starts, there)), there, place)
         return place
 
     def _codes(self, ops: Ops, place: Array) -> Array:

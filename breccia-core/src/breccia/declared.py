@@ -13,15 +13,15 @@ from . import targets
 from .errors import RecipeError, suggestion
 
 
-class Identity:
+class InternedKey:
     """One object for all equal declarations of a process; it hashes and compares in C."""
 
     __slots__ = ("__weakref__",)
 
 
 #: By (class, *values of its fields), and not by the declaration, which holds its identity and would keep itself alive.
-_identities: WeakValueDictionary[Any, Identity] = WeakValueDictionary()
-_identifying = threading.Lock()
+_interned: WeakValueDictionary[Any, InternedKey] = WeakValueDictionary()
+_interning = threading.Lock()
 
 
 def rebuilt(cls: type[Declared], fields: dict[str, Any]) -> Declared:
@@ -36,13 +36,13 @@ class Declared:
     kind: ClassVar[str] = "declaration"
 
     @cached_property
-    def identity(self) -> Identity:
+    def interned_key(self) -> InternedKey:
         """The identity of all equal declarations, many times faster to hash than their fields. It lives while one does."""
         key = (type(self), *(getattr(self, f.name) for f in dataclasses.fields(self)))  # type: ignore[arg-type]
-        with _identifying:
-            found = _identities.get(key)
+        with _interning:
+            found = _interned.get(key)
             if found is None:
-                found = _identities[key] = Identity()
+                found = _interned[key] = InternedKey()
             return found
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .codec_checks import check_capacity, check_element, check_scale
+from .codec_checks import check_element, check_qmax, check_scale
 from .codecs import BF16, F16, F32, Codec, Integer, PowerOfTwo
 from .errors import RecipeError
 
@@ -32,7 +32,7 @@ class Level:
     """One level of scales: the codec they are stored in, the block each covers, and their sense.
 
     Senses: `multiplier` (decoded value is code * scale), `divisor` (code / scale), `amax` (the stored number
-    is the block's largest magnitude, and the multiplier is amax / capacity; see `Format.capacity`).
+    is the block's largest magnitude, and the multiplier is amax / qmax; see `Format.qmax`).
     """
 
     codec: Codec
@@ -75,9 +75,7 @@ class Format:
                 block=self.levels[0].block,
             )
         for level in self.levels:
-            check_capacity(
-                self.capacity(level), self.element, [finer.codec for finer in self.levels[self.levels.index(level) + 1 :]]
-            )
+            check_qmax(self.qmax(level), self.element, [finer.codec for finer in self.levels[self.levels.index(level) + 1 :]])
         if self.offset not in OFFSETS:
             raise RecipeError(f"offset is one of {', '.join(OFFSETS)}; got {self.offset!r}.", offset=self.offset)
         if self.offset == "zero_point" and not (isinstance(self.element, Integer) and self.element.fraction_bits == 0):
@@ -106,7 +104,7 @@ class Format:
             found["global_scale"] = self.global_scale.codec
         return found
 
-    def capacity(self, level: Level) -> float:
+    def qmax(self, level: Level) -> float:
         """Largest magnitude representable under a scale of 1.0 at `level`: element.max times finer levels' max."""
         cap = self.element.max
         for finer in self.levels[self.levels.index(level) + 1 :]:

@@ -1,7 +1,7 @@
 """Layouts: how `scale` maps onto `data`.
 
 Shapes here are logical shapes `(..., M, K)`. `axis` is the contraction axis, always negative; blocks of size
-`block_size` run along it. Layouts are strict: a partial last block needs `ragged=True`, and `ragged=True`
+`block_size` run along it. Layouts are strict: a partial last block needs `partial=True`, and `partial=True`
 needs a partial last block, so that one tensor has one spelling.
 """
 
@@ -31,7 +31,7 @@ class Layout(Declared):
     """Base of layouts: frozen dataclasses that say which scale shapes fit a logical shape."""
 
     kind: ClassVar[str] = "layout"
-    ragged: bool
+    partial: bool
     #: How codes and scales lie: "plain", or the name of a registered storage (see `Stored`).
     storage: ClassVar[str] = PLAIN
 
@@ -62,14 +62,14 @@ class Layout(Declared):
         return self
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        """This layout with `ragged` set as `shape` needs it."""
+        """This layout with `partial` set as `shape` needs it."""
         return self
 
     def along(self, positions: Iterable[int]) -> Layout:
         """The layout of a tensor that keeps these positions of the contraction axis, in this order."""
         return self
 
-    def joined(self, following: Layout) -> Layout:
+    def followed_by(self, following: Layout) -> Layout:
         """The layout of a tensor whose contraction axis goes on with that of a tensor under `following`."""
         return self
 
@@ -105,18 +105,18 @@ class Layout(Declared):
     def _blocks(self, shape: Shape, sides: dict[int, tuple[str, int]]) -> Shape:
         """`shape` with each axis in `sides` divided by its block size, rounded up where ragged."""
         partial = {a for a, (_, size) in sides.items() if shape[a] % size}
-        if partial and not self.ragged:
+        if partial and not self.partial:
             a = min(partial)
             field, size = sides[a]
             raise LayoutError(
                 f"{type(self).__name__}: data.shape[{a}]={shape[a]} must be divisible by {field}={size}; "
-                "pass ragged=True for a partial last block.",
+                "pass partial=True for a partial last block.",
                 shape=shape,
                 **{field: size},
             )
-        if self.ragged and not partial:
+        if self.partial and not partial:
             raise LayoutError(
-                f"{type(self).__name__}: ragged=True, but shape {shape} divides into whole blocks; use ragged=False.",
+                f"{type(self).__name__}: partial=True, but shape {shape} divides into whole blocks; use partial=False.",
                 shape=shape,
             )
         out = list(shape)
@@ -130,7 +130,7 @@ class PerTensor(Layout):
     """One scale for the whole tensor: shape `()`, or a prefix of `data.shape[:-2]` (one per expert, say)."""
 
     name: ClassVar[str] = "per_tensor"
-    ragged: ClassVar[bool] = False  # type: ignore[misc]
+    partial: ClassVar[bool] = False  # type: ignore[misc]
 
     def block(self, axis: int = -1) -> Block:
         return (None, None)
@@ -159,11 +159,11 @@ class PerBlockK(Layout):
 
     name: ClassVar[str] = "per_block_k"
     block_size: int = 128
-    ragged: bool = False
+    partial: bool = False
 
     def __post_init__(self) -> None:
         check_positive("PerBlockK", "block_size", self.block_size)
-        check_type("PerBlockK", "ragged", self.ragged, bool)
+        check_type("PerBlockK", "partial", self.partial, bool)
 
     def block(self, axis: int = -1) -> Block:
         return (1, self.block_size)
@@ -172,7 +172,7 @@ class PerBlockK(Layout):
         return (self._blocks(shape, {axis: ("block_size", self.block_size)}),)
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        return replace(self, ragged=bool(shape[axis] % self.block_size))
+        return replace(self, partial=bool(shape[axis] % self.block_size))
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class PerChannel(Layout):
     """One scale per row along the contraction axis: shape `(..., M, 1)`, or `(M,)`."""
 
     name: ClassVar[str] = "per_channel"
-    ragged: ClassVar[bool] = False  # type: ignore[misc]
+    partial: ClassVar[bool] = False  # type: ignore[misc]
 
     def block(self, axis: int = -1) -> Block:
         return (1, None)
@@ -201,12 +201,12 @@ class PerBlockMN(Layout):
     name: ClassVar[str] = "per_block_mn"
     block_m: int = 1
     block_n: int = 32
-    ragged: bool = False
+    partial: bool = False
 
     def __post_init__(self) -> None:
         check_positive("PerBlockMN", "block_m", self.block_m)
         check_positive("PerBlockMN", "block_n", self.block_n)
-        check_type("PerBlockMN", "ragged", self.ragged, bool)
+        check_type("PerBlockMN", "partial", self.partial, bool)
 
     def _check_ndim(self, shape: Shape, axis: int) -> None:
         super()._check_ndim(shape, axis)
@@ -225,7 +225,7 @@ class PerBlockMN(Layout):
 
     def canonical(self, axis: int) -> Layout:
         m, k = self.block(axis)
-        return PerBlockK(k, self.ragged) if m == 1 and k is not None else self
+        return PerBlockK(k, self.partial) if m == 1 and k is not None else self
 
     def oriented(self, axis: int) -> Layout:
         return self.mT if axis == -2 else self
@@ -235,7 +235,7 @@ class PerBlockMN(Layout):
         return replace(self, block_m=self.block_n, block_n=self.block_m)
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        return replace(self, ragged=bool(shape[-2] % self.block_m or shape[-1] % self.block_n))
+        return replace(self, partial=bool(shape[-2] % self.block_m or shape[-1] % self.block_n))
 
 
 @dataclass(frozen=True, repr=False)
@@ -248,7 +248,7 @@ class PerGroupIndex(Layout):
     """
 
     name: ClassVar[str] = "per_group_index"
-    ragged: ClassVar[bool] = False  # type: ignore[misc]
+    partial: ClassVar[bool] = False  # type: ignore[misc]
     index: tuple[int, ...]
     groups: int
 
@@ -291,7 +291,7 @@ class PerGroupIndex(Layout):
     def along(self, positions: Iterable[int]) -> Layout:
         return replace(self, index=tuple(self.index[k] for k in positions))
 
-    def joined(self, following: Layout) -> Layout:
+    def followed_by(self, following: Layout) -> Layout:
         assert isinstance(following, PerGroupIndex)
         return replace(self, index=self.index + following.index)
 
@@ -321,7 +321,7 @@ class Stored(Layout):
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        return self.layout.ragged
+        return self.layout.partial
 
     @property
     def plain(self) -> Layout:

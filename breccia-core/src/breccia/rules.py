@@ -24,16 +24,16 @@ class Rule:
 
     name: str
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         """int32 codes of the scales to store.
 
         statistic: FP32, finite, not below 2^-126 where nonzero (zero blocks are the caller's).
-        capacity: what a scale of one can carry (`Format.capacity`). coarse: FP32 scale of the coarser level, or None.
+        qmax: what a scale of one can carry (`Format.qmax`). coarse: FP32 scale of the coarser level, or None.
         """
         raise RecipeError(f"scale rule {self.name!r} does not say how to scale")
 
     def scaled(
-        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, capacity: float
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
         """(`x` in units of its scale, is the scale usable?): what codes are rounded from, 0 where the scale is not usable.
 
@@ -44,13 +44,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Linear(Rule):
-    """amax / capacity * 2^margin, rounded into the level's codec. Codes are x times one reciprocal per scale."""
+    """amax / qmax * 2^margin, rounded into the level's codec. Codes are x times one reciprocal per scale."""
 
     margin: int = 0
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         codec = self._floating(codec)
-        t = self._ratio(ops, statistic, element, capacity)
+        t = self._ratio(ops, statistic, element, qmax)
         t = flushed(ops, t)
         if coarse is not None:
             t = saturated(ops, ops.div(t, coarse))
@@ -59,8 +59,8 @@ class Linear(Rule):
         t = ops.minimum(ops.maximum(t, codec.scale_min), codec.scale_max)
         return codec.encode(ops, t)
 
-    def _ratio(self, ops: Ops, statistic: Array, element: Codec, capacity: float) -> Array:
-        return ops.div(statistic, capacity)
+    def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
+        return ops.div(statistic, qmax)
 
     def _floating(self, codec: Codec) -> Minifloat:
         if not isinstance(codec, Minifloat):
@@ -70,17 +70,17 @@ class Linear(Rule):
 
 @dataclass(frozen=True)
 class Reciprocal(Linear):
-    """`Linear` with amax * fl(1 / capacity): how a compiler that rewrites divisions by constants computes it."""
+    """`Linear` with amax * fl(1 / qmax): how a compiler that rewrites divisions by constants computes it."""
 
-    def _ratio(self, ops: Ops, statistic: Array, element: Codec, capacity: float) -> Array:
-        return statistic * f32(1.0 / capacity)
+    def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
+        return statistic * f32(1.0 / qmax)
 
 
 @dataclass(frozen=True)
 class HalfRange(Linear):
     """`Linear` over half the width of a signed integer codec's range, 7.5 for INT4: amax / ((high - low) / 2)."""
 
-    def _ratio(self, ops: Ops, statistic: Array, element: Codec, capacity: float) -> Array:
+    def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
         if not isinstance(element, Integer) or not element.signed:
             raise RecipeError(f"rule {self.name!r} is for signed integer elements; {element.name} is none.")
         return ops.div(statistic, math.ldexp(element.high - element.low, -1 - element.fraction_bits))
@@ -91,7 +91,7 @@ class Divide(Linear):
     """`Linear`, with codes from x / scale: one division per element."""
 
     def scaled(
-        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, capacity: float
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
         scale = codec.read(ops, stored)
         if coarse is not None:
@@ -102,14 +102,14 @@ class Divide(Linear):
 
 @dataclass(frozen=True)
 class Inverse(Linear):
-    """The order of TransformerEngine 2.x: multiplier = capacity / amax, codes from x * multiplier, scale = 1 / multiplier.
+    """The order of TransformerEngine 2.x: multiplier = qmax / amax, codes from x * multiplier, scale = 1 / multiplier.
 
     The multiplier is clamped to 2^-126 .. 2^126, and its mantissa cut off under `power_of_two`.
     """
 
     power_of_two: bool = False
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         if coarse is not None:
             raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
         codec = self._floating(codec)
@@ -118,46 +118,46 @@ class Inverse(Linear):
                 f"rule {self.name!r} writes scales up to 2^126, for codes that it has multiplied already; {codec.name} ends at "
                 f"{codec.scale_max:g}: use 'linear'."
             )
-        return codec.encode(ops, ops.div(1.0, self._multiplier(ops, statistic, capacity)))
+        return codec.encode(ops, ops.div(1.0, self._multiplier(ops, statistic, qmax)))
 
     def scaled(
-        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, capacity: float
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
         if statistic is None:
-            return super().scaled(ops, x, stored, codec, coarse, statistic, capacity)
+            return super().scaled(ops, x, stored, codec, coarse, statistic, qmax)
         usable = normal(codec.read(ops, stored))
-        multiplier = ops.where(statistic == 0, 1.0, self._multiplier(ops, statistic, capacity))
+        multiplier = ops.where(statistic == 0, 1.0, self._multiplier(ops, statistic, qmax))
         return ops.where(usable, x * multiplier, 0.0), usable
 
-    def _multiplier(self, ops: Ops, statistic: Array, capacity: float) -> Array:
-        m = ops.div(capacity, ops.where(statistic == 0, capacity, statistic))
+    def _multiplier(self, ops: Ops, statistic: Array, qmax: float) -> Array:
+        m = ops.div(qmax, ops.where(statistic == 0, qmax, statistic))
         m = ops.minimum(m, 2.0**126)
         if self.margin:
             m = m * 2.0**-self.margin
         m = ops.minimum(ops.maximum(m, 2.0**-126), 2.0**126)
-        return ops.unbits(ops.bits(m) & F32_INF) if self.power_of_two else m
+        return ops.bitcast_to_float(ops.bitcast_to_int(m) & F32_INF) if self.power_of_two else m
 
 
 @dataclass(frozen=True)
 class Exponent(Rule):
     """A power of two, found on the bits of amax: `rceil`, `floor` or `even`.
 
-    `rceil`: smallest 2^n with amax <= capacity * 2^n. Nothing saturates.
-    `floor`: 2^(floor(log2 amax) - floor(log2 capacity)); OCP MX v1.0 section 6.3. The largest element may saturate.
+    `rceil`: smallest 2^n with amax <= qmax * 2^n. Nothing saturates.
+    `floor`: 2^(floor(log2 amax) - floor(log2 qmax)); OCP MX v1.0 section 6.3. The largest element may saturate.
     `even`: `floor` after rounding amax's mantissa to the element's mantissa bits, ties away from zero.
     """
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, capacity: float, coarse: Array | None) -> Array:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         if coarse is not None:
             raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
-        cap = f32_bits(capacity)
+        cap = f32_bits(qmax)
         carry = self.carry(element, cap)
-        return codec.encode_exponent(ops, ((ops.bits(statistic) + carry) >> 23) - (cap >> 23))
+        return codec.encode_exponent(ops, ((ops.bitcast_to_int(statistic) + carry) >> 23) - (cap >> 23))
 
-    def carry(self, element: Codec, capacity: int) -> int:
-        """What is added to amax's bits so that its exponent field is the rounded one. capacity: as FP32 bits."""
+    def carry(self, element: Codec, qmax: int) -> int:
+        """What is added to amax's bits so that its exponent field is the rounded one. qmax: as FP32 bits."""
         if self.name == "rceil":  # carries where amax's mantissa is the larger one
-            return MANTISSA - (capacity & MANTISSA)
+            return MANTISSA - (qmax & MANTISSA)
         if self.name == "floor":
             return 0
         if not isinstance(element, Minifloat | Integer):
@@ -172,14 +172,14 @@ def normal(scale: Array) -> Array:
 
 def saturated(ops: Ops, y: Array) -> Array:
     """`y` with ±Inf replaced by the largest finite FP32. NaN stays."""
-    u = ops.bits(y)
+    u = ops.bitcast_to_int(y)
     magnitude = u & MAGNITUDE
-    return ops.unbits(ops.where(magnitude == F32_INF, (u & ~MAGNITUDE) | _F32_MAX, u))
+    return ops.bitcast_to_float(ops.where(magnitude == F32_INF, (u & ~MAGNITUDE) | _F32_MAX, u))
 
 
 def flushed(ops: Ops, y: Array) -> Array:
     """`y` with magnitudes below 2^-126 replaced by zero, as XLA does to results."""
-    return ops.where((ops.bits(y) & MAGNITUDE) <= MANTISSA, 0.0, y)
+    return ops.where((ops.bitcast_to_int(y) & MAGNITUDE) <= MANTISSA, 0.0, y)
 
 
 LINEAR = Linear("linear")

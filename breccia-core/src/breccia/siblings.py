@@ -83,14 +83,14 @@ EXTRAS = (
 
 
 @dataclass(frozen=True)
-class Stranger:
+class ConflictingDistribution:
     """The distribution named `breccia`, an older code base that installs into the same package: what is wrong, and the cure."""
 
     text: str
     remedy: str
 
 
-def unrelated() -> Stranger | None:
+def unrelated() -> ConflictingDistribution | None:
     """The older distribution, if it is installed. Its files and ours in one folder make neither work."""
     try:
         found = distribution("breccia")
@@ -99,7 +99,7 @@ def unrelated() -> Stranger | None:
     ours, theirs = Path(__file__).parent, Path(str(found.locate_file("breccia")))
     mixed = theirs.resolve() == ours.resolve()
     where = "in the same folder as breccia-core, each overwriting the other" if mixed else f"as well, in {theirs}"
-    return Stranger(
+    return ConflictingDistribution(
         f"the older, unrelated distribution `breccia` {found.version} is installed {where}",
         f"pip uninstall breccia; {install(CORE, '--force-reinstall', '--no-deps')}",
     )

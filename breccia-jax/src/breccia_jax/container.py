@@ -6,26 +6,26 @@ from typing import Any
 
 from jax import export, tree_util
 
-from breccia.backend import PARTS, Meaning, ScaledTensor, once
+from breccia.backend import PARTS, Metadata, ScaledTensor, once
 
 _KEYS = tuple(map(tree_util.GetAttrKey, PARTS))
 
 
-def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Meaning]:
-    return (st.data, st.scale, st.zero_point, st.global_scale), Meaning.of(st)
+def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Metadata]:
+    return (st.data, st.scale, st.zero_point, st.global_scale), Metadata.of(st)
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Meaning]:
+def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Metadata]:
     parts, meaning = _flatten(st)
     return tuple(zip(_KEYS, parts, strict=True)), meaning
 
 
-def _unflatten(meaning: Meaning, parts: Any) -> ScaledTensor:
+def _unflatten(meaning: Metadata, parts: Any) -> ScaledTensor:
     """Unchecked: JAX passes placeholders."""
     return meaning.assembled(*parts)
 
 
-def _written(meaning: Meaning) -> bytes:
+def _written(meaning: Metadata) -> bytes:
     return meaning.to_json().encode()
 
 
@@ -38,5 +38,5 @@ def register() -> None:
     """
     tree_util.register_pytree_with_keys(ScaledTensor, _flatten_with_keys, _unflatten, _flatten)
     export.register_pytree_node_serialization(
-        ScaledTensor, serialized_name="breccia.ScaledTensor", serialize_auxdata=_written, deserialize_auxdata=Meaning.from_json
+        ScaledTensor, serialized_name="breccia.ScaledTensor", serialize_auxdata=_written, deserialize_auxdata=Metadata.from_json
     )

@@ -28,10 +28,10 @@ class _JaxOps(Ops):
     def to_float(self, x: Array, dtype: str) -> Array:
         return x.astype(dtype)
 
-    def bits(self, x: Array) -> Array:
+    def bitcast_to_int(self, x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    def unbits(self, i: Array) -> Array:
+    def bitcast_to_float(self, i: Array) -> Array:
         return lax.bitcast_convert_type(i, jnp.float32)
 
     def load(self, stored: Array) -> Array:
@@ -94,7 +94,7 @@ class _JaxOps(Ops):
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return jnp.broadcast_to(a, shape)
 
-    def number(self, i: Array) -> Array:
+    def int_to_float(self, i: Array) -> Array:
         return i.astype(jnp.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
@@ -118,21 +118,21 @@ class _JaxOps(Ops):
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return jnp.transpose(a, axes)
 
-    def joined(self, codes: Array, bits: int) -> Array:
+    def pack_bits(self, codes: Array, bits: int) -> Array:
         # By way of one item for all, once they are there: XLA on CPUs computes and reads every other code alone, which takes
         # five times as long (measured: jax 0.10 and 0.11).
         count = codes.shape[-1]
         if count not in _WORDS:
-            return super().joined(codes, bits)
+            return super().pack_bits(codes, bits)
         item = lax.bitcast_convert_type(lax.optimization_barrier(codes.astype(jnp.uint8)), _WORDS[count]).astype(jnp.int32)
         word = item & 0xFF
         for i in range(1, count):
             word = word | ((item >> (8 * i)) & 0xFF) << (i * bits)
         return word
 
-    def parted(self, word: Array, bits: int, count: int) -> Array:
+    def unpack_bits(self, word: Array, bits: int, count: int) -> Array:
         if count not in _WORDS:
-            return super().parted(word, bits, count)
+            return super().unpack_bits(word, bits, count)
         mask = (1 << bits) - 1
         item = word & mask
         for i in range(1, count):
@@ -149,7 +149,7 @@ class _JaxOps(Ops):
             low, high = seed, (seed >> 32 if wide else seed >> 31 if seed.dtype.kind == "i" else seed * 0)
         return low.astype(jnp.int32), high.astype(jnp.int32)
 
-    def whole(self, x: Any) -> Any:
+    def to_int32(self, x: Any) -> Any:
         return x.astype(jnp.int32) if hasattr(x, "astype") else int(x)
 
     def any(self, condition: Array) -> bool:

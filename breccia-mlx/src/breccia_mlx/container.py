@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx.utils import tree_map
 
-from breccia.backend import Meaning, ScaledTensor, held
+from breccia.backend import Metadata, ScaledTensor, components
 
 #: What the one key of a ScaledTensor's dict begins with; JSON follows.
 _MARK = "ScaledTensor "
@@ -22,7 +22,7 @@ def to_tree(value: Any) -> Any:
     """
 
     def flat(leaf: Any) -> Any:
-        return {_written(Meaning.of(leaf)): held(leaf)} if isinstance(leaf, ScaledTensor) else leaf
+        return {_written(Metadata.of(leaf)): components(leaf)} if isinstance(leaf, ScaledTensor) else leaf
 
     return tree_map(flat, value)
 
@@ -31,7 +31,7 @@ def from_tree(tree: Any) -> Any:
     """Inverse of `to_tree`. Nothing is checked, as arrays may be placeholders: the shape follows from those there are."""
 
     def whole(leaf: Any) -> Any:
-        return _assembled(leaf) if _is_tensor(leaf) else leaf
+        return _from_parts(leaf) if _is_tensor(leaf) else leaf
 
     return tree_map(whole, tree, is_leaf=_is_tensor)
 
@@ -40,16 +40,16 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and len(value) == 1 and str(next(iter(value))).startswith(_MARK)
 
 
-def _assembled(tree: dict[str, dict[str, Any]]) -> ScaledTensor:
+def _from_parts(tree: dict[str, dict[str, Any]]) -> ScaledTensor:
     ((key, parts),) = tree.items()
     return _read(key).assembled(**parts)
 
 
 @lru_cache
-def _written(meaning: Meaning) -> str:
+def _written(meaning: Metadata) -> str:
     return _MARK + meaning.to_json()
 
 
 @lru_cache
-def _read(key: str) -> Meaning:
-    return Meaning.from_json(key.removeprefix(_MARK))
+def _read(key: str) -> Metadata:
+    return Metadata.from_json(key.removeprefix(_MARK))

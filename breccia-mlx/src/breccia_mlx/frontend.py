@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from breccia.backend import DEFAULT, CastOptions, Meaning, Prefer, ScaledTensor, ScalingRecipe, calls, composites, held
+from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
 
 from .ops import MLX
 
@@ -91,12 +91,16 @@ def _matmul_fp32(a: Any, b: Any) -> Array:
 class _Operand(NamedTuple):
     """How an operand lies among the arrays of a custom function: the meaning and the names of its parts, if it is scaled."""
 
-    meaning: Meaning | None
+    meaning: Metadata | None
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, x: Any) -> _Operand:
-        return cls(Meaning.of(x), tuple(held(x))) if isinstance(x, ScaledTensor) else cls(None, () if x is None else ("array",))
+        return (
+            cls(Metadata.of(x), tuple(components(x)))
+            if isinstance(x, ScaledTensor)
+            else cls(None, () if x is None else ("array",))
+        )
 
 
 def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, product: Any, operands: tuple[Any, ...]) -> Array:
@@ -128,7 +132,7 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         found: list[Array] = []
         for place, (x, (meaning, names)) in enumerate(zip((a, b, third), how, strict=True)):
             if meaning is not None or (product is None and place == 2):
-                found += [mx.zeros_like(part) for part in (held(x).values() if meaning is not None else (x,))]
+                found += [mx.zeros_like(part) for part in (components(x).values() if meaning is not None else (x,))]
             elif place == 0:
                 found.append(_summed(multiplied(gradient, _transposed(b), third), x))
             elif place == 1:
@@ -151,7 +155,11 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         y = sum(terms[1:], terms[0])
         return y
 
-    flat = [part for x in operands for part in (held(x).values() if isinstance(x, ScaledTensor) else () if x is None else (x,))]
+    flat = [
+        part
+        for x in operands
+        for part in (components(x).values() if isinstance(x, ScaledTensor) else () if x is None else (x,))
+    ]
     return _with_rules(lambda *arrays: forward(*whole(arrays)), gradients, tangent)(*flat)
 
 

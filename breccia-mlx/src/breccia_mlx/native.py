@@ -47,7 +47,7 @@ def accepts(call: Call) -> str | None:
         return f"MLX has no mode for recipe {w.recipe.name!r} as it is; it has mxfp4, mxfp8, nvfp4, and integers with a bias"
     if w.axis != -2 or w.ndim != 2:
         return "b must be the .mT of one weight (N, K) with blocks along K"
-    if w.layout.ragged or w.layout.block(-2) != (1, options["group_size"]):
+    if w.layout.partial or w.layout.block(-2) != (1, options["group_size"]):
         return f"K must be whole blocks of {options['group_size']}, each with its scale; b has {w.layout}"
     return None
 

@@ -13,7 +13,7 @@ import breccia
 from breccia.backend import (
     TENSOR,
     BrecciaError,
-    Meaning,
+    Metadata,
     OptionError,
     PerBlockK,
     ScaledTensor,
@@ -22,8 +22,8 @@ from breccia.backend import (
     UnsupportedError,
     check_recipe,
     checks,
+    components,
     dtype_name,
-    held,
 )
 
 Array = Any
@@ -57,8 +57,8 @@ class ScaledWeight(nn.Module):
         if tensor.framework != "mlx":
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of mlx; this one is of {tensor.framework}.")
         tensor = tensor.to_plain()  # whose parts are what files hold
-        parts = held(tensor)
-        self._meaning = Meaning.of(tensor)
+        parts = components(tensor)
+        self._meaning = Metadata.of(tensor)
         self._dtypes = tuple(map(dtype_name, parts.values()))
         self._name = tensor.recipe.spec
         self[self._name] = {name: _as_words(part) for name, part in parts.items()}
@@ -234,11 +234,11 @@ def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
     index = mx.where(index < 0, index + w.shape[0], index)
     parts = {
         name: part if name == "global_scale" or block == TENSOR else part[index // m if m else mx.zeros_like(index)]
-        for name, part in held(w).items()
+        for name, part in components(w).items()
         if name != "data"
     }
-    layout = w.layout if m in (1, None) or k is None else PerBlockK(k, ragged=bool(w.shape[1] % k))
-    return ScaledTensor.assemble(w.data[index], recipe=w.recipe, layout=layout, axis=-1, tail=w.tail, **parts)
+    layout = w.layout if m in (1, None) or k is None else PerBlockK(k, partial=bool(w.shape[1] % k))
+    return ScaledTensor.from_parts(w.data[index], recipe=w.recipe, layout=layout, axis=-1, padding=w.padding, **parts)
 
 
 def check_activation(activation: Any) -> None:

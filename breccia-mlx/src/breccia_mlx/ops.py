@@ -20,11 +20,11 @@ class _MlxOps(Ops):
     def to_float(self, x: Array, dtype: str) -> Array:
         return x.astype(getattr(mx, dtype))
 
-    def bits(self, x: Array) -> Array:
+    def bitcast_to_int(self, x: Array) -> Array:
         # Bits have no derivative. MLX has no rule for views and raises; so said, codes count as constants in what it derives.
         return mx.stop_gradient(x).view(mx.int32)
 
-    def unbits(self, i: Array) -> Array:
+    def bitcast_to_float(self, i: Array) -> Array:
         return i.view(mx.float32)
 
     def load(self, stored: Array) -> Array:
@@ -70,12 +70,12 @@ class _MlxOps(Ops):
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return mx.broadcast_to(a, shape)
 
-    def number(self, i: Array) -> Array:
+    def int_to_float(self, i: Array) -> Array:
         return i.astype(mx.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
         # Mapped over as `like` is: under mx.vmap `&` and `>>` of an array that is and one that is not read beyond the latter.
-        i = mx.reshape(mx.arange(like.size, dtype=mx.int64), like.shape) + (self.bits(like) & 0).astype(mx.int64)
+        i = mx.reshape(mx.arange(like.size, dtype=mx.int64), like.shape) + (self.bitcast_to_int(like) & 0).astype(mx.int64)
         return (i & 0xFFFFFFFF).astype(mx.uint32).view(mx.int32), (i >> 32).astype(mx.int32)
 
     def constant(self, value: float, like: Array) -> Array:
@@ -90,7 +90,7 @@ class _MlxOps(Ops):
     def itemsize(self, a: Array) -> int:
         return a.dtype.size
 
-    def whole(self, x: Any) -> Any:
+    def to_int32(self, x: Any) -> Any:
         return x.astype(mx.int32) if isinstance(x, mx.array) else int(x)
 
     def any(self, condition: Array) -> bool:

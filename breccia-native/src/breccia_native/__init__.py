@@ -1,1 +1,1 @@
-"""Compiled steps for breccia's casts on the CPU. Imports nothing; see `plugin.py`."""
+"""Compiled microkernels for breccia's casts on the CPU. Imports nothing; see `plugin.py`."""

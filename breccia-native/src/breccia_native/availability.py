@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 def missing(device: object) -> str | None:
-    """Why the compiled steps cannot run, or None."""
-    if find_spec("breccia_native.steps") is None:
+    """Why the compiled microkernels cannot run, or None."""
+    if find_spec("breccia_native.microkernels") is None:
         return "breccia-native was built without a C compiler; install one and reinstall breccia-native"
     return None

@@ -1,4 +1,4 @@
-"""The NumPy kernels with compiled steps: the same chunks, threads and scales; amax, codes and packing in C."""
+"""The NumPy kernels with compiled microkernels: the same chunks, threads and scales; amax, codes and packing in C."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from breccia.backend import (
     CastOptions,
     FloatCodes,
     IntegerCodes,
+    Microkernels,
     ScaledCodes,
     ScaledTensor,
     ScalingRecipe,
-    Steps,
     TableCodes,
 )
 from breccia.backend import numpy as kernels
 
-from . import steps
+from . import microkernels
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`breccia.kernels.numpy.casting.cast`, several times faster on large arrays."""
-    return kernels.cast(x, recipe, options, _STEPS)
+    return kernels.cast(x, recipe, options, _MICROKERNELS)
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
     """`breccia.kernels.numpy.decoding.dequantize`, faster on small tensors."""
-    return kernels.dequantize(st, out_dtype, out, _STEPS)
+    return kernels.dequantize(st, out_dtype, out, _MICROKERNELS)
 
 
 def _scaled(codes: FloatCodes | IntegerCodes | TableCodes) -> ScaledCodes | None:
     match codes:
         case FloatCodes():
             fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
-            return partial(_write, steps.floats, fields)
+            return partial(_write, microkernels.floats, fields)
         case IntegerCodes():
-            return partial(_write, steps.integers, (codes.low, codes.high, float(codes.magic), codes.mask))
+            return partial(_write, microkernels.integers, (codes.low, codes.high, float(codes.magic), codes.mask))
         case _:
             return None
 
@@ -46,4 +46,4 @@ def _write(step: Any, fields: tuple[float, ...], source: Any, inverse: Any, k: i
     step(source, inverse, k, codes, *fields)
 
 
-_STEPS = Steps(amax=steps.amax, pairs=steps.pairs, scaled=_scaled, values=steps.values)
+_MICROKERNELS = Microkernels(amax=microkernels.amax, pairs=microkernels.pairs, scaled=_scaled, values=microkernels.values)

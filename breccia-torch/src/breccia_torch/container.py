@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from breccia.backend import PARTS, Meaning, ScaledTensor, once, rebuilt, registry, restored
+from breccia.backend import PARTS, Metadata, ScaledTensor, once, rebuilt, registry, restored
 
 
-def _flatten(st: ScaledTensor) -> tuple[list[Any], Meaning]:
-    return [getattr(st, name) for name in PARTS], Meaning.of(st)
+def _flatten(st: ScaledTensor) -> tuple[list[Any], Metadata]:
+    return [getattr(st, name) for name in PARTS], Metadata.of(st)
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Meaning]:
+def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Metadata]:
     leaves, meaning = _flatten(st)
     return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], meaning
 
 
-def _unflatten(leaves: Any, meaning: Meaning) -> ScaledTensor:
+def _unflatten(leaves: Any, meaning: Metadata) -> ScaledTensor:
     """Unchecked: leaves may be placeholders."""
     return meaning.assembled(*leaves)
 

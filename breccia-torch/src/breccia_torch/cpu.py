@@ -11,12 +11,12 @@ from breccia.backend import (
     DEFAULT,
     PLAIN,
     CastOptions,
-    Identity,
+    InternedKey,
     ScaledTensor,
     ScalingRecipe,
     calls,
     checks,
-    held,
+    components,
     reference,
 )
 
@@ -63,8 +63,8 @@ def _readable(x: Array) -> bool:
 
 def _takes(out: Any, recipe: ScalingRecipe) -> bool:
     """Can the kernel write into `out`? It sees bytes, which do not tell float8 from uint8."""
-    viewable = isinstance(out, ScaledTensor) and out.storage == PLAIN and all(map(_readable, held(out).values()))
-    return viewable and {name: part.dtype for name, part in held(out).items()} == _dtypes(recipe)
+    viewable = isinstance(out, ScaledTensor) and out.storage == PLAIN and all(map(_readable, components(out).values()))
+    return viewable and {name: part.dtype for name, part in components(out).items()} == _dtypes(recipe)
 
 
 def _floats(x: Array) -> np.ndarray:
@@ -92,7 +92,7 @@ _BITS = {torch.bfloat16: torch.uint16} | {
 
 def _arrays(st: ScaledTensor) -> ScaledTensor:
     zero_point, coarse = st.zero_point, st.global_scale
-    return ScaledTensor.assemble(
+    return ScaledTensor.from_parts(
         _array(st.data),
         _array(st.scale),
         st.recipe,
@@ -100,14 +100,14 @@ def _arrays(st: ScaledTensor) -> ScaledTensor:
         None if zero_point is None else _array(zero_point),
         None if coarse is None else _array(coarse),
         st.axis,
-        st.tail,
+        st.padding,
     )
 
 
 def _tensors(st: ScaledTensor) -> ScaledTensor:
     """The result of a NumPy kernel, in the dtypes that torch stores its codecs in."""
     dtypes, zero_point, coarse = _dtypes(st.recipe), st.zero_point, st.global_scale
-    return ScaledTensor.assemble(
+    return ScaledTensor.from_parts(
         _tensor(st.data, dtypes["data"]),
         _tensor(st.scale, dtypes["scale"]),
         st.recipe,
@@ -115,21 +115,21 @@ def _tensors(st: ScaledTensor) -> ScaledTensor:
         None if zero_point is None else _tensor(zero_point, dtypes["zero_point"]),
         None if coarse is None else _tensor(coarse, dtypes["global_scale"]),
         st.axis,
-        st.tail,
+        st.padding,
     )
 
 
 def _dtypes(recipe: ScalingRecipe) -> dict[str, torch.dtype]:
     """What torch stores the parts of a cast in."""
-    found = _known.get(recipe.identity)
+    found = _known.get(recipe.interned_key)
     if found is None:
         if len(_known) >= _REMEMBERED:
             _known.clear()
-        found = _known[recipe.identity] = {name: getattr(torch, d) for name, d in TORCH.dtypes(recipe.format).items()}
+        found = _known[recipe.interned_key] = {name: getattr(torch, d) for name, d in TORCH.dtypes(recipe.format).items()}
     return found
 
 
-_known: dict[Identity, dict[str, torch.dtype]] = {}
+_known: dict[InternedKey, dict[str, torch.dtype]] = {}
 _REMEMBERED = 256
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from breccia.backend import DEFAULT, CastOptions, Meaning, Prefer, ScaledTensor, ScalingRecipe, calls, composites, held
+from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
 
 from .ops import wrapped
 
@@ -256,9 +256,9 @@ def _keep(ctx: Any, *operands: Any) -> None:
     saved: list[Any] = []
     ctx.operands = []
     for x in operands:
-        names = tuple(held(x)) if isinstance(x, ScaledTensor) else ()
-        ctx.operands.append((Meaning.of(x) if names else None, names))
-        saved += held(x).values() if isinstance(x, ScaledTensor) else [x]
+        names = tuple(components(x)) if isinstance(x, ScaledTensor) else ()
+        ctx.operands.append((Metadata.of(x) if names else None, names))
+        saved += components(x).values() if isinstance(x, ScaledTensor) else [x]
     ctx.save_for_backward(*saved)
     ctx.save_for_forward(*saved)
 
@@ -396,4 +396,4 @@ def _fixed(x: Any) -> Any:
     """A ScaledTensor through whose parts no gradient passes."""
     if not isinstance(x, ScaledTensor) or not _trainable(x):
         return x
-    return Meaning.of(x).assembled(**{name: part.detach() for name, part in held(x).items()})
+    return Metadata.of(x).assembled(**{name: part.detach() for name, part in components(x).items()})

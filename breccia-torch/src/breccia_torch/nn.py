@@ -25,8 +25,8 @@ from breccia.backend import (
     UnsupportedError,
     check_recipe,
     checks,
+    components,
     dtype_name,
-    held,
 )
 
 from .ops import WORDS, autocast_dtype
@@ -112,14 +112,14 @@ class ScaledWeight(_Meaningful):
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of torch; this one is of {tensor.framework}.")
         for name in PARTS:
             self.register_buffer(name, getattr(tensor, name))
-        self.recipe, self.layout, self.axis, self.tail = tensor.recipe, tensor.layout, tensor.axis, tensor.tail
+        self.recipe, self.layout, self.axis, self.padding = tensor.recipe, tensor.layout, tensor.axis, tensor.padding
 
     @property
     def tensor(self) -> ScaledTensor:
         """The ScaledTensor of the buffers as they are now; zero-copy."""
         b = self._buffers
-        parts = (self.recipe, self.layout, b["zero_point"], b["global_scale"], self.axis, self.tail)
-        return ScaledTensor.assemble(b["data"], b["scale"], *parts)
+        parts = (self.recipe, self.layout, b["zero_point"], b["global_scale"], self.axis, self.padding)
+        return ScaledTensor.from_parts(b["data"], b["scale"], *parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class ScaledWeight(_Meaningful):
         return super()._apply(as_integers, recurse)
 
     def _meaning(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "layout": self.layout.plain, "axis": self.axis, "tail": self.tail}
+        return {"recipe": self.recipe, "layout": self.layout.plain, "axis": self.axis, "padding": self.padding}
 
     def _take_parts(self, tensor: ScaledTensor) -> None:
         """Make the buffers those of `tensor`."""
@@ -155,7 +155,7 @@ class ScaledWeight(_Meaningful):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout.storage != PLAIN:
-            for name, part in held(self.tensor.to_plain()).items():
+            for name, part in components(self.tensor.to_plain()).items():
                 destination[prefix + name] = part if keep_vars else part.detach()
 
     def _load_from_state_dict(self, *arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

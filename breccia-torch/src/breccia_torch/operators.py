@@ -29,8 +29,8 @@ from breccia.backend import (
     UnsupportedError,
     calls,
     checks,
+    components,
     contraction_axis,
-    held,
     keeps_parts,
     output_dtype,
     packing,
@@ -78,14 +78,14 @@ def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -
 
 
 @torch.library.custom_op("breccia::dequantize", mutates_args=())
-def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, dtype: str) -> Tensor:
+def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, dtype: str) -> Tensor:
     """`breccia.dequantize` of the tensor of these parts."""
-    return calls.dequantize(_assembled([p.detach() for p in parts], recipe, layout, axis, tail), dtype).contiguous()
+    return calls.dequantize(_from_parts([p.detach() for p in parts], recipe, layout, axis, padding), dtype).contiguous()
 
 
 @_dequantize.register_fake
-def _(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, dtype: str) -> Tensor:
-    shape = _assembled(parts, recipe, layout, axis, tail).shape
+def _(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, dtype: str) -> Tensor:
+    shape = _from_parts(parts, recipe, layout, axis, padding).shape
     return parts[0].new_empty(shape, dtype=getattr(torch, dtype))
 
 
@@ -95,7 +95,7 @@ def _requantize(
     recipe: str,
     layout: str,
     axis: int,
-    tail: int,
+    padding: int,
     into: str,
     scale: Tensor | None,
     rounding: str,
@@ -104,15 +104,15 @@ def _requantize(
 ) -> list[Tensor]:
     """The parts of `breccia.requantize` of the tensor of these parts, `into` being the recipe to write."""
     options = _eager(-1, scale, rounding, seed, nonfinite)
-    found = _parts(calls.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), options))
+    found = _parts(calls.requantize(_from_parts(parts, recipe, layout, axis, padding), _recipe(into), options))
     taken = {part.data_ptr() for part in parts}  # an operator gives no view of what it took
     return [part.clone() if part.data_ptr() in taken else part for part in found]
 
 
 @_requantize.register_fake
-def _(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int, into: str, *options: Any) -> list[Tensor]:
+def _(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, into: str, *options: Any) -> list[Tensor]:
     given = CastOptions(scale=options[0])
-    found = reference.requantize(_assembled(parts, recipe, layout, axis, tail), _recipe(into), given)
+    found = reference.requantize(_from_parts(parts, recipe, layout, axis, padding), _recipe(into), given)
     return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
 
 
@@ -252,7 +252,7 @@ def _listed(x: Any) -> tuple[Any, ...]:
     """The arguments of an operator that stand for an operand."""
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
-    return list(held(x).values()), x.recipe.to_json(), x.layout.to_json(), x.axis, x.tail
+    return list(components(x).values()), x.recipe.to_json(), x.layout.to_json(), x.axis, x.padding
 
 
 _matmul.register_autograd(_product_gradients, setup_context=_keep_operands)
@@ -272,7 +272,7 @@ def _cast_product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         parts = torch.ops.breccia.cast(x, ctx.recipe, -1, None, "nearest", None, "propagate")
         of = _recipe(ctx.recipe)
         layout = checks.fitted_layout(of, tuple(x.shape), -1)
-        written = _assembled(parts, ctx.recipe, layout.to_json(), -1, -x.shape[-1] % packing(of.format.element)[0])
+        written = _from_parts(parts, ctx.recipe, layout.to_json(), -1, -x.shape[-1] % packing(of.format.element)[0])
     needed = ctx.needs_input_grad[0], wanted, bias is not None
     first, second, added = product_gradients(_product, gradient, x, right, bias, needed, written)
     return first, None, [None] * len(b) if second is None else [second], *(None,) * 5, added
@@ -395,22 +395,22 @@ _cast_matmul.register_vmap(_each(torch.ops.breccia.cast_matmul))
 
 def _parts(st: ScaledTensor) -> list[Tensor]:
     """Contiguous, as fake implementations promise: compilers count on strides."""
-    return [part.contiguous() for part in held(st).values()]
+    return [part.contiguous() for part in components(st).values()]
 
 
-def _assembled(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor:
+def _from_parts(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor:
     of = _recipe(recipe)
     named = dict(zip(of.format.parts, parts, strict=True))
-    return ScaledTensor.assemble(recipe=of, layout=_layout(layout), axis=axis, tail=tail, **named)
+    return ScaledTensor.from_parts(recipe=of, layout=_layout(layout), axis=axis, padding=padding, **named)
 
 
-def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor | Tensor:
-    return _assembled(parts, recipe, layout, axis, tail) if recipe else parts[0]
+def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor | Tensor:
+    return _from_parts(parts, recipe, layout, axis, padding) if recipe else parts[0]
 
 
-def _given(parts: list[Tensor], recipe: str, layout: str, axis: int, tail: int) -> ScaledTensor | Tensor:
+def _given(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor | Tensor:
     """An operand as kernels are given it: needing no gradient."""
-    return _operand([part.detach() for part in parts], recipe, layout, axis, tail)
+    return _operand([part.detach() for part in parts], recipe, layout, axis, padding)
 
 
 @lru_cache(maxsize=512)
@@ -488,10 +488,10 @@ def fill(
     zero_point: Any,
     global_scale: Any,
     axis: int,
-    tail: int,
+    padding: int,
 ) -> None:
     """`breccia.tensors.tensor.fill` under a compiler, which knows no slots."""
-    values = (data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+    values = (data, scale, recipe, layout, zero_point, global_scale, axis, padding)
     for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo knows no strict=)
         object.__setattr__(self, name, value)
 
@@ -504,7 +504,7 @@ def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
         return (*lead, m, k) if st.axis == -1 else (*lead, k, m)
     _, (codes, size), _ = _facts(type(st.recipe), _fields(st.recipe))
     shape = list(st.data.shape)
-    shape[st.axis] = shape[st.axis] // size * codes - st.tail
+    shape[st.axis] = shape[st.axis] // size * codes - st.padding
     return tuple(shape)
 
 
@@ -563,7 +563,7 @@ def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledT
     layout = _fitted(kind, fields, axis, len(shape), (across, along) if axis == -1 else (along, across))
     found = dict(zip(names, parts))  # noqa: B905
     offset, coarse = found.get("zero_point"), found.get("global_scale")
-    return ScaledTensor.assemble(found["data"], found["scale"], recipe, layout, offset, coarse, axis, -shape[axis] % group)
+    return ScaledTensor.from_parts(found["data"], found["scale"], recipe, layout, offset, coarse, axis, -shape[axis] % group)
 
 
 def _flat(x: Any) -> tuple[Any, ...]:
@@ -571,7 +571,7 @@ def _flat(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
-    return parts, _text(type(x.recipe), _fields(x.recipe)), _layout_text(x.layout), x.axis, x.tail
+    return parts, _text(type(x.recipe), _fields(x.recipe)), _layout_text(x.layout), x.axis, x.padding
 
 
 def _layout_text(layout: Any) -> str:
@@ -642,7 +642,9 @@ def requantize(
     flat = _flat(st)
     kind, fields = type(recipe), _fields(recipe)
     if type(st.layout) is not Stored and scale is None and nonfinite == "propagate" and _keeps(*flat[1:4], kind, fields):
-        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.tail)
+        return ScaledTensor.from_parts(
+            st.data, st.scale, recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding
+        )
     options = _options(st.data, st.axis, scale, rounding, seed, nonfinite)
     parts = torch.ops.breccia.requantize(*flat, _text(kind, fields), *options[1:])
     return _written(parts, recipe, logical_shape(st), st.axis)

@@ -64,10 +64,10 @@ class _TorchOps(Ops):
     def to_float(self, x: Array, dtype: str) -> Array:
         return x.to(getattr(torch, dtype))
 
-    def bits(self, x: Array) -> Array:
+    def bitcast_to_int(self, x: Array) -> Array:
         return _as(x, torch.int32)
 
-    def unbits(self, i: Array) -> Array:
+    def bitcast_to_float(self, i: Array) -> Array:
         return _as(i, torch.float32)
 
     def load(self, stored: Array) -> Array:
@@ -107,7 +107,7 @@ class _TorchOps(Ops):
             return i.new_zeros([1 if a in inside else n for a, n in enumerate(i.shape)])
         return i.amax(dim=axes, keepdim=True)
 
-    def narrowed(self, y: Array, codec: Codec) -> Array | None:
+    def native_cast(self, y: Array, codec: Codec) -> Array | None:
         if codec not in _CONVERTED or y.device.type not in ("cpu", "cuda"):
             return None
         return self.load(y.clamp(-codec.max, codec.max).to(getattr(torch, self.storage(codec))))
@@ -127,7 +127,7 @@ class _TorchOps(Ops):
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return a.expand(shape)
 
-    def number(self, i: Array) -> Array:
+    def int_to_float(self, i: Array) -> Array:
         return i.to(torch.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
@@ -173,7 +173,7 @@ class _TorchOps(Ops):
     def address(self, a: Array) -> int | None:
         return a.data_ptr() if opaque(a) is None else None
 
-    def whole(self, x: Any) -> Any:
+    def to_int32(self, x: Any) -> Any:
         return x.to(torch.int32) if isinstance(x, torch.Tensor) else int(x)
 
     def any(self, condition: Array) -> bool:

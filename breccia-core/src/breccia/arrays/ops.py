@@ -6,7 +6,7 @@ A framework joins by saying these words for its arrays, under these laws (brecci
   promotion; `<<`, `+` and `*` wrap; `>>` is arithmetic. `& | ^ << >>` join arrays of the same origin only, and `where`
   others: MLX's `vmap` miscomputes them between an array it maps over and one it does not.
 * FP32 `+`, `-`, `*` and `div` round once, as IEEE 754 says; nothing is fused, reassociated or replaced by a reciprocal.
-* `bits` and `unbits` are inverse and change no bit, NaN payloads and subnormals included.
+* `bits` and `bitcast_to_float` are inverse and change no bit, NaN payloads and subnormals included.
 * `amax` is an integer maximum, so a NaN's bits survive it.
 """
 
@@ -58,11 +58,11 @@ class Ops(Protocol):
         """FP32 `x` rounded to the floating dtype named, to nearest, ties to even."""
         ...
 
-    def bits(self, x: Array) -> Array:
+    def bitcast_to_int(self, x: Array) -> Array:
         """FP32 to its bit pattern, int32."""
         ...
 
-    def unbits(self, i: Array) -> Array:
+    def bitcast_to_float(self, i: Array) -> Array:
         """int32 bit pattern to FP32."""
         ...
 
@@ -108,7 +108,7 @@ class Ops(Protocol):
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array: ...
 
-    def number(self, i: Array) -> Array:
+    def int_to_float(self, i: Array) -> Array:
         """An integer array's values (below 2^24 in magnitude) as FP32."""
         ...
 
@@ -144,7 +144,7 @@ class Ops(Protocol):
         """An array of this framework as NumPy's, float8 and bfloat16 as uint8 and uint16 bit patterns."""
         ...
 
-    def whole(self, x: Any) -> Any:
+    def to_int32(self, x: Any) -> Any:
         """FP32 whole numbers (an array, or a Python number) as int32."""
         ...
 
@@ -154,18 +154,18 @@ class Ops(Protocol):
 
     # -- words that follow -----------------------------------------------------------------------------------
 
-    def narrowed(self, y: Array, codec: Codec) -> Array | None:
+    def native_cast(self, y: Array, codec: Codec) -> Array | None:
         """int32 codes of finite FP32 `y` by the framework's own conversion, nearest and saturating; None where it has none."""
         return None
 
-    def joined(self, codes: Array, bits: int) -> Array:
+    def pack_bits(self, codes: Array, bits: int) -> Array:
         """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits; 24 bits in all."""
         word = codes[..., 0]
         for i in range(1, codes.shape[-1]):
             word = word | (codes[..., i] << (i * bits))
         return word
 
-    def parted(self, word: Array, bits: int, count: int) -> Array:
+    def unpack_bits(self, word: Array, bits: int, count: int) -> Array:
         """Inverse of `joined`: `count` codes along a new last axis."""
         mask = (1 << bits) - 1
         return self.concat([self.reshape((word >> (i * bits)) & mask, (*word.shape, 1)) for i in range(count)])
@@ -178,7 +178,7 @@ class Ops(Protocol):
 
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
         """FP32 rows of `a` (M, K), in groups that end at `offsets` (E,), times the matrices of `b` (E, K, N); zeros beyond."""
-        ends = self.whole(offsets)
+        ends = self.to_int32(offsets)
         row = self.reshape(self.counter(a[:, :1])[0], (a.shape[0], 1))
         total = start = None
         for e in range(b.shape[0]):
@@ -212,7 +212,7 @@ class Ops(Protocol):
         """The last two axes exchanged; a view where the framework has views."""
         return a.swapaxes(-1, -2)
 
-    def quiet(self) -> AbstractContextManager[Any]:
+    def errstate(self) -> AbstractContextManager[Any]:
         """A context without floating-point warnings: overflow and NaN are results here, as the contract says."""
         return nullcontext()
 
@@ -228,7 +228,7 @@ class _NumpyOps(Ops):
 
     def f32(self, x: Array) -> Array:
         if dtype_name(x) == "bfloat16":
-            return self.unbits(self.load(x) << 16)
+            return self.bitcast_to_float(self.load(x) << 16)
         return x.astype(np.float32, copy=False)
 
     def to_float(self, x: Array, dtype: str) -> Array:
@@ -236,10 +236,10 @@ class _NumpyOps(Ops):
             return x.astype(_ml_dtype(dtype))
         return x.astype(dtype, copy=False)
 
-    def bits(self, x: Array) -> Array:
+    def bitcast_to_int(self, x: Array) -> Array:
         return x.view(np.int32)
 
-    def unbits(self, i: Array) -> Array:
+    def bitcast_to_float(self, i: Array) -> Array:
         return i.view(np.float32)
 
     def load(self, stored: Array) -> Array:
@@ -286,7 +286,7 @@ class _NumpyOps(Ops):
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array:
         return np.broadcast_to(np.asarray(a), shape)
 
-    def number(self, i: Array) -> Array:
+    def int_to_float(self, i: Array) -> Array:
         return np.asarray(i).astype(np.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
@@ -317,7 +317,7 @@ class _NumpyOps(Ops):
     def address(self, a: Array) -> int | None:
         return a.__array_interface__["data"][0]
 
-    def whole(self, x: Any) -> Any:
+    def to_int32(self, x: Any) -> Any:
         return x.astype(np.int32) if hasattr(x, "astype") else int(x)
 
     def any(self, condition: Array) -> bool:
@@ -326,7 +326,7 @@ class _NumpyOps(Ops):
     def assign(self, out: Array, value: Array) -> None:
         np.copyto(out, value, casting="no")
 
-    def quiet(self) -> AbstractContextManager[Any]:
+    def errstate(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")
 
     def to(self, a: Array, device: Any) -> Array:

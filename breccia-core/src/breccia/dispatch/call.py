@@ -93,7 +93,7 @@ class Operand(_Asking):
         x = self.values[self.slot]
         found = recipe_of(x)
         if found is None and self.slot == A and self.values[RECIPE] is not None:
-            self._note(RECIPE, "identity")
+            self._note(RECIPE, "interned_key")
             return self.values[RECIPE]
         if isinstance(x, ScaledTensor):
             self._attribute(self.slot, "recipe")
@@ -194,7 +194,7 @@ class Call(_Asking):
         """The recipe to write, or None."""
         recipe = self.values[RECIPE]
         if recipe is not None:
-            self._note(RECIPE, "identity")
+            self._note(RECIPE, "interned_key")
         return recipe
 
     @property

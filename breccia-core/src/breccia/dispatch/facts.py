@@ -171,10 +171,10 @@ ATTRIBUTES = {
     "dtype": ("dtype", "data.dtype"),
     "ndim": ("ndim", "data.ndim"),
     "axis": ("axis", "axis"),
-    "recipe": ("recipe.identity", "recipe.identity"),
-    "layout": ("layout.identity", "layout.identity"),
+    "recipe": ("recipe.interned_key", "recipe.interned_key"),
+    "layout": ("layout.interned_key", "layout.interned_key"),
     "storage": ("layout.storage", "layout.storage"),
 }
 #: Facts that follow from the shape, and the attributes that it follows from.
 OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
-SHAPES = (("shape",), ("data.shape", "tail", "axis", "recipe.identity", "layout.identity"))
+SHAPES = (("shape",), ("data.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))

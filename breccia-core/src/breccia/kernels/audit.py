@@ -73,7 +73,7 @@ def _differences(op: str, arguments: tuple[Any, ...], found: Any, expected: Any)
 
 def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
     found = found.to_plain()
-    for name in ("recipe", "layout", "axis", "tail"):
+    for name in ("recipe", "layout", "axis", "padding"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         if ours != theirs:
             yield f"{name} is {ours!r}, not {theirs!r}"
@@ -93,7 +93,7 @@ def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
 def _of_values(found: Any, expected: Any) -> Iterator[str]:
     """Decoded values: one NaN is like another, and a backend may flush those below 2^-126 to zero."""
     ops = ops_of(found)
-    with ops.quiet():
+    with ops.errstate():
         ours, theirs = (np.asarray(ops.to_numpy(ops.f32(x)), np.float32, order="C").view(np.uint32) for x in (found, expected))
     a, b = ours & MAGNITUDE, theirs & MAGNITUDE
     flushed = (a == 0) & (b > 0) & (b < NORMAL) & (ours >> 31 == theirs >> 31)

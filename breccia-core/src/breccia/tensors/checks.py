@@ -56,7 +56,7 @@ def as_shape(shape: Any) -> Shape:
         raise OptionError(f"shape must be a tuple of whole numbers, got {shape!r}.", shape=shape) from None
 
 
-def tail_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
+def padding_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
     """Padding codes that make `stored` hold the logical `shape`. Raises LayoutError where none does."""
     if any(n < 0 for n in shape):
         raise LayoutError(f"shape= has lengths >= 0; got {shape}.", shape=shape)
@@ -78,12 +78,12 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
     """Raise LayoutError or UnsupportedError where components contradict each other."""
     codes, size = packing(fmt.element)
     held = st.data.shape[st.axis] // size * codes
-    if st.data.shape[st.axis] % size or not 0 <= st.tail < codes or st.tail > held:
+    if st.data.shape[st.axis] % size or not 0 <= st.padding < codes or st.padding > held:
         raise LayoutError(
             f"data of shape {tuple(st.data.shape)} does not hold whole groups of {codes} {fmt.element.name} codes in "
-            f"{size} bytes along axis {st.axis} (tail={st.tail}).",
+            f"{size} bytes along axis {st.axis} (padding={st.padding}).",
             found=tuple(st.data.shape),
-            tail=st.tail,
+            padding=st.padding,
         )
     check_codes("data", st.data, fmt.element)
     check_codes("scale", st.scale, fmt.scale.codec)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PARTS = ("data", "scale", "zero_point", "global_scale")
 
 
-def held(st: ScaledTensor) -> dict[str, Any]:
+def components(st: ScaledTensor) -> dict[str, Any]:
     """The parts that `st` has, by name."""
     return {name: part for name in PARTS if (part := getattr(st, name)) is not None}
 
@@ -31,7 +31,7 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
     """How each part follows the logical axes. Raises LayoutError where the layout has blocks in an order of its own."""
     shape = st.shape
     found = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
-    for name, part in held(st).items():
+    for name, part in components(st).items():
         if name != "data":
             grid = found[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
             lengths = [
@@ -69,7 +69,7 @@ def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid
 
 def stored_parts(st: ScaledTensor) -> dict[str, Any]:
     """The parts of `st` as NumPy arrays in C order, little-endian, float8 and bfloat16 as bit patterns."""
-    arrays = {name: ops_of(part).to_numpy(part) for name, part in held(st).items()}
+    arrays = {name: ops_of(part).to_numpy(part) for name, part in components(st).items()}
     return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in arrays.items()}
 
 

@@ -207,7 +207,7 @@ def spanned(stored: int, ndim: int, block: Block) -> int:
     return ndim - 2 if stored == ndim else -1
 
 
-def widened(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: Block) -> Array:
+def expanded(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: Block) -> Array:
     """`scale` repeated so that it spans the first `lead` leading axes of `shape` at least."""
     stored, ndim = tuple(scale.shape), len(shape)
     if spanned(len(stored), ndim, block) >= lead:
@@ -219,13 +219,13 @@ def widened(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: B
     return ops.broadcast(ops.reshape(scale, tuple(column)), tuple(full))
 
 
-def releaded(ops: Ops, scale: Array, lead: Shape, shape: Shape, axis: int, block: Block) -> Array:
+def reshape_leading(ops: Ops, scale: Array, lead: Shape, shape: Shape, axis: int, block: Block) -> Array:
     """`scale` for the logical `shape` with `lead` in place of its leading axes."""
     spans = spanned(len(scale.shape), len(shape), block)
     if spans < 0 or (block == TENSOR and spans == 0):
         return scale
     whole_lead = len(shape[:-2])
-    wide = widened(ops, scale, whole_lead, shape, axis, block)
+    wide = expanded(ops, scale, whole_lead, shape, axis, block)
     return ops.reshape(wide, (*lead, *wide.shape[whole_lead:]))
 
 

@@ -41,14 +41,14 @@ class AmaxHistory:
         ops = ops_of(x)
         y = ops.f32(x)
         every = tuple(range(len(y.shape)))
-        newest = ops.reshape(ops.unbits(ops.amax(ops.bits(y) & MAGNITUDE, every)), (1,))
+        newest = ops.reshape(ops.bitcast_to_float(ops.amax(ops.bitcast_to_int(y) & MAGNITUDE, every)), (1,))
         kept = self.amaxes[max(len(self.amaxes) + 1 - self.recipe.amax_history_len, 0) :]
         amaxes = ops.concat([kept, newest]) if len(kept) else newest
-        largest = ops.amax(ops.bits(amaxes), (0,))
+        largest = ops.amax(ops.bitcast_to_int(amaxes), (0,))
         level, fmt = self.recipe.format.scale, self.recipe.format
         usable = (largest < F32_INF) & (largest >= NORMAL)
-        statistic = ops.unbits(ops.where(usable, largest, 0))
-        codes = self.recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.capacity(level), None)
+        statistic = ops.bitcast_to_float(ops.where(usable, largest, 0))
+        codes = self.recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.qmax(level), None)
         before = self.scale if hasattr(self.scale, "shape") else ops.constant(float(self.scale), x)
-        after = ops.where(usable, ops.unbits(codes), ops.reshape(before, (1,)))
+        after = ops.where(usable, ops.bitcast_to_float(codes), ops.reshape(before, (1,)))
         return replace(self, amaxes=amaxes, scale=ops.reshape(after, ()))

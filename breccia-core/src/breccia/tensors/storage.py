@@ -204,7 +204,7 @@ def interleaved(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     return {**parts, "data": data, "scale": ops.store(ops.reshape(words, (-1,))[:0] & 0xFF, "uint8")}
 
 
-def parted(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+def unpack_bits(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Inverse of `interleaved`."""
     stored, each = ops.load(parts["data"]), _block_bytes(plain)
     *lead, rows, columns = plain.scale_shape

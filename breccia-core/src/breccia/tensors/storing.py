@@ -10,7 +10,7 @@ from ..errors import LayoutError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, Shape
 from ..options import PLAIN
-from .components import held
+from .components import components
 from .storage import Plain, Storage
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def checked_plain(st: ScaledTensor) -> ScaledTensor:
         raise LayoutError(f"{wrong}: {e}. Store a plain tensor by st.to_storage({st.storage!r}).", found=_shapes(st)) from e
     if _shapes(again) != _shapes(st) or again.layout != st.layout:
         raise LayoutError(f"{wrong}: a tensor of shape {plain.shape} has {_shapes(again)} there.", found=_shapes(st))
-    for name, part in held(again).items():
+    for name, part in components(again).items():
         here, there = dtype_name(getattr(st, name)), dtype_name(part)
         if here != there:
             raise UnsupportedError(f"{name} must be {there} in storage {st.storage!r}; got dtype {here}.", found=here)
@@ -56,7 +56,7 @@ def checked_plain(st: ScaledTensor) -> ScaledTensor:
 
 
 def _shapes(st: ScaledTensor) -> dict[str, Shape]:
-    return {name: tuple(part.shape) for name, part in held(st).items()}
+    return {name: tuple(part.shape) for name, part in components(st).items()}
 
 
 def plain_of(st: ScaledTensor, layout: Layout) -> Plain:

@@ -10,8 +10,8 @@ from ..arrays.frameworks import dtype_name, ops_of, same_framework
 from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block
 from ..layouts import Layout, Shape
-from .components import held, part_grids, scale_block
-from .grids import check_axis, scale_grid, spanned, whole_unit, widened
+from .components import components, part_grids, scale_block
+from .grids import check_axis, expanded, scale_grid, spanned, whole_unit
 from .tensor import ScaledTensor
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     _check_ends(sts, axis)
     ops = ops_of(first.data)
     parts = {"data": ops.concat([st.data for st in sts], axis), **_joined_scales(ops, sts, axis)}
-    layout = reduce(lambda a, b: a.joined(b), (st.layout for st in sts)) if runs_along else first.layout
-    return ScaledTensor.assemble(
-        recipe=first.recipe, layout=layout.fitted(shape, first.axis), axis=first.axis, tail=sts[-1].tail, **parts
+    layout = reduce(lambda a, b: a.followed_by(b), (st.layout for st in sts)) if runs_along else first.layout
+    return ScaledTensor.from_parts(
+        recipe=first.recipe, layout=layout.fitted(shape, first.axis), axis=first.axis, padding=sts[-1].padding, **parts
     )
 
 
@@ -76,14 +76,14 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     _check_layouts("stack", [st.layout for st in sts], shape, first.axis)
     ops = ops_of(first.data)
     parts: dict[str, Array] = {}
-    for name in held(first):
+    for name in components(first):
         column = [getattr(st, name) for st in sts]
         if name != "data":
             block = scale_block(first, name)
             lead = max(axis, *(spanned(len(part.shape), ndim, block) for part in column))
-            column = [widened(ops, part, lead, shape, first.axis, block) for part in column]
+            column = [expanded(ops, part, lead, shape, first.axis, block) for part in column]
         parts[name] = ops.concat([ops.reshape(p, (*p.shape[:axis], 1, *p.shape[axis:])) for p in column], axis)
-    return ScaledTensor.assemble(recipe=first.recipe, layout=first.layout, axis=first.axis, tail=first.tail, **parts)
+    return ScaledTensor.from_parts(recipe=first.recipe, layout=first.layout, axis=first.axis, padding=first.padding, **parts)
 
 
 def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
@@ -113,7 +113,7 @@ def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
                 f"{op}: blocks run along axis {first.axis} in tensors[0] and along {st.axis} in tensors[{n}]; "
                 "transpose one (st.mT), or requantize it along the other axis."
             )
-        for name, part in held(st).items():
+        for name, part in components(st).items():
             here, there = dtype_name(part), dtype_name(getattr(first, name))
             if here != there:
                 raise UnsupportedError(
@@ -163,7 +163,7 @@ def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], 
         spans = axis + 1
     found: dict[str, Array] = {}
     for name, column in columns.items():
-        wide = [widened(ops, part, spans, st.shape, along, block) for part, st in zip(column, sts, strict=True)]
+        wide = [expanded(ops, part, spans, st.shape, along, block) for part, st in zip(column, sts, strict=True)]
         grid = scale_grid(len(wide[0].shape), ndim, along, block)
         places = [place for place, a in enumerate(grid) if a.axis == axis and a.codes]
         if not places:

@@ -15,9 +15,21 @@ from ..formats import TENSOR
 from ..layouts import Layout, PerGroupIndex, Shape, Stored
 from ..options import PLAIN
 from ..recipes import ScalingRecipe
-from .checks import as_shape, check_arrays, check_parts, contraction_axis, tail_of
-from .components import PARTS, check_dropped, digest_facts, held, part_grids, scale_block, stored_parts
-from .grids import Cut, check_axis, check_cut, inferred, kept, packing, pieces, read_index, read_positions, releaded, whole_unit
+from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
+from .components import PARTS, check_dropped, components, digest_facts, part_grids, scale_block, stored_parts
+from .grids import (
+    Cut,
+    check_axis,
+    check_cut,
+    inferred,
+    kept,
+    packing,
+    pieces,
+    read_index,
+    read_positions,
+    reshape_leading,
+    whole_unit,
+)
 from .storing import check_layout, checked_plain, one_scale_per_block, plain_of, storage_of
 
 
@@ -45,7 +57,7 @@ class ScaledTensor:
     global_scale: Any
     axis: int
     #: Padding codes at the end of `axis`, less than one packing group.
-    tail: int
+    padding: int
 
     def __init__(
         self,
@@ -58,7 +70,7 @@ class ScaledTensor:
         axis: int = -1,
         shape: Shape | None = None,
         *,
-        tail: int | None = None,
+        padding: int | None = None,
     ) -> None:
         check_arrays(data, scale, zero_point, global_scale)
         if recipe is None:
@@ -73,16 +85,16 @@ class ScaledTensor:
         axis = contraction_axis(axis, len(data.shape))
         fmt = recipe.format
         if isinstance(layout, Stored) and layout.data_axes:
-            tail = -layout.matrix[-1] % packing(fmt.element)[0]
+            padding = -layout.matrix[-1] % packing(fmt.element)[0]
         elif shape is not None:
-            tail = tail_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
-        fill(self, data, scale, recipe, layout.canonical(axis), zero_point, global_scale, axis, tail or 0)
+            padding = padding_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
+        fill(self, data, scale, recipe, layout.canonical(axis), zero_point, global_scale, axis, padding or 0)
         if layout.storage != PLAIN and shape is not None and self.shape != as_shape(shape):
             raise LayoutError(f"shape={tuple(shape)}, but these parts are of a tensor of shape {self.shape}.", found=self.shape)
         check_parts(self if layout.storage == PLAIN else checked_plain(self), fmt)
 
     @classmethod
-    def assemble(
+    def from_parts(
         cls,
         data: Any,
         scale: Any,
@@ -91,11 +103,11 @@ class ScaledTensor:
         zero_point: Any = None,
         global_scale: Any = None,
         axis: int = -1,
-        tail: int = 0,
+        padding: int = 0,
     ) -> ScaledTensor:
         """The tensor of parts known to fit, unchecked: for kernels, and for pytrees whose leaves are placeholders."""
         self = object.__new__(cls)
-        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, tail)
+        fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, padding)
         return self
 
     @property
@@ -149,8 +161,8 @@ class ScaledTensor:
                     zero_point = _swapped(zero_point)
         elif not isinstance(layout, Stored) or not layout.data_axes:
             data = _swapped(data)
-        parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.tail)
-        return ScaledTensor.assemble(data, scale, *parts)
+        parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.padding)
+        return ScaledTensor.from_parts(data, scale, *parts)
 
     def to_plain(self) -> ScaledTensor:
         """The same tensor in plain storage: itself, where it is."""
@@ -162,7 +174,7 @@ class ScaledTensor:
         assert isinstance(layout, Stored)
         storage, plain = storage_of(layout.storage), plain_of(self, layout.layout)
         ops = ops_of(self.data)
-        parts = targets.load(storage.to_plain)(ops, held(self), plain)
+        parts = targets.load(storage.to_plain)(ops, components(self), plain)
         return self._with(parts, layout=layout.layout)
 
     def to_storage(self, name: str) -> ScaledTensor:
@@ -185,7 +197,7 @@ class ScaledTensor:
                 f"{tuple(st.scale.shape)} for a tensor of shape {plain.shape}. It stays in plain storage."
             )
         storage.refuse(plain)
-        parts = targets.load(storage.from_plain)(ops_of(st.data), held(st), plain)
+        parts = targets.load(storage.from_plain)(ops_of(st.data), components(st), plain)
         matrix = plain.shape[-2:] if storage.data_axes else ()
         return st._with(parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
 
@@ -256,8 +268,8 @@ class ScaledTensor:
         parts = {
             name: ops.reshape(part, (*lead, *part.shape[-2:]))
             if name == "data"
-            else releaded(ops, part, lead, old, self.axis, scale_block(self, name))
-            for name, part in held(self).items()
+            else reshape_leading(ops, part, lead, old, self.axis, scale_block(self, name))
+            for name, part in components(self).items()
         }
         return self._with(parts)
 
@@ -273,7 +285,7 @@ class ScaledTensor:
                 device=str(device),
             )
         ops = ops_of(self.data)
-        return self._with({name: ops.to(part, device) for name, part in held(self).items()})
+        return self._with({name: ops.to(part, device) for name, part in components(self).items()})
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of what `bytes_equal` compares; the same in every framework and process.
@@ -299,7 +311,7 @@ class ScaledTensor:
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
             check_cut(cut, axis, length, whole_unit(grids.values(), axis))
         ops = ops_of(self.data)
-        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held(self).items()}
+        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in components(self).items()}
         if any(isinstance(cut, int) for cut in cuts[-2:]):
             return self._with(parts, axis=-1)  # one scale for all, whichever axis is left
         along, length = cuts[self.axis], shape[self.axis]
@@ -307,12 +319,12 @@ class ScaledTensor:
         left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
         layout = self.layout if along == range(length) else self.layout.along(along)
         to_the_end = isinstance(along, range) and along.stop == length
-        return self._with(parts, layout=layout.fitted(left, self.axis), tail=self.tail if to_the_end else 0)
+        return self._with(parts, layout=layout.fitted(left, self.axis), padding=self.padding if to_the_end else 0)
 
     def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
         """This tensor with these parts, the only ones it has, and other fields."""
-        fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "tail": self.tail}
-        return ScaledTensor.assemble(**(fields | changed | parts))
+        fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "padding": self.padding}
+        return ScaledTensor.from_parts(**(fields | changed | parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its constructor's arguments, which are checked when it is read: a pickle may come from anybody."""
@@ -320,7 +332,7 @@ class ScaledTensor:
         parts = [None if part is None else ops.portable(part) for part in (getattr(self, name) for name in PARTS)]
         dtypes = tuple(None if part is None else dtype_name(part) for part in (getattr(self, name) for name in PARTS))
         data, scale, *others = parts
-        return restored, (data, scale, self.recipe, self.layout, *others, self.axis, self.tail, dtypes)
+        return restored, (data, scale, self.recipe, self.layout, *others, self.axis, self.padding, dtypes)
 
     #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
@@ -347,7 +359,7 @@ def restored(
     zero_point: Any,
     global_scale: Any,
     axis: int,
-    tail: int,
+    padding: int,
     dtypes: tuple[str | None, ...] = (),
 ) -> ScaledTensor:
     """The tensor of a pickle; `dtypes` are those its parts had. Raises what ScaledTensor raises."""
@@ -356,14 +368,14 @@ def restored(
         if part is not None and dtype is not None and dtype_name(part) != dtype:
             parts[n] = ops_of(part).from_portable(part, dtype)
     data, scale, zero_point, global_scale = parts
-    return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, tail=tail)
+    return ScaledTensor(data, scale, recipe, layout, zero_point, global_scale, axis, padding=padding)
 
 
 #: All fields, in order.
-FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "tail")
+FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "padding")
 #: How a frozen instance is filled: by the descriptors of its slots.
 _SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
-_DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _TAIL = _SETTERS
+_DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _PADDING = _SETTERS
 
 
 def fill(
@@ -375,7 +387,7 @@ def fill(
     zero_point: Any,
     global_scale: Any,
     axis: int,
-    tail: int,
+    padding: int,
 ) -> None:
     """Set the fields of a new instance; module-level, so that torch.compile can substitute it."""
     _DATA(self, data)
@@ -385,7 +397,7 @@ def fill(
     _ZERO_POINT(self, zero_point)
     _GLOBAL_SCALE(self, global_scale)
     _AXIS(self, axis)
-    _TAIL(self, tail)
+    _PADDING(self, padding)
 
 
 def logical_shape(st: ScaledTensor) -> Shape:
@@ -397,7 +409,7 @@ def logical_shape(st: ScaledTensor) -> Shape:
             return found
     codes, size = packing(st.recipe.format.element)
     shape = list(st.data.shape)
-    shape[st.axis] = shape[st.axis] // size * codes - st.tail
+    shape[st.axis] = shape[st.axis] // size * codes - st.padding
     return tuple(shape)
 
 

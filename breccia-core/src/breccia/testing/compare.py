@@ -64,7 +64,7 @@ def fp32(what: str, place: Place, found: Any, shape: tuple[int, ...]) -> np.ndar
 
 def expect_tensor(place: Place, found: ScaledTensor, expected: ScaledTensor) -> None:
     """Raise AssertionError unless `found`, of a place, says what `expected`, of NumPy, says, byte for byte."""
-    for name in ("recipe", "layout", "axis", "tail", "shape"):
+    for name in ("recipe", "layout", "axis", "padding", "shape"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         expect(ours == theirs, f"{name} is {ours!r}, expected {theirs!r}")
     expect(found.framework == place.framework, f"the result is a {found.framework} tensor, expected one of {place.framework}")

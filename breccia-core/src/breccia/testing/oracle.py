@@ -192,7 +192,7 @@ def random_word(seed: int, index: int) -> int:
 
 def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, coarse: Fraction | None) -> int:
     """Rule `linear` and its kin: the stored scale of a nonzero block."""
-    codec, element, cap = level.codec, fmt.element, Fraction(fmt.capacity(level))
+    codec, element, cap = level.codec, fmt.element, Fraction(fmt.qmax(level))
     assert isinstance(codec, Minifloat), codec
     if isinstance(rule, Inverse):
         return encode(codec, fl_finite(1 / multiplier(rule, statistic, cap)))
@@ -245,15 +245,15 @@ def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
 
 def coarse_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
     """What a cast stores at a coarse level of sense "amax" or "divisor"; a tensor of zeros stores what means 1."""
-    capacity = Fraction(fmt.capacity(level))
-    number = max(amax, capacity * MIN_NORMAL) if amax else capacity
-    return number if level.sense == "amax" else min(fl_finite(capacity / number), 1 / MIN_NORMAL)
+    qmax = Fraction(fmt.qmax(level))
+    number = max(amax, qmax * MIN_NORMAL) if amax else qmax
+    return number if level.sense == "amax" else min(fl_finite(qmax / number), 1 / MIN_NORMAL)
 
 
 def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
     """What a number stored at a coarse level multiplies by."""
     if level.sense == "amax":
-        return fl_finite(stored / Fraction(fmt.capacity(level)))
+        return fl_finite(stored / Fraction(fmt.qmax(level)))
     return stored if level.sense == "multiplier" else fl_finite(1 / stored)
 
 
@@ -456,7 +456,7 @@ class _Units:
         if isinstance(self.rule, Divide):
             return fl_finite(x / scale)
         if isinstance(self.rule, Inverse) and self.statistic is not None:
-            by = multiplier(self.rule, self.statistic, Fraction(self.fmt.capacity(self.level))) if self.statistic else 1
+            by = multiplier(self.rule, self.statistic, Fraction(self.fmt.qmax(self.level))) if self.statistic else 1
             return fl_finite(x * by)
         return fl_finite(x * (1 / scale if self.exact else fl_finite(1 / scale)))
 
@@ -507,7 +507,7 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
 def _apply(v: float, stored: float, level: Level, fmt: Format) -> float:
     """`v` under one level's stored scale, rounded once to FP32 (IEEE rules for NaN, Inf and signed zero)."""
     if level.sense == "amax":
-        stored = _ieee(stored, fmt.capacity(level), divide=True)
+        stored = _ieee(stored, fmt.qmax(level), divide=True)
     return _ieee(v, stored, divide=level.sense == "divisor")
 
 

@@ -94,7 +94,7 @@ def _landmarks(recipe: ScalingRecipe) -> list[int]:
     values = np.unique(np.abs(np.array(fmt.element.table, np.uint32).view(np.float32)))
     found = [float(v) for v in values[np.isfinite(values)]]
     middles = [(a + b) / 2 for a, b in pairwise(found)]
-    return sorted({f32_bits(v) for v in (*found, *middles, *(fmt.capacity(level) for level in fmt.levels))})
+    return sorted({f32_bits(v) for v in (*found, *middles, *(fmt.qmax(level) for level in fmt.levels))})
 
 
 def _number(bits: int) -> float:

@@ -279,8 +279,8 @@ EDGES: dict[str, tuple[Callable[[ScalingRecipe], np.ndarray], dict[str, Any]]] =
     "inf": (_inf, {}),
     "largest": (_amax(_FLT_MAX, _FLT_MAX | 0x80000000), {}),
     "smallest": (_amax(_MIN_NORMAL, _MIN_NORMAL + 1), {}),
-    "capacity": (_capacity, {}),
-    "ragged": (_ragged, {}),
+    "qmax": (_capacity, {}),
+    "partial": (_ragged, {}),
     "axis=-2": (_along_rows, {"axis": -2}),
     "stochastic": (_ordinary, {"rounding": "stochastic", "seed": SEED}),
     "supplied": (_overflowing, {"supplied": _good}),
@@ -308,7 +308,7 @@ def _k_last(a: np.ndarray, axis: int) -> np.ndarray:
     return np.ascontiguousarray(a.swapaxes(-1, -2)) if axis == -2 and a.ndim >= 2 else a
 
 
-def widened(x: np.ndarray, dtype: str) -> np.ndarray:
+def expanded(x: np.ndarray, dtype: str) -> np.ndarray:
     """FP32 numbers of bit patterns of `dtype`, exactly."""
     if dtype == "float16":
         return x.view(np.float16).astype(np.float32)
@@ -334,7 +334,7 @@ def packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
 def answered(v: Vector) -> Vector:
     """The vector with its results, by the oracle."""
     fmt = v.recipe.format
-    x = _k_last(widened(v.input, v.dtype), v.axis)
+    x = _k_last(expanded(v.input, v.dtype), v.axis)
     scale: Any = v.supplied
     if scale is not None and scale.ndim == 0:
         scale = struct.unpack("<f", struct.pack("<I", int(scale)))[0]

@@ -27,7 +27,7 @@ from .scales import LARGE, Coarse
 from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, times_scale
 
 if TYPE_CHECKING:
-    from .codes import Steps
+    from .codes import Microkernels
     from .pieces import Job, Piece
     from .plan import Plan
     from .workspace import Buffers
@@ -39,12 +39,12 @@ GENERIC = 1 << 15
 _SMALL_ARRAY = 1 << 13
 
 
-def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, steps: Steps = PLAIN) -> ScaledTensor:
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microkernels: Microkernels = PLAIN) -> ScaledTensor:
     """`reference.cast`, faster, in memory of its result and at most 16 MB.
 
     Up to 6 MB of that are work space, which each thread keeps for its next call.
 
-    steps: those that somebody else does faster.
+    microkernels: compiled replacements of NumPy's loops.
     """
     if (
         options is DEFAULT
@@ -56,13 +56,13 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, steps:
         and isinstance(recipe, ScalingRecipe)
     ):
         with np.errstate(all="ignore"):
-            written = plan_of(recipe, steps).short(x)
+            written = plan_of(recipe, microkernels).short(x)
         if written is not None:
             return written
     scale, out = options.scale, options.out
     if type(x) is not np.ndarray or x.dtype is not F32_DTYPE or not x.ndim or not isinstance(recipe, ScalingRecipe):
         checks.check_cast(x, recipe)
-    plan = plan_of(recipe, steps)
+    plan = plan_of(recipe, microkernels)
     axis = contraction_axis(options.axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
@@ -80,8 +80,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, steps:
         data = data.swapaxes(-1, -2)
         if layout.block(axis) != TENSOR:
             stored, zero_point = stored.swapaxes(-1, -2), zero_point if zero_point is None else zero_point.swapaxes(-1, -2)
-    tail = -x.shape[axis] % plan.count
-    written = ScaledTensor.assemble(data, stored, recipe, layout, zero_point, global_scale, axis, tail)
+    padding = -x.shape[axis] % plan.count
+    written = ScaledTensor.from_parts(data, stored, recipe, layout, zero_point, global_scale, axis, padding)
     return written if out is None else reference.assign(NUMPY, out, written)
 
 
@@ -210,11 +210,11 @@ class _Cast:
     def _amax(self, work: Buffers, source: Array, k: int) -> Array:
         """Bits of the largest magnitude of each `k` FP32 numbers."""
         n = source.size
-        if self.plan.steps.amax is None:
+        if self.plan.microkernels.amax is None:
             np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n])
             return block_amax(work, n, k)
         found = np.empty(n // k, U4)
-        self.plan.steps.amax(source, k, found)
+        self.plan.microkernels.amax(source, k, found)
         return found
 
     def _write_coarse(self, target: Array, whole: list[Job]) -> None:
@@ -225,7 +225,7 @@ class _Cast:
                 target[...] = scales.codec.accept(NUMPY, self.coarse_given).view(F4)
             else:
                 amax = self._largest(whole, True).max(keepdims=True)
-                target[...] = (scales.quick(amax, None) or scales.careful(amax, None, None))[0][0]
+                target[...] = (scales.fast_path(amax, None) or scales.slow_path(amax, None, None))[0][0]
             self.coarse = [Coarse(value, self.plan.scales) for value in target.reshape(-1)]
 
     def _write(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
@@ -239,12 +239,12 @@ class _Cast:
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
         coarse = self.coarse[piece.lead] if self.coarse else None
-        found = scales.quick(amax, coarse) if piece.supplied is None else None
+        found = scales.fast_path(amax, coarse) if piece.supplied is None else None
         if found is None:
             if self.own_codes and amax.max() >= F32_INF:
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows // m, columns // k)
-            found = scales.careful(amax, accepted, coarse, self.own_codes)
+            found = scales.slow_path(amax, accepted, coarse, self.own_codes)
             if scales.subnormal(found[0]).any():
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             if found[1].max() > LARGE:
@@ -295,8 +295,8 @@ class _Cast:
                 codes.reshape(-1, k)[inverse == 0] = writer.zero
             if writer.zero and columns < padded[1]:
                 codes.reshape(padded)[:, columns:] = 0
-        if plan.bits == 4 and plan.steps.pairs is not None and 2 * target.size == n and target.flags.c_contiguous:
-            plan.steps.pairs(codes, target)
+        if plan.bits == 4 and plan.microkernels.pairs is not None and 2 * target.size == n and target.flags.c_contiguous:
+            plan.microkernels.pairs(codes, target)
         elif not in_place:
             pack_codes(codes.reshape(padded), plan.bits, target, work.sign)
 
@@ -310,10 +310,10 @@ class _Cast:
         if not self.own_codes:
             np.maximum.at(amax, [job[-1] for job in jobs], self._largest(jobs, False))
         with np.errstate(all="ignore"):
-            found = scales.quick(amax, None) if self.given is None else None
+            found = scales.fast_path(amax, None) if self.given is None else None
             if found is None:
                 accepted = None if self.given is None else scales.codec.accept(NUMPY, self.given).reshape(-1)
-                found = scales.careful(amax, accepted, None, self.own_codes)
+                found = scales.slow_path(amax, accepted, None, self.own_codes)
             stored, inverse = found
             scale[...] = stored.reshape(scale.shape)
             fits = amax.view(F4) * inverse < writer.limit

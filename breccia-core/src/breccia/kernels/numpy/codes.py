@@ -1,4 +1,4 @@
-"""Codes from FP32 numbers: a writer for each family of codecs, packing, and the steps that compiled code can take over."""
+"""Codes from FP32 numbers: a writer for each family of codecs, packing, and the microkernels that may be compiled."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
@@ -156,8 +156,8 @@ _Codes = FloatCodes | IntegerCodes | TableCodes
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
-    """Steps of `cast` that somebody else does faster than NumPy, with the same bytes; what is None is done here.
+class Microkernels:
+    """Compiled replacements of NumPy's loops, with the same bytes; NumPy does what is None.
 
     amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
@@ -172,7 +172,7 @@ class Steps:
 
 
 #: NumPy alone.
-PLAIN = Steps()
+PLAIN = Microkernels()
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from .pieces import all_jobs, block_sides, byte_range, cut_pieces, rounded_up, r
 from .workspace import F4, F32_DTYPE, MOST_THREADS, U1, U2, U4, U8, chunk_size, remembered
 
 if TYPE_CHECKING:
-    from .codes import Steps
+    from .codes import Microkernels
     from .pieces import Piece
     from .workspace import Buffers
 
@@ -69,10 +69,10 @@ class _Values:
         """`table` for many look-ups, one for all recipes of the codec."""
         return _wide(self.element)
 
-    def short(self, st: ScaledTensor, steps: Steps) -> Array | None:
+    def short(self, st: ScaledTensor, microkernels: Microkernels) -> Array | None:
         """`dequantize` of contiguous codes of few elements in whole blocks of a row; None where `st` is not that."""
         data, scale, coarse, swapped = st.data, st.scale, st.global_scale, st.axis == -2
-        if not self.plain or st.tail or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
+        if not self.plain or st.padding or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
             return None
         block = st.layout.block(st.axis)
         if scale.ndim != (0 if block == TENSOR else data.ndim):
@@ -95,8 +95,8 @@ class _Values:
             scale = self.codec.read(NUMPY, scale)
         values = np.empty((*data.shape[:-1], columns), F4)
         codes = np.asarray(data).view(U1)
-        if steps.values is not None:
-            steps.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
+        if microkernels.values is not None:
+            microkernels.values(codes.reshape(-1), self.one, scale, k, self.bits, values.reshape(-1))
         else:
             self.decode(self.table, codes.reshape(-1, codes.shape[-1]), values.reshape(-1))
             with np.errstate(all="ignore"):
@@ -138,10 +138,12 @@ def _wide(codec: Codec) -> Array:
     return _pairs(np.array(codec.table, U4).view(F4))
 
 
-def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None, steps: Steps = PLAIN) -> Array:
-    """`reference.dequantize`, faster. steps: those that somebody else does faster."""
+def dequantize(
+    st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None, microkernels: Microkernels = PLAIN
+) -> Array:
+    """`reference.dequantize`, faster. microkernels: compiled replacements of NumPy's loops."""
     if out is None and out_dtype == "float32":
-        found = remembered(_values, st.recipe.identity, _Values, st.recipe.format).short(st, steps)
+        found = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format).short(st, microkernels)
         if found is not None:
             return found
     name = output_dtype(out_dtype)
@@ -178,7 +180,7 @@ class _Dequantize:
         self.result = result if result.ndim > 1 else result.reshape(1, -1)
         self.block = st.layout.block()
         self.per_tensor = self.block == TENSOR
-        self.tables = tables = remembered(_values, st.recipe.identity, _Values, self.fmt)
+        self.tables = tables = remembered(_values, st.recipe.interned_key, _Values, self.fmt)
         columns = self.result.shape[-1]
         self.m, k = block_sides(self.block, self.result.shape)
         self.unit = tables.count if self.per_tensor else unit_of(k, columns, tables.count)
@@ -280,7 +282,7 @@ class _Dequantize:
             with_each(np.divide, scale)
         else:
             if fmt.scale.sense == "amax":
-                scale = NUMPY.div(scale, fmt.capacity(fmt.scale))
+                scale = NUMPY.div(scale, fmt.qmax(fmt.scale))
             with_each(np.multiply, scale)
         coarse = fmt.global_scale
         if self.coarse is not None and coarse is not None:
@@ -306,7 +308,7 @@ class _Dequantize:
                 data = data.reshape(-1, packed_length(self.fmt.element, self.result.shape[-1]))
                 scale, zero_point = (a if a is None else a.reshape(-1, 1) for a in (scale, zero_point))
         coarse = None if self.coarse is None else self.coarse[piece.lead]
-        tail = -(c1 - c0) % count
-        part = ScaledTensor.assemble(data, scale, st.recipe, st.layout, zero_point, coarse, -1, tail)
+        padding = -(c1 - c0) % count
+        part = ScaledTensor.from_parts(data, scale, st.recipe, st.layout, zero_point, coarse, -1, padding)
         target = piece.values[r0:r1, c0:c1]
         np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")

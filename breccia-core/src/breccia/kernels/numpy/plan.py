@@ -26,14 +26,14 @@ from .workspace import MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
 
 if TYPE_CHECKING:
     from ...dispatch.call import Call
-    from .codes import Steps
+    from .codes import Microkernels
 
 
 class Plan:
     """What follows from a recipe once: how its codes and scales are written fast, or that the generic algorithm does."""
 
-    def __init__(self, recipe: ScalingRecipe, steps: Steps) -> None:
-        self.recipe, self.fmt, self.steps = recipe, recipe.format, steps
+    def __init__(self, recipe: ScalingRecipe, microkernels: Microkernels) -> None:
+        self.recipe, self.fmt, self.microkernels = recipe, recipe.format, microkernels
         fmt, fine = self.fmt, recipe.rules[-1]
         self.count, self.bits, self.block = packing(fmt.element)[0], fmt.element.bits, fmt.scale.block
         self.storage = NUMPY.storage(fmt.element)
@@ -49,9 +49,9 @@ class Plan:
         known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
         self.codes = code_writer(fmt.element) if known else None
         #: Codes of what is still to be scaled.
-        self.scaled = None if steps.scaled is None or self.codes is None else steps.scaled(self.codes)
-        self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, steps)
-        self.coarse_scales = None if coarse is None or self.unsupported else Scales(recipe, 0, steps)
+        self.scaled = None if microkernels.scaled is None or self.codes is None else microkernels.scaled(self.codes)
+        self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
+        self.coarse_scales = None if coarse is None or self.unsupported else Scales(recipe, 0, microkernels)
         self._layouts: dict[Any, Layout] = {}
         #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
         self.plain = (
@@ -63,24 +63,24 @@ class Plan:
         scales, writer, shape = self.scales, self.codes, x.shape
         if not self.plain or scales is None or writer is None:
             return None
-        block, size, columns, steps = self.block, x.size, shape[-1], self.steps
+        block, size, columns, microkernels = self.block, x.size, shape[-1], self.microkernels
         k = block[1] or (size if block == TENSOR else columns)
         if (block != TENSOR and columns % k) or columns % self.count or k % self.count:
             return None
         flat = x.reshape(-1)
-        if steps.amax is None:
+        if microkernels.amax is None:
             amax = np.maximum.reduce(x.reshape(-1, k).view(U4) & MAGNITUDE_BITS, axis=1)
         else:
             amax = np.empty(size // k, U4)
-            steps.amax(flat, k, amax)
+            microkernels.amax(flat, k, amax)
         global_scale = coarse = None
         if self.coarse_scales is not None:
-            found = self.coarse_scales.quick(np.maximum.reduce(amax, keepdims=True), None)
+            found = self.coarse_scales.fast_path(np.maximum.reduce(amax, keepdims=True), None)
             if found is None:
                 return None
             global_scale = found[0].reshape(())
             coarse = Coarse(found[0][0], scales)
-        found = scales.quick(amax, coarse)
+        found = scales.fast_path(amax, coarse)
         if found is None:
             return None
         stored, inverse = found
@@ -93,9 +93,9 @@ class Plan:
                 codes[inverse == 0] = writer.zero
         if self.bits == 8:
             data = codes.reshape(shape).view(self.storage)
-        elif self.bits == 4 and steps.pairs is not None:
+        elif self.bits == 4 and microkernels.pairs is not None:
             data = np.empty((*shape[:-1], columns // 2), U1)
-            steps.pairs(codes, data)
+            microkernels.pairs(codes, data)
         elif self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(U2)
             data = (pairs | (pairs >> 4)).astype(U1)
@@ -104,7 +104,7 @@ class Plan:
             pack_codes(codes.reshape(-1, k), self.bits, data, np.empty(size, U1))
             data = data.reshape(*shape[:-1], -1)
         stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
-        return ScaledTensor.assemble(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
+        return ScaledTensor.from_parts(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
 
     def layout(self, shape: Shape, axis: int) -> Layout:
         """`checks.fitted_layout`, remembered by what it depends on."""
@@ -114,10 +114,10 @@ class Plan:
 _plans: dict[object, Plan] = {}
 
 
-def plan_of(recipe: ScalingRecipe, steps: Steps = PLAIN) -> Plan:
+def plan_of(recipe: ScalingRecipe, microkernels: Microkernels = PLAIN) -> Plan:
     """The plan of a recipe, made once."""
-    key = recipe.identity if steps is PLAIN else (recipe.identity, steps)
-    return remembered(_plans, key, Plan, recipe, steps)
+    key = recipe.interned_key if microkernels is PLAIN else (recipe.interned_key, microkernels)
+    return remembered(_plans, key, Plan, recipe, microkernels)
 
 
 def accepts_cast(call: Call) -> str | None:

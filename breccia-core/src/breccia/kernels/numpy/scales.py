@@ -16,7 +16,7 @@ from .codes import MODEST, FloatCodes, code_writer
 from .workspace import F4, I4, ONE, U1, U2, U4, UNIT
 
 if TYPE_CHECKING:
-    from .codes import Steps
+    from .codes import Microkernels
 
 
 #: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
@@ -32,11 +32,11 @@ class Scales:
     way; `careful`, the slow path, takes any, by the methods of codecs and rules.
     """
 
-    def __init__(self, recipe: ScalingRecipe, level: int, steps: Steps) -> None:
+    def __init__(self, recipe: ScalingRecipe, level: int, microkernels: Microkernels) -> None:
         fmt = recipe.format
         self.element, self.codec, self.rule = fmt.element, fmt.levels[level].codec, recipe.rules[level]
-        self.capacity = fmt.capacity(fmt.levels[level])
-        self._divisor = F4(self.capacity)
+        self.qmax = fmt.qmax(fmt.levels[level])
+        self._divisor = F4(self.qmax)
         self.storage = NUMPY.storage(self.codec)
         #: Values of all codes, where the level has 8-bit scales that may lie under a coarser one.
         self.values: Array | None = None
@@ -45,18 +45,18 @@ class Scales:
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
             if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := code_writer(codec), FloatCodes):
                 low, self._form, self._writer = 0.0, self._linear8, writer
-                self._written = None if steps.scaled is None else steps.scaled(writer)
+                self._written = None if microkernels.scaled is None else microkernels.scaled(writer)
                 self.values = np.array(codec.table, U4).view(F4)
                 self.divisors = np.where(self.values > 0, self.values, F4(np.inf))
                 self._inverses = codec.divide(NUMPY, np.ones(256, F4), np.arange(256, dtype=U1))[0]
             elif level == 0 and codec.bits in (16, 32):
-                low, high = max(low, codec.scale_min * self.capacity), min(high, codec.scale_max * self.capacity)
+                low, high = max(low, codec.scale_min * self.qmax), min(high, codec.scale_max * self.qmax)
                 self._form = self._linear
         elif type(rule) is Exponent and level == 0 and self._power_of_two():
             self._carry = self._carried(rule)
             self._reciprocals = ((254 - np.minimum(np.arange(256, dtype=I4), 254)) << 23).view(F4)
             self._form = self._exponent
-        if not 1 / MODEST <= self.capacity <= MODEST:
+        if not 1 / MODEST <= self.qmax <= MODEST:
             self._form = None
         self._low, self._high = f32_bits(low), f32_bits(high)
 
@@ -67,10 +67,10 @@ class Scales:
 
     def _carried(self, rule: Exponent) -> Any:
         """What added to amax's bits makes the scale's exponent field of theirs (of normal numbers)."""
-        cap = f32_bits(self.capacity)
+        cap = f32_bits(self.qmax)
         return I4(rule.carry(self.element, cap) - (((cap >> 23) - 127) << 23))
 
-    def quick(self, amax: Array, coarse: Coarse | None) -> tuple[Array, Array] | None:
+    def fast_path(self, amax: Array, coarse: Coarse | None) -> tuple[Array, Array] | None:
         if self._form is None or (coarse is not None and coarse.inverses is None):
             return None
         if amax.size <= _LISTED:
@@ -121,7 +121,7 @@ class Scales:
             np.copyto(n, 127, where=amax == 0)
         return (n << 23).view(F4), ((254 - n) << 23).view(F4)
 
-    def careful(
+    def slow_path(
         self, amax: Array, supplied: Array | None, coarse: Coarse | None, own_codes: bool = False
     ) -> tuple[Array, Array]:
         """As `quick`, for any amax. `supplied`: int32 codes as accepted. Under `own_codes` NaN and Inf mark no block."""
@@ -131,13 +131,13 @@ class Scales:
         g = None if coarse is None else coarse.value
         if codes is None:
             statistic = np.where((a >= NORMAL) & ~faulty, a, 0).view(F4)
-            codes = self.rule.scale(NUMPY, statistic, self.codec, self.element, self.capacity, g)
+            codes = self.rule.scale(NUMPY, statistic, self.codec, self.element, self.qmax, g)
             codes = np.where(statistic == 0, self.codec.zero_scale, codes)
         if not own_codes:
             codes = np.where(faulty, self.codec.need_nan(), codes)
         stored = NUMPY.store(codes.astype(I4, copy=False), self.storage)
         one = np.ones(stored.shape, F4)
-        return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.capacity)[0]
+        return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.qmax)[0]
 
     def subnormal(self, stored: Array) -> Array:
         """Where is the inverse an FP32 subnormal, by which nothing is multiplied?"""

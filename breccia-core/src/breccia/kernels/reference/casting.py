@@ -29,7 +29,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     axis, scale, out = contraction_axis(options.axis, len(x.shape)), options.scale, options.out
     fmt = recipe.format
     layout = fitted_layout(recipe, tuple(x.shape), axis)
-    with ops.quiet():
+    with ops.errstate():
         y = k_last(ops, ops.f32(x), axis)
         if scale is not None:
             scale = check_supplied(ops, scale, x, fmt, layout, axis)
@@ -42,7 +42,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     data, stored, zero_point, global_scale = st
     if tiles.block != TENSOR:  # per-tensor scales run along leading axes alone
         stored, zero_point = k_last(ops, stored, axis), k_last(ops, zero_point, axis)
-    written = ScaledTensor.assemble(
+    written = ScaledTensor.from_parts(
         k_last(ops, data, axis),
         stored,
         recipe,
@@ -50,7 +50,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
         zero_point,
         global_scale,
         axis,
-        tail=-x.shape[axis] % packing(fmt.element)[0],
+        padding=-x.shape[axis] % packing(fmt.element)[0],
     )
     return written if out is None else assign(ops, out, written)
 
@@ -59,12 +59,12 @@ def _write(
     ops: Ops, y: Array, words: Array | None, recipe: ScalingRecipe, fmt: Format, tiles: Tiles, supplied: Any
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """(data, scale, zero_point, global_scale) of K-last FP32 `y`."""
-    u = ops.bits(y)
+    u = ops.bitcast_to_int(y)
     magnitude = u & MAGNITUDE
     finite = magnitude < F32_INF
     # Input below 2^-126 is zero on every backend, and Inf and NaN take no part in finite arithmetic.
     ordinary = finite & (magnitude >= NORMAL)
-    clean = tiles.split(ops.unbits(ops.where(ordinary, u, u & ~MAGNITUDE)))
+    clean = tiles.split(ops.bitcast_to_float(ops.where(ordinary, u, u & ~MAGNITUDE)))
     words = None if words is None else tiles.split(words)
 
     level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
@@ -77,10 +77,10 @@ def _write(
     faulty = amax >= F32_INF
     low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
     if supplied is None:
-        codes = rule.scale(ops, statistic, level.codec, element, fmt.capacity(level), coarse)
+        codes = rule.scale(ops, statistic, level.codec, element, fmt.qmax(level), coarse)
         codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
     else:
-        codes, statistic = tiles.beside(level.codec.accept(ops, supplied)), None
+        codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
     # Under a supplied scale NaN and Inf have codes of their own, if the element has any; else their block is marked.
     own_codes = supplied is not None and element.nan_code is not None
     if not own_codes:
@@ -88,7 +88,7 @@ def _write(
     stored = ops.store(codes, ops.storage(level.codec))
 
     def in_units_of_scale(x: Array) -> tuple[Array, Array]:
-        y, usable = rule.scaled(ops, x, stored, level.codec, coarse, statistic, fmt.capacity(level))
+        y, usable = rule.scaled(ops, x, stored, level.codec, coarse, statistic, fmt.qmax(level))
         return saturated(ops, y), usable
 
     zero_point = None
@@ -119,13 +119,13 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     if supplied is not None:
         return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
     finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
-    amax = ops.unbits(ops.amax(finite, whole.axes))
+    amax = ops.bitcast_to_float(ops.amax(finite, whole.axes))
     if level.sense != "multiplier":
-        capacity = fmt.capacity(level)
-        ordinary = ops.where(amax == 0, capacity, ops.maximum(amax, capacity * 2.0**-126))
-        number = ordinary if level.sense == "amax" else ops.minimum(ops.div(capacity, ordinary), 2.0**126)
+        qmax = fmt.qmax(level)
+        ordinary = ops.where(amax == 0, qmax, ops.maximum(amax, qmax * 2.0**-126))
+        number = ordinary if level.sense == "amax" else ops.minimum(ops.div(qmax, ordinary), 2.0**126)
         return whole.scale(ops.store(level.codec.encode(ops, number), ops.storage(level.codec)))
-    codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.capacity(level), None)
+    codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.qmax(level), None)
     codes = ops.where(amax == 0, level.codec.zero_scale, codes)
     return whole.scale(ops.store(codes, ops.storage(level.codec)))
 
@@ -135,13 +135,13 @@ def _multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
     level = fmt.levels[0]
     if level.sense == "multiplier":
         return stored
-    return ops.div(stored, fmt.capacity(level)) if level.sense == "amax" else ops.div(1.0, stored)
+    return ops.div(stored, fmt.qmax(level)) if level.sense == "amax" else ops.div(1.0, stored)
 
 
 def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, offset: str) -> tuple[Array, Array]:
     """(low end, what the scale is computed from) of each block: amax, or the width of its range under an offset."""
     if offset == "none":
-        statistic = ops.unbits(ops.where((amax >= NORMAL) & (amax < F32_INF), amax, 0))
+        statistic = ops.bitcast_to_float(ops.where((amax >= NORMAL) & (amax < F32_INF), amax, 0))
         return statistic, statistic
     low, high = (_range if offset == "zero_point" else _extremes)(ops, clean, tiles)
     return low, flushed(ops, saturated(ops, high - low))
@@ -149,23 +149,23 @@ def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, offset: str) -
 
 def _range(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
     """(min(0, smallest), max(0, largest)) of each block, from the magnitudes of each sign."""
-    u = ops.bits(clean)
-    high = ops.unbits(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
-    low = -ops.unbits(ops.amax(ops.where(u < 0, u & MAGNITUDE, 0), tiles.axes))
+    u = ops.bitcast_to_int(clean)
+    high = ops.bitcast_to_float(ops.amax(ops.where(u < 0, 0, u), tiles.axes))
+    low = -ops.bitcast_to_float(ops.amax(ops.where(u < 0, u & MAGNITUDE, 0), tiles.axes))
     return low, high
 
 
 def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
     """(smallest, largest) of each block's real elements, without -0; both 0 for a block of none."""
-    u = ops.bits(clean)
+    u = ops.bitcast_to_int(clean)
     magnitude = u & MAGNITUDE
-    real = tiles.split(ops.broadcast(ops.whole(ops.constant(1.0, clean)), tiles.shape)) != 0
+    real = tiles.split(ops.broadcast(ops.to_int32(ops.constant(1.0, clean)), tiles.shape)) != 0
 
     def ends(here: Array) -> tuple[Array, Array, Array]:
         """(is there any?, smallest magnitude, largest magnitude) of the elements `here` in each block."""
         largest = ops.amax(ops.where(here, magnitude, 0), tiles.axes)
         smallest = F32_INF - ops.amax(ops.where(here, F32_INF - magnitude, 0), tiles.axes)
-        return ops.amax(ops.where(here, 1, 0), tiles.axes) > 0, ops.unbits(smallest), ops.unbits(largest)
+        return ops.amax(ops.where(here, 1, 0), tiles.axes) > 0, ops.bitcast_to_float(smallest), ops.bitcast_to_float(largest)
 
     negative = (u < 0) & (magnitude > 0)
     below, nearest, farthest = ends(ops.where(real, negative, False))
@@ -199,7 +199,7 @@ def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, 
 
 def refuse_nonfinite(ops: Ops, y: Array) -> None:
     """Raise NonFiniteError where `y` holds NaN or Inf."""
-    if ops.any((ops.bits(y) & MAGNITUDE) >= F32_INF):
+    if ops.any((ops.bitcast_to_int(y) & MAGNITUDE) >= F32_INF):
         raise NonFiniteError(
             "cast(nonfinite='raise'): x holds NaN or Inf. Clean it first, or pass nonfinite='propagate' to mark the blocks "
             "they are in."

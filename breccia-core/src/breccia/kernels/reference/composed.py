@@ -45,9 +45,9 @@ def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
     ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
 
     def filled(code: int) -> ScaledTensor:
-        codes = ops.broadcast(ops.whole(ops.constant(float(code), st.data)), k_last_shape(st.shape, axis))
+        codes = ops.broadcast(ops.to_int32(ops.constant(float(code), st.data)), k_last_shape(st.shape, axis))
         data = k_last(ops, pack(ops, codes, element), axis)
-        return ScaledTensor.assemble(data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, axis, st.tail)
+        return ScaledTensor.from_parts(data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, axis, st.padding)
 
     low, high = map(filled, _ends(element))
     return low, high

@@ -27,19 +27,19 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
         st = _ungrouped(ops, st, st.layout.index)
     fmt, axis = st.recipe.format, st.axis
     shape = k_last_shape(st.shape, axis)
-    with ops.quiet():
+    with ops.errstate():
         data = k_last(ops, st.data, axis)
         codes = unpack(ops, data, fmt.element, shape[-1])
         tiles = Tiles(ops, shape, st.layout.block(axis))
         v = fmt.element.decode(ops, tiles.split(codes))
-        scale = tiles.beside(scale_k_last(ops, st.scale, tiles, axis))
+        scale = tiles.broadcast_to_blocks(scale_k_last(ops, st.scale, tiles, axis))
         if fmt.offset == "zero_point":
-            v = v - tiles.beside(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
+            v = v - tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
         v = apply_scale(ops, v, scale, fmt, fmt.scale)
         if fmt.global_scale is not None:
             v = apply_scale(ops, v, tiles.coarse(st.global_scale), fmt, fmt.global_scale)
         if fmt.offset == "bias":
-            bias = tiles.beside(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
+            bias = tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
             # Flushed, a subnormal product adds alike on every backend; and no compiler fuses the product into the sum.
             v = flushed(ops, v) + flushed(ops, bias)
         v = k_last(ops, tiles.join(v), axis)
@@ -49,7 +49,7 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
 def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
     """`st` with the scale (and zero-point) of its group beside each element of the contraction axis: blocks of one."""
     scale, zero_point = (a if a is None else ops.gather(a, index, st.axis) for a in (st.scale, st.zero_point))
-    return ScaledTensor.assemble(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.tail)
+    return ScaledTensor.from_parts(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.padding)
 
 
 def scale_k_last(ops: Ops, scale: Array, tiles: Tiles, axis: int) -> Array:
@@ -66,7 +66,7 @@ def offsets_of(ops: Ops, zero_point: Array) -> Array:
     """Zero-points or biases of any dtype as FP32."""
     if ops.is_bit_pattern(zero_point):
         return BF16.read(ops, zero_point)
-    return ops.f32(zero_point) if dtype_name(zero_point) in FLOATS else ops.number(zero_point)
+    return ops.f32(zero_point) if dtype_name(zero_point) in FLOATS else ops.int_to_float(zero_point)
 
 
 def apply_scale(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
@@ -76,7 +76,7 @@ def apply_scale(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> A
     value = level.codec.read(ops, stored)
     if level.sense == "divisor":
         return ops.div(v, value)
-    return v * ops.div(value, fmt.capacity(level))
+    return v * ops.div(value, fmt.qmax(level))
 
 
 def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:

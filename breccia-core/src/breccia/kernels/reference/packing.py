@@ -21,7 +21,7 @@ def pack(ops: Ops, codes: Array, codec: Codec) -> Array:
         codes = ops.pad(codes, (0,) * (len(codes.shape) - 1) + (groups * count - length,))
     codes = ops.reshape(codes, (*codes.shape[:-1], groups, count))
     if size <= _WORD:
-        word = ops.joined(codes, codec.bits)
+        word = ops.pack_bits(codes, codec.bits)
         if size == 1:
             return ops.store(word, dtype)
         bytes_ = [word >> (8 * i) for i in range(size)]
@@ -43,7 +43,7 @@ def unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
         word = bytes_[..., 0]
         for i in range(1, size):
             word = word | (bytes_[..., i] << (8 * i))
-        codes = ops.parted(word, codec.bits, count)
+        codes = ops.unpack_bits(word, codec.bits, count)
     else:
         each = _codes(bytes_, codec.bits, count)
         codes = ops.concat([ops.reshape(code, (*code.shape, 1)) for code in each])

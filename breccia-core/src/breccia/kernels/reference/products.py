@@ -34,7 +34,7 @@ def matmul(
 def product(a: Any, b: Any, bias: Array | None, dtype: str, out: Array | None, by: Primitives) -> Array:
     """`matmul` of operands that are known to fit."""
     ops = ops_of(_array(a), "a")
-    with ops.quiet():
+    with ops.errstate():
         found = ops.matmul(values(ops, a, by), values(ops, b, by))
         if bias is not None:
             found = found + ops.f32(bias)
@@ -53,7 +53,7 @@ def grouped_matmul(
     same_framework({"a": _array(a), "b": _array(b), "offsets": offsets})
     check_grouped(a, b, offsets)
     ops = ops_of(_array(a), "a")
-    with ops.quiet():
+    with ops.errstate():
         product = ops.grouped_matmul(values(ops, a, by), values(ops, b, by), offsets)
         return result(ops, product, output_dtype(out_dtype), out)
 

@@ -63,8 +63,8 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     if recipe == st.recipe:
         return st
     if keeps_parts(st.recipe, st.layout, st.axis, recipe):
-        parts = (st.zero_point, st.global_scale, st.axis, st.tail)
-        return ScaledTensor.assemble(st.data, st.scale, recipe, st.layout, *parts)
+        parts = (st.zero_point, st.global_scale, st.axis, st.padding)
+        return ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout, *parts)
     source, target, axis = st.recipe.format, recipe.format, st.axis
     grouped, block = covered(st.recipe, st.layout, axis)
     codes = renamed(source.element, target.element)
@@ -77,7 +77,7 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     shape = k_last_shape(st.shape, axis)
     old, new = Tiles(ops, shape, block), Tiles(ops, shape, target.scale.block)
 
-    def respread(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
+    def repeat_per_block(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
         """A part of the scales' shape in the blocks and codec of `target`, K last; None: the codec stays."""
         if codec == new_codec and old.block == new.block:
             return part if old.block == TENSOR else k_last(ops, part, axis)
@@ -85,25 +85,25 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
         words, dtype = ops.load(part), dtype_name(part)
         if codec is not None and new_codec is not None and codec != new_codec:
             words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
-        return ops.store(old.respread(words, new) | 0, dtype)  # a broadcast view would share items: `|` copies
+        return ops.store(old.repeat_per_block(words, new) | 0, dtype)  # a broadcast view would share items: `|` copies
 
     codecs = source.scale.codec, target.scale.codec
 
     def changed(part: Array, into: Array) -> bool:
         """Are numbers of a part other ones in the codec of `target`?"""
-        return ops.any(_differ(ops, codecs[0].read(ops, respread(part, None, None)), codecs[1].read(ops, into)))
+        return ops.any(_differ(ops, codecs[0].read(ops, repeat_per_block(part, None, None)), codecs[1].read(ops, into)))
 
     biased = source.offset == "bias"
-    with ops.quiet():
-        scale = respread(st.scale, *codecs)
-        offset = None if st.zero_point is None else respread(st.zero_point, *(codecs if biased else (None, None)))
+    with ops.errstate():
+        scale = repeat_per_block(st.scale, *codecs)
+        offset = None if st.zero_point is None else repeat_per_block(st.zero_point, *(codecs if biased else (None, None)))
         if not promised and (changed(st.scale, scale) or (biased and changed(st.zero_point, offset))):
             return None
         data = st.data
         if source.element != target.element:
             unpacked = unpack(ops, k_last(ops, data, axis), source.element, shape[-1])
             data = k_last(ops, pack(ops, ops.take(codes, unpacked), target.element), axis)
-    return ScaledTensor.assemble(
+    return ScaledTensor.from_parts(
         data,
         k_last(ops, scale, axis) if new.block != TENSOR else scale,
         recipe,
@@ -111,20 +111,20 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
         offset if new.block == TENSOR else k_last(ops, offset, axis),
         st.global_scale,
         axis,
-        tail=-shape[-1] % packing(target.element)[0],
+        padding=-shape[-1] % packing(target.element)[0],
     )
 
 
 def _differ(ops: Ops, a: Array, b: Array) -> Array:
     """Where two FP32 arrays differ in bits, one NaN being like another."""
-    p, q = ops.bits(a), ops.bits(b)
+    p, q = ops.bitcast_to_int(a), ops.bitcast_to_int(b)
     return (p != q) & ~(((p & MAGNITUDE) > F32_INF) & ((q & MAGNITUDE) > F32_INF))
 
 
 def _refuse_inexact(ops: Ops, x: Array, y: Array, recipe: ScalingRecipe) -> None:
     different = _differ(ops, x, y)
     if ops.any(different):
-        count = int(ops.to_numpy(ops.whole(different)).sum())
+        count = int(ops.to_numpy(ops.to_int32(different)).sum())
         raise InexactError(
             f"requantize(require_exact=True): {count} of {math.prod(x.shape)} values are no numbers of {recipe!r} under its "
             "scales. Leave require_exact out to round them, or choose a recipe of more bits or finer blocks.",

@@ -53,14 +53,14 @@ class Tiles:
         """Reduced split array to the shape a layout stores, K last."""
         return self.ops.reshape(a, self.shape[: self.lead] if self.block == TENSOR else (*self.shape[:-2], *self.counts))
 
-    def beside(self, a: Array) -> Array:
+    def broadcast_to_blocks(self, a: Array) -> Array:
         """Stored scales, K last, to a shape that broadcasts against split arrays."""
         if self.block == TENSOR:
             return self.coarse(a)
         rows, columns = self.counts
         return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
 
-    def respread(self, a: Array, finer: Tiles) -> Array:
+    def repeat_per_block(self, a: Array, finer: Tiles) -> Array:
         """A part as scales are stored, K last, repeated over the blocks of `finer`, which lie within the blocks here."""
         if finer.block == self.block:
             return a

@@ -22,7 +22,7 @@ from ..places import Place, everywhere
 from .law import Law, Subject, each
 from .recipes import instances, moved
 
-#: Whole blocks and bytes; and a shape whose last ones are partial, so that there is a tail to lose.
+#: Whole blocks and bytes; and a shape whose last ones are partial, so that there is a padding to lose.
 _WHOLE, _RAGGED = (16, 256), (5, 67)
 
 

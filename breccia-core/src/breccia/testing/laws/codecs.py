@@ -58,7 +58,7 @@ def every_code_is_read_as_its_number(codec: Codec, place: Place) -> None:
 def numbers_get_the_nearest_code(codec: Codec, place: Place) -> None:
     y = _landmarks(codec)
     expected = [_nearest(codec, float(v)) for v in y]
-    with place.ops.quiet():
+    with place.ops.errstate():
         found = codec.encode(place.ops, place.array(y))
     expect_words(f"{codec.name} codes of {len(y)} numbers", place.words(found), np.array(expected, np.uint32))
 
@@ -68,7 +68,7 @@ def random_bits_choose_the_oracles_code(codec: Codec, place: Place) -> None:
     y = y[np.isfinite(y)]
     words = np.array([oracle.random_word(5, i) for i in range(len(y))], np.uint32)
     expected = [_nearest(codec, float(v), int(w)) for v, w in zip(y, words, strict=True)]
-    with place.ops.quiet():
+    with place.ops.errstate():
         found = codec.encode(place.ops, place.array(y), place.array(words.view(np.int32)))
     expect_words(f"{codec.name} codes of {len(y)} numbers by random bits", place.words(found), np.array(expected, np.uint32))
 

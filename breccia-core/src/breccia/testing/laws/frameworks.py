@@ -98,10 +98,10 @@ def _is(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
 
 def bits_and_unbits_are_inverse_and_change_no_bit(place: Place) -> None:
     ops, words = place.ops, _words()
-    floats = ops.unbits(place.array(words))
-    expect(dtype_name(floats) == "float32", f"unbits gives {dtype_name(floats)}")
-    _is(place, "bits(unbits(i))", ops.bits(floats), words)
-    _is(place, "bits(x)", ops.bits(place.array(words.view(np.float32))), words)
+    floats = ops.bitcast_to_float(place.array(words))
+    expect(dtype_name(floats) == "float32", f"bitcast_to_float gives {dtype_name(floats)}")
+    _is(place, "bitcast_to_int(bitcast_to_float(i))", ops.bitcast_to_int(floats), words)
+    _is(place, "bits(x)", ops.bitcast_to_int(place.array(words.view(np.float32))), words)
 
 
 def half_precision_is_widened_exactly(place: Place) -> None:
@@ -116,7 +116,7 @@ def half_precision_is_widened_exactly(place: Place) -> None:
     else:
         expect(ops.is_bit_pattern(place.array(words)), "BF16 is kept as uint16, but is_bit_pattern says no")
         try:
-            with ops.quiet():
+            with ops.errstate():
                 found = ops.f32(ops.to_float(place.array(wide), "bfloat16"))
         except UnsupportedError:  # NumPy without ml_dtypes
             return
@@ -227,9 +227,9 @@ def where_minimum_and_maximum_choose(place: Place) -> None:
         _is(place, f"{word}(a, b)", choose(x, y), expected(a, b))
         _is(place, f"{word}(a, 100)", choose(x, 100), expected(a, 100).astype(np.int32))
         p, q = _normal(10), _normal(11)
-        _is(place, f"{word} of FP32", ops.bits(choose(place.array(p), place.array(q))), expected(p, q).view(np.int32))
+        _is(place, f"{word} of FP32", ops.bitcast_to_int(choose(place.array(p), place.array(q))), expected(p, q).view(np.int32))
         numbers = expected(p, np.float32(2.5)).view(np.int32)
-        _is(place, f"{word}(x, 2.5)", ops.bits(choose(place.array(p), 2.5)), numbers)
+        _is(place, f"{word}(x, 2.5)", ops.bitcast_to_int(choose(place.array(p), 2.5)), numbers)
 
 
 def the_largest_magnitude_survives_with_its_nan(place: Place) -> None:
@@ -279,7 +279,7 @@ def division_is_ieee_by_arrays_scalars_and_broadcasts(place: Place) -> None:
     expect_numbers("div(x, column)", place, ops.div(place.array(rows), place.array(column)), expected)
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -3.0], np.float32)
     p, q = (np.array(v, np.float32) for v in zip(*itertools.product(special, special), strict=True))
-    with np.errstate(all="ignore"), ops.quiet():
+    with np.errstate(all="ignore"), ops.errstate():
         quotients, found = p.astype(np.float64) / q, ops.div(place.array(p), place.array(q))
     expect_numbers("div of zeros, Inf and NaN", place, found, quotients.astype(np.float32))
 
@@ -287,12 +287,12 @@ def division_is_ieee_by_arrays_scalars_and_broadcasts(place: Place) -> None:
 def whole_numbers_are_converted_exactly(place: Place) -> None:
     ops = place.ops
     i = np.concatenate([np.arange(-300, 300), [2**24 - 1, 1 - 2**24, 65535]]).astype(np.int32)
-    expect_words("number(i)", place.words(ops.number(place.array(i))), i.astype(np.float32).view(np.uint32))
-    _is(place, "whole(x)", ops.whole(place.array(i.astype(np.float32))), i)
-    expect(ops.whole(7.0) == 7, f"whole(7.0) is {ops.whole(7.0)!r}")
+    expect_words("int_to_float(i)", place.words(ops.int_to_float(place.array(i))), i.astype(np.float32).view(np.uint32))
+    _is(place, "to_int32(x)", ops.to_int32(place.array(i.astype(np.float32))), i)
+    expect(ops.to_int32(7.0) == 7, f"to_int32(7.0) is {ops.to_int32(7.0)!r}")
     bytes_ = np.arange(256, dtype=np.uint8)
     numbers = np.arange(256, dtype=np.float32).view(np.uint32)
-    expect_words("number of uint8", place.words(ops.number(place.array(bytes_))), numbers)
+    expect_words("number of uint8", place.words(ops.int_to_float(place.array(bytes_))), numbers)
 
 
 def constants_are_exact_and_have_no_axes(place: Place) -> None:
@@ -350,9 +350,9 @@ def codes_are_joined_lowest_first(place: Place) -> None:
     for bits, count in ((4, 2), (6, 4), (1, 8), (2, 4), (3, 8)):
         codes = np.random.default_rng(20).integers(0, 1 << bits, (3, 5, count)).astype(np.int32)
         expected = np.sum(codes << (np.arange(count) * bits), axis=-1).astype(np.int32)
-        word = ops.joined(place.array(codes), bits)
-        _is(place, f"joined by {bits} bits", word, expected)
-        _is(place, f"parted by {bits} bits", ops.parted(word, bits, count), codes)
+        word = ops.pack_bits(place.array(codes), bits)
+        _is(place, f"pack_bits by {bits} bits", word, expected)
+        _is(place, f"unpack_bits by {bits} bits", ops.unpack_bits(word, bits, count), codes)
 
 
 def counters_are_the_index_of_each_element(place: Place) -> None:
@@ -395,10 +395,10 @@ def a_conversion_of_its_own_is_the_contracts(place: Place) -> None:
         if codec.bits > 16 or not isinstance(codec, codecs.Minifloat):
             continue
         y = np.concatenate([_normal(21, 300, -20, 17), np.array([0.0, -0.0], np.float32)])
-        code = ops.narrowed(place.array(y), codec)
+        code = ops.native_cast(place.array(y), codec)
         if code is not None:
             expected = [oracle.encode(codec, Fraction(float(v)), np.signbit(v)) for v in y]
-            expect_words(f"narrowed(y, {codec.name})", place.words(code), np.array(expected, np.uint32))
+            expect_words(f"native_cast(y, {codec.name})", place.words(code), np.array(expected, np.uint32))
 
 
 def arrays_come_and_go_unchanged(place: Place) -> None:

@@ -23,8 +23,8 @@ from ...kernels import reference
 from ...options import CastOptions
 from ...recipes import MXFP8BlockScaling, ScalingRecipe
 from ...rules import RULES
-from ...tensors.components import held
-from ...tensors.metadata import Meaning
+from ...tensors.components import components
+from ...tensors.metadata import Metadata
 from ...tensors.tensor import ScaledTensor
 from .. import oracle, strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_written, fp32, written
@@ -108,7 +108,7 @@ def equal_ones_are_one(recipe: ScalingRecipe, others: list[ScalingRecipe]) -> No
     for other in others:
         if other.fingerprint() == recipe.fingerprint():
             expect(type(other) is type(recipe), f"{other!r} has the same fingerprint")
-            ours, theirs = (list(map(bytes, held(reference.cast(x, r)).values())) for r in (recipe, other))
+            ours, theirs = (list(map(bytes, components(reference.cast(x, r)).values())) for r in (recipe, other))
             expect(ours == theirs, f"{other!r} has the same fingerprint and writes other bytes")
 
 
@@ -254,4 +254,4 @@ def moved(st: ScaledTensor, place: Place) -> ScaledTensor:
         kept = dtypes[name] if dtypes[name] != str(word.dtype) else None
         return place.array(word.view(f"u{word.itemsize}") if kept else word, kept)
 
-    return Meaning.of(st).assembled(**{name: there(name, np.asarray(part)) for name, part in held(st).items()})
+    return Metadata.of(st).assembled(**{name: there(name, np.asarray(part)) for name, part in components(st).items()})

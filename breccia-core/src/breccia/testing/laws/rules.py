@@ -39,8 +39,8 @@ def it_serves_some_codec(rule: Rule) -> None:
 
 def scales_are_positive_numbers(rule: Rule) -> None:
     """Zero only where the codec lets a small block underflow to it; the largest block never does."""
-    for codec, element, capacity in _served(rule):
-        numbers = _numbers(rule, codec, element, capacity)
+    for codec, element, qmax in _served(rule):
+        numbers = _numbers(rule, codec, element, qmax)
         least = getattr(codec, "scale_min", 0.0)
         bad = [v for v in numbers if not (math.isfinite(v) and v >= least)]
         expect(not bad, f"rule {rule.name!r} in {codec.name} for {element.name}: scales {bad[:3]}")
@@ -48,8 +48,8 @@ def scales_are_positive_numbers(rule: Rule) -> None:
 
 
 def a_larger_amax_never_gets_a_smaller_scale(rule: Rule) -> None:
-    for codec, element, capacity in _served(rule):
-        numbers = _numbers(rule, codec, element, capacity)
+    for codec, element, qmax in _served(rule):
+        numbers = _numbers(rule, codec, element, qmax)
         falls = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
         where = [float(_AMAXES[i]) for i in falls[:1]]
         expect(not falls, f"rule {rule.name!r} in {codec.name} for {element.name}: the scale falls at amax {where}")
@@ -60,8 +60,8 @@ def scales_are_the_oracles(rule: Rule, place: Place) -> None:
     known = any(type(rule) is type(one) for one in RULES)
     if not known and place.framework == "numpy":
         pytest.skip(f"the oracle does not know {type(rule).__name__}; other frameworks are held to NumPy's scales")
-    for codec, element, capacity in _served(rule):
-        found = _scales(rule, codec, element, capacity, place)
+    for codec, element, qmax in _served(rule):
+        found = _scales(rule, codec, element, qmax, place)
         if known:
             expect_words(
                 f"{rule.name} in {codec.name} for {element.name}", found[_CHOSEN], _oracles_scales(rule, codec, element)
@@ -70,7 +70,7 @@ def scales_are_the_oracles(rule: Rule, place: Place) -> None:
             expect_words(
                 f"{rule.name} in {codec.name} for {element.name}, against NumPy",
                 found,
-                _scales(rule, codec, element, capacity, Place("numpy")),
+                _scales(rule, codec, element, qmax, Place("numpy")),
             )
 
 
@@ -97,29 +97,27 @@ _CHOSEN = np.arange(0, len(_AMAXES), 23)
 
 
 def _served(rule: Rule) -> Iterator[tuple[Codec, Codec, float]]:
-    """(codec of scales, codec of elements, capacity) that the rule takes."""
+    """(codec of scales, codec of elements, qmax) that the rule takes."""
     for codec in _SCALES:
         for element in (c for c in CODECS if c.bits <= 8 and c.name != "E8M0"):
-            capacity = Format(element, (Level(codec, TENSOR),)).capacity(Level(codec, TENSOR))
+            qmax = Format(element, (Level(codec, TENSOR),)).qmax(Level(codec, TENSOR))
             try:
-                _scales(rule, codec, element, capacity, Place("numpy"), _AMAXES[:1])
+                _scales(rule, codec, element, qmax, Place("numpy"), _AMAXES[:1])
             except RecipeError:
                 continue
-            yield codec, element, capacity
+            yield codec, element, qmax
 
 
-def _scales(
-    rule: Rule, codec: Codec, element: Codec, capacity: float, place: Place, amaxes: np.ndarray = _AMAXES
-) -> np.ndarray:
+def _scales(rule: Rule, codec: Codec, element: Codec, qmax: float, place: Place, amaxes: np.ndarray = _AMAXES) -> np.ndarray:
     """The stored scales, as codes."""
-    with place.ops.quiet():
-        codes: Any = rule.scale(place.ops, place.array(amaxes), codec, element, capacity, None)
+    with place.ops.errstate():
+        codes: Any = rule.scale(place.ops, place.array(amaxes), codec, element, qmax, None)
     return place.words(codes)
 
 
-def _numbers(rule: Rule, codec: Codec, element: Codec, capacity: float) -> list[float]:
+def _numbers(rule: Rule, codec: Codec, element: Codec, qmax: float) -> list[float]:
     """The scales that the rule gives on NumPy, by ascending amax. Raises AssertionError for what is no code."""
-    codes = _scales(rule, codec, element, capacity, Place("numpy"))
+    codes = _scales(rule, codec, element, qmax, Place("numpy"))
     beyond = codes[codes > (1 << codec.bits) - 1]
     what = f"rule {rule.name!r} in {codec.name} for {element.name}"
     expect(not beyond.size, f"{what}: {list(map(hex, beyond[:3]))} are no codes of {codec.bits} bits")

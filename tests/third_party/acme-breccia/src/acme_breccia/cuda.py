@@ -16,7 +16,7 @@ table = cache(lambda codec, device: torch.tensor([codec.value(c) for c in range(
 
 def accepts(call):
     m, k = call.a.layout.block(call.a.axis)
-    if m != 1 or k is None or call.a.layout.ragged or call.a.empty:
+    if m != 1 or k is None or call.a.layout.partial or call.a.empty:
         return "its codes are not whole blocks of 1 x k"
     return "it writes FP32, into memory of its own" if call.options else None
 

@@ -404,13 +404,13 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "breccia_native.steps",
-    .m_doc = "Compiled steps of casts and of dequantize; see breccia_native.kernels, which calls them.",
+    .m_name = "breccia_native.microkernels",
+    .m_doc = "Compiled microkernels of casts and of dequantize; see breccia_native.kernels, which calls them.",
     .m_methods = methods,
     .m_slots = slots,
 };
 
-PyMODINIT_FUNC PyInit_steps(void)
+PyMODINIT_FUNC PyInit_microkernels(void)
 {
     here = best();
     return PyModuleDef_Init(&module);

@@ -1,4 +1,4 @@
-"""What `steps.c` gives to Python; arguments are contiguous 1-D buffers. Raises ValueError where their sizes do not agree."""
+"""The functions of `microkernels.c`. Arguments are contiguous 1-D buffers; ValueError is raised where sizes do not agree."""
 
 from typing import Any
 

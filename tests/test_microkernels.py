@@ -1,4 +1,4 @@
-"""Steps of a cast that somebody else does: they are called where they are given, and the bytes stay those of the oracle."""
+"""Compiled microkernels given to a cast are called, and the bytes stay those of the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from breccia.codecs import F32, Minifloat
 from breccia.formats import Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
-from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, ScaledCodes, Steps, TableCodes
+from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, Microkernels, ScaledCodes, TableCodes
 
 RECIPES = [
     Float8BlockScaling(block_k=32),
@@ -40,12 +40,12 @@ RECIPES = [
 
 
 class Planted:
-    """Plain forms of the steps, which count their calls. `asked`: the forms of codes that there was to be a step for."""
+    """Plain forms of the microkernels, which count their calls. `asked`: the forms of codes that there was to be a step for."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.asked: list[type] = []
-        self.steps = Steps(self.amax, self.pairs, self.scaled)
+        self.microkernels = Microkernels(self.amax, self.pairs, self.scaled)
 
     def amax(self, source: Any, k: int, amax: Any) -> None:
         self.calls["amax"] += 1
@@ -75,7 +75,7 @@ class Planted:
 def test_steps_of_somebody_else_are_called_and_change_no_byte(recipe: ScalingRecipe) -> None:
     planted = Planted()
     for x in (wide((9, 2048), seed=1, exponents=3), special_rows(608)):
-        found, expected = kernels.cast(x, recipe, steps=planted.steps), reference.cast(x, recipe)
+        found, expected = kernels.cast(x, recipe, microkernels=planted.microkernels), reference.cast(x, recipe)
         for part in ("data", "scale", "global_scale"):
             a, b = getattr(found, part), getattr(expected, part)
             assert (a is None) == (b is None) and (a is None or a.tobytes() == b.tobytes()), part
@@ -102,7 +102,10 @@ def test_every_form_of_codes_is_offered_to_the_steps() -> None:
     ):
         planted = Planted()
         x = wide((9, 2048), seed=2, exponents=3)
-        assert kernels.cast(x, recipe, steps=planted.steps).data.tobytes() == reference.cast(x, recipe).data.tobytes()
+        assert (
+            kernels.cast(x, recipe, microkernels=planted.microkernels).data.tobytes()
+            == reference.cast(x, recipe).data.tobytes()
+        )
         assert planted.asked == [form]
         assert planted.calls["amax"] > 0
 
@@ -117,7 +120,7 @@ def test_steps_write_into_unsigned_bytes_in_one_row_also_where_codes_are_signed(
             codes[:] = element.encode(NUMPY, source.reshape(-1, k) * inverse[:, None]).reshape(-1)
 
         x = wide((9, 2048), seed=3, exponents=3)
-        found = kernels.cast(x, recipe, steps=Steps(scaled=lambda _, write=write: write))
+        found = kernels.cast(x, recipe, microkernels=Microkernels(scaled=lambda _, write=write: write))
         assert set(rows) == {("uint8", 1, True)}
         assert found.data.dtype == np.int8
         assert found.data.tobytes() == reference.cast(x, recipe).data.tobytes()
