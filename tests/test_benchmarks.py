@@ -174,6 +174,7 @@ def test_a_rival_is_not_measured_in_place_of_another(tmp_path: Path) -> None:
     assert done.returncode and "was to time breccia-0.1.3, but `import breccia` gives" in done.stderr
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -345,6 +346,7 @@ def test_a_result_of_another_schema_is_refused(tmp_path: Path) -> None:
     assert done.returncode and "cast-old.json holds benchmark 'cast' of schema 0" in done.stderr
 
 
+@pytest.mark.rest
 def test_drawing_again_changes_no_byte(documents: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = []

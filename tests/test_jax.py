@@ -227,6 +227,7 @@ def test_nested_vmap_empty_and_one_dimensional_arrays_are_numpys(kind: breccia.S
         assert breccia.bytes_equal(breccia.cast(jnp.asarray(X[3]), kind), breccia.cast(X[3], kind))
 
 
+@pytest.mark.rest
 def test_matrices_long_enough_to_be_reduced_in_halves_have_numpys_bytes() -> None:
     """Rows of 64 and 256 numbers: what is compared in halves, and in chunks, with NaN anywhere in it."""
     for k in (64, 256):
@@ -236,6 +237,7 @@ def test_matrices_long_enough_to_be_reduced_in_halves_have_numpys_bytes() -> Non
             assert breccia.bytes_equal(breccia.cast(jnp.asarray(x), kind), breccia.cast(x, kind))
 
 
+@pytest.mark.rest
 @an_example
 def test_seeds_may_be_traced_and_wider_than_a_word(kind: breccia.ScalingRecipe) -> None:
     x = wide((6, 64), seed=6, exponents=2)
@@ -402,6 +404,7 @@ def test_recomputed_functions_have_the_same_gradients() -> None:
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @each_kind
 def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(kind: breccia.ScalingRecipe, dtype: Any) -> None:
@@ -451,6 +454,7 @@ def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(kind: brecci
     assert np.array_equal(np.where(tiny, 0, found), np.where(tiny, 0, np.where((x >= low) & (x <= high), 2.0, 0.0)))
 
 
+@pytest.mark.rest
 @an_example
 def test_gradients_are_torchs_bit_by_bit(kind: breccia.ScalingRecipe) -> None:
     """A mask and a choice: no sum, no rounding. Numbers are normal ones, since XLA compares others as zeros."""
@@ -467,6 +471,7 @@ def test_gradients_are_torchs_bit_by_bit(kind: breccia.ScalingRecipe) -> None:
             assert same(found.astype(jnp.float32), theirs.float().numpy()), (dtype, options)
 
 
+@pytest.mark.rest
 def test_matmuls_gradient_is_the_derivative_and_torchs() -> None:
     """Sums of whole numbers below 2^24 are exact in FP32, in any order."""
     torch = pytest.importorskip("torch")
@@ -516,6 +521,7 @@ def test_no_gradient_passes_through_a_scaled_tensor() -> None:
     assert not jax.grad(lambda x: breccia.dequantize(breccia.cast(x, CURRENT)).sum())(x).any()
 
 
+@pytest.mark.rest
 def test_each_example_has_gradients_of_its_own_scale() -> None:
     x = jnp.asarray(wide((4, 6, 64), seed=5, exponents=3))
     each = jnp.stack([breccia.cast_ste(t, CURRENT) for t in x])
@@ -526,6 +532,7 @@ def test_each_example_has_gradients_of_its_own_scale() -> None:
     assert same(hessian.reshape(32, 32), 2 * np.eye(32, dtype=np.float32)), "the derivative of 2 cast_ste(x), straight through"
 
 
+@pytest.mark.rest
 @an_example
 def test_the_first_gradient_of_a_network_is_that_of_the_plain_one_at_the_rounded_numbers(kind: breccia.ScalingRecipe) -> None:
     recipe = kind

@@ -22,6 +22,9 @@ from conftest import wide
 import breccia
 from breccia.tensors.components import components
 
+#: Eight devices are forced on a process of their own.
+pytestmark = pytest.mark.rest
+
 COUNT = 8
 BLOCK = breccia.Float8BlockScaling(block_k=32)
 #: Whose scales are those of blocks, and that of one scale, or one of two, for a whole tensor.

@@ -1789,6 +1789,7 @@ def ran(on_disk: Path, folder: Path, source: str, *words: str, code: int = 0) ->
 KNOWN = '"codecs/B8/it_says_what_it_is" = "its manual is not out"\n'
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_counts_what_became_of_the_laws_and_says_why(on_disk: Path, tmp_path: Path, workers: int) -> None:
     if workers:
@@ -1858,6 +1859,7 @@ def patterns(numbers: Iterable[float]) -> np.ndarray:
     return np.array(list(numbers), np.float64).astype(np.float32).view(np.uint32)
 
 
+@pytest.mark.rest
 def test_numbers_reach_every_kind_of_fp32_number() -> None:
     found = np.array(drawn(strategies.numbers(), 3000))
     with np.errstate(invalid="ignore"):
@@ -1871,6 +1873,7 @@ def test_numbers_reach_every_kind_of_fp32_number() -> None:
     assert (powers == np.round(powers)).sum() > 100
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("recipe", [MX, NVFP4BlockScaling(), breccia.NF4Scaling()], ids=lambda recipe: recipe.name)
 def test_numbers_of_a_recipe_reach_its_values_and_the_midpoints_between_them(recipe: ScalingRecipe) -> None:
     found = set(patterns(abs(v) for v in drawn(strategies.numbers(recipe, finite=True), 1500)).tolist())
@@ -1881,6 +1884,7 @@ def test_numbers_of_a_recipe_reach_its_values_and_the_midpoints_between_them(rec
         assert len(reached) >= min(len(wanted), 30), f"{len(reached)} of {len(wanted)}"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("recipe", [None, MX], ids=["any", "mxfp8"])
 def test_finite_numbers_are_finite(recipe: ScalingRecipe | None) -> None:
     assert all(map(np.isfinite, drawn(strategies.numbers(recipe, finite=True), 1000)))
@@ -1892,6 +1896,7 @@ def test_arrays_hold_nan_of_several_payloads() -> None:
     assert {0x7FC00000, 0x7F800001, 0xFFC00000, 0xFF800001} <= set(found.tolist())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("recipe", "axes"),
     [(None, {2, 3}), (MX, {2, 3}), (breccia.DelayedScaling(), {1, 2, 3})],
@@ -1922,6 +1927,7 @@ def test_recipes_are_those_given_or_all_defaults() -> None:
     assert set(drawn(strategies.recipes([MX, Stray()]), 30)) == {MX, Stray()}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", RECIPES, ids=lambda kind: kind.name)
 def test_tensors_are_casts_under_the_recipe(kind: type[ScalingRecipe]) -> None:
     for scaled in drawn(strategies.tensors(kind()), 10):

@@ -211,6 +211,7 @@ def test_models_are_quantized_saved_and_loaded_by_them(reached: Any, tmp_path: P
 # -- JAX and MLX -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_jax_reaches_them_inside_jit_and_in_gradients(reached: Any) -> None:
     jax = pytest.importorskip("jax")
     x, weight = array(X, "jax"), breccia.cast(array(W, "jax"), MX)

@@ -143,6 +143,7 @@ def quotients() -> tuple[np.ndarray, np.ndarray]:
     return a[keep], b[keep]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
 def test_division_is_ieee_also_by_scalars_and_broadcasts(framework: str) -> None:
     """A law of Ops: what NumPy divides, every vocabulary divides, under jit too."""

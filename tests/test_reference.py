@@ -83,6 +83,7 @@ def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.
     assert_decoded(scaled, expected)
 
 
+@pytest.mark.rest
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     x=hnp.arrays(

@@ -723,6 +723,7 @@ def test_many_threads_at_first_use_build_one_registry(monkeypatch: pytest.Monkey
     assert seen == built * 16
 
 
+@pytest.mark.rest
 def test_readers_during_a_reload_see_a_whole_registry() -> None:
     """Old or new, never one that is half filled."""
     complete = names()
@@ -786,6 +787,7 @@ def test_arrays_and_kernels_of_a_plug_in_come_and_go_together(install: Install, 
         framework_of(array)
 
 
+@pytest.mark.rest
 def test_eight_threads_cast_while_another_reloads() -> None:
     """Frameworks and table are of one registry at every moment, and no thread sees an error or other bytes."""
     x = np.linspace(-3, 3, 4 * 32, dtype=np.float32).reshape(4, 32)

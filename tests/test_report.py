@@ -371,6 +371,7 @@ def test_every_run_tensor_and_bin_is_drawn(opened: Open) -> None:
     assert page.locator("#histogram-note").inner_text() == "3 elements lie outside this range."
 
 
+@pytest.mark.rest
 def test_a_header_sorts_both_ways_and_missing_figures_come_last(opened: Open) -> None:
     page = opened(two_runs())
     heads = page.locator("#table thead th")
@@ -390,6 +391,7 @@ def test_a_header_sorts_both_ways_and_missing_figures_come_last(opened: Open) ->
     assert column(page, "Why left out") == ["fewer than two axes", "–", "–"]
 
 
+@pytest.mark.rest
 def test_the_filter_leaves_rows_whose_name_holds_it(opened: Open) -> None:
     page = opened(two_runs())
     assert page.locator("#count").inner_text() == "3 tensors"
@@ -400,6 +402,7 @@ def test_the_filter_leaves_rows_whose_name_holds_it(opened: Open) -> None:
     assert column(page, "Name") == ["layer.10.w"]
 
 
+@pytest.mark.rest
 def test_choosing_a_run_changes_bars_histogram_and_table_and_keeps_the_tensor(opened: Open) -> None:
     page = opened(two_runs())
     before = page.locator("#bars .point path").first.evaluate("bar => getComputedStyle(bar).fill")
@@ -411,6 +414,7 @@ def test_choosing_a_run_changes_bars_histogram_and_table_and_keeps_the_tensor(op
     assert page.locator("#tensor option:checked").inner_text() == "layer.10.w"
 
 
+@pytest.mark.rest
 def test_a_tensor_is_chosen_in_the_list_the_table_and_the_bars(opened: Open) -> None:
     page = opened(two_runs())
 
@@ -434,6 +438,7 @@ def test_a_tensor_is_chosen_in_the_list_the_table_and_the_bars(opened: Open) -> 
     assert chosen() == ["layer.10.w"] * 3
 
 
+@pytest.mark.rest
 def test_counts_are_logarithmic_or_linear(opened: Open) -> None:
     page = opened(two_runs())
     kind = "document.getElementById('histogram').layout.yaxis.type"
@@ -442,6 +447,7 @@ def test_counts_are_logarithmic_or_linear(opened: Open) -> None:
     assert page.evaluate(kind) == "linear"
 
 
+@pytest.mark.rest
 def test_the_bars_show_the_worst_until_all_are_asked_for(opened: Open) -> None:
     page = opened([run("nvfp4", [tensor(f"w{i}", 30.0 - i / 10) for i in range(41)])])
     bars = page.locator("#bars .barlayer .point")
@@ -453,6 +459,7 @@ def test_the_bars_show_the_worst_until_all_are_asked_for(opened: Open) -> None:
     assert bars.count() == 20
 
 
+@pytest.mark.rest
 def test_a_dark_scheme_recolours_page_and_plots(opened: Open) -> None:
     page = opened(two_runs(), color_scheme="light")
 
@@ -473,6 +480,7 @@ def test_a_dark_scheme_recolours_page_and_plots(opened: Open) -> None:
     assert colours() == dark
 
 
+@pytest.mark.rest
 def test_on_a_phone_nothing_scrolls_sideways_and_text_is_large_enough(opened: Open) -> None:
     long = "model.layers.11.self_attention." * 7
     runs = [run(f"a rather long label {i}", [tensor(f"{long}{j}", 20.0 + i + j) for j in range(5)]) for i in range(6)]
@@ -527,6 +535,7 @@ def test_two_thousand_tensors_are_sorted_and_filtered(opened: Open) -> None:
     assert page.locator("#count").inner_text() == "11 of 2,000 tensors"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("runs", [1, 2])
 def test_where_nothing_was_quantized_the_page_says_so(opened: Open, runs: int) -> None:
     page = opened([run(f"run{i}", [kept("norm.w"), kept("id", "not floating")]) for i in range(runs)])
@@ -538,6 +547,7 @@ def test_where_nothing_was_quantized_the_page_says_so(opened: Open, runs: int) -
     assert column(page, "Why left out") == ["fewer than two axes", "not floating"]
 
 
+@pytest.mark.rest
 def test_tensors_without_a_place_on_an_axis_are_told_of(opened: Open) -> None:
     odd = [tensor("exact", None, lossless=True), tensor("nan", None, max_error=None), tensor("bad", -3.5), tensor("good", 20.0)]
     page = opened([run("one", odd), run("two", odd, sqnr_db=None, lossless=True)])
@@ -549,6 +559,7 @@ def test_tensors_without_a_place_on_an_axis_are_told_of(opened: Open) -> None:
     assert column(page, "SQNR, dB") == ["−3.50", "20.00", "∞", "not finite"]
 
 
+@pytest.mark.rest
 def test_a_run_without_tensors_to_draw_gives_way_to_one_that_has_them(opened: Open) -> None:
     page = opened([run("none", [kept("norm.w")]), run("some", [tensor("w", histogram=None), tensor("v", 25.0)])])
     assert not page.locator("#bars").is_visible()
@@ -560,6 +571,7 @@ def test_a_run_without_tensors_to_draw_gives_way_to_one_that_has_them(opened: Op
     assert not page.locator("#bars").is_visible()
 
 
+@pytest.mark.rest
 def test_an_empty_name_and_an_empty_shape_are_shown(opened: Open) -> None:
     page = opened([run("nvfp4", [tensor("", shape=[], parameters=1)])])
     assert page.locator("#about").inner_text().startswith("scalar, nvfp4, ")

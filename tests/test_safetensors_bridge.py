@@ -597,6 +597,7 @@ def whole_file() -> bytes:
         return (Path(folder) / "f").read_bytes()
 
 
+@pytest.mark.rest
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_file_loads_or_is_refused_as_corrupt(flips: list[tuple[int, int]], whole_file: bytes, tmp_path: Path) -> None:

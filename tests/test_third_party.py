@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+#: They build distributions and start many processes.
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).resolve().parent / "third_party"
 ACME = ROOT / "acme-breccia"
 #: Broken plug-in -> (its status, what `breccia plugins` says of it).

@@ -202,6 +202,7 @@ def gradients_in_fp64(middle: Any, x: Any, inner: Any, b: Any, target: Any) -> t
     return (at_a, at_b), (error_a, error_b)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
 def test_first_steps_are_given_the_same_bytes_and_find_the_same_gradients(name: str) -> None:
     recipe, (x, a, b, target) = breccia.recipe(name), exact_sums()

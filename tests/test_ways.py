@@ -113,11 +113,13 @@ def kinds_of_slabs(parity: ModuleType, number: int) -> tuple[list[Any], list[Any
     return plain, [slab for slab in parity.SLABS if not slab.plain]
 
 
+@pytest.mark.rest
 def test_compiled_by_torch(recipe: breccia.ScalingRecipe, parity: ModuleType) -> None:
     compiled = parity.Way(partial(parity.torch_compiled, backend="aot_eager"))
     assert_parity(parity, "torch", recipe, {"compiled": compiled}, few(parity, recipe), FAST)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
 def test_compiled_by_inductor(name: str, parity: ModuleType) -> None:
     recipe = breccia.recipe(name)
@@ -135,6 +137,7 @@ def assert_jax(parity: ModuleType, way: str, kind: breccia.ScalingRecipe, on: st
     assert_parity(parity, "jax", kind, ways_of(parity, "jax", way), parity.draws(kind, values, SLAB, slabs), values, on)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("way", "kind"), CASES)
 def test_jax(way: str, kind: breccia.ScalingRecipe, parity: ModuleType) -> None:
     assert_jax(parity, way, kind, "cpu")
