@@ -1,4 +1,4 @@
-# make demo, make test, make test-apart, make check, make docs, make bench: each from a bare clone with Python >= 3.11 and nothing else.
+# make demo, make test, make test-all, make test-apart, make check, make docs, make bench: each from a bare clone with Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
@@ -10,16 +10,20 @@ SIBLINGS := -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-na
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-apart slow mutants check docs bench format clean
+.PHONY: demo test test-all test-apart slow mutants check docs bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.
 demo: $(DEMO)/ready
 	$(DEMO)/bin/python examples/demo.py
 
-# Every test but those marked slow.
+# Every test but those marked slow, on a selection of its cases; at most 5 minutes on 2 cores.
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m "not slow and not gpu" -n 2
+	$(VENV)/bin/python -m pytest -m "not rest and not slow and not gpu" -n 2
+
+# The cases that `make test` leaves out.
+test-all: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -m "rest and not slow and not gpu" -n 2
 
 # Each distribution from its wheel, in an environment that has what it declares and nothing else; some with the lowest versions too.
 test-apart:

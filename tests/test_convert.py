@@ -978,8 +978,8 @@ def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
     assert (
         code == 1
         and err
-        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: block, current, delayed, int4, int8, mxfp4, "
-        "mxfp6, mxfp8, mxint8, nf4, nvfp4, row.\n"
+        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: fp8_block, fp8_current, fp8_delayed, fp8_row, "
+        "int4, int8, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
     )
     code, _, err = run("convrt")
     assert code == 2 and "convert" in err
@@ -1131,7 +1131,7 @@ def test_a_folder_does_not_become_a_file_name(sharded: Path, tmp_path: Path, run
 
 def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run: Run) -> None:
     for word, recipes in [
-        ("fp8", "delayed, current, row, block, mxfp8"),
+        ("fp8", "fp8_delayed, fp8_current, fp8_row, fp8_block, mxfp8"),
         ("FP4", "mxfp4, nvfp4"),
         ("e2m1", "mxfp4, nvfp4"),
         ("float6", "mxfp6"),

@@ -136,7 +136,7 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: PerBlockK(0), "block_size must be > 0, got 0"),
         (lambda: PerBlockMN(0, 4), "block_m must be > 0, got 0"),
         (lambda: PerBlockMN(4, 0), "block_n must be > 0, got 0"),
-        (lambda: PerBlockK(partial=1), "ragged must be bool, got 1"),  # type: ignore[arg-type]
+        (lambda: PerBlockK(partial=1), "partial must be bool, got 1"),  # type: ignore[arg-type]
         (lambda: Level(F32, TENSOR, "inverse"), "sense is one of multiplier, divisor, amax; got 'inverse'"),
         (lambda: Level(F32, (0, 1)), r"sides are >= 1, or None for all; got \(0, 1\)"),
         (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
@@ -144,7 +144,7 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: Format(E4M3, (Level(F32, TENSOR),), "shift"), "offset is one of none, zero_point, bias; got 'shift'"),
         (lambda: Format(MXINT8, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* MXINT8"),
         (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* E2M1"),
-        (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: block, current"),
+        (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: fp8_block, fp8_current"),
         (lambda: breccia.recipe("fp8_block,blok_k=4"), r"recipe 'fp8_block' has no field 'blok_k'; did you mean 'block_k'\?"),
         (lambda: breccia.recipe("fp8_block,128"), "fields are written name=value; got '128'"),
         (lambda: breccia.recipe("int4,group_size=big"), "group_size must be int, got 'big'"),
@@ -160,7 +160,7 @@ def test_a_value_a_declaration_cannot_have_is_refused_by_name(make: Any, message
 
 
 def test_the_command_lines_spelling_of_a_recipe() -> None:
-    assert breccia.recipe("block, block_m=128, power_of_two_scale=true") == Float8BlockScaling(
+    assert breccia.recipe("fp8_block, block_m=128, power_of_two_scale=true") == Float8BlockScaling(
         block_m=128, power_of_two_scale=True
     )
     assert breccia.recipe("nvfp4,two_level=False") == NVFP4BlockScaling(two_level=False)
@@ -169,7 +169,26 @@ def test_the_command_lines_spelling_of_a_recipe() -> None:
     assert breccia.recipe("int4", group_size=32) == INT4Scaling(group_size=32)
 
 
-def test_formats_say_their_capacity() -> None:
+@pytest.mark.parametrize("bare", ["block", "row", "current", "delayed"])
+def test_recipes_are_found_by_their_earlier_names(bare: str) -> None:
+    recipe = breccia.recipe(bare)
+    assert recipe.name == f"fp8_{bare}" and recipe == breccia.recipe(f"fp8_{bare}") == breccia.recipe(bare.upper())
+    assert breccia.ScalingRecipe.from_json(recipe.to_json().replace(recipe.name, bare)) == recipe
+    assert breccia.recipe("block,block_m=128").spec == "fp8_block,block_m=128"
+
+
+@pytest.mark.parametrize(("tile", "axis"), [(PerBlockMN(1, 4), -1), (PerBlockMN(4, 1), -2)])
+def test_tiles_one_row_high_are_blocks_along_k(tile: PerBlockMN, axis: int) -> None:
+    """One geometry has one spelling in a tensor, however its layout was given."""
+    recipe = Float8BlockScaling(block_k=4)
+    expected = breccia.cast(np.arange(64, dtype=np.float32).reshape(8, 8), recipe, axis=axis)
+    st = breccia.ScaledTensor(expected.data, expected.scale, recipe, tile, axis=axis)
+    assert st.layout == expected.layout == PerBlockK(4) and st.digest() == expected.digest()
+    assert st.mT.layout == PerBlockK(4) and breccia.PerBlockMN(4, 4).canonical(axis) == PerBlockMN(4, 4)
+    assert tile.canonical(-3 - axis) == tile, "one column wide, 4 rows high"
+
+
+def test_formats_say_their_qmax() -> None:
     nvfp4 = NVFP4BlockScaling().format
     assert nvfp4.global_scale is not None
     assert (nvfp4.qmax(nvfp4.global_scale), nvfp4.qmax(nvfp4.scale)) == (2688.0, 6.0)
@@ -185,8 +204,8 @@ def test_a_recipes_layout_follows_from_its_block_unless_it_says_otherwise() -> N
 
     assert Row().layout == PerChannel()
     assert Float8CurrentScaling().layout == PerTensor()
-    assert MXFP8BlockScaling().layout == PerBlockMN(1, 32)
-    assert NVFP4BlockScaling().layout == PerBlockMN(1, 16)
+    assert MXFP8BlockScaling().layout == PerBlockK(32)
+    assert NVFP4BlockScaling().layout == PerBlockK(16)
     assert Float8BlockScaling().layout == PerBlockK(128)
     assert Float8BlockScaling(block_m=128).layout == PerBlockMN(128, 128)
     assert INT4Scaling().layout == PerBlockK(128)

@@ -922,7 +922,7 @@ def test_an_option_that_an_op_does_not_have_is_refused_by_explain(op: str, opera
 def test_explaining_what_is_not_there_suggests_what_is() -> None:
     with pytest.raises(UnknownNameError, match=r"^no op 'casts'; did you mean 'cast'\? Known: cast, "):
         breccia.explain("casts", "mxfp8")
-    with pytest.raises(UnknownNameError, match=r"^no recipe 'mxfp9'; did you mean 'mxfp8'\? Known: block, "):
+    with pytest.raises(UnknownNameError, match=r"^no recipe 'mxfp9'; did you mean 'mxfp8'\? Known: fp8_block, "):
         breccia.explain("cast", "mxfp9")
     with pytest.raises(UnknownNameError, match=r"^no framework 'trch'; did you mean 'torch'\? Known: jax, mlx, numpy, torch"):
         breccia.explain("cast", "mxfp8", on="trch")

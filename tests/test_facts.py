@@ -26,6 +26,7 @@ from breccia import (
     MXFP8BlockScaling,
     NoKernelError,
     NVFP4BlockScaling,
+    PerBlockK,
     PerBlockMN,
     PerChannel,
     PluginWarning,
@@ -115,7 +116,7 @@ def test_the_shape_of_a_tensor_is_the_logical_one_in_every_packing_and_storage()
 def test_recipe_dtype_and_layout_are_those_of_the_operand() -> None:
     st = breccia.cast(X, NVFP4)
     told = operand(st)
-    assert (told.recipe, told.dtype, told.layout) == (NVFP4, "uint8", PerBlockMN(1, 16))
+    assert (told.recipe, told.dtype, told.layout) == (NVFP4, "uint8", PerBlockK(16))
     for dtype in (np.float32, np.float16):
         told = operand(X.astype(dtype))
         assert (told.recipe, told.dtype, told.layout, told.axis) == (MXFP8, np.dtype(dtype).name, None, -1)
@@ -883,7 +884,7 @@ def test_an_estimate_counts_after_names_and_recipes_and_before_rank() -> None:
     assert chosen(Table([kernel("low", **late), kernel("high", **late, rank=1)]), X) == "high", "equal estimates: rank"
 
 
-def fast_path(call: Call) -> float:
+def quick(call: Call) -> float:
     return 1e-6
 
 

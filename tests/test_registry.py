@@ -250,6 +250,29 @@ BROKEN = {
         "class Loose(ScalingRecipe):\n    name = 'loose'\n@hookimpl\ndef breccia_recipes():\n    return [Loose]",
         "Loose is not a frozen dataclass; put @dataclass(frozen=True) above it.",
     ),
+    "alias of core": (
+        "@dataclass(frozen=True)\nclass Block(MXFP8BlockScaling):\n    name = 'block'\n"
+        "@hookimpl\ndef breccia_recipes():\n    return [Block]",
+        "breccia_recipes: the name 'block' is taken by plug-in 'core'; choose another.",
+    ),
+    "aliases that are one string": (
+        "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n    aliases = 'ac'\n"
+        "@hookimpl\ndef breccia_recipes():\n    return [Acme]",
+        "recipe 'acme': aliases is a tuple of names; got 'ac'.",
+    ),
+    "alias that is another's name": (
+        "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n"
+        "@dataclass(frozen=True)\nclass Emca(MXFP8BlockScaling):\n    name = 'emca'\n    aliases = ('acme',)\n"
+        "@hookimpl\ndef breccia_recipes():\n    return [Acme, Emca]",
+        "breccia_recipes: it declares the name 'acme' twice.",
+    ),
+    "layout of another spelling": (
+        "from breccia import PerBlockMN\n"
+        "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockMN(1, 32)\n"
+        "@hookimpl\ndef breccia_recipes():\n    return [Acme]",
+        "recipe 'acme': Acme().layout is PerBlockMN(block_m=1, block_n=32, partial=False); these blocks are spelled "
+        "PerBlockK(block_size=32, partial=False). Declare that one.",
+    ),
     "name of core": (
         "@hookimpl\ndef breccia_recipes():\n    return [MXFP8BlockScaling]",
         "breccia_recipes: the name 'mxfp8' is taken by plug-in 'core'; choose another.",

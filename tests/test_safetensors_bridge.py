@@ -237,7 +237,7 @@ def test_the_files_form_is_the_documented_one(tmp_path: Path) -> None:
             "name": "nvfp4",
             "fields": {"fp4_format": "E2M1", "block_size": 16, "scale_format": "E4M3", "two_level": True},
         },
-        "layout": {"name": "per_block_mn", "fields": {"block_m": 1, "block_n": 16, "partial": True}},
+        "layout": {"name": "per_block_k", "fields": {"block_size": 16, "partial": True}},
         "axis": -1,
         "shape": [5, 51],
         "dtypes": {"data": "E2M1", "scale": "E4M3"},

@@ -512,7 +512,7 @@ def test_a_digest_hashes_what_its_docstring_says() -> None:
     st = breccia.cast(wide((3, 17)), NVFP4BlockScaling())
     facts = {
         "axis": -1,
-        "layout": {"fields": {"block_m": 1, "block_n": 16, "partial": True}, "name": "per_block_mn"},
+        "layout": {"fields": {"block_size": 16, "partial": True}, "name": "per_block_k"},
         "parts": {"data": ["uint8", [3, 9]], "global_scale": ["float32", []], "scale": ["uint8", [3, 2]]},
         "recipe": st.recipe.to_dict(),
         "shape": [3, 17],

@@ -51,7 +51,7 @@ def convert(
             "--recipe",
             "-r",
             metavar="RECIPE",
-            help=f"One of {_recipes()}. With fields: block,block_m=128.",
+            help=f"One of {_recipes()}. With fields: fp8_block,block_m=128.",
             show_default=False,
             autocompletion=recipe_names,
         ),

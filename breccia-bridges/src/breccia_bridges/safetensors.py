@@ -35,6 +35,7 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
+    UnknownNameError,
     UnsupportedError,
     components,
     dtype_name,
@@ -400,15 +401,17 @@ def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> A
             pass
         case _:
             raise CorruptFileError(f"its {what} is an object with a name and fields; found {short(value)}.")
-    known = registry().declared[hook]
-    if name not in known:
+    try:
+        found = registry().look_up(hook, name, what)
+    except UnknownNameError:
+        known = list(registry().declared[hook])
         raise CorruptFileError(
-            f"its {what} {name!r} is declared by no installed plug-in{suggestion(name, list(known))} Install the plug-in that "
+            f"its {what} {name!r} is declared by no installed plug-in{suggestion(name, known)} Install the plug-in that "
             "declares it; `breccia plugins` lists those installed, and those set aside.",
             undeclared=name,
-        )
+        ) from None
     try:
-        return known[name].with_fields({**defaults.get(name, {}), **fields})
+        return found.with_fields({**defaults.get(found.name, {}), **fields})
     except Exception as e:  # of whatever kind: a recipe's own checks meet values that no caller would pass
         raise CorruptFileError(f"its {what} cannot be read: {e}") from e
 

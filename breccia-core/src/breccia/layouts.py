@@ -225,7 +225,7 @@ class PerBlockMN(Layout):
 
     def canonical(self, axis: int) -> Layout:
         m, k = self.block(axis)
-        return PerBlockK(k, self.partial) if m == 1 and k is not None else self
+        return PerBlockK(k, self.partial) if m == 1 and k is not None and type(self) is PerBlockMN else self
 
     def oriented(self, axis: int) -> Layout:
         return self.mT if axis == -2 else self

@@ -90,7 +90,7 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
     st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
     expected, found = fmt.scale.block, st.layout.block(st.axis)
     # Groups under a floating-point scale may be all of K, or given by an index; MX and NVFP4 blocks have one length.
-    groups = expected[0] == 1 and fmt.scale.codec.bits > 8
+    groups = expected[0] == 1 and expected[1] is not None and fmt.scale.codec.bits > 8
     fits = found == expected and not isinstance(st.layout, PerGroupIndex)
     if not fits and not (groups and found == (1, None)):
         raise LayoutError(
