@@ -429,8 +429,8 @@ def decoded(*corner: float, elsewhere: float = 1.0) -> np.ndarray:
         ("subnormal", decoded(1, 1, 1, 1), "kept"),
         ("subnormal", decoded(0.5, 0.5, 0.5, 0.5), "times 2^-1"),
         ("subnormal", decoded(*[math.inf] * 4), "Inf"),
-        ("partial", decoded(1, 1, 1, 1), "works"),
-        ("partial", np.ones((2, 9), np.float32), "shape (2, 9)"),
+        ("ragged", decoded(1, 1, 1, 1), "works"),
+        ("ragged", np.ones((2, 9), np.float32), "shape (2, 9)"),
     ],
 )
 def test_edges_are_told_in_words(edge: str, y: np.ndarray, said: str) -> None:

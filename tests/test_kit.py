@@ -202,23 +202,26 @@ TF32 = 13  # bits of a mantissa that tensor cores drop of FP32
 
 #: Law of words -> what could be wrong with a vocabulary -> that one.
 FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
-    words.bits_and_unbits_are_inverse_and_change_no_bit: {
+    words.bitcasts_are_inverse_and_change_no_bit: {
         "bitcast_to_float flushes subnormals": (
             vocabulary(bitcast_to_float=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
-            r"bits\(bitcast_to_float\(i\)\): 0, expected 1, at \[1\]",
+            r"bitcast_to_int\(bitcast_to_float\(i\)\): 0, expected 1, at \[1\]",
         ),
         "bitcast_to_float converts": (
             vocabulary(bitcast_to_float=lambda _, i: i.astype(np.float32)),
-            r"bits\(bitcast_to_float\(i\)\): \d+, expected 1,",
+            r"bitcast_to_int\(bitcast_to_float\(i\)\): \d+, expected 1,",
         ),
         "bitcast_to_float is FP64": (
             vocabulary(bitcast_to_float=lambda _, i: i.astype(np.float64)),
             "bitcast_to_float gives float64",
         ),
-        "bits makes NaN quiet": (vocabulary(bits=lambda _, x: quieted(x).view(np.int32)), r"2143289345, expected 2139095041"),
-        "bits are 64": (vocabulary(bits=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
+        "bits makes NaN quiet": (
+            vocabulary(bitcast_to_int=lambda _, x: quieted(x).view(np.int32)),
+            r"2143289345, expected 2139095041",
+        ),
+        "bits are 64": (vocabulary(bitcast_to_int=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
     },
-    words.half_precision_is_widened_exactly: {
+    words.half_precision_becomes_fp32_exactly: {
         "FP16 loses its subnormals": (vocabulary(f32=expanded), "float16: 2046 of 65536 differ, the first at"),
         "BF16 passes through FP16": (
             vocabulary(
@@ -330,21 +333,21 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
             "div of zeros, Inf and NaN: 4 of 49 differ",
         ),
     },
-    words.whole_numbers_are_converted_exactly: {
-        "number is FP16": (vocabulary(number=lambda _, i: through(i, np.float16)), r"number\(i\): 3 of 603 differ"),
+    words.integers_are_converted_exactly: {
+        "number is FP16": (vocabulary(int_to_float=lambda _, i: through(i, np.float16)), r"int_to_float\(i\): 3 of 603 differ"),
         "bytes have a sign": (
-            vocabulary(number=lambda _, i: NUMPY.int_to_float(i.view(np.int8) if i.dtype == np.uint8 else i)),
-            "number of uint8: 128 of 256 differ",
+            vocabulary(int_to_float=lambda _, i: NUMPY.int_to_float(i.view(np.int8) if i.dtype == np.uint8 else i)),
+            "int_to_float of uint8: 128 of 256 differ",
         ),
-        "whole is of 16 bits": (
+        "to_int32 is of 16 bits": (
             vocabulary(
                 whole=lambda _, x: NUMPY.to_int32(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)
             ),
-            r"whole\(x\): -1, expected 16777215",
+            r"to_int32\(x\): -1, expected 16777215",
         ),
-        "whole leaves Python's numbers": (
-            vocabulary(whole=lambda _, x: NUMPY.to_int32(x) if hasattr(x, "astype") else str(x)),
-            r"whole\(7\.0\) is '7\.0'",
+        "to_int32 leaves Python's numbers": (
+            vocabulary(to_int32=lambda _, x: NUMPY.to_int32(x) if hasattr(x, "astype") else str(x)),
+            r"to_int32\(7\.0\) is '7\.0'",
         ),
     },
     words.constants_are_exact_and_have_no_axes: {
@@ -393,14 +396,17 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
             "gather of E4M3: 127, expected 255",
         ),
     },
-    words.codes_are_joined_lowest_first: {
+    words.codes_are_packed_lowest_first: {
         "highest first": (
-            vocabulary(joined=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
+            vocabulary(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
             r"pack_bits by 4 bits: \d+, expected",
         ),
-        "always nibbles": (vocabulary(joined=lambda _, c, bits: NUMPY.pack_bits(c, 4)), r"pack_bits by 6 bits: \d+, expected"),
+        "always nibbles": (
+            vocabulary(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c, 4)),
+            r"pack_bits by 6 bits: \d+, expected",
+        ),
         "parted from the highest": (
-            vocabulary(parted=lambda _, w, bits, count: NUMPY.unpack_bits(w, bits, count)[..., ::-1]),
+            vocabulary(unpack_bits=lambda _, w, bits, count: NUMPY.unpack_bits(w, bits, count)[..., ::-1]),
             r"unpack_bits by 4 bits: \d+, expected",
         ),
     },
@@ -429,18 +435,18 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
             r"assign\(out, value\): 3 of 4 differ",
         ),
     },
-    words.a_conversion_of_its_own_is_the_contracts: {
+    words.a_native_cast_is_the_contracts: {
         "overflow is Inf": (
             vocabulary(
-                narrowed=lambda _, y, codec: (
+                native_cast=lambda _, y, codec: (
                     plain(y).astype(np.float16).view(np.uint16).astype(np.int32) if codec == F16 else None
                 ),
             ),
-            r"narrowed\(y, F16\): \d+ of 302 differ, the first at .*: 0x[7f]c00, expected 0x[7f]bff",
+            r"native_cast\(y, F16\): \d+ of 302 differ, the first at .*: 0x[7f]c00, expected 0x[7f]bff",
         ),
         "-0 is lost": (
-            vocabulary(narrowed=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
-            r"narrowed\(y, E4M3\): 1 of 302 differ, the first at \[301\]: 0x0, expected 0x80",
+            vocabulary(native_cast=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
+            r"native_cast\(y, E4M3\): 1 of 302 differ, the first at \[301\]: 0x0, expected 0x80",
         ),
     },
     words.arrays_come_and_go_unchanged: {
@@ -1088,7 +1094,7 @@ VERB_FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
     ("a_stochastic_cast_writes_the_oracles_bytes", "cast", ignores_seed, r"codes: \d+ of \d+ differ"),
     ("any_bit_pattern_is_cast_as_the_oracle_casts_it", "cast", nan_is_zero, r"scale: \d+ of \d+ differ"),
     ("every_code_under_every_scale_decodes_as_the_oracle_says", "dequantize", numbers_only, r"decoded: \d+ of \d+ differ"),
-    ("casts_write_the_bytes_of_numpy", "cast", ignores_axis, r"^along rows: layout is .*, expected .*"),
+    ("casts_write_the_bytes_of_numpy", "cast", ignores_axis, r"^along rows: axis is -1, expected -2"),
     ("casts_write_the_bytes_of_numpy", "cast", ignores_seed, r"^stochastic: data: \d+ of \d+ differ"),
     ("nothing_non_finite_becomes_finite", "cast", nan_is_zero, "a NaN or Inf decodes to a number"),
     ("nothing_non_finite_becomes_finite", "dequantize", halves, "decoded: float16, expected float32"),

@@ -181,7 +181,7 @@ def faulty(edge: str, corner: tuple[slice, slice]) -> np.ndarray:
             x[:] = 0
         case "subnormal":
             x[corner] *= np.float32(2.0**-130)
-        case "partial":
+        case "ragged":
             x = np.ascontiguousarray(x[:100, :250])
         case _:
             x[_BAD] = np.float32(edge.lower())
@@ -204,7 +204,7 @@ def edges(quantizer: Quantizer) -> dict[str, list[str]]:
 
 def word(edge: str, x: np.ndarray, y: np.ndarray, corner: tuple[slice, slice], alone: bool = False) -> str:
     """What became of an edge. alone: elements have no scale, so that each stands for itself."""
-    if edge == "partial":
+    if edge == "ragged":
         return "works" if y.shape == x.shape else f"shape {y.shape}"
     if edge not in ("NaN", "Inf"):
         before, after = x[corner].astype(np.float64), y[corner]

@@ -204,7 +204,7 @@ def interleaved(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     return {**parts, "data": data, "scale": ops.store(ops.reshape(words, (-1,))[:0] & 0xFF, "uint8")}
 
 
-def unpack_bits(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+def deinterleaved(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Inverse of `interleaved`."""
     stored, each = ops.load(parts["data"]), _block_bytes(plain)
     *lead, rows, columns = plain.scale_shape
@@ -228,5 +228,5 @@ STORAGES: tuple[Storage, ...] = (
     Storage("swizzle_128x4", f"{_HERE}swizzled", f"{_HERE}unswizzled", f"{_HERE}accepts_byte_scales"),
     Storage("column_major", f"{_HERE}column_major", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
     Storage("transposed", f"{_HERE}transposed", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
-    Storage("interleaved", f"{_HERE}interleaved", f"{_HERE}parted", f"{_HERE}accepts_rows", data_axes=3),
+    Storage("interleaved", f"{_HERE}interleaved", f"{_HERE}deinterleaved", f"{_HERE}accepts_rows", data_axes=3),
 )

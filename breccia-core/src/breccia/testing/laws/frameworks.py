@@ -96,7 +96,7 @@ def _is(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
 # ------------------------------------------------------------------------------------------------ words of bits
 
 
-def bits_and_unbits_are_inverse_and_change_no_bit(place: Place) -> None:
+def bitcasts_are_inverse_and_change_no_bit(place: Place) -> None:
     ops, words = place.ops, _words()
     floats = ops.bitcast_to_float(place.array(words))
     expect(dtype_name(floats) == "float32", f"bitcast_to_float gives {dtype_name(floats)}")
@@ -104,7 +104,7 @@ def bits_and_unbits_are_inverse_and_change_no_bit(place: Place) -> None:
     _is(place, "bits(x)", ops.bitcast_to_int(place.array(words.view(np.float32))), words)
 
 
-def half_precision_is_widened_exactly(place: Place) -> None:
+def half_precision_becomes_fp32_exactly(place: Place) -> None:
     ops, words = place.ops, np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         expect_numbers(
@@ -284,7 +284,7 @@ def division_is_ieee_by_arrays_scalars_and_broadcasts(place: Place) -> None:
     expect_numbers("div of zeros, Inf and NaN", place, found, quotients.astype(np.float32))
 
 
-def whole_numbers_are_converted_exactly(place: Place) -> None:
+def integers_are_converted_exactly(place: Place) -> None:
     ops = place.ops
     i = np.concatenate([np.arange(-300, 300), [2**24 - 1, 1 - 2**24, 65535]]).astype(np.int32)
     expect_words("int_to_float(i)", place.words(ops.int_to_float(place.array(i))), i.astype(np.float32).view(np.uint32))
@@ -292,7 +292,7 @@ def whole_numbers_are_converted_exactly(place: Place) -> None:
     expect(ops.to_int32(7.0) == 7, f"to_int32(7.0) is {ops.to_int32(7.0)!r}")
     bytes_ = np.arange(256, dtype=np.uint8)
     numbers = np.arange(256, dtype=np.float32).view(np.uint32)
-    expect_words("number of uint8", place.words(ops.int_to_float(place.array(bytes_))), numbers)
+    expect_words("int_to_float of uint8", place.words(ops.int_to_float(place.array(bytes_))), numbers)
 
 
 def constants_are_exact_and_have_no_axes(place: Place) -> None:
@@ -345,7 +345,7 @@ def float8_is_moved_bit_by_bit(place: Place) -> None:
             _is(place, f"{move} of {codec.name}", ops.load(found), expected)
 
 
-def codes_are_joined_lowest_first(place: Place) -> None:
+def codes_are_packed_lowest_first(place: Place) -> None:
     ops = place.ops
     for bits, count in ((4, 2), (6, 4), (1, 8), (2, 4), (3, 8)):
         codes = np.random.default_rng(20).integers(0, 1 << bits, (3, 5, count)).astype(np.int32)
@@ -388,7 +388,7 @@ def assign_writes_in_place_or_refuses(place: Place) -> None:
     expect_words("assign(out, value)", place.words(out), np.arange(4, dtype=np.float32).view(np.uint32))
 
 
-def a_conversion_of_its_own_is_the_contracts(place: Place) -> None:
+def a_native_cast_is_the_contracts(place: Place) -> None:
     """`narrowed`, where the framework has one: it is used in the place of the codec's integer arithmetic."""
     ops: Ops = place.ops
     for codec in codecs.CODECS:
@@ -445,8 +445,8 @@ def portable_arrays_come_back(place: Place) -> None:
 
 
 WORDS: tuple[Callable[[Place], None], ...] = (
-    bits_and_unbits_are_inverse_and_change_no_bit,
-    half_precision_is_widened_exactly,
+    bitcasts_are_inverse_and_change_no_bit,
+    half_precision_becomes_fp32_exactly,
     to_float_rounds_once_to_the_nearest,
     stored_words_come_back,
     take_reads_the_table,
@@ -457,17 +457,17 @@ WORDS: tuple[Callable[[Place], None], ...] = (
     arithmetic_rounds_once,
     products_are_not_fused_into_sums,
     division_is_ieee_by_arrays_scalars_and_broadcasts,
-    whole_numbers_are_converted_exactly,
+    integers_are_converted_exactly,
     constants_are_exact_and_have_no_axes,
     matmul_accumulates_in_fp32,
     shapes_are_numpys,
     float8_is_moved_bit_by_bit,
-    codes_are_joined_lowest_first,
+    codes_are_packed_lowest_first,
     counters_are_the_index_of_each_element,
     seeds_are_two_words,
     any_reads_truth,
     assign_writes_in_place_or_refuses,
-    a_conversion_of_its_own_is_the_contracts,
+    a_native_cast_is_the_contracts,
     arrays_come_and_go_unchanged,
     axes_are_put_in_any_order,
     groups_of_rows_have_each_their_matrix,
