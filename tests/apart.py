@@ -40,7 +40,7 @@ TOOLS = ("pytest", "hypothesis")
 TESTS: dict[str, tuple[str, ...]] = {
     CORE: ("test_numpy_kernels.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-bridges": (
-        "test_container.py",
+        "test_safetensors_file.py",
         "test_convert.py",
         "test_*_bridge.py",
         "test_inspect.py",
@@ -59,6 +59,7 @@ TOGETHER = (
     "test_arrows.py",
     "test_benchmarks.py",
     "test_conformance.py",
+    "test_conformance_slow.py",
     "test_cuda_kernel.py",
     "test_dlpack.py",
     "test_docs.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return code or 0, out, err
 
     return call
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even list thousands of slow cases where none is asked for."""
+    return True if collection_path.name.endswith("_slow.py") and "not slow" in config.option.markexpr else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,6 +12,9 @@ import pytest
 from breccia import ScalingRecipe
 from breccia.testing.laws import Law
 
+#: Marks of cases that `make test` leaves out as they are.
+_LEFT_OUT = {"rest", "slow", "gpu"}
+
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """Mark those cases `rest` that the covering of their test leaves out.
@@ -21,7 +24,11 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """
     tests: dict[Callable[..., Any], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+            and not _LEFT_OUT & {m.name for m in item.iter_markers()}
+        ):
             tests.setdefault(item.function, []).append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("covering")

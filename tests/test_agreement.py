@@ -137,6 +137,7 @@ def test_where_the_page_claims_all_bytes_they_are_equal_again(quantizer: Quantiz
             assert all(equal == of for equal, of in found.values()), (name, setting, found)
 
 
+@pytest.mark.rest
 @every
 def test_edges_become_again_what_the_page_says(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
     if quantizer.recorded:

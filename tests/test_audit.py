@@ -704,6 +704,7 @@ def test_fakes_and_tensors_on_meta_are_passed_over_in_silence(plant: Any) -> Non
     assert torch.equal(each, torch.full((2, 4, 4), 64.0)), "twice the product"
 
 
+@pytest.mark.rest
 def test_kernels_inside_graphs_of_torch_are_compared(plant: Any) -> None:
     """Operators run with values."""
     torch = pytest.importorskip("torch")

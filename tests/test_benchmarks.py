@@ -113,6 +113,7 @@ def test_what_is_timed_for_torch_gives_what_it_says(name: str, library: str, ker
     assert rival.kernel("cast", "nvfp4", x) == kernel
 
 
+@pytest.mark.rest
 def test_what_is_timed_for_jax_has_its_values_and_numpys_kernel_beside_it(module) -> None:
     jax, rivals, bench = pytest.importorskip("jax"), module("rivals"), module("bench_cast")
     ours, on_numpy = (rivals.rival(name, "jax") for name in ("breccia", *rivals.RIVALS["jax"]))
@@ -262,6 +263,7 @@ def test_the_task_of_the_training_is_as_hard_as_its_clusters_are_near(module, mo
     assert bench.LEARNED[1] < best < 1  # what no network can do, and what no network can reach
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) -> None:
     pytest.importorskip(framework)
@@ -276,6 +278,7 @@ def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) 
     assert len(set(expected.tolist())) == bench.CLASSES
 
 
+@pytest.mark.rest
 def test_strips_of_one_tensor_are_compared_with_numpys_and_its_last_row_with_the_oracles(module, monkeypatch) -> None:
     """What a GPU does beyond 2^31 elements, at a size that strips divide into three, and with one bit astray."""
     torch = pytest.importorskip("torch")
@@ -314,6 +317,7 @@ def test_every_benchmark_has_a_result_and_every_table_a_place(module) -> None:
     assert asked == set(draw.blocks_of(results, draw.plots_of(results)))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("page", ["benchmarks.md", "accuracy.md", "numerics.md"])
 def test_a_number_typed_into_a_table_is_found(page: str, documents: Path) -> None:
     text = (documents / page).read_text(encoding="utf-8")

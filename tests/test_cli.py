@@ -101,6 +101,7 @@ def test_help_lists_every_command_whether_it_can_be_loaded_or_not(acme: Path) ->
     assert "Needs what is not installed." in out
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
@@ -135,6 +136,7 @@ def test_a_command_is_loaded_when_it_is_used_and_not_before() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.rest
 @pytest.mark.together
 def test_a_command_of_an_absent_sibling_names_it_whatever_follows() -> None:
     for words in (["a", "b", "--recipe", "nvfp4"], ["--help"], []):
@@ -182,6 +184,7 @@ def test_without_a_command_the_program_shows_its_help() -> None:
     assert (code, out) == (2, "") and "error" in json.loads(err)
 
 
+@pytest.mark.rest
 @pytest.mark.together
 @pytest.mark.parametrize(
     ("line", "expected"),
@@ -206,6 +209,7 @@ def test_the_shell_completes_commands_options_and_values(line: str, expected: li
     assert sorted(out.split()) == expected
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_completion_script_can_be_shown(shell: str) -> None:
     code, out, err = said(_BRECCIA_COMPLETE=f"source_{shell}")
@@ -215,6 +219,7 @@ def test_a_completion_script_can_be_shown(shell: str) -> None:
 # -- ways out ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_debug_is_read_anywhere_on_the_line(place: int) -> None:
     words = ["explain", "cast", "nvpf4"]
@@ -247,6 +252,7 @@ def test_an_error_is_json_where_the_line_asks_for_json(acme: Path) -> None:
     assert (code, json.loads(err)["error"]) == (1, {"type": "OSError", "message": "OSError", "found": {}})
 
 
+@pytest.mark.rest
 def test_a_line_that_cannot_be_read_exits_with_two_in_text_and_in_json() -> None:
     for words, line in [
         (["explain", "cast", "nvfp4", "--nope"], "No such option"),  # Typer's words, which differ from version to version
@@ -267,6 +273,7 @@ def test_json_and_debug_together_show_the_traceback() -> None:
     assert code == 1 and err.startswith("Traceback")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
 def test_exit_codes_of_a_command_are_its_own(acme: Path, words: list[str]) -> None:
     assert said("works", *words, path=acme)[0] == 0, "what it returns is no exit code"
@@ -275,6 +282,7 @@ def test_exit_codes_of_a_command_are_its_own(acme: Path, words: list[str]) -> No
     assert code == 1 and "Abort" in err and "Traceback" not in err
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
 def test_an_interrupt_is_one_line_and_exit_code_130(acme: Path, words: list[str]) -> None:
     assert said("works", "--how", "interrupted", *words, path=acme) == (130, "", "interrupted\n")

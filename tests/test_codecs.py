@@ -96,6 +96,7 @@ def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> No
     assert seen >= 10**7
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("codec", [INT4, UINT4, INT8, UINT8, MXINT8], ids=lambda c: c.name)
 def test_ten_million_inputs_encode_as_numpy_rounds_and_clips_them(codec: Integer) -> None:
     """ml_dtypes wraps integers around; NumPy's rint and clip are the second road here."""

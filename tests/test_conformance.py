@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import RECIPES, on_cuda
+from conftest import on_cuda
 
 from breccia.dispatch.registry import registry
 from breccia.testing import conformance
@@ -25,11 +25,7 @@ def laws(plugin: str, *frameworks: str, **options: Any) -> Callable[..., None]:
     return absent
 
 
-test_core = laws("core", "numpy", "torch", "mlx")
-# JAX compiles each shape anew; tests/test_jax.py, test_parity.py and test_ways.py hold it to NumPy's bytes in the fast suite.
-test_core_on_jax = pytest.mark.slow(laws("core", "jax"))
-test_jax = pytest.mark.slow(laws("jax", "jax"))
-test_every_setting_of_cores_recipes = pytest.mark.slow(laws("core", recipes=RECIPES))
+test_core = pytest.mark.covering(1)(laws("core", "numpy", "torch", "mlx"))
 test_torch = laws("torch", "torch")
 test_mlx = laws("mlx", "mlx")
 test_native = laws("native")

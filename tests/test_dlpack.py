@@ -214,6 +214,7 @@ def test_what_is_written_to_shared_memory_shows(b: str) -> None:
     assert breccia.bytes_equal(taken, source)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("a", FRAMEWORKS)
 @pytest.mark.parametrize("b", FRAMEWORKS)
 def test_memory_lives_as_long_as_whoever_shares_it(a: str, b: str) -> None:
@@ -575,6 +576,7 @@ ARRAYS = {"torch": "__import__('torch').ones(2, 32)", "jax": "__import__('jax').
 ARRAYS["mlx"] = "__import__('mlx.core').core.ones((2, 32))"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("absent", "present"), [(a, b) for a in ARRAYS for b in FRAMEWORKS if a != b])
 def test_an_array_whose_plug_in_is_missing_names_the_package(absent: str, present: str) -> None:
     """Where only the plug-in of another framework is there, whatever is asked of the array."""

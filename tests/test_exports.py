@@ -114,6 +114,7 @@ def test_every_public_name_resolves(module: ModuleType) -> None:
     assert set(module.__all__) <= set(namespace)
 
 
+@pytest.mark.rest
 def test_each_name_of_the_backend_resolves_in_a_process_that_has_read_nothing_else() -> None:
     """A module that nobody has imported yet is no attribute of its package."""
     script = (

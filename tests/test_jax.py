@@ -137,6 +137,7 @@ assert y.shape == (2, 32) and isinstance(y, jax.Array)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("make", ["jnp.asarray", "np.asarray"])
 def test_the_first_thing_that_is_done_with_a_tensor_may_be_to_pass_it_to_jit(make: str) -> None:
     run = subprocess.run([sys.executable, "-c", FIRST.format(make=make)], capture_output=True, text=True, check=False)
@@ -332,6 +333,7 @@ def test_scaled_tensors_are_what_scans_carry_and_run_over(kind: breccia.ScalingR
     assert breccia.bytes_equal(last, st)
 
 
+@pytest.mark.rest
 def test_branches_and_loops_take_scaled_tensors() -> None:
     a, b = breccia.cast(rows(4), NVFP4), breccia.cast(rows(4, seed=1), NVFP4)
     chosen = jax.jit(lambda which, a, b: lax.cond(which, lambda: a, lambda: b))
@@ -340,6 +342,7 @@ def test_branches_and_loops_take_scaled_tensors() -> None:
     assert same(breccia.dequantize(half[1]), breccia.dequantize(a) / 8), "a global scale halves exactly"
 
 
+@pytest.mark.rest
 def test_in_axes_may_be_a_tensor_of_axes() -> None:
     """Per-tensor scales shared by all examples have no axis to run along."""
     st = breccia.cast(jnp.asarray(wide((3, 4, 64), exponents=1)), CURRENT)
@@ -352,6 +355,7 @@ def test_in_axes_may_be_a_tensor_of_axes() -> None:
     assert across.data.shape == (4, 2, 3, 64) and across.scale.shape == (4, 2, 3, 2)
 
 
+@pytest.mark.rest
 @an_example
 def test_structural_verbs_are_traced(kind: breccia.ScalingRecipe) -> None:
     st = breccia.cast(jnp.asarray(wide((4, 8, 64), exponents=1)), kind)
@@ -367,6 +371,7 @@ def test_structural_verbs_are_traced(kind: breccia.ScalingRecipe) -> None:
     assert same(traced(mx.data, mx.scale), breccia.dequantize(mx))
 
 
+@pytest.mark.rest
 @an_example
 def test_exported_functions_keep_what_their_tensors_mean(kind: breccia.ScalingRecipe) -> None:
     pytest.importorskip("flatbuffers")  # which jax.export writes with
@@ -392,6 +397,7 @@ def test_a_donated_tensor_is_used_up() -> None:
     assert breccia.bytes_equal(found, expected) and data.is_deleted()
 
 
+@pytest.mark.rest
 def test_recomputed_functions_have_the_same_gradients() -> None:
     x, w = rows(4), breccia.cast(rows(8), NVFP4)
 
@@ -432,6 +438,7 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
     assert clipped(x, jnp.float32(2.0)).tolist() == [[1, 1, 1, 1, 1, 0]]
 
 
+@pytest.mark.rest
 @each_kind
 def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(kind: breccia.ScalingRecipe) -> None:
     """The ends are decoded by NumPy from a tensor of the one code; elements below 2^-126 count as zero, as in the cast."""
@@ -510,6 +517,7 @@ def test_the_backward_pass_keeps_codes_and_not_the_decoded_weight() -> None:
     assert sum(leaf.nbytes for leaf in kept) <= w.nbytes + x.nbytes < 128 * 64 * 4
 
 
+@pytest.mark.rest
 def test_no_gradient_passes_through_a_scaled_tensor() -> None:
     x, st = rows(4), breccia.cast(rows(8), CURRENT)
 
@@ -756,6 +764,7 @@ except breccia.UnsupportedError as e:
 """
 
 
+@pytest.mark.rest
 def test_a_torch_tensor_where_only_jax_is_served_is_told_what_to_install() -> None:
     pytest.importorskip("torch")
     from breccia.siblings import install
@@ -799,6 +808,7 @@ def test_quantize_takes_weights_and_leaves_the_rest() -> None:
     assert again["dense"]["kernel"] is after["dense"]["kernel"] and again["small"].recipe == NVFP4
 
 
+@pytest.mark.rest
 def test_filters_see_paths_and_arrays() -> None:
     seen: dict[str, Any] = {}
 

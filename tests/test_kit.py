@@ -341,7 +341,7 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         ),
         "to_int32 is of 16 bits": (
             vocabulary(
-                whole=lambda _, x: NUMPY.to_int32(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)
+                to_int32=lambda _, x: NUMPY.to_int32(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)
             ),
             r"to_int32\(x\): -1, expected 16777215",
         ),
@@ -1812,6 +1812,7 @@ def test_a_run_counts_what_became_of_the_laws_and_says_why(on_disk: Path, tmp_pa
     assert "\n  known to fail, 1: its manual is not out\n" in summary
 
 
+@pytest.mark.rest
 def test_a_listed_law_that_holds_fails_the_run_and_so_does_one_that_is_broken(on_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text('"codecs/A8/it_says_what_it_is" = "thought to be broken"\n')
     out = ran(on_disk, tmp_path, "test_it = conformance('stray', frameworks=(), xfails='known.toml')", code=1)
@@ -1838,6 +1839,7 @@ def test_numbers_that_were_flushed_are_counted_over_all_workers(declare: Callabl
     assert lines[-1] == "  xla: 6 decoded numbers below 2^-126 came back as zeros, which the contract allows"
 
 
+@pytest.mark.rest
 def test_a_run_without_conformance_tests_says_nothing_of_it(on_disk: Path, tmp_path: Path) -> None:
     out = ran(on_disk, tmp_path, "def test_nothing(): pass")
     assert "breccia" not in out and "1 passed" in out
@@ -1942,6 +1944,7 @@ def test_tensors_are_casts_under_the_recipe(kind: type[ScalingRecipe]) -> None:
         assert back.shape == scaled.shape and back.dtype == np.float32
 
 
+@pytest.mark.rest
 def test_tensors_of_no_recipe_are_of_several() -> None:
     assert len({scaled.recipe.name for scaled in drawn(strategies.tensors(), 60)}) > 3
 

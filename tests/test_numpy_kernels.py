@@ -309,6 +309,7 @@ def test_a_hundred_million_numbers_of_all_kinds_are_written_alike(cast: Cast, re
             assert_same_values(kernels.dequantize(expected), reference.dequantize(expected))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["float32", "transposed", "float16"])
 def test_a_cast_takes_the_memory_of_its_result_and_16_mib(cast: Cast, kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
@@ -483,6 +484,7 @@ def test_matmul_refuses_what_the_generic_algorithm_refuses() -> None:
         kernels.matmul(a, a.mT, out=np.empty((4, 5), np.float32))
 
 
+@pytest.mark.rest
 def test_matmul_makes_no_dense_copy_of_a_large_weight() -> None:
     weight = breccia.cast(np.random.default_rng(0).standard_normal((4096, 4096), np.float32), MXFP8BlockScaling()).mT
     x = np.ones((2, 4096), np.float32)

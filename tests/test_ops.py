@@ -64,12 +64,17 @@ WHOLE = INT4Scaling(group_size=16, scale_dtype="fp32")
 X, W, B = (4, 32), (6, 32), (6,)
 
 
-@pytest.fixture(params=FRAMEWORKS)
+def but_jax_in_the_rest(*names: str) -> list[Any]:
+    """Frameworks, of which JAX compiles every op for seconds: `make test-all` runs it."""
+    return [pytest.param(name, marks=[pytest.mark.rest] if name == "jax" else []) for name in names]
+
+
+@pytest.fixture(params=but_jax_in_the_rest(*FRAMEWORKS))
 def place(request: pytest.FixtureRequest) -> Place:
     return here(request.param)
 
 
-@pytest.fixture(params=DIFFERENTIABLE)
+@pytest.fixture(params=but_jax_in_the_rest(*DIFFERENTIABLE))
 def tape(request: pytest.FixtureRequest) -> Place:
     """A framework with gradients."""
     return here(request.param)
@@ -84,10 +89,10 @@ def fresh() -> Iterator[None]:
 
 
 def everywhere(*cases: Any, fast_on_jax: int = 1, among: tuple[str, ...] = FRAMEWORKS) -> list[Any]:
-    """(framework, case) for all. JAX compiles each for seconds: it takes the first few, and the others in the slow suite."""
+    """(framework, case) for all. JAX compiles each for seconds: `make test-all` runs the first few, the slow suite the others."""
 
     def param(framework: str, n: int) -> Any:
-        marks = [pytest.mark.slow] if framework == "jax" and n >= fast_on_jax else []
+        marks = [pytest.mark.slow if n >= fast_on_jax else pytest.mark.rest] if framework == "jax" else []
         name = recipe_id(cases[n]) if isinstance(cases[n], ScalingRecipe) else "-".join(map(str, np.atleast_1d(cases[n])))
         return pytest.param(framework, cases[n], marks=marks, id=f"{framework}-{name}")
 
@@ -452,6 +457,7 @@ def test_the_gradients_of_a_matmul_with_a_bias_sum_over_what_is_broadcast(tape: 
     assert np.array_equal(host(dbias), upstream.sum((0, 1, 2)))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("verb", ["matmul", "cast_matmul"])
 def test_tangents_of_products_with_a_bias(tape: Place, verb: str) -> None:
     """Forward mode: d(a @ b + bias) = da @ b + a @ db + dbias, the cast being passed straight through."""
@@ -479,6 +485,7 @@ def test_tangents_of_products_with_a_bias(tape: Place, verb: str) -> None:
     assert np.array_equal(host(tangent), moved[0] @ b + np.rint(x) @ moved[1] + moved[2])
 
 
+@pytest.mark.rest
 def test_compiled_products_with_a_bias_have_the_gradients_of_eager_ones() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()
@@ -652,6 +659,7 @@ def test_blocks_taller_than_a_row_cannot_be_cut_into_groups(framework: str) -> N
     assert breccia.grouped_matmul(one_scale, b, ends).shape == (M, N), "one scale for all rows is every group's"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("ends", [(2, 2, 7, 9), (1, 1, 5, 6)], ids=str)
 def test_the_gradients_of_a_product_by_group(tape: Place, ends: tuple[int, ...]) -> None:
     """a: each row's by its own matrix; b: of each matrix, over the rows of its group. Rows of no group have none."""
@@ -847,6 +855,7 @@ def test_what_is_kept_for_the_backward_pass_are_codes(name: str) -> None:
     assert y.grad_fn is not None
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", SAVING)
 def test_memory_of_a_weight_is_free_between_the_passes_where_a_hook_keeps_a_copy(name: str) -> None:
     """Nothing else holds the weight after the forward pass; and gradients are those of the copy."""
@@ -905,6 +914,7 @@ def test_the_bias_of_a_frozen_layer_trains_and_keeps_nothing() -> None:
             assert np.array_equal(host(found), numbers((4, 6), 87).sum(0))
 
 
+@pytest.mark.rest
 def test_the_new_operators_keep_the_rules_of_torch() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()

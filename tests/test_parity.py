@@ -63,6 +63,7 @@ def test_bytes_and_values_equal_numpys(recipe: breccia.ScalingRecipe, framework:
     assert_equal_values(framework, values(breccia.dequantize(expected)), values(decoded))
 
 
+@pytest.mark.rest
 def test_bytes_under_jit_equal_numpys(recipe: breccia.ScalingRecipe) -> None:
     jax = pytest.importorskip("jax")
 

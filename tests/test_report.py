@@ -358,6 +358,7 @@ def sort_by(page: Any, name: str) -> None:
     page.locator("#table thead").get_by_role("button", name=name).click()
 
 
+@pytest.mark.rest
 def test_every_run_tensor_and_bin_is_drawn(opened: Open) -> None:
     page = opened(two_runs())
     assert page.locator("#checkpoints .scatterlayer .point").count() == 2
@@ -496,6 +497,7 @@ def test_on_a_phone_nothing_scrolls_sideways_and_text_is_large_enough(opened: Op
     assert "…" in page.locator("#bars .textpoint text").first.text_content()
 
 
+@pytest.mark.rest
 def test_a_hostile_name_is_inert_wherever_it_is_shown(opened: Open) -> None:
     page = opened([run(HOSTILE, [tensor(HOSTILE)]), run("plain", [tensor(HOSTILE, 25.0)])])
     assert column(page, "Name") == [HOSTILE]
@@ -506,6 +508,7 @@ def test_a_hostile_name_is_inert_wherever_it_is_shown(opened: Open) -> None:
     assert page.locator("#bars .hoverlayer a").count() == 0
 
 
+@pytest.mark.rest
 def test_the_page_refuses_to_send_anything(opened: Open) -> None:
     page = opened(two_runs())
     assert page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
@@ -515,6 +518,7 @@ def test_the_page_refuses_to_send_anything(opened: Open) -> None:
     assert all("Content Security Policy" in error for error in refused)
 
 
+@pytest.mark.rest
 def test_without_javascript_the_summary_reads_and_says_what_is_missing(opened: Open) -> None:
     page = opened(two_runs(), java_script_enabled=False)
     text = page.locator("body").inner_text()

@@ -51,6 +51,7 @@ def page(folder: Path, *blocks: str) -> Path:
 # -- generated blocks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_stale_blocks_are_named_with_what_differs_and_what_mends_them(tmp_path: Path) -> None:
     path = page(tmp_path, "layouts", "scale-rules")
     assert generate(tmp_path).returncode == 0
@@ -112,6 +113,7 @@ def test_the_list_of_storages_has_every_one_that_is_declared(module) -> None:
     assert re.search(r"^\| `interleaved` \| codes and scales \| Each block's codes, then its scale", listed, re.MULTILINE)
 
 
+@pytest.mark.rest
 def test_a_kernel_that_moves_changes_the_matrix(module, monkeypatch: pytest.MonkeyPatch) -> None:
     listings = module("listings")
     before = listings.support_matrix()
@@ -152,6 +154,7 @@ def test_fields_say_what_their_class_says_when_it_refuses(module) -> None:
     assert "| `int8` | `INT8Scaling` | `group_size` | `None` | > 0, or None |" in fields
 
 
+@pytest.mark.rest
 def test_a_session_is_what_the_commands_print_and_names_no_place_of_this_machine(module) -> None:
     terminal = module("terminal")
     wanted = [

@@ -367,6 +367,7 @@ def test_a_stored_tensor_does_what_the_plain_one_does(storage: str, framework: s
 JITTED = ("dequantize", "matmul of the transpose")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("storage", FEW)
 def test_a_stored_tensor_does_so_inside_jit(storage: str) -> None:
     place = here("jax")

@@ -318,6 +318,7 @@ def test_a_one_dimensional_tensor_is_sliced_joined_and_given_axes() -> None:
     assert breccia.stack([matrix, matrix]).scale.shape == (2,)
 
 
+@pytest.mark.rest
 def test_a_traced_tensor_is_cut_and_joined_where_no_value_is_read() -> None:
     jax = pytest.importorskip("jax")
     x = wide((2, 4, 64), exponents=2)

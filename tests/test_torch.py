@@ -492,6 +492,7 @@ def test_a_dynamic_batch_is_compiled_once_more_and_no_more() -> None:
     assert graph_count() == 2
 
 
+@pytest.mark.rest
 def test_a_graph_of_dynamic_shapes_keeps_the_integers_of_recipes_apart() -> None:
     fast = compiled(lambda x, recipe: breccia.dequantize(breccia.cast(x, recipe)), dynamic=True)
     for recipe in (breccia.INT4Scaling(group_size=16), breccia.INT4Scaling(group_size=32), breccia.DelayedScaling(margin=-2)):
@@ -549,6 +550,7 @@ def test_scaled_tensors_pass_into_graphs_and_out_of_them() -> None:
     assert compiled(lambda st: (st.shape, st.global_scale * 1))(w)[0] == (8, 64)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("into", [MXFP8, breccia.MXFP8BlockScaling(scale_rule="floor"), NVFP4, breccia.Float8BlockScaling()])
 def test_a_compiled_requantize_is_the_eager_one(into: breccia.ScalingRecipe) -> None:
     """To the same recipe, to one of the same format, by kept scales, and by way of FP32."""
@@ -604,6 +606,7 @@ def test_compiled_gradients_are_those_of_eager_mode(recipe: breccia.ScalingRecip
     assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
 
 
+@pytest.mark.rest
 def test_operators_keep_the_rules_of_torch() -> None:
     breccia_torch.enable_compile()
     x = rows(4, 64)

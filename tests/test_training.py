@@ -80,6 +80,7 @@ def fitted(seed: int, recipe: breccia.ScalingRecipe | None) -> tuple[float, floa
     return before, loss(TEST).item()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "mantissa_bits"), [("fp8_block", 3), ("mxfp8", 3), ("nvfp4", 1)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_fit_ends_within_the_formats_own_error_of_fp32s(seed: int, name: str, mantissa_bits: int) -> None:

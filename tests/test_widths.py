@@ -109,6 +109,7 @@ def test_elements_of_any_width_are_written_and_read_as_the_oracle_does(bits: int
         check(place, x, recipe, expected, values, reference if place.framework == "jax" else breccia)
 
 
+@pytest.mark.rest
 def test_jax_compiles_codes_of_five_bits() -> None:
     place = Place("jax")
     if place.absence:

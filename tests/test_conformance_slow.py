@@ -1,0 +1,16 @@
+"""The laws where they take long: JAX compiles each shape anew, and every setting of every recipe.
+
+tests/test_jax.py, test_parity.py and test_ways.py hold JAX to NumPy's bytes in the fast suite.
+"""
+
+from __future__ import annotations
+
+import pytest
+from conftest import RECIPES
+from test_conformance import laws
+
+pytestmark = pytest.mark.slow
+
+test_core_on_jax = laws("core", "jax")
+test_jax = laws("jax", "jax")
+test_every_setting_of_cores_recipes = laws("core", recipes=RECIPES)
