@@ -89,7 +89,7 @@ def fresh() -> Iterator[None]:
 
 
 def everywhere(*cases: Any, fast_on_jax: int = 1, among: tuple[str, ...] = FRAMEWORKS) -> list[Any]:
-    """(framework, case) for all. JAX compiles each for seconds: `make test-all` runs the first few, the slow suite the others."""
+    """(framework, case) for all. JAX compiles each for seconds: the first few run in `make test-all`, the others are slow."""
 
     def param(framework: str, n: int) -> Any:
         marks = [pytest.mark.slow if n >= fast_on_jax else pytest.mark.rest] if framework == "jax" else []
