@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling
+from breccia import DelayedScaling, INT4Scaling, NVFP4BlockScaling, ScalingRecipe
 from breccia.arrays.ops import NUMPY
-from breccia.codecs import E4M3, E8M0, F32, NF4, Codec, Integer
+from breccia.codecs import E4M3, E8M0, F32, NF4, Codec, Integer, Minifloat
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
@@ -134,3 +134,22 @@ def test_a_range_from_zero_up_is_as_wide_as_its_largest_element(codec: Codec, ru
     x = np.array([[n, n / 2, 0.0, n / 3] for n in largest], np.float32) * np.float32(2.0**-126)
     x[x < 2.0**-126] = 0
     expect_written(Place("numpy"), reference.cast(x, recipe), oracle.cast(x, recipe))
+
+
+@pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
+def test_a_ratio_beyond_fp32_saturates_before_the_global_scale_divides_it(cast: Any) -> None:
+    """sat(a / C) of the specification, section 5.2: only codecs whose largest number is below 1 get there."""
+    codec = Minifloat("drawn", 8, None, "this test", 4, 3, 20, 0.0546875, 127, None)
+
+    @dataclass(frozen=True)
+    class Small(ScalingRecipe):
+        name = "small"
+
+        @property
+        def format(self) -> Format:
+            return Format(codec, (Level(F32, TENSOR), Level(E4M3, (1, 8))))
+
+    x = np.full((1, 8), 3.3e38, np.float32)
+    st = cast(x, Small())
+    # FLT_MAX / g with g = 3.3e38 / (0.0546875 * 448) is 25.27; the nearest E4M3 numbers are 24 and 26.
+    assert st.scale.tolist() == [[0x5D]] and oracle.cast(x, Small()).scale.tolist() == [[0x5D]]

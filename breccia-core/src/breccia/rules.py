@@ -52,6 +52,8 @@ class Linear(Rule):
         codec = self._floating(codec)
         t = self._ratio(ops, statistic, element, qmax)
         t = flushed(ops, t)
+        if qmax < 1:  # else the ratio cannot overflow
+            t = saturated(ops, t)
         if coarse is not None:
             t = saturated(ops, ops.div(t, coarse))
         if self.margin:
