@@ -458,7 +458,7 @@ def test_a_nan_that_a_product_drops_is_found(place: Place, plant: Any, op: str) 
 # -- results of another kind -----------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "a cast gives an array": ("cast", lambda x, recipe, options: x, "cast gives a ScaledTensor, not "),
+    "a cast gives an array": ("cast", lambda x, recipe, options: x, "cast returns a ScaledTensor, not "),
     "a pair is one tensor": ("cast_pair", lambda x, recipe, options: reference.cast(x, recipe), ""),
     "a requantize gives an array": (
         "requantize",
@@ -468,7 +468,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "values are a tensor": (
         "dequantize",
         lambda st, out_dtype="float32", out=None: st,
-        "dequantize gives an array, not ScaledTensor",
+        "dequantize returns an array, not ScaledTensor",
     ),
     "values of fewer rows": ("dequantize", value_but(lambda y: y[:-1]), "dequantize gives shape (32, 70); got (31, 70)."),
     "values of one row": ("dequantize", value_but(lambda y: y[:1]), "dequantize gives shape (32, 70); got (1, 70)."),

@@ -109,8 +109,8 @@ def test_help_lists_every_command_whether_it_can_be_loaded_or_not(acme: Path) ->
         ("gone", "cannot be loaded: target 'acme_commands:gone': acme_commands has no 'gone'; correct the declaration."),
         ("crash", "cannot be loaded: RuntimeError: no driver."),
         ("leave", "cannot be loaded: SystemExit: bye."),
-        ("number", "is no function that Typer can read: "),
-        ("unreadable", "is no function that Typer can read: NameError: name 'Nowhere' is not defined"),
+        ("number", "is not a function that Typer supports: "),
+        ("unreadable", "is not a function that Typer supports: NameError: name 'Nowhere' is not defined"),
     ],
 )
 @pytest.mark.parametrize("words", [[], ["--help"], ["--json", "x"]], ids=["plain", "help", "json"])

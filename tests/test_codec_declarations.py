@@ -93,8 +93,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "32 bits are FP32's, 1.8.23 with bias 127; got 1.9.22 with bias 127",
         "declare 1 to 8 bits",
     ),
-    "bits that are no number": (minifloat(bits="8"), "bits must be a whole number; got '8'", "whole number"),
-    "bits that are a float": (minifloat(exponent_bits=4.0), "exponent_bits must be a whole number; got 4.0", "whole number"),
+    "bits that are no number": (minifloat(bits="8"), "bits must be an integer; got '8'", "integer"),
+    "bits that are a float": (minifloat(exponent_bits=4.0), "exponent_bits must be an integer; got 4.0", "integer"),
     # -- minifloats: NaN and Inf
     "NaN beyond the width": (minifloat(nan=0x80), "nan=0x80 is not the highest magnitude, 0x7f", "declare nan=0x7f, nan=None"),
     "NaN at zero": (minifloat(nan=0), "nan=0x0 is not the highest magnitude, 0x7f", "subclasses of Codec"),
@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     ),
     "numbers below FP32": (minifloat(bias=148), "bias=148 puts numbers between 2^-150", "declare a bias from -112 to 147"),
     "a bias that no float holds": (minifloat(bias=10**6), "bias=1000000 puts numbers", "declare a bias from -112 to 147"),
-    "a bias that is no whole number": (minifloat(bias=7.5), "bias must be a whole number; got 7.5", "whole number"),
+    "a bias that is no whole number": (minifloat(bias=7.5), "bias must be an integer; got 7.5", "integer"),
     "no scale so small": (
         minifloat(scale_min=2.0**-12),
         "scale_min=0.000244140625 is the smallest scale",
@@ -162,17 +162,17 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a negative scale": (minifloat(scale_min=-1.0), "scale_min=-1.0", "Declare scale_min=0.0"),
     "no scale of one": (
         lambda: Minifloat("odd", 8, None, "this test", 4, 3, 16, 0.875, nan=0x7F, scale_min=0.5),
-        "blocks of zeros then get the scale 1.0: both must be numbers of the codec",
+        "zero blocks then have scale 1.0: both must be numbers of the codec",
         "Declare scale_min=0.0",
     ),
     # -- integers
-    "one signed bit": (integer(1), "one signed bit holds 0 and -1", "declare signed=False (0 and 1), bits=2, or a Lookup"),
+    "one signed bit": (integer(1), "one signed bit has values 0 and -1", "declare signed=False (0 and 1), bits=2, or a Lookup"),
     "an integer of nine bits": (integer(9), "an integer has 1 to 8 bits; got bits=9", "Declare a narrower codec"),
     "an integer of no bits": (integer(0, signed=False), "got bits=0", "1 to 8 bits"),
-    "an integer's bits are no number": (integer(None), "bits must be a whole number; got None", "whole number"),
+    "an integer's bits are no number": (integer(None), "bits must be an integer; got None", "integer"),
     "steps below FP32's": (integer(8, fraction_bits=127), "multiples of 2^-127", "declare fraction_bits from -121 to 126"),
     "integers beyond FP32": (integer(8, fraction_bits=-122), "multiples of 2^122", "declare fraction_bits from -121 to 126"),
-    "half a fraction bit": (integer(8, fraction_bits=0.5), "fraction_bits must be a whole number; got 0.5", "whole number"),
+    "half a fraction bit": (integer(8, fraction_bits=0.5), "fraction_bits must be an integer; got 0.5", "integer"),
     # -- powers of two
     "NaN is not the last code": (power(8, 127, 0), "got bits=8, bias=127, nan=0", "Declare bits=8, bias=127, nan=255"),
     "NaN is beyond the codes": (power(8, 127, 256), "got bits=8, bias=127, nan=256", "Declare bits=8, bias=127, nan=255"),
@@ -244,7 +244,7 @@ SMALL = Minifloat("SMALL", 6, None, "this test", 3, 2, 140, 1.75 * 2.0**-133)
 )
 def test_scales_can_be_computed_from_the_largest_number(element: Codec, levels: tuple[Level, ...], said: str) -> None:
     """Else the scales of all blocks would be 0, or NaN, in silence."""
-    remedy = "Declare codecs of a largest number nearer to 1 \\(another bias or fraction_bits\\)"
+    remedy = "Declare codecs whose largest number is nearer to 1 \\(another bias or fraction_bits\\)"
     with pytest.raises(
         RecipeError, match=f"the largest magnitude at scale 1, {said}.*from 2\\^-126 to below 2\\^128. {remedy}"
     ):
@@ -253,7 +253,7 @@ def test_scales_can_be_computed_from_the_largest_number(element: Codec, levels: 
 
 def test_an_element_has_a_zero() -> None:
     with pytest.raises(
-        RecipeError, match="elements can be zero, and codec 'E8M0' has powers of two alone; .*Declare a Minifloat, an"
+        RecipeError, match="elements include zero, but codec 'E8M0' has powers of two only, for scales. Declare a Minifloat, an"
     ):
         Format(E8M0, (Level(F32, TENSOR),))
 

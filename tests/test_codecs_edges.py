@@ -82,7 +82,7 @@ def test_a_codec_says_what_it_does_not_declare() -> None:
         (lambda: codec.value(0), "does not declare its values"),
         (lambda: codec.encode(NUMPY, np.zeros(1, np.float32)), "does not say how to encode"),
         (lambda: codec.encode_exponent(NUMPY, np.zeros(1, np.int32)), "cannot store the power-of-two scales of this rule"),
-        (lambda: codec.need_nan(), "cannot say NaN, which the numerics contract asks of them"),
+        (lambda: codec.need_nan(), "cannot represent NaN, which the numerics contract requires"),
     ):
         with pytest.raises(RecipeError, match=f"bare.* {said}"):
             call()

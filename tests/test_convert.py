@@ -1138,7 +1138,7 @@ def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run:
     ]:
         code, _, err = run("explain", "cast", word)
         assert code == 1
-        assert err == f"error: {word!r} is an element format and no recipe; recipes of it differ in their scales: {recipes}.\n"
+        assert err == f"error: {word!r} is an element format, not a recipe; its recipes differ in their scales: {recipes}.\n"
 
 
 def test_what_is_kept_by_default_is_named(source: Path, tmp_path: Path, run: Run) -> None:

@@ -122,7 +122,7 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: Float8CurrentScaling(scale_rule="floor"), "must be one of 'linear', 'recip', 'divide', 'te', got 'floor'"),
         (
             lambda: Float8BlockScaling(power_of_two_scale=True, scale_rule="divide"),
-            "power_of_two_scale=True goes with scale_rule='linear' or 'te', got 'divide'",
+            "power_of_two_scale=True requires scale_rule='linear' or 'te', got 'divide'",
         ),
         (lambda: Float8RowScaling(power_of_two_scale=0), "power_of_two_scale must be bool, got 0"),  # type: ignore[arg-type]
         (lambda: MXFP6BlockScaling("E2M1"), "fp6_format must be 'E2M3' or 'E3M2', got 'E2M1'"),
@@ -130,7 +130,7 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: MXINT8BlockScaling(scale_rule="te"), "scale_rule must be one of 'rceil', 'floor', 'even', got 'te'"),
         (lambda: INT8Scaling(group_size=0), "group_size must be > 0, got 0"),
         (lambda: INT8Scaling(symmetric=False), r"asymmetric INT8 .*unsigned 0..255 range.*got signed=True"),
-        (lambda: INT4Scaling(offset="bias"), "offset='bias' goes with symmetric=False; symmetric INT4 has no offset"),
+        (lambda: INT4Scaling(offset="bias"), "offset='bias' requires symmetric=False; symmetric INT4 has no offset"),
         (lambda: INT4Scaling(offset="none"), "offset must be 'zero_point' or 'bias', got 'none'"),
         (lambda: INT4Scaling(signed=False, scale_rule="half_range"), "'half_range' is for signed codes; got signed=False"),
         (lambda: PerBlockK(0), "block_size must be > 0, got 0"),
@@ -140,10 +140,10 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: Level(F32, TENSOR, "inverse"), "sense is one of multiplier, divisor, amax; got 'inverse'"),
         (lambda: Level(F32, (0, 1)), r"sides are >= 1, or None for all; got \(0, 1\)"),
         (lambda: Format(E4M3, ()), "one or two scale levels; got 0"),
-        (lambda: Format(E4M3, (Level(F32, (1, 8)), Level(E8M0, (1, 4)))), r"coarse level spans the tensor.*got \(1, 8\)"),
+        (lambda: Format(E4M3, (Level(F32, (1, 8)), Level(E8M0, (1, 4)))), r"global scale spans the tensor.*got \(1, 8\)"),
         (lambda: Format(E4M3, (Level(F32, TENSOR),), "shift"), "offset is one of none, zero_point, bias; got 'shift'"),
-        (lambda: Format(MXINT8, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* MXINT8"),
-        (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts whole numbers; .* E2M1"),
+        (lambda: Format(MXINT8, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts integers; .* MXINT8"),
+        (lambda: Format(E2M1, (Level(F32, TENSOR),), "zero_point"), "zero-point shifts integers; .* E2M1"),
         (lambda: breccia.recipe("nvpf4"), r"no recipe 'nvpf4'; did you mean 'nvfp4'\? Known: fp8_block, fp8_current"),
         (lambda: breccia.recipe("fp8_block,blok_k=4"), r"recipe 'fp8_block' has no field 'blok_k'; did you mean 'block_k'\?"),
         (lambda: breccia.recipe("fp8_block,128"), "fields are written name=value; got '128'"),
@@ -232,7 +232,7 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
             return (self.rule,)
 
     x = np.ones((2, 8), np.float32)
-    with pytest.raises(RecipeError, match="rule 'linear' writes float scales; E8M0 holds powers of two: use 'rceil'"):
+    with pytest.raises(RecipeError, match="rule 'linear' writes float scales; E8M0 has powers of two only: use 'rceil'"):
         breccia.cast(x, Odd())
     with pytest.raises(RecipeError, match="rule 'even' rounds to the element's mantissa bits; NF4 has none"):
         breccia.cast(x, Odd(NF4, EVEN))
@@ -243,9 +243,9 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
         def format(self) -> Format:
             return Format(E4M3, (Level(F16, (1, 4)),))
 
-    with pytest.raises(RecipeError, match="rule 'te' writes scales up to 2.126, .*; F16 ends at 65504: use 'linear'"):
+    with pytest.raises(RecipeError, match="rule 'te' needs a codec for scales up to 2.126; .* F16 is 65504: use"):
         breccia.cast(x, Narrow(E4M3, TE))
-    with pytest.raises(RecipeError, match="rule 'te' writes float scales; E8M0 holds powers of two"):
+    with pytest.raises(RecipeError, match="rule 'te' writes float scales; E8M0 has powers of two only"):
         breccia.cast(x, Odd(E4M3, TE))
 
     @dataclasses.dataclass(frozen=True)
@@ -254,7 +254,7 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
         def rules(self) -> tuple[Any, ...]:
             return (HALF_RANGE,)
 
-    with pytest.raises(RecipeError, match="rule 'half_range' is for signed integer elements; E4M3 is none"):
+    with pytest.raises(RecipeError, match="rule 'half_range' is for signed integer elements; E4M3 is not one"):
         breccia.cast(x, Rounded())
 
     @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,7 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
             return (LINEAR, self.fine)
 
     for fine in (TE, RCEIL):
-        with pytest.raises(RecipeError, match=f"rule '{fine.name}' writes the only level of a format; use 'linear' under"):
+        with pytest.raises(RecipeError, match=f"rule '{fine.name}' is for formats with one scale level; use 'linear' under"):
             breccia.cast(x, TwoLevels(fine=fine))
 
 
@@ -394,7 +394,7 @@ def test_layouts_accept_the_shapes_they_stand_for(layout: Layout, shape: Any, sc
         (PerTensor(), (4, 8), (1,), r"PerTensor requires a scalar scale \(ndim=0\).*got ndim=1 with shape=\(1,\); reshape"),
         (PerBlockK(4), (8,), (2,), r"PerBlockK requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
         (PerBlockK(4), (3, 9), (3, 3), r"data.shape\[-1\]=9 must be divisible by block_size=4; pass partial=True"),
-        (PerBlockK(4, partial=True), (3, 8), (3, 2), r"partial=True, but shape \(3, 8\) divides into whole blocks"),
+        (PerBlockK(4, partial=True), (3, 8), (3, 2), r"partial=True, but shape \(3, 8\) divides evenly into blocks"),
         (PerBlockK(4), (3, 8), (3, 3), r"PerBlockK: scale.shape must be \(3, 2\), got \(3, 3\)"),
         (PerChannel(), (3, 8), (8,), r"PerChannel: scale.shape must be one of \[\(3,\), \(3, 1\)\], got \(8,\)"),
         (PerBlockMN(2, 4), (3, 8), (2, 2), r"data.shape\[-2\]=3 must be divisible by block_m=2"),

@@ -402,12 +402,12 @@ def test_a_winner_that_cannot_be_loaded_names_itself_its_plug_in_and_the_way_out
 def test_a_kernel_outside_its_contract_runs_only_when_named() -> None:
     table = Table([kernel("keeps"), kernel("fast", "two", opt_in=True, rank=9, recipe=MXFP8BlockScaling)])
     assert cast(table) == "one"
-    assert "opt-in: it does not keep the contract of cast; name it with prefer='fast'" in explained(table)
+    assert "opt-in: it does not follow the contract of cast; name it with prefer='fast'" in explained(table)
     assert cast(table, prefer="fast") == "two"
     assert cast(table) == "one", "naming it once changes no later call"
     assert cast(Table(table.kernels, prefer=["fast"])) == "two", "BRECCIA_PREFER names it too"
     alone = Table([kernel("fast", opt_in=True)])
-    with pytest.raises(NoKernelError, match="opt-in: it does not keep the contract"):
+    with pytest.raises(NoKernelError, match="opt-in: it does not follow the contract"):
         cast(alone)
 
 
@@ -926,7 +926,7 @@ def test_explaining_what_is_not_there_suggests_what_is() -> None:
         breccia.explain("cast", "mxfp9")
     with pytest.raises(UnknownNameError, match=r"^no framework 'trch'; did you mean 'torch'\? Known: jax, mlx, numpy, torch"):
         breccia.explain("cast", "mxfp8", on="trch")
-    with pytest.raises(UnsupportedError, match=r"^explain\('cast', \.\.\.\) needs the recipe to write as its last operand"):
+    with pytest.raises(UnsupportedError, match=r"^explain\('cast', \.\.\.\) needs the target recipe as its last operand"):
         breccia.explain("cast", X)
     with pytest.raises(UnknownNameError, match=r"^prefer='referenc.cast': no such kernel; did you mean 'reference.cast'\?"):
         breccia.cast(X, MXFP8, prefer="referenc.cast")
@@ -950,7 +950,7 @@ def test_arrays_that_compute_as_no_plain_array_does_are_refused_with_what_to_do(
         with pytest.raises(
             UnsupportedError,
             match=r"^x is a numpy\.ma\S*\.MaskedArray, not a plain numpy array\. "
-            r"Say what stands for its masked elements: pass x\.filled\(value\)\.$",
+            r"Choose a value for its masked elements: pass x\.filled\(value\)\.$",
         ) as e:
             breccia.cast(np.ma.masked_array(X, X > 0), MXFP8)
         assert e.value.found["found"].endswith("MaskedArray")
@@ -1033,31 +1033,31 @@ RUNS: dict[str, Callable[[], Any]] = {
 OTHER_SHAPE, PAIR = scaled(MXFP8, (32, 96)), breccia.cast_pair(X, MXFP8)
 #: (op, what the kernel returns, why that is refused).
 REFUSED: list[tuple[str, Any, str]] = [
-    ("cast", None, "cast gives a ScaledTensor, not NoneType."),
-    ("cast", X, "cast gives a ScaledTensor, not ndarray."),
-    ("cast", (ST, ST), "cast gives a ScaledTensor, not tuple."),
+    ("cast", None, "cast returns a ScaledTensor, not NoneType."),
+    ("cast", X, "cast returns a ScaledTensor, not ndarray."),
+    ("cast", (ST, ST), "cast returns a ScaledTensor, not tuple."),
     ("cast", scaled(NVFP4), f"cast was to write {MXFP8!r}; the result has {NVFP4!r}."),
     ("cast", OTHER_SHAPE, "cast of shape (64, 96) gave a tensor of shape (32, 96)."),
     ("cast", ST.mT, "cast of shape (64, 96) gave a tensor of shape (96, 64)."),
     ("cast_pair", (scaled(NVFP4), PAIR[1]), f"cast_pair was to write {MXFP8!r}; the result has {NVFP4!r}."),
     ("cast_pair", (PAIR[0], OTHER_SHAPE), "cast_pair of shape (64, 96) gave a tensor of shape (32, 96)."),
-    ("cast_pair", (PAIR[0], X), "cast_pair gives a ScaledTensor, not ndarray."),
-    ("dequantize", None, "dequantize gives an array, not NoneType."),
-    ("dequantize", 1.0, "dequantize gives an array, not float."),
-    ("dequantize", ST, "dequantize gives an array, not ScaledTensor."),
+    ("cast_pair", (PAIR[0], X), "cast_pair returns a ScaledTensor, not ndarray."),
+    ("dequantize", None, "dequantize returns an array, not NoneType."),
+    ("dequantize", 1.0, "dequantize returns an array, not float."),
+    ("dequantize", ST, "dequantize returns an array, not ScaledTensor."),
     ("dequantize", X.T, "dequantize gives shape (64, 96); got (96, 64)."),
     ("dequantize", X.astype(np.float64), "dequantize was asked for float32; got float64."),
     ("requantize", ST, f"requantize was to write {NVFP4!r}; the result has {MXFP8!r}."),
     ("requantize", scaled(NVFP4, (32, 96)), "requantize of shape (64, 96) gave a tensor of shape (32, 96)."),
-    ("requantize", X, "requantize gives a ScaledTensor, not ndarray."),
+    ("requantize", X, "requantize returns a ScaledTensor, not ndarray."),
     ("matmul", np.ones((64, 96), np.float32), "matmul gives shape (64, 64); got (64, 96)."),
     ("matmul", np.ones((64, 64), np.float16), "matmul was asked for float32; got float16."),
     ("matmul", np.float32(1), "matmul gives shape (64, 64); got ()."),
     ("cast_matmul", np.ones((1, 64, 64), np.float32), "cast_matmul gives shape (64, 64); got (1, 64, 64)."),
-    ("cast_matmul", ST, "cast_matmul gives an array, not ScaledTensor."),
+    ("cast_matmul", ST, "cast_matmul returns an array, not ScaledTensor."),
     ("grouped_matmul", np.ones((2, 64, 64), np.float32), "grouped_matmul gives shape (64, 64); got (2, 64, 64)."),
     ("grouped_matmul", np.ones((64, 64), np.int32), "grouped_matmul was asked for float32; got int32."),
-    ("cast_ste", ST, "cast_ste gives an array, not ScaledTensor."),
+    ("cast_ste", ST, "cast_ste returns an array, not ScaledTensor."),
     ("cast_ste", X.astype(np.float16), "cast_ste was asked for float32; got float16."),
     ("cast_ste_clipped", X[:32], "cast_ste_clipped gives shape (64, 96); got (32, 96)."),
 ]

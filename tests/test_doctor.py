@@ -77,7 +77,7 @@ def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pyt
     registry.reload()
     try:
         line = found("frameworks", "torch")
-        assert line.status == NOTE and line.text.endswith(" is installed, and breccia does not serve it")
+        assert line.status == NOTE and line.text.endswith(" is installed, and breccia does not support it")
         assert line.remedy == install("breccia-torch")
         assert found("plug-ins", "torch").remedy == "unset BRECCIA_BLOCK"
         assert found("system", "BRECCIA_BLOCK").text == "is set to 'torch' and steers breccia"

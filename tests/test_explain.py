@@ -57,9 +57,7 @@ def test_an_op_that_takes_no_array_says_so(op: str, operands: tuple[str, ...]) -
 
 
 def test_an_array_is_no_recipe_to_write() -> None:
-    with pytest.raises(
-        UnsupportedError, match=re.escape("explain('cast', ...) needs the recipe to write as its last operand.")
-    ):
+    with pytest.raises(UnsupportedError, match=re.escape("explain('cast', ...) needs the target recipe as its last operand.")):
         breccia.explain("cast", "array")
 
 

@@ -37,7 +37,7 @@ def test_bounds_are_given_or_the_codecs_or_of_each_block() -> None:
     assert clip_bounds(recipe, -1, None) == (-1.0, 448.0)
     assert clip_bounds(recipe, None, None, "scale") is None
     for given in ((-1.0, None), (None, 1.0), (-1.0, 1.0)):
-        with pytest.raises(OptionError, match='clip="scale" finds its own bounds; leave clip_min and clip_max out'):
+        with pytest.raises(OptionError, match='clip="scale" computes its own bounds; omit clip_min and clip_max'):
             clip_bounds(recipe, *given, "scale")
     with pytest.raises(OptionError, match="clip_min must be less than clip_max; got 1.0 and 1.0"):
         clip_bounds(recipe, 1, 1)

@@ -962,8 +962,8 @@ def test_an_estimate_that_is_no_number_is_one_warning_and_none(monkeypatch: pyte
     (warning,) = caught
     assert warning.category is PluginWarning
     assert str(warning.message) == (
-        f"kernel 'odd' of plug-in 'acme': its score {HERE}:opinionated gave {score!r}, which is no number. BRECCIA_BLOCK=acme "
-        "sets the plug-in aside."
+        f"kernel 'odd' of plug-in 'acme': its score {HERE}:opinionated returned {score!r}, which is not a number. "
+        "BRECCIA_BLOCK=acme sets the plug-in aside."
     )
 
 
@@ -1024,7 +1024,7 @@ def test_an_answer_that_is_neither_none_nor_a_reason_is_a_reason_and_one_warning
 ) -> None:
     monkeypatch.setattr(sys.modules[HERE], "opinion", said)
     table = Table([kernel("odd", rank=9, **{field: f"{HERE}:opinionated"}), kernel("sound")])
-    fault = f"its check {HERE}:opinionated gave {said!r}; it must be None or a reason"
+    fault = f"its check {HERE}:opinionated returned {said!r}; it must be None or a reason"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [chosen(table, X), chosen(table, X, NVFP4)] == ["sound", "sound"]

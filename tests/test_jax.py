@@ -273,7 +273,7 @@ def test_requantize_writes_numpys_bytes() -> None:
     assert breccia.bytes_equal(
         kept, breccia.requantize(breccia.cast(X, breccia.MXFP4BlockScaling()), MXFP8, require_exact=True)
     )
-    with pytest.raises(breccia.InexactError, match="values are no numbers of MXFP4BlockScaling"):
+    with pytest.raises(breccia.InexactError, match="values do not fit MXFP4BlockScaling"):
         breccia.requantize(breccia.cast(rows(4), MXFP8), breccia.MXFP4BlockScaling(), require_exact=True)
 
 
@@ -720,9 +720,9 @@ def test_what_reads_values_outside_still_does() -> None:
 def test_traced_options_that_must_be_known_are_named() -> None:
     x = jnp.asarray(ONES)
     for name in ("clip_min", "clip_max"):
-        with pytest.raises(breccia.OptionError, match=f"{name} is a number that is known when a function is traced; got"):
+        with pytest.raises(breccia.OptionError, match=f"{name} must be a number known at trace time; got"):
             jax.jit(lambda x, c, name=name: breccia.cast_ste_clipped(x, CURRENT, **{name: c}))(x, 1.0)
-    with pytest.raises(breccia.OptionError, match="seed must be a whole number, got"):
+    with pytest.raises(breccia.OptionError, match="seed must be an integer, got"):
         jax.jit(lambda x, seed: breccia.cast(x, MXFP8, rounding="stochastic", seed=seed))(x, 1.0)
     with pytest.raises(breccia.OptionError, match=r"seed must lie in 0 \.\. 2\*\*64 - 1; got -1"):
         breccia.cast(x, MXFP8, rounding="stochastic", seed=jnp.int32(-1))

@@ -1221,7 +1221,7 @@ KERNEL_FAULTS: dict[str, tuple[Kernel, str, str]] = {
     "NaN is dropped": (kernel(nan_is_zero), CAST, r"^(scale|data): \d+ of \d+ differ"),
     "half precision in between": (kernel(cast_in_half), CAST, r"^(scale|data): \d+ of \d+ differ"),
     "it writes into x": (kernel(writes_into_x), CAST, "^it writes into its input$"),
-    "it gives the array back": (kernel(the_input), CAST, refused("cast gives a ScaledTensor, not ndarray", the_input)),
+    "it gives the array back": (kernel(the_input), CAST, refused("cast returns a ScaledTensor, not ndarray", the_input)),
     "it fails": (kernel(fails), CAST, "^ValueError: the driver is upset$"),
     "values in half precision": (
         kernel(halves, "dequantize"),

@@ -83,7 +83,7 @@ def test_a_tensor_whose_layout_nobody_declared_is_refused_by_name(layout: Layout
     with pytest.raises(UnsupportedError) as e:
         REFUSALS[refused](layout)
     assert str(e.value) == (
-        f"no plug-in declares layout {type(layout).__name__}, so where its scales lie is not known. Declare it through the "
+        f"no plug-in declares layout {type(layout).__name__}, so its scale order is unknown. Declare it through the "
         "hook breccia_layouts, or use one of per_block_k, per_block_mn, per_channel, per_group_index, per_tensor, stored."
     )
     assert e.value.found["layout"] == layout

@@ -395,7 +395,7 @@ def test_other_dtypes_are_refused_by_name(kind: str) -> None:
     x = mx.zeros((2, 32), dtype=getattr(mx, kind))
     name = str(x.dtype).rpartition(".")[2]
     w = breccia.cast(mx.ones((32, 4)), CURRENT)
-    remedy = r"x\.astype\('float32'\)" if kind == "float64" else "codes that exist already are wrapped by breccia.from_buffer"
+    remedy = r"x\.astype\('float32'\)" if kind == "float64" else "wrap existing codes with breccia.from_buffer"
     for verb in (breccia.cast, breccia.cast_ste, breccia.cast_ste_clipped):
         with pytest.raises(breccia.UnsupportedError, match=f"^cast takes float32, float16, bfloat16; got {name}\\. .*{remedy}"):
             verb(x, MXFP8)

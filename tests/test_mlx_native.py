@@ -220,7 +220,7 @@ def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> No
     st = breccia.cast(w, MXFP8)
     explained = breccia.explain("matmul", x, st.mT)
     assert explained.winner is not None and explained.winner.name == "composite.matmul"
-    assert f"opt-in: it does not keep the contract of matmul; name it with prefer='{QUANTIZED}'" in str(explained)
+    assert f"opt-in: it does not follow the contract of matmul; name it with prefer='{QUANTIZED}'" in str(explained)
     named = breccia.explain("matmul", x, st.mT, prefer=QUANTIZED)
     assert named.winner is not None and named.winner.name == QUANTIZED
     for a, b, said in (

@@ -1016,8 +1016,7 @@ def test_senses_that_cannot_be_are_refused_by_name() -> None:
         with pytest.raises(RecipeError) as e:
             NVFP4BlockScaling(two_level=False, global_sense=sense)
         assert str(e.value) == (
-            f"global_sense={sense!r} is that of a tensor's FP32 scale, which two_level=False leaves out; leave one of the two "
-            "out."
+            f"global_sense={sense!r} is that of the tensor's FP32 scale, absent with two_level=False; omit one of the two."
         )
     for sense in ("amx", 3, None):
         with pytest.raises(RecipeError) as e:

@@ -118,7 +118,7 @@ def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path, run: Run) -> None
     (folder / "pyproject.toml").write_text("# years of work")
     code, out, err = run("plugin", "new", "mine", "--dir", tmp_path)
     assert (code, out) == (1, "")
-    assert err == f"error: {folder} exists, and nothing in it is overwritten; choose another name or another --dir.\n"
+    assert err == f"error: {folder} exists and is not overwritten; choose another name or another --dir.\n"
     assert [p.name for p in folder.iterdir()] == ["pyproject.toml"]
     assert (folder / "pyproject.toml").read_text() == "# years of work"
 

@@ -200,15 +200,15 @@ BROKEN = {
     "does not parse": ("def (", "SyntaxError: invalid syntax"),
     "no api": ("del api", "sets no `api`; a manifest sets `api = 1`."),
     "too new": ("api = 99", "it is written for api 99, this breccia-core reads api 1; upgrade breccia-core."),
-    "api of no number": ("api = '1'", "`api` is a whole number, at present 1;"),
-    "api before the first": ("api = 0", "`api` is a whole number, at present 1;"),
+    "api of no number": ("api = '1'", "`api` is an integer, at present 1;"),
+    "api before the first": ("api = 0", "`api` is an integer, at present 1;"),
     "misspelt hook": (
         "@hookimpl\ndef breccia_kernel():\n    return []",
         "it implements no hook of breccia: 'breccia_kernel'; did you mean 'breccia_kernels'?",
     ),
     "misspelt hook without the marker": (
         "def breccia_recipe():\n    return []",
-        "it defines 'breccia_recipe', which is no hook; did you mean 'breccia_recipes'?",
+        "it defines 'breccia_recipe', which is not a hook; did you mean 'breccia_recipes'?",
     ),
     "hook without the marker": (
         "def breccia_kernels():\n    return []",
@@ -270,8 +270,8 @@ BROKEN = {
         "from breccia import PerBlockMN\n"
         "@dataclass(frozen=True)\nclass Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockMN(1, 32)\n"
         "@hookimpl\ndef breccia_recipes():\n    return [Acme]",
-        "recipe 'acme': Acme().layout is PerBlockMN(block_m=1, block_n=32, partial=False); these blocks are spelled "
-        "PerBlockK(block_size=32, partial=False). Declare that one.",
+        "recipe 'acme': Acme().layout is PerBlockMN(block_m=1, block_n=32, partial=False); the canonical layout of these "
+        "blocks is PerBlockK(block_size=32, partial=False). Declare that.",
     ),
     "name of core": (
         "@hookimpl\ndef breccia_recipes():\n    return [MXFP8BlockScaling]",
@@ -291,15 +291,15 @@ BROKEN = {
     ),
     "kernel whose target is no target": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme.cast', 'acme.cast')]",
-        "a target is written 'package.module:attribute'; got 'acme.cast'.",
+        "an object reference is written 'package.module:attribute'; got 'acme.cast'.",
     ),
     "kernel whose target is a function": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', print, 'acme.cast')]",
-        "a target is written 'package.module:attribute'; got <built-in function print>.",
+        "an object reference is written 'package.module:attribute'; got <built-in function print>.",
     ),
     "kernel whose check is no target": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', accepts='a:b c')]",
-        "a target is written 'package.module:attribute'; got 'a:b c'.",
+        "an object reference is written 'package.module:attribute'; got 'a:b c'.",
     ),
     "kernel of a recipe's name": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', recipe='mxfp8')]",
@@ -307,7 +307,7 @@ BROKEN = {
     ),
     "kernel of another contract": (
         "@hookimpl\ndef breccia_kernels():\n    return [Kernel('cast', 'numpy', 'acme:cast', 'acme.cast', contract=2)]",
-        "kernel 'acme.cast' keeps version 2 of the contract of 'cast'; this is version 1.",
+        "kernel 'acme.cast' implements version 2 of the contract of 'cast'; this is version 1.",
     ),
     "framework whose types are one string": (
         "@hookimpl\ndef breccia_frameworks():\n    return [Framework('acme', 'acme', 'Array', 'acme.ops:OPS')]",
@@ -324,11 +324,11 @@ BROKEN = {
     ),
     "storage of a name of breccia": (
         "@hookimpl\ndef breccia_storages():\n    return [Storage('plain', 'acme:to', 'acme:back')]",
-        "storage 'plain': the name is breccia's own; choose another.",
+        "storage 'plain': the name is reserved by breccia; choose another.",
     ),
     "storage that stands for all": (
         "@hookimpl\ndef breccia_storages():\n    return [Storage('*', 'acme:to', 'acme:back')]",
-        "storage '*': the name is breccia's own; choose another.",
+        "storage '*': the name is reserved by breccia; choose another.",
     ),
     "storage of a name of core": (
         "@hookimpl\ndef breccia_storages():\n    return [Storage('interleaved', 'acme:to', 'acme:back')]",
@@ -336,7 +336,7 @@ BROKEN = {
     ),
     "storage of fewer than no axes": (
         "@hookimpl\ndef breccia_storages():\n    return [Storage('acme', 'acme:to', 'acme:back', data_axes=-1)]",
-        "storage 'acme': data_axes is 0, or how many axes codes have; got -1.",
+        "storage 'acme': data_axes must be 0, or the number of axes of codes; got -1.",
     ),
     "bridge that no attribute can name": (
         "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to-acme', 'acme:to')]",
@@ -356,11 +356,11 @@ BROKEN = {
     ),
     "bridge whose remedy is missing": (
         "@hookimpl\ndef breccia_bridges():\n    return [Bridge('to_acme', 'acme:to', requires=('acme',))]",
-        "bridge 'to_acme': requires is a tuple of modules, and install what pip installs them with;",
+        "bridge 'to_acme': requires is a tuple of modules, and install their pip requirement;",
     ),
     "command whose target is no target": (
         "@hookimpl\ndef breccia_cli():\n    return [Command('acme', 'acme', 'Does it.')]",
-        "a target is written 'package.module:attribute'; got 'acme'.",
+        "an object reference is written 'package.module:attribute'; got 'acme'.",
     ),
 }
 
@@ -380,10 +380,10 @@ WRONG = [
     ("kernels", "recipe", "3", "recipe must be a recipe class, its base, None or type(None); got 3."),
     ("kernels", "other", "int", "other must be a recipe class, its base, None or type(None); got <class 'int'>."),
     ("kernels", "device", "('cuda',)", "device must be str | None; got ('cuda',)."),
-    ("kernels", "available", "True", "available: a target is written 'package.module:attribute'; got True."),
-    ("kernels", "accepts", "'even'", "accepts: a target is written 'package.module:attribute'; got 'even'."),
-    ("kernels", "score", "0.5", "score: a target is written 'package.module:attribute'; got 0.5."),
-    ("kernels", "plan", "'calls'", "plan: a target is written 'package.module:attribute'; got 'calls'."),
+    ("kernels", "available", "True", "available: an object reference is written 'package.module:attribute'; got True."),
+    ("kernels", "accepts", "'even'", "accepts: an object reference is written 'package.module:attribute'; got 'even'."),
+    ("kernels", "score", "0.5", "score: an object reference is written 'package.module:attribute'; got 0.5."),
+    ("kernels", "plan", "'calls'", "plan: an object reference is written 'package.module:attribute'; got 'calls'."),
     ("kernels", "reads", "'interleaved'", "reads must be tuple[str, ...]; got 'interleaved'."),
     ("kernels", "writes", "['interleaved']", "writes must be tuple[str, ...]; got ['interleaved']."),
     ("kernels", "writes", "None", "writes must be tuple[str, ...]; got None."),
@@ -400,17 +400,22 @@ WRONG = [
     ("frameworks", "refuses", "('Sparse',)", "refuses must be tuple[tuple[str, str], ...]; got ('Sparse',)."),
     ("frameworks", "refuses", "(('a', 'b', 'c'),)", "refuses must be tuple[tuple[str, str], ...]; got (('a', 'b', 'c'),)."),
     ("frameworks", "container", "5", "container must be str | None; got 5."),
-    ("frameworks", "container", "'register'", "container: a target is written 'package.module:attribute'; got 'register'."),
-    ("frameworks", "opaque", "'fake'", "opaque: a target is written 'package.module:attribute'; got 'fake'."),
+    (
+        "frameworks",
+        "container",
+        "'register'",
+        "container: an object reference is written 'package.module:attribute'; got 'register'.",
+    ),
+    ("frameworks", "opaque", "'fake'", "opaque: an object reference is written 'package.module:attribute'; got 'fake'."),
     ("frameworks", "capability", "(9, 0)", "capability must be str | None; got (9, 0)."),
-    ("frameworks", "capability", "'sm'", "capability: a target is written 'package.module:attribute'; got 'sm'."),
+    ("frameworks", "capability", "'sm'", "capability: an object reference is written 'package.module:attribute'; got 'sm'."),
     ("frameworks", "frontend", "5", "frontend must be str | None; got 5."),
     ("frameworks", "frontend", "'acme..front'", "frontend is a module, written 'package.module'; got 'acme..front'."),
     ("storages", "from_plain", "None", "from_plain must be str; got None."),
-    ("storages", "from_plain", "'to'", "from_plain: a target is written 'package.module:attribute'; got 'to'."),
-    ("storages", "to_plain", "'back'", "to_plain: a target is written 'package.module:attribute'; got 'back'."),
+    ("storages", "from_plain", "'to'", "from_plain: an object reference is written 'package.module:attribute'; got 'to'."),
+    ("storages", "to_plain", "'back'", "to_plain: an object reference is written 'package.module:attribute'; got 'back'."),
     ("storages", "accepts", "True", "accepts must be str | None; got True."),
-    ("storages", "accepts", "'fits'", "accepts: a target is written 'package.module:attribute'; got 'fits'."),
+    ("storages", "accepts", "'fits'", "accepts: an object reference is written 'package.module:attribute'; got 'fits'."),
     ("storages", "data_axes", "'3'", "data_axes must be int; got '3'."),
     ("storages", "data_axes", "True", "data_axes must be int; got True."),
     ("bridges", "target", "5", "target must be str; got 5."),
@@ -451,7 +456,7 @@ UNSOUND_RECIPES = {
     "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    format = 'E4M3'": "Acme().format must be Format; got 'E4M3'.",
     "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    layout = PerBlockK": "Acme().layout must be Layout; got <class ",
     "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = None": "Acme().rules must be tuple; got None.",
-    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = ('r',)": "Acme().rules holds 'r', which is no Rule.",
+    "class Acme(MXFP8BlockScaling):\n    name = 'acme'\n    rules = ('r',)": "Acme().rules contains 'r', which is not a Rule.",
     "class Acme(NVFP4BlockScaling):\n    name = 'acme'\n    rules = MXFP8BlockScaling().rules": (
         "Acme() gives 1 rule(s) for the 2 scale level(s) of its format; give one a level."
     ),
@@ -485,7 +490,7 @@ def test_a_recipe_that_needs_a_field_is_not_asked_for_an_instance(install: Insta
     install("acme", HEAD + needs + "@hookimpl\ndef breccia_recipes():\n    return [Acme]")
     assert reloaded()[1] == []
     assert plugin("acme").declares == ("recipes:acme", "bridges:leftover")
-    with pytest.raises(breccia.UnknownNameError, match="'fp8' is an element format and no recipe"):
+    with pytest.raises(breccia.UnknownNameError, match="'fp8' is an element format, not a recipe"):
         breccia.recipe("fp8")
     assert breccia.recipe("Acme", bits=3).to_dict() == {"name": "acme", "fields": {"bits": 3}}
 
@@ -899,8 +904,8 @@ def test_a_framework_that_cannot_be_told_of_tensors_is_one_warning_and_stops_no_
     assert [(w.category, str(w.message)) for w in caught] == [
         (
             PluginWarning,
-            f"breccia cannot make ScaledTensor known to acme: {module}:register raised RuntimeError: no trees. Trees, "
-            "transformations and checkpoints of acme will not know it; casts work.",
+            f"breccia cannot register ScaledTensor with acme: {module}:register raised RuntimeError: no trees. Trees, "
+            "transformations and checkpoints of acme will not handle it; casts work.",
         )
     ]
 
@@ -910,7 +915,7 @@ def test_where_warnings_are_errors_a_framework_that_cannot_be_told_raises_once(i
     reloaded()
     acme = importlib.import_module(module)
     x, recipe = np.full((2, 32), 3.0, np.float32), breccia.MXFP8BlockScaling()
-    with pytest.raises(PluginWarning, match="cannot make ScaledTensor known to acme"):
+    with pytest.raises(PluginWarning, match="cannot register ScaledTensor with acme"):
         breccia.cast(x, recipe)
     assert breccia.dequantize(breccia.cast(x, recipe)).tolist() == [[3.0] * 32] * 2
     assert framework_of(acme.Array()).name == "acme"

@@ -547,7 +547,7 @@ def test_out_is_written_in_its_storage(storage: str, framework: str) -> None:
     before = plain.digest()
     for wrong, options in ((plain, {"storage": storage}), (out, {})):
         with pytest.raises(
-            LayoutError, match=r"^out= is breccia\.ScaledTensor\(.*, but the cast gives breccia\.ScaledTensor\("
+            LayoutError, match=r"^out= is breccia\.ScaledTensor\(.*, but the cast returns breccia\.ScaledTensor\("
         ):
             breccia.cast(place.array(y), NVFP4, out=wrong, **options)
     assert plain.digest() == before
@@ -624,23 +624,23 @@ REFUSED: list[tuple[str, ScalingRecipe, str]] = [
     (
         "interleaved",
         Float8CurrentScaling(),
-        "its blocks are all rows high, and a block of this storage is a part of one row",
+        "its blocks are all rows high, and this storage needs blocks within one row",
     ),
     (
         "interleaved",
         Float8BlockScaling(block_m=4, block_k=8),
-        "its blocks are 4 rows high, and a block of this storage is a part of one row",
+        "its blocks are 4 rows high, and this storage needs blocks within one row",
     ),
-    ("interleaved", INT4Scaling(group_size=15), "its blocks of 15 INT4 codes do not end on whole bytes"),
+    ("interleaved", INT4Scaling(group_size=15), "its blocks of 15 INT4 codes do not end on a byte boundary"),
     (
         "interleaved",
         INT4Scaling(group_size=16, signed=False, symmetric=False),
-        "it has an offset, which this storage has no room for",
+        "it has an offset, which this storage does not support",
     ),
     (
         "interleaved",
         INT4Scaling(group_size=16, signed=False, symmetric=False, offset="bias"),
-        "it has an offset, which this storage has no room for",
+        "it has an offset, which this storage does not support",
     ),
 ]
 
@@ -675,7 +675,7 @@ def test_scales_that_are_no_matrix_of_blocks_are_refused(place: Place) -> None:
             with pytest.raises(UnsupportedError) as e:
                 st.to_storage(storage)
             assert str(e.value) == (
-                f"storage {storage!r} holds one scale for each block, in the order of blocks; {said} for a tensor of shape "
+                f"storage {storage!r} needs one scale for each block, in the order of blocks; {said} for a tensor of shape "
                 "(4, 16). It stays in plain storage."
             )
     one = breccia.cast(array(np.ones(16, np.float32)), Float8CurrentScaling())
@@ -711,9 +711,7 @@ class Spiral(PerBlockMN):
 def test_a_layout_that_nobody_declared_has_no_storage() -> None:
     st = breccia.cast(wide((4, 32)), MXFP8)
     for layout in (Spiral(1, 32), Stored(Spiral(1, 32), "transposed")):
-        with pytest.raises(
-            UnsupportedError, match=r"^no plug-in declares layout Spiral, so where its scales lie is not known\. "
-        ):
+        with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral, so its scale order is unknown\. "):
             ScaledTensor(st.data, st.scale, MXFP8, layout)
 
 
@@ -1024,9 +1022,12 @@ def test_a_tensor_in_a_storage_that_is_gone_says_which(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (Storage("plain", "acme:f", "acme:g"), "storage 'plain': the name is breccia's own; choose another."),
-        (Storage("*", "acme:f", "acme:g"), "storage '*': the name is breccia's own; choose another."),
-        (Storage("s", "acme:f", "acme:g", data_axes=-1), "storage 's': data_axes is 0, or how many axes codes have; got -1."),
+        (Storage("plain", "acme:f", "acme:g"), "storage 'plain': the name is reserved by breccia; choose another."),
+        (Storage("*", "acme:f", "acme:g"), "storage '*': the name is reserved by breccia; choose another."),
+        (
+            Storage("s", "acme:f", "acme:g", data_axes=-1),
+            "storage 's': data_axes must be 0, or the number of axes of codes; got -1.",
+        ),
     ],
     ids=lambda v: v.name if isinstance(v, Storage) else "",
 )

@@ -429,7 +429,7 @@ def torch_st() -> ScaledTensor:
         (
             lambda: breccia.concat([breccia.cast(X, Float8BlockScaling(block_k=48))] * 2, -1),
             LayoutError,
-            "along axis 2 all tensors but the last end on a whole unit of 48 .* one has length 64. Put it last",
+            "along axis 2 all tensors but the last must end at a multiple of 48 .* one has length 64. Put it last",
         ),
         (
             lambda: breccia.concat([FP8, breccia.cast(X * 2, Float8CurrentScaling())], 1),

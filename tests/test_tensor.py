@@ -142,7 +142,9 @@ def test_a_zero_point_that_is_no_number_is_refused() -> None:
 
 def test_a_tail_longer_than_the_data_is_refused() -> None:
     recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
-    with pytest.raises(LayoutError, match=r"does not hold whole groups of 2 INT4 codes in 1 bytes along axis -1 \(padding=1\)"):
+    with pytest.raises(
+        LayoutError, match=r"is not a multiple of packing groups of 2 INT4 codes in 1 bytes along axis -1 \(padding=1\)"
+    ):
         ScaledTensor(np.zeros((2, 0), np.uint8), np.ones((2, 0), np.float32), recipe, PerBlockK(4), padding=1)
 
 
@@ -228,7 +230,7 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.cast(X, "nvfp4"), TypeError, r"got 'nvfp4'; pass breccia.NVFP4BlockScaling\(fp4_format="),
         (lambda: breccia.cast(breccia.cast(X, BLOCK), BLOCK), TypeError, r"x is a ScaledTensor already: breccia.requantize"),
         (lambda: breccia.cast(BLOCK, X), TypeError, "recipe must be a ScalingRecipe instance, got ndarray"),
-        (lambda: np.asarray(breccia.cast(X, BLOCK)), TypeError, r"a ScaledTensor is no array; breccia.dequantize\(st\)"),
+        (lambda: np.asarray(breccia.cast(X, BLOCK)), TypeError, r"a ScaledTensor is not an array; breccia.dequantize\(st\)"),
         (lambda: breccia.explain("cast", "nvfp4", "mxfp8"), TypeError, "cast has 2 operands"),
         (lambda: breccia.cast(X, "nvfp5"), ValueError, "no recipe 'nvfp5'; did you mean 'nvfp4'"),
         (lambda: breccia.cast(X, MXFP8BlockScaling), TypeError, r"did you mean MXFP8BlockScaling\(\)\?"),
@@ -245,9 +247,9 @@ X = np.ones((4, 32), np.float32)
         ),
         (lambda: breccia.cast(X, BLOCK, nonfinite="keep"), ValueError, "nonfinite is one of propagate, raise; got 'keep'"),
         (lambda: breccia.cast(X * np.inf, BLOCK, nonfinite="raise"), ValueError, "x holds NaN or Inf"),
-        (lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=1.5), ValueError, "seed must be a whole number, got 1.5"),
+        (lambda: breccia.cast(X, BLOCK, rounding="stochastic", seed=1.5), ValueError, "seed must be an integer, got 1.5"),
         (lambda: breccia.cast(X, BLOCK, rounding=["up"]), ValueError, "rounding is one of"),
-        (lambda: breccia.cast(X, BLOCK, axis=-1.0), ValueError, "axis must be a whole number, got -1.0"),
+        (lambda: breccia.cast(X, BLOCK, axis=-1.0), ValueError, "axis must be an integer, got -1.0"),
         (lambda: breccia.cast(X, DelayedScaling(), scale="1"), TypeError, "scale= must be a number or an array, got str"),
         (lambda: breccia.cast(X, DelayedScaling(), scale=np.ones((), "f8")), TypeError, "scale= must hold F32 as .* float64"),
         (
@@ -270,7 +272,7 @@ X = np.ones((4, 32), np.float32)
         ),
         (lambda: breccia.cast(X, BLOCK, scale=ONE), ValueError, r"scale= must have shape \(4, 8\) .* got \(\)"),
         (lambda: breccia.cast(X, DelayedScaling(), scale=SCALE), ValueError, r"scale= must have shape \(\)"),
-        (lambda: breccia.cast(X, BLOCK, out=breccia.cast(X, DelayedScaling())), ValueError, "out= is .*, but the cast gives"),
+        (lambda: breccia.cast(X, BLOCK, out=breccia.cast(X, DelayedScaling())), ValueError, "out= is .*, but the cast returns"),
         (lambda: breccia.dequantize(X), TypeError, "dequantize takes a ScaledTensor, got ndarray; quantize"),
         (lambda: breccia.dequantize(breccia.cast(X, BLOCK), out_dtype="int8"), TypeError, "out_dtype is one of float32"),
         (lambda: breccia.dequantize(breccia.cast(X, BLOCK), out=X[0]), ValueError, r"out= must have shape \(4, 32\)"),

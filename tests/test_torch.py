@@ -235,7 +235,7 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
         assert torch.autograd.grad(y.sum(), x)[0].tolist() == [expected]
     with pytest.raises(breccia.OptionError, match="clip is one of element, scale; got 'block'"):
         breccia.cast_ste_clipped(x, CURRENT, clip="block")
-    with pytest.raises(breccia.OptionError, match=r'clip="scale" finds its own bounds; leave clip_min and clip_max out'):
+    with pytest.raises(breccia.OptionError, match=r'clip="scale" computes its own bounds; omit clip_min and clip_max'):
         breccia.cast_ste_clipped(x, CURRENT, 0.0, clip="scale")
 
 

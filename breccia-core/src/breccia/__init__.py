@@ -1,20 +1,20 @@
 # pyright: reportUnsupportedDunderAll=false
 """breccia: block-scaled low-precision tensors, the same bytes in every framework.
 
-Importing this loads nothing but the standard library: neither NumPy nor any framework. Names arrive on first use.
+Importing this loads only the standard library: neither NumPy nor any framework. Names are imported on first use.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as type checkers read it; importing `typing` would cost ten times all the rest here
+TYPE_CHECKING = False  # type checkers treat it as True; importing `typing` takes ten times as long as all the rest
 if TYPE_CHECKING:
     from typing import Any
 
 __version__ = "0.2.0"
 
-#: Public name -> module that defines it. `__init__.pyi` says the same to type checkers; a test holds them together.
+#: Public name -> module that defines it. `__init__.pyi` repeats this for type checkers; a test compares them.
 _HOMES: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -107,12 +107,12 @@ def __getattr__(name: str) -> Any:
 def _hint(name: str) -> str:
     from importlib.util import find_spec
 
-    if find_spec(f"{__name__}.{name}"):  # the import system asks before it imports a submodule
+    if find_spec(f"{__name__}.{name}"):  # the import system calls this before it imports a submodule
         return ""
     errors = __getattr__("errors")
     try:
         bridges = import_module(f".{_REGISTRY}", __name__).registry().bridges
-    except errors.PluginError:  # a manifest asks while the registry is being built
+    except errors.PluginError:  # called from a manifest while the registry is being built
         bridges = {}
     if name in bridges:
         return f"; it is breccia.bridges.{name}"

@@ -1,4 +1,4 @@
-"""`python -m breccia`, and the program `breccia`."""
+"""`python -m breccia`, and the `breccia` command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .siblings import install, unrelated
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
+    """Run the command line, or exit with the command that installs its dependencies."""
     try:
         try:
             for module in ("rich", "typer"):

@@ -1,6 +1,6 @@
-"""The ops, as users call them: arguments are checked here, once, and handed on to the frontend of the array's framework.
+"""The public ops: each checks its arguments once and calls the frontend of the array's framework.
 
-What the results must be is in docs/spec/numerics.md. A framework without a frontend for an op has its kernel called at once.
+docs/spec/numerics.md specifies the results. Where a framework has no frontend for an op, the kernel is called directly.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def cast(
     x: FP32, FP16 or BF16 array of any installed framework, of any length along each axis (the last block may be partial);
         at least 2-D for block recipes, 1-D for per-tensor ones.
     axis: the contraction axis blocks run along, the last or the one before it.
-    scale: supplies the (coarsest) scale instead of computing it from `x`: a number for per-tensor scales, or an array as the
-        level is stored (codes, for E8M0 and E4M3), of the layout's shape.
+    scale: use this scale instead of computing one from `x`; for two-level recipes, the global scale. A number for
+        per-tensor scales, or an array as the level is stored (codes, for E8M0 and E4M3), of the layout's shape.
     rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
-        On JAX a seed may be traced: a whole number, or its low and high 32 bits as an array of shape (2,).
-    nonfinite: "propagate" marks a block that holds NaN or Inf so that it decodes to NaN; "raise" raises NonFiniteError.
-    storage: how codes and scales are to lie, by the name of a registered storage; see `ScaledTensor.to_storage`.
-    out: a ScaledTensor of an equal earlier call to write into.
+        On JAX a seed may be traced: an integer, or an array of shape (2,) with its low and high 32 bits.
+    nonfinite: "propagate" makes a block with NaN or Inf decode to NaN; "raise" raises NonFiniteError.
+    storage: name of a registered storage, the memory order of codes and scales; see `ScaledTensor.to_storage`.
+    out: a ScaledTensor to write into, from an earlier call with equal arguments.
     prefer: name(s) of kernels to use; see `breccia.explain`.
 
-    Raises UnsupportedError (a TypeError) for a dtype or type it does not take, ShapeError or LayoutError (ValueErrors) for
-    shapes, NoKernelError where no kernel can.
+    Raises UnsupportedError (a TypeError) for unsupported types and dtypes, ShapeError or LayoutError (ValueErrors) for
+    shapes, NoKernelError where no kernel supports the call.
     """
     options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, storage, out)
     return _frontend("cast", x)(x, recipe, options, prefer)
@@ -70,19 +70,19 @@ def cast_pair(
     storage: str = PLAIN,
     prefer: Prefer = None,
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """`x` under `recipe` twice: with blocks along its last axis, and with blocks along the one before it.
+    """`x` quantized twice under `recipe`: with blocks along its last axis, and along the one before it.
 
-    A backward pass multiplies by both. They are `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a kernel may
-    find them in one read of `x`. Options are those of `cast`.
+    A backward pass multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a
+    kernel may compute both in one read of `x`. Options are those of `cast`.
     """
     options = _options(x, recipe, -1, None, rounding, seed, nonfinite, storage, None)
     return _frontend("cast_pair", x)(x, recipe, options, prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
-    """The high-precision array `st` stands for, on the framework and device of its data.
+    """The high-precision values of `st`, on the framework and device of its data.
 
-    out_dtype: float32, float16 or bfloat16, in NumPy's, a framework's or a string's spelling. FP32 values, rounded once.
+    out_dtype: float32, float16 or bfloat16, as a string, a NumPy dtype or a framework's. FP32 values are rounded once.
     out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
     """
     _need_scaled("dequantize", st)
@@ -102,14 +102,14 @@ def requantize(
     out: ScaledTensor | None = None,
     prefer: Prefer = None,
 ) -> ScaledTensor:
-    """`st` under another recipe, blocks along the same axis. Under its own recipe it is returned as it is.
+    """Convert `st` to another recipe, with blocks along the same axis. Under its own recipe, `st` itself is returned.
 
-    Where the new format holds all that the old one can say (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to FP8 blocks, ...),
-    scales are kept and codes renamed: nothing is rounded, and `rounding` has nothing to do. Elsewhere values go through
-    FP32 and `cast`.
+    Where the new format can represent all values of the old one (MXFP4 to MXFP8, 128x128 tiles to 1x128, INT4 to FP8, ...),
+    scales are kept and codes translated: nothing is rounded and `rounding` has no effect. Otherwise values go through FP32 and
+    `cast`.
 
-    require_exact: raise InexactError instead of changing a bit of a decoded value. Except on the promised pairs that reads
-        values, so it is not for traced functions.
+    require_exact: raise InexactError if a decoded value would change. Except on the pairs documented as exact, this reads
+        values, so it cannot be used in traced functions.
 
     The other options are those of `cast`.
     """
@@ -140,8 +140,8 @@ def cast_matmul(
 ) -> Any:
     """`matmul(cast(x, recipe), b)`, with a gradient for `x`: it passes straight through the cast.
 
-    That is what a layer whose activations are quantized computes: the two ScaledTensors are multiplied by the kernel for their
-    recipes, whether or not anybody wants a gradient. x: (..., M, K), blocks along K. The other arguments are those of `matmul`.
+    Use it for a layer with quantized activations: the kernel for the two recipes multiplies the two ScaledTensors, with or
+    without a gradient. x: (..., M, K), blocks along K. The other arguments are those of `matmul`.
     """
     _check_array(x, recipe)
     framework = same_framework(_arrays(x=x, b=b, bias=bias))
@@ -150,14 +150,14 @@ def cast_matmul(
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, out: Any = None, prefer: Prefer = None) -> Any:
-    """The product of a mixture of experts: rows of `a`, sorted by expert, each group times its expert's matrix.
+    """Grouped matrix product for mixture of experts: the rows of `a`, sorted by expert, times their expert's matrix.
 
-    a: (M, K). b: (E, K, N), one matrix for each of E experts; weights stored (E, N, K) are passed as `w.mT`. Either is a
+    a: (M, K). b: (E, K, N), one matrix per expert; pass weights stored (E, N, K) as `w.mT`. Each operand is a
         ScaledTensor or a floating array.
-    offsets: int32 array of shape (E,): where the rows of each expert end, never decreasing; expert e has the rows
-        offsets[e - 1] to offsets[e]. Rows from offsets[-1] on belong to none, and are zero in the result.
+    offsets: int32 array of shape (E,): the end of each expert's rows, non-decreasing; expert e has rows
+        offsets[e - 1] to offsets[e]. Rows from offsets[-1] on belong to no expert, and are zero in the result.
 
-    Gives (M, N) of `out_dtype`, with the accumulation of `matmul`.
+    Returns (M, N) of `out_dtype`, with the accumulation of `matmul`.
     """
     framework = same_framework(_arrays(a=a, b=b, offsets=offsets))
     check_grouped(a, b, offsets)
@@ -200,7 +200,7 @@ def cast_ste_clipped(
     """`cast_ste` whose gradient is zero where `x` lies outside a range.
 
     clip: "element", the range [clip_min, clip_max], by default plus and minus the element codec's largest value; or "scale",
-        what each block can hold under its scale: the gradient is zero where the cast saturates, and in blocks marked as NaN.
+        each block's representable range: the gradient is zero where the cast saturates, and in blocks that decode to NaN.
     """
     options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, PLAIN, None)
     bounds = clip_bounds(recipe, clip_min, clip_max, clip) or "scale"
@@ -208,12 +208,12 @@ def cast_ste_clipped(
 
 
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None, **options: Any) -> Explanation:
-    """Which kernel runs for a call, why the others do not, which kernels it calls itself, and where each one's source is.
+    """Explain which kernel runs for a call, why the others do not, which kernels it calls, and where each source is.
 
-    operands: those of the op; a recipe, or its name, may stand for a ScaledTensor, and "array" for a plain operand. `cast`
+    operands: those of the op; a recipe or its name may replace a ScaledTensor, and "array" a plain operand. `cast`
         needs none.
-    on: the framework, where no operand is an array, or framework and device: "torch:cuda".
-    options: keyword options of the op, as they would be given to it.
+    on: the framework, or framework and device ("torch:cuda"), where no operand is an array.
+    options: keyword options of the op.
 
         >>> print(breccia.explain("cast", x, breccia.NVFP4BlockScaling()))
         >>> print(breccia.explain("matmul", "fp8_block", "fp8_block", on="torch"))
@@ -229,10 +229,10 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
         elif len(values) == 2 and isinstance(values[0], ScalingRecipe):
             new = values.pop(0)
         else:
-            raise UnsupportedError("explain('cast_matmul', ...) needs x, a recipe and b; x may be left out.")
+            raise UnsupportedError("explain('cast_matmul', ...) needs x, a recipe and b; x may be omitted.")
     elif op not in ("dequantize", "matmul", "grouped_matmul"):
         if not values or not isinstance(values[-1], ScalingRecipe):
-            raise UnsupportedError(f"explain({op!r}, ...) needs the recipe to write as its last operand.")
+            raise UnsupportedError(f"explain({op!r}, ...) needs the target recipe as its last operand.")
         new = values.pop()
     wanted = _OPERANDS.get(op, (0, 1))
     arrays_only = values[: len(values) - (op == "cast_matmul")] if op in _ARRAYS_ONLY else []
@@ -249,7 +249,7 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
         raise UnsupportedError(f"{declared.name} arrays are on {' or '.join(declared.kinds)} only; got on={on!r}.", on=on)
     where = f"{framework}:{device_of(arrays[0])}" if arrays else on
     if arrays and on not in (None, framework, where):
-        raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; leave on= out.")
+        raise UnsupportedError(f"explain: on={on!r}, but the operand is on {where}; omit on=.")
     known = _explained_options(op, options, len(arrays[0].shape) if arrays else 2)
     kind, _, index = device.partition(":")
     asked = Device(kind or (device_of(arrays[0]) if arrays else "cpu"), int(index) if index.isdigit() else None)
@@ -261,7 +261,7 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     return registry().table.explain(Call(op, framework, (a, b, new, known, declared)), prefer, device)
 
 
-#: What `explain` calls a plain operand, and what stands for it: a well aligned matrix.
+#: The name of a plain operand in `explain`, and its stand-in: an aligned matrix.
 PLAIN_OPERAND = "array"
 _PLAIN_OPERAND = Described(shape=(256, 256))
 
@@ -270,7 +270,7 @@ def _named_operand(name: str) -> Any:
     return _PLAIN_OPERAND if name == PLAIN_OPERAND else recipe(name)
 
 
-#: How many operands `explain` takes beside the recipe to write: an array may be left out.
+#: The numbers of operands that `explain` takes, without the target recipe: an array may be omitted.
 _OPERANDS = {"dequantize": (1,), "requantize": (1,), "matmul": (2,), "grouped_matmul": (2,), "cast_matmul": (1, 2)}
 #: Ops whose first operand is an array, never a ScaledTensor.
 _ARRAYS_ONLY = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul")
@@ -278,7 +278,7 @@ _WITH_CAST_OPTIONS = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_c
 
 
 def _explained_options(op: str, options: dict[str, Any], ndim: int) -> Any:
-    """Keyword options as the op would hand them on. Raises OptionError for one that it does not have."""
+    """Keyword options as the op passes them on. Raises OptionError for unknown ones."""
     casts = op in _WITH_CAST_OPTIONS
     names = [f.name for f in fields(CastOptions)] if casts else ["out_dtype", "out", "bias"]
     names += {"requantize": ["require_exact"], "cast_ste_clipped": ["clip_min", "clip_max", "clip"]}.get(op, [])
@@ -301,17 +301,17 @@ def _explained_options(op: str, options: dict[str, Any], ndim: int) -> Any:
 
 
 def _described(of: ScalingRecipe, device: Device) -> Described:
-    """A well aligned matrix under that recipe."""
+    """An aligned matrix under that recipe."""
     return Described(of, of.format.element.dtype or "uint8", (256, 256), of.layout, -1, device)
 
 
 def plugins() -> list[Plugin]:
-    """The plug-ins found: name, distribution, version, what each declares, and why any was set aside."""
+    """The plug-ins found: name, distribution, version, declarations, and the reason where one was set aside."""
     return list(registry().plugins)
 
 
 def recipe(spec: str, **fields: Any) -> ScalingRecipe:
-    """The recipe of that name, from any plug-in, with the fields given.
+    """The recipe with this name, from any plug-in, with the given fields.
 
     spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
         "fp8_block,block_m=128,power_of_two_scale=true".
@@ -329,7 +329,7 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
     spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
     if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
         raise UnknownNameError(
-            f"{name!r} is an element format and no recipe; recipes of it differ in their scales: {', '.join(held)}.",
+            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
             name=name,
             known=held,
         )
@@ -337,7 +337,7 @@ def recipe(spec: str, **fields: Any) -> ScalingRecipe:
 
 
 def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
-    """What people call the element format of a recipe; nothing where it has none before its fields are given."""
+    """Common names of a recipe's element format; empty if it depends on fields without defaults."""
     if of.needed_fields():
         return ()
     element = of().format.element
@@ -346,7 +346,7 @@ def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
 
 
 def _field_value(text: str) -> Any:
-    """`text` as a number or truth value if it spells one, else as it is."""
+    """`text` as a number or bool if it spells one, else unchanged."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
@@ -357,12 +357,12 @@ def _field_value(text: str) -> Any:
 
 
 def _frontend(op: str, x: Any) -> Any:
-    """What runs the op for array `x`."""
+    """The function that runs the op for array `x`."""
     return _entry(op, framework_of(x))
 
 
 def _entry(op: str, framework: Framework) -> Any:
-    """The frontend's function, or that of `calls` where the framework needs none."""
+    """The frontend's function, or that of `calls` where it has none."""
     home = calls if framework.frontend is None else targets.load_module(framework.frontend)
     return getattr(home, op, None) or getattr(calls, op)
 
@@ -400,15 +400,15 @@ def _options(
 
 
 def _check_array(x: Any, recipe: Any) -> None:
-    """Raise where `x` is not to be cast, or `recipe` is none."""
+    """Raise unless `x` is an array to cast and `recipe` a recipe."""
     if not isinstance(recipe, ScalingRecipe):
         _refuse_recipe(recipe)
     if isinstance(x, ScaledTensor):
-        raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) writes it under another recipe.")
+        raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) converts it to another recipe.")
 
 
 def _arrays(**operands: Any) -> dict[str, Any]:
-    """Of each operand that there is, the array that says its framework and device."""
+    """For each operand given, the array that determines its framework and device."""
     return {name: x.data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
 
 

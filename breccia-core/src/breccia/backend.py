@@ -1,8 +1,8 @@
 # pyright: reportUnsupportedDunderAll=false
-"""What backends, kernels and bridges are written with: the one module of core that other distributions import beside `breccia`.
+"""The API for backends, kernels and bridges: the only module of core that other distributions import besides `breccia`.
 
-`breccia`'s own distributions and third parties' use the same names; `tests/test_arrows.py` holds the former to it. Names arrive
-on first use, so that a bridge does not load kernels, nor a kernel the program.
+`breccia`'s own distributions and third parties use the same names; `tests/test_arrows.py` checks the former. Names are imported
+on first use, so that a bridge does not load kernels, nor a kernel the command line.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-#: Name -> module that defines it, "" for modules of `breccia` itself. `backend.pyi` says the same to type checkers.
+#: Name -> module that defines it, "" for modules of `breccia` itself. `backend.pyi` repeats this for type checkers.
 _HOMES: dict[str, str] = {
-    # What a kernel is given, and what it may say of a call.
+    # The arguments of a kernel, and the facts it may require of a call.
     **dict.fromkeys(("Call", "Operand", "Options"), "dispatch.call"),
     **dict.fromkeys(("Kernel", "Prefer", "named"), "dispatch.kernel"),
     "Described": "dispatch.facts",
@@ -93,10 +93,10 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("Declared", "InternedKey", "rebuilt"), "declared"),
     **dict.fromkeys(("keeps_parts",), "kernels.exact"),
     **dict.fromkeys(("pack",), "kernels.reference"),
-    # The NumPy kernels, for compiled ones that take their place in part.
+    # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),
     **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),
-    # Errors, the registry and the program.
+    # Errors, the registry and the command line.
     **dict.fromkeys(
         (
             "BrecciaError",
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
     home = import_module(f".{_HOMES[name]}" if _HOMES[name] else ".", package)
     try:
         value = getattr(home, name)
-    except AttributeError:  # a module that nobody has imported yet
+    except AttributeError:  # a module that has not been imported yet
         value = import_module(f"{home.__name__}.{name}")
     globals()[name] = value
     return value

@@ -1,7 +1,7 @@
 # pyright: reportUnsupportedDunderAll=false
-"""Bridges to neighbours, resolved from installed plug-ins: `breccia.bridges.save_safetensors`, ...
+"""Bridges to other libraries, resolved from installed plug-ins: `breccia.bridges.save_safetensors`, ...
 
-A name is looked up when it is used, so importing this costs nothing and needs nothing.
+Names are looked up on first use, so importing this module is cheap and has no dependencies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a codec may declare: each check raises RecipeError with what was declared, what is wrong with it, and what to declare.
+"""Checks of codec declarations: each raises RecipeError with the value declared, the problem and the remedy.
 
-They run when a codec is made, so that no declaration writes or decodes wrong numbers in silence.
+They run when a codec is made, so that no declaration silently writes or decodes wrong numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOP, _NORMAL, _SUBNORMAL = 127, -126, -149
 
 
 def check_minifloat(codec: Minifloat) -> None:
-    """Raise RecipeError unless bits add up, numbers are FP32 numbers, and NaN, Inf and `largest` lie where codes end."""
+    """Raise RecipeError unless bits add up, values are FP32 numbers, and NaN, Inf and `largest` are the highest codes."""
     _check_whole_numbers(codec, "bits", "exponent_bits", "mantissa_bits", "bias")
     e, m, bits = codec.exponent_bits, codec.mantissa_bits, codec.bits
     if bits not in (*range(1, 9), 16, 32):
@@ -67,7 +67,7 @@ def check_minifloat(codec: Minifloat) -> None:
 
 
 def _check_special_codes(codec: Minifloat) -> None:
-    """NaN and Inf are the magnitudes behind the largest finite one, so that no number is written as one of them."""
+    """NaN and Inf must be the magnitudes above the largest finite one, so that no number is encoded as one of them."""
     top, nan, inf = codec.magnitude_mask, codec.nan, codec.inf
     if inf is None and nan not in (None, top):
         raise _error(
@@ -95,7 +95,7 @@ def _check_scale_min(codec: Minifloat) -> None:
     if not _is_number(codec, least) or not codec.bias > 0 or one > codec.highest:
         raise _error(
             codec,
-            f"scale_min={least!r} is the smallest scale of a nonzero block, and blocks of zeros then get the scale 1.0: both "
+            f"scale_min={least!r} is the smallest scale of a nonzero block, and zero blocks then have scale 1.0: both "
             f"must be numbers of the codec, which has a step of 2^{1 - codec.bias - codec.mantissa_bits} at zero and ends at "
             f"{codec.largest!r}. Declare scale_min=0.0 to let small blocks underflow to scale 0, or a positive number of it",
             scale_min=least,
@@ -103,7 +103,7 @@ def _check_scale_min(codec: Minifloat) -> None:
 
 
 def _is_number(codec: Minifloat, value: float) -> bool:
-    """Is `value` a positive finite number of the codec?"""
+    """Whether `value` is a positive finite number of the codec"""
     if not 0 < value <= codec.largest:
         return False
     binade = max(math.frexp(value)[1] - 1, 1 - codec.bias)
@@ -111,7 +111,7 @@ def _is_number(codec: Minifloat, value: float) -> bool:
 
 
 def check_power_of_two(codec: PowerOfTwo) -> None:
-    """Raise RecipeError unless the codes are one byte, all powers of two that FP32 and its reciprocals reach, and NaN."""
+    """Raise RecipeError unless codes are one byte: all powers of two that FP32 and its reciprocals represent, and NaN."""
     found = (codec.bits, codec.bias, codec.nan)
     if found != (8, _TOP, 255):
         raise _error(
@@ -126,13 +126,13 @@ def check_power_of_two(codec: PowerOfTwo) -> None:
 
 
 def check_integer(codec: Integer) -> None:
-    """Raise RecipeError unless there is a positive number and all numbers are FP32 numbers."""
+    """Raise RecipeError unless there is a positive value and all values are FP32 numbers."""
     _check_whole_numbers(codec, "bits", "fraction_bits")
     _check_width(codec, "an integer")
     if codec.signed and codec.bits == 1:
         raise _error(
             codec,
-            "one signed bit holds 0 and -1, and scales are computed from a positive number; declare signed=False (0 and 1), "
+            "one signed bit has values 0 and -1, but scales need a positive value; declare signed=False (0 and 1), "
             "bits=2, or a Lookup of two numbers",
             bits=codec.bits,
         )
@@ -188,12 +188,12 @@ def check_scale(codec: Codec, floats: tuple[Codec, ...]) -> None:
 
 
 def check_qmax(qmax: float, element: Codec, finer: list[Codec]) -> None:
-    """Raise RecipeError unless the largest magnitude at scale 1 is an FP32 number, of which scales are computed."""
+    """Raise RecipeError unless the largest magnitude at scale 1 is an FP32 number, since scales are computed from it."""
     if not 2.0**_NORMAL <= qmax < 2.0 ** (_TOP + 1):
         names = " times ".join(codec.name for codec in (element, *finer))
         raise RecipeError(
             f"the largest magnitude at scale 1, {names}, is {qmax!r}, and scales are computed from it in FP32, from "
-            f"2^{_NORMAL} to below 2^{_TOP + 1}. Declare codecs of a largest number nearer to 1 (another bias or "
+            f"2^{_NORMAL} to below 2^{_TOP + 1}. Declare codecs whose largest number is nearer to 1 (another bias or "
             "fraction_bits).",
             qmax=qmax,
         )
@@ -208,7 +208,7 @@ def _check_whole_numbers(codec: Codec, *fields: str) -> None:
     for field in fields:
         value: Any = getattr(codec, field)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise _error(codec, f"{field} must be a whole number; got {value!r}", **{field: value})
+            raise _error(codec, f"{field} must be an integer; got {value!r}", **{field: value})
 
 
 def _is_f32(value: float) -> bool:

@@ -1,7 +1,7 @@
-"""Codecs: how one number becomes bits. Elements and scales are written with the same ones.
+"""Codecs: how a number is encoded as bits, for elements and scales.
 
-A codec is a value; `breccia.testing.oracle` reads its fields and enumerates exact rationals. The methods are the
-generic algorithm's half: integer arithmetic on FP32 bits in the primitives of `Ops`, never through FP32 subnormals, so that
+A codec is a value; `breccia.testing.oracle` reads its fields and enumerates exact rationals. The methods are part of the
+generic algorithm: integer arithmetic on FP32 bits in backend primitives (`Ops`) that avoids FP32 subnormals, so that
 flush-to-zero modes and rewriting compilers cannot change a byte.
 """
 
@@ -21,7 +21,7 @@ from .errors import RecipeError
 if TYPE_CHECKING:
     from .arrays.ops import Array, Ops
 
-#: Bits of FP32: all but the sign, the mantissa field, the smallest normal number (also the implicit bit), and Inf.
+#: Bit masks of FP32: all bits except the sign, the mantissa field, the smallest normal number (also the implicit bit), and Inf.
 MAGNITUDE = 0x7FFFFFFF
 MANTISSA = 0x007FFFFF
 NORMAL = 0x00800000
@@ -34,8 +34,8 @@ _MIN_NORMAL = 2.0**-126
 class Codec:
     """One number format of `bits` bits.
 
-    `dtype` is the field's name for it ("float8_e4m3fn"), shared by torch, JAX, ml_dtypes and safetensors'
-    table; it is None where no framework has a dtype of one code per item.
+    `dtype` is its dtype name ("float8_e4m3fn") in torch, JAX, ml_dtypes and safetensors'
+    table; None where no framework has a dtype with one code per item.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Codec:
 
     @property
     def max(self) -> float:
-        """Largest finite value a cast writes; input beyond it saturates."""
+        """Largest finite value a cast writes; larger input saturates."""
         raise RecipeError(f"codec {self.name!r} does not declare its largest value")
 
     def value(self, code: int) -> float:
-        """The number `code` stands for."""
+        """The value of `code`."""
         raise RecipeError(f"codec {self.name!r} does not declare its values")
 
     @cached_property
@@ -58,11 +58,11 @@ class Codec:
         return tuple(f32_bits(self.value(code)) for code in range(1 << self.bits))
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None) -> Array:
-        """int32 codes of FP32 `y`: nearest, or stochastic by the random int32 `word`; saturating.
+        """int32 codes of FP32 `y`: rounded to nearest, or stochastically by the random int32 `word`; saturating.
 
-        Ties go to the even code, in E8M0 upwards (docs/spec/numerics.md, section 2).
+        Ties go to the even code; in E8M0, upwards (docs/spec/numerics.md, section 2).
 
-        NaN and Inf get the codes the codec has for them; a codec without NaN saturates Inf and writes NaN as it likes.
+        NaN and Inf are written as the codec's own codes; a codec without NaN saturates Inf, and writes NaN unspecified.
         """
         raise RecipeError(f"codec {self.name!r} does not say how to encode")
 
@@ -79,10 +79,10 @@ class Codec:
         return v * self.read(ops, stored)
 
     def divide(self, ops: Ops, x: Array, stored: Array, coarse: Array | None = None) -> tuple[Array, Array]:
-        """(x times the reciprocal of the scale, is the scale usable?): one reciprocal per scale.
+        """(x times the reciprocal of the scale, whether the scale is usable); one reciprocal per scale.
 
-        The scale is `stored` times the FP32 scale `coarse` of the coarser level, if there is one. Usable are positive
-        normal numbers with a normal reciprocal; where it is not, the first result is 0.
+        The scale is `stored` times `coarse`, the FP32 global scale, if there is one. Usable scales are positive
+        normal numbers with a normal reciprocal; elsewhere the first result is 0.
         """
         scale = self.read(ops, stored)
         if coarse is not None:
@@ -96,7 +96,7 @@ class Codec:
         raise RecipeError(f"codec {self.name!r} cannot store the power-of-two scales of this rule")
 
     def accept(self, ops: Ops, stored: Array) -> Array:
-        """Codes of scales that a caller supplies; NaN for one that is not a positive number scales may have."""
+        """Codes of supplied scales; NaN for those that are not valid positive scales."""
         return ops.where(self.read(ops, stored) > 0, ops.load(stored), self.need_nan())
 
     @property
@@ -110,9 +110,9 @@ class Codec:
         return None
 
     def need_nan(self) -> int:
-        """`nan_code`, for scales, which must be able to say NaN. Raises RecipeError."""
+        """`nan_code`, for scales, which must be able to represent NaN. Raises RecipeError."""
         if self.nan_code is None:
-            raise RecipeError(f"scales stored as {self.name} cannot say NaN, which the numerics contract asks of them.")
+            raise RecipeError(f"scales stored as {self.name} cannot represent NaN, which the numerics contract requires.")
         return self.nan_code
 
 
@@ -120,14 +120,14 @@ class Codec:
 class Minifloat(Codec):
     """Sign, `exponent_bits`, `mantissa_bits`: value (-1)^s * 2^(e - bias) * 1.m, subnormal where e == 0.
 
-    `largest` is the largest finite number. `nan` is the code written for NaN and `inf` the code of +Inf, each None where the
-    format has none. With `inf`, every magnitude above it is a NaN (IEEE style); without, only `nan` itself is ("fn" style), the
+    `largest` is the largest finite number. `nan` is the code written for NaN and `inf` the code of +Inf, None where the
+    format has none. With `inf`, all greater magnitudes are NaN (IEEE style); without it, only `nan` ("fn" style), the
     highest magnitude.
-    `scale_min` is the smallest scale written for a nonzero block; 0.0 where such a block may underflow to scale 0.
-    `signed=False`: no sign bit, numbers below zero are written as 0, -Inf as NaN. Such a codec may leave its top bit unused
-    (UE4M3): codes that have it set decode to NaN.
+    `scale_min` is the smallest scale written for a nonzero block; 0.0 if the scale may underflow to 0.
+    `signed=False`: no sign bit; negative numbers are written as 0, -Inf as NaN. The top bit may be unused
+    (UE4M3): codes with it set decode to NaN.
 
-    Raises RecipeError where the fields contradict each other or the numbers are not FP32 numbers.
+    Raises RecipeError where fields contradict each other or values are not representable in FP32.
     """
 
     exponent_bits: int
@@ -148,7 +148,7 @@ class Minifloat(Codec):
 
     @property
     def magnitude_mask(self) -> int:
-        """The bits of a code that are exponent and mantissa."""
+        """Mask of the exponent and mantissa bits of a code."""
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     @property
@@ -201,7 +201,7 @@ class Minifloat(Codec):
         u = ops.bitcast_to_int(y)
         magnitude = u & MAGNITUDE
         if self.bits == 32:
-            return ops.where(magnitude > F32_INF, self.need_nan(), u)  # of NaN's many patterns, one
+            return ops.where(magnitude > F32_INF, self.need_nan(), u)  # one canonical NaN pattern
         sign = ((u >> 31) & 1) << (self.bits - 1) if self.signed else 0
         code = ops.native_cast(y, self) if word is None else None
         if code is None:
@@ -222,7 +222,7 @@ class Minifloat(Codec):
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
         significand = _round_shift(ops, _significand(ops, finite), shift, word)
         code = significand + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
-        # Below FP32's normal numbers the codec has more exponents, which zero, of exponent field 0, is not to get.
+        # The codec's exponent range goes below FP32's normal numbers; zero (exponent field 0) must still encode as 0.
         return code if first > 0 else ops.where(finite < NORMAL, 0, code)
 
     def encode_exponent(self, ops: Ops, n: Array) -> Array:
@@ -233,9 +233,9 @@ class Minifloat(Codec):
 
 @dataclass(frozen=True)
 class PowerOfTwo(Codec):
-    """An exponent alone: code c is 2^(c - bias), and `nan` is NaN. No sign, no zero.
+    """Exponent only: code c is 2^(c - bias), and `nan` is NaN. No sign, no zero.
 
-    Raises RecipeError for fields that are not those of 2^-127 .. 2^127 in one byte with NaN last.
+    Raises RecipeError unless the codes are 2^-127 .. 2^127 in one byte with NaN last.
     """
 
     bias: int
@@ -267,7 +267,7 @@ class PowerOfTwo(Codec):
         return ops.minimum(ops.maximum(n + self.bias, 0), self.nan - 1)
 
     def accept(self, ops: Ops, stored: Array) -> Array:
-        return ops.load(stored)  # positive or NaN all of them; XLA would compare 2^-127 (code 0) as zero
+        return ops.load(stored)  # all are positive or NaN; XLA would compare 2^-127 (code 0) as zero
 
     def multiply(self, ops: Ops, v: Array, stored: Array) -> Array:
         # 2^-127 (code 0) is an FP32 subnormal, which XLA reads as zero: halve v, which is exact, and use 2^-126.
@@ -288,8 +288,8 @@ class PowerOfTwo(Codec):
 class Integer(Codec):
     """Two's complement if `signed`, else unsigned; value code * 2^-`fraction_bits`.
 
-    A signed codec holds `-2^(bits-1)` too; `max`, which scales are computed from, is the positive end.
-    Raises RecipeError for other widths than 1 to 8 bits, one signed bit, and numbers that FP32 does not have.
+    A signed codec includes `-2^(bits-1)`; `max`, from which scales are computed, is the largest positive value.
+    Raises RecipeError for widths outside 1 to 8 bits, for one signed bit, and for values that FP32 cannot represent.
     """
 
     signed: bool
@@ -304,17 +304,17 @@ class Integer(Codec):
 
     @property
     def high(self) -> int:
-        """Largest code as a number."""
+        """Largest code as an integer."""
         return 2 ** (self.bits - self.signed) - 1
 
     @property
     def low(self) -> int:
-        """Smallest code as a number."""
+        """Smallest code as an integer."""
         return -(self.high + 1) if self.signed else 0
 
     @property
     def mantissa_bits(self) -> int:
-        """Bits behind the leading one of the largest value."""
+        """Bits after the leading one of the largest value."""
         return self.high.bit_length() - 1
 
     def value(self, code: int) -> float:
@@ -322,7 +322,7 @@ class Integer(Codec):
         return math.ldexp(whole, -self.fraction_bits)
 
     def encode(self, ops: Ops, y: Array, word: Array | None = None, zero_point: Any = 0) -> Array:
-        """As `Codec.encode`; `zero_point` (FP32 whole numbers) is added to the rounded number."""
+        """As `Codec.encode`; `zero_point` (integers in FP32) is added to the rounded number."""
         least, most = (math.ldexp(end, -self.fraction_bits) for end in (self.low, self.high))
         y = ops.minimum(ops.maximum(y, least - zero_point), most - zero_point)
         u = ops.bitcast_to_int(y * 2.0**self.fraction_bits if self.fraction_bits else y)
@@ -334,10 +334,10 @@ class Integer(Codec):
 
 @dataclass(frozen=True)
 class Lookup(Codec):
-    """Code c stands for `values[c]`: 2^bits distinct FP32 numbers in any order, for at most 8 bits.
+    """Code c stands for `values[c]`: 2^bits distinct FP32 numbers in any order; at most 8 bits.
 
-    Zero and a positive number are among them. Scales are computed from the largest value, as those of signed integers are.
-    Raises RecipeError for a table of another form.
+    Zero and a positive number are among them. Scales are computed from the largest value, as for signed integers.
+    Raises RecipeError for any other table.
     """
 
     values: tuple[float, ...]
@@ -359,7 +359,7 @@ class Lookup(Codec):
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
-        """FP32 bits, by place in `order`: the smallest number nearest to the value there (that of place 0 is unused)."""
+        """FP32 bits, by position in `order`: the smallest number that rounds to the value there (position 0 is unused)."""
         found = [0]
         for low, high in pairwise(self.order):
             middle = (Fraction(self.values[low]) + Fraction(self.values[high])) / 2
@@ -387,7 +387,7 @@ class Lookup(Codec):
         return self._codes(ops, ops.where(up, place + 1, place))
 
     def _place(self, ops: Ops, y: Array, starts: tuple[int, ...]) -> Array:
-        """Largest place whose start is <= y, by bisection; 0 where none is."""
+        """Largest position whose start is <= y, by bisection; 0 if there is none."""
         place = ops.bitcast_to_int(y) * 0
         for bit in reversed(range(self.bits)):
             there = place + (1 << bit)
@@ -414,19 +414,19 @@ def _next_f32(value: float) -> float:
 
 
 def f32_bits(value: float) -> int:
-    """Bit pattern of the FP32 number nearest to `value`; of the quiet NaN for any NaN."""
+    """Bit pattern of the FP32 number nearest to `value`; the quiet NaN for any NaN."""
     return _F32_NAN if math.isnan(value) else struct.unpack("<I", struct.pack("<f", value))[0]
 
 
 def _significand(ops: Ops, magnitude: Array) -> Array:
-    """24-bit significand of FP32 magnitude bits; 0 for FP32 subnormals, which count as zero."""
+    """24-bit significand of FP32 magnitude bits; 0 for FP32 subnormals, which are treated as zero."""
     return ops.where(magnitude < NORMAL, 0, (magnitude & MANTISSA) | NORMAL)
 
 
 def _round_shift(ops: Ops, m: Array, shift: Array, word: Array | None) -> Array:
-    """m / 2^shift as a whole number, for 0 <= m < 2^24 and shift >= 1.
+    """m / 2^shift rounded to an integer, for 0 <= m < 2^24 and shift >= 1.
 
-    Nearest, ties to even; or stochastic: up where the fraction's first 30 bits plus the top 30 of `word` carry.
+    Nearest, ties to even; or stochastic: rounds up where the fraction's first 30 bits plus the top 30 of `word` carry.
     """
     cut = ops.minimum(shift, 30)
     m = m >> ops.minimum(shift - cut, 31)

@@ -1,4 +1,4 @@
-"""What recipes and layouts share: frozen dataclasses with a stable name and a JSON form."""
+"""Base of recipes and layouts: frozen dataclasses with a stable name and a JSON form."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .errors import RecipeError, suggestion
 
 
 class InternedKey:
-    """One object for all equal declarations of a process; it hashes and compares in C."""
+    """One object per set of equal declarations in a process; it hashes and compares in C."""
 
     __slots__ = ("__weakref__",)
 
 
-#: By (class, *values of its fields), and not by the declaration, which holds its identity and would keep itself alive.
+#: Keyed by (class, *field values), not by the declaration: it references its key and would keep itself alive.
 _interned: WeakValueDictionary[Any, InternedKey] = WeakValueDictionary()
 _interning = threading.Lock()
 
 
 def rebuilt(cls: type[Declared], fields: dict[str, Any]) -> Declared:
-    """The declaration of a pickle. Raises what its constructor raises."""
+    """Rebuild a declaration from a pickle. Raises the errors of its constructor."""
     return cls.with_fields(fields)
 
 
 class Declared:
-    """Base of declarations that travel in files as `{"name": ..., "fields": {...}}`."""
+    """Base of declarations that are stored in files as `{"name": ..., "fields": {...}}`."""
 
     name: ClassVar[str] = ""
     kind: ClassVar[str] = "declaration"
 
     @cached_property
     def interned_key(self) -> InternedKey:
-        """The identity of all equal declarations, many times faster to hash than their fields. It lives while one does."""
+        """The interned key of all equal declarations, much faster to hash than their fields. It lives as long as they do."""
         key = (type(self), *(getattr(self, f.name) for f in dataclasses.fields(self)))  # type: ignore[arg-type]
         with _interning:
             found = _interned.get(key)
@@ -46,7 +46,7 @@ class Declared:
             return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its fields alone, which are checked when it is read: what follows from them is not stored beside them."""
+        """Pickles the fields only; they are checked on reading, and derived values are not stored."""
         return rebuilt, (type(self), {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})  # type: ignore[arg-type]
 
     @property
@@ -57,14 +57,14 @@ class Declared:
 
     @property
     def spec(self) -> str:
-        """One line, as the command line and `breccia.recipe` read it: "fp8_block,block_m=128,power_of_two_scale=true"."""
+        """A one-line form for the command line and `breccia.recipe`: "fp8_block,block_m=128,power_of_two_scale=true"."""
         return ",".join([self.name, *(f"{name}={_spelled(value)}" for name, value in self.changed.items())])
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., "fields": {...}}`, ready for `json.dumps`.
 
-        It has every field, but for those that were added later and are at their default: the JSON of a declaration, and what is
-        hashed of it, stay as they were.
+        It has every field except those added later that are at their default, so that the JSON of a declaration and its
+        hash do not change between releases.
         """
         every = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
         fields = {f.name: value for f, value in every if not (f.metadata.get("added") and value == f.default)}
@@ -76,9 +76,9 @@ class Declared:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The declaration that `to_json` wrote. On a base class, whatever class has the name in it, from any plug-in.
+        """The declaration that `to_json` wrote. On a base class: of any class with that name, from any plug-in.
 
-        Raises RecipeError for text of another form, UnknownNameError for a name no plug-in declares.
+        Raises RecipeError for other text, UnknownNameError for a name no plug-in declares.
         """
         try:
             listed = json.loads(text)
@@ -111,12 +111,12 @@ class Declared:
 
 
 def _spelled(value: Any) -> str:
-    """A field's value: text as it is, all else as in JSON."""
+    """A field's value: strings unchanged, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:
-    """(name, fields) of what `to_dict` wrote, each None where it is missing or of another type."""
+    """(name, fields) from the output of `to_dict`; None where one is missing or of another type."""
     if not isinstance(listed, dict):
         return None, None
     found = cast("dict[str, Any]", listed)
@@ -125,7 +125,7 @@ def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:
 
 
 def check_type(owner: str, field: str, value: Any, kind: type) -> None:
-    """Raise RecipeError unless `value` is a `kind` (and not a bool that passes for an int)."""
+    """Raise RecipeError unless `value` is a `kind` (a bool is not an int here)."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise RecipeError(f"{owner}: {field} must be {kind.__name__}, got {value!r}", **{field: value})
 

@@ -1,6 +1,6 @@
-"""Every error breccia raises. A message says what was asked, what was found, and what to do.
+"""Every error breccia raises. Messages state the problem, the values found, and the remedy.
 
-The values a message names are also in `error.found`, a dict, for programs.
+Programs read the values from the dict `error.found`.
 """
 
 from __future__ import annotations
@@ -17,65 +17,65 @@ class BrecciaError(Exception):
 
 
 class RecipeError(BrecciaError, ValueError):
-    """A recipe, layout, codec or format was declared or configured with a value it cannot have."""
+    """A recipe, layout, codec or format has an invalid field value."""
 
 
 class UnknownNameError(BrecciaError, ValueError):
-    """A name that no installed plug-in declares; the message suggests the nearest ones."""
+    """No installed plug-in declares this name; the message suggests similar ones."""
 
 
 class ShapeError(BrecciaError, ValueError):
-    """An array has too few axes, or two operands do not fit together."""
+    """An array has too few axes, or the shapes of two operands do not match."""
 
 
 class OutOfRangeError(BrecciaError, IndexError):
-    """A position lies beyond the axis it indexes; iteration over a tensor ends by it."""
+    """An index is out of range; this also ends iteration over a tensor."""
 
 
 class LayoutError(BrecciaError, ValueError):
-    """A scale (or zero-point) contradicts the layout that is said to map it onto the data."""
+    """A scale (or zero-point) does not match the layout."""
 
 
 class UnsupportedError(BrecciaError, TypeError):
-    """A type, dtype, framework or combination that the called op does not take."""
+    """A type, dtype, framework or combination that the op does not support."""
 
 
 class OptionError(BrecciaError, ValueError):
-    """An option of an op has a value it cannot have, or two options contradict each other."""
+    """An option of an op has an invalid value, or two options contradict each other."""
 
 
 class NonFiniteError(BrecciaError, ValueError):
-    """NaN or Inf in the input, where the caller asked for an error (`nonfinite="raise"`)."""
+    """NaN or Inf in the input, under `nonfinite="raise"`."""
 
 
 class InexactError(BrecciaError, ValueError):
-    """Values would be rounded, where the caller asked for none to be (`require_exact=True`)."""
+    """Values would be rounded under `require_exact=True`."""
 
 
 class NoKernelError(BrecciaError, NotImplementedError):
-    """No kernel can serve the call. The message is the text of `breccia.explain`."""
+    """No kernel supports the call. The message is the text of `breccia.explain`."""
 
 
 class AmbiguousKernelError(BrecciaError):
-    """Two usable kernels rank the same; the message names both and the two ways out."""
+    """Two usable kernels have equal rank; the message names both and the two remedies."""
 
 
 class DialectError(BrecciaError, ValueError):
-    """Buffers are well formed but do not follow the neighbour's convention that was named."""
+    """Well-formed buffers do not follow the convention of the library that was named."""
 
 
 class CorruptFileError(BrecciaError, ValueError):
-    """A file is truncated, hostile, or of a schema or recipe that nothing installed here reads."""
+    """A file is truncated, malicious, or has a schema or recipe that nothing installed can read."""
 
 
 class KernelError(BrecciaError, RuntimeError):
-    """A kernel returned what it must not: another type, shape or dtype, or other bytes under BRECCIA_CHECK=1."""
+    """A kernel returned a wrong type, shape or dtype, or wrong bytes under BRECCIA_CHECK=1."""
 
 
 class PluginError(BrecciaError):
-    """A plug-in's manifest is broken, or a target of it cannot be loaded.
+    """A plug-in's manifest is invalid, or an object it references cannot be loaded.
 
-    Found while manifests are read, it is reported as a warning and the plug-in is set aside.
+    While manifests are read, it is reported as a warning and the plug-in is set aside.
     """
 
 
@@ -84,7 +84,7 @@ class PluginWarning(UserWarning):
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """`"; did you mean 'x'?"` for the nearest known name, or nothing; then the list of known names."""
+    """`"; did you mean 'x'?"` for the most similar known name, if any; then the list of known names."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, known, n=1)

@@ -1,6 +1,6 @@
-"""Formats: what the bytes of a scaled tensor mean. Enough to decode, multiply, check and bridge.
+"""Formats: the meaning of a scaled tensor's bytes, sufficient to decode, multiply, check and convert it.
 
-A format says nothing about how its scales were chosen: that is the recipe's part.
+A format does not say how scales were chosen; the recipe does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SENSES = ("multiplier", "divisor", "amax")
 OFFSETS = ("none", "zero_point", "bias")
 
 #: Block of a level that spans the whole tensor. Elsewhere a block is (m, k): k elements along the
-#: contraction axis by m along the other matrix axis; None stands for the whole extent of that axis.
+#: contraction axis by m along the other matrix axis; None is the whole extent of that axis.
 TENSOR: tuple[None, None] = (None, None)
 
 Block = tuple[int | None, int | None]
@@ -29,9 +29,9 @@ Block = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Level:
-    """One level of scales: the codec they are stored in, the block each covers, and their sense.
+    """One level of scales: their codec, the block each covers, and their scale convention.
 
-    Senses: `multiplier` (decoded value is code * scale), `divisor` (code / scale), `amax` (the stored number
+    Scale conventions (`sense`): `multiplier` (value is code * scale), `divisor` (code / scale), `amax` (the stored number
     is the block's largest magnitude, and the multiplier is amax / qmax; see `Format.qmax`).
     """
 
@@ -49,9 +49,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Format:
-    """Element codec, scale levels from coarse to fine, and offset.
+    """Element codec, scale levels (global scale first), and offset.
 
-    The finest level is stored as `ScaledTensor.scale`, a coarser one as `.global_scale`.
+    The finest level is stored as `ScaledTensor.scale`, a tensor-level one as `.global_scale`.
     Offsets: `zero_point` decodes (code - zero_point) * scale, `bias` decodes code * scale + bias.
     """
 
@@ -63,7 +63,7 @@ class Format:
         check_element(self.element)
         if isinstance(self.element, PowerOfTwo):
             raise RecipeError(
-                f"elements can be zero, and codec {self.element.name!r} has powers of two alone; it is for scales. Declare a "
+                f"elements include zero, but codec {self.element.name!r} has powers of two only, for scales. Declare a "
                 "Minifloat, an Integer or a Lookup.",
                 element=self.element.name,
             )
@@ -71,7 +71,7 @@ class Format:
             raise RecipeError(f"a format has one or two scale levels; got {len(self.levels)}.", levels=self.levels)
         if len(self.levels) == 2 and self.levels[0].block != TENSOR:
             raise RecipeError(
-                f"the coarse level spans the tensor, block (None, None); got {self.levels[0].block}.",
+                f"the global scale spans the tensor, block (None, None); got {self.levels[0].block}.",
                 block=self.levels[0].block,
             )
         for level in self.levels:
@@ -80,7 +80,7 @@ class Format:
             raise RecipeError(f"offset is one of {', '.join(OFFSETS)}; got {self.offset!r}.", offset=self.offset)
         if self.offset == "zero_point" and not (isinstance(self.element, Integer) and self.element.fraction_bits == 0):
             raise RecipeError(
-                f"a zero-point shifts whole numbers; the element codec here is {self.element.name}.",
+                f"a zero-point shifts integers; the element codec here is {self.element.name}.",
                 element=self.element.name,
             )
 
@@ -91,12 +91,12 @@ class Format:
 
     @property
     def global_scale(self) -> Level | None:
-        """The coarse level, stored as `ScaledTensor.global_scale`; None for one-level formats."""
+        """The tensor-level scale, stored as `ScaledTensor.global_scale`; None for one-level formats."""
         return self.levels[0] if len(self.levels) == 2 else None
 
     @property
     def parts(self) -> dict[str, Codec | None]:
-        """The parts that a tensor of this format stores, in order, by codec; zero-points are whole numbers and have none."""
+        """The components of a tensor of this format, in order, with their codecs; None for zero-points, which are integers."""
         found: dict[str, Codec | None] = {"data": self.element, "scale": self.scale.codec}
         if self.offset != "none":
             found["zero_point"] = self.scale.codec if self.offset == "bias" else None
@@ -112,10 +112,10 @@ class Format:
         return cap
 
     def fingerprint(self) -> str:
-        """SHA-256, in hexadecimal, of what decides how bytes decode, whoever wrote them.
+        """SHA-256, in hexadecimal, of everything that determines how bytes decode, whatever recipe wrote them.
 
-        Hashed is the canonical JSON (sorted keys, no spaces) of the numerics version; the element's bits and the FP32 bit
-        pattern of each of its codes; per level its codec, block and sense; and the offset.
+        The hashed text is canonical JSON (sorted keys, no spaces) of the numerics version; the element's bits and the FP32
+        pattern of each code; per level its codec, block and scale convention; and the offset.
         """
         return sha256(
             {
@@ -128,7 +128,7 @@ class Format:
 
 
 def _decoding(codec: Codec) -> dict[str, Any]:
-    """What says how codes of `codec` decode, in JSON."""
+    """How codes of `codec` decode, as JSON."""
     return {"bits": codec.bits, "table": list(codec.table)} if codec.bits <= 8 else {"bits": codec.bits, "name": codec.name}
 
 

@@ -1,8 +1,8 @@
 """Layouts: how `scale` maps onto `data`.
 
 Shapes here are logical shapes `(..., M, K)`. `axis` is the contraction axis, always negative; blocks of size
-`block_size` run along it. Layouts are strict: a partial last block needs `partial=True`, and `partial=True`
-needs a partial last block, so that one tensor has one spelling.
+`block_size` run along it. Layouts are strict: `partial=True` is required
+for a partial last block and refused otherwise, so that each tensor has one layout.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Shape = tuple[int, ...]
 
 
 def other_axis(axis: int) -> int:
-    """The matrix axis that is not the contraction axis: -2 for -1 and the other way round."""
+    """The matrix axis that is not the contraction axis: -2 for -1 and vice versa."""
     return -1 if axis == -2 else -2
 
 
 class Layout(Declared):
-    """Base of layouts: frozen dataclasses that say which scale shapes fit a logical shape."""
+    """Base of layouts: frozen dataclasses that determine the scale shapes for a logical shape."""
 
     kind: ClassVar[str] = "layout"
     partial: bool
-    #: How codes and scales lie: "plain", or the name of a registered storage (see `Stored`).
+    #: The memory order of codes and scales: "plain", or the name of a registered storage (see `Stored`).
     storage: ClassVar[str] = PLAIN
 
     @property
@@ -45,11 +45,11 @@ class Layout(Declared):
         raise LayoutError(f"layout {type(self).__name__} does not say its block")
 
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
-        """Scale shapes that fit the logical `shape`, the canonical one first. Raises LayoutError where none can."""
+        """Valid scale shapes for the logical `shape`, the canonical one first. Raises LayoutError if there is none."""
         raise LayoutError(f"layout {type(self).__name__} does not say its scale shapes")
 
     def oriented(self, axis: int) -> Layout:
-        """This layout, declared for axis=-1, for blocks along `axis` instead."""
+        """This layout, which is declared for axis=-1, with blocks along `axis`."""
         return self
 
     @property
@@ -58,25 +58,25 @@ class Layout(Declared):
         return self
 
     def canonical(self, axis: int) -> Layout:
-        """The one spelling of this layout's blocks along `axis`, which a ScaledTensor keeps: 1 x k tiles are PerBlockK(k)."""
+        """The canonical layout with the same blocks along `axis`, which a ScaledTensor stores: 1 x k tiles are PerBlockK(k)."""
         return self
 
     def fitted(self, shape: Shape, axis: int = -1) -> Layout:
-        """This layout with `partial` set as `shape` needs it."""
+        """This layout with `partial` set for `shape`."""
         return self
 
     def along(self, positions: Iterable[int]) -> Layout:
-        """The layout of a tensor that keeps these positions of the contraction axis, in this order."""
+        """The layout after selecting these positions of the contraction axis, in this order."""
         return self
 
     def followed_by(self, following: Layout) -> Layout:
-        """The layout of a tensor whose contraction axis goes on with that of a tensor under `following`."""
+        """The layout after concatenating a tensor under `following` along the contraction axis."""
         return self
 
     def validate(self, data: Any, scale: Any, *, shape: Shape | None = None, axis: int = -1) -> None:
         """Raise LayoutError unless `scale` fits.
 
-        `shape` is the logical shape; give it where `data` is packed, else data.shape is taken.
+        `shape` is the logical shape; required where `data` is packed; the default is data.shape.
         """
         logical = tuple(data.shape) if shape is None else tuple(shape)
         self._check_ndim(logical, axis)
@@ -103,7 +103,7 @@ class Layout(Declared):
             )
 
     def _blocks(self, shape: Shape, sides: dict[int, tuple[str, int]]) -> Shape:
-        """`shape` with each axis in `sides` divided by its block size, rounded up where ragged."""
+        """`shape` with each axis in `sides` divided by its block size, rounded up for partial last blocks."""
         partial = {a for a, (_, size) in sides.items() if shape[a] % size}
         if partial and not self.partial:
             a = min(partial)
@@ -116,7 +116,7 @@ class Layout(Declared):
             )
         if self.partial and not partial:
             raise LayoutError(
-                f"{type(self).__name__}: partial=True, but shape {shape} divides into whole blocks; use partial=False.",
+                f"{type(self).__name__}: partial=True, but shape {shape} divides evenly into blocks; use partial=False.",
                 shape=shape,
             )
         out = list(shape)
@@ -195,7 +195,7 @@ class PerChannel(Layout):
 class PerBlockMN(Layout):
     """One scale per `(block_m, block_n)` tile of the last two axes: `(..., M / block_m, N / block_n)`.
 
-    A tile one row high is a block along the contraction axis: a tensor made with `PerBlockMN(1, 32)` has `PerBlockK(32)`.
+    A tile of one row is a block along the contraction axis: a tensor made with `PerBlockMN(1, 32)` has `PerBlockK(32)`.
     """
 
     name: ClassVar[str] = "per_block_mn"
@@ -243,8 +243,8 @@ class PerGroupIndex(Layout):
     """Scales by group, in any order: element k of the contraction axis belongs to group `index[k]` (GPTQ's g_idx).
 
     `scale` (and a zero-point) has shape `(..., M, groups)`, or `(..., groups, N)` where blocks run along axis -2.
-    `index` is any sequence of integers in 0 .. groups - 1, as long as the contraction axis. It describes data that exists:
-    `cast` never writes it.
+    `index` is any sequence of integers in 0 .. groups - 1, as long as the contraction axis. It describes existing data:
+    `cast` cannot write it.
     """
 
     name: ClassVar[str] = "per_group_index"
@@ -272,13 +272,13 @@ class PerGroupIndex(Layout):
         return f"PerGroupIndex(index=({ends}) of {len(self.index)}, groups={self.groups})"
 
     def block(self, axis: int = -1) -> Block:
-        """(1, None): a row's scales belong to the whole contraction axis, whose elements choose among them."""
+        """(1, None): the scales of a row apply to the whole contraction axis, by index."""
         return (1, None)
 
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
         if len(self.index) != shape[axis]:
             raise LayoutError(
-                f"PerGroupIndex: index names a group for each element of axis {axis}, whose length is {shape[axis]} (shape "
+                f"PerGroupIndex: index needs one group per element of axis {axis}, whose length is {shape[axis]} (shape "
                 f"{shape}); it has {len(self.index)} entries.",
                 shape=shape,
                 axis=axis,
@@ -298,13 +298,13 @@ class PerGroupIndex(Layout):
 
 @dataclass(frozen=True)
 class Stored(Layout):
-    """`layout` in another storage than plain: `storage` names the registered mapping (see `breccia.tensors.storage`).
+    """`layout` in a storage other than plain: `storage` names the registered mapping (see `breccia.tensors.storage`).
 
-    `ScaledTensor.to_storage` makes it and `to_plain` takes it off. Blocks, and what slicing, files and digests go by, are those
-    of `layout`.
+    `ScaledTensor.to_storage` makes it and `to_plain` removes it. Blocks, slicing, files and digests follow
+    `layout`.
 
-    matrix, data_axes: where codes are moved too, the lengths (M, K) of the last two logical axes with K last, and how many axes
-        the stored codes have in their place; `()` and 0 where codes stay.
+    matrix, data_axes: where codes are moved too: the lengths (M, K) of the last two logical axes, K last, and how many axes
+            the stored codes have in their place; `()` and 0 where codes are not moved.
     """
 
     name: ClassVar[str] = "stored"
@@ -331,14 +331,14 @@ class Stored(Layout):
         return self.layout.block(axis)
 
     def shape(self, data: Shape, axis: int) -> Shape | None:
-        """The logical shape of stored codes of shape `data`; None where it follows from the codes as of a plain tensor."""
+        """The logical shape of stored codes of shape `data`; None where it is derived as for a plain tensor."""
         if not self.data_axes:
             return None
         m, k = self.matrix
         return (*data[: len(data) - self.data_axes], *((m, k) if axis == -1 else (k, m)))
 
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
-        """Raises LayoutError: in a storage the shape of scales is the storage's."""
+        """Raises LayoutError: the storage determines the shape of scales."""
         raise LayoutError(f"scales in storage {self.storage!r} have the shape it gives them; see st.to_plain().", shape=shape)
 
     def canonical(self, axis: int) -> Layout:

@@ -1,4 +1,4 @@
-"""Options of ops, checked in one place, and passed on through every layer as one frozen value."""
+"""Options of ops, checked in one place and passed through every layer as one frozen value."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ROUNDINGS = ("nearest", "stochastic")
 NONFINITE = ("propagate", "raise")
 CLIPS = ("element", "scale")
 
-#: Storage of codes and scales unless another one is named; see `breccia.tensors.storage`.
+#: Storage of codes and scales by default; see `breccia.tensors.storage`.
 PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CastOptions:
-    """How to cast: what `breccia.cast` takes beside the array and the recipe. Raises OptionError for contradictions.
+    """The options of `breccia.cast`. Raises OptionError where they contradict each other.
 
     axis: the contraction axis. The ops pass it as -1 or -2.
-    scale: the supplied (coarsest) scale, a number or an array, or None.
-    rounding, seed: "nearest", or "stochastic" with a seed: an int, or on JAX a traced integer or array of two words.
+    scale: the supplied scale (the global one of two levels), a number or an array, or None.
+    rounding, seed: "nearest", or "stochastic" with a seed: an int, or on JAX a traced integer or an array of two 32-bit words.
     nonfinite: "propagate" or "raise".
     storage: the name of the storage to write.
     out: the ScaledTensor to write into, or None.
@@ -42,7 +42,7 @@ class CastOptions:
             object.__setattr__(self, "seed", seed)
 
     def replace(self, **changed: Any) -> CastOptions:
-        """These options with other values."""
+        """A copy with some options changed."""
         return CastOptions(**{**{name: getattr(self, name) for name in self.__slots__}, **changed})
 
     def given(self) -> dict[str, Any]:
@@ -56,14 +56,14 @@ class CastOptions:
 
 
 def _equal(value: Any, default: Any) -> bool:
-    """Is an option that is no array at its default?"""
+    """Whether an option (not an array) is at its default"""
     return isinstance(value, str | int) and value == default
 
 
 def check_options(rounding: Any, seed: Any, nonfinite: Any) -> Any:
-    """The seed as an int, or None; as it is where it is traced, or an array of its two words.
+    """The seed as an int, or None; unchanged where it is traced or an array of two words.
 
-    Raises OptionError for values an option cannot have, or that contradict each other.
+    Raises OptionError for invalid or contradictory values.
     """
     if rounding not in ROUNDINGS:
         raise OptionError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.", rounding=rounding)
@@ -81,7 +81,7 @@ def check_options(rounding: Any, seed: Any, nonfinite: Any) -> Any:
 
 
 def _unread(seed: Any) -> bool:
-    """Is the seed an array of two words, or a whole number that is traced and has no value yet?"""
+    """Whether the seed is an array of two words or a traced integer without a value yet"""
     shape = getattr(seed, "shape", None)
     if shape not in ((), (2,)) or "int" not in str(seed.dtype):
         return False
@@ -97,8 +97,8 @@ def whole_number(name: str, value: Any) -> int:
     try:
         return index(value)
     except TypeError:
-        raise OptionError(f"{name} must be a whole number, got {value!r}.", **{name: value}) from None
+        raise OptionError(f"{name} must be an integer, got {value!r}.", **{name: value}) from None
 
 
-#: The options of a call that gives none.
+#: The default options.
 DEFAULT = CastOptions()

@@ -1,7 +1,7 @@
-"""Recipes: a format plus how to write it. Data, never behaviour; one algorithm reads them all.
+"""Recipes: a format plus the rules to write it. Recipes are data only; one generic algorithm implements them all.
 
 To add one: a frozen dataclass with `name`, `source`, and the properties `format`, `layout`, `rules`. Every
-framework then casts, decodes and multiplies it, and the conformance kit tests it.
+framework can then cast, decode and multiply it, and the conformance kit tests it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)
 class ScalingRecipe(Declared):
     """Base of recipes: hashable, comparable by value, JSON-serializable.
 
-    `name` is the stable identifier in files and on the command line; `aliases` are other names that are read as this recipe;
+    `name` is the stable identifier in files and on the command line; `aliases` are accepted alternatives;
     `source` cites where the format is defined.
     """
 
@@ -40,7 +40,7 @@ class ScalingRecipe(Declared):
 
     @cached_property
     def format(self) -> Format:
-        """What the written bytes mean."""
+        """The meaning of the written bytes."""
         raise RecipeError(f"recipe {type(self).__name__} declares no format")
 
     @cached_property
@@ -60,15 +60,15 @@ class ScalingRecipe(Declared):
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The scale rule of each level of `format`, coarse to fine."""
+        """The scale rule of each level of `format`, global scale first."""
         return (LINEAR,) * len(self.format.levels)
 
     def fingerprint(self) -> str:
-        """SHA-256, in hexadecimal, of what decides the bytes a cast writes.
+        """SHA-256, in hexadecimal, of everything that determines the bytes of a cast.
 
-        Recipes of equal fingerprint write equal bytes from equal (x, scale, seed) on every backend and in every release. Hashed
-        is the canonical JSON (sorted keys, no spaces) of the numerics version, the recipe's name, and those fields that are not
-        at their default and affect bytes.
+        Recipes of equal fingerprint write equal bytes from equal (x, scale, seed) on every backend and in every release.
+        Hashed is canonical JSON (sorted keys, no spaces) of the numerics version, the recipe's name, and the fields that affect
+        bytes and are not at their default.
         """
         affects = {f.name: f.metadata.get("affects_bytes", True) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         fields = {name: value for name, value in self.changed.items() if affects[name]}
@@ -76,7 +76,7 @@ class ScalingRecipe(Declared):
 
 
 def check_recipe(recipe: object) -> None:
-    """Raise UnsupportedError unless `recipe` is a recipe; a class, the commonest slip, is named."""
+    """Raise UnsupportedError unless `recipe` is a recipe; a class instead of an instance gets a hint."""
     if not isinstance(recipe, ScalingRecipe):
         found = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
         hint = f"; did you mean {found}()?" if isinstance(recipe, type) else "."
@@ -95,14 +95,14 @@ def _check_fixed(recipe: str, field: str, value: object, fixed: object, by: str 
 
 
 def _fp8_rule(scale_rule: str, power_of_two_scale: bool) -> Rule:
-    """The rule of FP8 recipes with FP32 scales, which may be powers of two under "linear" and "te"."""
+    """The rule of FP8 recipes with FP32 scales; "linear" and "te" support power-of-two scales."""
     if not power_of_two_scale:
         return _FP8_RULES[scale_rule]
     return Inverse(TE.name, power_of_two=True) if scale_rule == TE.name else RCEIL
 
 
 class _FP8Blocks(ScalingRecipe):
-    """What FP8 recipes with FP32 scales per block share."""
+    """Base of FP8 recipes with FP32 scales per block."""
 
     fp8_format: str
     power_of_two_scale: bool
@@ -114,7 +114,7 @@ class _FP8Blocks(ScalingRecipe):
         _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
         if self.power_of_two_scale and self.scale_rule not in (LINEAR.name, TE.name):
             raise RecipeError(
-                f"power_of_two_scale=True goes with scale_rule='linear' or 'te', got {self.scale_rule!r}",
+                f"power_of_two_scale=True requires scale_rule='linear' or 'te', got {self.scale_rule!r}",
                 scale_rule=self.scale_rule,
             )
 
@@ -132,7 +132,7 @@ class _FP8Blocks(ScalingRecipe):
 
 
 class _MX(ScalingRecipe):
-    """What the OCP MX recipes share: `block_size` elements along K share an E8M0 scale."""
+    """Base of the OCP MX recipes: `block_size` elements along K share an E8M0 scale."""
 
     block_size: int
     scale_rule: str
@@ -155,9 +155,9 @@ class _MX(ScalingRecipe):
 
 
 class _Integers(ScalingRecipe):
-    """What the integer recipes share: a float scale per `group_size` elements along K, None for whole rows."""
+    """Base of the integer recipes: a float scale per `group_size` elements along K, or per row if None."""
 
-    group_size: Any  # int, or None where the recipe has whole rows
+    group_size: Any  # int, or None for one scale per row
     signed: bool
     scale_dtype: str
     symmetric: bool
@@ -182,7 +182,7 @@ class _Integers(ScalingRecipe):
                 symmetric=False,
             )
         if self.symmetric and self.offset != "zero_point":
-            raise RecipeError(f"offset={self.offset!r} goes with symmetric=False; symmetric {width} has no offset")
+            raise RecipeError(f"offset={self.offset!r} requires symmetric=False; symmetric {width} has no offset")
         if self.scale_rule == HALF_RANGE.name and not self.signed:
             raise RecipeError("scale_rule='half_range' is for signed codes; got signed=False", scale_rule=self.scale_rule)
 
@@ -198,10 +198,10 @@ class _Integers(ScalingRecipe):
 
 @dataclass(frozen=True)
 class DelayedScaling(ScalingRecipe):
-    """Per-tensor FP8 whose scale is meant to come from a history of amax values.
+    """Per-tensor FP8 with a scale chosen from a history of amax values.
 
-    The history is a policy outside the recipe: `breccia.AmaxHistory` chooses a scale, `cast(x, recipe, scale=...)`
-    takes it. Without `scale=`, the current amax is used. `margin` multiplies the scale by 2^margin. `scale_rule` is that of
+    The recipe does not keep the history: `breccia.AmaxHistory` chooses a scale, and `cast(x, recipe, scale=...)`
+    uses it. Without `scale=`, the current amax is used. `margin` multiplies the scale by 2^margin. `scale_rule` is that of
     `Float8CurrentScaling`.
     """
 
@@ -283,7 +283,7 @@ class Float8RowScaling(_FP8Blocks):
 class Float8BlockScaling(_FP8Blocks):
     """FP8 with an FP32 scale per `block_k` elements along K, or per `block_m` x `block_k` tile.
 
-    `block_m=1` is the activation form, `block_m=128` the weight form of DeepSeek-V3. `power_of_two_scale` rounds each
+    `block_m=1` is DeepSeek-V3's form for activations, `block_m=128` its form for weights. `power_of_two_scale` rounds each
     scale up to a power of two. `scale_rule`: "linear" (default), "recip", "divide", "te"; see `breccia.rules`.
     """
 
@@ -368,8 +368,8 @@ class MXFP4BlockScaling(_MX):
 class MXINT8BlockScaling(_MX):
     """OCP MXINT8: 32 two's complement fixed-point elements (1.6 bits, up to 1.984375) along K share an E8M0 scale.
 
-    `scale_rule` is that of `MXFP8BlockScaling`. Code -128, which the specification leaves open, is written for what
-    saturates below under "floor" and "even".
+    `scale_rule` is that of `MXFP8BlockScaling`. Code -128, which the specification leaves open, is written for values that
+    saturate below under "floor" and "even".
     """
 
     name: ClassVar[str] = "mxint8"
@@ -386,8 +386,8 @@ class MXINT8BlockScaling(_MX):
 class NVFP4BlockScaling(ScalingRecipe):
     """NVIDIA NVFP4: 16 E2M1 elements along K share an E4M3 scale, under one FP32 scale per tensor.
 
-    `two_level=False` leaves the FP32 scale out: tensors of small values then decode to zeros. It is there to read
-    data that was written so. `global_sense` is the convention of the FP32 scale: "multiplier" (default; torchao, ModelOpt),
+    `two_level=False` omits the FP32 scale: tensors of small values then decode to zeros. Use it to read
+    data written that way. `global_sense` is the scale convention of the FP32 scale: "multiplier" (default; torchao, ModelOpt),
     "divisor" (compressed-tensors) or "amax" (TransformerEngine, MLX).
     """
 
@@ -407,8 +407,8 @@ class NVFP4BlockScaling(ScalingRecipe):
         _check_one_of("global_sense", self.global_sense, SENSES)
         if not self.two_level and self.global_sense != "multiplier":
             raise RecipeError(
-                f"global_sense={self.global_sense!r} is that of a tensor's FP32 scale, which two_level=False leaves out; "
-                "leave one of the two out.",
+                f"global_sense={self.global_sense!r} is that of the tensor's FP32 scale, absent with two_level=False; "
+                "omit one of the two.",
                 global_sense=self.global_sense,
             )
 
@@ -448,7 +448,7 @@ class INT4Scaling(_Integers):
 class INT8Scaling(_Integers):
     """8-bit integers, a float scale per row along K, or per `group_size` elements of it.
 
-    Per row (`group_size=None`) is per output channel for weights, per token for activations. Otherwise as `INT4Scaling`, with
+    Per row (`group_size=None`) is per output channel for weights, per token for activations. Otherwise like `INT4Scaling`, with
     codes and zero-points -128..127 or 0..255.
     """
 

@@ -1,6 +1,6 @@
 """Scale rules: from a block's amax to its stored scale.
 
-A rule is a value named in a recipe, one per level. The arithmetic of each is in docs/spec/numerics.md.
+A recipe names one rule per level. Their arithmetic is in docs/spec/numerics.md.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Rule:
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         """int32 codes of the scales to store.
 
-        statistic: FP32, finite, not below 2^-126 where nonzero (zero blocks are the caller's).
-        qmax: what a scale of one can carry (`Format.qmax`). coarse: FP32 scale of the coarser level, or None.
+        statistic: FP32, finite, not below 2^-126 where nonzero (the caller handles zero blocks).
+        qmax: largest representable magnitude at scale 1 (`Format.qmax`). coarse: the FP32 global scale, or None.
         """
         raise RecipeError(f"scale rule {self.name!r} does not say how to scale")
 
     def scaled(
         self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
-        """(`x` in units of its scale, is the scale usable?): what codes are rounded from, 0 where the scale is not usable.
+        """(`x` divided by its scale, whether the scale is usable); codes are rounded from the first, 0 for unusable scales.
 
-        stored: the scales as written. statistic: what `scale` was given, or None where the caller supplied the scales.
+        stored: the scales as written. statistic: the argument of `scale`, or None where the caller supplied the scales.
         """
         return codec.divide(ops, x, stored, coarse)
 
 
 @dataclass(frozen=True)
 class Linear(Rule):
-    """amax / qmax * 2^margin, rounded into the level's codec. Codes are x times one reciprocal per scale."""
+    """amax / qmax * 2^margin, rounded to the level's codec. Codes are computed from x times one reciprocal per scale."""
 
     margin: int = 0
 
@@ -66,13 +66,13 @@ class Linear(Rule):
 
     def _floating(self, codec: Codec) -> Minifloat:
         if not isinstance(codec, Minifloat):
-            raise RecipeError(f"rule {self.name!r} writes float scales; {codec.name} holds powers of two: use 'rceil'.")
+            raise RecipeError(f"rule {self.name!r} writes float scales; {codec.name} has powers of two only: use 'rceil'.")
         return codec
 
 
 @dataclass(frozen=True)
 class Reciprocal(Linear):
-    """`Linear` with amax * fl(1 / qmax): how a compiler that rewrites divisions by constants computes it."""
+    """`Linear` with amax * fl(1 / qmax): as computed by compilers that rewrite division by constants."""
 
     def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
         return statistic * f32(1.0 / qmax)
@@ -84,7 +84,7 @@ class HalfRange(Linear):
 
     def _ratio(self, ops: Ops, statistic: Array, element: Codec, qmax: float) -> Array:
         if not isinstance(element, Integer) or not element.signed:
-            raise RecipeError(f"rule {self.name!r} is for signed integer elements; {element.name} is none.")
+            raise RecipeError(f"rule {self.name!r} is for signed integer elements; {element.name} is not one.")
         return ops.div(statistic, math.ldexp(element.high - element.low, -1 - element.fraction_bits))
 
 
@@ -104,7 +104,7 @@ class Divide(Linear):
 
 @dataclass(frozen=True)
 class Inverse(Linear):
-    """The order of TransformerEngine 2.x: multiplier = qmax / amax, codes from x * multiplier, scale = 1 / multiplier.
+    """TransformerEngine 2.x's order of operations: multiplier = qmax / amax, codes from x * multiplier, scale = 1 / multiplier.
 
     The multiplier is clamped to 2^-126 .. 2^126, and its mantissa cut off under `power_of_two`.
     """
@@ -113,11 +113,11 @@ class Inverse(Linear):
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         if coarse is not None:
-            raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
+            raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
         codec = self._floating(codec)
         if codec.scale_max < 2.0**126:
             raise RecipeError(
-                f"rule {self.name!r} writes scales up to 2^126, for codes that it has multiplied already; {codec.name} ends at "
+                f"rule {self.name!r} needs a codec for scales up to 2^126; the largest of {codec.name} is "
                 f"{codec.scale_max:g}: use 'linear'."
             )
         return codec.encode(ops, ops.div(1.0, self._multiplier(ops, statistic, qmax)))
@@ -142,7 +142,7 @@ class Inverse(Linear):
 
 @dataclass(frozen=True)
 class Exponent(Rule):
-    """A power of two, found on the bits of amax: `rceil`, `floor` or `even`.
+    """A power of two, computed from the bits of amax: `rceil`, `floor` or `even`.
 
     `rceil`: smallest 2^n with amax <= qmax * 2^n. Nothing saturates.
     `floor`: 2^(floor(log2 amax) - floor(log2 qmax)); OCP MX v1.0 section 6.3. The largest element may saturate.
@@ -151,14 +151,14 @@ class Exponent(Rule):
 
     def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
         if coarse is not None:
-            raise RecipeError(f"rule {self.name!r} writes the only level of a format; use 'linear' under a coarser scale.")
+            raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
         cap = f32_bits(qmax)
         carry = self.carry(element, cap)
         return codec.encode_exponent(ops, ((ops.bitcast_to_int(statistic) + carry) >> 23) - (cap >> 23))
 
     def carry(self, element: Codec, qmax: int) -> int:
-        """What is added to amax's bits so that its exponent field is the rounded one. qmax: as FP32 bits."""
-        if self.name == "rceil":  # carries where amax's mantissa is the larger one
+        """The integer added to amax's bits that rounds its exponent field. qmax: as FP32 bits."""
+        if self.name == "rceil":  # carries where amax's mantissa is larger
             return MANTISSA - (qmax & MANTISSA)
         if self.name == "floor":
             return 0
@@ -168,7 +168,7 @@ class Exponent(Rule):
 
 
 def normal(scale: Array) -> Array:
-    """Is an FP32 scale a positive normal number with a normal reciprocal?"""
+    """Whether an FP32 scale is a positive normal number with a normal reciprocal"""
     return (scale >= 2.0**-126) & (scale <= 2.0**126)
 
 

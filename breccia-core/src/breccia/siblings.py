@@ -1,6 +1,6 @@
-"""Siblings: what breccia's own distributions bring, so that what is missing can be named with its remedy.
+"""Siblings: the contents of breccia's own distributions, so that errors can name a missing one and its remedy.
 
-The one place in core that knows them. Nothing here imports or needs them; tests/test_registry.py holds it to their manifests.
+The only place in core that lists them. Nothing here imports them; tests/test_registry.py compares it with their manifests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CORE = "breccia-core"
 
 
 def install(requirement: str, *options: str) -> str:
-    """The pip command that installs a distribution of ours, with its extras: from the clone this file lies in, if it does."""
+    """The pip command that installs one of breccia's distributions with its extras, from this git clone if it is one."""
     clone = Path(__file__).parents[3]
     if not (clone / CORE / "pyproject.toml").is_file():
         return shlex.join(["pip", "install", *options, requirement])
@@ -24,9 +24,9 @@ def install(requirement: str, *options: str) -> str:
 
 @dataclass(frozen=True)
 class Sibling:
-    """A distribution of ours beside core.
+    """One of breccia's distributions other than core.
 
-    arrays: top-level packages whose arrays it serves, as the framework named like its plug-in.
+    arrays: top-level packages whose arrays it supports, as the framework with the plug-in's name.
     commands: the names it declares. kernels: the modules its kernels run on.
     """
 
@@ -42,7 +42,7 @@ class Sibling:
 
     @property
     def remedy(self) -> str:
-        """What to type where it is missing."""
+        """The command that installs it."""
         return install(self.distribution)
 
 
@@ -60,7 +60,7 @@ SIBLINGS = (
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra of a distribution of ours: the modules it brings, and what needs them."""
+    """An extra of one of breccia's distributions: the modules it installs, and the features that need them."""
 
     name: str
     modules: tuple[str, ...]
@@ -68,7 +68,7 @@ class Extra:
 
     @property
     def remedy(self) -> str:
-        """What to type where one is missing."""
+        """The command that installs it."""
         return install(self.name)
 
 
@@ -84,14 +84,14 @@ EXTRAS = (
 
 @dataclass(frozen=True)
 class ConflictingDistribution:
-    """The distribution named `breccia`, an older code base that installs into the same package: what is wrong, and the cure."""
+    """The distribution named `breccia`, an older code base that installs into the same package: the problem and its remedy."""
 
     text: str
     remedy: str
 
 
 def unrelated() -> ConflictingDistribution | None:
-    """The older distribution, if it is installed. Its files and ours in one folder make neither work."""
+    """The older distribution, if it is installed. If both install into one folder, neither works."""
     try:
         found = distribution("breccia")
     except PackageNotFoundError:

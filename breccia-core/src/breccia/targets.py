@@ -1,6 +1,6 @@
-"""What declarations hold: fields of the types they are annotated with, and targets.
+"""Checks of declarations: field types, and object references.
 
-A target is a string `"package.module:attribute"`, so that nothing is imported before it wins.
+An object reference is a string `"package.module:attribute"`; the module is imported on first use only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .errors import PluginError
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: What knows every declaration by name. Modules that the registry itself imports reach it through this target.
+#: The registry of all declarations. Modules that the registry itself imports reach it through this object reference.
 REGISTRY = "breccia.dispatch.registry:registry"
 
 
 @cache
 def load(target: str) -> Any:
-    """Import what `target` names. Raises PluginError where the attribute is missing; ImportError passes through."""
+    """Import the object that `target` references. Raises PluginError for a missing attribute; ImportError passes through."""
     module, _, path = target.partition(":")
     found: Any = import_module(module)
     for name in path.split("."):
@@ -38,14 +38,14 @@ def load(target: str) -> Any:
     return found
 
 
-#: Import the module of that name.
+#: Import the module with that name.
 load_module = cache(import_module)
 
 
 def once(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, which runs once for equal arguments, however many threads call it; the others wait for its result.
+    """A thread-safe cache: `function` runs once per set of arguments, and concurrent callers wait for its result.
 
-    A call that raises is no run: the next one tries again.
+    Exceptions are not cached: the next call tries again.
     """
     lock, results = threading.RLock(), dict[Any, _T]()
 
@@ -62,7 +62,7 @@ def once(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def load_declared(what: str, target: str, remedy: str = "") -> Any:
-    """`load(target)` of a declaration, `what`. Raises PluginError naming it and the cause, whatever its module raises."""
+    """`load(target)` for the declaration `what`. Raises PluginError with its name and the cause, whatever the module raises."""
     try:
         return load(target)
     except (Exception, SystemExit) as e:
@@ -71,14 +71,14 @@ def load_declared(what: str, target: str, remedy: str = "") -> Any:
 
 
 def check(target: Any, what: str) -> None:
-    """Raise PluginError, naming `what` it is, unless `target` is written `module:attribute`."""
+    """Raise PluginError, naming `what`, unless `target` has the form `module:attribute`."""
     module, colon, path = target.partition(":") if isinstance(target, str) else ("", "", "")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
-        raise PluginError(f"{what}: a target is written 'package.module:attribute'; got {target!r}.")
+        raise PluginError(f"{what}: an object reference is written 'package.module:attribute'; got {target!r}.")
 
 
 def check_fields(declaration: object, what: str) -> None:
-    """Raise PluginError, naming `what` it is, unless each field of the dataclass holds what its annotation says."""
+    """Raise PluginError, naming `what`, unless each field of the dataclass has its annotated type."""
     for field, kind in _annotations(type(declaration)).items():
         value = getattr(declaration, field)
         if not _holds(value, kind):
@@ -90,7 +90,7 @@ _annotations = cache(get_type_hints)
 
 
 def _holds(value: Any, kind: Any) -> bool:
-    """Is `value` of type `kind`: a class, a union, or a tuple of such?"""
+    """Whether `value` is of type `kind`: a class, a union, or a tuple of these"""
     inner = get_args(kind)
     if isinstance(kind, UnionType):
         return any(_holds(value, one) for one in inner)
@@ -104,16 +104,16 @@ def _holds(value: Any, kind: Any) -> bool:
 
 
 def installed(module: str) -> bool:
-    """Can `module` be imported, as far as can be told without importing it (but for its parents)?"""
+    """Whether `module` can be found, without importing it (its parent packages are imported)"""
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent is missing; or the module was put in place by hand, without a spec
+    except (ImportError, ValueError):  # a parent is missing; or the module was created by hand, without a spec
         return module in sys.modules
 
 
 @cache
 def locate(target: str) -> str:
-    """`file:line` of the definition, found without importing its module; or why it was not found."""
+    """`file:line` of the definition, found without importing its module; or the reason it was not found."""
     module, _, path = target.partition(":")
     try:
         spec = _spec(module)
@@ -136,7 +136,7 @@ def locate(target: str) -> str:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """`find_spec`, without importing the packages that the module is in."""
+    """`find_spec`, without importing its parent packages."""
     name, *inner = module.split(".")
     spec = find_spec(name)
     for part in inner:
@@ -148,7 +148,7 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module or class, those under `if`, `try` and `with` included."""
+    """The statements of a module or class, including those under `if`, `try` and `with`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):

@@ -1,1 +1,1 @@
-"""Arrays of any framework: whose they are, and the backend primitives that compute on them."""
+"""Arrays of any framework: their framework, and the backend primitives that compute on them."""

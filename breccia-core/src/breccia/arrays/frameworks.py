@@ -1,7 +1,7 @@
-"""Frameworks: whose array is this, and which backend primitives (`Ops`) compute on it.
+"""Frameworks: the framework of an array, and the backend primitives (`Ops`) that compute on it.
 
-An array of a framework exists only if that framework was imported, so a framework not in `sys.modules` is
-never imported to answer the question.
+An array exists only if its framework was imported, so a framework that is not in `sys.modules` is
+never imported for the lookup.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ..siblings import SIBLINGS
 if TYPE_CHECKING:
     from .ops import Ops
 
-#: Floating dtypes `cast` reads and `dequantize` writes, by the names all frameworks share.
+#: Floating dtypes `cast` reads and `dequantize` writes, by the names common to all frameworks.
 FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Framework:
-    """One array library: the module that defines its `types`, and the target of its `Ops` instance.
+    """One array library: the module that defines its `types`, and an object reference to its `Ops` instance.
 
     types: names of its array types in `module`; "ma.MaskedArray" is one of the submodule `ma`.
-    refuses: (name, remedy) of subtypes that compute as no plain array does; the remedy is a sentence for the error.
-    kinds: the kinds of device its arrays can be on, where there are no others; empty where nobody can tell.
-    devices: the target of a function that lists the devices there are, a line of text for each, for `breccia doctor`.
-    device: the target of a function that gives the kind of device of arrays that do not say theirs, as traced ones do not.
-    container: the target of a function that makes ScaledTensor known to the framework. It is called once, when breccia meets
-        the first array of a type, of whatever framework, and this one is imported. Where it fails there is a warning.
-    frontend: the module that stands between ops and kernels: gradients, tracing, compilers. It has a function for each op that
-        needs one, called as that of `breccia.dispatch.calls` is; an op that it lacks goes straight to its kernel.
-    opaque: the target of f(*arrays) -> None | what one is, for arrays whose memory a kernel cannot read: fakes, placeholders of
-        transformations, subclasses. Only kernels that declare `traces` are given such arrays.
-    capability: the target of f(device) -> (major, minor) | None, the compute capability of an array's device.
+    refuses: (name, remedy) of subtypes that do not compute like plain arrays; the error message ends with the remedy.
+    kinds: all kinds of device its arrays can be on; empty where unknown.
+    devices: object reference to a function that lists the available devices, one line of text each, for `breccia doctor`.
+    device: object reference to a function that returns the kind of device of arrays without one, such as traced arrays.
+    container: object reference to a function that registers ScaledTensor with the framework. It is called once, at
+        the first array of a new type of any framework, if this one is imported. A failure is a warning.
+    frontend: the module between ops and kernels: gradients, tracing, compilers. It has a function for each op that
+        needs one, called like that of `breccia.dispatch.calls`; other ops call their kernel directly.
+    opaque: object reference to f(*arrays) -> None | a description, for arrays without readable memory: fakes, placeholders of
+        transformations, subclasses. Only kernels that declare `traces` receive such arrays.
+    capability: object reference to f(device) -> (major, minor) | None, the compute capability of an array's device.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Framework:
 
     @property
     def package(self) -> str:
-        """The top-level package that `module` is in."""
+        """The top-level package of `module`."""
         return self.module.partition(".")[0]
 
     def check(self) -> None:
-        """Raise PluginError where the declaration cannot work."""
+        """Raise PluginError if the declaration is invalid."""
         what = f"framework {self.name!r}"
         targets.check_fields(self, what)
         for field in ("ops", "devices", "device", "container", "opaque", "capability"):
@@ -74,7 +74,7 @@ class Framework:
 
 
 class Snapshot(Protocol):
-    """What was declared when the plug-ins were read. It is replaced whole, so that frameworks and kernels fit together."""
+    """The declarations at one time. It is replaced as a whole, so that frameworks and kernels stay consistent."""
 
     #: The framework of each type of array met so far.
     types: dict[type, Framework]
@@ -90,13 +90,13 @@ current: Snapshot | None = None
 
 
 def framework_of(x: object, what: str = "x") -> Framework:
-    """The framework of array `x`. Raises UnsupportedError, naming `what` was given and the way out."""
+    """The framework of array `x`. Raises UnsupportedError, naming `what` and the remedy."""
     found = None if current is None else current.types.get(type(x))
     return _find(x, what) if found is None else found
 
 
 def _find(x: object, what: str) -> Framework:
-    """`framework_of` for the first array of a type. Asked with isinstance, since tracers are instances only."""
+    """`framework_of` for the first array of a type. Uses isinstance, since tracers are virtual instances."""
     declared: Snapshot = current or targets.load(targets.REGISTRY)()
     frameworks, kind = declared.frameworks.values(), type(x)
     found = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
@@ -117,7 +117,7 @@ def _find(x: object, what: str) -> Framework:
 
 
 def _introduce(framework: str, container: str) -> None:
-    """Make ScaledTensor known to a framework. A failure is that framework's alone: it is reported once, as a warning."""
+    """Register ScaledTensor with a framework. A failure affects only that framework: it is reported once, as a warning."""
     if framework in _under_way():  # by this thread: the function itself uses arrays
         return
     message = _introduction(framework, container)
@@ -133,20 +133,20 @@ _local = threading.local()
 
 
 def _under_way() -> set[str]:
-    """The frameworks that this thread is making ScaledTensor known to."""
+    """The frameworks with which this thread is registering ScaledTensor."""
     return vars(_local).setdefault("frameworks", set[str]())
 
 
 @targets.once
 def _introduction(framework: str, container: str) -> str:
-    """Empty, or why it failed."""
+    """Empty, or the reason for the failure."""
     _under_way().add(framework)
     try:
         targets.load(container)()
     except Exception as e:
         return (
-            f"breccia cannot make ScaledTensor known to {framework}: {container} raised {type(e).__name__}: {e}. Trees, "
-            f"transformations and checkpoints of {framework} will not know it; casts work."
+            f"breccia cannot register ScaledTensor with {framework}: {container} raised {type(e).__name__}: {e}. Trees, "
+            f"transformations and checkpoints of {framework} will not handle it; casts work."
         )
     finally:
         _under_way().discard(framework)
@@ -154,7 +154,7 @@ def _introduction(framework: str, container: str) -> str:
 
 
 def _types(module: str, names: tuple[str, ...]) -> tuple[type, ...]:
-    """The types that exist by now: none before their module is imported, fewer while that import is under way."""
+    """The types that exist so far: none before their module is imported, some during that import."""
     homes = ((".".join((module, *path)), name) for *path, name in (n.split(".") for n in names))
     return tuple(t for home, name in homes if isinstance(t := getattr(sys.modules.get(home), name, None), type))
 
@@ -174,7 +174,7 @@ def ops_of(x: Any, what: str = "x") -> Ops:
 
 @dataclass(frozen=True)
 class Device:
-    """Where an array is. kind: "cpu", "cuda", ...; index: its number, None where there are none; capability: (9, 0), say."""
+    """The device of an array. kind: "cpu", "cuda", ...; index: its number, None if it has none; capability: (9, 0), say."""
 
     kind: str
     index: int | None = None
@@ -185,7 +185,7 @@ class Device:
 
 
 def device_of(array: object) -> str:
-    """Kind of device an array is on: "cpu", "cuda", ...; "cpu" where the framework does not say."""
+    """The kind of device of an array: "cpu", "cuda", ...; "cpu" where the framework does not say."""
     return _kind(_declared_device(array))
 
 
@@ -196,7 +196,7 @@ def place_of(array: object) -> Device:
 
 
 def _declared_device(array: object) -> Any:
-    """What the framework calls the array's device; None where it does not say."""
+    """The framework's device object of an array; None if it has none."""
     device = getattr(array, "device", None)
     if device is None and current is not None:
         framework = current.types.get(type(array))
@@ -222,7 +222,7 @@ def _place(device: Any, capability: str | None) -> Device:
 
 
 def _named_place(array: Any) -> str | None:
-    """The device, with its number where arrays of its kind have one; None for an array that does not say."""
+    """The device, with its number where arrays of its kind have one; None for an array without one."""
     if getattr(array, "device", None) is None:
         return None
     number = getattr(getattr(array, "device", None), "index", None)
@@ -239,7 +239,7 @@ def same_framework(arrays: dict[str, Any]) -> Framework:
         other = framework_of(array, name)
         if other is framework and getattr(array, "device", None) == place:
             continue
-        if other.name != framework.name:  # another declaration of that name is of before a reload
+        if other.name != framework.name:  # another declaration of the same name predates a reload
             raise UnsupportedError(
                 f"{first[0]} is a {framework.name} array and {name} a {other.name} array; move both to one framework: "
                 f"breccia.bridges.from_dlpack(x, {framework.name!r}) takes a ScaledTensor there, {framework.name}'s own "
@@ -259,7 +259,7 @@ def same_framework(arrays: dict[str, Any]) -> Framework:
 
 
 def dtype_name(x: Any) -> str:
-    """The bare name of an array's or dtype's dtype: "float32", "float8_e4m3fn", ... in every framework's spelling."""
+    """The bare name of an array's or dtype's dtype: "float32", "float8_e4m3fn", ... for any framework."""
     dtype = getattr(x, "dtype", x)
     return _name_of(dtype) if dtype.__hash__ else _bare_name(dtype)
 

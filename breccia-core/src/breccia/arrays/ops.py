@@ -1,12 +1,12 @@
 """Ops: the backend primitives that the generic algorithm is written in, and their implementation in NumPy.
 
-A framework joins by saying these words for its arrays, under these laws (breccia.testing checks them):
+To support a framework, implement these primitives for its arrays under these laws (breccia.testing checks them):
 
 * Integers are int32. `+ - * & | ^ ~ << >>` and comparisons work between arrays and Python scalars without
-  promotion; `<<`, `+` and `*` wrap; `>>` is arithmetic. `& | ^ << >>` join arrays of the same origin only, and `where`
-  others: MLX's `vmap` miscomputes them between an array it maps over and one it does not.
+  promotion; `<<`, `+` and `*` wrap; `>>` is arithmetic. `& | ^ << >>` combine arrays of the same origin only, and `where`
+  others: MLX's `vmap` miscomputes them between a mapped array and one that is not.
 * FP32 `+`, `-`, `*` and `div` round once, as IEEE 754 says; nothing is fused, reassociated or replaced by a reciprocal.
-* `bits` and `bitcast_to_float` are inverse and change no bit, NaN payloads and subnormals included.
+* `bitcast_to_int` and `bitcast_to_float` are inverse and change no bit, NaN payloads and subnormals included.
 * `amax` is an integer maximum, so a NaN's bits survive it.
 """
 
@@ -31,11 +31,11 @@ Array = Any
 
 
 class Ops(Protocol):
-    """The words. Vocabularies inherit from it for the few that follow from others."""
+    """The backend primitives. Implementations inherit from it for the few that are derived from others."""
 
-    #: Does the framework have float8 dtypes? Then 8-bit codes are stored in them, else as uint8.
+    #: Whether the framework has float8 dtypes. If so, 8-bit codes are stored in them, else as uint8.
     native_float8: ClassVar[bool] = False
-    #: Storage of BF16 where the framework has no such dtype is its bit pattern.
+    #: The storage dtype of BF16: its bit pattern where the framework has no such dtype.
     bfloat16: ClassVar[str] = "bfloat16"
 
     def storage(self, codec: Codec) -> str:
@@ -45,10 +45,10 @@ class Ops(Protocol):
         return self.bfloat16 if codec.dtype == "bfloat16" else codec.dtype
 
     def dtypes(self, fmt: Format) -> dict[str, str]:
-        """Name of the dtype that each part of a format is stored in."""
+        """Name of the dtype that each component of a format is stored in."""
         return {name: "uint8" if codec is None else self.storage(codec) for name, codec in fmt.parts.items()}
 
-    # -- words every framework says its own way --------------------------------------------------------------
+    # -- primitives that every framework implements --------------------------------------------------------------
 
     def f32(self, x: Array) -> Array:
         """`x` (float32, float16 or bfloat16) as FP32, exactly."""
@@ -103,7 +103,7 @@ class Ops(Protocol):
         ...
 
     def gather(self, a: Array, index: tuple[int, ...], axis: int) -> Array:
-        """The positions `index` (from 0, none beyond the end) of an axis, in that order. Of any dtype, float8 included."""
+        """The positions `index` (from 0, in range) of an axis, in that order. For any dtype, float8 included."""
         ...
 
     def broadcast(self, a: Array, shape: tuple[int, ...]) -> Array: ...
@@ -113,7 +113,7 @@ class Ops(Protocol):
         ...
 
     def counter(self, like: Array) -> tuple[Array, Array]:
-        """(low, high) int32 words of each element's 64-bit C-order index in `like`'s shape, on its device."""
+        """(low, high) int32 halves of each element's 64-bit C-order index in `like`'s shape, on its device."""
         ...
 
     def constant(self, value: float, like: Array) -> Array:
@@ -133,7 +133,7 @@ class Ops(Protocol):
         raise UnsupportedError(f"{type(out).__module__.partition('.')[0]} arrays are immutable; call without out=.")
 
     def to(self, a: Array, device: Any) -> Array:
-        """`a` on `device`, as the framework names devices; None leaves it. Raises OptionError for one it does not know."""
+        """`a` on `device`, in the framework's notation; None does not move it. Raises OptionError for an unknown device."""
         ...
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
@@ -145,17 +145,17 @@ class Ops(Protocol):
         ...
 
     def to_int32(self, x: Any) -> Any:
-        """FP32 whole numbers (an array, or a Python number) as int32."""
+        """Integers in FP32 (an array, or a Python number) as int32."""
         ...
 
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
-        """The axes in the order of `axes`; of int32 and FP32."""
+        """Permute axes; for int32 and FP32."""
         ...
 
-    # -- words that follow -----------------------------------------------------------------------------------
+    # -- derived primitives ----------------------------------------------------------------------------------
 
     def native_cast(self, y: Array, codec: Codec) -> Array | None:
-        """int32 codes of finite FP32 `y` by the framework's own conversion, nearest and saturating; None where it has none."""
+        """int32 codes of finite FP32 `y` by a native dtype cast, nearest and saturating; None where it has none."""
         return None
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
@@ -166,7 +166,7 @@ class Ops(Protocol):
         return word
 
     def unpack_bits(self, word: Array, bits: int, count: int) -> Array:
-        """Inverse of `joined`: `count` codes along a new last axis."""
+        """Inverse of `pack_bits`: `count` codes along a new last axis."""
         mask = (1 << bits) - 1
         return self.concat([self.reshape((word >> (i * bits)) & mask, (*word.shape, 1)) for i in range(count)])
 
@@ -189,11 +189,11 @@ class Ops(Protocol):
         return self.broadcast(self.constant(0.0, a), (a.shape[0], b.shape[-1])) if total is None else total
 
     def portable(self, a: Array) -> Array:
-        """`a` as pickle takes it: itself, or its bytes as uint8 on the same memory, where pickle does not know the dtype."""
+        """`a` in a form that pickle supports: itself, or a zero-copy uint8 view where pickle does not know the dtype."""
         return a
 
     def from_portable(self, a: Array, dtype: str) -> Array:
-        """Inverse of `portable`, of an array whose dtype had that name."""
+        """Inverse of `portable`, for an array of the named dtype."""
         return a
 
     def itemsize(self, a: Array) -> int:
@@ -201,28 +201,28 @@ class Ops(Protocol):
         return a.dtype.itemsize
 
     def strides(self, a: Array) -> tuple[int, ...] | None:
-        """Strides in bytes; None where arrays of the framework have none."""
+        """Strides in bytes; None where the framework has none."""
         return None
 
     def address(self, a: Array) -> int | None:
-        """Where the first item is in memory; None where the framework does not say."""
+        """Memory address of the first item; None where the framework does not expose it."""
         return None
 
     def swap(self, a: Array) -> Array:
-        """The last two axes exchanged; a view where the framework has views."""
+        """The last two axes swapped; a view where the framework has views."""
         return a.swapaxes(-1, -2)
 
     def errstate(self) -> AbstractContextManager[Any]:
-        """A context without floating-point warnings: overflow and NaN are results here, as the contract says."""
+        """A context without floating-point warnings: the contract allows overflow and NaN as results."""
         return nullcontext()
 
     def is_bit_pattern(self, stored: Array) -> bool:
-        """Is `stored` a 16-bit float kept as its uint16 bit pattern?"""
+        """Whether `stored` is a 16-bit float stored as its uint16 bit pattern"""
         return dtype_name(stored) == "uint16"
 
 
 class _NumpyOps(Ops):
-    """Shared with the NumPy backend's kernels; imports NumPy, and is itself imported on first use only."""
+    """Shared with the NumPy kernels; imports NumPy, so it is itself imported on first use only."""
 
     bfloat16 = "uint16"
 

@@ -1,1 +1,1 @@
-"""The program `breccia`."""
+"""The `breccia` command line."""

@@ -1,4 +1,4 @@
-"""How fast the ops are on this machine: a first look. benchmarks/ of the repository measures against rivals."""
+"""A quick benchmark of the ops on this machine. The repository's benchmarks/ compares with other libraries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..options import whole_number
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 
-#: Rows of the left operand of the measured product.
+#: Rows of the left operand of the timed product.
 ROWS = 64
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one op, `runs` times; `bytes` is what it reads and writes, codes, scales and FP32 together."""
+    """Seconds of each of `runs` runs of one op; `bytes` counts everything it reads and writes: codes, scales and FP32."""
 
     recipe: str
     op: str
@@ -45,7 +45,7 @@ class Timing:
         return self.least, statistics.median(self.seconds), max(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, the spread in the place of each time."""
+        """All fields, with the spread instead of every time."""
         spread = dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
         return {"recipe": self.recipe, "op": self.op, "kernel": self.kernel, "bytes": self.bytes, **spread}
 
@@ -53,10 +53,10 @@ class Timing:
 def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: int = 7, label: str = "") -> list[Timing]:
     """Time `cast`, `dequantize` and a `ROWS` x size by size x size `matmul` of standard normal FP32.
 
-    on: framework, or framework:device. Each result is waited for by reading one item of it. The first call, which loads
-    and compiles, is not counted.
+    on: framework, or framework:device. Each run waits for its result by reading one item. The first call, which loads
+    and compiles, is not timed.
 
-    Raises OptionError for a size or a number of runs below 1 and for a device there is not, UnknownNameError for a
+    Raises OptionError for a size or number of runs below 1 and for an unknown device, UnknownNameError for an unknown
     framework, ImportError where it is not installed.
     """
     for name, value in (("size", size), ("runs", runs)):
@@ -69,7 +69,7 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
         raise ImportError(f"bench on {name} needs {root}, which is not installed: pip install {root}", name=root)
     try:
         return _timings(recipe, targets.load(framework.ops), device, size, runs, label or recipe.name)
-    except RuntimeError as e:  # what frameworks raise for a device that is there in name only
+    except RuntimeError as e:  # frameworks raise it for an unusable device
         raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
 
 

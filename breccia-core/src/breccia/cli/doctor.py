@@ -1,4 +1,4 @@
-"""What is installed, what it finds, and what is missing or wrong, each with what to type."""
+"""Diagnoses the installation: what is installed, missing or wrong, and the commands that fix it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..arrays.frameworks import Framework
 from ..dispatch.registry import Plugin, registry
 from ..siblings import CORE, EXTRAS, SIBLINGS, install, unrelated
 
-#: What a finding says of its subject. A problem makes results wrong or a part of breccia useless.
+#: The states of a finding. A problem makes results wrong or a part of breccia unusable.
 OK, MISSING, NOTE, PROBLEM = "ok", "missing", "note", "problem"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: a subject, how it is, what was found, and what to do where there is something to do."""
+    """One line: subject, state, what was found, and the remedy if there is one."""
 
     section: str
     subject: str
@@ -31,9 +31,9 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything that can be said of this installation, by section. Loads the installed frameworks to ask for devices."""
+    """All findings about this installation, by section. Imports the installed frameworks to list devices."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is set aside is listed here
+        warnings.simplefilter("ignore")  # plug-ins set aside are listed below
         found = registry()
     return [
         *_system(),
@@ -71,7 +71,7 @@ def _distributions() -> Iterator[Finding]:
 
 
 def _stranger() -> Iterator[Finding]:
-    """The older, unrelated distribution of our import name."""
+    """The older, unrelated distribution with the same import name."""
     found = unrelated()
     if found is not None:
         yield Finding("breccia", "breccia", PROBLEM, found.text, found.remedy)
@@ -93,11 +93,11 @@ def _framework(framework: Framework) -> Iterator[Finding]:
 
 
 def _absent_frameworks(known: dict[str, Framework]) -> Iterator[Finding]:
-    """Frameworks that a sibling of ours would serve."""
+    """Frameworks that one of breccia's other distributions supports."""
     for sibling in SIBLINGS:
         if sibling.arrays and sibling.plugin not in known:
             here = _version(sibling.arrays[0])
-            text = f"{here} is installed, and breccia does not serve it" if here else "not installed"
+            text = f"{here} is installed, and breccia does not support it" if here else "not installed"
             yield Finding("frameworks", sibling.plugin, NOTE if here else MISSING, text, sibling.remedy)
 
 

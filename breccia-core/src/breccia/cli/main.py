@@ -1,8 +1,8 @@
-"""The program `breccia`: commands that plug-ins declare, errors in one line, exit codes that mean something.
+"""The program `breccia`: commands that plug-ins declare, one-line errors, meaningful exit codes.
 
-Exit codes: 0 done, 1 an error that its line explains, 2 a command line that cannot be read, 130 interrupted. With
+Exit codes: 0 success, 1 an error explained in one line, 2 an invalid command line, 130 interrupted. With
 `--json` on the line errors are JSON too, on standard error. An exception that is neither breccia's own nor the
-system's is a fault of the program: its traceback shows.
+system's is a bug: its traceback is shown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What the shell offers for the beginning of one of `names`, which are asked for then."""
+    """Shell completion from `names`, which are looked up on use."""
 
     def offered(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -57,11 +57,11 @@ _kernel_names = _completing(lambda: [kernel.name for kernel in registry().table.
 
 
 class _Interrupted(Exception):
-    """KeyboardInterrupt on its way out: Typer would exit without a word, or with another's."""
+    """Carries KeyboardInterrupt through Typer, which would exit silently or with its own message."""
 
 
 class _Program(TyperGroup):
-    """All commands, those of plug-ins first. A command's return value is no exit code."""
+    """All commands, those of plug-ins first. A command's return value is not an exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         ours = [name for name, command in registry().commands.items() if command.plugin == "core"]
@@ -75,7 +75,7 @@ class _Program(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command as it was declared; what runs is loaded when it is used, so that one that is broken harms no other."""
+    """A declared command; its function is loaded on use, so that a broken one does not affect others."""
 
     def __init__(self, name: str, help: str, load: Callable[[], Any], hidden: bool = False) -> None:
         super().__init__(name, help=help, hidden=hidden)
@@ -86,7 +86,7 @@ class _Command(TyperCommand):
 
 
 def application() -> TyperGroup:
-    """The program: all declared commands, and those of absent siblings, which say where they come from."""
+    """The program: all declared commands, and those of distributions not installed, which print how to install them."""
     app = typer.Typer(
         name="breccia",
         cls=_Program,
@@ -101,7 +101,7 @@ def application() -> TyperGroup:
         version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", callback=_version)] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")] = False,
     ) -> None:
-        """What stands before a command."""
+        """Options before the command."""
 
     program = typer.main.get_command(app)
     assert isinstance(program, TyperGroup)
@@ -120,7 +120,7 @@ def run(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     ours = words[: words.index("--")] if "--" in words else words
     debug, as_json = "--debug" in ours, "--json" in ours
-    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is no reason to fail
+    for stream in (sys.stdout, sys.stderr):  # do not fail on characters that the terminal's encoding lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     rest = [*(word for word in ours if word != "--debug"), *words[len(ours) :]]
@@ -138,7 +138,7 @@ def run(arguments: list[str] | None = None) -> None:
     except Exception as e:
         if not hasattr(e, "format_message"):
             raise
-        usage: Any = e  # a line that cannot be read; Typer has brought the class from several places
+        usage: Any = e  # an invalid command line; the class comes from different modules across Typer versions
         said = usage.format_message()
         if type(e).__name__ == "NoArgsIsHelpError" and not as_json:
             typer.echo(said, err=True)
@@ -148,13 +148,13 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _warned(message: Warning | str, *_: Any) -> None:
-    """A warning as one line on standard error; where in our code it arose is `--debug`'s to say."""
+    """A warning as one line on standard error; `--debug` shows its origin."""
     line = " ".join(str(message).split())
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("warning: ", "bold yellow"), line), highlight=False)
 
 
 def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
-    """Say what went wrong on standard error, and exit."""
+    """Print the error on standard error, and exit."""
     line = " ".join(message.split()) or type(e).__name__
     if as_json:
         found = json.dumps(getattr(e, "found", {}), default=str, skipkeys=True)
@@ -166,12 +166,12 @@ def _fail(e: Exception, message: str, code: int, as_json: bool) -> NoReturn:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without what a terminal would obey: names come from files that anybody wrote."""
+    """`text` on one line, without terminal control characters: names may come from untrusted files."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print columns; those whose heading begins with ">" are aligned right. Put what may be long last: nothing is cut."""
+    """Print columns; those whose heading begins with ">" are aligned right. Put long columns last: nothing is truncated."""
     titles = [heading.removeprefix(">") for heading in headings]
     lines = [titles, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -218,7 +218,7 @@ def explain(
 
 
 def _planned(steps: Iterable[Explanation]) -> list[dict[str, Any]]:
-    """The calls of other kernels that a winner makes, and those that their winners make."""
+    """The winner's calls of other kernels, and recursively their calls."""
     return [
         {
             "call": step.call,
@@ -250,7 +250,7 @@ plugin = typer.Typer(
 
 @plugin.callback()
 def _plugin() -> None:  # pyright: ignore[reportUnusedFunction]
-    """With a callback Typer keeps `new` a command of its own."""
+    """With a callback, Typer keeps `new` as a subcommand."""
 
 
 @plugin.command("new", short_help="Write one that works, with its test.")
@@ -335,7 +335,7 @@ def _version(asked: bool) -> None:
 
 
 def _loaded(command: Command) -> Any:
-    """The command that Typer reads from the declared function. Raises PluginError, whatever the plug-in's module raises."""
+    """The Typer command of the declared function. Raises PluginError, whatever the plug-in's module raises."""
     what = f"command {command.name!r} of {registry().origin(command.plugin)}"
     function = targets.load_declared(what, command.target)
     app = function
@@ -345,7 +345,7 @@ def _loaded(command: Command) -> Any:
     try:
         return typer.main.get_command(app)
     except Exception as e:
-        raise PluginError(f"{what} is no function that Typer can read: {type(e).__name__}: {e}") from e
+        raise PluginError(f"{what} is not a function that Typer supports: {type(e).__name__}: {e}") from e
 
 
 def _absent(name: str, sibling: Sibling) -> NoReturn:

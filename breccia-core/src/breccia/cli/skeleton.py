@@ -1,4 +1,4 @@
-"""`breccia plugin new`: the distribution of a new plug-in, written from the files in templates/plugin."""
+"""`breccia plugin new`: writes the distribution of a new plug-in from the files in templates/plugin."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 def write_plugin(name: str, parent: Path = Path()) -> Path:
-    """Write the distribution `NAME-breccia` into a new folder of that name in `parent`; gives the folder.
+    """Write the distribution `NAME-breccia` into a new folder of that name in `parent`; returns the folder.
 
-    It installs as it is: a recipe, a kernel for NumPy, and the test that holds both to the laws of `breccia.testing`.
+    It installs as it is: a recipe, a kernel for NumPy, and the test that checks both with `breccia.testing`.
 
-    Raises OptionError for a name that cannot be one or is taken, FileExistsError where the folder exists.
+    Raises OptionError for a name that is invalid or taken, FileExistsError where the folder exists.
     """
     check_name(name)
     folder = parent / f"{name.replace('_', '-')}-breccia"
     if folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{folder} exists, and nothing in it is overwritten; choose another name or another --dir.")
+        raise FileExistsError(f"{folder} exists and is not overwritten; choose another name or another --dir.")
     for path, text in files(name).items():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def files(name: str, description: str = "") -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raise OptionError unless `name` can be that of a new plug-in, of its recipe and of its package."""
+    """Raise OptionError unless `name` is valid for a new plug-in, its recipe and its package."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise OptionError(
             f"a plug-in's name has small letters a-z, digits and single underscores between them, as in 'acme' or 'acme_npu'; "

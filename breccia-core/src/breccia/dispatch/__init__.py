@@ -1,1 +1,1 @@
-"""From an op to the kernel that runs: plug-ins, the table, the facts of a call."""
+"""From an op to the kernel that runs: plug-ins, the dispatch table, the facts of a call."""

@@ -1,4 +1,4 @@
-"""Core as a plug-in of itself: everything in `breccia` that a call can reach, through the public hooks only."""
+"""Core as its own plug-in: it declares everything in `breccia` that calls use, through the public hooks only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .kernel import ANY_FRAMEWORK, ANY_STORAGE, Kernel
 
 api = 1
 
-#: Below any kernel a plug-in declares: the generic algorithm runs where nothing else does.
+#: The lowest rank: the generic algorithm runs only where no other kernel does.
 _LAST = -1000
-#: Above that: over the kernels of other ops.
+#: The next rank: kernels composed of other ops.
 _COMPOSED = -900
-#: Above that, and below plug-ins too.
+#: The rank above these, still below plug-ins.
 _FAST = -500
 
 
@@ -47,7 +47,7 @@ def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
 def breccia_frameworks() -> Iterable[Framework]:
     refuses = (
         ("matrix", "Pass np.asarray(x)."),
-        ("ma.MaskedArray", "Say what stands for its masked elements: pass x.filled(value)."),
+        ("ma.MaskedArray", "Choose a value for its masked elements: pass x.filled(value)."),
     )
     return [
         Framework(
@@ -75,7 +75,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         yield Kernel(op, ANY_FRAMEWORK, f"{kernels}.reference.{module}:{op}", f"reference.{op}", rank=_LAST, traces=True)
     for op, plan in _PLANS.items():
         target, plan = f"{composites}:{op}", f"{plans}:{plan}"
-        reads = ANY_STORAGE if op == "cast_matmul" else ()  # which passes its second operand on as it is
+        reads = ANY_STORAGE if op == "cast_matmul" else ()  # it passes its second operand on unchanged
         yield Kernel(op, ANY_FRAMEWORK, target, f"composite.{op}", plan=plan, rank=_COMPOSED, reads=reads, traces=True)
     plan = f"{plans}:plan_of_storages"
     for op, function in _STORAGES.items():
@@ -99,7 +99,7 @@ def breccia_kernels() -> Iterable[Kernel]:
     yield Kernel("matmul", "numpy", f"{numpy}.products:matmul", "numpy.matmul", rank=_FAST, plan=plan)
 
 
-#: Ops that the generic algorithm implements, with the module that does.
+#: Ops that the generic algorithm implements, with their modules.
 _GENERIC = {
     "cast": "casting",
     "dequantize": "decoding",
@@ -107,7 +107,7 @@ _GENERIC = {
     "matmul": "products",
     "grouped_matmul": "products",
 }
-#: Ops written over other ops, with the function that says which.
+#: Ops composed of other ops, with the function that lists those.
 _PLANS = {
     "requantize": "plan_of_requantize",
     "matmul": "plan_of_products",
@@ -117,7 +117,7 @@ _PLANS = {
     "cast_ste": "plan_of_round_trips",
     "cast_ste_clipped": "plan_of_clipped",
 }
-#: What runs for storages that no other kernel reads or writes.
+#: Kernels for storages that no other kernel reads or writes.
 _STORAGES = {
     "cast": "cast_into_storage",
     "cast_pair": "cast_pair_into_storage",

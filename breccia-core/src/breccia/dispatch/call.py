@@ -1,4 +1,4 @@
-"""A call as `Kernel.accepts`, `score` and `plan` see it. Facts that they ask about are noted."""
+"""A call as `Kernel.accepts`, `score` and `plan` see it. The facts that they read are recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Asking:
-    """Reads facts of a call, and notes which. `values` is not for kernels: nobody notes what they read there."""
+    """Reads facts of a call and records which. Kernels must not use `values`: reads of it are not recorded."""
 
     def __init__(self, values: Values, asked: dict[Question, None]) -> None:
         self.values, self._asked = values, asked
@@ -51,29 +51,29 @@ class _Asking:
         self._asked[fact, slot] = None
 
     def _ask(self, slot: int, read: Callable[[Any], Any]) -> Any:
-        """A fact that is compared as it is."""
+        """A fact that is compared directly."""
         self._note(slot, read)
         return read(self.values[slot])
 
     def _attribute(self, slot: int, name: str) -> None:
-        """Note a fact that is compared by an attribute of the operand."""
+        """Record a fact that is compared by an attribute of the operand."""
         x = self.values[slot]
         scaled = isinstance(x, ScaledTensor)
         if isinstance(x, Described) or (not scaled and not hasattr(x, name)):
-            return  # nothing that is remembered, or no attribute of this framework's arrays
+            return  # not recorded, or not an attribute of this framework's arrays
         self._note(slot, ATTRIBUTES[name][scaled])
 
 
 class Operand(_Asking):
-    """Facts of one operand. Of a ScaledTensor dtype, strides and contiguity are those of its codes.
+    """Facts of one operand. For a ScaledTensor, dtype, strides and contiguity are those of its codes.
 
-    recipe: that of a ScaledTensor; of the operand of a cast, the recipe to write.
-    shape: the logical shape. Of the first operand every length but the last is rounded up (see `bucket`), so that a kernel
-        chosen for one batch size is found at once for the next; what `aligned` says is so of the exact shape.
-    empty: has it no element? aligned: the largest powers of two (up to 256) that divide the last two sides.
-    strides: in bytes, or None where the framework has none. contiguous: in C order.
-    address_alignment: the largest power of two (up to 256) that divides the address of every array of it, in bytes.
-    row_alignment: the same of every stride but that of neighbouring items.
+    recipe: the recipe of a ScaledTensor; for the operand of a cast, the recipe to write.
+    shape: the logical shape. For the first operand, every length except the last is rounded up (see `bucket`), so that a kernel
+        chosen for one batch size is reused for the next; `aligned` is computed from the exact shape.
+    empty: whether it has no elements. aligned: the largest powers of two (up to 256) that divide the last two sides.
+    strides: in bytes, or None where the framework has none. contiguous: whether in C order.
+    address_alignment: the largest power of two (up to 256) that divides the address of each of its arrays, in bytes.
+    row_alignment: the same for all strides except that of adjacent items.
     """
 
     def __init__(self, slot: int, values: Values, asked: dict[Question, None]) -> None:
@@ -167,7 +167,7 @@ class Operand(_Asking):
         return codec.dtype or "uint8" if isinstance(x, Described) else ops_of(array_of(x)).storage(codec)
 
     def described(self) -> Described:
-        """What this operand is, without its values."""
+        """A description of this operand, without its values."""
         x = self.values[self.slot]
         if isinstance(x, Described):
             return x
@@ -178,9 +178,9 @@ _OPERAND_FACTS = ("recipe", "dtype", "ndim", "shape", "layout", "axis", "storage
 
 
 class Call(_Asking):
-    """What `Kernel.accepts`, `score` and `plan` are asked about: the facts of one call.
+    """The facts of one call: the argument of `Kernel.accepts`, `score` and `plan`.
 
-    op, framework: their names. a, b: the operands; b is None where the op has one.
+    op, framework: their names. a, b: the operands; b is None where the op has only one.
     """
 
     def __init__(self, op: str, framework: str, values: Values, asked: dict[Question, None] | None = None) -> None:
@@ -199,27 +199,27 @@ class Call(_Asking):
 
     @property
     def device(self) -> Device:
-        """Where the first operand is, with the number and the compute capability of the device."""
+        """The device of the first operand, with its number and compute capability."""
         framework: Framework | None = self.values[FRAMEWORK]
-        if framework is None or len(framework.kinds) != 1:  # else there is but one answer
+        if framework is None or len(framework.kinds) != 1:  # else there is only one kind
             self._attribute(A, "device")
         x = self.values[A]
         return x.device if isinstance(x, Described) else place_of(array_of(x))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword options that are not at their default; of `scale`, `seed`, `out`, `bias` only that they are given."""
+        """The keyword options that are not at their default; for `scale`, `seed`, `out`, `bias` only whether they are given."""
         return dict(all_options(self.values[OPTIONS])) if self._defaults else dict(self._ask(OPTIONS, all_options))
 
     def option(self, name: str, default: Any = None) -> Any:
-        """One keyword option of the op; `default` where the op has no such option, or it is None."""
+        """One keyword option of the op; `default` if the op does not have it, or it is None."""
         options = self.values[OPTIONS]
         found = as_fact(name, options.get(name)) if self._defaults else self._ask(OPTIONS, option_reader(name))
         return default if found is None else found
 
     @property
     def _defaults(self) -> bool:
-        """Are all options at their default? Such calls are remembered apart, so that nothing need be read of them."""
+        """Whether all options are at their default. Such calls are cached separately, without reading options."""
         return self.values[OPTIONS] is DEFAULT or self.values[OPTIONS] is NO_OPTIONS
 
     def cast_options(self) -> CastOptions:
@@ -236,13 +236,13 @@ class Call(_Asking):
 
     @property
     def stored(self) -> bool:
-        """Is any operand, or what is to be written, in a storage other than plain?"""
+        """Whether any operand or the result is in a storage other than plain"""
         writes = self.op in WRITERS and self.storage != PLAIN
         return writes or any(operand.storage != PLAIN for operand in self.scaled)
 
     @property
     def opaque(self) -> str | None:
-        """What kind of array without memory of its own an operand is, or None."""
+        """The kind of array without its own memory that an operand is, or None."""
         framework: Framework | None = self.values[FRAMEWORK]
         if framework is None or framework.opaque is None:
             return None
@@ -262,7 +262,7 @@ class Call(_Asking):
         return tuple([operand for operand, value in values if operand is not None and isinstance(value, ScaledTensor)])
 
     def makes(self, op: str, a: Any, b: Any = None, recipe: ScalingRecipe | None = None, **changed: Any) -> Call:
-        """A call that a kernel makes on the way, for `Kernel.plan`. Operands are those of this call, or `Described` ones.
+        """A call that a kernel makes in turn, for `Kernel.plan`. Operands are those of this call, or `Described` ones.
 
         changed: framework=, options=.
         """
@@ -273,14 +273,14 @@ class Call(_Asking):
 
 
 class Options(dict[str, Any]):
-    """The options of an op that takes no `CastOptions`, by name: those that are not at their default."""
+    """The non-default options, by name, of an op without `CastOptions`."""
 
     def given(self) -> dict[str, Any]:
         """All of them."""
         return self
 
     def get(self, name: str, default: Any = None) -> Any:
-        """One of them; where it is not given, its default."""
+        """One option, or its default."""
         return super().get(name, "float32" if name == "out_dtype" else default)
 
 

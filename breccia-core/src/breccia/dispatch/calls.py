@@ -1,7 +1,7 @@
-"""The ops as the table runs them: each function finds the kernel of its op and calls it.
+"""The ops below frontends: each function selects a kernel in the table and calls it.
 
-This is what stands below frontends: no argument is checked here and no gradient is looked after. Frontends and kernels that are
-written over other ops (`kernels.composites`) call these functions, and so do plug-ins.
+Arguments are not checked here and gradients are not handled. Frontends and kernels
+composed of other ops (`kernels.composites`) call these functions, and so do plug-ins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .registry import registry
 from .table import Chosen
 
 Array = Any
-#: The range inside which gradients of `cast_ste_clipped` pass; "scale" for that of each block.
+#: The range inside which gradients of `cast_ste_clipped` pass; "scale" for each block's own.
 Clip = tuple[float, float] | str
 
 
@@ -38,12 +38,12 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
 def cast_pair(
     x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """`x` under `recipe`, with blocks along its last axis and with blocks along the one before it."""
+    """`x` under `recipe`, with blocks along its last axis, and along the one before it."""
     chosen = registry().table.choose("cast_pair", framework_of(x).name, x, None, recipe, options, prefer)
     found: Any = _run(chosen, x, recipe, options)
     if chosen.checked:
         if type(found) is not tuple or len(found) != 2:  # pyright: ignore[reportUnknownArgumentType]
-            raise chosen.refused(f"cast_pair gives a tuple of two ScaledTensors, not {found!r:.80}.")
+            raise chosen.refused(f"cast_pair returns a tuple of two ScaledTensors, not {found!r:.80}.")
         _expect_tensor(chosen, found[0], recipe, x, -1, options.storage)
         _expect_tensor(chosen, found[1], recipe, x, -2, options.storage)
         _audit(chosen, (x, recipe, options), found)
@@ -68,7 +68,7 @@ def requantize(
     require_exact: bool = False,
     prefer: Prefer = None,
 ) -> ScaledTensor:
-    """`st` under another recipe, blocks along the same axis; `options.axis` plays no part."""
+    """`st` under another recipe, blocks along the same axis; `options.axis` is ignored."""
     given: Any = options if not require_exact else Options(options.given(), require_exact=True)
     chosen = registry().table.choose("requantize", framework_of(st.data).name, st, None, recipe, given, prefer)
     found = _run(chosen, st, recipe, options, require_exact)
@@ -141,7 +141,7 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
 def cast_ste_clipped(
     x: Array, recipe: ScalingRecipe, clip: Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> Array:
-    """As `cast_ste`: the clip is for the gradient alone, which is the frontend's."""
+    """Same as `cast_ste`: the clip affects only the gradient, which the frontend computes."""
     chosen = registry().table.choose("cast_ste_clipped", framework_of(x).name, x, None, recipe, options, prefer)
     found = _run(chosen, x, recipe, clip, options)
     if chosen.checked:
@@ -163,7 +163,7 @@ def _framework(a: Any) -> str:
 
 
 def _run(chosen: Chosen, *arguments: Any) -> Any:
-    """What the kernel returns. An error that is not breccia's own names the kernel it left."""
+    """Run the kernel and return its result. Errors that are not breccia's own get a note naming the kernel."""
     if chosen.traced:
         print(chosen.traced, file=sys.stderr)
     try:
@@ -177,17 +177,17 @@ def _run(chosen: Chosen, *arguments: Any) -> Any:
 
 
 def _audit(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
-    """Compare `found` with the generic algorithm's result, where BRECCIA_CHECK asks for it."""
+    """Compare `found` with the generic algorithm's result, under BRECCIA_CHECK."""
     if chosen.audited:
         load("breccia.kernels.audit:check")(chosen, arguments, found)
 
 
-# What plug-ins' kernels return is looked at before it goes on: a wrong shape would be noticed far from the kernel, or never.
+# Check the results of plug-ins' kernels here: a wrong shape would be noticed far from the kernel, or never.
 
 
 def _expect_tensor(chosen: Chosen, found: Any, recipe: ScalingRecipe, like: Any, axis: int, storage: str) -> None:
     if not isinstance(found, ScaledTensor):
-        raise chosen.refused(f"{chosen.kernel.op} gives a ScaledTensor, not {type(found).__name__}.")
+        raise chosen.refused(f"{chosen.kernel.op} returns a ScaledTensor, not {type(found).__name__}.")
     if found.recipe is not recipe and found.recipe != recipe:
         raise chosen.refused(f"{chosen.kernel.op} was to write {recipe!r}; the result has {found.recipe!r}.")
     shape, expected = tuple(found.shape), tuple(like.shape)
@@ -215,7 +215,7 @@ def _aligned(left: tuple[int, ...], right: tuple[int, ...]) -> zip[tuple[int, in
 
 def _expect_array(chosen: Chosen, found: Any, shape: Any, dtype: str) -> None:
     if not hasattr(found, "shape") or isinstance(found, ScaledTensor):
-        raise chosen.refused(f"{chosen.kernel.op} gives an array, not {type(found).__name__}.")
+        raise chosen.refused(f"{chosen.kernel.op} returns an array, not {type(found).__name__}.")
     if tuple(found.shape) != tuple(shape):
         raise chosen.refused(f"{chosen.kernel.op} gives shape {tuple(shape)}; got {tuple(found.shape)}.")
     if dtype_name(found) != dtype:

@@ -1,4 +1,4 @@
-"""What `breccia.explain` answers."""
+"""The result of `breccia.explain`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `breccia.explain`: print it, or read its fields.
+    """The result of `breccia.explain`: print it, or read its fields.
 
-    tied: the best kernels, where they rank the same. device: the kind that was asked about, where it was asked by name.
-    plan: the calls that the winner makes of other kernels, explained in the same way.
+    tied: the best kernels, if their ranks are equal. device: the kind of device, if it was given by name.
+    plan: the winner's calls of other kernels, explained in the same way.
     """
 
     call: str
@@ -45,7 +45,7 @@ class Explanation:
 
     @property
     def fault(self) -> str:
-        """What stops the call, and the ways out; empty where a kernel runs."""
+        """Why the call fails, and the remedies; empty if a kernel runs."""
         if self.tied:
             a, b = self.tied[:2]
             return (
@@ -58,14 +58,14 @@ class Explanation:
 
     @property
     def running(self) -> str:
-        """The winner's name, and in parentheses those of the kernels that it calls."""
+        """The winner's name, and in parentheses the names of the kernels it calls."""
         if self.winner is None:
             return ""
         inner = ", ".join(step.running for step in self.plan)
         return self.winner.name + (f" ({inner})" if inner else "")
 
     def _calls(self, indent: str) -> list[str]:
-        """A line for each call of the plan, and those of its own plan below it."""
+        """A line for each call of the plan, followed by its own plan."""
         lines: list[str] = []
         for step in self.plan:
             where = next((f" {v.location}" for v in step.verdicts if v.reason is None), "")

@@ -13,15 +13,15 @@ from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
 
 _ALIGNMENT_LIMIT = 256
-#: Where a fact is read from: the values of a call are (a, b, recipe to write, options, framework).
+#: The source of a fact: the values of a call are (a, b, recipe to write, options, framework).
 A, B, RECIPE, OPTIONS, FRAMEWORK = range(5)
 Values = tuple[Any, Any, Any, Any, Any]
-#: A fact that was asked about: the path of an attribute or what reads it, and which of the values it is of.
+#: A fact that was read: an attribute path or a reader function, and the index of the value it belongs to.
 Question = tuple[str | Callable[[Any], Hashable], int]
 
 
 class Described(NamedTuple):
-    """What stands for an operand that is not there: the recipe that `explain` was given, an operand of a kernel's own calls."""
+    """A stand-in for an absent operand: the recipe given to `explain`, or an operand of a kernel's own calls."""
 
     recipe: ScalingRecipe | None = None
     dtype: str = "float32"
@@ -40,22 +40,22 @@ def bucket(n: int) -> int:
 
 
 def array_of(x: Any) -> Any:
-    """The array that says where an operand is: the codes of a ScaledTensor."""
+    """The array that determines an operand's device: the codes of a ScaledTensor."""
     return x.data if isinstance(x, ScaledTensor) else x
 
 
 def recipe_of(x: Any) -> ScalingRecipe | None:
-    """The recipe of an operand, there or described."""
+    """The recipe of an operand or its description."""
     return x.recipe if isinstance(x, ScaledTensor | Described) else None
 
 
 def layout_of(x: Any) -> Layout | None:
-    """The layout of an operand, there or described."""
+    """The layout of an operand or its description."""
     return x.layout if isinstance(x, ScaledTensor | Described) else None
 
 
 def bucketed_shape(x: Any) -> tuple[int, ...]:
-    """The logical shape with every length but the last rounded up."""
+    """The logical shape with every length except the last rounded up."""
     shape = tuple(x.shape)
     return (*map(bucket, shape[:-1]), *shape[-1:])
 
@@ -66,7 +66,7 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 
 def is_empty(x: Any) -> bool:
-    """Has the operand no element?"""
+    """Whether the operand has no elements"""
     return 0 in (x.data.shape if isinstance(x, ScaledTensor) else x.shape)
 
 
@@ -79,7 +79,7 @@ def aligned_of(x: Any) -> tuple[int, int]:
 
 
 def _power_of_two(n: int) -> int:
-    """The largest one, up to 256, that divides `n`."""
+    """The largest power of two, up to 256, that divides `n`."""
     return min((n & -n) or _ALIGNMENT_LIMIT, _ALIGNMENT_LIMIT)
 
 
@@ -89,7 +89,7 @@ def strides_of(x: Any) -> tuple[int, ...] | None:
 
 
 def is_contiguous(x: Any) -> bool:
-    """Does the array lie in C order?"""
+    """Whether the array is in C order"""
     strides, array = strides_of(x), array_of(x)
     if strides is None or 0 in array.shape:
         return True
@@ -118,7 +118,7 @@ def address_alignment(x: Any) -> int:
 
 
 def row_alignment(x: Any) -> int:
-    """The largest power of two, up to 256, that divides every stride but that of neighbouring items."""
+    """The largest power of two, up to 256, that divides every stride except that of adjacent items."""
     strides, array = strides_of(x), array_of(x)
     if strides is None:
         return _ALIGNMENT_LIMIT
@@ -128,7 +128,7 @@ def row_alignment(x: Any) -> int:
 
 @cache
 def opaque_reader(target: str) -> Callable[[Any], str | None]:
-    """The reader of what an operand is, if it holds an array without memory of its own."""
+    """A reader that describes an operand whose arrays have no memory of their own."""
 
     ask: Any = None
 
@@ -146,7 +146,7 @@ def opaque_reader(target: str) -> Callable[[Any], str | None]:
 
 @cache
 def option_reader(name: str) -> Callable[[Any], Hashable]:
-    """The reader of an option: of an array, only that it is given."""
+    """A reader of an option; for an array, only whether it is given."""
 
     def read(options: Any) -> Hashable:
         return as_fact(name, options.get(name))
@@ -160,12 +160,12 @@ def all_options(options: Any) -> tuple[tuple[str, Hashable], ...]:
 
 
 def as_fact(name: str, value: Any) -> Hashable:
-    """An option as kernels see it: of an array, a supplied scale or a seed, only that it is given."""
+    """An option as kernels see it; for arrays, scales and seeds, only whether it is given."""
     return True if (name in _BY_PRESENCE and value is not None) or hasattr(value, "shape") else value
 
 
 _BY_PRESENCE = ("scale", "seed", "out")
-#: Facts that are attributes, by their paths: of an array, and of a ScaledTensor.
+#: Facts that are attributes, with their paths: for an array, and for a ScaledTensor.
 ATTRIBUTES = {
     "device": ("device", "data.device"),
     "dtype": ("dtype", "data.dtype"),
@@ -175,6 +175,6 @@ ATTRIBUTES = {
     "layout": ("layout.interned_key", "layout.interned_key"),
     "storage": ("layout.storage", "layout.storage"),
 }
-#: Facts that follow from the shape, and the attributes that it follows from.
+#: Facts derived from the shape, and the attributes that determine it.
 OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
 SHAPES = (("shape",), ("data.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))

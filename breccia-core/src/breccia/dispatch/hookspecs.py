@@ -1,7 +1,7 @@
-"""The whole extension surface: what a plug-in's manifest may declare.
+"""The extension API: everything that a plug-in's manifest may declare.
 
 A manifest is a module named by an entry point of group `breccia`. It sets `api = 1`, imports only `breccia` and the
-standard library, and returns declarations; it does nothing else. Everything heavy is a target, a string.
+standard library, and returns declarations; it does nothing else. Implementations are object references (strings).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..rules import Rule
 from ..tensors.storage import Storage
 from .kernel import Kernel
 
-#: Version of this surface. A manifest that sets a higher `api` is set aside with a message.
+#: Version of this API. A manifest with a higher `api` is set aside with a message.
 API = 1
 
 hookspec = pluggy.HookspecMarker("breccia")
@@ -30,9 +30,9 @@ hookimpl = pluggy.HookimplMarker("breccia")
 
 @dataclass(frozen=True)
 class Bridge:
-    """A function of `breccia.bridges`, by that name.
+    """A function of `breccia.bridges`, by name.
 
-    requires: modules it needs. install: what provides them, as pip names it.
+    requires: modules it needs. install: the requirement that provides them, for pip.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Bridge:
     plugin: str = field(default="", compare=False)
 
     def check(self) -> None:
-        """Raise PluginError where the declaration cannot work."""
+        """Raise PluginError if the declaration is invalid."""
         what = f"bridge {self.name!r}"
         targets.check_fields(self, what)
         targets.check(self.target, f"{what}: target")
@@ -50,16 +50,16 @@ class Bridge:
             raise PluginError(f"{what}: its name is a public attribute of breccia.bridges, like 'to_acme'.")
         if bool(self.requires) != bool(self.install):
             raise PluginError(
-                f"{what}: requires is a tuple of modules, and install what pip installs them with; got "
+                f"{what}: requires is a tuple of modules, and install their pip requirement; got "
                 f"requires={self.requires!r}, install={self.install!r}."
             )
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the `breccia` program, loaded when it is used.
+    """A command of the `breccia` program, loaded on first use.
 
-    target: a function that Typer can read, or a `typer.Typer` with commands of its own.
+    target: a function that Typer supports, or a `typer.Typer` with commands of its own.
 
     help: the line that `breccia --help` shows.
     """
@@ -70,7 +70,7 @@ class Command:
     plugin: str = field(default="", compare=False)
 
     def check(self) -> None:
-        """Raise PluginError where the declaration cannot work."""
+        """Raise PluginError if the declaration is invalid."""
         what = f"command {self.name!r}"
         targets.check_fields(self, what)
         targets.check(self.target, f"{what}: target")
@@ -98,7 +98,7 @@ def breccia_layouts() -> Iterable[type[Layout]]:
 
 @hookspec
 def breccia_storages() -> Iterable[Storage]:
-    """Exact mappings of codes and scales to where a kernel wants them."""
+    """Exact rearrangements of codes and scales for kernels."""
     return ()
 
 
@@ -110,7 +110,7 @@ def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
 
 @hookspec
 def breccia_frameworks() -> Iterable[Framework]:
-    """Array libraries and their vocabularies."""
+    """Array libraries and their backend primitives."""
     return ()
 
 

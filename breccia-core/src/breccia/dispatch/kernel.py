@@ -1,4 +1,4 @@
-"""Kernels as plug-ins declare them, and the order in which the table prefers them."""
+"""Kernel declarations, and the order of preference of the table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import targets
 from ..errors import PluginError, suggestion
 from ..recipes import ScalingRecipe
 
-#: Every op, with what `explain` calls its operands.
+#: Every op, with the names of its operands in `explain`.
 OPS = (
     "cast",
     "cast_pair",
@@ -23,17 +23,17 @@ OPS = (
     "cast_ste",
     "cast_ste_clipped",
 )
-#: Ops of an array and the recipe to write it under, whose class is the first of the key.
+#: Ops on an array and a target recipe, whose class comes first in the key.
 CASTS = frozenset(("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul"))
-#: Ops that write ScaledTensors, in the storage that they are asked for.
+#: Ops that write ScaledTensors, in a requested storage.
 WRITERS = ("cast", "cast_pair", "requantize")
-#: `Kernel.framework` of a kernel written over `Ops`, for any framework.
+#: `Kernel.framework` of a kernel written in backend primitives, for any framework.
 ANY_FRAMEWORK = "*"
-#: `Kernel.reads` or `Kernel.writes` of a kernel that takes every storage.
+#: `Kernel.reads` or `Kernel.writes` of a kernel that supports every storage.
 ANY_STORAGE = ("*",)
-#: Version of each op's contract that kernels are written against (docs/spec/numerics.md).
+#: The version of each op's contract that kernels declare (docs/spec/numerics.md).
 CONTRACT = 1
-#: (op, recipe class of a, recipe class of b, framework); the class of what is not scaled is `type(None)`.
+#: (op, recipe class of a, recipe class of b, framework); `type(None)` for an operand that is not scaled.
 Key = tuple[str, type, type, str]
 Prefer = str | Sequence[str] | None
 
@@ -42,24 +42,24 @@ Prefer = str | Sequence[str] | None
 class Kernel:
     """One implementation of an op: a function on plain arrays, with the arguments of the op in `breccia.dispatch.calls`.
 
-    It is not given `prefer`.
+    It does not receive `prefer`.
 
-    framework: the name of the one it is for, or "*" for any. device: likewise, a kind ("cpu", "cuda", ...) or None.
-    target: the function. name: unique among all plug-ins; what `prefer=` and `breccia.explain` call it.
-    recipe, other: the recipe class of the first and second operand it is for. A base class stands for its family; None for
+    framework: the framework's name, or "*" for any. device: likewise, a kind ("cpu", "cuda", ...) or None.
+    target: object reference to the function. name: unique among all plug-ins; used by `prefer=` and `breccia.explain`.
+    recipe, other: the supported recipe class of the first and second operand. A base class matches its family; None matches
         any; `type(None)` for an operand that is not scaled. For `requantize`, `other` is the new recipe.
-    available: target of `f(device: Device) -> None | reason`, asked once per device, its index included.
-    accepts: target of `f(call: Call) -> None | reason`.
-    score: target of `f(call: Call) -> float`, its estimated time for the call in seconds, to be compared with others'.
-    plan: target of `f(call: Call) -> Iterable[Call]`, the calls that it makes of other kernels, for `explain`.
-    rank: among equally specific kernels of equal score the highest wins.
-    reads, writes: names of the storages, beside "plain", that its operands may have and that it can write.
-    traces: takes arrays without memory of their own too, such as fakes and those of transformations.
-    opt_in: does not keep the op's contract; runs only when named by `prefer=` or BRECCIA_PREFER.
-    contract: the version of the op's contract that it was written against.
+    available: object reference to `f(device: Device) -> None | reason`, called once per device (with index).
+    accepts: object reference to `f(call: Call) -> None | reason`.
+    score: object reference to `f(call: Call) -> float`, the estimated time of the call in seconds.
+    plan: object reference to `f(call: Call) -> Iterable[Call]`, its calls of other kernels, for `explain`.
+    rank: the highest wins among equally specific kernels of equal score.
+    reads, writes: names of the storages, besides "plain", that it supports for operands and results.
+    traces: also supports arrays without their own memory, such as fakes and tracers of transformations.
+    opt_in: does not follow the op's contract; runs only when named by `prefer=` or BRECCIA_PREFER.
+    contract: the version of the op's contract that it implements.
 
     Kernels are compared by: a preference by name, an exact recipe before its family before any, score, rank. A kernel without a
-    score comes after those that have one.
+    score comes after those with one.
     """
 
     op: str
@@ -82,7 +82,7 @@ class Kernel:
     plugin: str = field(default="", compare=False)
 
     def check(self) -> None:
-        """Raise PluginError where the declaration cannot work."""
+        """Raise PluginError if the declaration is invalid."""
         what = f"kernel {self.name!r}"
         for name, served in (("recipe", self.recipe), ("other", self.other)):
             recipe_class = isinstance(served, type) and issubclass(served, ScalingRecipe)
@@ -96,7 +96,7 @@ class Kernel:
             raise PluginError(f"{what}: no op {self.op!r}{suggestion(self.op, list(OPS))}")
         if self.contract != CONTRACT:
             raise PluginError(
-                f"{what} keeps version {self.contract} of the contract of {self.op!r}; this is version {CONTRACT}."
+                f"{what} implements version {self.contract} of the contract of {self.op!r}; this is version {CONTRACT}."
             )
 
 
@@ -106,7 +106,7 @@ def named(prefer: Prefer) -> tuple[str, ...]:
 
 
 def fits(k: Kernel, key: Key) -> bool:
-    """Is the kernel declared for calls of this key?"""
+    """Whether the kernel is declared for calls with this key"""
     op, recipe, other, framework = key
     return (
         k.op == op
@@ -117,7 +117,7 @@ def fits(k: Kernel, key: Key) -> bool:
 
 
 def _serves(declared: type | None, found: type) -> int | None:
-    """2 if the kernel declares exactly this recipe class, 1 for its family, 0 for any; None if it is not for it."""
+    """2 if the kernel declares exactly this recipe class, 1 for its family, 0 for any; None if it does not match."""
     if declared is None:
         return 0
     if declared is found:
@@ -127,18 +127,18 @@ def _serves(declared: type | None, found: type) -> int | None:
     return 0 if declared is ScalingRecipe else 1
 
 
-#: Smaller comes first: preference, specificity of either recipe, score, rank.
+#: Smaller comes first: preference, specificity of each recipe, score, rank.
 Order = tuple[int, int, int, float, int]
 
 
 def order_of(k: Kernel, key: Key, prefer: Sequence[str], score: float) -> Order:
-    """Where the kernel stands among others; the least runs."""
+    """The sort key of the kernel; the smallest runs."""
     place = prefer.index(k.name) if k.name in prefer else len(prefer)
     return place, -(_serves(k.recipe, key[1]) or 0), -(_serves(k.other, key[2]) or 0), score, -k.rank
 
 
 def why_first(winner: Order, loser: Order) -> str:
-    """Why one kernel comes before another, for `explain`."""
+    """Why one kernel precedes another, for `explain`."""
     reasons = (
         "preferred by name",
         "declared for this recipe",
@@ -150,14 +150,14 @@ def why_first(winner: Order, loser: Order) -> str:
 
 
 def key_title(key: Key) -> str:
-    """How messages call the calls of a key."""
+    """The title of a key's calls in messages."""
     op, a, b, _ = key
     joint = {"matmul": " and ", "cast_matmul": " and ", "grouped_matmul": " and ", "requantize": " to "}.get(op)
     return f"{op} of {class_name(a)}{joint}{class_name(b)}" if joint else f"{op} of {class_name(a)}"
 
 
 def class_name(c: type | None) -> str:
-    """How messages call a recipe class: by its stable name."""
+    """The stable name of a recipe class, for messages."""
     if c is None or c is ScalingRecipe:
         return "any"
     return "array" if c is NoneType else getattr(c, "name", "") or c.__name__

@@ -1,8 +1,8 @@
-"""Registry: from entry points to manifests, from these to one table.
+"""Registry: reads entry points and manifests, and builds the dispatch table.
 
-One broken plug-in is set aside with one warning and its reason kept; the others work. The registry is built under a
-lock and swapped whole, so a reader sees the old one or the new one. Warnings follow once it is in place: where they are
-errors, one is raised once, and the next call finds the registry.
+A broken plug-in is set aside with a warning and its reason is recorded; the others work. The registry is built under a
+lock and swapped whole, so a reader sees the old one or the new one. Warnings are issued after the swap: where they are
+errors, one is raised once, and the next call uses the new registry.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from .table import Table
 _T = TypeVar("_T")
 
 GROUP = "breccia"
-#: The distribution whose manifest raises where others are set aside.
+#: The distribution whose broken manifest raises instead of being set aside.
 CORE = "breccia-core"
 _CORE_NAME = "core"
-#: Modules a manifest must not load: seconds of import for everybody, for nothing.
+#: Modules a manifest must not import: they take seconds in every process.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "tensorflow", "safetensors", "torchao")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason; of an active one, what it does wrong.
+    """One plug-in found: `status` is "active", "set aside" or "blocked", with the reason; "active" ones may break rules.
 
-    hooks: those it implements and declares something through. declares: what, as "kernels:reference.cast".
+    hooks: the hooks through which it declares something. declares: the declarations, as "kernels:reference.cast".
     """
 
     name: str
@@ -63,13 +63,13 @@ class Plugin:
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """Its title in messages."""
         return f"plug-in {self.name!r} ({self.distribution} {self.version})"
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What one hook's declarations are (instances of `type`, or subclasses), and how one is checked."""
+    """The type of one hook's declarations (instances of `type`, or subclasses), and their check."""
 
     type: type
     of_classes: bool
@@ -77,14 +77,14 @@ class _Kind:
 
 
 def _value_class(declared: type[Any]) -> None:
-    """Raise PluginError unless instances compare and hash by value: dispatch and files rely on it."""
+    """Raise PluginError unless instances compare and hash by value: dispatch and files depend on it."""
     parameters = getattr(declared, "__dataclass_params__", None)
     if not (parameters and parameters.frozen and parameters.eq):
         raise PluginError(f"{declared.__name__} is not a frozen dataclass; put @dataclass(frozen=True) above it.")
 
 
 def _recipe_class(declared: type[ScalingRecipe]) -> None:
-    """Raise PluginError unless it is a value class and, where every field has a default, its default instance is sound."""
+    """Raise PluginError unless it is a value class whose default instance, if it has one, is valid."""
     _value_class(declared)
     if declared.needed_fields():
         return
@@ -94,18 +94,18 @@ def _recipe_class(declared: type[ScalingRecipe]) -> None:
     rules = _asked(f"{what}.rules", lambda: recipe.rules, tuple)
     layout = _asked(f"{what}.layout", lambda: recipe.layout, Layout)
     if layout != (canonical := layout.canonical(-1)):
-        raise PluginError(f"{what}.layout is {layout}; these blocks are spelled {canonical}. Declare that one.")
+        raise PluginError(f"{what}.layout is {layout}; the canonical layout of these blocks is {canonical}. Declare that.")
     if not isinstance(declared.aliases, tuple) or not all(isinstance(alias, str) for alias in declared.aliases):
         raise PluginError(f"recipe {declared.name!r}: aliases is a tuple of names; got {declared.aliases!r}.")
     for rule in rules:
         if not isinstance(rule, Rule):
-            raise PluginError(f"{what}.rules holds {rule!r}, which is no Rule.")
+            raise PluginError(f"{what}.rules contains {rule!r}, which is not a Rule.")
     if len(rules) != levels:
         raise PluginError(f"{what} gives {len(rules)} rule(s) for the {levels} scale level(s) of its format; give one a level.")
 
 
 def _asked(what: str, question: Callable[[], _T], kind: type) -> _T:
-    """The answer, of type `kind`. Raises PluginError naming `what` was asked."""
+    """The result of `question`, of type `kind`. Raises PluginError naming `what`."""
     try:
         found = question()
     except Exception as e:
@@ -137,7 +137,7 @@ def _warn(message: str) -> None:
 
 
 class Registry:
-    """What all active plug-ins declare, by hook and name. `warn` is told of what is amiss."""
+    """What all active plug-ins declare, by hook and name. `warn` receives the text of each problem."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Registry:
         return self.declared["breccia_cli"]
 
     def look_up(self, hook: str, name: str, what: str) -> Any:
-        """The declaration of that name or alias. Raises UnknownNameError with a suggestion."""
+        """The declaration with that name or alias. Raises UnknownNameError with a suggestion."""
         table = self.declared[hook]
         if name in table:
             return table[name]
@@ -208,7 +208,7 @@ class Registry:
         return found
 
     def absence(self, distribution: str) -> str:
-        """Why an installed distribution contributes nothing, or not what was asked; empty where it is not installed."""
+        """Why an installed distribution lacks a declaration; empty if it is not installed."""
         for p in self.plugins:
             if p.distribution == distribution:
                 state = (
@@ -218,7 +218,7 @@ class Registry:
         return ""
 
     def origin(self, plugin: str) -> str:
-        """How messages call the plug-in of that name."""
+        """The title in messages of the plug-in with that name."""
         return next((p.title for p in self.plugins if p.name == plugin), f"plug-in {plugin!r}")
 
     def _doubt(self, variable: str, what: str, names: list[str], known: list[str]) -> None:
@@ -233,7 +233,7 @@ class Registry:
         try:
             manifest = load()
             hooks, declared = self._read(plugin, manifest)
-        except (Exception, SystemExit) as e:  # whatever a stranger's module raises must not stop the others
+        except (Exception, SystemExit) as e:  # errors in a third party's module must not stop the others
             if plugin.distribution == CORE:
                 raise
             why = str(e) if isinstance(e, PluginError) else f"{type(e).__name__}: {e}"
@@ -243,7 +243,8 @@ class Registry:
         fault = f"imported {', '.join(heavy)} while declaring itself" if heavy else ""
         if heavy:
             self._warn(
-                f"breccia plug-in {plugin.name!r} ({plugin.module}) {fault}; move that import into the module its targets name."
+                f"breccia plug-in {plugin.name!r} ({plugin.module}) {fault}; move that import into the module that its object "
+                "references name."
             )
         for hook, name, value in declared:
             self.declared[hook][name] = value
@@ -255,7 +256,7 @@ class Registry:
         if api is None:
             raise PluginError(f"{plugin.module} sets no `api`; a manifest sets `api = {hookspecs.API}`.")
         if type(api) is not int or api < 1:
-            raise PluginError(f"`api` is a whole number, at present {hookspecs.API}; {plugin.module} sets {api!r}.")
+            raise PluginError(f"`api` is an integer, at present {hookspecs.API}; {plugin.module} sets {api!r}.")
         if api > hookspecs.API:
             raise PluginError(
                 f"it is written for api {api}, this breccia-core reads api {hookspecs.API}; upgrade breccia-core."
@@ -279,13 +280,13 @@ class Registry:
             if name.startswith("breccia_") and callable(value) and not self._manager.parse_hookimpl_opts(manifest, name):
                 if name in KINDS:
                     raise PluginError(f"{name} is not marked; put @breccia.hookimpl above it.")
-                raise PluginError(f"it defines {name!r}, which is no hook{suggestion(name, list(KINDS))}")
+                raise PluginError(f"it defines {name!r}, which is not a hook{suggestion(name, list(KINDS))}")
         implementations: dict[str, list[pluggy.HookImpl]] = {hook: [] for hook in KINDS}
         for caller in self._manager.get_hookcallers(manifest) or ():
             for implementation in (i for i in caller.get_hookimpls() if i.plugin is manifest):
                 if caller.name in KINDS:
                     implementations[caller.name].append(implementation)
-                elif not implementation.optionalhook:  # an optional hook is one that a later breccia-core has
+                elif not implementation.optionalhook:  # an optional hook belongs to a later breccia-core
                     raise PluginError(
                         f"it implements no hook of breccia: {caller.name!r}{suggestion(caller.name, list(KINDS))}"
                     )
@@ -323,12 +324,12 @@ def _name_of(value: Any, hook: str) -> str:
 
 
 def _names(name: str, value: Any) -> set[str]:
-    """The names under which a declaration is found."""
+    """The names of a declaration, including aliases."""
     return {name, *getattr(value, "aliases", ())}
 
 
 def _returned(hook: str, implementation: pluggy.HookImpl) -> Iterable[Any]:
-    """What a plug-in's implementation of `hook` declares. Raises PluginError naming the hook, whatever went wrong."""
+    """The declarations of a plug-in's implementation of `hook`. Raises PluginError naming the hook on any error."""
     if implementation.wrapper or implementation.hookwrapper:
         raise PluginError(f"{hook} is a wrapper; hooks here return declarations.")
     function: Callable[[], Any] = implementation.function
@@ -362,7 +363,7 @@ def _installed() -> list[tuple[Plugin, Callable[[], ModuleType]]]:
         plugin = Plugin(point.name, dist.name if dist else "unknown", dist.version if dist else "unknown", point.value)
         return plugin, lambda: import_module(point.value)
 
-    def place(point: EntryPoint) -> tuple[str, str, str]:  # by name, never by order of installation
+    def place(point: EntryPoint) -> tuple[str, str, str]:  # by name, not by order of installation
         return point.name, point.value, point.dist.name if point.dist else ""
 
     return [_core(), *(found(point) for point in sorted(entry_points(group=GROUP), key=place))]
@@ -388,7 +389,7 @@ def reload() -> Registry:
     """Read entry points and the environment again (BRECCIA_BLOCK, BRECCIA_PREFER, BRECCIA_TRACE, BRECCIA_CHECK)."""
     global _building
     with _lock:
-        if _building:  # by this thread: the lock is ours
+        if _building:  # by this thread, which has the lock
             raise PluginError("a manifest used the registry while it is being built; a manifest only returns declarations.")
         _building = True
         try:
@@ -396,7 +397,7 @@ def reload() -> Registry:
             fresh = Registry(_installed(), os.environ, messages.append)
         finally:
             _building = False
-        frameworks.current = fresh  # frameworks and table at once
+        frameworks.current = fresh  # replaces frameworks and table together
         for message in messages:
             _warn(message)
         return fresh

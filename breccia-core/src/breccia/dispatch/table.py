@@ -1,7 +1,7 @@
-"""The table of kernels: which one runs for a call, and what is remembered of earlier calls.
+"""The dispatch table: selects the kernel for a call, and caches selections.
 
-The table is keyed by (op, recipe class of a, recipe class of b, framework). A fact of a call is read when a kernel asks about
-it, and the table notes who asked: calls of a key that agree in all facts ever asked about have one winner, which is remembered.
+The table is keyed by (op, recipe class of a, recipe class of b, framework). Facts of a call are read lazily, when a kernel
+reads them, and the table records which: calls of a key that agree in all facts read so far share one cached winner.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from .kernel import Kernel, Key, Order, Prefer
 
 
-#: Winners remembered for each key of the table, those used last.
+#: The number of cached winners per key of the table (least recently used ones are dropped).
 MEMO_LIMIT = 512
 
 
 class Chosen(NamedTuple):
-    """The winner of a call: what to call, and what to do with what it returns.
+    """The winner of a call: the function, and how its result is checked.
 
-    checked: is the result looked at, since the kernel is a third party's? audited: is it compared with the generic algorithm?
+    checked: whether the result is checked, for third-party kernels. audited: whether it is compared with `reference`
     """
 
     function: Any
@@ -52,27 +52,27 @@ class Chosen(NamedTuple):
     traced: str
 
     def failed(self, error: Exception) -> None:
-        """Name the kernel on an error that left it."""
+        """Add a note naming the kernel to an error it raised."""
         error.add_note(f"This was raised inside {self.title}")
 
     def refused(self, why: str) -> KernelError:
-        """The error of a result that it must not give."""
+        """The error for an invalid result."""
         return KernelError(f"{why} It came from {self.title}", kernel=self.kernel.name, plugin=self.kernel.plugin)
 
     @property
     def title(self) -> str:
-        """How messages call it, with the way out."""
+        """Its title in messages, with the remedy."""
         k = self.kernel
         way_out = "." if k.plugin == "core" else f"; BRECCIA_BLOCK={k.plugin} sets that plug-in aside."
         return f"kernel {k.name!r} of plug-in {k.plugin!r} ({targets.locate(k.target)}){way_out}"
 
 
 class _Site:
-    """What is remembered of one key of the table, for calls with `values` like these.
+    """The cache of one key of the table, for calls with similar `values`.
 
-    asked: the facts that its kernels asked about. chosen: the winner for each of their values.
-    seen: the winner by the attributes that those facts follow from. Most calls are like an earlier one in all of them, and are
-        found here. attributes: reads them, all of a value at once in C.
+    asked: the facts that its kernels read. chosen: the winner by the values of these facts.
+    seen: the winner by the attributes that determine those facts. Most calls repeat an earlier one and are
+        found here. attributes: reads all of them per value at once, in C.
     """
 
     __slots__ = ("asked", "attributes", "chosen", "seen")
@@ -93,20 +93,20 @@ class _Site:
         self.attributes = _reading([*((attrgetter(*names), slot) for slot, names in paths.items()), *others])
 
     def facts(self, values: Values) -> tuple[Hashable, ...]:
-        """What the call has for each fact that was asked about."""
+        """The call's value of each recorded fact."""
         return tuple([attrgetter(f)(values[slot]) if isinstance(f, str) else f(values[slot]) for f, slot in self.asked])
 
     def remember(self, values: Values, chosen: Chosen) -> None:
-        """Find the winner for values like these at once the next time."""
-        with suppress(TypeError):  # a length that a compiler has yet to learn has no hash
+        """Cache the winner for values like these."""
+        with suppress(TypeError):  # a symbolic dimension has no hash
             self.seen[self.attributes(values)] = chosen
         if len(self.seen) > MEMO_LIMIT:
-            with suppress(KeyError):  # another thread has dropped the last one since
+            with suppress(KeyError):  # another thread has dropped the entry
                 self.seen.popitem(last=False)
 
 
 def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[Any], Hashable]:
-    """One function for all of them. Usual numbers of them are spelled out: a loop costs as much as what is read in it."""
+    """One function for all of them. Small counts are unrolled: a loop costs as much as the reads."""
     match readers:
         case [(f, i)]:
             return lambda values: f(values[i])
@@ -121,9 +121,9 @@ def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[
 
 
 class Table:
-    """All kernels; immutable but for what it remembers.
+    """All kernels; immutable except for its caches.
 
-    frameworks: by name, for what they say of arrays. auditing: compare every kernel with the generic algorithm.
+    frameworks: by name, for facts about arrays. auditing: compare every kernel with the generic algorithm.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Table:
         return self._chosen(place, (a, b, new, options, self._frameworks.get(framework)))
 
     def explain(self, call: Call, prefer: Prefer = None, device: str = "") -> Explanation:
-        """Every candidate of the call, the winner first, and what the winner calls in its turn."""
+        """Every candidate of the call, the winner first, and the winner's calls of other kernels."""
         if call.values[FRAMEWORK] is None:
             values = (*call.values[:FRAMEWORK], self._frameworks.get(call.framework))
             call = Call(call.op, call.framework, values)
@@ -193,7 +193,7 @@ class Table:
     # -- choosing ------------------------------------------------------------------------------------------------
 
     def _chosen(self, place: Any, values: Values) -> Chosen:
-        """The winner, remembered for the next call that agrees in all facts that were asked about."""
+        """The winner, cached for calls that agree in all facts that were read."""
         site = self._sites.get(place)
         if site is not None:
             facts = site.facts(values)
@@ -220,7 +220,7 @@ class Table:
         with self._learning:
             site = self._sites.get(place)
             questions = tuple(dict.fromkeys([*(() if site is None else site.asked), *asked]))
-            if site is None or site.asked != questions:  # a new question: what was remembered did not answer it
+            if site is None or site.asked != questions:  # a new fact was read: cached entries do not have it
                 site = self._sites[place] = _Site(questions, values)
             site.chosen[site.facts(values)] = chosen
             if len(site.chosen) > MEMO_LIMIT:
@@ -237,7 +237,7 @@ class Table:
         objections: list[tuple[Kernel, str | None, Order]] = []
         for k in (k for k in self.kernels if fits(k, key) or k.name in names):
             if k.writes == ANY_STORAGE and k.name not in names and not call.stored:
-                continue  # they convert storages, and are of no interest where there are none
+                continue  # they convert storages; skip them for plain operands
             objection = self._objection(k, key, call, names)
             score = self._score(k, call) if objection is None else math.inf
             objections.append((k, objection, order_of(k, key, wanted, score)))
@@ -263,7 +263,7 @@ class Table:
         if names and k.name not in names:
             return f"prefer= names {', '.join(names)}"
         if k.opt_in and k.name not in names and k.name not in self._prefer:
-            return f"opt-in: it does not keep the contract of {k.op}; name it with prefer={k.name!r}"
+            return f"opt-in: it does not follow the contract of {k.op}; name it with prefer={k.name!r}"
         if k.device is not None and k.device != call.device.kind:
             return f"runs on {k.device}, the data is on {call.device.kind}"
         if not k.traces and (opaque := call.opaque) is not None:
@@ -283,22 +283,22 @@ class Table:
         return _ask(k.accepts, call, k) if k.accepts is not None else None
 
     def _score(self, k: Kernel, call: Call) -> float:
-        """The estimated time of a kernel; infinite where it gives none."""
+        """The estimated time of a kernel; infinite if it has none."""
         if k.score is None:
             return math.inf
         found = _checked(k.score, call, k, _number)
         return math.inf if isinstance(found, str) else found
 
 
-#: Plug-ins of breccia's own distributions: their kernels are held to the contract by its tests.
+#: Plug-ins of breccia's own distributions: its tests check their kernels against the contract.
 _OURS = frozenset(("core", *(sibling.plugin for sibling in SIBLINGS)))
-#: Where kernels are that need no comparison with the generic algorithm: itself, and what calls other kernels.
+#: Modules of kernels that are not compared with the generic algorithm: itself, and composites.
 _GENERIC = ("breccia.kernels.reference.", "breccia.kernels.composites:")
 
 
 def _used(chosen: OrderedDict[Any, Chosen], facts: Hashable) -> None:
-    """Note that an entry was used just now."""
-    with suppress(KeyError):  # another thread has dropped it since
+    """Mark an entry as most recently used."""
+    with suppress(KeyError):  # another thread has dropped it
         chosen.move_to_end(facts)
 
 
@@ -312,7 +312,7 @@ def _key(call: Call) -> Key:
 
 
 def _class_of(x: Any) -> type:
-    """The recipe class of an operand, there or described."""
+    """The recipe class of an operand or its description."""
     recipe = recipe_of(x)
     return NoneType if recipe is None else type(recipe)
 
@@ -322,30 +322,30 @@ def _listed(storages: tuple[str, ...]) -> str:
 
 
 def _loaded(kernel: Kernel) -> Any:
-    """The function of a kernel that was chosen. Raises PluginError: falling back would hide the fault."""
+    """The function of the chosen kernel. Raises PluginError: a fallback would hide the fault."""
     way_out = "." if kernel.plugin == "core" else f", or set its plug-in aside with BRECCIA_BLOCK={kernel.plugin}."
     what = f"kernel {kernel.name!r} of plug-in {kernel.plugin!r}"
     return targets.load_declared(what, kernel.target, f" Install what it needs{way_out}")
 
 
 def _ask(target: str, argument: Any, kernel: Kernel) -> str | None:
-    """The answer of a kernel's check, None or the reason it gave."""
+    """The result of a kernel's check: None or a reason."""
     return _checked(target, argument, kernel, _reason)
 
 
 class _Wrong(Exception):
-    """What a kernel's function gave, and must not."""
+    """A kernel's function returned an invalid value."""
 
 
 def _reason(found: Any) -> str | None:
     if found is not None and not isinstance(found, str):
-        raise _Wrong(f"gave {found!r}; it must be None or a reason")
+        raise _Wrong(f"returned {found!r}; it must be None or a reason")
     return found
 
 
 def _number(found: Any) -> float:
     if isinstance(found, bool) or not isinstance(found, Real) or math.isnan(found):
-        raise _Wrong(f"gave {found!r}, which is no number")
+        raise _Wrong(f"returned {found!r}, which is not a number")
     return float(found)
 
 
@@ -354,7 +354,7 @@ def _calls(found: Any) -> list[Call]:
 
 
 def _checked(target: str, argument: Any, kernel: Kernel, read: Callable[[Any], Any]) -> Any:
-    """What a kernel's function says, as `read` takes it; or why it says nothing, so that one vendor's mistake stops nobody."""
+    """The result of a kernel's function, through `read`; or its failure as text, so that one faulty plug-in breaks no other."""
     try:
         return read(targets.load(target)(argument))
     except _Wrong as e:
@@ -367,7 +367,7 @@ _reported: set[tuple[str, str]] = set()
 
 
 def _report(kernel: Kernel, fault: str) -> str:
-    """`fault`, with a warning that names the kernel, once a process."""
+    """`fault`, with a warning that names the kernel, once per process."""
     if (kernel.name, kernel.target) not in _reported:
         _reported.add((kernel.name, kernel.target))
         way_out = "" if kernel.plugin == "core" else f" BRECCIA_BLOCK={kernel.plugin} sets the plug-in aside."

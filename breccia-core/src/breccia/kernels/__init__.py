@@ -1,7 +1,7 @@
 # pyright: reportUnsupportedDunderAll=false
-"""Kernels: `reference` is the generic algorithm, `numpy` its override; `triton` a façade of what breccia-triton registers.
+"""Kernels: `reference` is the generic algorithm, `numpy` its override; `triton` a façade for the kernels of breccia-triton.
 
-Submodules are imported when they are first named.
+Submodules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""BRECCIA_CHECK=1: every kernel's result is compared with that of the generic algorithm, bit by bit or within its bound.
+"""BRECCIA_CHECK=1: compare every kernel's result with the generic algorithm, bit by bit or within its error bound.
 
-It is slow and doubles memory; it finds the kernel that is wrong. Calls without values (traced ones, fakes) are not compared.
+It is slow and doubles memory; it names the wrong kernel. Calls without values (traced arrays, fakes) are not compared.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..tensors.components import stored_parts
 from ..tensors.tensor import ScaledTensor
 from . import reference
 
-#: Of the dtypes that products are rounded to: unit roundoff, and the spacing of subnormals where it matters.
+#: Per output dtype of products: unit roundoff, and the spacing of subnormals where it matters.
 _ROUNDING = {"float32": (2.0**-24, 0.0), "float16": (2.0**-11, 2.0**-24), "bfloat16": (2.0**-8, 0.0)}
 
 
 def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
-    """Raise KernelError where `found`, the result of a kernel for these arguments, is not what the contract says."""
+    """Raise KernelError where `found`, the result of a kernel for these arguments, violates the contract."""
     op = chosen.kernel.op
     try:
         expected = getattr(reference, op)(*map(_without_out, arguments[: _CALLED.get(op)]))
@@ -37,7 +37,7 @@ def check(chosen: Chosen, arguments: tuple[Any, ...], found: Any) -> None:
         raise chosen.refused(f"BRECCIA_CHECK: {op} differs from the generic algorithm: {'; '.join(differences)}.")
 
 
-#: How many arguments the generic algorithm takes where an op's last one is `out`.
+#: The number of arguments of the generic algorithm for ops whose last one is `out`.
 _CALLED = {"dequantize": 2, "matmul": 4, "grouped_matmul": 4}
 
 
@@ -46,7 +46,7 @@ def _without_out(argument: Any) -> Any:
 
 
 def _unreadable(arguments: tuple[Any, ...], error: Exception) -> bool:
-    """Was the error one of arrays that have no values to read?"""
+    """Whether the error was caused by arrays without readable values"""
     if isinstance(error, BrecciaError) and not isinstance(error, UnsupportedError):
         return False
     for x in arguments:
@@ -91,7 +91,7 @@ def _of_tensors(found: ScaledTensor, expected: ScaledTensor) -> Iterator[str]:
 
 
 def _of_values(found: Any, expected: Any) -> Iterator[str]:
-    """Decoded values: one NaN is like another, and a backend may flush those below 2^-126 to zero."""
+    """Decoded values: all NaNs are equal, and a backend may flush values below 2^-126 to zero."""
     ops = ops_of(found)
     with ops.errstate():
         ours, theirs = (np.asarray(ops.to_numpy(ops.f32(x)), np.float32, order="C").view(np.uint32) for x in (found, expected))
@@ -103,14 +103,14 @@ def _of_values(found: Any, expected: Any) -> Iterator[str]:
 
 
 def _flushes(like: Any) -> bool:
-    """Do results of the framework below 2^-126 come back as zeros? XLA's do, and the contract allows it."""
+    """Whether the framework flushes results below 2^-126 to zero. XLA does, and the contract allows it."""
     ops = ops_of(like)
     least = ops.constant(2.0**-126, like)
     return not ops.to_numpy(least * 0.5).any() or not ops.to_numpy(ops.div(least, 2.0)).any()
 
 
 def _of_products(op: str, arguments: tuple[Any, ...], found: Any, expected: Any) -> Iterator[str]:
-    """|error| <= 2 n u / (1 - n u) sum |a||b|, n = K + 2, u = 2^-24, both being within half of it; and a rounding of each.
+    """|error| <= 2 n u / (1 - n u) sum |a||b|, n = K + 2, u = 2^-24, each result within half of it; plus one rounding of each.
 
     Where the sums overflow or hold NaN or Inf there is no bound, and NaN must be NaN.
     """

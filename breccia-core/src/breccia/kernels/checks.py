@@ -1,4 +1,4 @@
-"""What arguments an op can take: checks that read shapes and dtypes alone, so that any layer can make them."""
+"""Argument checks that read only shapes and dtypes, so that any layer can call them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Array = Any
 
 
 def check_cast(x: Array, recipe: Any) -> None:
-    """Raise a typed error for an array or recipe that `cast` cannot take."""
+    """Raise a typed error for an array or recipe that `cast` does not support."""
     check_recipe(recipe)
     found = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
     if hasattr(x, "dtype") and found not in FLOATS:
         raise UnsupportedError(
             f"cast takes {', '.join(FLOATS)}; got {found}. "
             + (
-                "Convert it first, so that the rounding to FP32 is yours to see: x.astype('float32') (torch: x.float())."
+                "Convert it first, so that the rounding to FP32 is explicit: x.astype('float32') (torch: x.float())."
                 if found.startswith("float")
-                else "Only floating-point numbers are quantized; codes that exist already are wrapped by breccia.from_buffer."
+                else "Only floating-point numbers are quantized; wrap existing codes with breccia.from_buffer."
             ),
             found=found,
         )
@@ -35,7 +35,7 @@ def check_cast(x: Array, recipe: Any) -> None:
 
 
 def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
-    """The layout `cast` gives to an array of `shape`. Raises ShapeError where the recipe needs a matrix."""
+    """The layout of a cast of an array of `shape`. Raises ShapeError where the recipe needs a matrix."""
     layout = recipe.layout.oriented(axis)
     if layout.block(axis) != TENSOR and len(shape) < 2:
         raise ShapeError(
@@ -47,7 +47,7 @@ def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
 
 
 def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
-    """Raise ShapeError or UnsupportedError unless `a @ b + bias` is defined: for shapes, and for dtypes of plain operands."""
+    """Raise ShapeError or UnsupportedError unless `a @ b + bias` is defined for these shapes and dtypes of plain operands."""
     left, right = tuple(a.shape), tuple(b.shape)
     if not (len(left) == 2 == len(right) and left[1] == right[0]):
         check_matmul_shapes(left, right)
@@ -68,7 +68,7 @@ def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
 
 
 def check_float(name: str, x: Array) -> None:
-    """Raise UnsupportedError unless `x` is an array that `matmul` reads."""
+    """Raise UnsupportedError unless `x` has a dtype that `matmul` supports."""
     if dtype_name(x) not in FLOATS:
         raise UnsupportedError(
             f"matmul takes ScaledTensors and {', '.join(FLOATS)} arrays; {name} is {dtype_name(x)}. Convert it first: "
@@ -78,7 +78,7 @@ def check_float(name: str, x: Array) -> None:
         _FLOATS.add(x.dtype)
 
 
-#: Dtypes of frameworks that are known to be floats which `matmul` reads.
+#: Framework dtypes known to be floats that `matmul` supports.
 _FLOATS: set[Any] = set()
 _REMEMBERED = 64
 
@@ -133,13 +133,13 @@ def clip_bounds(
 ) -> tuple[float, float] | None:
     """The range inside which gradients pass: given bounds, else plus and minus the element codec's largest value.
 
-    None where each block has its own, `extremes`. Raises OptionError.
+    None where each block has its own range. Raises OptionError.
     """
     if clip not in CLIPS:
         raise OptionError(f"clip is one of {', '.join(CLIPS)}; got {clip!r}.", clip=clip)
     if clip == "scale":
         if clip_min is not None or clip_max is not None:
-            raise OptionError('clip="scale" finds its own bounds; leave clip_min and clip_max out.', clip=clip)
+            raise OptionError('clip="scale" computes its own bounds; omit clip_min and clip_max.', clip=clip)
         return None
     high = recipe.format.element.max if clip_max is None else _bound("clip_max", clip_max)
     low = -high if clip_min is None else _bound("clip_min", clip_min)
@@ -151,7 +151,5 @@ def clip_bounds(
 def _bound(name: str, bound: Any) -> float:
     try:
         return float(bound)
-    except Exception:  # frameworks have each their own error for a traced number
-        raise OptionError(
-            f"{name} is a number that is known when a function is traced; got {bound}.", **{name: bound}
-        ) from None
+    except Exception:  # each framework has its own error for traced numbers
+        raise OptionError(f"{name} must be a number known at trace time; got {bound}.", **{name: bound}) from None

@@ -1,6 +1,6 @@
-"""Ops written over other ops as the table finds them: a fast `cast` speeds up all that cast here.
+"""Ops composed of other ops that the table selects: a fast `cast` speeds up every composite that casts.
 
-Each has a plan, which tells `explain` the calls that it makes. A fused kernel declared for the op itself comes before these.
+Each has a plan, which lists its calls for `explain`. A fused kernel declared for the op itself takes precedence.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from .reference.requantizing import Primitives
 
 Array = Any
 
-#: The primitives that the table finds.
+#: The primitives selected by the table.
 FOUND = Primitives(calls.cast, calls.dequantize)
 
 
 def requantize(
     st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
 ) -> ScaledTensor:
-    """`reference.requantize` over the kernels of `dequantize` and `cast`."""
+    """`reference.requantize` on the kernels of `dequantize` and `cast`."""
     return reference.requantize(st, recipe, options, require_exact, FOUND)
 
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`reference.matmul` over the kernel of `dequantize`."""
+    """`reference.matmul` on the kernel of `dequantize`."""
     return reference.product(a, b, bias, out_dtype, out, FOUND)
 
 
 def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`reference.grouped_matmul` over the kernel of `dequantize`."""
+    """`reference.grouped_matmul` on the kernel of `dequantize`."""
     return reference.grouped_matmul(a, b, offsets, out_dtype, out, FOUND)
 
 
@@ -44,7 +44,7 @@ def cast_pair(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -
 
 
 def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: str = "float32") -> Array:
-    """The product of what the kernel of `cast` wrote, by the kernel of `matmul`."""
+    """The kernel of `matmul` applied to the result of the kernel of `cast`."""
     return calls.matmul(calls.cast(x, recipe), b, bias, out_dtype)
 
 
@@ -54,12 +54,12 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) ->
 
 
 def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
-    """The value of `cast_ste`: a clip shapes the gradient alone."""
+    """The value of `cast_ste`: a clip affects only the gradient."""
     return calls.cast_ste(x, recipe, options)
 
 
 def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[Array, Array]:
-    """The lowest and highest value that each block of a cast can hold under the scale it has, for gradients of clips."""
+    """The lowest and highest value representable in each block of a cast under its scale, for gradients of clips."""
     low, high = reference.extremes(calls.cast(x, recipe, options))
     return calls.dequantize(low), calls.dequantize(high)
 
@@ -68,7 +68,7 @@ def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAUL
 
 
 def cast_into_storage(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """A cast in plain storage, then converted: for storages that no kernel writes."""
+    """A cast in plain storage, then converted: for storages that no kernel writes directly."""
     written = calls.cast(x, recipe, options.replace(storage=PLAIN, out=None)).to_storage(options.storage)
     return reference.assigned(options.out, written)
 
@@ -76,7 +76,7 @@ def cast_into_storage(x: Array, recipe: ScalingRecipe, options: CastOptions = DE
 def cast_pair_into_storage(
     x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Likewise of `cast_pair`."""
+    """Likewise for `cast_pair`."""
     first, second = calls.cast_pair(x, recipe, options.replace(storage=PLAIN))
     return first.to_storage(options.storage), second.to_storage(options.storage)
 
@@ -84,7 +84,7 @@ def cast_pair_into_storage(
 def requantize_into_storage(
     st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
 ) -> ScaledTensor:
-    """Likewise of `requantize`; and from storages that no kernel reads."""
+    """Likewise for `requantize`; also from storages that no kernel reads."""
     plain = calls.requantize(st.to_plain(), recipe, options.replace(storage=PLAIN, out=None), require_exact)
     return reference.assigned(options.out, plain.to_storage(options.storage))
 

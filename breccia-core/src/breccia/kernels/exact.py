@@ -1,6 +1,6 @@
-"""Which recipes hold all that another one can say: `requantize` then keeps scales and renames codes, and rounds nothing.
+"""Pairs of recipes where the second represents all values of the first: `requantize` keeps scales and translates codes.
 
-Read from the declarations alone, so a new recipe has its exact pairs at once. Defined in docs/spec/numerics.md, section 6.
+Computed from declarations only, so new recipes are covered automatically. Defined in docs/spec/numerics.md, section 6.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..rules import Exponent, Inverse
 
 
 def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | None = None) -> bool:
-    """Could the scales of `source`, as numbers, be scales of `target`?
+    """Whether the values of `source`'s scales are valid scales of `target`
 
-    Both decode by the same steps, blocks of `target` lie within blocks of `source`, and where `target` wants powers of two
-    `source` has them.
+    Both decode by the same steps, blocks of `target` lie within blocks of `source`, and if `target` requires powers of two,
+    `source` writes them.
     """
     if _powers_of_two(target) and not _powers_of_two(source):
         return False
@@ -28,12 +28,12 @@ def same_scales(source: ScalingRecipe, target: ScalingRecipe, block: Block | Non
 
 
 def _qmaxes(fmt: Format) -> list[float]:
-    """Of the levels that decoding needs them for."""
+    """The qmax of each level that needs it for decoding."""
     return [fmt.qmax(level) for level in fmt.levels if level.sense == "amax"]
 
 
 def _powers_of_two(recipe: ScalingRecipe) -> bool:
-    """Does the recipe write nothing but powers of two as scales?"""
+    """Whether the recipe writes only powers of two as scales"""
     rule = recipe.rules[-1]
     return isinstance(rule, Exponent) or (isinstance(rule, Inverse) and rule.power_of_two)
 
@@ -46,7 +46,7 @@ def _nests(outer: Block, inner: Block) -> bool:
 
 @lru_cache(maxsize=256)
 def renamed(source: Codec, target: Codec) -> tuple[int, ...] | None:
-    """For each code of `source` the code of `target` that decodes to the same FP32 bits; None where one has no such code."""
+    """For each code of `source` the code of `target` that decodes to the same FP32 bits; None if any has no such code."""
     codes = {bits: code for code, bits in reversed(list(enumerate(target.table)))}
     found = [codes.get(bits) for bits in source.table]
     return None if None in found else tuple(code for code in found if code is not None)
@@ -54,7 +54,7 @@ def renamed(source: Codec, target: Codec) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=256)
 def hold_scales(source: Codec, target: Codec) -> bool:
-    """Has every scale stored in `source` its like in `target`, without FP32 subnormals, which some backends read as zero?"""
+    """Whether `target` represents every scale stored in `source`, without FP32 subnormals, which some backends flush"""
     if source == target:
         return True
     if target.bits <= 8 or not isinstance(target, Minifloat):
@@ -65,7 +65,7 @@ def hold_scales(source: Codec, target: Codec) -> bool:
 
 
 def _holds(codec: Minifloat, value: float, bits: int) -> bool:
-    """Is `value`, of FP32 bits `bits`, a number of `codec` (16 or 32 bits), or NaN?"""
+    """Whether `codec` (16 or 32 bits) represents `value` (FP32 bits `bits`), or it is NaN"""
     if math.isnan(value) or value == 0:
         return True
     fits = bits & ((1 << (23 - codec.mantissa_bits)) - 1) == 0 and abs(value) >= 2.0 ** (1 - codec.bias)
@@ -73,18 +73,18 @@ def _holds(codec: Minifloat, value: float, bits: int) -> bool:
 
 
 def keeps_parts(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
-    """Does `requantize` change nothing but the recipe's name, whatever the parts hold?"""
+    """Whether `requantize` changes only the recipe, whatever the components contain"""
     return old == new or (old.format == new.format and same_scales(old, new, covered(old, layout, axis)[1]))
 
 
 def covered(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[bool, Block]:
-    """(are blocks told by an index?, the block of a scale)"""
+    """(whether an index assigns scales, the block of a scale)"""
     grouped = isinstance(layout, PerGroupIndex)
     return grouped, recipe.format.scale.block if grouped else layout.block(axis)
 
 
 def renames(old: ScalingRecipe, layout: Layout, axis: int, new: ScalingRecipe) -> bool:
-    """Does `requantize` keep scales and rename codes, whatever the tensor holds, so that no value is computed?"""
+    """Whether `requantize` keeps scales and translates codes, whatever the tensor contains, without computing values"""
     if keeps_parts(old, layout, axis, new):
         return True
     grouped, block = covered(old, layout, axis)

@@ -1,4 +1,4 @@
-"""What core's kernels accept, and which calls composites make: for `explain`, which imports neither kernels nor frameworks."""
+"""What core's kernels accept, and the calls of composites, without importing kernels or frameworks (for `explain`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .exact import renames
 
 # -- the NumPy kernels -----------------------------------------------------------------------------------------------
 
-#: Layouts whose scales the NumPy kernels find by arithmetic.
+#: Layouts for which the NumPy kernels compute the position of scales.
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 
 
@@ -27,26 +27,26 @@ def k_last(shape: Shape, axis: int) -> Shape:
 
 
 def alone(shape: Shape, block: Block) -> bool:
-    """Do matrices stacked on each other have the blocks that each has?"""
+    """Whether stacking matrices keeps the blocks of each"""
     return block == TENSOR or (block[0] is not None and shape[-2] % block[0] == 0)
 
 
 def scattered(shape: Shape, block: Block, lead: Shape, contiguous: bool) -> bool:
-    """Would there be many small pieces, whose calls cost more than the generic algorithm?"""
+    """Whether there would be many small pieces, which cost more than the generic algorithm"""
     count = math.prod(shape[: len(lead)] if contiguous and alone(shape, block) else shape[:-2])
     return count > 64 and math.prod(shape) // count < 1 << 14
 
 
 def accepts_dequantize(call: Call) -> str | None:
-    """Why `dequantize` would give the whole tensor to the generic algorithm, or None."""
+    """Why `dequantize` would pass the whole tensor to the generic algorithm, or None."""
     recipe, layout = call.a.recipe, call.a.layout
     assert recipe is not None and layout is not None
     if type(layout) not in LAYOUTS:
-        return f"it does not know layout {type(layout).__name__}"
+        return f"it does not support layout {type(layout).__name__}"
     if recipe.format.global_scale is not None and layout.block() == TENSOR:
         return "a tensor scale under another one has no fast form here"
     if call.a.empty:
-        return "an empty tensor is the generic algorithm's"
+        return "the generic algorithm runs for an empty tensor"
     if call.a.ndim > 2 and scattered(k_last(call.a.shape, call.a.axis), layout.block(call.a.axis), (), True):
         return "many small matrices are faster all at once"
     return None
@@ -56,7 +56,7 @@ def accepts_dequantize(call: Call) -> str | None:
 
 
 def plan_of_requantize(call: Call) -> Iterator[Call]:
-    """None where codes are renamed; else values are decoded and cast."""
+    """No calls where codes are translated; else values are decoded and cast."""
     a, recipe = call.a, call.recipe
     assert a.recipe is not None and a.layout is not None and recipe is not None
     if call.option("scale") is None and renames(a.recipe, a.layout.plain, a.axis, recipe):
@@ -70,7 +70,7 @@ def plan_of_requantize(call: Call) -> Iterator[Call]:
 
 
 def plan_of_products(call: Call) -> Iterator[Call]:
-    """Every operand that is scaled is decoded."""
+    """Every ScaledTensor operand is decoded."""
     for operand in (call.a, call.b):
         if operand is not None and (described := operand.described()).recipe is not None and described.layout is not None:
             yield call.makes("dequantize", operand)
@@ -107,7 +107,7 @@ def plan_of_storages(call: Call) -> Iterator[Call]:
 
 
 def _casting(call: Call, **changed: Any) -> CastOptions:
-    """The options of a cast on the way, in plain storage and memory of its own."""
+    """The options of an intermediate cast: plain storage, no `out`."""
     found = call.cast_options().replace(storage=PLAIN, out=None, **changed)
     return found if found.given() else DEFAULT
 
@@ -130,7 +130,7 @@ def _in_plain_storage(of: Described) -> Described:
 
 
 def _written(call: Call, axis: int | None = None) -> Described:
-    """What a cast of the first operand gives."""
+    """The result of a cast of the first operand."""
     recipe, x = call.recipe, call.a.described()
     assert recipe is not None
     axis = int(call.option("axis", -1)) if axis is None else axis

@@ -1,6 +1,6 @@
-"""How many threads the NumPy kernels use, and the one pool they share.
+"""The thread count of the NumPy kernels, and their shared pool.
 
-Work is split the same way whichever thread does it, so the number changes no byte of any result.
+How work is split does not depend on the thread, so the thread count does not change any byte of a result.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def set_num_threads(n: int) -> None:
-    """Let NumPy kernels use up to `n` threads, the caller's among them; they take no more than help them.
+    """Let NumPy kernels use up to `n` threads including the caller's; they use fewer where more do not help.
 
-    Raises OptionError unless `n` is a whole number >= 1.
+    Raises OptionError unless `n` is an integer >= 1.
     """
     global _threads, _pool
     number = whole_number("n", n)
     if number < 1:
         raise OptionError(
-            f"set_num_threads(n) takes n >= 1, the caller's thread included; got {n}. For no other threads, pass 1.", n=n
+            f"set_num_threads(n) takes n >= 1, including the caller's thread; got {n}. Pass 1 for a single thread.", n=n
         )
     with _lock:
-        # Work under way keeps the old pool alive; its threads end once nobody refers to it.
+        # Running work keeps the old pool alive; its threads end with the last reference to it.
         _threads, _pool = number, None
 
 
 def get_num_threads() -> int:
-    """Threads that NumPy kernels may use: what `set_num_threads` was told, else the CPUs this process may run on."""
+    """Threads that NumPy kernels may use: the value given to `set_num_threads`, else the CPUs available to this process."""
     global _threads
     if _threads is None:
         affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
@@ -49,14 +49,14 @@ def get_num_threads() -> int:
 
 
 def devices() -> list[str]:
-    """Where NumPy computes, for `breccia doctor`."""
+    """The devices of NumPy, for `breccia doctor`."""
     return [f"cpu, up to {get_num_threads()} threads"]
 
 
 def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
-    """Call `work(first, end)` for parts that make up range(count), on up to `threads` threads; the first exception is raised.
+    """Call `work(first, end)` for consecutive ranges of range(count), on up to `threads` threads; raises the first exception.
 
-    `work` must not call `spread` itself: a pool whose threads all wait for each other would stand still.
+    `work` must not call `spread` itself: threads of one pool that wait for each other deadlock.
     """
     threads = min(threads, count)
     if threads <= 1:
@@ -65,7 +65,7 @@ def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
     bounds = [count * i // threads for i in range(threads + 1)]
     parts = list(pairwise(bounds[1:]))
     futures: list[Future[None]] = []
-    with suppress(RuntimeError):  # an interpreter that is going down starts no threads
+    with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
         futures.extend(_shared_pool().submit(work, *part) for part in parts)
     try:
         work(0, bounds[1])
@@ -89,7 +89,7 @@ def _shared_pool() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """In a forked child: the pool's threads are not there, and the lock may have been held."""
+    """In a forked child: the pool's threads do not exist, and the lock may be locked."""
     global _lock, _pool
     _lock, _pool = threading.Lock(), None
 

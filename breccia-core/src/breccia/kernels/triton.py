@@ -1,5 +1,5 @@
 # pyright: reportUnsupportedDunderAll=false
-"""Kernels that an installed breccia-triton declares, by function name; `TRITON_AVAILABLE` says whether they can run."""
+"""The kernels of an installed breccia-triton, by function name; `TRITON_AVAILABLE` is whether they can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TRITON_AVAILABLE"]
 
 
 def _kernels() -> dict[str, Kernel]:
-    """The declared kernels by function name; none where they cannot be imported."""
+    """The declared kernels by function name; empty if they cannot be imported."""
     declared = [k for k in registry().table.kernels if k.plugin == TRITON.plugin]
     return {k.target.rpartition(":")[2]: k for k in declared if not _missing()}
 

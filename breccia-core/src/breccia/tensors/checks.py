@@ -21,7 +21,7 @@ _ZERO_POINTS = {"zero_point": ("uint8", "int8", "int16", "int32", *FLOATS), "bia
 
 
 def contraction_axis(axis: int, ndim: int) -> int:
-    """`axis` as -1 or -2. Raises LayoutError for any other."""
+    """Normalize `axis` to -1 or -2. Raises LayoutError for others."""
     axis = whole_number("axis", axis)
     negative = axis - ndim if axis >= 0 else axis
     if negative not in (-1, -2) or -negative > ndim:
@@ -49,15 +49,15 @@ def check_arrays(data: Any, scale: Any, zero_point: Any, global_scale: Any) -> N
 
 
 def as_shape(shape: Any) -> Shape:
-    """`shape` as a tuple of whole numbers. Raises OptionError."""
+    """`shape` as a tuple of integers. Raises OptionError."""
     try:
         return tuple(whole_number("shape", n) for n in shape)
     except TypeError:
-        raise OptionError(f"shape must be a tuple of whole numbers, got {shape!r}.", shape=shape) from None
+        raise OptionError(f"shape must be a tuple of integers, got {shape!r}.", shape=shape) from None
 
 
 def padding_of(shape: Shape, stored: Shape, element: Codec, axis: int) -> int:
-    """Padding codes that make `stored` hold the logical `shape`. Raises LayoutError where none does."""
+    """The number of padding codes in `stored` for the logical `shape`. Raises LayoutError if they do not match."""
     if any(n < 0 for n in shape):
         raise LayoutError(f"shape= has lengths >= 0; got {shape}.", shape=shape)
     expected = list(shape)
@@ -80,7 +80,7 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
     held = st.data.shape[st.axis] // size * codes
     if st.data.shape[st.axis] % size or not 0 <= st.padding < codes or st.padding > held:
         raise LayoutError(
-            f"data of shape {tuple(st.data.shape)} does not hold whole groups of {codes} {fmt.element.name} codes in "
+            f"data of shape {tuple(st.data.shape)} is not a multiple of packing groups of {codes} {fmt.element.name} codes in "
             f"{size} bytes along axis {st.axis} (padding={st.padding}).",
             found=tuple(st.data.shape),
             padding=st.padding,
@@ -89,7 +89,7 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
     check_codes("scale", st.scale, fmt.scale.codec)
     st.layout.validate(st.data, st.scale, shape=st.shape, axis=st.axis)
     expected, found = fmt.scale.block, st.layout.block(st.axis)
-    # Groups under a floating-point scale may be all of K, or given by an index; MX and NVFP4 blocks have one length.
+    # Groups with floating-point scales may span K or be given by an index; MX and NVFP4 blocks have a fixed length.
     groups = expected[0] == 1 and expected[1] is not None and fmt.scale.codec.bits > 8
     fits = found == expected and not isinstance(st.layout, PerGroupIndex)
     if not fits and not (groups and found == (1, None)):
@@ -104,7 +104,7 @@ def check_parts(st: ScaledTensor, fmt: Format) -> None:
 
 
 def check_codes(name: str, part: Any, codec: Codec) -> None:
-    """Raise UnsupportedError unless `part` has a dtype that codes of `codec` are stored in."""
+    """Raise UnsupportedError unless `part` has a storage dtype of `codec`."""
     found = dtype_name(part)
     if codec.bits > 8:
         allowed = set(FLOATS) | ({"uint16"} if codec.name == "BF16" else set[str]())

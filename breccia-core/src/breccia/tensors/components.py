@@ -1,4 +1,4 @@
-"""The components of a ScaledTensor: its arrays, the metadata beside them, their grids and bytes."""
+"""The components of a ScaledTensor: its arrays, their grids, and their bytes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PARTS = ("data", "scale", "zero_point", "global_scale")
 
 
 def components(st: ScaledTensor) -> dict[str, Any]:
-    """The parts that `st` has, by name."""
+    """The components of `st`, by name."""
     return {name: part for name in PARTS if (part := getattr(st, name)) is not None}
 
 
 def scale_block(st: ScaledTensor, name: str) -> Block:
-    """The block that each item of the part `name` (scale, zero_point or global_scale) stands for."""
+    """The block covered by each item of the component `name` (scale, zero_point or global_scale)."""
     return TENSOR if name == "global_scale" else st.layout.block(st.axis)
 
 
 def part_grids(st: ScaledTensor) -> dict[str, Grid]:
-    """How each part follows the logical axes. Raises LayoutError where the layout has blocks in an order of its own."""
+    """How each component follows the logical axes. Raises LayoutError where the layout orders blocks differently."""
     shape = st.shape
     found = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
     for name, part in components(st).items():
@@ -48,7 +48,7 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
 
 
 def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid]) -> None:
-    """Raise LayoutError where an integer would drop an axis that codes or scales need."""
+    """Raise LayoutError where an integer index would drop an axis that codes or scales need."""
     dropped = [axis for axis in (-2, -1)[-len(cuts) :] if isinstance(cuts[axis], int)]
     if not dropped:
         return
@@ -68,13 +68,13 @@ def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid
 
 
 def stored_parts(st: ScaledTensor) -> dict[str, Any]:
-    """The parts of `st` as NumPy arrays in C order, little-endian, float8 and bfloat16 as bit patterns."""
+    """The components of `st` as NumPy arrays in C order, little-endian, float8 and bfloat16 as bit patterns."""
     arrays = {name: ops_of(part).to_numpy(part) for name, part in components(st).items()}
     return {name: a.astype(a.dtype.newbyteorder("<"), order="C", copy=False) for name, a in arrays.items()}
 
 
 def digest_facts(st: ScaledTensor, stored: dict[str, Any]) -> dict[str, Any]:
-    """What `ScaledTensor.digest` hashes beside the bytes."""
+    """The metadata hashed by `ScaledTensor.digest`, in addition to the bytes."""
     return {
         "recipe": st.recipe.to_dict(),
         "layout": st.layout.to_dict(),

@@ -1,7 +1,7 @@
-"""Grids: which items of a stored part stand for which stretch of the logical tensor.
+"""Grids: the mapping from items of a stored component to ranges of the logical tensor.
 
-A part (codes, scales, ...) follows the logical axes by its grid, one `Along` per stored axis. That is all structural
-ops need to know to cut a tensor, whatever its recipe.
+A component (codes, scales, ...) has a grid, one `Along` per stored axis. Structural ops
+need only grids to cut a tensor, whatever its recipe.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..options import whole_number
 if TYPE_CHECKING:
     from ..arrays.ops import Array, Ops
 
-#: What is kept of a logical axis: one position (the axis goes), a stretch, or positions in an order of their own.
+#: The selection along a logical axis: one position (drops the axis), a slice, or a list of positions.
 Cut = int | range | tuple[int, ...]
 
 
 def packing(codec: Codec) -> tuple[int, int]:
-    """(codes, bytes) of the smallest whole group of `codec`'s codes: (1, 1) of 8 bits, (2, 1) of 4, (8, 5) of 5."""
+    """(codes, bytes) of `codec`'s packing group: (1, 1) for 8 bits, (2, 1) for 4, (8, 5) for 5."""
     group = math.lcm(codec.bits, 8)
     return group // codec.bits, group // 8
 
@@ -38,7 +38,7 @@ def packed_length(codec: Codec, length: int) -> int:
 
 
 def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> dict[str, Shape]:
-    """The shape of each part that a cast of an array of `shape` writes, under a layout fitted to it. Raises LayoutError."""
+    """The shape of each component of a cast of an array of `shape`, under a layout fitted to it. Raises LayoutError."""
     data = list(shape)
     data[axis] = packed_length(fmt.element, shape[axis])
     scales = layout.scale_shapes(shape, axis)[0]
@@ -47,7 +47,7 @@ def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> di
 
 
 class Along(NamedTuple):
-    """A stored axis beside the logical axis `axis`: `items` for every `codes` positions of it, or for all (None)."""
+    """A stored axis along the logical axis `axis`: `items` per `codes` positions, or in total (None)."""
 
     axis: int
     codes: int | None = 1
@@ -74,7 +74,7 @@ def scale_grid(stored: int, ndim: int, axis: int, block: Block) -> Grid:
 
 
 def check_axis(axis: Any, ndim: int) -> int:
-    """`axis` counted from the front. Raises ShapeError where there is no such axis."""
+    """`axis` counted from the front. Raises ShapeError for an invalid axis."""
     found = whole_number("axis", axis)
     if not -ndim <= found < ndim:
         raise ShapeError(
@@ -115,7 +115,7 @@ def _cut(item: Any, axis: int, length: int) -> Cut:
 
 
 def read_position(item: Any, axis: int, length: int) -> int:
-    """A position from 0, out of an integer that may count from the end. Raises OutOfRangeError beyond either end."""
+    """A non-negative position from an integer that may count from the end. Raises OutOfRangeError."""
     found = None
     if not isinstance(item, bool) and tuple(getattr(item, "shape", ())) == ():
         try:
@@ -134,7 +134,7 @@ def read_position(item: Any, axis: int, length: int) -> int:
 
 
 def read_positions(index: Any, axis: int, length: int) -> Cut:
-    """An integer, or a list or 1-D integer array of them, as `read_position` reads each."""
+    """An integer, or a list or 1-D integer array of them, each read by `read_position`."""
     shape = getattr(index, "shape", None)
     if shape is not None and tuple(shape) != ():
         array = ops_of(index, "index").to_numpy(index)
@@ -155,12 +155,12 @@ def read_positions(index: Any, axis: int, length: int) -> Cut:
 
 
 def whole_unit(grids: Iterable[Grid], axis: int) -> int:
-    """Positions of a logical axis that cannot be parted: the least common multiple of blocks and packing groups."""
+    """The smallest unit of a logical axis that cuts must keep whole: the least common multiple of blocks and packing groups."""
     return math.lcm(*(along.codes or 1 for grid in grids for along in grid if along.axis == axis))
 
 
 def check_cut(cut: Cut, axis: int, length: int, unit: int) -> None:
-    """Raise LayoutError where `cut` parts a unit: a block, or codes that share bytes."""
+    """Raise LayoutError where `cut` splits a unit: a block, or codes that share bytes."""
     if unit == 1 or cut == range(length) or (isinstance(cut, range) and not cut):
         return
     why = f"axis {axis} (length {length}) is stored in units of {unit} elements: blocks under one scale, or codes sharing bytes"
@@ -180,7 +180,7 @@ def check_cut(cut: Cut, axis: int, length: int, unit: int) -> None:
 
 
 def kept(ops: Ops, part: Array, grid: Grid, cuts: tuple[Cut, ...], shape: Shape) -> Array:
-    """What checked `cuts` of the logical `shape` keep of a stored part: itself where they keep all of it."""
+    """Apply checked `cuts` of the logical `shape` to a stored component; returns it unchanged where they keep everything."""
     key: list[int | slice] = []
     for place, along in enumerate(grid):
         cut = cuts[along.axis]
@@ -201,14 +201,14 @@ def kept(ops: Ops, part: Array, grid: Grid, cuts: tuple[Cut, ...], shape: Shape)
 
 
 def spanned(stored: int, ndim: int, block: Block) -> int:
-    """Leading axes that a scale of `stored` axes spans, the first ones; -1 for PerChannel's (M,), which spans none ever."""
+    """The number of leading axes that a scale of `stored` axes spans; -1 for PerChannel's (M,), which spans none."""
     if block == TENSOR:
         return stored
     return ndim - 2 if stored == ndim else -1
 
 
 def expanded(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: Block) -> Array:
-    """`scale` repeated so that it spans the first `lead` leading axes of `shape` at least."""
+    """`scale` repeated to span at least the first `lead` leading axes of `shape`."""
     stored, ndim = tuple(scale.shape), len(shape)
     if spanned(len(stored), ndim, block) >= lead:
         return scale
@@ -220,7 +220,7 @@ def expanded(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: 
 
 
 def reshape_leading(ops: Ops, scale: Array, lead: Shape, shape: Shape, axis: int, block: Block) -> Array:
-    """`scale` for the logical `shape` with `lead` in place of its leading axes."""
+    """`scale` for the logical `shape` with its leading axes replaced by `lead`."""
     spans = spanned(len(scale.shape), len(shape), block)
     if spans < 0 or (block == TENSOR and spans == 0):
         return scale
@@ -230,7 +230,7 @@ def reshape_leading(ops: Ops, scale: Array, lead: Shape, shape: Shape, axis: int
 
 
 def inferred(shape: tuple[Any, ...], old: Shape) -> Shape:
-    """`shape` with its -1 filled in, as a reshape of `old` that leaves the last two axes. Raises ShapeError."""
+    """`shape` with its -1 filled in, as a reshape of `old` that keeps the last two axes. Raises ShapeError."""
     asked: tuple[Any, ...] = tuple(shape[0]) if len(shape) == 1 and hasattr(shape[0], "__iter__") else shape
     new = [whole_number("shape", n) for n in asked]
     matrix, lead = old[-2:], new[: max(len(new) - len(old[-2:]), 0)]
@@ -247,7 +247,7 @@ def inferred(shape: tuple[Any, ...], old: Shape) -> Shape:
 
 
 def pieces(size: Any, length: int, axis: int) -> list[int]:
-    """Lengths that `split` cuts an axis into. Raises OptionError for ones that do not add up."""
+    """The lengths of `split`'s pieces. Raises OptionError if they do not add up."""
     if hasattr(size, "__iter__"):
         lengths = [whole_number("split lengths", n) for n in size]
         if min(lengths, default=0) < 0 or sum(lengths) != length:

@@ -1,4 +1,4 @@
-"""AmaxHistory: the policy of delayed scaling, as a plain value that the trainer carries."""
+"""AmaxHistory: the policy of delayed scaling, as a plain value that the training loop keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..recipes import DelayedScaling
 
 @dataclass(frozen=True, eq=False)
 class AmaxHistory:
-    """Recent amax values of one tensor, and the scale they choose for its next cast.
+    """Recent amax values of one tensor, and the scale derived from them for the next cast.
 
         history = AmaxHistory(DelayedScaling(amax_history_len=16))
         for x in steps:
@@ -34,7 +34,7 @@ class AmaxHistory:
             raise UnsupportedError(f"AmaxHistory needs a DelayedScaling recipe, got {self.recipe!r}.")
 
     def update(self, x: Any) -> AmaxHistory:
-        """A history that also holds the amax of `x`; the oldest value is dropped beyond `amax_history_len`.
+        """A history with the amax of `x` appended; the oldest value is dropped beyond `amax_history_len`.
 
         The number of operations does not depend on the length of the history.
         """

@@ -1,4 +1,4 @@
-"""What a ScaledTensor says beside its arrays: the metadata of pytrees, operators and saved tensors."""
+"""The metadata of a ScaledTensor (its fields that are not arrays), for pytrees, operators and saved tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tensor import ScaledTensor
 
 
 class Metadata(NamedTuple):
-    """What a tensor is beside its parts. Hashable: the static side of frameworks' trees, where equal ones make equal trees."""
+    """A tensor without its components. Hashable: it is the static aux data of pytrees, compared by equality."""
 
     recipe: ScalingRecipe
     layout: Layout
@@ -23,7 +23,7 @@ class Metadata(NamedTuple):
         return cls(st.recipe, st.layout, st.axis, st.padding)
 
     def assembled(self, data: Any, scale: Any, zero_point: Any = None, global_scale: Any = None) -> ScaledTensor:
-        """The tensor of these parts, unchecked: they may be placeholders."""
+        """The tensor with these components, unchecked: they may be placeholders."""
         return ScaledTensor.from_parts(data, scale, self.recipe, self.layout, zero_point, global_scale, self.axis, self.padding)
 
     def to_json(self) -> str:
@@ -33,7 +33,7 @@ class Metadata(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Metadata:
-        """What `to_json` wrote. Raises what the declarations raise."""
+        """Inverse of `to_json`. Raises the errors of the declarations."""
         listed = json.loads(text)
         recipe, layout = (json.dumps(listed[of.kind]) for of in (ScalingRecipe, Layout))
         axis, padding = int(listed["axis"]), int(listed["padding"])

@@ -1,10 +1,10 @@
-"""Storages: exact mappings of where codes and scales lie, for hardware and kernels that want them elsewhere than plain.
+"""Storages: exact rearrangements of codes and scales, for hardware and kernels that need another memory order.
 
-A tensor in a storage has the values, shape, digest and files of the plain one; `st.to_plain()` gives that, bit by bit. Storages
-are defined for blocks along the last axis; a tensor with blocks along the one before it is stored as its transpose is.
+A tensor in a storage has the values, shape, digest and files of the plain one; `st.to_plain()` restores it bit by bit. Storages
+are defined for blocks along the last axis; a tensor with blocks along the one before it is stored like its transpose.
 
 A mapping is a pair of functions `f(ops, parts, plain) -> parts` over `Ops`, inverse to each other. `parts` are the arrays of a
-tensor by name ("data", "scale", and "zero_point" where there is one); `plain` describes the plain tensor.
+tensor by name ("data", "scale", and "zero_point" if present); `plain` describes the plain tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parts = dict[str, Any]
 
 
 class Plain(NamedTuple):
-    """The plain tensor of a storage: its logical shape, the blocks of its scales, its format, and the dtypes of its parts."""
+    """The plain tensor of a storage: its logical shape, scale blocks, format, and the dtypes of its components."""
 
     shape: Shape
     block: Block
@@ -35,19 +35,19 @@ class Plain(NamedTuple):
 
     @property
     def scale_shape(self) -> Shape:
-        """Of `scale`: a row of blocks for each row of blocks of the tensor."""
+        """The shape of `scale`, by rows and columns of blocks."""
         (m, k), (rows, columns) = self.block, self.shape[-2:]
         return (*self.shape[:-2], -(-rows // m) if m else 1, -(-columns // k) if k else 1)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """An exact mapping of codes and scales, by name.
+    """A named, exact rearrangement of codes and scales.
 
-    from_plain, to_plain: targets of the two functions.
-    accepts: target of f(plain: Plain) -> None | why such a tensor cannot be stored so.
-    data_axes: where codes are moved, how many axes the stored `data` has for the last two logical ones; 0 where they stay.
-        Moved codes may hold the scales too: `scale` is then an empty array.
+    from_plain, to_plain: object references to the two functions.
+    accepts: object reference to f(plain: Plain) -> None | the reason why such a tensor is unsupported.
+    data_axes: the number of axes of the stored `data` that replace the last two logical ones; 0 where codes are not moved.
+        Moved codes may include the scales: `scale` is then an empty array.
     """
 
     name: str
@@ -58,19 +58,19 @@ class Storage:
     plugin: str = field(default="", compare=False)
 
     def check(self) -> None:
-        """Raise PluginError where the declaration cannot work."""
+        """Raise PluginError if the declaration is invalid."""
         what = f"storage {self.name!r}"
         targets.check_fields(self, what)
         if self.name in (PLAIN, "*"):
-            raise PluginError(f"{what}: the name is breccia's own; choose another.")
+            raise PluginError(f"{what}: the name is reserved by breccia; choose another.")
         for name in ("from_plain", "to_plain", "accepts"):
             if (target := getattr(self, name)) is not None:
                 targets.check(target, f"{what}: {name}")
         if self.data_axes < 0:
-            raise PluginError(f"{what}: data_axes is 0, or how many axes codes have; got {self.data_axes}.")
+            raise PluginError(f"{what}: data_axes must be 0, or the number of axes of codes; got {self.data_axes}.")
 
     def refuse(self, plain: Plain) -> None:
-        """Raise UnsupportedError where a tensor cannot be stored so."""
+        """Raise UnsupportedError where this storage does not support a tensor."""
         reason = "a matrix has scales of its own order here" if len(plain.shape) < 2 else None
         if reason is None and self.accepts is not None:
             reason = targets.load(self.accepts)(plain)
@@ -82,12 +82,12 @@ class Storage:
 
 
 def accepts_blocks(plain: Plain) -> str | None:
-    """Orders of scales are for scales of blocks."""
+    """Reordered scales require one scale per block."""
     return "it has one scale for the whole tensor, or for each matrix" if plain.block == TENSOR else None
 
 
 def accepts_byte_scales(plain: Plain) -> str | None:
-    """The swizzle is of one-byte scales."""
+    """The swizzle requires one-byte scales."""
     if plain.format.scale.codec.bits != 8:
         return f"its scales are {plain.format.scale.codec.name}, and the order is one of bytes"
     return accepts_blocks(plain)
@@ -95,7 +95,7 @@ def accepts_byte_scales(plain: Plain) -> str | None:
 
 def swizzled(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Scales in tiles of 128 rows by 4 columns of 512 bytes, zeros as padding: row r, column c of a tile at
-    (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS 12.8, "1D block scaling factors layout"; what torch.nn.functional.scaled_mm calls
+    (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS 12.8, "1D block scaling factors layout"; torch.nn.functional.scaled_mm calls it
     SWIZZLE_32_4_4. Stored (..., row tiles, column tiles, 512)."""
 
     def change(scale: Array) -> Array:
@@ -125,12 +125,12 @@ def unswizzled(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     return _scales(parts, change)
 
 
-#: Columns of scales are padded to this many bytes, as TMA descriptors want them.
+#: Columns of scales are padded to this many bytes, as TMA descriptors require.
 _TMA_BYTES = 16
 
 
 def column_major(ops: Ops, parts: Parts, plain: Plain) -> Parts:
-    """Scales (columns, rows), rows padded with zeros to a multiple of 16 bytes: what DeepGEMM reads by TMA."""
+    """Scales (columns, rows), rows padded with zeros to a multiple of 16 bytes: the order that DeepGEMM reads by TMA."""
 
     def change(scale: Array) -> Array:
         words = ops.swap(ops.load(scale))
@@ -146,7 +146,7 @@ def transposed(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Scales (columns, rows), without padding."""
 
     def change(scale: Array) -> Array:
-        # `reshape` makes rows of what `swap` may give as a view.
+        # `reshape` copies what `swap` may return as a view.
         words = ops.swap(ops.load(scale))
         return ops.store(ops.reshape(ops.reshape(words, (-1,)), tuple(words.shape)), _dtype(ops, scale))
 
@@ -164,7 +164,7 @@ def rows_first(ops: Ops, parts: Parts, plain: Plain) -> Parts:
 
 
 def _scales(parts: Parts, change: Any) -> Parts:
-    """The parts with scales, and zero-points, which lie as scales do, changed."""
+    """Apply `change` to scales, and to zero-points, which have the same order."""
     return {name: change(part) if name in ("scale", "zero_point") else part for name, part in parts.items()}
 
 
@@ -178,21 +178,21 @@ def _dtype(ops: Ops, part: Array) -> str:
 
 
 def accepts_rows(plain: Plain) -> str | None:
-    """Blocks are runs of a row, in whole bytes."""
+    """Blocks must be runs within a row, in whole bytes."""
     m, k = plain.block
     if m != 1:
-        return f"its blocks are {m or 'all'} rows high, and a block of this storage is a part of one row"
+        return f"its blocks are {m or 'all'} rows high, and this storage needs blocks within one row"
     if k is not None and k % packing(plain.format.element)[0]:
-        return f"its blocks of {k} {plain.format.element.name} codes do not end on whole bytes"
+        return f"its blocks of {k} {plain.format.element.name} codes do not end on a byte boundary"
     if plain.format.offset != "none":
-        return "it has an offset, which this storage has no room for"
+        return "it has an offset, which this storage does not support"
     return None
 
 
 def interleaved(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Each block's codes, then its scale: bytes (..., rows, blocks of a row, bytes of a block), zeros as padding of the last.
 
-    One read brings a block with its scale. GGUF keeps its blocks so.
+    One read loads a block with its scale, as in GGUF.
     """
     codes, scale = ops.load(parts["data"]), parts["scale"]
     *lead, rows, columns = plain.scale_shape
@@ -223,7 +223,7 @@ def _block_bytes(plain: Plain) -> int:
 
 
 _HERE = "breccia.tensors.storage:"
-#: Those that breccia declares.
+#: The storages that breccia declares.
 STORAGES: tuple[Storage, ...] = (
     Storage("swizzle_128x4", f"{_HERE}swizzled", f"{_HERE}unswizzled", f"{_HERE}accepts_byte_scales"),
     Storage("column_major", f"{_HERE}column_major", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),

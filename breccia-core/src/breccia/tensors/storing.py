@@ -1,4 +1,4 @@
-"""Storages of a ScaledTensor: what is declared, and the plain tensor behind one."""
+"""Storages of a ScaledTensor: declared storages, and conversion to the plain tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def storage_of(name: str) -> Storage:
-    """The registered storage of that name. Raises UnknownNameError."""
+    """The registered storage with that name. Raises UnknownNameError."""
     return targets.load(targets.REGISTRY)().look_up("breccia_storages", name, "storage")
 
 
@@ -28,7 +28,7 @@ def check_layout(layout: Layout) -> None:
     for each in {layout, layout.plain}:
         if declared.get(each.name) is not type(each):
             raise UnsupportedError(
-                f"no plug-in declares layout {type(each).__name__}, so where its scales lie is not known. Declare it through "
+                f"no plug-in declares layout {type(each).__name__}, so its scale order is unknown. Declare it through "
                 f"the hook breccia_layouts, or use one of {', '.join(sorted(declared))}.",
                 layout=each,
             )
@@ -37,17 +37,17 @@ def check_layout(layout: Layout) -> None:
 
 
 def checked_plain(st: ScaledTensor) -> ScaledTensor:
-    """The plain tensor of `st`. Raises LayoutError where the parts do not have the shapes that its storage gives them."""
-    wrong = f"parts of shapes {_shapes(st)} are no tensor in storage {st.storage!r}"
+    """The plain tensor of `st`. Raises LayoutError where the components do not have the shapes required by its storage."""
+    wrong = f"components of shapes {_shapes(st)} do not form a tensor in storage {st.storage!r}"
     try:
         plain = st.to_plain()
         again = plain.to_storage(st.storage)
     except UnsupportedError:
         raise
-    except Exception as e:  # whatever shapes that do not fit lead to
+    except Exception as e:  # mismatched shapes can raise anything
         raise LayoutError(f"{wrong}: {e}. Store a plain tensor by st.to_storage({st.storage!r}).", found=_shapes(st)) from e
     if _shapes(again) != _shapes(st) or again.layout != st.layout:
-        raise LayoutError(f"{wrong}: a tensor of shape {plain.shape} has {_shapes(again)} there.", found=_shapes(st))
+        raise LayoutError(f"{wrong}: a tensor of shape {plain.shape} needs {_shapes(again)}.", found=_shapes(st))
     for name, part in components(again).items():
         here, there = dtype_name(getattr(st, name)), dtype_name(part)
         if here != there:
@@ -60,11 +60,11 @@ def _shapes(st: ScaledTensor) -> dict[str, Shape]:
 
 
 def plain_of(st: ScaledTensor, layout: Layout) -> Plain:
-    """What a storage's functions are told of the plain tensor of `st`, which has blocks along its last axis."""
+    """The description of the plain tensor of `st` (blocks along its last axis) for a storage's functions."""
     fmt = st.recipe.format
     return Plain(st.shape, layout.block(-1), fmt, ops_of(st.data).dtypes(fmt))
 
 
 def one_scale_per_block(st: ScaledTensor, plain: Plain) -> bool:
-    """Has the plain tensor one scale for each block, as storages need it?"""
+    """Whether the plain tensor has one scale per block, as storages require"""
     return plain.block == TENSOR or tuple(st.scale.shape) == plain.scale_shape

@@ -1,4 +1,4 @@
-"""Joining scaled tensors: `concat` along an axis there is, `stack` along a new one. No code changes its value."""
+"""Joining scaled tensors: `concat` along an existing axis, `stack` along a new one. Codes are never changed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
-    """Tensors of one recipe joined along `axis`; undoes `split`.
+    """Tensors of one recipe joined along `axis`; the inverse of `split`.
 
-    Shapes agree but for `axis`. Where blocks longer than one element run along it, or codes share bytes, all but the last
-    tensor end on a whole unit. A scale that does not run along `axis` (a per-tensor one, or that of whole rows along K) must
-    be one and the same in all tensors; along a leading axis scales that differ are kept, one for each.
+    Shapes agree except along `axis`. If blocks longer than one element run along it, or codes share bytes, all tensors but the
+    last must end on a block or byte boundary. A scale that does not run along `axis` (a per-tensor one, or one per row along K)
+    must be identical in all tensors; along a leading axis, differing scales are kept, one per tensor.
 
-    Raises ShapeError, LayoutError or UnsupportedError saying which tensors do not fit and what would make them.
+    Raises ShapeError, LayoutError or UnsupportedError naming the mismatched tensors and the remedy.
     """
     sts = _alike("concat", tensors)
     first = sts[0]
@@ -33,7 +33,7 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     for n, st in enumerate(sts):
         if any(here != there for a, (here, there) in enumerate(zip(st.shape, first.shape, strict=True)) if a != axis):
             raise ShapeError(
-                f"concat: tensors agree in all lengths but that of axis {axis}; tensors[0] has shape {first.shape}, "
+                f"concat: all lengths must agree except along axis {axis}; tensors[0] has shape {first.shape}, "
                 f"tensors[{n}] {st.shape}."
             )
     shape = (*first.shape[:axis], sum(st.shape[axis] for st in sts), *first.shape[axis + 1 :])
@@ -54,7 +54,7 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
 
     Each keeps its scales: per-tensor ones become one for each position of the new axis.
 
-    Raises ShapeError, LayoutError or UnsupportedError saying which tensors do not fit and what would make them.
+    Raises ShapeError, LayoutError or UnsupportedError naming the mismatched tensors and the remedy.
     """
     sts = _alike("stack", tensors)
     first = sts[0]
@@ -64,7 +64,7 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
             raise ShapeError(f"stack: tensors have one shape; tensors[0] has {shape}, tensors[{n}] {st.shape}.")
     if ndim < 2:
         raise ShapeError(
-            f"stack needs two axes beside the new one; tensors have shape {shape}. Give them one: st.reshape(1, {shape[0]})."
+            f"stack needs tensors of at least two axes; these have shape {shape}. Add one: st.reshape(1, {shape[0]})."
         )
     axis = check_axis(axis, ndim + 1)
     if axis > ndim - 2:
@@ -87,7 +87,7 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
 
 
 def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
-    """The tensors as a list. Raises unless they are of one framework, recipe, axis and rank, and their parts of one dtype."""
+    """The tensors as a list. Raises unless framework, recipe, axis, rank and component dtypes agree."""
     if isinstance(tensors, ScaledTensor) or not isinstance(tensors, Iterable):
         raise UnsupportedError(f"{op} takes a list of ScaledTensors, got one {type(tensors).__name__}: {op}([a, b]).")
     sts = list(tensors)
@@ -124,7 +124,7 @@ def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
 
 
 def _check_layouts(op: str, layouts: list[Layout], shape: Shape, axis: int) -> None:
-    """Raise LayoutError unless all are one layout, up to the partial last blocks of their own shapes."""
+    """Raise LayoutError unless all layouts are equal, apart from `partial`."""
     first, *rest = (layout.fitted(shape, axis) for layout in layouts)
     for n, layout in enumerate(rest, 1):
         if layout != first:
@@ -138,7 +138,7 @@ def _check_ends(sts: list[ScaledTensor], axis: int) -> None:
     for st in sts[:-1]:
         if st.shape[axis] % unit:
             raise LayoutError(
-                f"concat: along axis {axis} all tensors but the last end on a whole unit of {unit} elements (blocks under one "
+                f"concat: along axis {axis} all tensors but the last must end at a multiple of {unit} (blocks under one "
                 f"scale, or codes sharing bytes); one has length {st.shape[axis]}. Put it last, or dequantize first.",
                 axis=axis,
                 unit=unit,
@@ -155,7 +155,7 @@ def _joined_scales(ops: Ops, sts: list[ScaledTensor], axis: int) -> dict[str, Ar
 
 
 def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], axis: int, block: Block) -> dict[str, Array]:
-    """Parts of one block, whose shapes go together, joined along `axis` or, where they do not run along it, found the same."""
+    """Components with the same block, joined along `axis`, or checked to be equal where they do not run along it."""
     ndim, along = sts[0].ndim, sts[0].axis
     spans = max((spanned(len(part.shape), ndim, block) for column in columns.values() for part in column), default=0)
     identical = all(part is column[0] for column in columns.values() for part in column)
@@ -173,7 +173,7 @@ def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], 
 
 
 def _check_same(ops: Ops, name: str, column: list[Array], axis: int) -> None:
-    """Raise LayoutError unless all arrays are one object, or equal bit by bit."""
+    """Raise LayoutError unless all arrays are the same object or equal bit by bit."""
     for n, part in enumerate(column):
         if part is column[0]:
             continue
@@ -181,11 +181,11 @@ def _check_same(ops: Ops, name: str, column: list[Array], axis: int) -> None:
             differs = tuple(part.shape) != tuple(column[0].shape) or ops.any(ops.load(part) != ops.load(column[0]))
         except UnsupportedError as e:
             raise UnsupportedError(
-                f"concat: {name} does not run along axis {axis}, so whether tensors[0] and tensors[{n}] share it decides; {e}"
+                f"concat: {name} does not run along axis {axis}, so tensors[0] and tensors[{n}] must share it; {e}"
             ) from e
         if differs:
             raise LayoutError(
-                f"concat: {name} does not run along axis {axis}, and that of tensors[{n}] is not that of tensors[0]. stack "
+                f"concat: {name} does not run along axis {axis}, and tensors[{n}] differs from tensors[0]. stack "
                 "keeps each one's scale; or requantize them together.",
                 axis=axis,
             )

@@ -1,4 +1,4 @@
-"""ScaledTensor: low-precision codes bound to the scales that give them meaning."""
+"""ScaledTensor: low-precision codes together with their scales."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ScaledTensor:
 
     data: codes. 8-bit codes one per item (uint8, or the framework's float8 dtype); 4-bit codes two to a uint8 along
         `axis`, the even index in the low nibble.
-    scale: what codes are multiplied by; its shape follows from `layout`.
-    zero_point: whole numbers of `scale`'s shape, for recipes with one; the float biases of a format with offset "bias".
-    global_scale: the coarse level's FP32 scale, shape () or a prefix of data.shape[:-2], for two-level recipes.
+    scale: the multipliers of codes; `layout` determines the shape.
+    zero_point: integers of `scale`'s shape, for recipes with zero-points; float biases for formats with offset "bias".
+    global_scale: the tensor-level FP32 scale, shape () or a prefix of data.shape[:-2], for two-level recipes.
     axis: the contraction axis blocks run along, -1 or -2; stored negative.
-    shape: the logical shape. Needed only where `data` ends in padding codes; derived otherwise.
+    shape: the logical shape. Required only where `data` ends in padding codes.
 
-    Frozen; equal and hashed by identity; never converts to floating point in silence (see `breccia.dequantize`).
-    Raises TypeError or ValueError (their breccia subclasses) where the parts contradict each other.
+    Frozen; equal and hashed by identity; never converts to floating point implicitly (see `breccia.dequantize`).
+    Raises TypeError or ValueError (their breccia subclasses) where components contradict each other.
     """
 
     data: Any
@@ -90,7 +90,7 @@ class ScaledTensor:
             padding = padding_of(as_shape(shape), tuple(data.shape), fmt.element, axis)
         fill(self, data, scale, recipe, layout.canonical(axis), zero_point, global_scale, axis, padding or 0)
         if layout.storage != PLAIN and shape is not None and self.shape != as_shape(shape):
-            raise LayoutError(f"shape={tuple(shape)}, but these parts are of a tensor of shape {self.shape}.", found=self.shape)
+            raise LayoutError(f"shape={tuple(shape)}, but the components have shape {self.shape}.", found=self.shape)
         check_parts(self if layout.storage == PLAIN else checked_plain(self), fmt)
 
     @classmethod
@@ -105,14 +105,14 @@ class ScaledTensor:
         axis: int = -1,
         padding: int = 0,
     ) -> ScaledTensor:
-        """The tensor of parts known to fit, unchecked: for kernels, and for pytrees whose leaves are placeholders."""
+        """The tensor with these components, unchecked: for kernels, and for pytrees whose leaves are placeholders."""
         self = object.__new__(cls)
         fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, padding)
         return self
 
     @property
     def shape(self) -> Shape:
-        """The logical shape: that of the high-precision tensor this stands for."""
+        """The logical shape: that of the decoded tensor."""
         return logical_shape(self)
 
     @property
@@ -121,7 +121,7 @@ class ScaledTensor:
 
     @property
     def storage(self) -> str:
-        """The name of how codes and scales lie: "plain", or that of a registered storage."""
+        """The memory order of codes and scales: "plain", or the name of a registered storage."""
         return self.layout.storage
 
     @property
@@ -134,12 +134,12 @@ class ScaledTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts together."""
+        """Total bytes of all components."""
         return sum(int(part.nbytes) for part in (getattr(self, name) for name in PARTS) if part is not None)
 
     @property
     def framework(self) -> str:
-        """Name of the framework that owns the parts: "numpy", "torch", "jax", "mlx", ..."""
+        """Name of the framework of the components: "numpy", "torch", "jax", "mlx", ..."""
         return framework_of(self.data, "data").name
 
     @property
@@ -149,7 +149,7 @@ class ScaledTensor:
 
     @property
     def mT(self) -> ScaledTensor:
-        """The transpose of the last two axes: parts swapped as views, blocks along the other axis, no byte moved."""
+        """The transpose of the last two axes: zero-copy views, with blocks along the other axis."""
         layout, data, scale, zero_point = self.layout, self.data, self.scale, self.zero_point
         if data.ndim < 2:
             raise LayoutError(f"mT needs at least two axes; this tensor has shape {self.shape}.", shape=self.shape)
@@ -165,7 +165,7 @@ class ScaledTensor:
         return ScaledTensor.from_parts(data, scale, *parts)
 
     def to_plain(self) -> ScaledTensor:
-        """The same tensor in plain storage: itself, where it is."""
+        """The same tensor in plain storage: itself, if it is plain."""
         layout = self.layout
         if layout.storage == PLAIN:
             return self
@@ -178,9 +178,9 @@ class ScaledTensor:
         return self._with(parts, layout=layout.layout)
 
     def to_storage(self, name: str) -> ScaledTensor:
-        """The same tensor with codes and scales as the storage of that name has them; "plain" is `to_plain()`.
+        """The same tensor in the storage with that name; "plain" is `to_plain()`.
 
-        Raises UnknownNameError for a name that no plug-in declares, UnsupportedError where the storage cannot hold the tensor.
+        Raises UnknownNameError for an unknown name, UnsupportedError where the storage does not support the tensor.
         """
         if name == self.layout.storage:
             return self
@@ -193,7 +193,7 @@ class ScaledTensor:
         plain = plain_of(st, st.layout)
         if isinstance(st.layout, PerGroupIndex) or (len(plain.shape) > 1 and not one_scale_per_block(st, plain)):
             raise UnsupportedError(
-                f"storage {name!r} holds one scale for each block, in the order of blocks; {st.layout} has scales of shape "
+                f"storage {name!r} needs one scale for each block, in the order of blocks; {st.layout} has scales of shape "
                 f"{tuple(st.scale.shape)} for a tensor of shape {plain.shape}. It stays in plain storage."
             )
         storage.refuse(plain)
@@ -204,11 +204,11 @@ class ScaledTensor:
     # Structural ops: each commutes with `dequantize` and changes no code.
 
     def __getitem__(self, index: Any) -> ScaledTensor:
-        """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Parts are views where there are any.
+        """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Components are views where possible.
 
-        Leading axes take any. The last two keep whole blocks, and whole bytes of packed codes: where such a unit is longer
-        than one element, a slice starts and stops at its multiples or at the end. An integer drops its axis; one of the last
-        two only under per-tensor scales that span neither, and 8-bit codes.
+        Leading axes take any index. The last two keep whole blocks and whole bytes of packed codes: if such a unit is longer
+        than one element, a slice must start and stop at its multiples or at the end. An integer drops its axis; for the last
+        two axes this requires 8-bit codes and per-tensor scales.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
         """
@@ -220,16 +220,16 @@ class ScaledTensor:
     def __iter__(self) -> Iterator[ScaledTensor]:
         return (self[n] for n in range(len(self)))
 
-    #: `value in st` would compare codes with numbers.
+    #: `value in st` would compare codes with values.
     __contains__ = None
 
     def select(self, axis: int, index: Any) -> ScaledTensor:
         """Positions `index` of `axis`: an integer drops the axis; a list or 1-D array of them keeps it, in that order.
 
-        For leading axes (experts of an MoE weight), and those of the last two whose blocks and packing groups are one
+        For leading axes (experts of an MoE weight), and for the last two where blocks and packing groups are one
         element long (rows of an embedding). Negative positions count from the end. An array is read, so it cannot be traced.
 
-        Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an axis there is not.
+        Raises OutOfRangeError (an IndexError), LayoutError naming the unit, ShapeError for an invalid axis.
         """
         shape = self.shape
         axis = check_axis(axis, len(shape))
@@ -238,7 +238,7 @@ class ScaledTensor:
         return self._cut(tuple(cuts))
 
     def split(self, size: int | Sequence[int], axis: int = 0) -> tuple[ScaledTensor, ...]:
-        """Consecutive pieces along `axis`: of length `size`, the last one maybe shorter; or of the lengths in a list.
+        """Consecutive pieces along `axis`: of length `size` (the last may be shorter), or of the lengths in a list.
 
         Raises OptionError for lengths that do not add up, LayoutError where a piece would end inside a block.
         """
@@ -255,7 +255,7 @@ class ScaledTensor:
         return tuple(found)
 
     def reshape(self, *shape: int | Sequence[int]) -> ScaledTensor:
-        """The tensor with other leading axes; its last two lengths (a 1-D tensor's one) stay. One -1 is inferred.
+        """The tensor with other leading axes; its last two lengths (a 1-D tensor's only one) stay. One -1 is inferred.
 
         Raises ShapeError.
         """
@@ -274,9 +274,9 @@ class ScaledTensor:
         return self._with(parts)
 
     def to(self, device: Any) -> ScaledTensor:
-        """The tensor with every part on `device`, as its framework names devices; None leaves it where it is.
+        """The tensor with every component on `device`, in its framework's notation; None does not move it.
 
-        Raises OptionError for a device the framework does not know.
+        Raises OptionError for a device unknown to the framework.
         """
         if hasattr(device, "itemsize"):
             raise OptionError(
@@ -288,11 +288,11 @@ class ScaledTensor:
         return self._with({name: ops.to(part, device) for name, part in components(self).items()})
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of what `bytes_equal` compares; the same in every framework and process.
+        """SHA-256, in hexadecimal, of everything that `bytes_equal` compares; the same in every framework and process.
 
         Hashed are, in this order: UTF-8 canonical JSON (sorted keys, no spaces) of
         `{"axis": ..., "layout": layout.to_dict(), "parts": {name: [dtype, shape]}, "recipe": recipe.to_dict(), "shape": ...}`
-        over the parts there are, float8 dtypes named "uint8" and bfloat16 "uint16"; then the bytes of data, scale,
+        over the components present, float8 dtypes named "uint8" and bfloat16 "uint16"; then the bytes of data, scale,
         zero_point and global_scale, each in C order, little-endian.
         """
         self = self.to_plain()
@@ -304,7 +304,7 @@ class ScaledTensor:
         return found.hexdigest()
 
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
-        """What `cuts`, one for each axis, keep."""
+        """Apply `cuts`, one per axis."""
         self = self.to_plain()
         shape, grids = self.shape, part_grids(self)
         check_dropped(self, cuts, grids)
@@ -313,7 +313,7 @@ class ScaledTensor:
         ops = ops_of(self.data)
         parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in components(self).items()}
         if any(isinstance(cut, int) for cut in cuts[-2:]):
-            return self._with(parts, axis=-1)  # one scale for all, whichever axis is left
+            return self._with(parts, axis=-1)  # one scale covers all, whichever axis remains
         along, length = cuts[self.axis], shape[self.axis]
         assert not isinstance(along, int)
         left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
@@ -322,24 +322,24 @@ class ScaledTensor:
         return self._with(parts, layout=layout.fitted(left, self.axis), padding=self.padding if to_the_end else 0)
 
     def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
-        """This tensor with these parts, the only ones it has, and other fields."""
+        """A copy with exactly these components, and other fields changed."""
         fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "padding": self.padding}
         return ScaledTensor.from_parts(**(fields | changed | parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its constructor's arguments, which are checked when it is read: a pickle may come from anybody."""
+        """Pickled as its constructor's arguments, which are checked when it is read: pickles may be untrusted."""
         ops = ops_of(self.data)
         parts = [None if part is None else ops.portable(part) for part in (getattr(self, name) for name in PARTS)]
         dtypes = tuple(None if part is None else dtype_name(part) for part in (getattr(self, name) for name in PARTS))
         data, scale, *others = parts
         return restored, (data, scale, self.recipe, self.layout, *others, self.axis, self.padding, dtypes)
 
-    #: NumPy's operators give way, so that `array @ st` is a TypeError and not an array of objects.
+    #: NumPy's operators defer to this class, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        """Refused: it would dequantize in silence."""
-        raise UnsupportedError("a ScaledTensor is no array; breccia.dequantize(st) gives its values, st.data its codes.")
+        """Refused: it would dequantize implicitly."""
+        raise UnsupportedError("a ScaledTensor is not an array; breccia.dequantize(st) returns its values, st.data its codes.")
 
     def __repr__(self) -> str:
         axis = "" if self.axis == -1 else f", axis={self.axis}"
@@ -362,7 +362,7 @@ def restored(
     padding: int,
     dtypes: tuple[str | None, ...] = (),
 ) -> ScaledTensor:
-    """The tensor of a pickle; `dtypes` are those its parts had. Raises what ScaledTensor raises."""
+    """Rebuild a tensor from a pickle; `dtypes` are its components' dtypes. Raises the errors of ScaledTensor."""
     parts = [data, scale, zero_point, global_scale]
     for n, (part, dtype) in enumerate(zip(parts, dtypes, strict=False)):
         if part is not None and dtype is not None and dtype_name(part) != dtype:
@@ -373,7 +373,7 @@ def restored(
 
 #: All fields, in order.
 FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "axis", "padding")
-#: How a frozen instance is filled: by the descriptors of its slots.
+#: Slot descriptors, which set the fields of a frozen instance.
 _SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
 _DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _PADDING = _SETTERS
 
@@ -414,7 +414,7 @@ def logical_shape(st: ScaledTensor) -> Shape:
 
 
 def _swapped(part: Any) -> Any:
-    """The last two axes exchanged. `mT` is a third faster than the call in torch; MLX 0.28 lacks it."""
+    """The last two axes swapped. `mT` is a third faster than the call in torch; MLX 0.28 lacks it."""
     try:
         return part.mT
     except AttributeError:
@@ -427,10 +427,10 @@ def transposed(layout: Layout) -> Layout:
 
 
 def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
-    """Do `a` and `b`, of whatever frameworks, hold the same tensor, bit by bit?
+    """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit
 
-    Recipe, layout, axis and logical shape are equal, and so are the shape, dtype and bits of every part; float8 dtypes
-    count as uint8, and bfloat16 as uint16, which are the same bytes. Reads values.
+    Recipe, layout, axis and logical shape must be equal, and the shape, dtype and bits of every component; float8 dtypes
+    count as uint8, and bfloat16 as uint16, which have the same bytes. Reads values.
 
     Raises UnsupportedError unless both are ScaledTensors.
     """
@@ -454,7 +454,7 @@ def from_buffer(
     axis: int = -1,
     shape: Shape | None = None,
 ) -> ScaledTensor:
-    """Wrap buffers that are quantized already. Nothing is copied or computed; what contradicts itself raises.
+    """Wrap buffers that are already quantized. Nothing is copied or computed; contradictions raise.
 
     Parameters are those of `ScaledTensor`.
     """

@@ -1,4 +1,4 @@
-"""`cast` for NumPy arrays: chunks of whole blocks, each run through amax, scales, codes and packing in cache."""
+"""`cast` for NumPy arrays: chunks of whole blocks, each processed by amax, scales, codes and packing in cache."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from .workspace import Buffers
 
 
-#: The same for chunks that the generic algorithm takes, which needs some 100 bytes an element.
+#: The same for chunks of the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
-#: Elements of arrays whose cost is that of NumPy's calls.
+#: The size of arrays whose cost is dominated by NumPy's call overhead.
 _SMALL_ARRAY = 1 << 13
 
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microkernels: Microkernels = PLAIN) -> ScaledTensor:
-    """`reference.cast`, faster, in memory of its result and at most 16 MB.
+    """A faster `reference.cast`, which uses at most 16 MB of memory in addition to its result.
 
-    Up to 6 MB of that are work space, which each thread keeps for its next call.
+    Up to 6 MB of that are buffers, which each thread keeps for its next call.
 
     microkernels: compiled replacements of NumPy's loops.
     """
@@ -89,7 +89,7 @@ _Parts = tuple[Any, Any, Any, Any]
 
 
 class _Cast:
-    """One call of `cast`, of `x` that is not empty. All parts here have K last."""
+    """One call of `cast`, for a non-empty `x`. All components here have K last."""
 
     def __init__(self, plan: Plan, x: Array, block: Block, axis: int) -> None:
         self.plan, self.block, self.axis, self.logical = plan, block, axis, x.shape
@@ -105,7 +105,7 @@ class _Cast:
         self.k = k if k < columns else self.unit
         self.large = self.per_tensor or self.m * self.unit > chunk_size()
         self.two_level = plan.fmt.global_scale is not None
-        #: Supplied scales of the only level; of the coarse one; and the shape of a supplied per-tensor one.
+        #: Supplied scales of the only level; of the global one; and the shape of a supplied per-tensor one.
         self.given: Array | None = None
         self.coarse_given: Array | None = None
         self.lead: Shape = ()
@@ -115,7 +115,7 @@ class _Cast:
 
     @property
     def possible(self) -> bool:
-        """Can it be done here? Else the generic algorithm takes the whole array."""
+        """Whether this kernel supports the call; else the generic algorithm takes the whole array."""
         codes = self.plan.codes
         return not self.plan.unsupported and not (self.large and (codes is None or codes.zero != 0 or self.two_level))
 
@@ -127,7 +127,7 @@ class _Cast:
         if self.two_level or self.per_tensor:
             self.lead = scale.shape
 
-    # -- parts ---------------------------------------------------------------------------------------------------
+    # -- components ----------------------------------------------------------------------------------------------
 
     def _specs(self) -> list[tuple[Shape, str] | None]:
         """(shape, dtype) of data, scale, zero_point and global_scale."""
@@ -141,12 +141,12 @@ class _Cast:
         return [(shapes[name], dtypes[name]) if name in dtypes else None for name in PARTS]
 
     def fresh(self) -> _Parts:
-        """Parts not written yet."""
+        """Uninitialized components."""
         data, scale, zero_point, coarse = (None if spec is None else np.empty(*spec) for spec in self._specs())
         return data, scale, zero_point, coarse
 
     def fitting(self, out: Any, layout: Layout) -> _Parts | None:
-        """The parts of `out`, if they can be written in place."""
+        """The components of `out`, if they can be written in place."""
         wanted = (self.plan.recipe, layout, self.axis, self.logical)
         if not isinstance(out, ScaledTensor) or (out.recipe, out.layout, out.axis, out.shape) != wanted:
             return None
@@ -171,7 +171,7 @@ class _Cast:
     # -- running -------------------------------------------------------------------------------------------------
 
     def run(self, parts: _Parts, refuse: bool) -> None:
-        """Write all parts; before the first byte of them raise NonFiniteError for NaN and Inf, under `refuse`."""
+        """Write all components; under `refuse`, raise NonFiniteError for NaN and Inf before writing a byte."""
         data, scale, zero_point, global_scale = parts
         of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.given)
         data = data.view(U1).reshape(*self.y.shape[:-1], -1)
@@ -194,7 +194,7 @@ class _Cast:
             run_each(self._write if fast else self._hand_over, all_jobs(self.pieces, m, self.unit), m, self.unit)
 
     def _largest(self, jobs: list[Job], finite: bool) -> Array:
-        """Bits of the largest magnitude of each job; of the finite ones alone."""
+        """Bits of the largest magnitude of each job, or of its finite ones."""
         found = np.zeros(len(jobs), U4)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
@@ -259,7 +259,7 @@ class _Cast:
         self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp)
 
     def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
-        """int32 codes of the supplied scales of a chunk, `rows` by `columns` with the blocks of padding."""
+        """int32 codes of the supplied scales of a chunk, `rows` by `columns` including the blocks of padding."""
         assert piece.supplied is not None and self.plan.scales is not None
         r, c = r0 // self.m, c0 // self.k
         given = piece.supplied[r : r + rows, c : c + columns]
@@ -342,7 +342,7 @@ class _Cast:
 
         run_each(step, jobs, 1, self.plan.count)
 
-    # -- what has no fast form -----------------------------------------------------------------------------------
+    # -- without a fast path ------------------------------------------------------------------------------------
 
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
         """One chunk of whole blocks, by the generic algorithm."""
@@ -353,7 +353,7 @@ class _Cast:
             given = self.coarse[piece.lead].value
         elif piece.supplied is not None:
             given = piece.supplied[places]
-        if self.k >= self.y.shape[-1]:  # a block is a row, and would be longer in a flat piece
+        if self.k >= self.y.shape[-1]:  # a block is a row, which would be longer in a flat piece
             values = values.reshape(-1, self.y.shape[-1])
             given = given if given is None or self.coarse else given.reshape(-1, 1)
         written = reference.cast(values, self.plan.recipe, CastOptions(scale=given))
@@ -367,7 +367,7 @@ class _Cast:
 
 
 def _flushed(work: Buffers, source: Array) -> Array:
-    """`source` with numbers below 2^-126 as zeros of their sign, in `work.source`; uses up `work.a`."""
+    """`source` with numbers below 2^-126 flushed to zeros of the same sign, in `work.source`; overwrites `work.a`."""
     u = source.view(U4)
     n = u.size
     tiny = np.bitwise_and(u, MAGNITUDE, out=work.a[:n]) < NORMAL

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from .workspace import Buffers
 
 
-#: Elements below 2^-126 count as zero. Under scales that are not small they come to less than 2^-26 in units of the scale, and
-#: every codec rounds that to zero which has no number nearer to zero than this.
+#: Elements below 2^-126 count as zero. Divided by scales that are not small they are less than 2^-26, and
+#: codecs with a step of at least 2^-24 round these to zero.
 _FINEST = 2.0**-24
-#: Largest codes and capacities for which that holds; below, their reciprocals'.
+#: The least of the largest codes and qmax for which that holds; then for their reciprocals.
 MODEST = 2.0**20
-#: write(source, inverse, k, codes): codes of FP32 numbers, NaN aside, times the number of their block of `k`, clamped, into as
-#: many bytes; zeros where that number is 0. All are contiguous and 1-D.
+#: write(source, inverse, k, codes): codes of FP32 numbers (no NaN) times the number of their block of `k`, clamped, into as
+#: many bytes; zeros where that number is 0. All arrays are contiguous and 1-D.
 ScaledCodes = Callable[[Array, Array, int, Array], None]
 
 
 class FloatCodes:
     """Codes of a minifloat with p = `mantissa_bits` >= 1, by adding 2^(23-p) times the binade of |y|.
 
-    The sum's last bit is worth the spacing of codes in that binade, so that the hardware rounds to nearest, ties to even.
-    The binade moved down to bit p is the code's exponent field; `lift` holds what makes both sum up to the code.
+    The sum's last bit has the weight of the code spacing in that binade, so the hardware rounds to nearest, ties to even.
+    The binade shifted down to bit p is the code's exponent field; `lift` contains the offset that completes the code.
     """
 
     #: Code of +0.
@@ -48,7 +48,7 @@ class FloatCodes:
         self.lift = (self.shift << 23) + (-((first + self.shift) << p) & 0xFF)
         self.largest = f32_bits(codec.max)
         self.sign = codec.bits - 1
-        #: |y| below this rounds to no more than the largest code.
+        #: |y| below this rounds to at most the largest code.
         self.limit = codec.max + math.ldexp(1.0, math.floor(math.log2(codec.max)) - p - 1)
 
     def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
@@ -63,17 +63,17 @@ class FloatCodes:
 
     @cached_property
     def by_half(self) -> Array:
-        """Codes by the upper 16 bits of an FP32 number, the last of them set where the lower half is not zero.
+        """A table of codes by the upper 16 bits of an FP32 number, with the last bit set if the lower half is not zero.
 
-        That bit stands for all numbers strictly between its neighbours. Midpoints of codes need one bit more than a mantissa,
-        so none lies there.
+        That bit represents all numbers strictly between its neighbours. Midpoints of codes need one bit more than a mantissa,
+        so no midpoint is among them.
         """
         halves = np.arange(1 << 16, dtype=U4) << 16
         halves[[F32_INF >> 16, (F32_INF >> 16) + (1 << 15)]] -= 1 << 16  # overflow saturates
         return self.codec.encode(NUMPY, halves.view(F4)).astype(U1)
 
     def few(self, y: Array) -> Array:
-        """Codes of a few numbers, in few calls; what overflowed to Inf saturates."""
+        """Codes of a small array, with few NumPy calls; Inf from overflow saturates."""
         halves = y.view(U2)
         return self.by_half.take(halves[..., 1::2] | (halves[..., ::2] != 0))
 
@@ -98,7 +98,7 @@ class FloatCodes:
 
 
 class IntegerCodes:
-    """Codes of an integer codec: the last bits of y + 1.5 * 2^23 (of units), which the addition rounds."""
+    """Codes of an integer codec: the low bits of y + 1.5 * 2^23 (in units), rounded by the addition."""
 
     #: Code of +0.
     zero = 0
@@ -129,7 +129,7 @@ class IntegerCodes:
 
 
 class TableCodes:
-    """Codes of a table of 16 numbers: the place of a number is how many thresholds it reaches."""
+    """Codes of a table of 16 numbers: the position of a number is the number of thresholds it reaches."""
 
     limit = math.inf
 
@@ -157,11 +157,11 @@ _Codes = FloatCodes | IntegerCodes | TableCodes
 
 @dataclass(frozen=True, eq=False)
 class Microkernels:
-    """Compiled replacements of NumPy's loops, with the same bytes; NumPy does what is None.
+    """Compiled replacements of NumPy's loops, with the same bytes; NumPy is used where one is None.
 
     amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
-    scaled: what writes codes as these do here, from numbers still to be scaled; None where there is no such.
+    scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
     values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
     """
 
@@ -177,7 +177,7 @@ PLAIN = Microkernels()
 
 @lru_cache(maxsize=64)
 def code_writer(codec: Codec) -> _Codes | None:
-    """The fast form of an element codec, or None."""
+    """The fast writer of an element codec, or None."""
     if codec.bits not in (4, 6, 8) or (type(codec) is Minifloat and not codec.signed):
         return None
     if type(codec) is Lookup and codec.bits == 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
@@ -190,7 +190,7 @@ def code_writer(codec: Codec) -> _Codes | None:
 
 
 def pack_codes(codes: Array, bits: int, target: Array, scratch: Array) -> None:
-    """uint8 codes (rows, columns), columns in whole groups, to the bytes of `target`, which may want fewer of each."""
+    """uint8 codes (rows, columns), columns in whole groups, packed into `target`, which may have fewer of each."""
     rows, columns = target.shape
     if bits == 8:
         np.copyto(target, codes[:rows, :columns])

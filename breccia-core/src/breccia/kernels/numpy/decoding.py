@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from .workspace import Buffers
 
 
-#: Bytes of codes that are decoded at once, on one thread.
+#: Bytes of codes decoded at once by one thread.
 _SHORT = 1 << 16
-#: Elements from which a table of pairs of bytes, 512 KB, is worth being made.
+#: Number of elements from which a table of byte pairs (512 KB) pays off.
 _PAIRED = 1 << 20
 
 
 class _Values:
-    """What follows from a format once: tables from stored bytes to values, in the units that one look-up gives."""
+    """Derived from a format once: tables from stored bytes to values, in the unit of one look-up."""
 
     def __init__(self, fmt: Format) -> None:
         element, codec = fmt.element, fmt.scale.codec
         self.count, self.bits = packing(element)[0], element.bits
-        #: May chunks be decoded here, and not by the generic algorithm?
+        #: Whether chunks are decoded here, not by the generic algorithm
         self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
         self.element, self.codec = element, codec
-        #: Is a value its code's number times its scale, and times that of the tensor?
+        #: Whether a value is code * scale, times the global scale if any
         multiplies = all(level.sense == "multiplier" for level in fmt.levels)
         self.plain = self.known and self.bits != 6 and fmt.offset == "none" and multiplies
         self.one = np.array(element.table, U4).view(F4) if self.known else np.empty(0, F4)
         self.table = self.expand(self.one)
-        # 2^-127 is an FP32 subnormal: 2^-126 stands for it, and what it multiplies is halved first.
+        # 2^-127 is an FP32 subnormal: use 2^-126 instead, and halve the other factor first.
         halved = type(codec) is PowerOfTwo and fmt.scale.sense == "multiplier"
         self.scales = np.array(codec.table, U4).view(F4) if codec.bits == 8 else None
         self.halves: Array | None = None
@@ -61,16 +61,16 @@ class _Values:
             self.halves[0], self.scales[0] = 0.5, self.scales[1]
 
     def expand(self, one: Array, many: bool = False) -> Array:
-        """The table for look-ups, of values one by one: of pairs of codes, for 8 bits only where `many` look-ups pay for it."""
+        """The look-up table made from single values: of pairs of codes, for 8 bits only where `many` look-ups pay for it."""
         return one if not one.size or (self.bits == 8 and not many) else _pairs(one)
 
     @property
     def wide(self) -> Array:
-        """`table` for many look-ups, one for all recipes of the codec."""
+        """`table` for many look-ups, shared by all recipes of the codec."""
         return _wide(self.element)
 
     def short(self, st: ScaledTensor, microkernels: Microkernels) -> Array | None:
-        """`dequantize` of contiguous codes of few elements in whole blocks of a row; None where `st` is not that."""
+        """`dequantize` of few, contiguous codes in whole blocks of a row; None for other `st`."""
         data, scale, coarse, swapped = st.data, st.scale, st.global_scale, st.axis == -2
         if not self.plain or st.padding or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
             return None
@@ -108,7 +108,7 @@ class _Values:
         return values.swapaxes(-1, -2) if swapped else values
 
     def decode(self, table: Array, data: Array, values: Array) -> None:
-        """FP32 `values`, 1-D and of whole groups, of bytes `data` (rows, columns)."""
+        """FP32 `values`, 1-D and in whole groups, from bytes `data` (rows, columns)."""
         if self.bits == 8 and table.dtype == U8:
             if data.size % 2 == 0:
                 pairs = np.ascontiguousarray(data).reshape(-1).view(U2)
@@ -127,7 +127,7 @@ _values: dict[object, _Values] = {}
 
 
 def _pairs(one: Array) -> Array:
-    """FP32 values of two codes at a time, the first in the low bits of the place, as uint64."""
+    """FP32 values of two codes at a time, the first in the low bits of the index, as uint64."""
     pairs = np.empty((one.size, one.size, 2), F4)
     pairs[..., 0], pairs[..., 1] = one, one[:, None]
     return pairs.view(U8).reshape(-1)
@@ -141,7 +141,7 @@ def _wide(codec: Codec) -> Array:
 def dequantize(
     st: ScaledTensor, out_dtype: Any = "float32", out: Array | None = None, microkernels: Microkernels = PLAIN
 ) -> Array:
-    """`reference.dequantize`, faster. microkernels: compiled replacements of NumPy's loops."""
+    """A faster `reference.dequantize`. microkernels: compiled replacements of NumPy's loops."""
     if out is None and out_dtype == "float32":
         found = remembered(_values, st.recipe.interned_key, _Values, st.recipe.format).short(st, microkernels)
         if found is not None:
@@ -187,7 +187,7 @@ class _Dequantize:
         self.k = k if k < columns else self.unit
 
         self.large = self.per_tensor or self.m * self.unit > chunk_size()
-        #: Are there look-ups enough for a table of pairs of bytes: in all, and in each block that has its own?
+        #: Whether there are enough look-ups for a table of byte pairs: in total, and in each block with its own table
         self.many = self.result.size >= _PAIRED
         each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
         self.many_each = (each if self.per_tensor else self.m * self.k) >= _PAIRED
@@ -223,7 +223,7 @@ class _Dequantize:
         run_each(self._one_scale if tables.known else self._hand_over, jobs, 1, tables.count)
 
     def _decoded(self, work: Buffers, table: Array, piece: Piece, r0: int, r1: int, c0: int, c1: int) -> tuple[Array, Array]:
-        """(values of a chunk, rows by columns; where they belong, maybe the same memory)."""
+        """(values of a chunk, rows by columns; their destination, possibly the same memory)."""
         count = self.tables.count
         rows, columns = r1 - r0, rounded_up(c1 - c0, count)
         target = piece.values[r0:r1, c0:c1]
@@ -233,11 +233,11 @@ class _Dequantize:
         return (target if direct else values.reshape(rows, columns)[:, : c1 - c0]), target
 
     def _one_scale(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
-        """A chunk within one block: what is done to every code is done to the table."""
+        """A chunk within one block: the scale is applied to the table instead of every code."""
         table = self.made.get(number)
         if table is None:
             table = self.tables.expand(self._scaled(number, piece.lead), self.many_each)
-            if self.per_tensor:  # the chunks of a matrix share it, and few matrices are in work at a time
+            if self.per_tensor:  # the chunks of a matrix share it, and few matrices are processed at a time
                 if len(self.made) > MOST_THREADS:
                     self.made.clear()
                 self.made[number] = table
@@ -263,7 +263,7 @@ class _Dequantize:
         places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
 
         def with_each(op: Any, a: Array) -> None:
-            """`values` op `a`, which has one number per block, in place."""
+            """`values` op `a`, with one number per block, in place."""
             if m == 1 and k >= 32 and values.shape[1] % k == 0:  # see `times_scale`
                 grid = values.reshape(len(values), -1, k)
                 op(grid, a[:, :, None], out=grid)
@@ -295,7 +295,7 @@ class _Dequantize:
             np.copyto(target, values, casting="unsafe")
 
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
-        """A chunk by the generic algorithm."""
+        """A chunk, by the generic algorithm."""
         st, count = self.st, self.tables.count
         data = piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)]
         if self.large:
@@ -304,7 +304,7 @@ class _Dequantize:
         else:
             places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
             scale, zero_point = (a if a is None else a[places] for a in (piece.scale, piece.zero_point))
-            if self.k >= self.result.shape[-1]:  # a block is a row, and would be longer in a flat piece
+            if self.k >= self.result.shape[-1]:  # a block is a row, which would be longer in a flat piece
                 data = data.reshape(-1, packed_length(self.fmt.element, self.result.shape[-1]))
                 scale, zero_point = (a if a is None else a.reshape(-1, 1) for a in (scale, zero_point))
         coarse = None if self.coarse is None else self.coarse[piece.lead]

@@ -23,7 +23,7 @@ from .workspace import F4, U2, chunk_size, own_buffers, thread_count
 
 
 def block_sides(block: Block, shape: Shape) -> tuple[int, int]:
-    """(m, k) of `block` over a K-last shape of at least two axes; m is no more than there are rows."""
+    """(m, k) of `block` over a K-last shape of at least two axes; m is at most the number of rows."""
     return min(block[0] or shape[-2], shape[-2]), block[1] or shape[-1]
 
 
@@ -33,16 +33,16 @@ def rounded_up(length: int, group: int) -> int:
 
 
 def unit_of(k: int, length: int, count: int) -> int:
-    """Elements along K that are whole blocks and whole packing groups; one padded block where K is no longer than it."""
+    """Elements along K that form whole blocks and packing groups; one padded block where K is at most one block."""
     return math.lcm(k, count) if k < length else rounded_up(length, count)
 
 
 @dataclass(slots=True)
 class Piece:
-    """One matrix of the tensor, rows by K, with its views of the parts; a flat one has all its blocks in one row.
+    """One matrix of the tensor, rows by K, with views of its components; a flat one has all its blocks in one row.
 
-    values are high-precision numbers, data packed codes, and the others blocks by blocks, None where there are none.
-    lead: number of the matrix among those that have per-tensor scales of their own. limit: elements of a chunk.
+    values are high-precision numbers, data packed codes, and the others one item per block, None if absent.
+    lead: index of the matrix among those with their own per-tensor scale. limit: elements of a chunk.
     """
 
     values: Array
@@ -61,7 +61,7 @@ class Piece:
 def cut_pieces(
     values: Array, block: Block, unit: int, lead: Shape, data: Array, *of_blocks: Array | None
 ) -> tuple[list[Piece], bool]:
-    """(matrices of K-last parts, are they flat?). `lead`: the shape of per-tensor scales. `of_blocks`: three parts."""
+    """(matrices of K-last components, whether flat). `lead`: the shape of per-tensor scales. `of_blocks`: three arrays."""
     shape = values.shape
     m, limit = block_sides(block, shape)[0], chunk_size()
     merged = alone(shape, block) and values.flags.c_contiguous and data.flags.c_contiguous
@@ -79,12 +79,12 @@ def cut_pieces(
     return pieces, flat
 
 
-#: One chunk: its piece, first row, end, first column, end; and the number of its block, where that is larger.
+#: One chunk: its piece, first row, end, first column, end; and the index of its block, where the block is larger.
 Job = tuple[Piece, int, int, int, int, int]
 
 
 def _cut(piece: Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int) -> Iterator[Job]:
-    """Chunks of a part of `piece`, of whole `m` rows by whole `unit` columns, but for the last ones."""
+    """Chunks of a region of `piece`, in multiples of `m` rows and `unit` columns, except the last ones."""
     limit = piece.limit
     step = min(rounded_up(end[1] - corner[1], unit), max(limit // m // unit, 1) * unit)
     rise = max(limit // step // m, 1) * m
@@ -94,18 +94,18 @@ def _cut(piece: Piece, corner: tuple[int, int], end: tuple[int, int], m: int, un
 
 
 def byte_range(element: Codec, c0: int, c1: int) -> slice:
-    """Where the codes of columns lie, the first of which begins a packing group."""
+    """The bytes of a range of columns that begins at a packing group."""
     start = c0 * element.bits // 8
     return slice(start, start + packed_length(element, c1 - c0))
 
 
 def all_jobs(pieces: list[Piece], m: int, unit: int) -> list[Job]:
-    """Chunks of all pieces, with the number of their piece's own per-tensor scale."""
+    """Chunks of all pieces, with the index of their piece's per-tensor scale."""
     return [job for p in pieces for job in _cut(p, (0, 0), p.shape, m, unit, p.lead)]
 
 
 def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
-    """Chunks that do not reach across blocks, with the number of their block in the order of `scale`."""
+    """Chunks within single blocks, with the index of their block in the order of `scale`."""
     jobs: list[Job] = []
     number = 0
     for piece in pieces:
@@ -118,12 +118,12 @@ def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
 
 
 def run_each(step: Any, jobs: list[Job], m: int, unit: int) -> None:
-    """`step(buffers, i, *jobs[i])` for all, over the threads."""
+    """`step(buffers, i, *jobs[i])` for all jobs, on all threads."""
     size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs)
 
     def work(first: int, end: int) -> None:
         buffers = own_buffers(size)
-        with np.errstate(all="ignore"):  # overflow and NaN are results here, as the contract says
+        with np.errstate(all="ignore"):  # the contract allows overflow and NaN as results
             for i in range(first, end):
                 step(buffers, i, *jobs[i])
 
@@ -131,7 +131,7 @@ def run_each(step: Any, jobs: list[Job], m: int, unit: int) -> None:
 
 
 def load_piece(values: Array, rows: int, columns: int, buffer: Array) -> Array:
-    """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where it can be one."""
+    """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where possible."""
     r, c = values.shape
     if (r, c) == (rows, columns) and values.dtype == F4 and values.flags.c_contiguous and values.flags.aligned:
         return values.reshape(-1)

@@ -1,4 +1,4 @@
-"""What follows from a recipe once, and which casts these kernels decline."""
+"""Per-recipe preparation, and the casts that these kernels decline."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """What follows from a recipe once: how its codes and scales are written fast, or that the generic algorithm does."""
+    """Derived from a recipe once: the writers of its codes and scales, or the generic algorithm as fallback."""
 
     def __init__(self, recipe: ScalingRecipe, microkernels: Microkernels) -> None:
         self.recipe, self.fmt, self.microkernels = recipe, recipe.format, microkernels
@@ -38,28 +38,28 @@ class Plan:
         self.count, self.bits, self.block = packing(fmt.element)[0], fmt.element.bits, fmt.scale.block
         self.storage = NUMPY.storage(fmt.element)
         coarse = fmt.global_scale
-        #: Does the generic algorithm take whole tensors of it, not chunks?
+        #: Whether the generic algorithm takes whole tensors, not chunks
         self.unsupported = sys.byteorder != "little"
         if coarse is not None:
             self.unsupported |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
             self.unsupported |= coarse.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
-        #: Are codes computed by division? The scales are found here, the codes by the generic algorithm.
+        #: Whether codes are computed by division. Scales are then computed here, codes by the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
         known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
         self.codes = code_writer(fmt.element) if known else None
-        #: Codes of what is still to be scaled.
+        #: The writer of codes from unscaled numbers.
         self.scaled = None if microkernels.scaled is None or self.codes is None else microkernels.scaled(self.codes)
         self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
         self.coarse_scales = None if coarse is None or self.unsupported else Scales(recipe, 0, microkernels)
         self._layouts: dict[Any, Layout] = {}
-        #: Has every matrix whole blocks one after the other, so that short arrays take the fewest calls?
+        #: Whether blocks are runs within a row, so that short arrays need the fewest calls
         self.plain = (
             known and not self.divides and not self.unsupported and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
         )
 
     def short(self, x: Array) -> ScaledTensor | None:
-        """`cast` of contiguous FP32 `x` of few elements, whole blocks and ordinary numbers; None where it is not that."""
+        """`cast` of small, contiguous FP32 `x` with whole blocks and normal numbers; None for others."""
         scales, writer, shape = self.scales, self.codes, x.shape
         if not self.plain or scales is None or writer is None:
             return None
@@ -107,7 +107,7 @@ class Plan:
         return ScaledTensor.from_parts(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
 
     def layout(self, shape: Shape, axis: int) -> Layout:
-        """`checks.fitted_layout`, remembered by what it depends on."""
+        """`checks.fitted_layout`, cached by what it depends on."""
         return remembered(self._layouts, (axis, len(shape), shape[-2:]), checks.fitted_layout, self.recipe, shape, axis)
 
 
@@ -115,13 +115,13 @@ _plans: dict[object, Plan] = {}
 
 
 def plan_of(recipe: ScalingRecipe, microkernels: Microkernels = PLAIN) -> Plan:
-    """The plan of a recipe, made once."""
+    """The cached plan of a recipe."""
     key = recipe.interned_key if microkernels is PLAIN else (recipe.interned_key, microkernels)
     return remembered(_plans, key, Plan, recipe, microkernels)
 
 
 def accepts_cast(call: Call) -> str | None:
-    """Why `cast` would give the whole array to the generic algorithm, or None."""
+    """Why `cast` would pass the whole array to the generic algorithm, or None."""
     if call.option("rounding") == "stochastic":
         return "stochastic rounding is the generic algorithm's"
     assert call.a.recipe is not None
@@ -134,7 +134,7 @@ def accepts_cast(call: Call) -> str | None:
     axis: int = call.option("axis", -1)
     by_chunks = plan.codes is None or plan.codes.zero or plan.fmt.global_scale is not None
     m, k = block
-    small = m is not None and k is not None and m * k * plan.count <= chunk_size()  # then the shape need not be asked
+    small = m is not None and k is not None and m * k * plan.count <= chunk_size()  # then the shape need not be read
     if by_chunks and block != TENSOR and not small and call.a.ndim > 1:
         shape = k_last(call.a.shape, axis)
         m, k = block_sides(block, shape)

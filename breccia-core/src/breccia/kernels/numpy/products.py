@@ -24,7 +24,7 @@ TILE = 8 << 20
 
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: Any = "float32", out: Array | None = None) -> Array:
-    """`reference.matmul`, which decodes an operand that is larger than `TILE` piece by piece."""
+    """`reference.matmul`, decoding operands larger than `TILE` piece by piece."""
     check_matmul(a, b, bias)
     left, right, name = tuple(a.shape), tuple(b.shape), output_dtype(out_dtype)
     product = np.empty((*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]), F4)
@@ -36,7 +36,7 @@ def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: Any = "float32"
 
 
 def _product(a: Any, b: Any, product: Array) -> None:
-    """a @ b into `product`; each number of it comes from one call of BLAS over all of K."""
+    """a @ b into `product`; each element comes from one BLAS call over all of K."""
     small = [4 * math.prod(x.shape) <= TILE for x in (a, b)]
     if all(small):
         np.matmul(_dense(a), _dense(b), out=product)
@@ -55,7 +55,7 @@ def _product(a: Any, b: Any, product: Array) -> None:
 
 
 def _step(x: Any, axis: int) -> int:
-    """How many positions along `axis` to decode at a time: whole blocks and packing groups of some `TILE` bytes."""
+    """The number of positions along `axis` to decode at a time: whole blocks and packing groups, about `TILE` bytes."""
     length = max(x.shape[axis], 1)
     grain = 1
     if isinstance(x, ScaledTensor):

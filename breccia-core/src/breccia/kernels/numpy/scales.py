@@ -1,4 +1,4 @@
-"""Scales of one level from the amax of blocks."""
+"""Scales of one level, computed from the amax of blocks."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from .codes import Microkernels
 
 
-#: Scales and amax within these powers of two meet neither an FP32 subnormal nor an overflow on the way to codes.
+#: Between these powers of two, scales and amax cause neither FP32 subnormals nor overflow in computing codes.
 _SMALL, LARGE = 2.0**-60, 2.0**100
-#: Scales whose least and largest Python finds faster; numbers whose codes are found in the fewest calls.
+#: Counts up to which Python's min and max are faster, and up to which codes are computed in the fewest calls.
 _LISTED, _FEW = 32, 64
 
 
 class Scales:
-    """Scales of one level of a recipe, from uint32 `amax`, 1-D: (stored, inverse), or None where that is not ordinary.
+    """Scales of one level of a recipe, from 1-D uint32 `amax`: (stored, inverse), or None where numbers are not normal.
 
-    `inverse` is fl(1 / scale), 0 where the scale is not usable. `quick` takes amax that leads to normal numbers all the
-    way; `careful`, the slow path, takes any, by the methods of codecs and rules.
+    `inverse` is fl(1 / scale), 0 where the scale is not usable. `fast_path` supports amax that leads to normal numbers all the
+    way; `slow_path` supports any, by the methods of codecs and rules.
     """
 
     def __init__(self, recipe: ScalingRecipe, level: int, microkernels: Microkernels) -> None:
@@ -38,7 +38,7 @@ class Scales:
         self.qmax = fmt.qmax(fmt.levels[level])
         self._divisor = F4(self.qmax)
         self.storage = NUMPY.storage(self.codec)
-        #: Values of all codes, where the level has 8-bit scales that may lie under a coarser one.
+        #: Values of all codes, where the level has 8-bit scales, possibly under a global scale.
         self.values: Array | None = None
         self._form: Any = None
         low, high, codec, rule = _SMALL, LARGE, self.codec, self.rule
@@ -66,7 +66,7 @@ class Scales:
         return rule and ((type(c) is PowerOfTwo and c.bias == 127) or (type(c) is Minifloat and c.bits == 32))
 
     def _carried(self, rule: Exponent) -> Any:
-        """What added to amax's bits makes the scale's exponent field of theirs (of normal numbers)."""
+        """The integer added to amax's bits so that their exponent field is the scale's (for normal numbers)."""
         cap = f32_bits(self.qmax)
         return I4(rule.carry(self.element, cap) - (((cap >> 23) - 127) << 23))
 
@@ -81,7 +81,7 @@ class Scales:
         else:
             least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
             if zeros := least == 0:
-                least = int(np.minimum.reduce(amax - U4(1))) + 1  # of the others: 0 - 1 wraps round to the largest
+                least = int(np.minimum.reduce(amax - U4(1))) + 1  # of the nonzero ones: 0 - 1 wraps to the largest
         return self._form(amax, zeros, coarse) if least >= self._low and most <= self._high else None
 
     def _linear(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
@@ -124,7 +124,7 @@ class Scales:
     def slow_path(
         self, amax: Array, supplied: Array | None, coarse: Coarse | None, own_codes: bool = False
     ) -> tuple[Array, Array]:
-        """As `quick`, for any amax. `supplied`: int32 codes as accepted. Under `own_codes` NaN and Inf mark no block."""
+        """Like `fast_path`, for any amax. `supplied`: accepted int32 codes. With `own_codes`, NaN and Inf mark no block."""
         a = amax.view(I4)
         faulty = a >= F32_INF
         codes, statistic = supplied, None
@@ -140,16 +140,16 @@ class Scales:
         return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.qmax)[0]
 
     def subnormal(self, stored: Array) -> Array:
-        """Where is the inverse an FP32 subnormal, by which nothing is multiplied?"""
+        """Where the inverse is an FP32 subnormal, which must not be a factor"""
         return stored == 254 if type(self.codec) is PowerOfTwo else np.zeros(stored.shape, np.bool_)
 
 
 class Coarse:
-    """The FP32 scale of a two-level format's coarse level, with what follows from it for all blocks."""
+    """The FP32 global scale of a two-level format, with values derived from it for all blocks."""
 
     def __init__(self, value: Array, scales: Scales | None) -> None:
         self.value = value
-        #: `inverse` of every code of the fine level; None where some might not be ordinary.
+        #: `inverse` of every code of the fine level; None where some might not be normal.
         self.inverses: Any = None
         if scales is not None and scales.values is not None and _SMALL <= value <= 1 / _SMALL:
             self.inverses = np.divide(UNIT, scales.divisors * value)

@@ -1,4 +1,4 @@
-"""Work space of the NumPy kernels: buffers that a thread keeps, the size of a chunk, and numbers that all of them use."""
+"""Work space of the NumPy kernels: per-thread buffers, the chunk size, and shared constants."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
@@ -15,12 +15,12 @@ from ...arrays.ops import Array
 from ...codecs import F32_INF, MAGNITUDE
 from ..threads import get_num_threads
 
-#: Elements of a chunk: with several threads, and with one. The buffers of one thread fit the second-level cache. Larger chunks
+#: Elements of a chunk: with several threads, and with one. The buffers of one thread fit the L2 cache. Larger chunks
 #: with several threads mean less GIL contention.
 CHUNK, ALONE = 1 << 18, 1 << 16
-#: Threads beyond which GIL contention costs more than they gain (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
+#: The number of threads beyond which GIL contention outweighs the gain (16 cores: 4 as fast as 2 or faster, 8 slower than 1).
 MOST_THREADS = 4
-#: Bytes that the buffers of all threads may take together, and what one element takes of them.
+#: The maximum bytes of the buffers of all threads together, and the bytes per element.
 _BUFFERS, _PER_ELEMENT = 12 << 20, 24
 _T = TypeVar("_T")
 U1, U2, U4, U8, I4, F4 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
@@ -28,7 +28,7 @@ F32_DTYPE = np.dtype(F4)
 EXPONENT = F32_INF
 MAGNITUDE_BITS = U4(MAGNITUDE)
 ONE, UNIT = np.ones(1, F4), F4(1.0)
-#: Entries of a store of what was derived once (plans, layouts of each, tables).
+#: The maximum number of entries of a cache (plans, their layouts, tables).
 _REMEMBERED = 256
 
 
@@ -48,7 +48,7 @@ class Buffers:
         self._value = -1
 
     def level(self, value: int, n: int) -> Array:
-        """`n` times the uint32 `value`: NumPy's maximum is three times faster of two arrays than of one and a constant."""
+        """`n` times the uint32 `value`: NumPy's maximum of two arrays is three times as fast as of an array and a constant."""
         if value != self._value:
             self._level.fill(value)
             self._value = value
@@ -59,7 +59,7 @@ _kept = threading.local()
 
 
 def own_buffers(size: int) -> Buffers:
-    """This thread's buffers, kept from call to call."""
+    """This thread's buffers, kept between calls."""
     found: Buffers | None = getattr(_kept, "buffers", None)
     if found is None or found.size < size:
         found = _kept.buffers = Buffers(size)
@@ -67,7 +67,7 @@ def own_buffers(size: int) -> Buffers:
 
 
 def thread_count() -> int:
-    """Threads that NumPy kernels use at most."""
+    """The maximum number of threads of NumPy kernels."""
     return min(get_num_threads(), MOST_THREADS)
 
 
@@ -78,15 +78,15 @@ def chunk_size() -> int:
 
 
 def times_scale(values: Array, per_block: Array, k: int, out: Array) -> None:
-    """`values` times the number of their block of `k`, all 1-D, into `out`."""
+    """`values` times the scale of their block of `k`, all 1-D, into `out`."""
     if k >= 32:
         np.multiply(values.reshape(-1, k), per_block[:, None], out=out.reshape(-1, k))
-    else:  # NumPy's loop over a short block costs more than writing the numbers out
+    else:  # NumPy's loop over a short block costs more than expanding the scales
         np.multiply(values, per_block.repeat(k), out=out)
 
 
 def block_amax(work: Buffers, n: int, k: int) -> Array:
-    """Largest of each `k` of the first `n` uint32 in `work.a`, which is used up with `work.b`."""
+    """Largest of each `k` of the first `n` uint32 in `work.a`, which is overwritten, as is `work.b`."""
     a, b = work.a, work.b
     if n == k:
         return a[:n].max(keepdims=True)
@@ -105,7 +105,7 @@ def _starts(n: int, k: int) -> Array:
 
 
 def remembered(store: dict[Any, _T], key: Any, make: Callable[..., _T], *arguments: Any) -> _T:
-    """What `store` has at `key`, made of the arguments on first use."""
+    """The entry of `store` at `key`, made from the arguments on first use."""
     found = store.get(key)
     if found is None:
         if len(store) >= _REMEMBERED:

@@ -1,10 +1,10 @@
 """The generic algorithm: every recipe on every framework, in backend primitives (`Ops`).
 
-It is the contract of docs/spec/numerics.md as arithmetic that any array library can do. Kernels are overrides that must write
-the same bytes. Nothing here asks which recipe or framework it has.
+It implements the contract of docs/spec/numerics.md with arithmetic that any array library has. Kernels must write
+the same bytes. Nothing here depends on a particular recipe or framework.
 
 Shapes: blocks run along K, the last axis (arrays are swapped first where `axis=-2`). An array is *split* into
-(..., M/m, m, K/k, k), padded with zeros to whole blocks; scales are (..., M/m, 1, K/k, 1) beside it. Per-tensor scales need no
+(..., M/m, m, K/k, k), padded with zeros to whole blocks; scales broadcast as (..., M/m, 1, K/k, 1). Per-tensor scales need no
 split and broadcast from the left.
 """
 

@@ -40,7 +40,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
         words = random_words(ops, y, options.seed) if options.rounding == "stochastic" else None
         st = _write(ops, y, words, recipe, fmt, tiles, scale)
     data, stored, zero_point, global_scale = st
-    if tiles.block != TENSOR:  # per-tensor scales run along leading axes alone
+    if tiles.block != TENSOR:  # per-tensor scales have only leading axes
         stored, zero_point = k_last(ops, stored, axis), k_last(ops, zero_point, axis)
     written = ScaledTensor.from_parts(
         k_last(ops, data, axis),
@@ -62,7 +62,7 @@ def _write(
     u = ops.bitcast_to_int(y)
     magnitude = u & MAGNITUDE
     finite = magnitude < F32_INF
-    # Input below 2^-126 is zero on every backend, and Inf and NaN take no part in finite arithmetic.
+    # Input below 2^-126 is zero on every backend; Inf and NaN are excluded from arithmetic.
     ordinary = finite & (magnitude >= NORMAL)
     clean = tiles.split(ops.bitcast_to_float(ops.where(ordinary, u, u & ~MAGNITUDE)))
     words = None if words is None else tiles.split(words)
@@ -81,7 +81,7 @@ def _write(
         codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
     else:
         codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
-    # Under a supplied scale NaN and Inf have codes of their own, if the element has any; else their block is marked.
+    # Under a supplied scale, NaN and Inf get their own codes if the element has them; else their block is marked.
     own_codes = supplied is not None and element.nan_code is not None
     if not own_codes:
         codes = ops.where(faulty, level.codec.need_nan(), codes)
@@ -93,7 +93,7 @@ def _write(
 
     zero_point = None
     if fmt.offset == "zero_point":
-        assert isinstance(element, Integer)  # Format sees to it
+        assert isinstance(element, Integer)  # Format checks this
         shift, usable = in_units_of_scale(-low)
         z = ops.where(usable, element.encode(ops, shift), 0)
         written = element.encode(ops, in_units_of_scale(clean)[0], words, element.decode(ops, z))
@@ -112,7 +112,7 @@ def _write(
 
 
 def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, fmt: Format, supplied: Any) -> Array:
-    """The coarse level's scale, over the finite elements of the whole tensor: FP32, shape ()."""
+    """The global scale, over the finite elements of the whole tensor: FP32, shape ()."""
     level = fmt.global_scale
     assert level is not None
     whole = Tiles(ops, tuple(y.shape), TENSOR, 0 if supplied is None else len(supplied.shape))
@@ -131,7 +131,7 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
 
 
 def _multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
-    """What the number stored at the coarse level multiplies by."""
+    """The multiplier of a stored global scale."""
     level = fmt.levels[0]
     if level.sense == "multiplier":
         return stored
@@ -139,7 +139,7 @@ def _multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
 
 
 def _statistic(ops: Ops, amax: Array, clean: Array, tiles: Tiles, offset: str) -> tuple[Array, Array]:
-    """(low end, what the scale is computed from) of each block: amax, or the width of its range under an offset."""
+    """(low end, statistic for the scale) of each block: amax, or with an offset the width of its range."""
     if offset == "none":
         statistic = ops.bitcast_to_float(ops.where((amax >= NORMAL) & (amax < F32_INF), amax, 0))
         return statistic, statistic
@@ -156,13 +156,13 @@ def _range(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
 
 
 def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
-    """(smallest, largest) of each block's real elements, without -0; both 0 for a block of none."""
+    """(smallest, largest) of each block's real elements, without -0; both 0 for a block without any."""
     u = ops.bitcast_to_int(clean)
     magnitude = u & MAGNITUDE
     real = tiles.split(ops.broadcast(ops.to_int32(ops.constant(1.0, clean)), tiles.shape)) != 0
 
     def ends(here: Array) -> tuple[Array, Array, Array]:
-        """(is there any?, smallest magnitude, largest magnitude) of the elements `here` in each block."""
+        """(whether there are any, smallest magnitude, largest magnitude) of the elements `here` in each block."""
         largest = ops.amax(ops.where(here, magnitude, 0), tiles.axes)
         smallest = F32_INF - ops.amax(ops.where(here, F32_INF - magnitude, 0), tiles.axes)
         return ops.amax(ops.where(here, 1, 0), tiles.axes) > 0, ops.bitcast_to_float(smallest), ops.bitcast_to_float(largest)
@@ -175,7 +175,7 @@ def _extremes(ops: Ops, clean: Array, tiles: Tiles) -> tuple[Array, Array]:
 
 
 def check_supplied(ops: Ops, scale: Any, x: Array, fmt: Format, layout: Layout, axis: int) -> Array:
-    """A caller's scale, K last, as an array of the dtype, shape and framework that the (coarsest) level is stored in."""
+    """A supplied scale, K last, as an array with the dtype, shape and framework of its level."""
     level = fmt.global_scale or fmt.scale
     if not hasattr(scale, "shape"):
         if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -225,12 +225,12 @@ def random_words(ops: Ops, like: Array, seed: Any) -> Array:
 
 
 def assigned(out: ScaledTensor | None, written: ScaledTensor) -> ScaledTensor:
-    """`written`, copied into `out` where there is one."""
+    """`written`, copied into `out` if given."""
     return written if out is None else assign(ops_of(written.data), out, written)
 
 
 def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
-    """Copy the parts of `written` into those of `out`. Raises before the first byte where any part does not fit."""
+    """Copy the components of `written` into those of `out`. Raises before the first byte if any does not match."""
     if not isinstance(out, ScaledTensor):
         raise UnsupportedError(f"out= must be a ScaledTensor, got {type(out).__name__}; allocate it with the same call once.")
     parts = [(part, getattr(out, part), getattr(written, part)) for part in PARTS]
@@ -240,7 +240,7 @@ def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
         for _, a, b in parts
     )
     if not fits:
-        raise LayoutError(f"out= is {out!r}, but the cast gives {written!r}; allocate it with the same call once.")
+        raise LayoutError(f"out= is {out!r}, but the cast returns {written!r}; allocate it with the same call once.")
     same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
     for _, a, b in parts:
         if b is not None:

@@ -1,4 +1,4 @@
-"""Ops written over `cast` and `dequantize`."""
+"""Ops composed of `cast` and `dequantize`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def cast_pair(
 
 
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Array:
-    """The round trip `dequantize(cast(x))` in `x`'s dtype. Gradients are the frontend's."""
+    """The round trip `dequantize(cast(x))` in `x`'s dtype. The frontend computes gradients."""
     return dequantize(cast(x, recipe, options), dtype_name(x))
 
 
 def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Array:
-    """`cast_ste`: a clip shapes the gradient alone."""
+    """`cast_ste`: a clip affects only the gradient."""
     return cast_ste(x, recipe, options)
 
 
 def extremes(st: ScaledTensor) -> tuple[ScaledTensor, ScaledTensor]:
-    """The lowest and the highest tensor of `st`'s scales: all of its codes replaced by those of either end."""
+    """`st` with all codes replaced by the code of the lowest value, and by that of the highest."""
     st = st.to_plain()
     ops, element, axis = ops_of(st.data, "data"), st.recipe.format.element, st.axis
 

@@ -40,14 +40,14 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
             v = apply_scale(ops, v, tiles.coarse(st.global_scale), fmt, fmt.global_scale)
         if fmt.offset == "bias":
             bias = tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
-            # Flushed, a subnormal product adds alike on every backend; and no compiler fuses the product into the sum.
+            # Flushing subnormal products makes the sum equal on every backend, and prevents fusing into an FMA.
             v = flushed(ops, v) + flushed(ops, bias)
         v = k_last(ops, tiles.join(v), axis)
         return result(ops, v, name, out)
 
 
 def _ungrouped(ops: Ops, st: ScaledTensor, index: tuple[int, ...]) -> ScaledTensor:
-    """`st` with the scale (and zero-point) of its group beside each element of the contraction axis: blocks of one."""
+    """`st` with one scale (and zero-point) per element of the contraction axis, taken from its group."""
     scale, zero_point = (a if a is None else ops.gather(a, index, st.axis) for a in (st.scale, st.zero_point))
     return ScaledTensor.from_parts(st.data, scale, st.recipe, PerBlockK(1), zero_point, st.global_scale, st.axis, st.padding)
 
@@ -70,7 +70,7 @@ def offsets_of(ops: Ops, zero_point: Array) -> Array:
 
 
 def apply_scale(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> Array:
-    """`v` under the stored scale of one level, whatever its convention."""
+    """`v` under the stored scale of one level, in any scale convention."""
     if level.sense == "multiplier":
         return level.codec.multiply(ops, v, stored)
     value = level.codec.read(ops, stored)
@@ -80,7 +80,7 @@ def apply_scale(ops: Ops, v: Array, stored: Array, fmt: Format, level: Any) -> A
 
 
 def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
-    """FP32 `value` in the dtype named, in `out` if that is given. Raises before the first byte where `out` does not fit."""
+    """FP32 `value` in the dtype named, in `out` if given. Raises before the first byte if `out` does not match."""
     if dtype != "float32":
         value = ops.to_float(value, dtype)
     if out is None:

@@ -1,4 +1,4 @@
-"""Packing: codes of fewer than 8 bits in whole bytes."""
+"""Packing: codes of fewer than 8 bits as bytes."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def unpack(ops: Ops, data: Array, codec: Codec, length: int) -> Array:
     return ops.reshape(codes, (*stored.shape[:-1], groups * count))[..., :length]
 
 
-#: Bytes of a packing group that one int32 holds: groups of 5- and 7-bit codes are longer.
+#: Bytes of a packing group that fit one int32; groups of 5- and 7-bit codes are longer.
 _WORD = 4
 
 
 def _bytes(codes: Array, bits: int, size: int) -> list[Array]:
-    """The `size` bytes of a group of codes along the last axis, each in the low 8 bits of an int32; the bits above vary."""
+    """The `size` bytes of a group of codes along the last axis, each in the low 8 bits of an int32; upper bits vary."""
     found: list[Array] = []
     for start in range(0, 8 * size, 8):
         reaching = range(start // bits, (start + 7) // bits + 1)
@@ -66,7 +66,7 @@ def _bytes(codes: Array, bits: int, size: int) -> list[Array]:
 
 
 def _codes(bytes_: Array, bits: int, count: int) -> list[Array]:
-    """Inverse of `_bytes`, of bytes along the last axis: each of the `count` codes as an int32."""
+    """Inverse of `_bytes`, for bytes along the last axis: each of the `count` codes as an int32."""
     found: list[Array] = []
     for start in range(0, bits * count, bits):
         byte, shift = divmod(start, 8)

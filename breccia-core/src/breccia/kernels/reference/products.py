@@ -32,7 +32,7 @@ def matmul(
 
 
 def product(a: Any, b: Any, bias: Array | None, dtype: str, out: Array | None, by: Primitives) -> Array:
-    """`matmul` of operands that are known to fit."""
+    """`matmul` of checked operands."""
     ops = ops_of(_array(a), "a")
     with ops.errstate():
         found = ops.matmul(values(ops, a, by), values(ops, b, by))

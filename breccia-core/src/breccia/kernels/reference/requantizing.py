@@ -1,4 +1,4 @@
-"""`requantize`: components are kept where the new format holds all values of the old one, else values are decoded and cast."""
+"""`requantize`: components are kept if the new format represents all values of the old one, else decoded and cast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tiles import Tiles, k_last, k_last_shape
 
 
 class Primitives(NamedTuple):
-    """The two ops that the others are written over: the generic algorithm's own, or whatever the table finds."""
+    """The two ops that the others are composed of: the generic algorithm's, or the kernels selected by the table."""
 
     cast: Callable[[Array, ScalingRecipe, CastOptions], ScaledTensor]
     dequantize: Callable[[ScaledTensor], Array]
@@ -56,9 +56,9 @@ def requantize(
 
 
 def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> ScaledTensor | None:
-    """`st` under `recipe` with the same scales, repeated over finer blocks, and codes of the same values; None if it has none.
+    """`st` under `recipe` with the same scales, repeated over finer blocks, and codes of the same values; None if impossible.
 
-    checking: also where the recipes do not promise it but these very scales allow it, which reads them.
+    checking: also where only these particular scales allow it, which reads their values.
     """
     if recipe == st.recipe:
         return st
@@ -78,19 +78,19 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
     old, new = Tiles(ops, shape, block), Tiles(ops, shape, target.scale.block)
 
     def repeat_per_block(part: Array, codec: Codec | None, new_codec: Codec | None) -> Array:
-        """A part of the scales' shape in the blocks and codec of `target`, K last; None: the codec stays."""
+        """A component of the scales' shape in the blocks and codec of `target`, K last; None keeps the codec."""
         if codec == new_codec and old.block == new.block:
             return part if old.block == TENSOR else k_last(ops, part, axis)
         part = scale_k_last(ops, part, old, axis)
         words, dtype = ops.load(part), dtype_name(part)
         if codec is not None and new_codec is not None and codec != new_codec:
             words, dtype = new_codec.encode(ops, codec.read(ops, part)), ops.storage(new_codec)
-        return ops.store(old.repeat_per_block(words, new) | 0, dtype)  # a broadcast view would share items: `|` copies
+        return ops.store(old.repeat_per_block(words, new) | 0, dtype)  # `|` copies: items of a broadcast view share memory
 
     codecs = source.scale.codec, target.scale.codec
 
     def changed(part: Array, into: Array) -> bool:
-        """Are numbers of a part other ones in the codec of `target`?"""
+        """Whether values of a component change in the codec of `target`"""
         return ops.any(_differ(ops, codecs[0].read(ops, repeat_per_block(part, None, None)), codecs[1].read(ops, into)))
 
     biased = source.offset == "bias"
@@ -116,7 +116,7 @@ def _kept(ops: Ops, st: ScaledTensor, recipe: ScalingRecipe, checking: bool) -> 
 
 
 def _differ(ops: Ops, a: Array, b: Array) -> Array:
-    """Where two FP32 arrays differ in bits, one NaN being like another."""
+    """Where two FP32 arrays differ in bits, treating all NaNs as equal."""
     p, q = ops.bitcast_to_int(a), ops.bitcast_to_int(b)
     return (p != q) & ~(((p & MAGNITUDE) > F32_INF) & ((q & MAGNITUDE) > F32_INF))
 
@@ -126,7 +126,7 @@ def _refuse_inexact(ops: Ops, x: Array, y: Array, recipe: ScalingRecipe) -> None
     if ops.any(different):
         count = int(ops.to_numpy(ops.to_int32(different)).sum())
         raise InexactError(
-            f"requantize(require_exact=True): {count} of {math.prod(x.shape)} values are no numbers of {recipe!r} under its "
-            "scales. Leave require_exact out to round them, or choose a recipe of more bits or finer blocks.",
+            f"requantize(require_exact=True): {count} of {math.prod(x.shape)} values do not fit {recipe!r} under its "
+            "scales. Omit require_exact to round them, or choose a recipe of more bits or finer blocks.",
             count=count,
         )

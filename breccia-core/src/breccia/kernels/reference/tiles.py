@@ -12,7 +12,7 @@ from ...layouts import Shape
 
 @dataclass(frozen=True)
 class Tiles:
-    """Blocks (m, k) over a K-last shape; per-tensor ones over all but the first `lead` axes, which each have their own."""
+    """Blocks (m, k) over a K-last shape; per-tensor blocks span all but the first `lead` axes."""
 
     ops: Ops
     shape: Shape
@@ -26,12 +26,12 @@ class Tiles:
 
     @property
     def counts(self) -> tuple[int, int]:
-        (rows, columns), (m, k) = self.shape[-2:], self.block  # one block for all of a side, be it empty
+        (rows, columns), (m, k) = self.shape[-2:], self.block  # None is one block per side, even an empty one
         return -(-rows // m) if m else 1, -(-columns // k) if k else 1
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Axes of a split array that lie within one block."""
+        """Axes of a split array within one block."""
         return tuple(range(self.lead, len(self.shape))) if self.block == TENSOR else (-3, -1)
 
     def split(self, a: Array) -> Array:
@@ -50,18 +50,18 @@ class Tiles:
         return whole[..., : self.shape[-2], : self.shape[-1]]
 
     def scale(self, a: Array) -> Array:
-        """Reduced split array to the shape a layout stores, K last."""
+        """Reshape a reduced split array to the layout's scale shape, K last."""
         return self.ops.reshape(a, self.shape[: self.lead] if self.block == TENSOR else (*self.shape[:-2], *self.counts))
 
     def broadcast_to_blocks(self, a: Array) -> Array:
-        """Stored scales, K last, to a shape that broadcasts against split arrays."""
+        """Reshape stored scales, K last, to broadcast against split arrays."""
         if self.block == TENSOR:
             return self.coarse(a)
         rows, columns = self.counts
         return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
 
     def repeat_per_block(self, a: Array, finer: Tiles) -> Array:
-        """A part as scales are stored, K last, repeated over the blocks of `finer`, which lie within the blocks here."""
+        """Repeat stored scales, K last, over the blocks of `finer`, which lie within the blocks here."""
         if finer.block == self.block:
             return a
         lead, (rows, columns), (tall, wide) = self.shape[:-2], finer.counts, self.counts
@@ -72,7 +72,7 @@ class Tiles:
         return self.ops.reshape(beside, (*lead, tall * down, wide * along))[..., :rows, :columns]
 
     def coarse(self, a: Array) -> Array:
-        """A scale of shape () or a prefix of the leading axes, likewise."""
+        """Likewise for a global scale, of shape () or a prefix of the leading axes."""
         ndim = len(self.shape) + (0 if self.block == TENSOR else 2)
         return self.ops.reshape(a, (*a.shape, *(1,) * (ndim - len(a.shape))))
 
@@ -83,5 +83,5 @@ def k_last(ops: Ops, a: Any, axis: int) -> Any:
 
 
 def k_last_shape(shape: Shape, axis: int) -> Shape:
-    """Likewise of a shape."""
+    """Likewise for a shape."""
     return (*shape[:-2], shape[-1], shape[-2]) if axis == -2 else tuple(shape)
