@@ -1,4 +1,4 @@
-"""The table of neighbours says what is so: it is drawn from its result, measured again, and each cause makes the bytes."""
+"""The agreement table is drawn from its result, measured again, and each cause reproduces the bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from breccia.arrays.ops import NUMPY
 from breccia.codecs import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, UINT4, UINT8, Codec
 from breccia.errors import CorruptFileError
 from breccia_bridges import agreement
-from breccia_bridges.agreement import Neighbour, Ours, Quantizer, Written, packed, table, transformer_engine
+from breccia_bridges.agreement import Library, Quantizer, Setting, Written, packed, table, transformer_engine
 from breccia_bridges.agreement import __main__ as program
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def rows() -> dict[tuple[str, str], Row]:
     return {(n["name"], row["name"]): row for n in result()["neighbours"] for row in n["rows"]}
 
 
-DECLARED = {(n.name, q.name): (n, q) for n in agreement.neighbours() for q in n.quantizers}
+DECLARED = {(n.name, q.name): (n, q) for n in agreement.libraries() for q in n.quantizers}
 
 
 @cache
@@ -79,7 +79,7 @@ def test_the_page_is_what_the_result_draws() -> None:
 
 
 def test_every_neighbour_that_is_declared_has_its_rows() -> None:
-    assert [n["name"] for n in result()["neighbours"]] == [n.name for n in agreement.neighbours()]
+    assert [n["name"] for n in result()["neighbours"]] == [n.name for n in agreement.libraries()]
     assert list(rows()) == list(DECLARED)
     for key, row in rows().items():
         said = {name: (row[name]["writes"], row[name]["cause"]) for name in ("default", "closest") if name in row}
@@ -457,7 +457,7 @@ def test_a_library_that_is_absent_is_not_installed_and_nothing_of_it_is_imported
         monkeypatch.setitem(sys.modules, root, None)
     found = table.measured(shape=SHAPE)
     assert all(n["version"] is None and n["rows"] == [] for n in found["neighbours"])
-    assert table.page(found).count("Not installed where this was measured.") == len(agreement.neighbours())
+    assert table.page(found).count("Not installed where this was measured.") == len(agreement.libraries())
 
 
 def broken(x: np.ndarray) -> Written:
@@ -471,8 +471,8 @@ def only_finite(x: np.ndarray) -> Written:
 
 
 def test_a_crash_of_a_neighbour_is_a_result_and_no_stop() -> None:
-    fails, works = Quantizer("fails", broken, Ours(E4M3)), Quantizer("works, but for NaN", only_finite, Ours(E4M3))
-    found = table.measured([Neighbour("Acme", lambda: "1.0", (fails, works))], SHAPE)
+    fails, works = Quantizer("fails", broken, Setting(E4M3)), Quantizer("works, but for NaN", only_finite, Setting(E4M3))
+    found = table.measured([Library("Acme", lambda: "1.0", (fails, works))], SHAPE)
     first, second = found["neighbours"][0]["rows"]
     assert first["error"] == "raises ZeroDivisionError on normal" and second["error"] is None
     assert table.agrees(second["default"]) and second["edges"]["NaN"] == ["raises FloatingPointError", "NaN"]
@@ -513,7 +513,7 @@ def test_the_command_draws_the_page_from_the_result_that_is_there(
 
 
 def test_the_command_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    acme = Neighbour("Acme", lambda: "1.0", (Quantizer("E4M3", lambda x: table.ours(x, E4M3), Ours(E4M3)),))
+    acme = Library("Acme", lambda: "1.0", (Quantizer("E4M3", lambda x: table.ours(x, E4M3), Setting(E4M3)),))
     monkeypatch.setattr(table, "neighbours", lambda: [acme])
     run(monkeypatch, str(tmp_path))
     found = json.loads((tmp_path / table.RESULT).read_text(encoding="utf-8"))

@@ -167,7 +167,7 @@ def test_help_fits_a_screen(command: str) -> None:
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
-    assert "..." not in out.partition("Commands:")[2], "no line of help is cut short"
+    assert "..." not in out.partition("Commands:")[2], "no line of help is truncated"
 
 
 @pytest.mark.together

@@ -163,7 +163,7 @@ def test_a_converted_folder_loads_as_one(sharded: Path, tmp_path: Path) -> None:
     loaded = load_safetensors(tmp_path / "out")
     assert set(loaded) == set(weights())
     assert {name for name, tensor in loaded.items() if isinstance(tensor, breccia.ScaledTensor)} <= set(QUANTIZED)
-    with pytest.raises(breccia.UnsupportedError, match="holds no .safetensors file"):
+    with pytest.raises(breccia.UnsupportedError, match="contains no .safetensors file"):
         load_safetensors(_folder(tmp_path / "empty"))
 
 
@@ -222,7 +222,7 @@ def test_bytes_that_read_back_otherwise_are_caught(source: Path, tmp_path: Path,
         return found
 
     monkeypatch.setattr(Container, "array", flips)
-    with pytest.raises(breccia.CorruptFileError, match="'layer.0.experts.scale' reads back other bytes than were written"):
+    with pytest.raises(breccia.CorruptFileError, match="'layer.0.experts.scale' reads back bytes other than those written"):
         convert(source, tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
     assert entries(tmp_path) == ["model.safetensors"]
 
@@ -238,7 +238,7 @@ def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Pat
 
     recipe, out = breccia.MXFP8BlockScaling(), tmp_path / "o.safetensors"
     monkeypatch.setattr(converter, "safe_open", of_the_source)
-    with pytest.raises(breccia.CorruptFileError, match="the stock safetensors reader finds other tensors than were written"):
+    with pytest.raises(breccia.CorruptFileError, match="the stock safetensors reader finds tensors other than those written"):
         convert(source, out, recipe)
     monkeypatch.setattr(converter, "safe_open", refuses)
     with pytest.raises(breccia.CorruptFileError, match=r"reader refuses it \(unknown dtype\); upgrade safetensors"):
@@ -251,15 +251,18 @@ def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Pat
     [
         (lambda t: (t / "absent.safetensors", t / "o.safetensors"), "no checkpoint .*absent.safetensors; give a .safetensors"),
         (lambda t: (_text(t / "model.bin"), t / "o.safetensors"), "model.bin is not a .safetensors file"),
-        (lambda t: (_folder(t / "empty"), t / "o"), "empty holds no .safetensors file"),
+        (lambda t: (_folder(t / "empty"), t / "o"), "empty contains no .safetensors file"),
         (lambda t: (t / "model.safetensors", t / "no" / "o.safetensors"), "there is no folder .*/no; create it first"),
         (
             lambda t: (t / "model.safetensors", _folder(t / "taken")),
-            "taken is a folder and the source a file; give a name that",
+            "taken is a folder but the source is a file; give a name that",
         ),
-        (lambda t: (t / "model.safetensors", t / "o"), "o is no name for a .safetensors file; end it in .safetensors"),
+        (lambda t: (t / "model.safetensors", t / "o"), "o does not end in .safetensors; add the suffix"),
         (lambda t: (Path(os.devnull), t / "o.safetensors"), "null is neither a file nor a folder; give a .safetensors file"),
-        (lambda t: (_checkpoint(t / "m"), _text(t / "taken")), "taken is a file and the source a folder; choose another name"),
+        (
+            lambda t: (_checkpoint(t / "m"), _text(t / "taken")),
+            "taken is a file but the source is a folder; choose another name",
+        ),
         (
             lambda t: (t / "model.safetensors", _fifo(t / "o.safetensors")),
             "o.safetensors is neither a file nor a folder; choose",
@@ -269,18 +272,18 @@ def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Pat
         (lambda t: (_checkpoint(t / "m"), t / "m" / "fp8"), "fp8 lies inside the source .*m; choose a destination outside it"),
         (lambda t: (_checkpoint(t / "m"), _checkpoint(t / "m" / "fp8")), "fp8 lies inside the source"),
         (lambda t: (_checkpoint(t / "m"), _link(t / "m" / "l", _folder(t / "far"))), "l lies inside the source"),
-        (lambda t: (_checkpoint(t / "n" / "m"), t / "n"), "n holds the source .*m; choose a destination that does not"),
-        (lambda t: (_link(t / "l", _checkpoint(t / "n" / "m")), t / "n"), "n holds the source .*l; choose"),
+        (lambda t: (_checkpoint(t / "n" / "m"), t / "n"), "n contains the source .*m; choose another destination"),
+        (lambda t: (_link(t / "l", _checkpoint(t / "n" / "m")), t / "n"), "n contains the source .*l; choose"),
         (lambda t: (_linked_shards(t), t / "blobs"), "blobs holds the source .*snapshot; choose"),
-        (lambda t: (_checkpoint(t / "m"), Path(".")), "is the current folder, or holds it"),
-        (lambda t: (_checkpoint(t / "m"), Path("..")), "cwd is the current folder, or holds it; name a folder or file in it"),
+        (lambda t: (_checkpoint(t / "m"), Path(".")), "is or contains the current folder"),
+        (lambda t: (_checkpoint(t / "m"), Path("..")), "cwd is or contains the current folder; name a folder or file in it"),
         (
             lambda t: (_checkpoint(t / "m"), _folder(t / "papers")),
             "papers does not look like a checkpoint .*does not replace it",
         ),
         (
             lambda t: (_dangling(t / "m"), t / "o"),
-            "m has links to nothing, or special files: gone.safetensors, which the folder",
+            "m has broken links or special files: gone.safetensors, which the folder",
         ),
         (lambda t: (_text(t / "cut.safetensors"), t / "o.safetensors"), "cut.safetensors"),
         (lambda t: (_index(t, "{"), t / "o"), "has no readable weight_map"),
@@ -307,7 +310,7 @@ def test_a_conversion_that_cannot_be_is_one_readable_line_and_leaves_no_file(
 
 def test_the_root_is_no_destination(source: Path, tmp_path: Path) -> None:
     root = converter._location(Path("/"))
-    with pytest.raises(breccia.UnsupportedError, match="^/ is the current folder, or holds it; name a folder or file in it"):
+    with pytest.raises(breccia.UnsupportedError, match="^/ is or contains the current folder; name a folder or file in it"):
         converter._check_destination(source, [source], root, True)  # which only looks
 
 
@@ -358,7 +361,7 @@ def _index(folder: Path, text: str) -> Path:
 def test_converting_twice_is_refused(source: Path, tmp_path: Path, run: Run) -> None:
     convert(source, tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
     code, _, err = run("convert", tmp_path / "o.safetensors", tmp_path / "p.safetensors", "-r", "nvfp4")
-    assert code == 1 and "holds tensors that breccia quantized already; convert the original" in err
+    assert code == 1 and "holds tensors that breccia already quantized; convert the original" in err
 
 
 def test_the_program_converts_inspects_and_reports(source: Path, tmp_path: Path, run: Run) -> None:
@@ -641,7 +644,7 @@ def test_a_shard_that_is_quantized_already_is_refused_before_any_work(tmp_path: 
     def worked(name: str, size: int) -> None:
         pytest.fail("a tensor was converted first")
 
-    with pytest.raises(breccia.UnsupportedError, match="z.safetensors holds tensors that breccia quantized already"):
+    with pytest.raises(breccia.UnsupportedError, match="z.safetensors holds tensors that breccia already quantized"):
         convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
 
 
@@ -953,10 +956,10 @@ def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> N
             put(bytes(8))
         with writer.stream("x") as put:
             put(struct.pack("<f", 1))
-            with pytest.raises(breccia.BrecciaError, match="'x' is written already"), writer.stream("x"):
+            with pytest.raises(breccia.BrecciaError, match="'x' is already written"), writer.stream("x"):
                 pass
             put(struct.pack("<f", 2))
-        with pytest.raises(breccia.BrecciaError, match="'x' is written already; write each tensor once"):
+        with pytest.raises(breccia.BrecciaError, match="'x' is already written; write each tensor once"):
             writer.write("x", bytes(8))
     assert Container(tmp_path / "f").array("x").tolist() == [1, 2]
 
@@ -1056,7 +1059,7 @@ def test_a_dry_run_fails_where_the_run_would(source: Path, tmp_path: Path, run: 
 def test_a_dry_run_has_nothing_to_report(source: Path, tmp_path: Path, run: Run) -> None:
     words = ("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run", "--report", tmp_path / "r.html")
     code, _, err = run(*words)
-    assert code == 2 and "--report shows what was measured, and --dry-run measures nothing; leave one out." in err
+    assert code == 2 and "--report shows what was measured, and --dry-run measures nothing; use only one of them." in err
     assert entries(tmp_path) == ["model.safetensors"]
 
 
@@ -1126,7 +1129,7 @@ def test_a_folder_that_cannot_be_written_to_stops_the_run(
 
 def test_a_folder_does_not_become_a_file_name(sharded: Path, tmp_path: Path, run: Run) -> None:
     code, _, err = run("convert", sharded, tmp_path / "o.safetensors", "-r", "int4")
-    assert code == 1 and "is a name for a file and the source a folder; give the name of a folder." in err
+    assert code == 1 and "names a file but the source is a folder; give the name of a folder." in err
 
 
 def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run: Run) -> None:

@@ -78,7 +78,7 @@ def test_scales_of_every_kind_are_named_when_they_are_odd(tmp_path: Path) -> Non
     }
     save_safetensors(tensors, tmp_path / "m.safetensors")
     assert doubts(tmp_path / "m.safetensors", scales=True) == {
-        "nan": ["scale: 1 of 4 NaN (their blocks held NaN or Inf)"],
+        "nan": ["scale: 1 of 4 NaN (their blocks contained NaN or Inf)"],
         "inf": ["scale: 1 of 3 Inf"],
         "negative": ["scale: 1 of 3 negative"],
         "zero": ["scale: 2 of 3 zero"],
@@ -123,9 +123,9 @@ def test_scales_of_strangers_are_found_by_name_and_checked_by_shape(tmp_path: Pa
     }
     assert {n: r["scales"]["max"] for n, r in found.items() if r["scales"]}["mx.weight"] == 1.0, "U8 is E8M0"
     assert doubts(tmp_path / "m.safetensors") == {
-        "alone.weight": ["F8_E4M3 codes without scales that breccia knows by name"],
+        "alone.weight": ["F8_E4M3 codes without scales under any name that breccia knows"],
         "odd.weight": ["odd.weight_scale of shape 7x7 does not tile shape 256x300"],
-        "counted.weight": ["counted.weight_scale is I32, which is no dtype of scales"],
+        "counted.weight": ["counted.weight_scale is I32, which is not a scale dtype"],
     }
 
 
@@ -168,7 +168,7 @@ def test_inspect_prints_ranges_and_doubts(tmp_path: Path, run: Run) -> None:
     save_safetensors({"w": breccia.cast(x, breccia.Float8BlockScaling(block_k=16))}, tmp_path / "m.safetensors")
     code, out, err = run("inspect", tmp_path / "m.safetensors", "--scales")
     assert (code, err) == (0, "")
-    assert "suspicious: w: scale: 1 of 8 NaN (their blocks held NaN or Inf)" in out
+    assert "suspicious: w: scale: 1 of 8 NaN (their blocks contained NaN or Inf)" in out
     assert " to " in out and "scales, least to largest" in out
     code, out, _ = run("inspect", tmp_path / "m.safetensors")
     assert "suspicious" not in out and "scales, least" not in out

@@ -835,7 +835,7 @@ def test_dequantize_is_the_way_back_and_is_traced() -> None:
 def test_what_quantize_cannot_do_is_named() -> None:
     with pytest.raises(breccia.OptionError, match=r"quantize: no leaf is chosen, of 1 in the tree\.$"):
         breccia_jax.quantize({"bias": jnp.ones(4)}, MXFP8)
-    with pytest.raises(breccia.OptionError, match="filter, which is called with the path and the array of each, took none"):
+    with pytest.raises(breccia.OptionError, match="filter, which is called with the path and the array of each, chose none"):
         breccia_jax.quantize(params(), MXFP8, lambda path, leaf: False)
     with pytest.raises(breccia.ShapeError, match=r"quantize: dense/bias: MXFP8BlockScaling requires x.ndim >= 2"):
         breccia_jax.quantize(params(), MXFP8, lambda path, leaf: "bias" in path, axis=-1)

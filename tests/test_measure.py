@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import breccia
 from breccia.bridges import save_safetensors
 from breccia_bridges import measure
-from breccia_bridges.compare import compare, held_tensors
+from breccia_bridges.compare import checkpoint_tensors, compare
 from breccia_bridges.measure import BINS, NOTHING, ErrorMetrics, Stored, slabs
 from breccia_bridges.results import EQUAL
 from breccia_bridges.safetensors_file import Container, Writer
@@ -27,7 +27,7 @@ from breccia_bridges.safetensors_file import Container, Writer
 
 def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:
     save_safetensors({"w": x}, tmp_path / name)
-    held = held_tensors(tmp_path / name)["w"]
+    held = checkpoint_tensors(tmp_path / name)["w"]
     return Stored(held.container, "w", held.config)
 
 
@@ -326,7 +326,7 @@ def test_a_name_in_two_files_of_a_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         breccia.CorruptFileError, match=r"tensor 'w' lies in 1.safetensors and 2.safetensors of .*; name one file, or fetch"
     ):
-        held_tensors(tmp_path)
+        checkpoint_tensors(tmp_path)
 
 
 def test_float8_without_scales_is_not_measured(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> No
         (
             x[:, :250],
             breccia.cast(w[:, :250], MXFP8).mT,
-            r"K must be whole blocks of 32, each with its scale; b has PerBlockK",
+            r"K must be whole blocks of 32, with a scale per block; b has PerBlockK",
         ),
         (x[:, :24], st, r"b must be the \.mT of one weight \(N, K\) with blocks along K"),
         (st, w.T, r"mx\.quantized_matmul multiplies by a quantized b"),

@@ -298,7 +298,7 @@ def test_what_is_no_such_model_or_layer_is_refused(model: Model) -> None:
 def test_layers_of_other_tensors_and_inputs_are_refused() -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"takes a ScaledTensor, got array; breccia\.cast makes one"):
         ScaledWeight(mx.ones(3))  # type: ignore[arg-type]
-    with pytest.raises(breccia.UnsupportedError, match="takes a ScaledTensor of mlx; this one is of numpy"):
+    with pytest.raises(breccia.UnsupportedError, match="takes a MLX ScaledTensor; this one is of numpy"):
         ScaledWeight(breccia.cast(np.ones((2, 32), np.float32), MXFP8))
     layer = ScaledLinear(64, 8, recipe=MXFP8)
     with pytest.raises(breccia.ShapeError, match=r"the layer takes inputs of shape \(\.\.\., 64\); got \(2, 32\)"):

@@ -258,7 +258,7 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(
 
 
 def test_a_report_of_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="a report is of one run or more; got none"):
+    with pytest.raises(UnsupportedError, match="a report needs at least one run; got none"):
         write_report(tmp_path / "report.html", [])
 
 

@@ -358,7 +358,7 @@ def test_an_existing_file_is_replaced_unless_force_is_false(tmp_path: Path) -> N
         (
             {},
             {"schema": "7"},
-            "extra_metadata key 'schema' collides with breccia's own: schema, breccia_version and all that end",
+            "extra_metadata key 'schema' is reserved: schema, breccia_version and all that end",
         ),
         ({}, {"breccia_version": "7"}, "extra_metadata key 'breccia_version' collides"),
         ({}, {"x.config": "{}"}, "extra_metadata key 'x.config' collides"),
@@ -530,7 +530,7 @@ def test_a_recipe_that_no_plug_in_declares_is_named_with_the_way_out(tmp_path: P
         load_safetensors(tmp_path / "f")
     said = str(refused.value)
     assert said.startswith(f"{tmp_path / 'f'}: tensor 'w': its recipe 'acme6' is declared by no installed plug-in. Known: ")
-    assert said.endswith("Install the plug-in that declares it; `breccia plugins` lists those installed, and those set aside.")
+    assert said.endswith("Install the plug-in that declares it; `breccia plugins` lists the installed and the disabled ones.")
     found = refused.value.found
     assert (found["undeclared"], found["name"], found["path"]) == ("acme6", "w", str(tmp_path / "f"))
 

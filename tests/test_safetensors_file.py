@@ -36,12 +36,12 @@ DEFECTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "0 bytes long; a safetensors file starts with 8 bytes"),
     "shorter than a length": (b"\x02\0\0\0", "4 bytes long"),
     "header beyond 100 MB": (file_of(b"{}", length=100_000_001), "header is 100000001 bytes long; the limit is 100000000"),
-    "length of garbage": (b"PK\x03\x04garbage, more of it", "the limit is 100000000. This is no safetensors file"),
-    "header beyond the file": (file_of(b"{}", length=3), "the header is said to be 3 bytes long, and 2 bytes follow"),
+    "length of garbage": (b"PK\x03\x04garbage, more of it", "the limit is 100000000. It is not a safetensors file"),
+    "header beyond the file": (file_of(b"{}", length=3), "the header should be 3 bytes long, but 2 bytes follow"),
     "empty header": (file_of(b""), "starts with '{'; found ''"),
     "not UTF-8": (file_of(b'{"\xff": 1}'), "not UTF-8 (byte 0xff at position 2)"),
     "not JSON": (file_of(b'{"a": }'), "the header is not JSON (Expecting value"),
-    "JSON cut short": (file_of(b'{"a": [1, 2'), "the header is not JSON"),
+    "JSON truncated": (file_of(b'{"a": [1, 2'), "the header is not JSON"),
     "JSON, then more": (file_of(b"{} {}"), "the header is not JSON (Extra data"),
     "JSON too deep": (file_of(b'{"a":' + b"[" * 200_000), "the header is not JSON"),
     "an integer of 5000 digits": (file_of(b'{"a":' + b"9" * 5000 + b"}"), "the header is not JSON"),
@@ -62,12 +62,12 @@ DEFECTS: dict[str, tuple[bytes, str]] = {
     "shape overflows": (file_of({"a": entry(shape=[2**62, 2**62])}, FOUR), "needs more than 9223372036854775807 bytes"),
     "empty shape overflows": (file_of({"a": entry(shape=[0, 2**62, 2**62], offsets=[0, 0])}), "needs more than"),
     "65 axes": (file_of({"a": entry(shape=[1] * 65, offsets=[0, 1])}, b"x"), "at most 64 axes; got 65"),
-    "half a byte": (file_of({"a": entry("F4", [3], [0, 1])}, b"x"), "F4 (4 bits each) does not fill whole bytes"),
+    "half a byte": (file_of({"a": entry("F4", [3], [0, 1])}, b"x"), "F4 (4 bits each) is not a multiple of 8 bits"),
     "one offset": (file_of({"a": entry(offsets=[0])}, FOUR), "data_offsets are two integers >= 0; found [0]"),
     "offsets negative": (file_of({"a": entry(offsets=[-1, 3])}, FOUR), "two integers >= 0; found [-1, 3]"),
     "offsets bools": (file_of({"a": entry(shape=[1], offsets=[False, True])}, b"x"), "two integers >= 0; found [False, True]"),
     "offsets reversed": (file_of({"a": entry(offsets=[4, 0])}, FOUR), "end before they start; found [4, 0]"),
-    "past the end": (file_of({"a": entry()}, FOUR[:3]), "ends at byte 4 of the data, which are 3 bytes: the file is cut short"),
+    "past the end": (file_of({"a": entry()}, FOUR[:3]), "ends at byte 4 of the data, which has 3 bytes: the file is truncated"),
     "too few bytes": (
         file_of({"a": entry("F32", [2])}, FOUR),
         "F32 of shape [2] is 8 bytes; data_offsets [0, 4] hold 4",
@@ -99,7 +99,7 @@ def test_a_broken_file_is_refused_by_name_with_what_was_found(defect: str, tmp_p
     assert message in str(refused.value)
     assert str(refused.value).startswith(f"{path}: ")
     assert refused.value.found["path"] == str(path)
-    assert any(remedy in str(refused.value) for remedy in ("the file again", "write it again", "fetch it again"))
+    assert any(remedy in str(refused.value) for remedy in ("the file again", "write it again", "download it again"))
 
 
 def test_a_missing_file_and_a_directory_are_the_os_errors_python_users_know(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_wrong_writes_are_refused_and_say_why(tmp_path: Path) -> None:
         with pytest.raises(breccia.ShapeError, match=r"declared F32 of shape \(2,\), 8 bytes; got 12 bytes"):
             w.write("alpha", np.zeros(3, np.float32))
         w.write("alpha", bytes(8))
-        with pytest.raises(breccia.BrecciaError, match="'alpha' is written already; write each tensor once"):
+        with pytest.raises(breccia.BrecciaError, match="'alpha' is already written; write each tensor once"):
             w.write("alpha", bytes(8))
     assert list(Container(path).entries) == ["alpha"]
 
@@ -316,7 +316,7 @@ def test_the_files_mode_follows_the_umask(tmp_path: Path) -> None:
     [
         ({"a": ("F31", (1,))}, {}, breccia.UnknownNameError, "tensor 'a': no safetensors dtype 'F31'; did you mean 'F32'"),
         ({"a": ("F32", (-1,))}, {}, breccia.ShapeError, "tensor 'a': a shape is a list of integers >= 0"),
-        ({"a": ("F6_E2M3", (2,))}, {}, breccia.ShapeError, "does not fill whole bytes"),
+        ({"a": ("F6_E2M3", (2,))}, {}, breccia.ShapeError, "is not a multiple of 8 bits"),
         ({3: ("F32", (1,))}, {}, breccia.UnsupportedError, r"a tensor's name must be a str, got 3 \(int\)"),
         ({"__metadata__": ("F32", (1,))}, {}, breccia.UnsupportedError, "is the format's own key"),
         ({"\ud800": ("F32", (1,))}, {}, breccia.UnsupportedError, "has a lone surrogate"),
@@ -437,7 +437,7 @@ def test_a_file_that_changed_after_its_header_was_read_is_not_read_on(tmp_path: 
         os.utime(tmp_path / "a", ns=(1, 1))
     del held
     with pytest.raises(
-        breccia.CorruptFileError, match=r"a: it was replaced or written to since its header was read. Open it again"
+        breccia.CorruptFileError, match=r"a: it was replaced or modified since its header was read. Open it again"
     ):
         opened.array("w")
 

@@ -562,7 +562,7 @@ def test_a_compiled_requantize_is_the_eager_one(into: breccia.ScalingRecipe) -> 
         found, expected = compiled(change)(rows(8, 64)), change(rows(8, 64))
         assert breccia.bytes_equal(found, expected) and (found.layout, found.padding) == (expected.layout, expected.padding)
         torch._dynamo.reset()
-    with pytest.raises(Exception, match="requantize: require_exact= is for calls outside torch.compile"):
+    with pytest.raises(Exception, match="requantize: require_exact= is not supported inside torch.compile"):
         compiled(lambda st: breccia.requantize(st, MXFP8, require_exact=True))(breccia.cast(rows(4, 64), NVFP4))
 
 
@@ -630,7 +630,7 @@ def test_operators_keep_the_rules_of_torch() -> None:
 
 def test_what_a_graph_cannot_take_is_said() -> None:
     breccia_torch.enable_compile()
-    with pytest.raises(Exception, match="cast: prefer= is for calls outside torch.compile; leave it out"):
+    with pytest.raises(Exception, match="cast: prefer= is not supported inside torch.compile; leave it out"):
         compiled(lambda x: breccia.cast(x, MXFP8, prefer="reference.cast"))(rows(4, 64))
     with pytest.raises(Exception, match="cast takes float32, float16, bfloat16; got float64"):
         compiled(lambda x: breccia.cast(x, MXFP8))(rows(4, 64).double())

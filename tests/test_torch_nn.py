@@ -244,7 +244,7 @@ def odd_rows() -> nn.Module:
             TypeError,
             "takes a ScaledTensor, got Tensor; breccia.cast makes one",
         ),
-        (lambda: ScaledWeight(breccia.cast(wide((4, 32)), MXFP8)), TypeError, "ScaledTensor of torch; this one is of numpy"),
+        (lambda: ScaledWeight(breccia.cast(wide((4, 32)), MXFP8)), TypeError, "torch ScaledTensor; this one is of numpy"),
         (
             lambda: ScaledLinear.in_place_of(nn.Linear(8, 8), ScaledWeight(breccia.cast(torch.ones(8, 16), MXFP8))),
             ValueError,
@@ -427,7 +427,7 @@ def test_state_that_is_no_tensor_has_no_place_in_a_file(tmp_path: Path) -> None:
         def get_extra_state(self) -> Any:
             return {"words": 3}
 
-    with pytest.raises(breccia.UnsupportedError, match=r"0\._extra_state is a dict, and safetensors holds tensors"):
+    with pytest.raises(breccia.UnsupportedError, match=r"0\._extra_state is a dict, but safetensors stores only tensors"):
         breccia_torch.save_model(nn.Sequential(Talks(2, 2)), tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
 
@@ -529,7 +529,7 @@ def normed() -> nn.Module:
         (
             lambda: breccia_torch.save_model(nn.Linear(2, 2, device="meta"), "m.safetensors"),
             TypeError,
-            "save_model: weight is on the device meta and has no values",
+            "save_model: weight is on the meta device and has no values",
         ),
     ],
 )
@@ -540,7 +540,7 @@ def test_what_cannot_be_done_is_named(call: Callable[[], Any], kind: type[Except
 
 def test_a_model_that_is_a_linear_layer_is_not_replaced(tmp_path: Path) -> None:
     breccia_torch.save_model(ScaledLinear(8, 8, recipe=MXFP8), tmp_path / "m.safetensors")
-    with pytest.raises(TypeError, match="the model is itself a linear layer, which cannot be replaced in place"):
+    with pytest.raises(TypeError, match="the model itself is a linear layer, which cannot be replaced in place"):
         breccia_torch.load_model(nn.Linear(8, 8), tmp_path / "m.safetensors")
 
 
@@ -607,7 +607,7 @@ def test_states_are_compared_by_what_they_mean() -> None:
     model.load_state_dict(told(lambda listed: None))
     model.load_state_dict(told(lambda listed: listed["recipe"]["fields"].pop("scale_rule") and None))  # an older writer
     for broken in (told(lambda listed: [1]), state | {"weight._extra_state": torch.tensor([255], dtype=torch.uint8)}):
-        with pytest.raises(RuntimeError, match="weight: its state says nothing that can be read"):
+        with pytest.raises(RuntimeError, match="weight: its metadata cannot be read"):
             model.load_state_dict(broken)
 
 

@@ -1,1 +1,1 @@
-"""`breccia.bridges`: lossless ways to breccia's neighbours, and the converter. Imports nothing; see `plugin.py`."""
+"""`breccia.bridges`: lossless conversions to and from other libraries, and the converter. Imports nothing; see `plugin.py`."""

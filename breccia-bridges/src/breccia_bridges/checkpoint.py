@@ -1,4 +1,4 @@
-"""What files a checkpoint is made of: one safetensors file, or a folder of them in Hugging Face's layout."""
+"""The files of a checkpoint: one safetensors file, or a folder of them in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from breccia import CorruptFileError, UnsupportedError
 
 from .safetensors_file import Container
 
-#: Names the file of each tensor, in a folder of several.
+#: The index that maps each tensor of a sharded folder to its file.
 INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the file itself, or those of a folder (its index's, where it has one)."""
+    """The safetensors files of a checkpoint: the file itself, or those of a folder (those its index lists, if it has one)."""
     if not path.exists():
-        raise FileNotFoundError(f"no checkpoint {path}; give a .safetensors file or a folder that holds some.")
+        raise FileNotFoundError(f"no checkpoint {path}; give a .safetensors file or a folder of them.")
     if path.is_file():
         if path.suffix != ".safetensors":
             raise UnsupportedError(f"{path} is not a .safetensors file; convert it to safetensors first.", path=str(path))
         return [path]
     if not path.is_dir():
         raise UnsupportedError(
-            f"{path} is neither a file nor a folder; give a .safetensors file or a folder that holds some.", path=str(path)
+            f"{path} is neither a file nor a folder; give a .safetensors file or a folder of them.", path=str(path)
         )
     index = path / INDEX
     if index.exists():
@@ -33,10 +33,10 @@ def checkpoint_files(path: Path) -> list[Path]:
         names = sorted(p.name for p in path.glob("*.safetensors") if not p.is_dir() and not p.name.startswith("."))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
-        said = f"{index} names" if index.exists() else f"{path} has links to nothing, or special files:"
-        raise CorruptFileError(f"{said} {', '.join(missing)}, which the folder lacks; fetch it again.", missing=missing)
+        said = f"{index} names" if index.exists() else f"{path} has broken links or special files:"
+        raise CorruptFileError(f"{said} {', '.join(missing)}, which the folder lacks; download it again.", missing=missing)
     if not names:
-        raise UnsupportedError(f"folder {path} holds no .safetensors file.", path=str(path))
+        raise UnsupportedError(f"folder {path} contains no .safetensors file.", path=str(path))
     return [path / name for name in names]
 
 
@@ -46,13 +46,13 @@ def source_bytes(source: str | os.PathLike[str]) -> int:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """File by tensor name, as an index says. Raises CorruptFileError where it says something else."""
+    """File by tensor name, from an index. Raises CorruptFileError for an unreadable index."""
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))
         found = listed["weight_map"]
         plain = all(isinstance(n, str) and isinstance(f, str) and Path(f).name == f for n, f in found.items())
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CorruptFileError(f"{index} has no readable weight_map ({type(e).__name__}: {e}); fetch it again.") from e
+        raise CorruptFileError(f"{index} has no readable weight_map ({type(e).__name__}: {e}); download it again.") from e
     if not plain:
-        raise CorruptFileError(f"{index}: weight_map maps tensor names to files of the same folder; it holds something else.")
+        raise CorruptFileError(f"{index}: weight_map must map tensor names to files of the same folder.")
     return found

@@ -43,7 +43,7 @@ def convert(
         Path, typer.Argument(metavar="SOURCE", help="A .safetensors file, or a folder of them.", show_default=False)
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="Where to write; of the same kind.", show_default=False)
+        Path, typer.Argument(metavar="DESTINATION", help="Where to write: a file or folder, like SOURCE.", show_default=False)
     ],
     recipe: Annotated[
         str,
@@ -61,7 +61,7 @@ def convert(
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Names to leave as they are; repeatable.")] = None,
     report: ReportFile = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, say what would be written, and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and report sizes, but write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the destination: a file, or a checkpoint folder.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -69,7 +69,7 @@ def convert(
     chosen = breccia.recipe(recipe)
     if report is not None:
         if dry_run:
-            raise typer.BadParameter("--report shows what was measured, and --dry-run measures nothing; leave one out.")
+            raise typer.BadParameter("--report shows measurements, and --dry-run measures nothing; use only one of them.")
         _check_report(report, destination)
     started = perf_counter()
     with _interruptible(destination), _progress("quantize and verify", source, 2) as advance:
@@ -122,14 +122,14 @@ def compare(
 
 
 def _check_report(report: Path, *others: Path) -> None:
-    """Refuse before the work what could not be written after it."""
+    """Check before the work that the report can be written."""
     check_report(report)
     if report.absolute() in [other.absolute() for other in others]:
-        raise breccia.UnsupportedError(f"{report} is a checkpoint of this command; choose another name for the report.")
+        raise breccia.UnsupportedError(f"{report} is one of the checkpoints; choose another name for the report.")
 
 
 def _finish(found: list[Report], report: Path | None, title: str, as_json: bool) -> None:
-    """Write the report and the warnings, when everything else is printed."""
+    """Write the warnings and the report after all other output."""
     console = Console(stderr=True, soft_wrap=True)
     for warning in (warning for one in found for warning in one.warnings):
         console.print(Text.assemble(("warning: ", "yellow"), printable(warning)), highlight=False)
@@ -140,7 +140,7 @@ def _finish(found: list[Report], report: Path | None, title: str, as_json: bool)
 
 
 def _refuse_below(found: list[Report], limit: float) -> None:
-    """Raise BrecciaError where tensors are further off than allowed, or nobody can say how far: NaN, missing, misshapen."""
+    """Raise BrecciaError for tensors below the limit, and for those without an SQNR: NaN, missing, or of another shape."""
     refused: dict[str, list[str]] = {}
     for one in found:
         below = [f"{t.name} ({t.measured.sqnr:.2f} dB)" for t in one.quantized if not t.measured.sqnr >= limit]
@@ -153,7 +153,7 @@ def _refuse_below(found: list[Report], limit: float) -> None:
 
 
 def runs(reports: list[Report]) -> list[dict[str, Any]]:
-    """What the page shows of each: everything, a label of its own, and the histograms."""
+    """The page's data for each report: all its fields, a unique label, and histograms."""
     found: list[dict[str, Any]] = []
     for one, label in zip(reports, _labels(reports), strict=True):
         listed = one.to_dict()
@@ -164,18 +164,18 @@ def runs(reports: list[Report]) -> list[dict[str, Any]]:
 
 
 def _labels(reports: list[Report]) -> list[str]:
-    """The shortest names that tell them apart: recipes, files, or files with their folders; else with a number."""
+    """The shortest distinct names: recipes, files, or files with their folders; else numbered files."""
     paths = [Path(one.destination) for one in reports]
     files = [path.name.removesuffix(".safetensors") for path in paths]
     recipes = ["+".join(one.recipes) or "unchanged" for one in reports]
     folders = [f"{path.absolute().parent.name}/{file}" for path, file in zip(paths, files, strict=True)]
-    told = next((names for names in (recipes, files, folders) if len(set(names)) == len(names)), None)
-    return told or [f"{n}: {file}" for n, file in enumerate(files, 1)]
+    distinct = next((names for names in (recipes, files, folders) if len(set(names)) == len(names)), None)
+    return distinct or [f"{n}: {file}" for n, file in enumerate(files, 1)]
 
 
 @contextmanager
 def _progress(what: str, source: Path, passes: int) -> Generator[Advance]:
-    """A bar on a terminal, for `passes` passes over the bytes of a checkpoint."""
+    """A progress bar (on a terminal) for `passes` passes over the bytes of a checkpoint."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True, soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -200,7 +200,7 @@ def _interruptible(destination: Path) -> Generator[None]:
     before, replaced = _identity(destination), {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        # One that is ignored, as nohup does, stays ignored; None is a handler that Python did not set.
+        # Ignored signals stay ignored (nohup); None means a handler that Python did not install.
         numbers = [n for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)]
         replaced = {number: signal.signal(number, stop) for number in numbers}
     try:
@@ -227,7 +227,7 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     rows = {
         "recipe": f"{found.recipe}",
         "quantized": f"{len(found.quantized)} tensors, {found.bits_per_parameter:.3f} bits per parameter",
-        "kept": f"{len(found.kept)} tensors, {size(found.bytes_kept)} in the precision they had: {reasons or 'none'}",
+        "kept": f"{len(found.kept)} tensors, {size(found.bytes_kept)} in their original precision: {reasons or 'none'}",
         "size": f"{size(found.bytes_in)} -> {size(found.bytes_out)} ({found.bytes_out / max(1, found.bytes_in):.3f}x)",
     }
     default = [t.name for t in found.kept if t.reason == BY_DEFAULT]
@@ -252,7 +252,7 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     Console(soft_wrap=True).print(table)
 
 
-#: Columns of a comparison; the tensor or file comes last, since it may be long.
+#: Columns of a comparison; the tensor or file comes last, as it may be long.
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")
 
 
@@ -277,7 +277,7 @@ def _figures(m: ErrorMetrics, bits: float | None) -> tuple[str, ...]:
 
 
 def _outcome(one: Report) -> str:
-    """How near a whole checkpoint is, and what was not measured."""
+    """One line on a whole checkpoint: its error metrics, and what was not measured."""
     said = f"{len(one.quantized)} tensors compared"
     if one.quantized:
         said += f": {one.fidelity.sqnr:.2f} dB, cosine {one.fidelity.cosine:.6f}"
@@ -290,10 +290,10 @@ def _outcome(one: Report) -> str:
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder of them.", show_default=False)],
-    scales: Annotated[bool, typer.Option("--scales", help="Read the scales too: their range, and what is odd.")] = False,
+    scales: Annotated[bool, typer.Option("--scales", help="Read the scales too: their range, and suspicious values.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds, and what is suspicious about its scales, from its headers alone."""
+    """Show the contents of a checkpoint, and what is suspicious about its scales, from its headers alone."""
     rows = inspected(path, scales)
     if as_json:
         print_json({"path": str(path), "bytes": sum(r["bytes"] for r in rows), "tensors": rows})

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, tensor by tensor, whatever each is stored as."""
+"""Compare two checkpoints tensor by tensor, in any mixture of formats."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from breccia.backend import PARTS
 
 from .checkpoint import checkpoint_files
 from .measure import FLOATING, SLAB, Stored, histogram, measure
-from .results import EQUAL, Advance, Report, TensorReport, unnoticed
+from .results import EQUAL, Advance, Report, TensorReport, no_progress
 from .safetensors import Config, Undeclared, read_configs
 from .safetensors_file import Container, Shape
 from .text import named, spelled
 
 
 @dataclass(frozen=True)
-class Held:
-    """One tensor of a checkpoint: the file, and what makes a scaled tensor of its parts."""
+class CheckpointTensor:
+    """One tensor of a checkpoint: its file, its name, and its config if it is scaled."""
 
     container: Container
     name: str
@@ -30,7 +30,7 @@ class Held:
 
     @property
     def parts(self) -> list[str]:
-        """The entries of the file that hold it."""
+        """The names of its entries in the file."""
         if self.config is None and self.undeclared is None:
             return [self.name]
         return [part for part in (f"{self.name}.{suffix}" for suffix in PARTS) if part in self.container.entries]
@@ -41,7 +41,7 @@ class Held:
 
     @property
     def shape(self) -> Shape:
-        """The logical shape; that of the codes, where nobody here knows how they are packed."""
+        """The logical shape; the shape of the codes if no installed recipe declares their packing."""
         if self.undeclared is not None:
             entry = self.container.entries.get(f"{self.name}.data")
             return self.undeclared.shape or (entry.shape if entry else ())
@@ -58,30 +58,30 @@ class Held:
 
     @property
     def readable(self) -> bool:
-        """Does the file say which numbers it holds?"""
+        """Can its values be decoded?"""
         return self.config is not None or self.stored_as in FLOATING
 
 
-def held_tensors(path: Path, *, undeclared: bool = False) -> dict[str, Held]:
-    """The tensors of a checkpoint by name, with those of recipes that no plug-in declares if `undeclared` asks for them.
+def checkpoint_tensors(path: Path, *, undeclared: bool = False) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint by name; `undeclared` includes those of unknown recipes.
 
-    Raises CorruptFileError where two files hold the same one, and as `read_configs` does.
+    Raises CorruptFileError where two files contain the same tensor, and as `read_configs` does.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, CheckpointTensor] = {}
     for file in checkpoint_files(path):
         container = Container(file)
         unknown: dict[str, Undeclared] = {}
         configs = read_configs(container, unknown if undeclared else None)
-        scaled = [Held(container, name, configs.get(name), unknown.get(name)) for name in (*configs, *unknown)]
-        owned = {part for held in scaled for part in held.parts}
+        scaled = [CheckpointTensor(container, name, configs.get(name), unknown.get(name)) for name in (*configs, *unknown)]
+        owned = {part for tensor in scaled for part in tensor.parts}
         for name in (*(name for name in container.entries if name not in owned), *configs, *unknown):
             if name in found:
                 raise CorruptFileError(
-                    f"tensor {name!r} lies in {found[name].container.path.name} and {file.name} of {path}; name one file, or "
-                    "fetch the folder again.",
+                    f"tensor {name!r} is in both {found[name].container.path.name} and {file.name} of {path}; pass one file or "
+                    "download the folder again.",
                     name=name,
                 )
-            found[name] = Held(container, name, configs.get(name), unknown.get(name))
+            found[name] = CheckpointTensor(container, name, configs.get(name), unknown.get(name))
     return found
 
 
@@ -92,17 +92,17 @@ def compare(
     histograms: bool = False,
     advance: Advance | None = None,
 ) -> Report:
-    """How near the tensors of `candidate` are to those of the same name in `reference`.
+    """Measure the tensors of `candidate` against those of the same name in `reference`.
 
     Each is a `.safetensors` file or a folder of them, plain or quantized by breccia, in any mixture. Scaled tensors are
-    compared by the FP32 values that `dequantize` gives. Tensors of equal bytes, and those that hold no floating numbers, are
-    listed with the reason why they were not measured.
+    compared by the FP32 values of `dequantize`. Tensors with equal bytes, and non-floating ones, are listed with the reason why
+    they were not measured.
     histograms: count the elements of compared tensors by value, in both.
     advance: called with a tensor's name and its bytes in the reference.
 
-    Raises UnsupportedError where no name is in both, and as `checkpoint_files` and `Container` do.
+    Raises UnsupportedError where the two have no name in common, and as `checkpoint_files` and `Container` do.
     """
-    before, after = held_tensors(Path(reference)), held_tensors(Path(candidate))
+    before, after = checkpoint_tensors(Path(reference)), checkpoint_tensors(Path(candidate))
     common = [name for name in before if name in after]
     if not common:
         here, there = (named(names) or "none at all" for names in (before, after))
@@ -117,33 +117,33 @@ def compare(
     )
     for name in common:
         report.tensors.append(_compared(before[name], after[name], histograms))
-        (advance or unnoticed)(name, before[name].nbytes)
+        (advance or no_progress)(name, before[name].nbytes)
     return report
 
 
-def _compared(x: Held, y: Held, histograms: bool) -> TensorReport:
+def _compared(x: CheckpointTensor, y: CheckpointTensor, histograms: bool) -> TensorReport:
     found = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes)
     if found.reason:
         return found
-    a, b = (Stored(held.container, held.name, held.config) for held in (x, y))
+    a, b = (Stored(t.container, t.name, t.config) for t in (x, y))
     return replace(found, fidelity=measure(a, b), histogram=histogram(a, b) if histograms else None)
 
 
-def _why_not(x: Held, y: Held) -> str:
-    """Why two tensors are not measured; empty where they are."""
+def _why_not(x: CheckpointTensor, y: CheckpointTensor) -> str:
+    """Why two tensors are not measured; empty if they are."""
     if x.shape != y.shape:
         return f"shapes differ: {spelled(x.shape)} and {spelled(y.shape)}"
     if _same_bytes(x, y):
         return EQUAL
-    unknown = [held.stored_as for held in (x, y) if not held.readable]
+    unknown = [t.stored_as for t in (x, y) if not t.readable]
     if not unknown:
         return ""
     coded = unknown[0].startswith("F")
     return f"differ, and {f'breccia finds no scales for {unknown[0]}' if coded else f'{unknown[0]} is not floating'}"
 
 
-def _same_bytes(x: Held, y: Held) -> bool:
-    """Are all parts the same, and do they mean the same?"""
+def _same_bytes(x: CheckpointTensor, y: CheckpointTensor) -> bool:
+    """Are all components and configs equal?"""
     if x.config != y.config or x.stored_as != y.stored_as:
         return False
     pairs = [(x.container, y.container, part) for part in x.parts]

@@ -1,4 +1,4 @@
-"""Quantize checkpoints: some megaelements in memory at a time, verified after writing, under their name only when whole."""
+"""Quantize checkpoints slab by slab: verified after writing, and renamed to the destination only when complete."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from breccia.backend import TENSOR, components
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
-from .results import Advance, Report, TensorReport, unnoticed
+from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Entry, Writer, byte_count
 
-#: Left as they are unless `include` names them: they are small, or their precision shows in every token.
+#: Kept unless `include` matches them: they are small, or their precision affects every token.
 KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
 
-#: The reason for keeping them.
+#: The reason reported for `KEPT`.
 BY_DEFAULT = "kept by default"
 
 _CASTABLE = ("F32", "F16", "BF16")
@@ -39,7 +39,7 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".
 
 @dataclass(frozen=True)
 class _Selection:
-    """Which tensors are quantized: floating ones of two axes or more, less `KEPT` and `exclude`, plus `include`.
+    """Selects floating tensors of two axes or more, less `KEPT` and `exclude`, plus `include`.
 
     Patterns are shell-style globs over whole names. `exclude` beats `include`, which beats `KEPT`.
     """
@@ -48,7 +48,7 @@ class _Selection:
     exclude: tuple[str, ...] = ()
 
     def reason_to_keep(self, name: str, entry: Entry) -> str:
-        """Why a tensor stays as it is; empty where it is to be quantized."""
+        """Why a tensor is kept; empty if it is to be quantized."""
         if entry.dtype not in _CASTABLE:
             return f"{entry.dtype} cannot be cast" if entry.dtype.startswith("F") else "not floating"
         if math.prod(entry.shape) == 0:
@@ -62,9 +62,9 @@ class _Selection:
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of `names`."""
-        held = list(names)
+        names = list(names)
         patterns = dict.fromkeys((*self.include, *self.exclude))
-        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in held)]
+        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
 def convert(
@@ -81,21 +81,21 @@ def convert(
 ) -> Report:
     """Quantize a checkpoint under `recipe`.
 
-    source: a `.safetensors` file, or a folder of one or several (Hugging Face's layout). What else a folder holds is copied,
-        but for weights in other formats, hidden folders and links to folders.
-    destination: of the same kind as `source`. It appears under its name only when everything is written and verified: each
-        file is read back, its bytes compared with those that were written, and its tensors decoded. A link is replaced, not
+    source: a `.safetensors` file, or a folder of them (Hugging Face's layout). Other files of a folder are copied, except
+        weights in other formats, hidden folders and links to folders.
+    destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
+        file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
         followed.
-    include, exclude: shell-style globs over whole names. Quantized are floating tensors of two axes or more, less `KEPT` and
+    include, exclude: shell-style globs over whole names. Floating tensors of two axes or more are quantized, less `KEPT` and
         `exclude`, plus `include`; `exclude` beats `include`, which beats `KEPT`.
-    force: replace a file, or a folder that holds a checkpoint; otherwise FileExistsError, before anything is read.
-    dry_run: check everything and report sizes, from headers alone, and write nothing.
+    force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
+    dry_run: check everything and report sizes from headers alone; write nothing.
     histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
 
     A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format,
-    UnsupportedError for one that is quantized already or no checkpoint, and for a destination that is the source, lies in it
-    or holds it; OSError where files cannot be read or written.
+    UnsupportedError for a source that is already quantized or no checkpoint, and for a destination that is, contains or is in
+    the source; OSError where files cannot be read or written.
     """
     src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
@@ -112,7 +112,7 @@ def convert(
             _copy_companions(src, stage)
         for path in files:
             written = stage / path.name if src.is_dir() else stage
-            report.tensors.extend(_convert_file(_Plan(path, recipe, chosen), written, histograms, advance or unnoticed))
+            report.tensors.extend(_convert_file(_Plan(path, recipe, chosen), written, histograms, advance or no_progress))
         if src.is_dir() and (src / INDEX).exists():
             _write_index(stage, files)
     return report
@@ -122,7 +122,7 @@ def convert(
 
 
 class _Plan:
-    """What becomes of each tensor of a file, decided from its header."""
+    """Which tensors of a file are quantized, decided from its header."""
 
     def __init__(self, path: Path, recipe: ScalingRecipe, selection: _Selection) -> None:
         self.container, self.recipe = Container(path), recipe
@@ -188,7 +188,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 @contextmanager
 def _digested(writer: Writer, part: str, digests: dict[str, str]) -> Generator[Callable[[np.ndarray], None]]:
-    """`writer.stream(part)`, whose digest is noted in the end."""
+    """`writer.stream(part)`; stores the SHA-256 of its bytes in `digests`."""
     digest = hashlib.sha256()
     with writer.stream(part) as put:
 
@@ -201,18 +201,18 @@ def _digested(writer: Writer, part: str, digests: dict[str, str]) -> Generator[C
 
 
 def _reopened(path: Path, digests: dict[str, str]) -> Container:
-    """A written file, opened again. Raises CorruptFileError where it does not hold what was written."""
+    """A written file, opened again. Raises CorruptFileError if its contents differ from what was written."""
     written = Container(path)
     try:
         with safe_open(path, framework="numpy") as stock:  # any reader of the format must open the file
             found = set(stock.keys())
     except SafetensorError as e:
-        raise CorruptFileError(f"{path}: the stock safetensors reader refuses it ({e}); upgrade safetensors.") from e
+        raise CorruptFileError(f"{path}: the stock safetensors reader rejects it ({e}); upgrade safetensors.") from e
     if found != set(digests):
-        raise CorruptFileError(f"{path}: the stock safetensors reader finds other tensors than were written.")
+        raise CorruptFileError(f"{path}: the stock safetensors reader finds tensors other than those written.")
     for part, digest in digests.items():
         if hashlib.sha256(_bytes(written.array(part))).hexdigest() != digest:
-            raise CorruptFileError(f"{path}: {part!r} reads back other bytes than were written; check the disk.")
+            raise CorruptFileError(f"{path}: {part!r} reads back bytes other than those written; check the disk.")
     return written
 
 
@@ -224,40 +224,40 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 class _Source:
-    """A tensor to quantize, by slabs of whole blocks in C order.
+    """A tensor to quantize, by slabs of complete blocks in C order.
 
-    Casting slab after slab gives the bytes of one cast, since a block's bytes depend on that block alone and on a scale of
-    the whole tensor, where the recipe has one; that is found first, and supplied.
+    Casting slab by slab gives the bytes of one cast, since a block's bytes depend only on that block and, where the recipe has
+    one, on a tensor-level scale; that scale is computed first and supplied to each cast.
     """
 
     def __init__(self, stored: Stored, recipe: ScalingRecipe) -> None:
         self.stored, self.recipe = stored, recipe
         fmt, block = recipe.format, recipe.layout.block()
-        self.coarse = len(fmt.levels) == 2
-        self.shares = fmt.levels[0].block == TENSOR
-        # Not by slabs: zero-points of the whole tensor, and 8-bit scales of it, whose zero cannot be supplied.
-        whole = block == TENSOR and (self.coarse or fmt.offset != "none" or fmt.scale.codec.bits <= 8)
+        self.two_level = len(fmt.levels) == 2
+        self.has_tensor_scale = fmt.levels[0].block == TENSOR
+        # One slab for per-tensor zero-points, and for per-tensor 8-bit scales, whose zero cannot be supplied.
+        one_slab = block == TENSOR and (self.two_level or fmt.offset != "none" or fmt.scale.codec.bits <= 8)
         rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
-        self.slabs = list(slabs(stored.shape, None if whole else rows))
+        self.slabs = list(slabs(stored.shape, None if one_slab else rows))
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
-        """The parts of the cast tensor in consecutive pieces; those that slabs share come with the first."""
-        scale = self._shared_scale() if self.shares and len(self.slabs) > 1 else None
+        """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
+        scale = self._shared_scale() if self.has_tensor_scale and len(self.slabs) > 1 else None
         for slab in self.slabs:
             st = cast(self.stored.values(slab), self.recipe, scale=scale)
             yield {part: a for part, a in components(st).items() if a.ndim or slab == self.slabs[0]}
 
     def _shared_scale(self) -> np.ndarray:
-        """The scale of the whole tensor. It depends on the largest magnitude alone, so a cast of the slabs' largest gives it.
+        """The tensor-level scale. It depends on the largest magnitude alone, so casting the largest of each slab gives it.
 
-        A coarse level takes the largest finite one; an only level takes NaN and Inf as well, which mark the tensor.
+        With two levels it ignores NaN and Inf; with one level these mark the whole tensor.
         """
         largest: list[Any] = []
         for slab in self.slabs:
             magnitude = np.abs(self.stored.values(slab))
-            largest.append(magnitude.max(where=np.isfinite(magnitude) if self.coarse else True, initial=0))
+            largest.append(magnitude.max(where=np.isfinite(magnitude) if self.two_level else True, initial=0))
         st = cast(np.array([largest], np.float32), self.recipe)
-        return st.global_scale if self.coarse else st.scale
+        return st.global_scale if self.two_level else st.scale
 
 
 # ------------------------------------------------------------------------------------------------ the source, checked
@@ -265,36 +265,34 @@ class _Source:
 
 def _checked_names(src: Path, files: list[Path]) -> set[str]:
     """Names of all tensors. Raises where a file is quantized already, or the index and the files contradict each other."""
-    held: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     for path in files:
         container = Container(path)
         if read_configs(container):
             raise UnsupportedError(
-                f"{path} holds tensors that breccia quantized already; convert the original.", path=str(path)
+                f"{path} contains tensors that breccia already quantized; convert the original.", path=str(path)
             )
         for name in container.entries:
-            held.setdefault(name, []).append(path.name)
+            files_of.setdefault(name, []).append(path.name)
     if src.is_dir() and (src / INDEX).exists():
-        _check_index(src / INDEX, held)
-    return set(held)
+        _check_index(src / INDEX, files_of)
+    return set(files_of)
 
 
-def _check_index(index: Path, held: dict[str, list[str]]) -> None:
+def _check_index(index: Path, files_of: dict[str, list[str]]) -> None:
     listed = weight_map(index)
-    for name in dict.fromkeys((*listed, *held)):
-        found = held.get(name, [])
+    for name in dict.fromkeys((*listed, *files_of)):
+        found = files_of.get(name, [])
         if len(found) > 1:
-            wrong = f"lies in {' and '.join(found)}"
+            wrong = f"is in both {' and '.join(found)}"
         elif name not in listed:
             wrong = f"of {found[0]} is missing from the index"
         elif found != [listed[name]]:
-            wrong = (
-                f"is said to lie in {listed[name]}, and {'lies in ' + found[0] if found else 'no file of the index holds it'}"
-            )
+            wrong = f"is in {listed[name]} by the index, but {'in ' + found[0] if found else 'in no file'} in fact"
         else:
             continue
         raise CorruptFileError(
-            f"{index}: tensor {name!r} {wrong}; fetch the checkpoint again, or mend its index.", path=str(index), name=name
+            f"{index}: tensor {name!r} {wrong}; download the checkpoint again, or fix its index.", path=str(index), name=name
         )
 
 
@@ -302,7 +300,7 @@ def _check_index(index: Path, held: dict[str, list[str]]) -> None:
 
 
 def _location(path: Path) -> Path:
-    """What `path` names, made absolute: folders on the way resolved, the last name as it is, be it a link's."""
+    """The absolute path, with parent folders resolved; a link as the last component is kept."""
     absolute = path.absolute()
     if absolute.name in ("", ".."):
         return Path(os.path.realpath(absolute))
@@ -310,21 +308,21 @@ def _location(path: Path) -> Path:
 
 
 def _check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> None:
-    """Refuse a destination that cannot be written, or whose writing would cost the user data, before anything is read."""
+    """Check, before anything is read, that the destination can be written without destroying other data."""
     if _within(Path.cwd(), dst):
-        wrong = "is the current folder, or holds it; name a folder or file in it"
+        wrong = "is or contains the current folder; choose a folder or file inside it"
     elif dst.exists() and dst.samefile(src):
         wrong = "is the source; choose another destination"
     elif _within(dst, src) or _within(dst.parent, src):
         wrong = f"lies inside the source {src}; choose a destination outside it"
     elif any(_within(path, dst) for path in (src, *files)):
-        wrong = f"holds the source {src}; choose a destination that does not"
+        wrong = f"contains the source {src}; choose another destination"
     elif src.is_file() and dst.is_dir():
-        wrong = "is a folder and the source a file; give a name that ends in .safetensors"
+        wrong = "is a folder but the source is a file; give a name that ends in .safetensors"
     elif src.is_dir() and dst.suffix == ".safetensors":
-        wrong = "is a name for a file and the source a folder; give the name of a folder"
+        wrong = "names a file but the source is a folder; give the name of a folder"
     elif src.is_file() and dst.suffix != ".safetensors":
-        wrong = "is no name for a .safetensors file; end it in .safetensors"
+        wrong = "does not end in .safetensors; add the suffix"
     else:
         wrong = ""
     if wrong:
@@ -335,11 +333,11 @@ def _check_destination(src: Path, files: list[Path], dst: Path, force: bool) -> 
 
 
 def _check_taken(dst: Path, force: bool, folder: bool) -> None:
-    """Refuse to replace what lies at the destination, unless `force` allows it and it is a file, a link or a checkpoint."""
+    """Refuse to replace an existing destination, unless `force` is set and it is a file, a link or a checkpoint."""
     if not os.path.lexists(dst):
         return
     if folder and dst.exists() and not dst.is_dir():
-        raise FileExistsError(f"{dst} is a file and the source a folder; choose another name.")
+        raise FileExistsError(f"{dst} is a file but the source is a folder; choose another name.")
     if not force:
         raise FileExistsError(f"{dst} exists; choose another name, or replace it: force=True (--force).")
     if dst.is_symlink():
@@ -350,8 +348,8 @@ def _check_taken(dst: Path, force: bool, folder: bool) -> None:
         raise FileExistsError(f"{dst} is a mount point, which cannot be replaced; choose a folder in it.")
     if dst.is_dir() and not (dst / INDEX).exists() and not any(dst.glob("*.safetensors")):
         raise FileExistsError(
-            f"{dst} does not look like a checkpoint (it holds no .safetensors file), so --force does not replace it; remove it "
-            "yourself, or choose another name."
+            f"{dst} does not look like a checkpoint (it contains no .safetensors file), so --force does not replace it; remove "
+            "it yourself, or choose another name."
         )
 
 
@@ -363,42 +361,44 @@ def _within(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def _staged(destination: Path, force: bool, folder: bool) -> Generator[Path]:
-    """A path to write a file (or fill a folder) at, renamed to `destination` on success; on failure nothing of it stays."""
-    beside = destination.parent / f".breccia-{secrets.token_hex(8)}.tmp"
-    stage = beside / destination.name
+    """A temporary path for a file or folder: renamed to `destination` on success, removed on failure."""
+    temporary = destination.parent / f".breccia-{secrets.token_hex(8)}.tmp"
+    stage = temporary / destination.name
     try:
-        beside.mkdir(mode=0o700)
+        temporary.mkdir(mode=0o700)
         if folder:
             stage.mkdir()
         yield stage
         _check_taken(destination, force, folder)
         if folder and os.path.lexists(destination):
-            _swap(stage, destination, beside.with_suffix(".old"))
+            _swap(stage, destination, temporary.with_suffix(".old"))
         else:
             stage.replace(destination)
     finally:
-        _remove(beside)
+        _remove(temporary)
 
 
 def _swap(stage: Path, destination: Path, aside: Path) -> None:
-    """Put folder `stage` in the place of `destination`, and remove what was there only when that is done."""
+    """Replace folder `destination` by `stage`; the old folder is removed only after that."""
     try:
         destination.rename(aside)
         stage.rename(destination)
-    finally:  # goes by what lies where, since a signal may come between any two steps
+    finally:  # looks at the disk, since a signal may come between any two steps
         if not os.path.lexists(stage):
             _remove(aside)
         elif os.path.lexists(aside):
             _put_back(aside, destination)
     if os.path.lexists(aside):
-        raise OSError(f"{destination} is written; what it replaced could not be removed and lies in {aside}.")
+        raise OSError(f"{destination} is written; the old contents could not be removed and are in {aside}.")
 
 
 def _put_back(aside: Path, destination: Path) -> None:
     try:
         aside.rename(destination)
     except OSError as e:
-        raise OSError(f"{destination} could not be replaced, nor put back ({e}); what was there lies whole in {aside}.") from e
+        raise OSError(
+            f"{destination} could not be replaced or restored ({e}); the old contents are complete in {aside}."
+        ) from e
 
 
 def _remove(path: Path) -> None:
@@ -410,15 +410,15 @@ def _remove(path: Path) -> None:
 
     try:
         remove()
-    finally:  # again, should a signal cut the first time short
+    finally:  # again, in case a signal interrupted the first attempt
         remove()
 
 
 def _copy_companions(src: Path, stage: Path) -> None:
-    """Copy config.json, the tokenizer and whatever else lies beside the weights.
+    """Copy config.json, the tokenizer and the other files of the folder.
 
-    Left out are weights in other formats and their indexes, safetensors files of the folder itself (the index's are
-    converted, others duplicate them), hidden folders, links to folders or to nothing, and special files.
+    Skipped: weights in other formats and their indexes, safetensors files at the top level (those of the index are
+    converted, others duplicate them), hidden folders, links to folders, broken links, and special files.
     """
     for folder, folders, names in os.walk(src):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -432,7 +432,7 @@ def _copy_companions(src: Path, stage: Path) -> None:
 
 
 def _write_index(stage: Path, files: list[Path]) -> None:
-    """The index of a sharded folder, for the entries that were written."""
+    """Write the index of a sharded folder, for the new entries."""
     entries = {name: (path.name, e.nbytes) for path in files for name, e in Container(stage / path.name).entries.items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in entries.values())},

@@ -1,6 +1,6 @@
 """DeepSeek-V3 buffers: E4M3 codes and the FP32 `weight_scale_inv`, which multiplies in spite of its name.
 
-Activations have one scale per 1 x 128 elements, weights one per 128 x 128 tile with ragged edges (576 x 7168 has 5 x 56).
+Activations have one scale per 1 x 128 elements, weights one per 128 x 128 tile, partial at the edges (576 x 7168 has 5 x 56).
 Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.3.2, and `weight_dequant` of its inference code.
 """
 
@@ -17,16 +17,16 @@ TILE_M = 128
 def from_deepseek_v3(
     data: Array, scale: Array, *, block_k: int = 128, fp8_format: str = "E4M3", block_m: int | None = None
 ) -> ScaledTensor:
-    """Wrap FP8 codes and their `weight_scale_inv`; nothing is copied.
+    """Wrap FP8 codes and their `weight_scale_inv`; zero-copy.
 
     data: (..., M, K) codes, uint8 or the framework's float8 dtype.
     scale: FP32, (..., M, ceil(K / block_k)) for scales per row, (..., ceil(M / 128), ceil(K / block_k)) for scales per tile.
-        Power-of-two scales in E8M0 (uint8 or float8_e8m0fnu, "ue8m0" in V3.1) are widened to FP32, exactly; that one
-        array is new.
-    block_m: rows per scale. By default the scale's shape tells, and where both forms fit (M <= 1, where they mean the same
-        numbers) it is 1; give 1, or 128, to demand that form.
+        Power-of-two scales in E8M0 (uint8 or float8_e8m0fnu, "ue8m0" in V3.1) are converted to FP32, exactly, in a
+        new array.
+    block_m: rows per scale; inferred from the scale's shape by default. Where both forms fit (M <= 1, where they are
+        equivalent) it is 1. Pass 1 or 128 to require that form.
 
-    Raises DialectError where the buffers are not of that convention.
+    Raises DialectError for buffers that do not follow this convention.
     """
     shape = tuple(data.shape)
     if len(shape) < 2:
@@ -54,21 +54,21 @@ def from_deepseek_v3(
             return ScaledTensor(data, E8M0.read(ops_of(scale, "scale"), scale), recipe, layout)
         case other:
             raise DialectError(
-                f"weight_scale_inv is float32, or E8M0 as uint8 or float8_e8m0fnu; got {other}. Scales of another dtype were "
-                "rounded on their way: load the checkpoint's own, without a torch_dtype.",
+                f"weight_scale_inv is float32, or E8M0 as uint8 or float8_e8m0fnu; got {other}. Scales of another dtype have "
+                "been rounded: load the checkpoint without a torch_dtype.",
                 found=other,
             )
 
 
 def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
-    """`(data, scale)` of a block-scaled FP8 tensor: the very buffers, for `weight` and `weight_scale_inv`.
+    """`(data, scale)` of a block-scaled FP8 tensor, for `weight` and `weight_scale_inv`; zero-copy.
 
-    Raises DialectError for any other recipe, blocks along another axis than the last, or scales that are not FP32.
+    Raises DialectError for any other recipe, for blocks not along the last axis, and for scales that are not FP32.
     """
     target = "breccia.Float8BlockScaling(block_m=128)"
     if not isinstance(scaled.recipe, Float8BlockScaling):
         raise DialectError(
-            f"DeepSeek-V3 holds tensors of recipe 'fp8_block'; this one is {scaled.recipe.name!r}. Convert it first: "
+            f"DeepSeek-V3 stores tensors of recipe 'fp8_block'; this one is {scaled.recipe.name!r}. Convert it first: "
             f"breccia.requantize(scaled, {target}) for a weight, block_m=1 for activations.",
             recipe=scaled.recipe,
         )
@@ -84,7 +84,7 @@ def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
         extra = "" if scaled.zero_point is None else " and a zero-point"
         raise DialectError(
             f"DeepSeek-V3 has float32 scales of shape {expected} and no zero-point for this tensor; it has {found} scales of "
-            f"shape {tuple(scaled.scale.shape)}{extra}. Quantize its values anew: "
+            f"shape {tuple(scaled.scale.shape)}{extra}. Quantize its values again: "
             f"breccia.cast(breccia.dequantize(scaled), {target}).",
             found=found,
         )
@@ -97,6 +97,6 @@ def _check_codes(data: Array, recipe: Float8BlockScaling) -> None:
     if found not in ("uint8", element.dtype):
         raise DialectError(
             f"fp8_format={recipe.fp8_format!r} means codes in uint8 or {element.dtype}; got {found}. Codes of another dtype "
-            "stand for other numbers: give the fp8_format they have, or quantize values with breccia.cast.",
+            "decode to other values: pass their fp8_format, or quantize values with breccia.cast.",
             found=found,
         )

@@ -1,9 +1,9 @@
-"""DLPack: the memory of a tensor's parts for any framework, with what it means.
+"""DLPack: zero-copy exchange of a tensor's components and metadata with any framework.
 
-DLPack has codes for float8 and bfloat16 that NumPy and MLX do not read, and none for what scales are to codes. So a bundle
-gives parts whose items every consumer reads, float8 as uint8 and bfloat16 as uint16, and a header; and a framework takes
-parts under the dtypes it stores them in. Both times one field of the exchanged structure is written anew, and no memory: the
-same on every device, for every pair. The structure: https://dmlc.github.io/dlpack/latest/c_api.html.
+NumPy and MLX do not read DLPack's float8 and bfloat16, and DLPack cannot describe scales. So a bundle exports components in
+dtypes that every consumer reads, float8 as uint8 and bfloat16 as uint16, with a header; on import each framework gets the
+dtypes it stores them in. Both ways only the dtype field of the exchanged structure changes, never memory: the same on every
+device, for every pair. The structure: https://dmlc.github.io/dlpack/latest/c_api.html.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from breccia.backend import (
 
 from .safetensors import Config, read_config
 
-#: Alignment, in bytes, that XLA wants of memory it shares; NumPy's own is 16.
+#: Alignment, in bytes, that XLA requires of shared memory; NumPy aligns to 16.
 ALIGNMENT = 64
 
 # ------------------------------------------------------------------------------------------------ the C structure
@@ -70,7 +70,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """The head of DLManagedTensorVersioned. DLManagedTensor, its forerunner, begins with the tensor."""
+    """The first fields of DLManagedTensorVersioned. The older DLManagedTensor begins with the tensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -88,7 +88,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
-#: (DLDataTypeCode, bits) by the names frameworks share.
+#: (DLDataTypeCode, bits) by the common dtype name.
 _CODES = {
     "int8": (0, 8),
     "int16": (0, 16),
@@ -103,25 +103,25 @@ _CODES = {
     "float8_e8m0fnu": (14, 8),
 }
 _NAMES = {code: name for name, code in _CODES.items()}
-#: Kinds of device by DLDeviceType.
 _METAL = 8
+#: Kinds of device by DLDeviceType.
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", _METAL: "metal", 10: "rocm", 13: "cuda"}
 
 
 def _opened(capsule: Any) -> tuple[_Tensor, bool]:
-    """The structure in a capsule that nobody has consumed, and whether its memory is read-only."""
+    """The DLTensor of an unconsumed capsule, and whether its memory is read-only."""
     name = _capsule_name(capsule)
     address = _capsule_pointer(capsule, name)
     if name == b"dltensor":
         return _Tensor.from_address(address), False
     managed = _Versioned.from_address(address)
     if name != b"dltensor_versioned" or managed.major != 1:
-        raise BufferError(f"a capsule {name!r} is no DLPack tensor of version 1 or before")
+        raise BufferError(f"a capsule {name!r} is not a DLPack tensor of version 1 or earlier")
     return managed.tensor, bool(managed.flags & _READ_ONLY)
 
 
 def _address(array: Array) -> int:
-    """Where the first item is."""
+    """The address of the first item."""
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     capsule = array.__dlpack__()  # it owns the structure
@@ -129,7 +129,7 @@ def _address(array: Array) -> int:
     return (tensor.data or 0) + tensor.byte_offset
 
 
-# ------------------------------------------------------------------------------------------------ who takes what
+# ------------------------------------------------------------------------------------------------ consumers
 
 
 def _any(shape: Shape, strides: Shape) -> bool:
@@ -141,7 +141,7 @@ def _forward(shape: Shape, strides: Shape) -> bool:
 
 
 def _compact(shape: Shape, strides: Shape) -> bool:
-    """Are the items one run of memory, in whatever order of axes?"""
+    """Are the items contiguous in memory, in any order of axes?"""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(strides, shape, strict=True) if length > 1):
         if step != expected:
@@ -151,11 +151,11 @@ def _compact(shape: Shape, strides: Shape) -> bool:
 
 
 @dataclass(frozen=True)
-class _Taker:
-    """What a framework asks of memory that it is to share; a part that falls short is copied first.
+class _Consumer:
+    """A framework's requirements on shared memory; a component that does not meet them is copied first.
 
-    module: the home of its `from_dlpack`; by default the framework's own. writes: can its arrays be written to? aligned: the
-    bytes that addresses are multiples of; JAX itself copies the rest. metal: does it read the memory of Metal?
+    module: of its `from_dlpack`; by default the framework's own. writes: are its arrays mutable? aligned: required alignment
+    in bytes; JAX copies unaligned memory. metal: can it read Metal memory?
     """
 
     strides: Callable[[Shape, Shape], bool] = _compact
@@ -165,21 +165,21 @@ class _Taker:
     module: str = ""
 
 
-#: Strides below zero end the process in torch 2.13. JAX 0.10 takes permutations of C order.
-_TAKERS = {
-    "numpy": _Taker(_any, writes=False),
-    "torch": _Taker(_forward),
-    "jax": _Taker(_compact, writes=False, aligned=ALIGNMENT, module="jax.numpy"),
-    "mlx": _Taker(_forward, writes=False, metal=True),
+#: Negative strides abort the process in torch 2.13. JAX 0.10 accepts permutations of C order.
+_CONSUMERS = {
+    "numpy": _Consumer(_any, writes=False),
+    "torch": _Consumer(_forward),
+    "jax": _Consumer(_compact, writes=False, aligned=ALIGNMENT, module="jax.numpy"),
+    "mlx": _Consumer(_forward, writes=False, metal=True),
 }
 
 
-#: What to do about arrays that have no memory to share.
-_VALUES = "Hand over arrays with values in memory: outside jit, vmap and compile, on a real device, detached from gradients."
+#: The remedy for arrays without memory to share.
+_VALUES = "Pass arrays with values in memory: outside jit, vmap and compile, on a real device, detached from gradients."
 
 
 class _Refused(BufferError):
-    """Memory cannot be shared. A copy of it can, unless there is a `remedy`."""
+    """Memory cannot be shared. A `remedy` means that a copy cannot be shared either."""
 
     def __init__(self, why: str, remedy: str = "") -> None:
         super().__init__(why)
@@ -187,26 +187,26 @@ class _Refused(BufferError):
 
 
 class Part:
-    """The memory of an array, for any `from_dlpack`: its items are what `renamed` makes of their dtype's name."""
+    """An array as the argument of any `from_dlpack`; `renamed` maps its dtype's name to the exported one."""
 
-    __slots__ = ("_renamed", "_taker", "address", "array", "refused")
+    __slots__ = ("_consumer", "_renamed", "address", "array", "refused")
 
-    def __init__(self, array: Any, renamed: Callable[[str], str], taker: _Taker) -> None:
+    def __init__(self, array: Any, renamed: Callable[[str], str], consumer: _Consumer) -> None:
         self.array = NUMPY.to_numpy(array) if _is_numpy(array) and not _exchangeable(array) else array
-        self._renamed, self._taker = renamed, taker
-        #: Where the memory was when it was handed out last.
+        self._renamed, self._consumer = renamed, consumer
+        #: The address at the last export.
         self.address: int | None = None
-        #: Why it was not; consumers may raise something else.
+        #: Why the export failed; consumers may raise an error of their own.
         self.refused: _Refused | None = None
 
     def __dlpack_device__(self) -> tuple[int, int]:
         try:
             return self.array.__dlpack_device__()
-        except Exception as e:  # tracers have no such attribute; what strangers raise is theirs
+        except Exception as e:  # tracers lack the attribute; other libraries raise errors of any type
             raise self._no(_said(e), _VALUES) from e
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A capsule, with the options of the array API standard that the array's own method knows."""
+        """A capsule, by those options of the array API standard that the array's own method supports."""
         capsule = self._exported(options)
         try:
             tensor, read_only = _opened(capsule)
@@ -222,7 +222,7 @@ class Part:
         return capsule
 
     def _exported(self, options: dict[str, Any]) -> Any:
-        """The array's own capsule. Options that it does not know are left out where they ask for nothing."""
+        """The array's own capsule. If it rejects the options, those that are None are left out, and max_version."""
         try:
             try:
                 return self.array.__dlpack__(**options)
@@ -235,13 +235,13 @@ class Part:
     def _check(self, tensor: _Tensor, shape: Shape, read_only: bool) -> None:
         if not tensor.data:
             raise self._no("it has no values in memory", _VALUES)
-        if tensor.device_type == _METAL and not self._taker.metal:
-            raise self._no("it is in the memory of Metal")
-        if read_only and self._taker.writes:
-            raise self._no("it is read-only, and what is shared could be written to")
+        if tensor.device_type == _METAL and not self._consumer.metal:
+            raise self._no("it is in Metal memory")
+        if read_only and self._consumer.writes:
+            raise self._no("it is read-only, and shared memory would be writable")
         steps = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else ()
-        if steps and not self._taker.strides(shape, steps):
-            raise self._no(f"its items lie in an order that is not taken (strides {steps} of shape {shape})")
+        if steps and not self._consumer.strides(shape, steps):
+            raise self._no(f"its strides are not supported (strides {steps}, shape {shape})")
 
     def _no(self, why: str, remedy: str = "") -> _Refused:
         self.refused = _Refused(why, remedy)
@@ -257,22 +257,22 @@ def _is_numpy(array: Any) -> bool:
 
 
 def _exchangeable(array: Any) -> bool:
-    """Does NumPy hand it out as it is? Scalars have no memory, and dtypes of ml_dtypes (`isbuiltin` 2) are not known to it."""
+    """Can NumPy export it? Not scalars, which have no memory, nor dtypes of ml_dtypes (`isbuiltin` 2)."""
     return isinstance(array, np.ndarray) and array.dtype.isbuiltin != 2
 
 
 def _said(e: Exception) -> str:
-    """The first line of an error of somebody else's, as the end of a sentence of ours."""
+    """The first line of another library's error, to end a sentence with."""
     return f"{type(e).__name__}: {str(e).partition(chr(10))[0].rstrip('.')}"
 
 
 def _neutral(name: str) -> str:
-    """The dtype under which anybody reads items of the dtype named."""
+    """The dtype in which every consumer reads items of the named dtype."""
     return "uint8" if name.startswith("float8") else "uint16" if name == "bfloat16" else name
 
 
 def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
-    """From the name of a part's dtype to that in which `ops` stores it. The same bits: float8 are uint8, bfloat16 uint16."""
+    """Maps a component's dtype to the one in which `ops` stores it, of the same bits: float8 and uint8, bfloat16 and uint16."""
 
     def renamed(name: str) -> str:
         if codec is not None and codec.dtype and codec.dtype.startswith("float8") and name in ("uint8", codec.dtype):
@@ -286,22 +286,22 @@ def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
 
 
 class Bundle(tuple[Any, ...]):
-    """`(data, scale)`, then zero_point and global_scale where the recipe has them; the same by name; and a `header`.
+    """`(data, scale)`, then zero_point and global_scale if the recipe has them; also by name; and a `header`.
 
-    Each has `__dlpack__` and `__dlpack_device__`. The header is the JSON that files have as `{name}.config`
+    Each has `__dlpack__` and `__dlpack_device__`. The header is the JSON of `{name}.config` in files
     (docs/spec/files.md).
     """
 
     header: str
-    #: Of the parts, in order.
+    #: Names of the components, in order.
     names: tuple[str, ...]
 
     def __new__(cls, header: str, **parts: Any) -> Bundle:
-        """Of parts by name. Raises DialectError for a name that is none, or where data or scale is missing."""
+        """A bundle of components by name. Raises DialectError for an unknown name, and if data or scale is missing."""
         names = tuple(name for name in PARTS if parts.get(name) is not None)
         if {"data", "scale"} - set(names) or parts.keys() - set(PARTS):
             raise DialectError(
-                f"a bundle has parts data and scale, and zero_point and global_scale where the recipe has them; got "
+                f"a bundle has components data and scale, and zero_point and global_scale if the recipe has them; got "
                 f"{', '.join(parts) or 'none'}."
             )
         self = super().__new__(cls, (parts[name] for name in names))
@@ -318,34 +318,34 @@ class Bundle(tuple[Any, ...]):
 
 
 def to_dlpack(scaled: ScaledTensor) -> Bundle:
-    """The memory of a tensor for any library that reads DLPack, with what it means: `data, scale = to_dlpack(scaled)`.
+    """Export a tensor to any library that reads DLPack, zero-copy: `data, scale = to_dlpack(scaled)`.
 
-    A tuple of the parts there are: data and scale, then zero_point, then global_scale (see Bundle). Any `from_dlpack` takes
-    each of them: float8 as uint8, bfloat16 as uint16, all other dtypes as they are. `bundle.header` says what they mean;
-    `from_dlpack(bundle, framework)` reads it. Nothing is copied, so what is written to the tensor later shows.
+    Returns a tuple of components: data and scale, then zero_point, then global_scale (see Bundle). Any `from_dlpack` takes
+    each of them: float8 as uint8, bfloat16 as uint16, all other dtypes unchanged. `bundle.header` has the metadata;
+    `from_dlpack(bundle, framework)` reads it. Memory is shared, so later writes to the tensor are visible.
 
-    Raises UnsupportedError for parts whose values are not in memory (traced, fake, on the device meta), that require
-    gradients, or that no consumer takes: NumPy arrays of foreign byte order, strides below zero.
+    Raises UnsupportedError for components without values in memory (traced, fake, on the device meta), that require
+    gradients, or that no consumer takes: NumPy arrays of non-native byte order, negative strides.
     """
     if not isinstance(scaled, ScaledTensor):
         raise UnsupportedError(
-            f"to_dlpack takes a ScaledTensor, got {type(scaled).__name__}; plain arrays have a from_dlpack of their own."
+            f"to_dlpack takes a ScaledTensor, got {type(scaled).__name__}; use a framework's own from_dlpack for arrays."
         )
     scaled = scaled.to_plain()
-    parts = {name: Part(array, _neutral, _LENT) for name, array in components(scaled).items()}
+    parts = {name: Part(array, _neutral, _ANY_CONSUMER) for name, array in components(scaled).items()}
     for name, part in parts.items():
         try:
             part.__dlpack__(max_version=_VERSION)
         except _Refused as e:
-            raise UnsupportedError(f"to_dlpack cannot hand out {name}: {e}. {e.remedy or _COPY_FIRST}", part=name) from e
+            raise UnsupportedError(f"to_dlpack cannot export {name}: {e}. {e.remedy or _COPY_FIRST}", part=name) from e
     return Bundle(_header(scaled), **parts)
 
 
-#: Any consumer: what no framework takes, nobody is offered.
-_LENT = _Taker(_forward, writes=False, metal=True)
-#: The oldest version that can say that memory is read-only.
+#: The requirements that all consumers share.
+_ANY_CONSUMER = _Consumer(_forward, writes=False, metal=True)
+#: The oldest version with a read-only flag.
 _VERSION = (1, 0)
-_COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a tensor that it can."
+_COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a tensor that can be exported."
 
 
 def _header(st: ScaledTensor) -> str:
@@ -368,59 +368,58 @@ def _read(header: str) -> Config:
         raise DialectError(f"the bundle's header cannot be read: {e}") from e
 
 
-# ------------------------------------------------------------------------------------------------ taking
+# ------------------------------------------------------------------------------------------------ importing
 
 
 def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = None, copy: bool | None = None) -> ScaledTensor:
-    """The same tensor, byte for byte, as one of another framework, in the dtypes that it stores tensors in.
+    """Convert a tensor to another framework, byte for byte, in that framework's storage dtypes.
 
-    source: a ScaledTensor of any framework, or what `to_dlpack` gave, here or in another library.
+    source: a ScaledTensor of any framework, or a result of `to_dlpack`, also from another library.
     framework: "numpy", "torch", "jax", "mlx", or any that a plug-in declares.
-    device: where that framework is to put it, in its own spelling. By default it stays where it is; moving it copies.
-    copy: None shares memory where it can be shared and copies the parts where not; True copies all; False raises instead of
+    device: the target device, in that framework's spelling. By default the tensor stays on its device; moving it copies.
+    copy: None shares memory where possible and copies the other components; True copies all; False raises instead of
         copying. docs/bridges.md has the pairs.
 
-    Memory that is shared is one: what is written to it through a NumPy, torch or MLX array shows in the other tensor, JAX's
-    included, though its arrays count as immutable. Write to neither, or pass copy=True. Arrays that NumPy has from JAX or MLX
-    are read-only.
+    Writes to shared memory through a NumPy, torch or MLX array are visible in the other tensor, even in JAX, whose arrays count
+    as immutable. Write to neither, or pass copy=True. NumPy arrays that share memory with JAX or MLX are read-only.
 
-    Raises UnknownNameError for a framework that no plug-in declares, naming the package that has it; UnsupportedError for parts
-    whose values are not in memory, that require gradients, or that the framework cannot take where they are; OptionError where
-    copy=False cannot be; DialectError for a header that does not fit.
+    Raises UnknownNameError for a framework that no plug-in declares, naming its package; UnsupportedError for components
+    without values in memory, that require gradients, or that the framework cannot take on their device; OptionError if
+    copy=False is impossible; DialectError for a header that does not fit.
     """
     if copy is not None and not isinstance(copy, bool):
         raise OptionError(f"copy is None, True or False; got {copy!r}.", copy=copy)
     target: Framework = registry().look_up("breccia_frameworks", framework, "framework")
-    way = _Way(target, targets.load(target.ops), _TAKERS.get(framework, _Taker()), device, copy)
+    transfer = _Transfer(target, targets.load(target.ops), _CONSUMERS.get(framework, _Consumer()), device, copy)
     if isinstance(source, ScaledTensor):
         source = source.to_plain()
         parts = components(source)
-        taken = way.taken(parts, source.recipe)
+        taken = transfer.taken(parts, source.recipe)
         if all(taken[name] is part for name, part in parts.items()):
             return source
         return Metadata.of(source).assembled(**taken)
     if not isinstance(source, Bundle):
         raise UnsupportedError(
-            f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Parts of your own become "
-            "one by breccia_bridges.dlpack.Bundle(header, data=..., scale=...), arrays of a framework by breccia.from_buffer."
+            f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Make "
+            "a bundle by breccia_bridges.dlpack.Bundle(header, data=..., scale=...), or a tensor by breccia.from_buffer."
         )
     config = _read(source.header)
-    taken = way.taken(dict(zip(source.names, source, strict=True)), config.recipe)
+    taken = transfer.taken(dict(zip(source.names, source, strict=True)), config.recipe)
     return ScaledTensor(recipe=config.recipe, layout=config.layout, axis=config.axis, shape=config.shape, **taken)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """Where parts go, and how."""
+class _Transfer:
+    """The target framework and device of components, and whether to copy."""
 
     target: Framework
     ops: Ops
-    taker: _Taker
+    consumer: _Consumer
     device: Any
     copy: bool | None
 
     def taken(self, parts: dict[str, Any], recipe: ScalingRecipe) -> dict[str, Array]:
-        """The parts of a tensor, as arrays of the target."""
+        """The components of a tensor, as arrays of the target."""
         codecs, found = recipe.format.parts, dict[str, Array]()
         for name, part in parts.items():
             array = part.array if isinstance(part, Part) else part
@@ -434,18 +433,18 @@ class _Way:
         return found
 
     def _taken(self, array: Any, renamed: Callable[[str], str]) -> Array:
-        """One part. Raises _Refused."""
+        """One component. Raises _Refused."""
         own = _framework(array) is self.target and renamed(dtype_name(array)) == dtype_name(array)
         if own and self.copy is not True:
             found = array if self.device is None else self.ops.to(array, self.device)
             if self.copy is None or found is array:
                 return found
-        part = Part(array, renamed, self.taker)
+        part = Part(array, renamed, self.consumer)
         here = _DEVICES.get(int(part.__dlpack_device__()[0]))
         try:
             if self.device is not None and _kind(self.device) != here:
                 part.__dlpack__(max_version=_VERSION)
-                raise _Refused(f"it is on {here}, and device={self.device!r} is elsewhere")
+                raise _Refused(f"it is on {here}, and device={self.device!r} is another device")
             found = self._shared(part)
         except _Refused as e:
             if e.remedy or self.copy is False:
@@ -457,33 +456,33 @@ class _Way:
         if self.copy and shared:
             return self._copied(array, renamed, self.device if here == "cpu" else found.device)
         if not self.copy and not shared:
-            off = (part.address or 0) % self.taker.aligned
-            past = f"it lies {off} bytes past a multiple of {self.taker.aligned}"
-            raise _Refused(past if off else f"{self.target.name} copies what it takes")
+            off = (part.address or 0) % self.consumer.aligned
+            past = f"its address is {off} bytes past a multiple of {self.consumer.aligned}"
+            raise _Refused(past if off else f"{self.target.name} always copies")
         return found
 
     def _shared(self, part: Part) -> Array:
-        """What the target makes of a part, where `device` says."""
+        """A component as an array of the target, on `device`."""
         try:
-            found = _entrance(self.taker.module or self.target.module)(part)
-        except Exception as e:  # some consumers raise errors of their own for ours
+            found = _entrance(self.consumer.module or self.target.module)(part)
+        except Exception as e:  # some consumers replace the error raised here by their own
             if part.refused:
                 raise part.refused from e
-            raise _Refused(_said(e), "device= says where it is to be; moving it there copies.") from e
+            raise _Refused(_said(e), "Pass device= to move it there, which copies.") from e
         return found if self.device is None else self.ops.to(found, self.device)
 
     def _copied(self, array: Any, renamed: Callable[[str], str], device: Any) -> Array:
-        """The part by a copy of it in the host's memory: in C order and the machine's byte order, aligned, to be written to."""
+        """Share a copy in host memory instead: C order, native byte order, aligned, writable."""
         host = np.from_dlpack(array) if _framework(array) is None else ops_of(array).to_numpy(array)
         raw = np.empty(host.nbytes + ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         fresh = raw[start : start + host.nbytes].view(host.dtype.newbyteorder("=")).reshape(host.shape)
         np.copyto(fresh, host)
-        return replace(self, device=device, copy=None)._shared(Part(fresh, renamed, self.taker))
+        return replace(self, device=device, copy=None)._shared(Part(fresh, renamed, self.consumer))
 
 
 def _framework(array: Any) -> Framework | None:
-    """None for arrays that no plug-in declares."""
+    """The framework of an array; None if no plug-in declares it."""
     try:
         return framework_of(array)
     except UnsupportedError:
@@ -491,7 +490,7 @@ def _framework(array: Any) -> Framework | None:
 
 
 def _kind(device: Any) -> str:
-    """The kind of a device, in whatever spelling."""
+    """The kind of a device, in any framework's spelling."""
     return device_of(SimpleNamespace(device=device))
 
 

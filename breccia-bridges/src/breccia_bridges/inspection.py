@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its headers; and what looks wrong about its scales."""
+"""The contents of a checkpoint, from its headers, and what looks wrong about its scales."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ import numpy as np
 from breccia import LayoutError
 from breccia.backend import CODECS, F32, NUMPY, TENSOR, Codec, packed_length
 
-from .compare import Held, held_tensors
+from .compare import CheckpointTensor, checkpoint_tensors
 from .safetensors_file import Container, Shape
 from .text import spelled
 
-#: How others name the scales of a tensor `name`: a suffix of the whole name, or a last word in the place of `weight`.
-_FOREIGN_SUFFIXES = ("_scale_inv", "_scale", ".scale", ".scales", "_scales")
-_FOREIGN_WORDS = ("weight_scale", "scale", "scales", "scale_weight")
+#: How other programs name the scales of a tensor: `name` with a suffix, or with `weight`, its last word, replaced.
+_SCALE_SUFFIXES = ("_scale_inv", "_scale", ".scale", ".scales", "_scales")
+_SCALE_WORDS = ("weight_scale", "scale", "scales", "scale_weight")
 
-#: Codecs that scales are stored in, by the file's dtype. U8 is E8M0 where only the header of a stranger tells.
+#: Codecs that scales are stored in, by the file's dtype. U8 means E8M0 in files of other programs.
 _SCALE_CODECS = {"F8_E8M0": "E8M0", "U8": "E8M0", "F8_E4M3": "E4M3", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 _CODECS = {codec.name: codec for codec in CODECS}
 
-#: A scale this many times the tensor's median one is worth a look: one outlier sets the step of its whole block.
+#: A scale above this multiple of the tensor's median is suspicious: one outlier sets the step of its whole block.
 OUTLIER = 1000.0
 
 
 def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
-    """A row for each tensor, by name. `scales` reads the scales as well, and nothing else of the data."""
-    tensors = held_tensors(path, undeclared=True)
-    foreign = {name: found for name, held in tensors.items() if (found := _scale_of(held, tensors))}
+    """A row for each tensor, by name. `scales` reads the scales too, but no other data."""
+    tensors = checkpoint_tensors(path, undeclared=True)
+    scale_tensors = {name: found for name, tensor in tensors.items() if (found := _scale_of(tensor, tensors))}
     rows: list[dict[str, Any]] = []
-    for name, held in sorted(tensors.items()):
-        scale = foreign.get(name)
-        suspicious = list(_suspicious(held, scale))
+    for name, tensor in sorted(tensors.items()):
+        scale = scale_tensors.get(name)
+        suspicious = list(_suspicious(tensor, scale))
         figures = None
         if scales:
-            figures, doubts = _scale_figures(held, scale)
+            figures, doubts = _scale_figures(tensor, scale)
             suspicious += doubts
-        config, listed = held.config, held.undeclared.listed if held.undeclared else {}
+        config, listed = tensor.config, tensor.undeclared.listed if tensor.undeclared else {}
         rows.append(
             {
                 "name": name,
-                "file": held.container.path.name,
-                "shape": list(held.shape),
-                "stored_as": held.stored_as,
+                "file": tensor.container.path.name,
+                "shape": list(tensor.shape),
+                "stored_as": tensor.stored_as,
                 "recipe": config.recipe.to_dict() if config else listed.get("recipe"),
                 "layout": config.layout.to_dict() if config else listed.get("layout"),
                 "scaled_by": scale.name if scale else None,
-                "block": scale and tile(held.shape, scale.shape),
+                "block": scale and tile(tensor.shape, scale.shape),
                 "scales": figures,
-                "parameters": math.prod(held.shape),
-                "bytes": held.nbytes,
+                "parameters": math.prod(tensor.shape),
+                "bytes": tensor.nbytes,
                 "suspicious": suspicious,
             }
         )
@@ -62,58 +62,58 @@ def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
 
 
 def _is_scale(name: str) -> bool:
-    """Is it a name that others give to scales?"""
-    return name.endswith(_FOREIGN_SUFFIXES) or name.rpartition(".")[2] in _FOREIGN_WORDS
+    """Does another program name scales like this?"""
+    return name.endswith(_SCALE_SUFFIXES) or name.rpartition(".")[2] in _SCALE_WORDS
 
 
-def _is_foreign(held: Held, *dtypes: str) -> bool:
-    """Is it a stranger's matrix, no scale, of a dtype that begins so?"""
+def _is_other_matrix(tensor: CheckpointTensor, *dtypes: str) -> bool:
+    """Is it a matrix of another program, not a scale, of a dtype with one of these prefixes?"""
     return (
-        held.config is None
-        and held.undeclared is None
-        and len(held.shape) > 1
-        and not _is_scale(held.name)
-        and held.stored_as.startswith(dtypes)
+        tensor.config is None
+        and tensor.undeclared is None
+        and len(tensor.shape) > 1
+        and not _is_scale(tensor.name)
+        and tensor.stored_as.startswith(dtypes)
     )
 
 
-def _is_code(held: Held) -> bool:
-    """Are these, by their dtype, codes of a stranger that need scales?"""
-    return _is_foreign(held, "F8_E4M3", "F8_E5M2", "F4", "F6_")
+def _is_code(tensor: CheckpointTensor) -> bool:
+    """Does its dtype mark it as codes of another program, which need scales?"""
+    return _is_other_matrix(tensor, "F8_E4M3", "F8_E5M2", "F4", "F6_")
 
 
-def _scale_of(held: Held, tensors: dict[str, Held]) -> Held | None:
-    """The tensor that another program's names make the scale of this one: of codes, or of bytes that may be."""
-    if not _is_foreign(held, "U8", "I8") and not _is_code(held):
+def _scale_of(tensor: CheckpointTensor, tensors: dict[str, CheckpointTensor]) -> CheckpointTensor | None:
+    """The scale of a tensor of codes (or of bytes that may be codes), by the names that other programs use."""
+    if not _is_other_matrix(tensor, "U8", "I8") and not _is_code(tensor):
         return None
-    stem = held.name.rpartition(".")[0]
-    names = [held.name + suffix for suffix in _FOREIGN_SUFFIXES]
-    names += [f"{stem}.{word}" if stem else word for word in _FOREIGN_WORDS]
-    return next((tensors[name] for name in names if name in tensors and name != held.name), None)
+    stem = tensor.name.rpartition(".")[0]
+    names = [tensor.name + suffix for suffix in _SCALE_SUFFIXES]
+    names += [f"{stem}.{word}" if stem else word for word in _SCALE_WORDS]
+    return next((tensors[name] for name in names if name in tensors and name != tensor.name), None)
 
 
-def _suspicious(held: Held, scale: Held | None) -> Iterator[str]:
-    """What the headers alone give away."""
-    if held.undeclared is not None:
-        yield held.undeclared.reason
+def _suspicious(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> Iterator[str]:
+    """Doubts that follow from the headers alone."""
+    if tensor.undeclared is not None:
+        yield tensor.undeclared.reason
         return
-    if held.config is not None:
-        wanted, found = held.config.recipe.format.scale.codec.name, held.config.scale_dtype
+    if tensor.config is not None:
+        wanted, found = tensor.config.recipe.format.scale.codec.name, tensor.config.scale_dtype
         if found and found != wanted:
             yield f"its scales are {found}; the recipe writes {wanted}"
-        yield from _contradictions(held)
-    elif _is_code(held) and scale is None:
-        yield f"{held.stored_as} codes without scales that breccia knows by name"
+        yield from _contradictions(tensor)
+    elif _is_code(tensor) and scale is None:
+        yield f"{tensor.stored_as} codes without scales under any name that breccia knows"
     elif scale is not None:
         if scale.stored_as not in _SCALE_CODECS:
-            yield f"{scale.name} is {scale.stored_as}, which is no dtype of scales"
-        if tile(held.shape, scale.shape) is None:
-            yield f"{scale.name} of shape {spelled(scale.shape)} does not tile shape {spelled(held.shape)}"
+            yield f"{scale.name} is {scale.stored_as}, which is not a scale dtype"
+        if tile(tensor.shape, scale.shape) is None:
+            yield f"{scale.name} of shape {spelled(scale.shape)} does not tile shape {spelled(tensor.shape)}"
 
 
-def _contradictions(held: Held) -> Iterator[str]:
-    """Parts of other shapes than the config's logical shape asks for."""
-    config, entries = held.config, held.container.entries
+def _contradictions(tensor: CheckpointTensor) -> Iterator[str]:
+    """Components whose shapes contradict the config's logical shape."""
+    config, entries = tensor.config, tensor.container.entries
     if config is None or config.shape is None:
         return
     data = list(config.shape)
@@ -124,10 +124,10 @@ def _contradictions(held: Held) -> Iterator[str]:
     except LayoutError as e:
         yield str(e)
     for part, shapes in wanted.items():
-        found = entries[f"{held.name}.{part}"].shape
+        found = entries[f"{tensor.name}.{part}"].shape
         if found not in shapes and not (part == "scale" and config.layout.block(config.axis) == TENSOR):
             asked = " or ".join(map(spelled, shapes))
-            yield f"its {part} has shape {spelled(found)}; its config says {spelled(config.shape)}, which takes {asked}"
+            yield f"its {part} has shape {spelled(found)}; its config says {spelled(config.shape)}, which needs {asked}"
 
 
 def tile(shape: Shape, scales: Shape) -> tuple[int, ...] | None:
@@ -143,9 +143,9 @@ def tile(shape: Shape, scales: Shape) -> tuple[int, ...] | None:
 
 
 def _side(length: int, count: int) -> int:
-    """A block's length where `count` blocks cover `length`: a power of two, whose last block may be short, or a divisor.
+    """The block length of `count` blocks that cover `length`: a power of two, with a partial last block, or a divisor.
 
-    0 where there is neither.
+    0 if there is neither.
     """
     if count == 1 or not 0 < count <= length:
         return length if count == 1 else 0
@@ -153,15 +153,15 @@ def _side(length: int, count: int) -> int:
     return power if -(-length // power) == count else length // count if length % count == 0 else 0
 
 
-def _scale_figures(held: Held, scale: Held | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """Figures of a tensor's scales by name, and doubts about them."""
+def _scale_figures(tensor: CheckpointTensor, scale: CheckpointTensor | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """Statistics of a tensor's scales by name, and doubts about them."""
     parts: list[tuple[str, np.ndarray, bool]] = []
-    if held.config is not None:
-        codec = held.config.recipe.format.scale.codec
+    if tensor.config is not None:
+        codec = tensor.config.recipe.format.scale.codec
         parts = [
-            (part, _values(held.container, f"{held.name}.{part}", codec if part == "scale" else F32), codec.bits > 8)
+            (part, _values(tensor.container, f"{tensor.name}.{part}", codec if part == "scale" else F32), codec.bits > 8)
             for part in ("scale", "global_scale")
-            if f"{held.name}.{part}" in held.container.entries
+            if f"{tensor.name}.{part}" in tensor.container.entries
         ]
     elif scale is not None and scale.stored_as in _SCALE_CODECS:
         named = _CODECS[_SCALE_CODECS[scale.stored_as]]
@@ -178,16 +178,16 @@ def _scale_figures(held: Held, scale: Held | None) -> tuple[dict[str, Any] | Non
 def _values(container: Container, entry: str, codec: Codec) -> np.ndarray:
     """Stored scales as FP32."""
     found = container.entries[entry].dtype
-    if codec.bits > 8 and found != codec.name:  # a float scale that was kept as it came
+    if codec.bits > 8 and found != codec.name:  # a float scale kept in its original dtype
         codec = _CODECS[found]
     return np.asarray(codec.read(NUMPY, container.array(entry))).reshape(-1)
 
 
 def _doubts(name: str, values: np.ndarray, is_float: bool) -> Iterator[str]:
-    """What is odd about scales. 8-bit scales are zero in blocks of zeros; float ones are 1 there."""
+    """Suspicious scales. Blocks of zeros have 8-bit scales of zero, and float scales of 1."""
     of = f"of {values.size}"
     counts = {
-        "NaN (their blocks held NaN or Inf)": np.isnan(values),
+        "NaN (their blocks contained NaN or Inf)": np.isnan(values),
         "Inf": np.isinf(values),
         "negative": values < 0,
     }
@@ -199,7 +199,7 @@ def _doubts(name: str, values: np.ndarray, is_float: bool) -> Iterator[str]:
         if found.any():
             yield f"{name}: {int(found.sum())} {of} {what}"
     if is_float and values.size > 1 and (values == 1).all():
-        yield f"{name}: all are 1, as those of zeros are, or as if none had been computed"
+        yield f"{name}: all are 1, as for blocks of zeros, or as if none had been computed"
     computed = values[np.isfinite(values) & (values > 0) & ~(is_float & (values == 1))]
     if computed.size > 1:
         ratio = float(computed.max()) / float(np.median(computed))

@@ -1,4 +1,4 @@
-"""How near one tensor is to another: sums in FP64, taken slab by slab, that SQNR, cosine and rates are made of."""
+"""Error metrics of one tensor against another: FP64 sums, slab by slab, behind SQNR, cosine and rates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .safetensors import Config, read_tensor
 from .safetensors_file import Container, Shape
 from .text import number
 
-#: Elements dealt with at a time. It bounds memory and changes no byte.
+#: Elements processed at a time. It bounds memory and does not affect results.
 SLAB = 1 << 20
 
-#: Some of a tensor's matrices, and some of their rows.
+#: A range of a tensor's matrices, and a range of their rows.
 Slab = tuple[slice, slice]
 
-#: Dtypes of a file that hold floating numbers as they are.
+#: File dtypes of plain floating-point numbers.
 FLOATING = ("F64", "F32", "F16", "BF16")
 
 #: Bins of a histogram: odd, so that zero has one.
@@ -32,7 +32,7 @@ BINS = 101
 
 @dataclass(frozen=True)
 class Histogram:
-    """Elements by value, in `BINS` equal bins over [-limit, limit], before and after; `outside` fell into none after."""
+    """Elements by value, in `BINS` equal bins over [-limit, limit], before and after; `outside`: those outside after."""
 
     limit: float
     before: tuple[int, ...]
@@ -45,14 +45,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ErrorMetrics:
-    """Sums over the elements x of a tensor and what they became, y; two of them add up to that of both tensors.
+    """Sums over the elements x of a tensor and their counterparts y; adding two gives the metrics of both tensors.
 
     signal: of x * x. noise: of (x - y)^2. dot: of x * y. energy: of y * y. All in FP64.
     max_error: largest |x - y|.
-    nonzero: elements x other than 0. flushed: those of them that became 0.
-    bounded: elements whose format has a largest value for their block. clipped: those of them beyond it, by more than
-        half of its last step, so that they saturated.
-    bad, bad_after: elements x, and y, that are NaN or Inf.
+    nonzero: elements x other than 0. flushed: nonzero elements that became 0.
+    bounded: elements whose format has a largest value for their block. clipped: bounded elements that exceed it by more than
+        half of its last step, and so saturated.
+    bad, bad_after: elements x, and elements y, that are NaN or Inf.
     """
 
     count: int = 0
@@ -75,7 +75,7 @@ class ErrorMetrics:
 
     @property
     def sqnr(self) -> float:
-        """Signal-to-quantization-noise ratio in dB; inf where nothing was lost, NaN where the tensor is not finite."""
+        """Signal-to-quantization-noise ratio in dB; inf if lossless, NaN if the tensor is not finite."""
         if self.noise == 0:
             return math.inf
         ratio = self.signal / self.noise
@@ -83,7 +83,7 @@ class ErrorMetrics:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the two, as vectors; 1 where both are zero."""
+        """Cosine similarity of the two, as vectors; 1 if both are zero."""
         if self.signal == 0 and self.energy == 0:
             return 1.0
         product = self.signal * self.energy
@@ -91,7 +91,7 @@ class ErrorMetrics:
 
     @property
     def clip_rate(self) -> float | None:
-        """Share of elements that saturated; None where no format bounds them."""
+        """Share of elements that saturated; None if no format bounds them."""
         return self.clipped / self.bounded if self.bounded else None
 
     @property
@@ -104,20 +104,20 @@ class ErrorMetrics:
         return self.noise == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures by name, ready for `json.dumps`: those that are not finite become None."""
+        """Metrics by name, ready for `json.dumps`: non-finite values become None."""
         figures = {"sqnr_db": self.sqnr, "cosine": self.cosine, "max_error": self.max_error}
         plain = {name: number(value) for name, value in figures.items()}
         return {**plain, "clip_rate": self.clip_rate, "underflow_rate": self.underflow_rate, "lossless": self.lossless}
 
 
-#: That of no elements.
+#: The metrics of no elements.
 NOTHING = ErrorMetrics()
 
 
 class Stored:
     """A floating tensor of a checkpoint, plain or scaled, read by slabs.
 
-    Its matrices are stacked: a slab is some of them, and some of their rows.
+    Leading axes are flattened into one: a slab is a range of matrices, and a range of their rows.
     """
 
     def __init__(self, container: Container, name: str, config: Config | None = None) -> None:
@@ -133,7 +133,7 @@ class Stored:
             self.unit = _row_unit(self._scaled)
 
     def values(self, slab: Slab) -> np.ndarray:
-        """FP32, or FP64 as it is, of three axes."""
+        """The values as FP32 (FP64 unchanged), with three axes."""
         if self._scaled is None:
             piece = self._array[slab]
             if self.dtype == "F64":
@@ -142,7 +142,7 @@ class Stored:
         return self._decoded(self._piece(self._scaled, slab))
 
     def limits(self, slab: Slab) -> tuple[np.ndarray, np.ndarray] | None:
-        """The magnitudes, below and above, beyond which each element of the slab saturates; None where nothing says."""
+        """The magnitudes, below and above, beyond which each element of the slab saturates; None for a plain tensor."""
         if self._scaled is None:
             return None
         piece = self._piece(self._scaled, slab)
@@ -150,7 +150,7 @@ class Stored:
         low, high = (self._decoded(_of_one_code(piece, code)) for code in (lowest, highest))
         with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
             ends = low - (high * below - low * below), high + (high * above - low * above)
-        return np.minimum(*ends), np.maximum(*ends)  # a negative scale turns them round
+        return np.minimum(*ends), np.maximum(*ends)  # a negative scale swaps the two
 
     def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
         return st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
@@ -160,7 +160,7 @@ class Stored:
 
 
 def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
-    """Slabs that cover a tensor, in C order, of about `SLAB` elements and whole `units` of rows; all where one is None."""
+    """Slabs that cover a tensor, in C order, of about `SLAB` elements and a multiple of `units` rows; one if a unit is None."""
     matrices, rows, columns = _stacked(shape)
     if None in units or matrices * rows * columns == 0:
         yield slice(0, matrices), slice(0, rows)
@@ -174,18 +174,18 @@ def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
 
 
 def measure(x: Stored, y: Stored) -> ErrorMetrics:
-    """How near `y` is to `x`, of the same shape."""
+    """The error metrics of `y` against `x`, of the same shape."""
     pieces = slabs(x.shape, x.unit, y.unit)
     return sum((_error_metrics(x.values(slab), y.values(slab), y.limits(slab)) for slab in pieces), NOTHING)
 
 
 def histogram(x: Stored, y: Stored) -> Histogram:
-    """The elements of `x`, and of `y`, of the same shape, by value."""
+    """Histogram of the elements of `x` and `y`, of the same shape."""
     pieces = list(slabs(x.shape, x.unit, y.unit))
     limit = max((_largest(x.values(slab)) for slab in pieces), default=0.0) or 1.0
     counts = np.zeros((2, BINS), np.int64)
     for slab in pieces:
-        # In FP64, where the distance of two FP32 numbers is finite.
+        # In FP64, where the difference of two FP32 numbers is finite.
         counts += [np.histogram(t.values(slab).astype(np.float64), BINS, (-limit, limit))[0] for t in (x, y)]
     before, after = (tuple(map(int, row)) for row in counts)
     return Histogram(limit, before, after, math.prod(x.shape) - sum(after))
@@ -193,13 +193,13 @@ def histogram(x: Stored, y: Stored) -> Histogram:
 
 def _error_metrics(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray] | None) -> ErrorMetrics:
     clipped = np.zeros(x.shape, bool)
-    with np.errstate(invalid="ignore"):  # NaN is beyond no limit
+    with np.errstate(invalid="ignore"):  # NaN exceeds no limit
         if limits is not None:
             low, high = limits
             clipped = ((x < low) | (x > high)) & (low < high)
     nonzero = x != 0
     p, q = (a.astype(np.float64).reshape(-1) for a in (x, y))
-    with np.errstate(over="ignore", invalid="ignore"):  # of FP64 squared, and of 0 times Inf
+    with np.errstate(over="ignore", invalid="ignore"):  # FP64 squares overflow, 0 * Inf is invalid
         e = p - q
         sums = {"signal": float(p @ p), "noise": float(e @ e), "dot": float(p @ q), "energy": float(q @ q)}
     return ErrorMetrics(
@@ -227,13 +227,13 @@ def _stacked(shape: Shape) -> tuple[int, int, int]:
 
 
 def _row_unit(st: ScaledTensor) -> int | None:
-    """Rows that cannot be cut apart; None where there are no rows."""
+    """The number of rows that share scales or bytes; None for a tensor without rows."""
     return whole_unit(part_grids(st).values(), st.ndim - 2) if st.ndim > 1 else None
 
 
 @cache
 def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]:
-    """The codes of the least and the largest value, each with half of the step next to it, as a part of their distance."""
+    """The codes of the least and the largest value, each with half of the adjacent step, as a fraction of the whole range."""
     values = sorted((codec.value(code), code) for code in range(1 << codec.bits) if math.isfinite(codec.value(code)))
     distinct = sorted({value for value, _ in values})
     steps = distinct[1] - distinct[0], distinct[-1] - distinct[-2]
@@ -242,7 +242,7 @@ def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]
 
 
 def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
-    """The tensor with `code` everywhere, and the scales it has."""
+    """The tensor with every code replaced by `code`, under the same scales."""
     codec = st.recipe.format.element
     group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
     length = st.data.shape[st.axis]

@@ -1,6 +1,6 @@
 """MLX's quantized arrays: `uint32` words of codes, scales, and biases in mode "affine", as `mx.quantize` gives them.
 
-The words, little-endian, are the bytes of breccia's codes in the same order: of 4-bit codes the low nibble first. Source: the
+The words, little-endian, are breccia's packed codes in the same order: for 4-bit codes the low nibble comes first. Source: the
 documentation of `mlx.core.quantize`, and MLX 0.32.4 run on a CPU.
 """
 
@@ -44,14 +44,14 @@ def from_mlx(
     bits: int | None = None,
     mode: str = "affine",
 ) -> ScaledTensor:
-    """Wrap what `mx.quantize` gave, or a checkpoint of MLX holds; the parts are views of the arrays, and nothing is computed.
+    """Wrap the output of `mx.quantize`, or of an MLX checkpoint; zero-copy, and nothing is computed.
 
     w: uint32 words, (..., M, K * bits / 32). scales, biases: (..., M, K / group_size).
-    group_size, bits, mode: those of `mx.quantize`, with its defaults; the `quantization` entry of a checkpoint's config.json.
+    group_size, bits, mode: as in `mx.quantize`, with its defaults, or from `quantization` in a checkpoint's config.json.
 
     Mode "affine" is `INT4Scaling` or `INT8Scaling` with a bias. A scale may then be negative; it decodes as it is.
 
-    Raises DialectError for what is none of MLX's, or has no recipe (other widths than 4 and 8 bits).
+    Raises DialectError for arrays that MLX does not produce, or that have no recipe (widths other than 4 and 8 bits).
     """
     _need_mlx("from_mlx", w)
     recipe = _recipe(mode, group_size, bits, scales)
@@ -85,15 +85,16 @@ def from_mlx(
 
 
 def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, Any]]:
-    """`(w, scales, biases, options)` of a tensor: what `mx.dequantize(w, scales, biases, **options)` and its kin take.
+    """`(w, scales, biases, options)` of a tensor, for `mx.dequantize(w, scales, biases, **options)` and related functions.
 
-    The arrays are views of the tensor's parts. options: `group_size`, `bits` and `mode`. biases: None but for mode "affine".
+    The arrays are views of the tensor's components. options: `group_size`, `bits` and `mode`. biases: None except in mode
+    "affine".
 
-    Given `dtype=mx.float32`, `mx.dequantize` decodes codes under FP32, E8M0 and E4M3 scales to the same numbers, but for an
-    E8M0 scale of NaN, which it reads as Inf, and products below 2^-126 in mode "affine". Under scales of 16 bits it computes in
-    16 bits.
+    Given `dtype=mx.float32`, `mx.dequantize` decodes codes under FP32, E8M0 and E4M3 scales to the same numbers, with two
+    exceptions: it reads an E8M0 scale of NaN as Inf, and products below 2^-126 in mode "affine" differ. With 16-bit scales it
+    computes in 16 bits.
 
-    Raises DialectError for a format that MLX has no mode for, blocks along another axis than the last, or a partial last block.
+    Raises DialectError for a format that MLX has no mode for, blocks not along the last axis, or a partial last block.
     """
     _need_mlx("to_mlx", scaled.data)
     scaled = scaled.to_plain()
@@ -113,7 +114,7 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
     assert group is not None
     if scaled.ndim < 2 or scaled.shape[-1] % group or scaled.layout.block() != (1, group):
         raise DialectError(
-            f"MLX has (..., M, K) in whole groups of {group} along K, each with its scale; this tensor has shape "
+            f"MLX needs (..., M, K) with K a multiple of {group} and one scale per group; this tensor has shape "
             f"{scaled.shape} and {scaled.layout}. Cast it padded to a multiple of {group}.",
             shape=scaled.shape,
         )
@@ -124,7 +125,7 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
 
 
 def _recipe(mode: str, group_size: int | None, bits: int | None, scales: Array) -> ScalingRecipe:
-    """Raises DialectError for options that are not MLX's, or have no recipe."""
+    """Raises DialectError for options that MLX lacks, or that have no recipe."""
     if mode in _RECIPES:
         recipe = _RECIPES[mode]
         own = (recipe.format.scale.block[1], recipe.format.element.bits)
@@ -158,6 +159,6 @@ def _need_mlx(op: str, array: Any) -> None:
     found = framework_of(array, "w").name
     if found != "mlx":
         raise UnsupportedError(
-            f"{op} is for arrays of MLX, these are of {found}; breccia.bridges.from_dlpack(scaled, 'mlx') takes one there.",
+            f"{op} takes MLX arrays, got {found} arrays; convert a tensor by breccia.bridges.from_dlpack(scaled, 'mlx').",
             found=found,
         )

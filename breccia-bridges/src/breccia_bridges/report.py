@@ -1,4 +1,4 @@
-"""The page of `breccia convert --report` and `breccia compare --report`: one HTML file that needs nothing else, no network."""
+"""The page of `breccia convert --report` and `breccia compare --report`: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from breccia.backend import install
 from .text import percent, size
 
 _NEEDS = ("plotly", "jinja2")
-#: What the page's script reads of a run; the template shows the rest.
+#: The fields of a run that the page's script reads; the template shows the rest.
 _DRAWN = ("label", "bytes_out", "sqnr_db", "lossless", "worst", "tensors")
 
 
 def check_report(path: str | os.PathLike[str]) -> None:
-    """Raise now what `write_report` would raise after the work is done.
+    """Check the arguments of `write_report` before the work that leads to it.
 
-    UnsupportedError for a name that is no HTML file's, OSError for a folder that is not there or cannot be written to,
-    ImportError where the extra `report` is not installed, or broken.
+    Raises UnsupportedError for a path without an HTML extension, OSError for a missing or read-only folder, and ImportError
+    where the extra `report` is missing or broken.
     """
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
-        raise UnsupportedError(f"a report is an HTML page, and {target} is no name for one; end it in .html.", path=str(target))
+        raise UnsupportedError(f"a report is an HTML page; name it {target.stem}.html, got {target}.", path=str(target))
     if target.is_dir():
         raise UnsupportedError(f"{target} is a folder; name a file for the report, such as {target / 'report.html'}.")
     if not target.parent.is_dir():
@@ -42,38 +42,38 @@ def check_report(path: str | os.PathLike[str]) -> None:
         missing = [module for module in _NEEDS if find_spec(module) is None]
         wrong = f"needs {' and '.join(missing)}" if missing else f"cannot use plotly and jinja2 ({type(e).__name__}: {e})"
         raise ImportError(f"--report {wrong}: {install('breccia-bridges[report]')}") from e
-    beside = _beside(target)
+    temporary = _temporary(target)
     try:
-        beside.touch()
-        beside.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as e:
         raise type(e)(f"cannot write {target}: {e.strerror}; choose another folder.") from e
 
 
-def _beside(target: Path) -> Path:
-    """A temporary name in the folder of the page."""
+def _temporary(target: Path) -> Path:
+    """A temporary path in the folder of the page."""
     return target.parent / f".breccia-{secrets.token_hex(8)}.tmp"
 
 
 def write_report(
     path: str | os.PathLike[str], runs: Sequence[Mapping[str, Any]], *, title: str = "Quantization report"
 ) -> None:
-    """Write the page of one or several runs over one checkpoint; a page that lies there is replaced.
+    """Write the page of one or several runs over one checkpoint; replaces an existing page.
 
-    runs: what `Report.to_dict` gives, with a label, recipes, warnings and, per tensor, a histogram or None. The same runs
-        give the same bytes.
+    runs: results of `Report.to_dict`, with a label, recipes, warnings and, per tensor, a histogram or None. The output is
+        deterministic.
     """
     check_report(path)
     if not runs:
-        raise UnsupportedError("a report is of one run or more; got none.")
+        raise UnsupportedError("a report needs at least one run; got none.")
     page, target = _rendered(runs, title), Path(path)
-    beside = _beside(target)
+    temporary = _temporary(target)
     try:
-        # A name may hold half of a surrogate pair, which no encoding takes.
-        beside.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
-        beside.replace(target)
+        # A name may contain a lone surrogate, which UTF-8 cannot encode.
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
+        temporary.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
@@ -98,7 +98,7 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         version=__version__,
         runs=shown,
         sources=list(dict.fromkeys(Path(run["source"]).name or str(run["source"]) for run in shown)),
-        # One column is enough where all runs kept the same.
+        # One column is enough where all runs kept the same tensors.
         kept=shown[:1] if all(run["kept"] == shown[0]["kept"] for run in shown) else shown,
         reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
         warnings=_warnings(shown),
@@ -109,7 +109,7 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def _warnings(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Each warning once, with the labels of the runs that gave it; without them where all did."""
+    """Each warning once, with the labels of the runs that gave it; no labels where all runs did."""
     found: dict[str, list[str]] = {}
     for run in runs:
         for text in run["warnings"]:
@@ -118,7 +118,7 @@ def _warnings(runs: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with None for each number in it that JSON cannot say."""
+    """`value` with None in place of NaN and Inf, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

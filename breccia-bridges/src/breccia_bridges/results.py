@@ -1,4 +1,4 @@
-"""What became of the tensors of a checkpoint: one record for each, and their sums. `convert` and `compare` make them."""
+"""Results of `convert` and `compare`: a record per tensor of a checkpoint, and their sums."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .text import named
 #: The reason for not measuring two tensors of the same bytes.
 EQUAL = "same in both"
 
-#: Called with a tensor's name and the bytes of it that were dealt with.
+#: Progress callback: called with a tensor's name and the number of its bytes processed.
 Advance = Callable[[str, int], None]
 
 
-def unnoticed(name: str, bytes_done: int) -> None:
-    """The `Advance` of those who do not ask."""
+def no_progress(name: str, bytes_done: int) -> None:
+    """The default `Advance`: does nothing."""
 
 
 @dataclass(frozen=True)
 class TensorReport:
     """One tensor, before and after.
 
-    dtype, stored_as: what it was and is, as a dtype of the file or a recipe's name.
-    reason: why it was left as it is, or could not be compared; empty where it was quantized, or compared.
-    fidelity, histogram: how near it is to what it was, and its elements by value; None where that was not asked for.
+    dtype, stored_as: its type before and after, as a dtype of the file or a recipe's name.
+    reason: why it was kept, or could not be compared; empty if it was quantized or compared.
+    fidelity, histogram: its error metrics and its elements by value; None unless requested.
     """
 
     name: str
@@ -55,16 +55,16 @@ class TensorReport:
 
     @property
     def bits_per_parameter(self) -> float | None:
-        """Bits that a parameter takes, its share of the scales included; None where there is no parameter."""
+        """Bits per parameter, scales included; None for an empty tensor."""
         return 8 * self.bytes_out / self.parameters if self.parameters else None
 
     @property
     def measured(self) -> ErrorMetrics:
-        """`fidelity`, or that of nothing."""
+        """`fidelity`, or the metrics of no elements."""
         return self.fidelity or NOTHING
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the histogram, ready for `json.dumps`: figures that are not finite, or unknown, become None."""
+        """Everything except the histogram, ready for `json.dumps`: non-finite or unknown numbers become None."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -81,10 +81,10 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A checkpoint before and after: what was read, what there is now, and how near it is.
+    """A checkpoint before and after, with its error metrics.
 
-    recipe: the one that was asked for; None where checkpoints were compared.
-    unmatched: patterns of the selection that match no tensor. missing, added: tensors of only one of two checkpoints.
+    recipe: the requested one; None where checkpoints were compared.
+    unmatched: patterns of the selection that match no tensor. missing, added: tensors present in only one of two checkpoints.
     """
 
     source: str
@@ -105,17 +105,17 @@ class Report:
 
     @property
     def recipes(self) -> list[str]:
-        """What quantized tensors are stored as, the commonest first."""
+        """The recipes of the quantized tensors, most common first."""
         return [name for name, _ in Counter(t.stored_as for t in self.quantized).most_common()]
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many tensors were kept for which reason, the commonest first."""
+        """The number of tensors kept for each reason, most common first."""
         return dict(Counter(t.reason for t in self.kept).most_common())
 
     @property
     def unlike(self) -> list[TensorReport]:
-        """Those kept that are not equal in both of two checkpoints: nobody can say how near they are."""
+        """Kept tensors that differ between two checkpoints and cannot be measured."""
         return [t for t in self.kept if t.reason != EQUAL]
 
     @property
@@ -132,17 +132,17 @@ class Report:
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes left in the precision they had."""
+        """Bytes of tensors kept in their original precision."""
         return sum(t.bytes_out for t in self.kept)
 
     @property
     def bits_per_parameter(self) -> float:
-        """Bits that a quantized parameter takes, its share of the scales included."""
+        """Bits per quantized parameter, scales included."""
         return 8 * sum(t.bytes_out for t in self.quantized) / max(1, sum(t.parameters for t in self.quantized))
 
     @property
     def fidelity(self) -> ErrorMetrics:
-        """Of all quantized tensors together."""
+        """Error metrics of all quantized tensors together."""
         return sum((t.measured for t in self.quantized), NOTHING)
 
     @property
@@ -152,27 +152,27 @@ class Report:
 
     @property
     def cosine(self) -> float:
-        """Of all quantized tensors together, as one vector; 1 where there are none."""
+        """Of all quantized tensors together, as one vector; 1 if there are none."""
         return self.fidelity.cosine
 
     @property
     def worst(self) -> TensorReport | None:
-        """The quantized tensor of lowest SQNR; one that is not finite comes first."""
+        """The quantized tensor of lowest SQNR; non-finite tensors come first."""
         measured = [t for t in self.quantized if t.fidelity]
         return min(measured, key=lambda t: -math.inf if math.isnan(t.measured.sqnr) else t.measured.sqnr, default=None)
 
     def _wide(self, recipe: ScalingRecipe) -> list[str]:
-        """The quantized tensors that take half as much again as tensors of whole blocks do."""
+        """Quantized tensors that need over 1.5 times the bits per parameter of a tensor of full blocks."""
         side = 4096
-        parts, _ = plan("w", (side, side), recipe)
-        whole = 8 * sum(byte_count(*part) for part in parts.values()) / side**2
+        entries, _ = plan("w", (side, side), recipe)
+        full = 8 * sum(byte_count(*entry) for entry in entries.values()) / side**2
         return [
-            f"{t.name} ({t.bits_per_parameter:.2f} bits)" for t in self.quantized if (t.bits_per_parameter or 0) > 1.5 * whole
+            f"{t.name} ({t.bits_per_parameter:.2f} bits)" for t in self.quantized if (t.bits_per_parameter or 0) > 1.5 * full
         ]
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should hear of, in sentences."""
+        """Warnings for the user, as sentences."""
         found = [f"the pattern {pattern!r} matches no tensor{_hint(pattern)}." for pattern in self.unmatched]
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
@@ -181,8 +181,8 @@ class Report:
             found.append("no tensor was quantized; `--json` says why each was kept.")
         if self.recipe is not None and (wide := self._wide(self.recipe)):
             found.append(
-                f"the last axis of {named(wide)} is shorter than a block, so that scales take more room than they should; "
-                "--exclude keeps such tensors as they are."
+                f"the last axis of {named(wide)} is shorter than a block, so scales take more space than usual; "
+                "--exclude keeps such tensors unquantized."
             )
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
@@ -190,11 +190,11 @@ class Report:
             blocks = "; their blocks decode to NaN" if self.recipe is not None else ""
             found.append(f"NaN or Inf in {self.source}: {named(bad)}{blocks}.")
         if worse:
-            found.append(f"NaN or Inf in {self.destination} alone: {named(worse)}.")
+            found.append(f"NaN or Inf only in {self.destination}: {named(worse)}.")
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but histograms, ready for `json.dumps`: figures that are not finite, or unknown, become None."""
+        """Everything except histograms, ready for `json.dumps`: non-finite or unknown numbers become None."""
         worst, fidelity = self.worst, self.fidelity
         known = worst is not None
         return {

@@ -1,10 +1,10 @@
-"""Scaled tensors in safetensors files, beside plain ones, such that every stock reader opens the file.
+"""Scaled and plain tensors in safetensors files that every stock reader can open.
 
 On disk a scaled tensor `w` is `w.data`, `w.scale`, and `w.zero_point`, `w.global_scale` where its recipe has them. Codes and
-8-bit scales are U8, other scales F32, F16 or BF16. What the bytes mean is JSON in the file's metadata under `w.config`,
-beside `schema` and `breccia_version`. Files of breccia 0.1 (no `schema`; 4-bit codes one per byte) are read as well.
+8-bit scales are U8, other scales F32, F16 or BF16. The file's metadata has the config as JSON under `w.config`,
+and `schema` and `breccia_version`. Files of breccia 0.1 (no `schema`; 4-bit codes one per byte) are read as well.
 
-The streaming way, for tensors that do not exist yet: `plan` each, `open_writer`, then `write_tensor` one by one.
+To stream tensors that do not exist yet: `plan` each, `open_writer`, then `write_tensor` one by one.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from breccia.backend import (
 from .checkpoint import checkpoint_files
 from .safetensors_file import DTYPES, Container, Shape, Writer, check_text
 
-#: The layout of files this version writes and reads, as their metadata name it.
+#: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
-_OURS = ("schema", "breccia_version")
+_RESERVED = ("schema", "breccia_version")
 _ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
 
-#: File dtypes NumPy has no dtype for, by the name that torch, JAX and ml_dtypes share.
-_FOREIGN = {
+#: File dtypes that NumPy lacks, by their name in torch, JAX and ml_dtypes.
+_NON_NUMPY = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0",
@@ -64,22 +64,22 @@ _FOREIGN = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "bfloat16": "BF16",
 }
-_DTYPE_NAMES = {file: name for name, file in _FOREIGN.items()}
+_DTYPE_NAMES = {file: name for name, file in _NON_NUMPY.items()}
 _NATIVE = {numpy: file for file, (bits, numpy) in DTYPES.items() if bits >= 8 and file not in _DTYPE_NAMES}
-#: File dtypes by the name of an array's dtype, whoever's array it is.
-_FILE_DTYPES = {**_NATIVE, **_FOREIGN}
+#: File dtypes by the name of an array's dtype, for every framework.
+_FILE_DTYPES = {**_NATIVE, **_NON_NUMPY}
 
-#: What a file declares for one name: its entries as (dtype, shape), and its config if it is a scaled tensor.
+#: The declaration of one name in a file: its entries as (dtype, shape), and the config of a scaled tensor.
 Described = tuple[dict[str, tuple[str, Shape]], "Config | None"]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What `{name}.config` says of a scaled tensor.
+    """The contents of `{name}.config` for a scaled tensor.
 
-    shape: the logical shape; None in files of breccia 0.1, where it is that of the data.
-    scale_dtype: name of the codec scales are really stored in. It differs from the recipe's where a float scale was kept
-        as it came; empty in files of breccia 0.1, where the entry tells.
+    shape: the logical shape; None in files of breccia 0.1, where it is the shape of the data.
+    scale_dtype: name of the codec that scales are stored in. It differs from the recipe's if a float scale kept its original
+        dtype; empty in files of breccia 0.1, where the entry's dtype is used.
     """
 
     recipe: ScalingRecipe
@@ -104,7 +104,7 @@ class Config:
 
 
 def describe(name: str, tensor: ScaledTensor | Array) -> Described:
-    """What a file declares for `tensor` under `name`, without reading its values."""
+    """The declaration of `tensor` under `name`, without reading its values."""
     if not isinstance(tensor, ScaledTensor):
         return {name: (_plain_dtype(name, tensor), tuple(tensor.shape))}, None
     scale = _scale_dtype(name, tensor)
@@ -121,16 +121,16 @@ def describe(name: str, tensor: ScaledTensor | Array) -> Described:
 
 
 def plan(name: str, shape: Shape, recipe: ScalingRecipe) -> Described:
-    """What `describe(name, cast(x, recipe))` will be for any `x` of that shape, blocks along the last axis.
+    """The result of `describe(name, cast(x, recipe))` for any `x` of that shape, blocks along the last axis.
 
-    Raises ShapeError where the recipe needs more axes.
+    Raises ShapeError if the recipe needs more axes.
     """
     fmt = recipe.format
     needed = 1 if recipe.layout.block() == TENSOR else 2
     if len(shape) < needed:
         raise ShapeError(
-            f"tensor {name!r}: recipe {recipe.name!r} needs at least {needed} axes, shape {shape} has {len(shape)}; keep it as "
-            "it is, or reshape it.",
+            f"tensor {name!r}: recipe {recipe.name!r} needs at least {needed} axes, shape {shape} has {len(shape)}; keep it "
+            "unquantized, or reshape it.",
             shape=shape,
         )
     layout = recipe.layout.fitted(shape)
@@ -179,10 +179,10 @@ def save_safetensors(
 ) -> None:
     """Write scaled tensors and plain arrays, of any installed framework, to a safetensors file.
 
-    extra_metadata: further entries of the file's metadata, str to str; keys that end in ".config" are breccia's own.
-    force: an existing file is replaced, all at once at the end; `force=False` raises FileExistsError instead.
+    extra_metadata: further entries of the file's metadata, str to str; keys that end in ".config" are reserved.
+    force: replace an existing file, atomically at the end; `force=False` raises FileExistsError instead.
 
-    Raises UnsupportedError for names or metadata that are no text, or collide, and for dtypes the format lacks.
+    Raises UnsupportedError for names or metadata that are not text or collide, and for dtypes the format lacks.
     """
     if not isinstance(tensors, Mapping):
         raise UnsupportedError(
@@ -202,7 +202,7 @@ def open_writer(
     *,
     force: bool = True,
 ) -> Writer:
-    """The writer of a file that holds what `describe` or `plan` said, by name; see `save_safetensors`.
+    """The writer of a file of tensors that `describe` or `plan` declared, by name; see `save_safetensors`.
 
     A plain tensor is described as `({name: (dtype, shape)}, None)`.
     """
@@ -214,7 +214,7 @@ def open_writer(
     for name, (own, config) in described.items():
         if config is None and name in owners:
             raise UnsupportedError(
-                f"the names {name!r} and {owners[name]!r} collide: a scaled tensor takes its name with "
+                f"the names {name!r} and {owners[name]!r} collide: a scaled tensor uses its name with "
                 f"{', '.join(f'.{part}' for part in PARTS)} in the file. Rename one.",
                 name=name,
             )
@@ -223,7 +223,7 @@ def open_writer(
 
 
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
-    """Write a tensor declared to `open_writer`: all parts of a scaled one, or a plain array, from any framework."""
+    """Write a tensor declared to `open_writer`: all components of a scaled one, or a plain array, from any framework."""
     if isinstance(tensor, ScaledTensor):
         for part, array in components(tensor).items():
             writer.write(f"{name}.{part}", _flat(array))
@@ -232,21 +232,21 @@ def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> Non
 
 
 def _flat(array: Array) -> np.ndarray:
-    """Its items in C order on one axis; flat first, since frameworks show foreign dtypes' bit patterns only of those."""
+    """Its items in C order on one axis. Flattened before conversion: some bit-pattern views need one axis."""
     ops = ops_of(array)
     return ops.to_numpy(ops.reshape(array, (math.prod(array.shape),)))
 
 
 def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[str, str]:
     for key in extra:
-        if key in _OURS or (isinstance(key, str) and key.endswith(".config")):
+        if key in _RESERVED or (isinstance(key, str) and key.endswith(".config")):
             raise UnsupportedError(
-                f"extra_metadata key {key!r} collides with breccia's own: {', '.join(_OURS)} and all that end in '.config'. "
+                f"extra_metadata key {key!r} is reserved: {', '.join(_RESERVED)} and all keys that end in '.config'. "
                 "Rename it.",
                 key=key,
             )
-    ours = {"schema": SCHEMA, "breccia_version": __version__}
-    return {**ours, **{f"{name}.config": config.to_json() for name, config in configs.items()}, **extra}
+    reserved = {"schema": SCHEMA, "breccia_version": __version__}
+    return {**reserved, **{f"{name}.config": config.to_json() for name, config in configs.items()}, **extra}
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -257,14 +257,14 @@ def load_safetensors(
 ) -> dict[str, ScaledTensor | Array]:
     """Scaled tensors and plain arrays of a safetensors file, or of a checkpoint folder of them, by name.
 
-    framework: whose arrays; "numpy" maps the file and reads only what is touched (copy-on-write: the file never changes).
-    device: where that framework is to put them, in its own spelling.
+    framework: of the returned arrays; "numpy" maps the file and reads on access (copy-on-write: the file never changes).
+    device: the device to put them on, in that framework's spelling.
 
-    Any safetensors file loads; without configs of ours it holds plain arrays only. Plain BF16 and float8 arrays need
+    Any safetensors file loads; without breccia's configs it gives plain arrays only. Plain BF16 and float8 arrays need
     ml_dtypes on NumPy; MLX, which has no float8, shows those as uint8.
 
     Raises CorruptFileError where the file, or a config in it, contradicts itself; UnknownNameError for a framework no plug-in
-    declares; UnsupportedError where the framework lacks a plain array's dtype.
+    declares; UnsupportedError if the framework lacks the dtype of a plain array.
     """
     target = _Target.of(framework, device)
     out: dict[str, ScaledTensor | Array] = {}
@@ -283,7 +283,7 @@ def load_safetensors(
 def read_tensor(
     container: Container, name: str, config: Config, *, framework: str = "numpy", device: Any = None
 ) -> ScaledTensor:
-    """One scaled tensor of an opened file, whose config `read_configs` gave; the other tensors are not touched.
+    """One scaled tensor of an opened file, with its config from `read_configs`; other tensors are not read.
 
     framework, device, and what it raises: as in `load_safetensors`.
     """
@@ -292,20 +292,20 @@ def read_tensor(
 
 @dataclass(frozen=True)
 class Undeclared:
-    """What a file says of a scaled tensor whose recipe or layout no installed plug-in declares: its config as it stands."""
+    """The unparsed config of a scaled tensor whose recipe or layout no installed plug-in declares."""
 
     listed: dict[str, Any]
     reason: str
 
     @property
     def recipe(self) -> str:
-        """The recipe's name, or "?" where the config is wrong in that as well."""
+        """The recipe's name, or "?" if the config has none."""
         recipe = self.listed["recipe"]
         return str(recipe.get("name", "?")) if isinstance(recipe, dict) else "?"
 
     @property
     def shape(self) -> Shape | None:
-        """The logical shape, where the config says one."""
+        """The logical shape, if the config has one."""
         shape = self.listed.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
             return None
@@ -315,14 +315,14 @@ class Undeclared:
 def read_configs(container: Container, undeclared: dict[str, Undeclared] | None = None) -> dict[str, Config]:
     """The configs of a file's scaled tensors, by name.
 
-    undeclared: where it is given, tensors whose recipe or layout no installed plug-in declares go there, by name.
+    undeclared: if given, receives the tensors whose recipe or layout no installed plug-in declares, by name.
 
-    Raises CorruptFileError naming the file and the tensor; for such a recipe, unless `undeclared` takes it, naming that too.
+    Raises CorruptFileError naming the file and the tensor, and without `undeclared` also the undeclared recipe or layout.
     """
     metadata, entries = container.metadata, container.entries
     names = [key.removesuffix(".config") for key in metadata if key.endswith(".config")]
     schema = metadata.get("schema")
-    if schema is None:  # breccia 0.1, or a stranger, to whom such keys may mean anything
+    if schema is None:  # breccia 0.1, or another program, which may use such keys for anything
         names = [name for name in names if f"{name}.data" in entries or f"{name}.scale" in entries]
     elif schema != SCHEMA and (names or "breccia_version" in metadata):
         raise CorruptFileError(
@@ -334,9 +334,9 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
     configs: dict[str, Config] = {}
     owners = _owners(names)
     for name in names:
-        with _blaming(container, name):
+        with _located(container, name):
             if name in entries and name not in owners:
-                raise CorruptFileError("the file holds a scaled and a plain tensor of this name.")
+                raise CorruptFileError("the file has both a scaled and a plain tensor of this name.")
             try:
                 configs[name] = read_config(metadata[f"{name}.config"], schema=schema)
             except CorruptFileError as e:
@@ -349,13 +349,13 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
 
 
 def _owners(names: Iterable[str]) -> dict[str, str]:
-    """The scaled tensor each entry belongs to, or would, by the entry's name."""
+    """Scaled tensor by the name of each entry that it has or could have."""
     return {f"{name}.{part}": name for name in names for part in PARTS}
 
 
 @contextmanager
-def _blaming(container: Container, name: str) -> Generator[None]:
-    """Turns any error of ours into CorruptFileError that names the file and the tensor."""
+def _located(container: Container, name: str) -> Generator[None]:
+    """Turn any BrecciaError into a CorruptFileError that names the file and the tensor."""
     try:
         yield
     except BrecciaError as e:
@@ -364,7 +364,7 @@ def _blaming(container: Container, name: str) -> Generator[None]:
 
 
 def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
-    """The config in the text of a `{name}.config`; `schema` None for breccia 0.1. Raises CorruptFileError."""
+    """Parse the text of a `{name}.config`; `schema` is None for breccia 0.1. Raises CorruptFileError."""
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -374,7 +374,7 @@ def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
         raise CorruptFileError(f"its config is an object with {', '.join(keys)}; found {short(listed)}.")
     layout = _declared("breccia_layouts", "layout", listed["layout"])
     if schema is None:
-        # breccia 0.1 knew no second level, which is the default now.
+        # breccia 0.1 had no second level, which is the default now.
         recipe = _declared("breccia_recipes", "recipe", listed["recipe"], nvfp4={"two_level": False})
         return Config(recipe, layout, -1, None, "")
     recipe = _declared("breccia_recipes", "recipe", listed["recipe"])
@@ -395,7 +395,7 @@ def read_config(text: str, *, schema: str | None = SCHEMA) -> Config:
 
 
 def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> Any:
-    """The recipe or layout that a config's `{"name": ..., "fields": ...}` means; `defaults` are fields by that name."""
+    """The recipe or layout of a config's `{"name": ..., "fields": ...}`; `defaults` are fields by its name."""
     match value:
         case {"name": str(name), "fields": dict(fields)}:
             pass
@@ -407,24 +407,24 @@ def _declared(hook: str, what: str, value: Any, **defaults: dict[str, Any]) -> A
         known = list(registry().declared[hook])
         raise CorruptFileError(
             f"its {what} {name!r} is declared by no installed plug-in{suggestion(name, known)} Install the plug-in that "
-            "declares it; `breccia plugins` lists those installed, and those set aside.",
+            "declares it; `breccia plugins` lists the installed and the disabled ones.",
             undeclared=name,
         ) from None
     try:
         return found.with_fields({**defaults.get(found.name, {}), **fields})
-    except Exception as e:  # of whatever kind: a recipe's own checks meet values that no caller would pass
+    except Exception as e:  # any kind: a recipe's own checks may not expect such values
         raise CorruptFileError(f"its {what} cannot be read: {e}") from e
 
 
 def _check_entries(container: Container, name: str, config: Config) -> None:
-    """Refuse missing parts and dtypes that are not the recipe's; shapes are for ScaledTensor to check."""
+    """Refuse missing components and dtypes that do not fit the recipe; ScaledTensor checks shapes."""
     entries, fmt = container.entries, config.recipe.format
     for part, codec in (("data", fmt.element), ("scale", fmt.scale.codec)):
         if f"{name}.{part}" not in entries:
-            raise CorruptFileError(f"it has a config, and the file has no {name}.{part}; the file is incomplete.")
+            raise CorruptFileError(f"it has a config, but the file has no {name}.{part}; the file is incomplete.")
         found = entries[f"{name}.{part}"].dtype
         if codec.bits <= 8:
-            allowed = ["U8", *([_FOREIGN[codec.dtype]] if codec.dtype in _FOREIGN else [])]
+            allowed = ["U8", *([_NON_NUMPY[codec.dtype]] if codec.dtype in _NON_NUMPY else [])]
         else:
             allowed = [config.scale_dtype] if config.scale_dtype else ["F32", "F16", "BF16"]
         if found not in allowed:
@@ -434,7 +434,7 @@ def _check_entries(container: Container, name: str, config: Config) -> None:
     zero_point = entries.get(f"{name}.zero_point")
     if zero_point is not None and zero_point.dtype not in _ZERO_POINTS:
         raise CorruptFileError(
-            f"{name}.zero_point holds whole numbers or a bias, stored as {' or '.join(_ZERO_POINTS)}; the file has "
+            f"{name}.zero_point holds integers or a bias, stored as {' or '.join(_ZERO_POINTS)}; the file has "
             f"{zero_point.dtype} there."
         )
 
@@ -445,7 +445,7 @@ def _scaled(container: Container, name: str, config: Config, target: _Target) ->
     shape = config.shape
     if shape is None:
         shape = tuple(codes.shape)
-        with _blaming(container, name):
+        with _located(container, name):
             codes = _packed(codes, fmt.element)
     data = target.stored(codes, fmt.element)
     scale = target.scale(container, f"{name}.scale", fmt.scale.codec)
@@ -454,12 +454,12 @@ def _scaled(container: Container, name: str, config: Config, target: _Target) ->
     else:
         zero_point = target.plain(container, f"{name}.zero_point")
     global_scale = target.plain(container, f"{name}.global_scale")
-    with _blaming(container, name):
+    with _located(container, name):
         return ScaledTensor(data, scale, config.recipe, config.layout, zero_point, global_scale, config.axis, shape)
 
 
 def _packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
-    """4-bit codes stored one per byte, as breccia 0.1 did, two to a byte, the even index in the low nibble."""
+    """Pack 4-bit codes stored one per byte (breccia 0.1) two to a byte, the even index in the low nibble."""
     if packing(codec) != (2, 1):
         return codes
     if codes.size and codes.max() > 15:
@@ -472,7 +472,7 @@ def _packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where loaded arrays go: a framework, its words, and the device asked for."""
+    """Where loaded arrays go: a framework, its backend primitives, and the requested device."""
 
     framework: str
     ops: Ops
@@ -489,7 +489,7 @@ class _Target:
         return cls(framework, targets.load(declared.ops), device)
 
     def stored(self, array: np.ndarray, codec: Codec) -> Array:
-        """Codes in the dtype the framework stores `codec` in."""
+        """Codes in the framework's storage dtype of `codec`."""
         return self._placed(array, self.ops.storage(codec))
 
     def scale(self, container: Container, name: str, codec: Codec) -> Array:
@@ -498,12 +498,12 @@ class _Target:
         return self.plain(container, name)
 
     def plain(self, container: Container, name: str) -> Array:
-        """The array `name` in its own dtype; None where the file has none."""
+        """The array `name` in its own dtype; None if absent."""
         if name not in container.entries:
             return None
         found = container.entries[name].dtype
         if DTYPES[found][0] < 8:
-            raise self._unavailable(container, name, f"no framework has {found} one value per item")
+            raise self._unavailable(container, name, f"no framework has an unpacked {found} dtype")
         array = container.array(name)
         wanted = _DTYPE_NAMES.get(found, array.dtype.name)
         if self.framework == "numpy" and found in _DTYPE_NAMES:

@@ -1,7 +1,7 @@
-"""The safetensors container: a header of JSON, then the bytes of every tensor, little-endian and without gaps.
+"""The safetensors container: a JSON header, then the bytes of every tensor, little-endian and without gaps.
 
-Our own reader, since stock NumPy loaders cannot read float8 tensors and copy what they read; our own writer, since there
-is none that takes one tensor at a time. The format: https://huggingface.co/docs/safetensors#format.
+breccia has its own reader, since stock NumPy loaders copy and cannot read float8 tensors, and its own writer, since no
+other takes one tensor at a time. The format: https://huggingface.co/docs/safetensors#format.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Data = np.ndarray | bytes | bytearray | memoryview
 
 #: Largest header, in bytes, that stock readers accept (safetensors 0.8: "header too large" beyond it).
 MAX_HEADER = 100_000_000
-#: Most axes a NumPy 2 array can have.
+#: The maximal number of axes of a NumPy 2 array.
 MAX_AXES = 64
 
 #: Every dtype of the format (safetensors 0.8): bits of one element, and the NumPy dtype `Container.array` shows it as.
-#: Where NumPy lacks the dtype that is the bit pattern's; elements of less than a byte come as bytes.
+#: Dtypes that NumPy lacks are shown as bit patterns; elements of less than a byte as packed bytes.
 DTYPES: dict[str, tuple[int, str]] = {
     "BOOL": (8, "bool"),
     "F4": (4, "uint8"),
@@ -66,7 +66,7 @@ DTYPES: dict[str, tuple[int, str]] = {
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 _FETCH = "Copy or download the file again."
-_REWRITE = "The program that wrote it has a fault: write it again with breccia.bridges.save_safetensors or safetensors."
+_REWRITE = "The program that wrote it has a bug: write it again with breccia.bridges.save_safetensors or safetensors."
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Entry:
 
 
 def byte_count(dtype: str, shape: Shape) -> int:
-    """Bytes that a tensor of that dtype and shape takes.
+    """Size in bytes of a tensor of that dtype and shape.
 
-    Raises UnknownNameError for a dtype the format lacks, ShapeError for a shape that no tensor can have.
+    Raises UnknownNameError for a dtype the format lacks, ShapeError for an impossible shape.
     """
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnknownNameError(f"no safetensors dtype {short(dtype)}{suggestion(str(dtype)[:16], list(DTYPES))}", dtype=dtype)
@@ -95,22 +95,22 @@ def byte_count(dtype: str, shape: Shape) -> int:
     if len(shape) > MAX_AXES:
         raise ShapeError(f"a tensor has at most {MAX_AXES} axes; got {len(shape)}.", shape=shape)
     bits = DTYPES[dtype][0]
-    # NumPy refuses shapes whose nonzero extents alone overflow, so an empty tensor is held to the same limit.
+    # NumPy refuses shapes whose nonzero extents alone overflow, so empty tensors have the same limit.
     if math.prod(n for n in shape if n) * bits // 8 > sys.maxsize:
         raise ShapeError(f"shape {short(shape)} of {dtype} needs more than {sys.maxsize} bytes.", shape=shape)
     size, rest = divmod(math.prod(shape) * bits, 8)
     if rest:
-        raise ShapeError(f"shape {short(shape)} of {dtype} ({bits} bits each) does not fill whole bytes.", shape=shape)
+        raise ShapeError(f"shape {short(shape)} of {dtype} ({bits} bits each) is not a multiple of 8 bits.", shape=shape)
     return size
 
 
 class Container:
-    """A safetensors file, opened and checked; its tensors are mapped, and read from disk only where touched.
+    """A safetensors file, opened and checked; its tensors are memory-mapped, and read from disk on access.
 
-    metadata: the file's `__metadata__`, strings by string.
+    metadata: the file's `__metadata__`, str to str.
     entries: an `Entry` per tensor name, in the order the header lists them.
 
-    Raises CorruptFileError where the file breaks the format in any way, OSError (FileNotFoundError, ...) where it cannot
+    Raises CorruptFileError where the file violates the format in any way, OSError (FileNotFoundError, ...) where it cannot
     be opened, UnsupportedError on a big-endian host.
     """
 
@@ -127,14 +127,14 @@ class Container:
             header = self._header_bytes(file, size)
             self._data_start = 8 + len(header)
             self.metadata, self.entries = self._parsed(header, size - self._data_start)
-        #: The map that arrays in use share. It holds a file descriptor, so it lives no longer than they do.
+        #: The map shared by live arrays. It owns a file descriptor, so it is closed with the last of them.
         self._map: weakref.ref[mmap.mmap] | None = None
 
     def array(self, name: str) -> np.ndarray:
         """The tensor as a mapped, copy-on-write view: writing to it changes this process's pages, never the file.
 
-        BF16 comes as uint16 bit patterns, 8-bit floats as uint8, smaller floats as the flat uint8 bytes of the file.
-        Raises UnknownNameError where the file has no tensor of that name, CorruptFileError where it changed meanwhile.
+        BF16 is returned as uint16 bit patterns, 8-bit floats as uint8, smaller floats as flat uint8 bytes.
+        Raises UnknownNameError where the file has no tensor of that name, CorruptFileError if it changed since it was opened.
         """
         if name not in self.entries:
             raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
@@ -144,14 +144,14 @@ class Container:
         return np.ndarray(shape, dtype, buffer=self._mapped(), offset=self._data_start + entry.start)
 
     def _mapped(self) -> mmap.mmap:
-        held = self._map and self._map()
-        if held is None:
+        mapped = self._map and self._map()
+        if mapped is None:
             with open(self.path, "rb") as file:
                 if _identity(file) != self._identity:
-                    self._refuse("it was replaced or written to since its header was read.", "Open it again.")
-                held = _map(file)
-            self._map = weakref.ref(held)
-        return held
+                    self._refuse("it was replaced or modified since its header was read.", "Open it again.")
+                mapped = _map(file)
+            self._map = weakref.ref(mapped)
+        return mapped
 
     # -- the header ---------------------------------------------------------------------------------------------
 
@@ -165,12 +165,12 @@ class Container:
         if length > MAX_HEADER:
             self._refuse(
                 f"its first 8 bytes say that the header is {length} bytes long; the limit is {MAX_HEADER}.",
-                "This is no safetensors file, or a damaged one: check its name, or fetch it again.",
+                "It is not a safetensors file, or is damaged: check its name, or download it again.",
                 length=length,
             )
         if length > size - 8:
             self._refuse(
-                f"the header is said to be {length} bytes long, and {size - 8} bytes follow: the file is cut short.",
+                f"the header should be {length} bytes long, but {size - 8} bytes follow: the file is truncated.",
                 _FETCH,
                 length=length,
             )
@@ -226,7 +226,7 @@ class Container:
             self._refuse(f"{where}: data_offsets end before they start; found {offsets}.", _REWRITE, name=name)
         if stop > size:
             self._refuse(
-                f"{where} ends at byte {stop} of the data, which are {size} bytes: the file is cut short.", _FETCH, name=name
+                f"{where} ends at byte {stop} of the data, which has {size} bytes: the file is truncated.", _FETCH, name=name
             )
         if stop - start != expected:
             self._refuse(
@@ -237,7 +237,7 @@ class Container:
         return Entry(dtype, tuple(shape), start, stop)
 
     def _check_cover(self, entries: dict[str, Entry], size: int) -> None:
-        """Refuse overlaps, holes and trailing bytes, as all readers of the format do: hidden bytes are an attack."""
+        """Refuse overlaps, holes and trailing bytes, as all readers of the format do: hidden bytes are a security risk."""
         end, before = 0, ""
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
             if entry.start < end:
@@ -254,7 +254,7 @@ class Container:
 
 
 class Writer:
-    """Writes a safetensors file tensor by tensor, in any order, and shows it under its name only when it is whole.
+    """Writes a safetensors file tensor by tensor, in any order, and renames it to its path only when complete.
 
         with Writer(path, {"w": ("F32", (4, 8))}, {"made": "today"}) as w:
             w.write("w", array)
@@ -262,9 +262,9 @@ class Writer:
     tensors: (dtype, shape) by name, dtypes as in `DTYPES`; the header lists them in this order.
     force: replace a file that exists; without it FileExistsError.
 
-    The bytes go to a temporary name in the same directory, which is renamed at the end. A process that has the old file
-    mapped keeps the old bytes. After an exception the temporary file is gone and the old one as it was.
-    Raises UnknownNameError, ShapeError or UnsupportedError for what cannot be declared.
+    The bytes go to a temporary file in the same directory, which is renamed at the end. A process that has mapped the old
+    file keeps the old bytes. An exception removes the temporary file and leaves the old one unchanged.
+    Raises UnknownNameError, ShapeError or UnsupportedError for an invalid declaration.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Writer:
         self._force = force
         self._refuse_existing()
         self._written: set[str] = set()
-        self._streamed: set[str] = set()  # begun, and not finished
+        self._streamed: set[str] = set()  # open streams
         self._file: BinaryIO | None = None
         self._temporary = self.path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
 
@@ -306,7 +306,7 @@ class Writer:
 
     @contextmanager
     def stream(self, name: str) -> Generator[Callable[[Data], None]]:
-        """Write one tensor in consecutive pieces; streams of several tensors may be open at a time.
+        """Write one tensor in consecutive pieces; several streams may be open at once.
 
             with w.stream("w") as put:
                 put(first_rows)
@@ -320,7 +320,7 @@ class Writer:
         if name not in self.entries:
             raise UnknownNameError(f"{self.path}: no tensor {name!r} is declared{suggestion(name, list(self.entries))}")
         if name in self._written or name in self._streamed:
-            raise BrecciaError(f"{self.path}: tensor {name!r} is written already; write each tensor once.", name=name)
+            raise BrecciaError(f"{self.path}: tensor {name!r} is already written; write each tensor once.", name=name)
         entry, done = self.entries[name], 0
 
         def put(data: Data) -> None:
@@ -387,13 +387,13 @@ class Writer:
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """What differs where another file has taken the name, or this one was written to."""
+    """Identifies the file and its version: it changes if the file is replaced or modified."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _map(file: BinaryIO) -> mmap.mmap:
-    """The file, copy-on-write. No memory is set aside for copies, so that files larger than it can be mapped."""
+    """Map the file copy-on-write, without reserving memory, so that files larger than memory can be mapped."""
     if sys.platform == "win32":
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     flags = mmap.MAP_PRIVATE | _NORESERVE
@@ -403,8 +403,8 @@ def _map(file: BinaryIO) -> mmap.mmap:
 def _need_little_endian() -> None:
     if sys.byteorder != "little":
         raise UnsupportedError(
-            f"safetensors files are little-endian and this host is {sys.byteorder}-endian, for which breccia has no byte "
-            "swapping; read and write them on a little-endian host (x86-64, arm64)."
+            f"safetensors files are little-endian and this host is {sys.byteorder}-endian, and breccia does not swap "
+            "bytes; read and write them on a little-endian host (x86-64, arm64)."
         )
 
 
@@ -428,7 +428,7 @@ def _arranged(tensors: Mapping[str, tuple[str, Shape]]) -> dict[str, Entry]:
 
 
 def _header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
-    """The header with its length in front, padded with spaces so that the data start at a multiple of 8."""
+    """The header after its length, padded with spaces so that the data starts at a multiple of 8."""
     for key, value in metadata.items():
         check_text("a metadata key", key)
         check_text(f"metadata {key!r}", value)
@@ -447,7 +447,7 @@ def _header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
 
 
 def check_text(what: str, value: Any) -> None:
-    """Raise UnsupportedError unless `value` is a str that UTF-8 can hold."""
+    """Raise UnsupportedError unless `value` is a str that UTF-8 can encode."""
     if not isinstance(value, str):
         raise UnsupportedError(f"{what} must be a str, got {short(value)} ({type(value).__name__}); use str(...).", found=value)
     try:
@@ -457,7 +457,7 @@ def check_text(what: str, value: Any) -> None:
 
 
 def _raw(data: Any) -> memoryview:
-    """The bytes of an array or buffer, little-endian in C order; a view wherever they lie so already."""
+    """The bytes of an array or buffer, little-endian in C order; zero-copy if already so."""
     if not isinstance(data, np.ndarray):
         return memoryview(data).cast("B")
     little = data.astype(data.dtype.newbyteorder("<")) if data.dtype.byteorder == ">" else data

@@ -1,4 +1,4 @@
-"""Figures as text, for terminals and pages alike."""
+"""Numbers as text, for terminals and pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def size(count: float, space: str = " ") -> str:
-    """Bytes, in the decimal unit that leaves less than four digits."""
+    """Bytes, in the decimal unit with less than four digits before the point."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -17,7 +17,7 @@ def size(count: float, space: str = " ") -> str:
 
 
 def percent(rate: float | None, space: str = " ") -> str:
-    """A share to three digits; never zero for what is not, and a dash for what is unknown."""
+    """A share to three digits; a nonzero share is never shown as zero, and an unknown one is a dash."""
     if rate is None:
         return "–"
     return f"<{space}0.001{space}%" if 0 < rate < 1e-5 else f"{100 * rate:.3g}{space}%"
@@ -30,11 +30,11 @@ def spelled(shape: Iterable[int]) -> str:
 
 def named(names: Iterable[str], shown: int = 3) -> str:
     """`a, b, c and 4 more`."""
-    held = list(names)
-    rest = len(held) - shown
-    return ", ".join(held[:shown]) + (f" and {rest} more" if rest > 0 else "")
+    listed = list(names)
+    rest = len(listed) - shown
+    return ", ".join(listed[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def number(value: float | None) -> float | None:
-    """`value` where JSON can say it, else None."""
+    """`value` if JSON can represent it, else None."""
     return value if value is not None and math.isfinite(value) else None

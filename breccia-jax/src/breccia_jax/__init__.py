@@ -1,11 +1,11 @@
 # pyright: reportUnsupportedDunderAll=false
-"""JAX for breccia: importing this loads nothing of JAX; `import breccia` finds the plug-in by itself."""
+"""JAX for breccia: importing this does not load JAX; `import breccia` finds the plug-in."""
 
 from __future__ import annotations
 
 
 def __getattr__(name: str) -> object:
-    """Names arrive on first use. `__init__.pyi` says the same to type checkers; a test holds them together."""
+    """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     from importlib import import_module
 
     homes = {"dequantize": "trees", "quantize": "trees", "register": "container"}

@@ -1,4 +1,4 @@
-"""What JAX must know of ScaledTensor: that it is a tree of arrays, and how exported functions write down its meaning."""
+"""Registers ScaledTensor with JAX: as a pytree node, and with a serialization of its metadata for exported functions."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Metadata]:
 
 
 def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Metadata]:
-    parts, meaning = _flatten(st)
-    return tuple(zip(_KEYS, parts, strict=True)), meaning
+    parts, metadata = _flatten(st)
+    return tuple(zip(_KEYS, parts, strict=True)), metadata
 
 
-def _unflatten(meaning: Metadata, parts: Any) -> ScaledTensor:
+def _unflatten(metadata: Metadata, parts: Any) -> ScaledTensor:
     """Unchecked: JAX passes placeholders."""
-    return meaning.assembled(*parts)
+    return metadata.assembled(*parts)
 
 
-def _written(meaning: Metadata) -> bytes:
-    return meaning.to_json().encode()
+def _written(metadata: Metadata) -> bytes:
+    return metadata.to_json().encode()
 
 
 @once
 def register() -> None:
     """Make ScaledTensor a pytree node, and let `jax.export` serialize functions of it.
 
-    It happens by itself when breccia meets the first array of a type, if JAX is imported by then. Call it where JAX comes
-    later, and before `jax.export.deserialize` in a process that has no ScaledTensor yet.
+    breccia does this at the first array of a type if JAX is already imported. Call it if JAX is imported later, and before
+    `jax.export.deserialize` in a process without a ScaledTensor.
     """
     tree_util.register_pytree_with_keys(ScaledTensor, _flatten_with_keys, _unflatten, _flatten)
     export.register_pytree_node_serialization(

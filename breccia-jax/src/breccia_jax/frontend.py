@@ -1,7 +1,7 @@
-"""JAX's frontend: each op is one function that JAX compiles, once for each recipe, shape and set of options.
+"""JAX's frontend: each op is one function that JAX compiles once per recipe, shape and set of options.
 
-Calls inside traced functions share it. Kernels are chosen while it is traced, and take tracers; what they compute is not
-differentiated: each op that has a gradient says here what its tangent is, in operations that JAX can transpose.
+Calls inside traced functions share it. Kernels are chosen at trace time and receive tracers. Kernels are not differentiated:
+each differentiable op defines its tangent here, in operations that JAX can transpose.
 
 Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
 al. 2016.
@@ -49,7 +49,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
 def cast_pair(
     x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Likewise."""
+    """Codes have no gradient."""
     options = _with_array(options)
     if _eager(x, options):
         return calls.cast_pair(x, recipe, options, prefer)
@@ -57,7 +57,7 @@ def cast_pair(
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
-    """A scale alone is no weight's derivative: none passes to the parts."""
+    """No gradient passes to the components: that of a scale alone is not that of a weight."""
     if out is not None:
         return calls.dequantize(st, out_dtype, out, prefer)
     return _dequantize(st, out_dtype, *_found(prefer))
@@ -70,7 +70,7 @@ def requantize(
     require_exact: bool = False,
     prefer: Prefer = None,
 ) -> ScaledTensor:
-    """Compiled where it reads no value and computes something."""
+    """Compiled if it computes something and reads no values."""
     options = _with_array(options)
     layout = st.layout.plain
     if options.scale is None and keeps_parts(st.recipe, layout, st.axis, recipe) and options.nonfinite == "propagate":
@@ -89,7 +89,7 @@ def matmul(
     out: Array | None = None,
     prefer: Prefer = None,
 ) -> Array:
-    """Differentiable in operands that are arrays, and in the bias."""
+    """Differentiable in plain array operands and in the bias."""
     if out is not None:
         return calls.matmul(a, b, bias, out_dtype, out, prefer)
     return _matmul(a, b, bias, out_dtype, *_found(prefer))
@@ -103,21 +103,21 @@ def cast_matmul(
     out_dtype: str = "float32",
     prefer: Prefer = None,
 ) -> Array:
-    """Differentiable in `x`, straight through its cast, and in the others as `matmul`."""
+    """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
     return _cast_matmul(x, b, bias, recipe, out_dtype, *_found(prefer))
 
 
 def grouped_matmul(
     a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
 ) -> Array:
-    """Differentiable in operands that are arrays."""
+    """Differentiable in plain array operands."""
     if out is not None:
         return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
     return _grouped_matmul(a, b, offsets, out_dtype, *_found(prefer))
 
 
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
-    """The gradient passes as it is."""
+    """The gradient passes unchanged."""
     options = _with_array(options)
     if _eager(x, options):
         return calls.cast_ste(x, recipe, options, prefer)
@@ -127,7 +127,7 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
 def cast_ste_clipped(
     x: Array, recipe: ScalingRecipe, clip: calls.Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> Array:
-    """The gradient passes where `x` lies within the bounds."""
+    """The gradient passes where `x` is within the bounds."""
     options = _with_array(options)
     if _eager(x, options):
         return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
@@ -135,7 +135,7 @@ def cast_ste_clipped(
 
 
 # -- what is compiled ------------------------------------------------------------------------------------------------
-# The table is an argument, so that a function which was traced with the kernels of one is not used with those of another.
+# The kernel table is an argument, so that a function traced with one table is not reused with another.
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
@@ -171,7 +171,7 @@ def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -
     return y, _tangent(JAX.matmul, primals, tangents, y)
 
 
-#: In the backward pass a weight is decoded again, instead of being kept in FP32.
+#: The backward pass decodes a weight again instead of saving it in FP32.
 _matmul = jax.jit(jax.checkpoint(_product, static_argnums=(3, 4, 5)), static_argnums=(3, 4, 5))
 
 
@@ -212,7 +212,7 @@ _grouped_matmul = jax.jit(jax.checkpoint(_grouped_product, static_argnums=(3, 4,
 
 
 def _tangent(product: Any, primals: Any, tangents: Any, y: Array, written: Any = None) -> Array:
-    """The tangent of `a @ b + bias` in the dtype of `y`, for operands that are arrays. `written` stands for a cast `a`."""
+    """The tangent of `a @ b + bias` in the dtype of `y`, for plain array operands. `written` replaces a cast `a`."""
     a, b, _ = primals
     da, db, dbias = tangents
     found = jnp.zeros(y.shape, jnp.float32)
@@ -234,7 +234,7 @@ def _values(x: Any) -> Array:
 def _round_trip(
     x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
 ) -> Array:
-    """The round trip of `x`; tangents of elements that the clip leaves out are zero."""
+    """The round trip of `x`; tangents of clipped elements are zero."""
     options = _options(static, scale, seed)
     if clip is None:
         return calls.cast_ste(x, recipe, options, names)
@@ -250,7 +250,7 @@ def _(
     if clip is None:
         return y, tangent
     low, high = clip if clip != "scale" else composites.within_scales(x, recipe, _options(static, scale, seed))
-    # An infinite gradient outside the bounds is zero too, which it would not be if it were multiplied.
+    # A select, not a product with the mask: an infinite gradient outside the bounds becomes zero too.
     return y, jnp.where((x >= low) & (x <= high), tangent, jnp.zeros_like(tangent))
 
 
@@ -261,7 +261,7 @@ _straight = jax.jit(_round_trip, static_argnums=(3, 4, 5, 6, 7))
 
 
 def _with_array(options: CastOptions) -> CastOptions:
-    """The options with a supplied number as an array, since a compiled function would be one for each number."""
+    """The options with a supplied number as an array; otherwise each number would compile a new function."""
     scale = options.scale
     if not isinstance(scale, int | float) or isinstance(scale, bool):
         return options
@@ -270,7 +270,7 @@ def _with_array(options: CastOptions) -> CastOptions:
 
 
 def _words(options: CastOptions) -> Any:
-    """The seed as an array of its two words, for the same reason."""
+    """The seed as an array of its two 32-bit words, for the same reason."""
     seed = options.seed
     if seed is None:
         return None
@@ -279,7 +279,7 @@ def _words(options: CastOptions) -> Any:
 
 
 def _static(options: CastOptions) -> tuple[int, str, str]:
-    """The options that a compiled function has fixed."""
+    """The static options of a compiled function."""
     return options.axis, options.rounding, options.storage
 
 
@@ -289,22 +289,22 @@ def _options(static: tuple[int, str, str], scale: Any, seed: Any) -> CastOptions
 
 
 def _found(prefer: Prefer) -> tuple[Names, Table]:
-    """The kernels to use: those named, and the table they are looked up in."""
+    """The preferred kernel names, and the table to look them up in."""
     return None if prefer is None else named(prefer), registry().table
 
 
 def _traceable(scale: Any) -> bool:
-    """Can a compiled function take it? What else there is, the generic algorithm refuses by name."""
+    """Can a compiled function take it? The generic algorithm refuses other values with an error."""
     return scale is None or isinstance(scale, jax.Array)
 
 
 def _eager(x: Array, options: CastOptions) -> bool:
-    """Is it a call that raises, or reads values: `out=`, a scale that is no array, nonfinite="raise" with a NaN?"""
+    """Must the call run eagerly, because it raises or reads values (`out=`, a non-array scale, nonfinite="raise")?"""
     if options.out is not None or not _traceable(options.scale):
         return True
     return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
 
 
 def _fixed(x: Any) -> Any:
-    """An operand through which no gradient passes if it is scaled."""
+    """The operand, with gradients stopped if it is scaled."""
     return jax.tree.map(lax.stop_gradient, x) if isinstance(x, ScaledTensor) else x

@@ -13,8 +13,8 @@ from jax.core import Tracer
 
 from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
 
-#: XLA on CPUs reduces a block number by number, six times slower than halves of 128 are compared down to 16 (measured).
-#: Axes longer than blocks are may lie over several devices, which would exchange halves.
+#: On CPUs XLA's reduction of a block is scalar; comparing halves from 128 down to 16 is six times faster (measured).
+#: Longer axes may be sharded over several devices, which would have to exchange halves.
 _CHUNK, _LANES, _LONGEST = 128, 16, 256
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
 
@@ -46,7 +46,7 @@ class _JaxOps(Ops):
         items = np.array(table, np.uint32).view(np.int32)
         if len(items) not in (2, 4, 8, 16):
             return jnp.asarray(items).at[codes].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        # By choices, which are vectors on a CPU; and XLA looks constants up for seconds where a tensor of them is compiled.
+        # By selects, which vectorize on a CPU; XLA takes seconds to compile constant tensors.
         found: list[Array] = list(items)
         for bit in range(len(items).bit_length() - 1):
             found = [jnp.where((codes >> bit) & 1 != 0, *pair[::-1]) for pair in zip(found[::2], found[1::2], strict=True)]
@@ -119,7 +119,7 @@ class _JaxOps(Ops):
         return jnp.transpose(a, axes)
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
-        # By way of one item for all, once they are there: XLA on CPUs computes and reads every other code alone, which takes
+        # Bitcast via one wider item: XLA on CPUs computes and reads every other code separately, which takes
         # five times as long (measured: jax 0.10 and 0.11).
         count = codes.shape[-1]
         if count not in _WORDS:
@@ -144,7 +144,7 @@ class _JaxOps(Ops):
             return super().words(seed)
         if seed.shape == (2,):
             low, high = seed[0], seed[1]
-        else:  # a traced whole number; the upper word of one of 32 bits is its sign, if it has any
+        else:  # a traced integer; the upper word of a signed 32-bit one is its sign extension
             wide = seed.dtype.itemsize > 4
             low, high = seed, (seed >> 32 if wide else seed >> 31 if seed.dtype.kind == "i" else seed * 0)
         return low.astype(jnp.int32), high.astype(jnp.int32)
@@ -173,7 +173,7 @@ class _JaxOps(Ops):
 
 
 def _bytes(a: Array) -> Array:
-    """Float8 as its bit patterns: XLA on CPUs joins them by way of wider floats, which changes NaNs (measured: jax 0.10)."""
+    """Float8 as bit patterns: XLA on CPUs concatenates float8 via wider floats, which changes NaNs (measured: jax 0.10)."""
     return lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 and a.dtype.kind not in "iub" else a
 
 
@@ -182,21 +182,21 @@ def _as(a: Array, dtype: Any) -> Array:
 
 
 def _concrete(a: Array) -> Array:
-    """`a`, whose values are there to read. Raises UnsupportedError for a tracer."""
+    """`a`, if its values are concrete. Raises UnsupportedError for a tracer."""
     if isinstance(a, Tracer):
         raise UnsupportedError(
-            "this call reads values, which a traced JAX function does not have; make it outside jit and vmap, or leave out the "
-            "option that asks for it (use nonfinite='propagate', say)."
+            "this call reads values, which a traced JAX function does not have; call it outside jit and vmap, or leave out the "
+            "option that requires it (for example, use nonfinite='propagate')."
         )
     return a
 
 
 @jax.jit
 def _divided(a: Array, b: Array) -> Array:
-    """fl(a / b), from a quotient of significands that is put right in integers.
+    """fl(a / b), from a quotient of significands that is corrected in integers.
 
-    XLA's own division will not do: it turns divisors it knows to be equal into one reciprocal, and on CUDA it is approximate
-    for all (30 % of quotients of random numbers differ in the last bit: jax 0.11, H200).
+    XLA's division is not IEEE: it replaces equal known divisors by one reciprocal, and on CUDA it is always approximate (30 %
+    of quotients of random numbers differ in the last bit: jax 0.11, H200).
     """
     u, v = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
     sign = (u ^ v) & ~MAGNITUDE
@@ -206,8 +206,8 @@ def _divided(a: Array, b: Array) -> Array:
     m = jnp.where(below, m * 2, m)  # m / n in [1, 2)
     by = n.astype(jnp.float32)
 
-    # 25 bits of it: 24, and one to round by. A quotient within 2^-21 of the true one leaves a rest of at most 16 n, which int32
-    # holds though m * 2^24 overflows; the second quotient is then within one of the true one.
+    # 25 bits: 24, and a rounding bit. A quotient within 2^-21 of the exact one leaves a remainder of at most 16 n, which fits
+    # int32 although m * 2^24 overflows; the second quotient is then within one of the exact one.
     quotient = (m.astype(jnp.float32) / by * 2.0**24).astype(jnp.int32)
     rest = (m << 24) - quotient * n
     more = jnp.floor(rest.astype(jnp.float32) / by).astype(jnp.int32)
@@ -220,12 +220,12 @@ def _divided(a: Array, b: Array) -> Array:
 
     quotient, rest = lax.fori_loop(0, 2, corrected, (quotient, rest))
     up = (quotient & 1) & ((rest != 0) | ((quotient >> 1) & 1))
-    exponent = (u >> 23) - (v >> 23) + 126 - below  # of a significand whose implicit bit adds the last one
+    exponent = (u >> 23) - (v >> 23) + 126 - below  # the implicit bit of the significand adds the last 1
     bits = (exponent << 23) + (quotient >> 1) + up
     bits = jnp.where(exponent < 0, 0, jnp.where(bits >= F32_INF, F32_INF, bits))
     bits = jnp.where(exponent >= 254, F32_INF, bits)
-    ordinary = (u >= NORMAL) & (v >= NORMAL) & (u < F32_INF) & (v < F32_INF)
-    return jnp.where(ordinary, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN: no rounding
+    normal = (u >= NORMAL) & (v >= NORMAL) & (u < F32_INF) & (v < F32_INF)
+    return jnp.where(normal, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN: no rounding
 
 
 def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
@@ -239,12 +239,12 @@ def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
 
 
 def device() -> str:
-    """The kind of device that traced arrays will be on, for all that is known."""
+    """The kind of device that traced arrays are assumed to be on."""
     return {"gpu": "cuda"}.get(kind := jax.default_backend(), kind)
 
 
 def devices() -> list[str]:
-    """What JAX computes on, for `breccia doctor`."""
+    """The available JAX devices, for `breccia doctor`."""
     return [f"{d.platform}:{d.id} {d.device_kind}".removesuffix(f" {d.platform}") for d in jax.devices()]
 
 

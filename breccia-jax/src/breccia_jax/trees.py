@@ -1,4 +1,4 @@
-"""Trees of parameters: dicts of Flax and Haiku, modules of Equinox, whatever JAX can flatten."""
+"""Pytrees of parameters: dicts of Flax and Haiku, modules of Equinox, or any other pytree."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from . import container
 Filter = Callable[[str, Any], bool]
 Tree = TypeVar("Tree")
 
-#: Less than this on a side, a matrix saves nothing worth its error.
+#: Matrices with a shorter side save too little memory to justify their error.
 _SIDE = 32
 
 
 def quantize(params: Tree, recipe: ScalingRecipe, filter: Filter | None = None, *, axis: int = -2) -> Tree:
-    """The tree with its weights as ScaledTensors under `recipe`, blocks running along the contraction axis.
+    """Replace the weights of a tree by ScaledTensors under `recipe`, with blocks along the contraction axis.
 
     filter: called with the path and the array of each leaf, as in filter("params/Dense_0/kernel", leaf); true for those to
-        quantize. By default those are FP32, FP16 and BF16 arrays of two axes or more whose last two sides are at least 32 long.
-        Embedding tables are among them: leave them out where a model reads rows.
-    axis: the contraction axis of the leaves chosen. -2 is that of kernels of shape (in, out), as those of Flax and Haiku are;
-        -1 that of weights of shape (out, in), as those of Equinox are.
+        quantize. By default FP32, FP16 and BF16 arrays of two axes or more whose last two sides are at least 32.
+        These include embedding tables: leave them out if the model looks up rows.
+    axis: the contraction axis of the chosen leaves: -2 for kernels of shape (in, out), as in Flax and Haiku; -1 for weights
+        of shape (out, in), as in Equinox.
 
-    Leaves that are ScaledTensors stay as they are. A model takes the tree by way of `breccia_jax.dequantize`, inside `jax.jit`.
+    ScaledTensor leaves stay unchanged. Apply `breccia_jax.dequantize` inside `jax.jit` before passing the tree to a model.
 
-    Raises what `breccia.cast` raises, naming the leaf; OptionError where no leaf is chosen.
+    Raises what `breccia.cast` raises, naming the leaf; OptionError if no leaf is chosen.
     """
     container.register()
     check_recipe(recipe)
@@ -50,14 +50,14 @@ def quantize(params: Tree, recipe: ScalingRecipe, filter: Filter | None = None, 
     if not chosen:
         raise OptionError(
             f"quantize: no leaf is chosen, of {len(leaves)} in the tree"
-            + ("; filter, which is called with the path and the array of each, took none." if filter else "."),
+            + ("; filter, which is called with the path and the array of each, chose none." if filter else "."),
             leaves=len(leaves),
         )
     return tree_util.tree_unflatten(structure, found)
 
 
 def dequantize(params: Tree, dtype: Any = "float32") -> Tree:
-    """The tree with the values of its ScaledTensors in `dtype`, as `breccia.dequantize` gives them; other leaves stay."""
+    """Replace the ScaledTensors of a tree by `breccia.dequantize(leaf, dtype)`; other leaves stay."""
     container.register()
 
     def values(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ScaledTensors in the trees of lists, tuples and dicts that MLX's transformations know."""
+"""Converts ScaledTensors to the trees of lists, tuples and dicts that MLX's transformations support."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mlx.utils import tree_map
 
 from breccia.backend import Metadata, ScaledTensor, components
 
-#: What the one key of a ScaledTensor's dict begins with; JSON follows.
+#: Prefix of the only key of a ScaledTensor's dict; JSON follows.
 _MARK = "ScaledTensor "
 
 
 def to_tree(value: Any) -> Any:
-    """A tree of lists, tuples and dicts with every ScaledTensor in it as a dict of arrays; the rest is as it was.
+    """Replace every ScaledTensor in a tree of lists, tuples and dicts by a dict of arrays.
 
-    The dict is `{meaning: {"data": ..., "scale": ..., ...}}`, and its parts are the very arrays. What they mean is a key, since
-    keys are what `mx.compile`, `mx.vmap`, `mx.grad` and the others leave as they are: functions they transform take such trees
-    and give them, and are compiled anew for another meaning.
+    The dict is `{metadata: {"data": ..., "scale": ..., ...}}`, zero-copy. The metadata is a key, since `mx.compile`, `mx.vmap`,
+    `mx.grad` and the others keep keys unchanged: transformed functions take and return such trees, and are recompiled for
+    other metadata.
     """
 
     def flat(leaf: Any) -> Any:
@@ -28,7 +28,7 @@ def to_tree(value: Any) -> Any:
 
 
 def from_tree(tree: Any) -> Any:
-    """Inverse of `to_tree`. Nothing is checked, as arrays may be placeholders: the shape follows from those there are."""
+    """Inverse of `to_tree`, without checks, as arrays may be placeholders: the shape is that of the arrays."""
 
     def whole(leaf: Any) -> Any:
         return _from_parts(leaf) if _is_tensor(leaf) else leaf
@@ -46,8 +46,8 @@ def _from_parts(tree: dict[str, dict[str, Any]]) -> ScaledTensor:
 
 
 @lru_cache
-def _written(meaning: Metadata) -> str:
-    return _MARK + meaning.to_json()
+def _written(metadata: Metadata) -> str:
+    return _MARK + metadata.to_json()
 
 
 @lru_cache

@@ -1,6 +1,6 @@
-"""MLX's frontend: gradients stand here, between the ops of breccia and their kernels.
+"""MLX's frontend: defines gradients between the ops of breccia and their kernels.
 
-What kernels compute is not differentiated: each op that has a gradient gives MLX its rules as a custom function.
+Kernels are not differentiated: each differentiable op is an MLX custom function with its own rules.
 
 Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
 al. 2016.
@@ -30,7 +30,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
 def cast_pair(
     x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Likewise."""
+    """Codes have no gradient."""
     return calls.cast_pair(mx.stop_gradient(x), recipe, options, prefer)
 
 
@@ -45,7 +45,7 @@ def matmul(
     out: Array | None = None,
     prefer: Prefer = None,
 ) -> Array:
-    """Differentiable in operands that are arrays, and in the bias."""
+    """Differentiable in plain array operands and in the bias."""
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and bias is None):
         return calls.matmul(a, b, bias, out_dtype, out, prefer)
 
@@ -63,7 +63,7 @@ def cast_matmul(
     out_dtype: str = "float32",
     prefer: Prefer = None,
 ) -> Array:
-    """Differentiable in `x`, straight through its cast, and in the others as `matmul`."""
+    """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
 
     def forward(x: Any, b: Any, bias: Any) -> Array:
         return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
@@ -74,7 +74,7 @@ def cast_matmul(
 def grouped_matmul(
     a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
 ) -> Array:
-    """Differentiable in operands that are arrays."""
+    """Differentiable in plain array operands."""
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
         return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
 
@@ -89,9 +89,9 @@ def _matmul_fp32(a: Any, b: Any) -> Array:
 
 
 class _Operand(NamedTuple):
-    """How an operand lies among the arrays of a custom function: the meaning and the names of its parts, if it is scaled."""
+    """How an operand is flattened into the arrays of a custom function: metadata and component names, if scaled."""
 
-    meaning: Metadata | None
+    metadata: Metadata | None
     names: tuple[str, ...]
 
     @classmethod
@@ -106,33 +106,33 @@ class _Operand(NamedTuple):
 def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, product: Any, operands: tuple[Any, ...]) -> Array:
     """`forward` of two operands and a third array, with the rules of a product.
 
-    recipe: that which the first operand is cast under. product: of two operands in FP32; None for one in groups, whose third
-    array says where they end.
+    recipe: the cast of the first operand. product: multiplies two operands in FP32; None for a grouped product, whose third
+    array has the group ends.
     """
     how = [_Operand.of(x) for x in operands]
 
     def whole(arrays: Arrays) -> list[Any]:
-        """The operands that the arrays are parts of."""
+        """The operands from their flattened arrays."""
         left, found = list(arrays), list[Any]()
-        for meaning, names in how:
+        for metadata, names in how:
             taken = [left.pop(0) for _ in names]
             parts = dict(zip(names, taken, strict=True))
-            found.append(meaning.assembled(**parts) if meaning is not None else taken[0] if taken else None)
+            found.append(metadata.assembled(**parts) if metadata is not None else taken[0] if taken else None)
         return found
 
     def multiplied(a: Any, b: Any, third: Any) -> Array:
         return calls.grouped_matmul(a, b, third) if product is None else product(a, b)
 
     def in_product(a: Any) -> Any:
-        """What stands for the first operand."""
+        """The first operand as it enters the product."""
         return a if recipe is None else calls.cast(a, recipe)
 
     def gradients(gradient: Array, *arrays: Array) -> Arrays:
         a, b, third = whole(arrays)
         found: list[Array] = []
-        for place, (x, (meaning, names)) in enumerate(zip((a, b, third), how, strict=True)):
-            if meaning is not None or (product is None and place == 2):
-                found += [mx.zeros_like(part) for part in (components(x).values() if meaning is not None else (x,))]
+        for place, (x, (metadata, names)) in enumerate(zip((a, b, third), how, strict=True)):
+            if metadata is not None or (product is None and place == 2):
+                found += [mx.zeros_like(part) for part in (components(x).values() if metadata is not None else (x,))]
             elif place == 0:
                 found.append(_summed(multiplied(gradient, _transposed(b), third), x))
             elif place == 1:
@@ -146,9 +146,9 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         a, b, third = whole(arrays)
         da, db, dthird = whole(tangents)
         terms: list[Array] = []
-        if how[0].meaning is None:
+        if how[0].metadata is None:
             terms.append(multiplied(da, b, third))
-        if how[1].meaning is None:
+        if how[1].metadata is None:
             terms.append(multiplied(in_product(a), db, third))
         if product is not None and dthird is not None:
             terms.append(MLX.f32(dthird))
@@ -168,7 +168,7 @@ def _transposed(x: Any) -> Any:
 
 
 def _summed(gradient: Array, like: Array) -> Array:
-    """A gradient of the shape and dtype of what it is of: summed over the axes that were broadcast."""
+    """The gradient in the shape and dtype of `like`: summed over broadcast axes."""
     extra = gradient.ndim - like.ndim
     if extra:
         gradient = gradient.sum(axis=tuple(range(extra)))
@@ -177,12 +177,12 @@ def _summed(gradient: Array, like: Array) -> Array:
 
 
 def _by_group(a: Any, gradient: Array, offsets: Array, b: Array) -> Array:
-    """The gradient of matrices in high precision: of each, over the rows of its group."""
+    """The gradient of high-precision matrices: for each, the sum over the rows of its group."""
     rows = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
     row, start, found = mx.arange(rows.shape[0]), 0, list[Array]()
     for e in range(b.shape[0]):
         inside = mx.reshape((row >= start) & (row < offsets[e]), (-1, 1))
-        # Inf and NaN of one group stay in it: both factors are zero beyond.
+        # Inf and NaN stay within their group: elsewhere both factors are zero.
         mine, upstream = (mx.where(inside, x, mx.zeros_like(x)) for x in (rows, MLX.f32(gradient)))
         found.append(MLX.matmul(MLX.swap(mine), upstream))
         start = offsets[e]
@@ -193,7 +193,7 @@ def _by_group(a: Any, gradient: Array, offsets: Array, b: Array) -> Array:
 
 
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
-    """The gradient passes as it is."""
+    """The gradient passes unchanged."""
 
     def forward(x: Array, options: CastOptions) -> Array:
         return calls.cast_ste(x, recipe, options, prefer)
@@ -204,7 +204,7 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
 def cast_ste_clipped(
     x: Array, recipe: ScalingRecipe, clip: calls.Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> Array:
-    """The gradient passes where `x` lies within the bounds."""
+    """The gradient passes where `x` is within the bounds."""
 
     def forward(x: Array, options: CastOptions) -> Array:
         return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
@@ -213,8 +213,8 @@ def cast_ste_clipped(
 
 
 def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | None, options: CastOptions) -> Array:
-    """The round trip of `x`; gradients of elements that the clip leaves out are zero."""
-    arrays = [options.scale] if isinstance(options.scale, mx.array) else []  # an argument, so that MLX maps over it too
+    """The round trip of `x`; gradients of clipped elements are zero."""
+    arrays = [options.scale] if isinstance(options.scale, mx.array) else []  # an argument, so that vmap maps over it too
 
     def given(arrays: Arrays) -> CastOptions:
         return options.replace(scale=arrays[0]) if arrays else options
@@ -226,7 +226,7 @@ def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | 
         if clip is None:
             return gradient
         low, high = clip if clip != "scale" else composites.within_scales(x, recipe, given(arrays))
-        # An infinite gradient outside the bounds is zero too, which it would not be if it were multiplied.
+        # A select, not a product with the mask: an infinite gradient outside the bounds becomes zero too.
         return mx.where((x >= low) & (x <= high), gradient, mx.zeros_like(gradient))
 
     def gradients(gradient: Array, x: Array, *arrays: Array) -> Arrays:
@@ -244,8 +244,8 @@ def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | 
 def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays], tangent: Callable[..., Array]) -> Any:
     """`forward`, a function of arrays, with rules for MLX's transformations.
 
-    gradients: f(gradient of the result, *arrays), one for each array. tangent: f(tangents of the arrays, *arrays), that of the
-    result.
+    gradients: f(gradient of the result, *arrays), gives a gradient per array. tangent: f(tangents of the arrays, *arrays),
+    gives the tangent of the result.
     """
     function: Any = mx.custom_function(forward)
 
@@ -257,12 +257,12 @@ def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays],
     @function.jvp
     def _(primals: Any, tangents: Any) -> Array:
         arrays = _listed(primals)
-        given = zip(_listed(tangents), arrays, strict=True)  # None stands for a tangent of zeros
+        given = zip(_listed(tangents), arrays, strict=True)  # None means a tangent of zeros
         return tangent(tuple(mx.zeros_like(x) if t is None else t for t, x in given), *arrays)
 
     @function.vmap
     def _(inputs: Any, axes: Any) -> tuple[Array, int]:
-        # Without this rule MLX maps over `forward` itself, and the other rules are lost.
+        # Without this rule MLX maps over `forward` itself and loses the other rules.
         arrays, along = _listed(inputs), _listed(axes)
 
         def each(gradient: Array, *arrays: Array) -> Arrays:
@@ -283,10 +283,10 @@ def _with_rules(forward: Callable[..., Array], gradients: Callable[..., Arrays],
 
 
 def _unmapped(gradient: Array, axis: int | None) -> Array:
-    """A gradient for each example as that of the array: moved to where it was mapped, or summed where it was not."""
+    """Reduce per-example gradients to that of the array: move the mapped axis back, or sum over it if unmapped."""
     return gradient.sum(axis=0) if axis is None else mx.moveaxis(gradient, 0, axis)
 
 
 def _listed(found: Any) -> list[Any]:
-    """What MLX passes to a rule: one thing by itself, several in a sequence."""
+    """The arguments that MLX passes to a rule, as a list: MLX passes a single one without a sequence."""
     return list(found) if isinstance(found, list | tuple) else [found]

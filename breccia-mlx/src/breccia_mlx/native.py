@@ -1,8 +1,8 @@
 """`mx.quantized_matmul`, which multiplies the codes of some formats without decoding them into memory first.
 
-It runs only where it is named. On a CPU it keeps the bound of `matmul` (tests/test_mlx_native.py), but an E8M0 scale of NaN
-multiplies as Inf, `mx.vmap` has no rule for it, and for many rows it can be slower than decoding. On Metal nobody has measured
-it, and sums of affine codes and of their biases may be kept apart there, which is inexact where the two cancel.
+It runs only if requested by name. On a CPU it meets the bound of `matmul` (tests/test_mlx_native.py), but an E8M0 scale of
+NaN multiplies as Inf, `mx.vmap` has no rule for it, and for many rows it can be slower than decoding. It is unmeasured on
+Metal, where sums of affine codes and of biases may be accumulated separately, which is inexact if the two cancel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .ops import MLX
 
 Array = Any
 
-#: MLX's name for the formats of these element and scale codecs, and the block they have.
+#: MLX's name for the formats of these element and scale codecs, and their block.
 _MODES: dict[tuple[Codec, Codec], tuple[str, int | None]] = {
     (E2M1, E8M0): ("mxfp4", 32),
     (E4M3, E8M0): ("mxfp8", 32),
@@ -27,7 +27,7 @@ _GROUPS = (32, 64, 128)
 
 
 def mode(fmt: Format) -> dict[str, Any] | None:
-    """What stands for a format in MLX, its tensor scale left out: `mode`, `group_size` and `bits`. None where nothing does."""
+    """MLX's `mode`, `group_size` and `bits` for a format, without its global scale; None if MLX has no such mode."""
     m, k = fmt.scale.block
     if m != 1 or any(level.sense != "multiplier" for level in fmt.levels):
         return None
@@ -38,17 +38,17 @@ def mode(fmt: Format) -> dict[str, Any] | None:
 
 
 def accepts(call: Call) -> str | None:
-    """Why a product cannot be one of `mx.quantized_matmul`, or None."""
+    """Why `mx.quantized_matmul` cannot compute a product, or None."""
     w = call.b
     if w is None or w.recipe is None or w.layout is None:
         return "mx.quantized_matmul multiplies by a quantized b"
     options = mode(w.recipe.format)
     if options is None:
-        return f"MLX has no mode for recipe {w.recipe.name!r} as it is; it has mxfp4, mxfp8, nvfp4, and integers with a bias"
+        return f"MLX has no mode for this {w.recipe.name!r} recipe; it has mxfp4, mxfp8, nvfp4, and integers with a bias"
     if w.axis != -2 or w.ndim != 2:
         return "b must be the .mT of one weight (N, K) with blocks along K"
     if w.layout.partial or w.layout.block(-2) != (1, options["group_size"]):
-        return f"K must be whole blocks of {options['group_size']}, each with its scale; b has {w.layout}"
+        return f"K must be a multiple of {options['group_size']} with a scale per block; b has {w.layout}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Layers whose weight is a ScaledTensor, and `quantize`, which gives them to a model as `mlx.nn.quantize` does MLX's own."""
+"""Layers whose weight is a ScaledTensor, and `quantize`, which puts them into a model, like `mlx.nn.quantize`."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ Array = Any
 Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 
 _OPTIONS = ("recipe", "activation", "prefer")
-#: Integers as wide as the floats of scales: no change of a model's precision touches them.
+#: Integers of the width of float scales: changes of a model's precision skip them.
 _WORDS = {2: mx.uint16, 4: mx.uint32}
 
 
 class _All(set[str]):
-    """Every name: that of parameters which nobody unfreezes."""
+    """The set of all names: such parameters cannot be unfrozen."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 class ScaledWeight(nn.Module):
-    """A ScaledTensor as part of a model: its parts are parameters, so they save, load and are evaluated with the model's.
+    """A ScaledTensor as part of a model: its components are parameters, so they save, load and are evaluated with the model.
 
-    They lie under the recipe's name (`weight.mxfp8.data`, `weight.mxfp8.scale`), so `load_weights` refuses those of another.
-    Float scales are kept as the integers of their bits, which `set_dtype` passes over. The parameters are frozen for good; the
-    values are `breccia.dequantize(weight.tensor)`.
+    Their names include the recipe (`weight.mxfp8.data`, `weight.mxfp8.scale`), so `load_weights` refuses another recipe's.
+    Float scales are stored as integer bit patterns, which `set_dtype` skips. The parameters are permanently frozen; the values
+    are `breccia.dequantize(weight.tensor)`.
     """
 
     def __init__(self, tensor: ScaledTensor) -> None:
@@ -55,10 +55,10 @@ class ScaledWeight(nn.Module):
         if not isinstance(tensor, ScaledTensor):
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
         if tensor.framework != "mlx":
-            raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of mlx; this one is of {tensor.framework}.")
-        tensor = tensor.to_plain()  # whose parts are what files hold
+            raise UnsupportedError(f"ScaledWeight takes an MLX ScaledTensor; this one is of {tensor.framework}.")
+        tensor = tensor.to_plain()  # files contain the components of the plain tensor
         parts = components(tensor)
-        self._meaning = Metadata.of(tensor)
+        self._metadata = Metadata.of(tensor)
         self._dtypes = tuple(map(dtype_name, parts.values()))
         self._name = tensor.recipe.spec
         self[self._name] = {name: _as_words(part) for name, part in parts.items()}
@@ -66,17 +66,17 @@ class ScaledWeight(nn.Module):
 
     @property
     def tensor(self) -> ScaledTensor:
-        """The ScaledTensor of the parameters as they are now; nothing is copied."""
+        """The ScaledTensor of the current parameters; zero-copy."""
         words = zip(self[self._name].items(), self._dtypes, strict=True)
-        return self._meaning.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
+        return self._metadata.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
 
     @property
     def recipe(self) -> ScalingRecipe:
-        return self._meaning.recipe
+        return self._metadata.recipe
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight in high precision."""
+        """The shape of the weight in high precision."""
         return self.tensor.shape
 
     def _extra_repr(self) -> str:
@@ -101,7 +101,7 @@ class _Scaled(nn.Module):
         self.weight, self.activation, self.prefer = weight, activation, prefer
 
     def _product(self, x: Array, bias: Array | None = None, dtype: Any = None) -> Array:
-        """`x` times the transposed weight, and the bias, in FP32 and rounded once to `dtype`, that of `x` by default."""
+        """`x` times the transposed weight, and the bias, in FP32, rounded once to `dtype`, by default `x`'s."""
         length = self.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != length:
             raise ShapeError(
@@ -113,7 +113,7 @@ class _Scaled(nn.Module):
             y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
         elif self.prefer is None:
             y = breccia.cast_matmul(rows, self.activation, weight, dtype, bias=bias)
-        else:  # the name is that of a kernel of `matmul`
+        else:  # the name is of a kernel of `matmul`
             rows = breccia.cast_ste(rows, self.activation)
             y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
         return mx.reshape(y, (*x.shape[:-1], self.weight.shape[0]))
@@ -123,11 +123,11 @@ class ScaledLinear(_Scaled):
     """`mlx.nn.Linear` whose weight is quantized: x @ dequantize(weight).T + bias in FP32, rounded once to the input's dtype.
 
     weight: the ScaledWeight of shape (output_dims, input_dims); blocks run along input_dims.
-    activation: a recipe under which each input is cast, its rows being the tokens; None leaves inputs as they are. The gradient
-        of an input passes straight through that cast.
+    activation: a recipe under which each input is cast, with tokens as rows; None leaves inputs unchanged. The gradient of
+        an input passes straight through that cast.
     prefer: the kernel of the product, as in `breccia.matmul`: "mlx.quantized_matmul", say.
 
-    Inputs are FP32, FP16 or BF16 of shape (..., input_dims). The weight takes no gradient; the bias is as it was.
+    Inputs are FP32, FP16 or BF16 of shape (..., input_dims). The weight takes no gradient; the bias is unchanged.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ScaledLinear(_Scaled):
         activation: ScalingRecipe | None = None,
         prefer: str | None = None,
     ) -> ScaledLinear:
-        """The layer of `linear`'s weight under `recipe`, with its bias. Raises what `breccia.cast` raises."""
+        """Quantize `linear`'s weight under `recipe` and keep its bias. Raises what `breccia.cast` raises."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self._take(ScaledWeight(breccia.cast(linear.weight, recipe)), activation, prefer)
@@ -185,10 +185,10 @@ class ScaledLinear(_Scaled):
 
 
 class ScaledEmbedding(_Scaled):
-    """`mlx.nn.Embedding` whose weight is quantized; only the rows that are asked for are decoded.
+    """`mlx.nn.Embedding` whose weight is quantized; only the requested rows are decoded.
 
     weight: the ScaledWeight of shape (num_embeddings, dims); blocks run along dims.
-    dtype: the name of what rows are given in, that of the weight before; `set_dtype` of a model does not change it.
+    dtype: the dtype name of returned rows, that of the original weight; `set_dtype` of a model does not change it.
     """
 
     def __init__(self, num_embeddings: int, dims: int, *, recipe: ScalingRecipe, prefer: str | None = None) -> None:
@@ -199,7 +199,7 @@ class ScaledEmbedding(_Scaled):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, recipe: ScalingRecipe, *, prefer: str | None = None) -> ScaledEmbedding:
-        """The layer of `embedding`'s weight under `recipe`. Raises what `breccia.cast` raises."""
+        """Quantize `embedding`'s weight under `recipe`. Raises what `breccia.cast` raises."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self._take(ScaledWeight(breccia.cast(embedding.weight, recipe)), None, prefer)
@@ -208,7 +208,7 @@ class ScaledEmbedding(_Scaled):
         return self
 
     def to_embedding(self, dtype: Any = None) -> nn.Embedding:
-        """An `mlx.nn.Embedding` of the weight's values, in `dtype` or that of its rows."""
+        """An `mlx.nn.Embedding` of the weight's values, in `dtype`, by default that of its rows."""
         made = nn.Embedding(1, 1)
         made.weight = breccia.dequantize(self.weight.tensor, out_dtype=self.dtype if dtype is None else dtype)
         made.train(self.training)
@@ -229,7 +229,7 @@ class ScaledEmbedding(_Scaled):
 
 
 def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
-    """The rows `index` of a matrix with blocks along K, each with the scales of the blocks that it lies in."""
+    """The rows `index` of a matrix with blocks along K, each with the scales of its blocks."""
     m, k = block = w.layout.block()
     index = mx.where(index < 0, index + w.shape[0], index)
     parts = {
@@ -262,12 +262,12 @@ def quantize(
 
     activation: a recipe under which linear layers cast their inputs. prefer: the kernel of their products.
     class_predicate: called with each leaf module's path and the module; True for one to quantize, or a dict of `recipe`,
-        `activation` and `prefer` for it alone. By default every `mlx.nn.Linear` and `mlx.nn.Embedding` is, but for subclasses.
+        `activation` and `prefer` for it alone. By default every `mlx.nn.Linear` and `mlx.nn.Embedding`, except subclasses.
 
-    A layer that is at several places stays one. Nothing is replaced unless all chosen layers can be.
+    A layer at several places is replaced by one layer. Nothing is replaced unless all chosen layers can be.
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself such a layer, and for a
-    chosen one that is none; OptionError for other answers of the predicate, and where no layer is chosen.
+    chosen module that is not; OptionError for other results of the predicate, and if no layer is chosen.
     """
     check_recipe(recipe)
     check_activation(activation)
@@ -279,7 +279,7 @@ def quantize(
     chosen = {path: (m, given | how) for path, m in leaves if (how := _how(class_predicate, path, m)) is not None}
     if not chosen:
         plain = sum(type(m) in (nn.Linear, nn.Embedding) for _, m in leaves)
-        asked = "; class_predicate, which is called with each path and module, took none." if class_predicate else "."
+        asked = "; class_predicate, which is called with each path and module, chose none." if class_predicate else "."
         raise OptionError(f"quantize: no layer is chosen: {plain} of {len(leaves)} leaf modules are Linear or Embedding{asked}")
     for path, (module, options) in chosen.items():  # before anything changes
         _check(path, module, options)
@@ -291,7 +291,7 @@ def quantize(
 
 
 def _how(predicate: Predicate | None, path: str, module: nn.Module) -> dict[str, Any] | None:
-    """The options of its own that a chosen layer has; None for one that stays."""
+    """The individual options of a chosen layer; None if it is not chosen."""
     if predicate is None:
         return {} if type(module) in (nn.Linear, nn.Embedding) else None
     answer = predicate(path, module)
@@ -299,23 +299,23 @@ def _how(predicate: Predicate | None, path: str, module: nn.Module) -> dict[str,
         return {} if answer else None
     if not isinstance(answer, dict) or not set(answer) <= set(_OPTIONS):
         raise OptionError(
-            f"class_predicate answers True, False, or a dict of {', '.join(_OPTIONS)}; for {path} it gave {answer!r}.",
+            f"class_predicate must return True, False, or a dict of {', '.join(_OPTIONS)}; for {path} it returned {answer!r}.",
             path=path,
         )
     return answer
 
 
 def _makes(module: Any) -> bool:
-    """Is it a linear or embedding layer, and nothing more?"""
+    """Is it exactly a linear or embedding layer, not a subclass?"""
     return any(isinstance(module, kind) and type(module).__call__ is kind.__call__ for kind in (nn.Linear, nn.Embedding))
 
 
 def _check(path: str, module: Any, options: dict[str, Any]) -> None:
-    """Raise where a layer cannot be replaced, naming it."""
+    """Raise an error naming the layer if it cannot be replaced."""
     if not _makes(module):
         raise UnsupportedError(
-            f"quantize: {path} is a {type(module).__name__}, and only Linear and Embedding layers have a quantized form; let "
-            "class_predicate leave it out.",
+            f"quantize: {path} is a {type(module).__name__}, but only Linear and Embedding have a quantized form; exclude "
+            "it in class_predicate.",
             path=path,
         )
     check_activation(options["activation"])

@@ -21,7 +21,7 @@ class _MlxOps(Ops):
         return x.astype(getattr(mx, dtype))
 
     def bitcast_to_int(self, x: Array) -> Array:
-        # Bits have no derivative. MLX has no rule for views and raises; so said, codes count as constants in what it derives.
+        # Bits have no derivative. MLX has no gradient rule for views and raises; with stop_gradient codes are constants.
         return mx.stop_gradient(x).view(mx.int32)
 
     def bitcast_to_float(self, i: Array) -> Array:
@@ -74,7 +74,7 @@ class _MlxOps(Ops):
         return i.astype(mx.float32)
 
     def counter(self, like: Array) -> tuple[Array, Array]:
-        # Mapped over as `like` is: under mx.vmap `&` and `>>` of an array that is and one that is not read beyond the latter.
+        # Mapped like `like`: under mx.vmap, `&` and `>>` of a mapped and an unmapped array read out of bounds of the latter.
         i = mx.reshape(mx.arange(like.size, dtype=mx.int64), like.shape) + (self.bitcast_to_int(like) & 0).astype(mx.int64)
         return (i & 0xFFFFFFFF).astype(mx.uint32).view(mx.int32), (i >> 32).astype(mx.int32)
 
@@ -96,12 +96,12 @@ class _MlxOps(Ops):
     def any(self, condition: Array) -> bool:
         try:
             return bool(mx.any(condition).item())
-        except ValueError as e:  # MLX has no way to ask whether an array is a placeholder
+        except ValueError as e:  # MLX has no API that says whether an array is a placeholder
             if "transformations" not in str(e):
                 raise
             raise UnsupportedError(
-                "this call reads values, which arrays do not have inside mx.compile and mx.vmap; make it outside, or leave out "
-                f"the option that asks for it (use nonfinite='propagate', say). MLX says: {e}"
+                "this call reads values, which arrays do not have inside mx.compile and mx.vmap; call it outside, or leave out "
+                f"the option that requires it (for example, use nonfinite='propagate'). MLX says: {e}"
             ) from e
 
     def to(self, a: Array, device: Any) -> Array:
@@ -109,7 +109,7 @@ class _MlxOps(Ops):
             return a
         raise OptionError(
             "MLX arrays lie in memory that all devices share, so they take device 'cpu', mx.cpu, mx.gpu or None; got "
-            f"{device!r}. Where kernels run is mx.set_default_device's to say.",
+            f"{device!r}. Use mx.set_default_device to choose where kernels run.",
             device=str(device),
         )
 
@@ -127,7 +127,7 @@ def _table(table: tuple[int, ...]) -> Array:
 
 
 def devices() -> list[str]:
-    """What MLX computes on by default, for `breccia doctor`."""
+    """The default MLX device, for `breccia doctor`."""
     return [mx.default_device().type.name]
 
 

@@ -37,7 +37,7 @@ INLINE float float_of(uint32_t u)
 INLINE void largest_of_each(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *amax)
 {
     for (Py_ssize_t b = 0; b < blocks; b++, x += k) {
-        int32_t most = 0; /* magnitudes are non-negative as int32, which all processors compare */
+        int32_t most = 0; /* magnitudes are non-negative as int32, which all processors can compare */
         for (Py_ssize_t i = 0; i < k; i++) {
             const int32_t a = (int32_t)(x[i] & MAGNITUDE);
             most = a > most ? a : most;
@@ -46,7 +46,7 @@ INLINE void largest_of_each(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, 
     }
 }
 
-/* Loops of the formats' blocks are of a length that the compiler knows. */
+/* Loops over the formats' block sizes have a length known at compile time. */
 INLINE void amax_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *amax)
 {
     switch (k) {
@@ -59,7 +59,7 @@ INLINE void amax_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t
 
 /* -------------------------------------------------------------------------------------------------- codes */
 
-/* Numbers scaled before they are encoded: they stay in the first-level cache. Meanwhile memory fetches what comes AHEAD. */
+/* Numbers scaled before they are encoded: they stay in the L1 cache. Meanwhile what comes AHEAD is prefetched. */
 #define STRIP 256
 #define AHEAD 2048
 
@@ -81,7 +81,7 @@ INLINE void times(const float *x, float by, Py_ssize_t n, float *y)
         y[i] = x[i] * by;
 }
 
-/* Where among the blocks of k the next number lies: the inverse scale of its block, and how many of that are left. */
+/* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
 typedef struct {
     const float *inverse;
     Py_ssize_t left;
@@ -128,7 +128,7 @@ INLINE void floats_of(const float *x, const float *inverse, Py_ssize_t n, Py_ssi
             const uint32_t sum = bits_of(float_of((uint32_t)a) + float_of((uint32_t)e));
             words[i] = ((sum + ((uint32_t)e >> f.shift)) & 0xff) | ((u >> 31) << f.sign);
         }
-        for (Py_ssize_t i = 0; i < length; i++) /* by itself, or each of the terms above would be narrowed */
+        for (Py_ssize_t i = 0; i < length; i++) /* a separate loop, else each of the terms above would be narrowed */
             codes[start + i] = (uint8_t)words[i];
     }
 }
@@ -161,7 +161,7 @@ INLINE void pairs_of(const uint8_t *codes, Py_ssize_t n, uint8_t *data)
 
 /* -------------------------------------------------------------------------------------------------- values */
 
-/* values = the number of each code times the scale of its block of k: codes of 8 bits, and of 4 bits, two a byte. */
+/* values = the value of each code times the scale of its block of k: 8-bit codes, and 4-bit codes, two per byte. */
 INLINE void values_of_bytes(const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, float *values)
 {
     for (Py_ssize_t start = 0; start < n; start += k, scale++) {
@@ -252,7 +252,7 @@ static const version *here = &baseline;
 
 /* -------------------------------------------------------------------------------------------------- for Python */
 
-/* Sets ValueError and gives 0 unless both hold as many numbers of 4 bytes as blocks of k want. */
+/* Sets ValueError and returns 0 unless both buffers have the 4-byte items that blocks of k need. */
 static int sizes_agree(const Py_buffer *x, const Py_buffer *per_block, Py_ssize_t k)
 {
     if (k > 0 && x->len % 4 == 0 && x->len / 4 % k == 0 && per_block->len == x->len / k && (uintptr_t)x->buf % 4 == 0 &&

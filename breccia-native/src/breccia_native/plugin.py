@@ -8,13 +8,13 @@ from breccia import Kernel, hookimpl
 
 api = 1
 
-#: Above core's own kernels (-500), and below what others declare without a rank.
+#: Above core's kernels (-500), and below other plug-ins' kernels without a rank.
 _FASTER = -400
 
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    # torch's CPU tensors come here too: breccia_torch.cpu calls the kernel for NumPy.
+    # These also run for torch's CPU tensors: breccia_torch.cpu calls the NumPy kernels.
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"

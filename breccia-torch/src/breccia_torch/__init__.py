@@ -1,11 +1,11 @@
 # pyright: reportUnsupportedDunderAll=false
-"""PyTorch for breccia: importing this loads nothing of torch; `import breccia` finds the plug-in by itself."""
+"""PyTorch for breccia: importing this does not load torch; `import breccia` finds the plug-in."""
 
 from __future__ import annotations
 
 
 def __getattr__(name: str) -> object:
-    """Names arrive on first use. `__init__.pyi` says the same to type checkers; a test holds them together."""
+    """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     from importlib import import_module
 
     homes = {"enable_compile": "operators", "load_model": "checkpoint", "quantize_": "nn", "save_model": "checkpoint"}

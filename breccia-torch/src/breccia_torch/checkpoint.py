@@ -1,4 +1,4 @@
-"""Whole models in safetensors files, quantized weights included: `save_model` and `load_model`, as safetensors has them."""
+"""Whole models in safetensors files, quantized weights included: `save_model` and `load_model`, like those of safetensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import breccia
 from breccia import bridges
 from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, UnsupportedError
 
-from .nn import STATE, ScaledLinear, ScaledWeight, check_replaceable, meaning, replace
+from .nn import STATE, ScaledLinear, ScaledWeight, check_replaceable, metadata, replace
 
 Path = str | os.PathLike[str]
 
@@ -26,14 +26,14 @@ class _Entry(NamedTuple):
 
 
 def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the state of `model`, quantized weights as `breccia.bridges.save_safetensors` writes ScaledTensors.
+    """Write the state of `model`, with quantized weights as `breccia.bridges.save_safetensors` writes ScaledTensors.
 
-    What several names share is stored once, under the first of them. A layer that casts its inputs stores that recipe too.
+    A tensor shared by several names is stored once, under the first. A layer that casts its inputs stores that recipe too.
 
-    metadata: further entries of the file's metadata, beside `{"format": "pt"}`.
+    metadata: further entries of the file's metadata, in addition to `{"format": "pt"}`.
 
-    Raises UnsupportedError for state that is no tensor or has no values, ImportError without breccia-bridges, and what that
-    function raises.
+    Raises UnsupportedError for state that is not a tensor or has no values, ImportError without breccia-bridges, and what
+    `save_safetensors` raises.
     """
     _need_module("save_model", model)
     tensors = {e.names[0]: e.held.tensor if isinstance(e.held, ScaledWeight) else e.held for e in _entries(model)}
@@ -41,25 +41,25 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
     for name, held in tensors.items():
         if not isinstance(held, Tensor | ScaledTensor):
             raise UnsupportedError(
-                f"save_model: {name} is a {type(held).__name__}, and safetensors holds tensors; torch.save takes this model.",
+                f"save_model: {name} is a {type(held).__name__}, but safetensors stores only tensors; use torch.save.",
                 name=name,
             )
         if held.device.type == "meta":
-            raise UnsupportedError(f"save_model: {name} is on the device meta and has no values; load some first.", name=name)
+            raise UnsupportedError(f"save_model: {name} is on the meta device and has no values; load them first.", name=name)
     bridges.save_safetensors(tensors, path, {"format": "pt", **(metadata or {})})
 
 
 def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any = None) -> tuple[list[str], list[str]]:
-    """Read the state of `model` from a safetensors file or folder of them, whoever wrote it; gives (missing, unexpected) names.
+    """Read the state of `model` from any safetensors file or folder; returns (missing, unexpected) names.
 
-    The file says which weights are quantized, and how: an `nn.Linear` of such a weight becomes a ScaledLinear. What else is
-    quantized in the file, such as an embedding or the weight of a subclass, is decoded; what is not, in a layer that is, is
-    cast under its recipe. Nothing changes where names or shapes do not fit.
+    An `nn.Linear` whose weight is quantized in the file becomes a ScaledLinear. Other quantized tensors of the file, such as
+    embeddings or weights of a subclass, are decoded; a plain weight for a quantized layer is cast under the layer's recipe.
+    The model does not change if names or shapes do not fit.
 
-    strict: raise UnknownNameError where the file lacks a tensor of the model or has one that the model lacks. One name of those
-        that share a tensor is enough.
-    device: where tensors of the device "meta" go, in torch's spelling; the CPU by default. Others stay where they are. Buffers
-        that are no part of the state, and are on "meta", stay there.
+    strict: raise UnknownNameError if the file lacks a tensor of the model or has one that the model lacks. One of several
+        names that share a tensor is enough.
+    device: the device for tensors on "meta", in torch's spelling; the CPU by default. Other tensors keep their device, and
+        non-persistent buffers on "meta" stay there.
 
     Raises ShapeError naming the tensor, UnsupportedError for a layer that has hooks and would be replaced, and what
     `breccia.bridges.load_safetensors` raises.
@@ -70,14 +70,14 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
     known = {name for entry in entries for name in entry.names} | states.keys()
     for entry in entries:
         if any(isinstance(found.get(name), ScaledTensor) for name in entry.names):
-            known |= {f"{name.rpartition('.')[0]}.{STATE}" for name in entry.names}  # the state of a layer to be
+            known |= {f"{name.rpartition('.')[0]}.{STATE}" for name in entry.names}  # the state of a future ScaledLinear
     missing = [entry.names[0] for entry in entries if not any(name in found for name in entry.names)]
     unexpected = [name for name in found if name not in known]
     if strict and (missing or unexpected):
         said = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
         raise UnknownNameError(
-            f"{os.fspath(path)} does not hold the tensors of this {type(model).__name__}: {'; '.join(said)}. Pass strict=False "
-            "to load those that it has.",
+            f"{os.fspath(path)} does not match the tensors of this {type(model).__name__}: {'; '.join(said)}. Pass "
+            "strict=False to load the matching ones.",
             missing=missing,
             unexpected=unexpected,
         )
@@ -87,7 +87,7 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
         for name in others:
             if not _same(found[first], found[name]):
                 raise ShapeError(
-                    f"the model has one tensor for {first} and {name}, and the file two that differ. Untie them in the model.",
+                    f"the model ties {first} and {name}, but they differ in the file. Untie them in the model.",
                     names=(first, name),
                 )
     new = [(entry, _fitted(model, entry, found[names[0]], device)) for entry, names in given]
@@ -96,12 +96,12 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
     for entry, (name, *_) in given:
         for layer in (_owner(model, name)[0] for name in entry.names) if isinstance(found[name], ScaledTensor) else ():
             if isinstance(layer, ScaledLinear):
-                layer.activation = None  # unless the file says otherwise
+                layer.activation = None  # unless the file has one
     for name in found.keys() & known:
         if name.endswith(STATE):
             layer = _owner(model, name)[0]
             if isinstance(layer, ScaledLinear):
-                layer.activation = meaning(found[name])["activation"]
+                layer.activation = metadata(found[name])["activation"]
             elif name in states:
                 layer.set_extra_state(found[name])
     return missing, unexpected
@@ -109,16 +109,16 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
 
 def _need_module(op: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"{op} takes an nn.Module first, and then a path; got a {type(model).__name__}.")
+        raise UnsupportedError(f"{op} takes an nn.Module and a path; got a {type(model).__name__}.")
 
 
 def _some(names: list[str], shown: int = 5) -> str:
-    """The first few."""
+    """The first few names, and the number of the others."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
-    """Every tensor of the model's state once, and quantized weights as what they are."""
+    """Every tensor of the model's state once, with quantized weights as ScaledWeights."""
     weights = _weights(model)
     shared: dict[int, _Entry] = {}
     for key, held in model.state_dict(keep_vars=True).items():
@@ -131,13 +131,13 @@ def _entries(model: nn.Module) -> list[_Entry]:
 
 
 def _states(model: nn.Module) -> dict[str, Any]:
-    """What modules state beside their tensors: layers, how they cast their inputs."""
+    """The extra state of modules: for layers, how they cast their inputs."""
     weights = _weights(model)
     return {k: v for k, v in model.state_dict().items() if k.endswith(STATE) and k.rpartition(".")[0] not in weights}
 
 
 def _is_empty(model: nn.Module, name: str) -> bool:
-    """Is it the state of a layer that leaves its inputs as they are?"""
+    """Is it the state of a layer that does not cast its inputs?"""
     layer = _owner(model, name)[0]
     return isinstance(layer, ScaledLinear) and layer.activation is None
 
@@ -153,7 +153,7 @@ def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
 
 
 def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, device: Any) -> ScaledWeight | Tensor:
-    """What takes the place of an entry, on its device. Raises ShapeError or UnsupportedError where it cannot."""
+    """The replacement of an entry, on its device. Raises ShapeError or UnsupportedError if it does not fit."""
     held, name = entry.held, entry.names[0]
     if tuple(tensor.shape) != tuple(held.shape):
         raise ShapeError(
@@ -184,12 +184,12 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
 
 
 def _stored_as(held: ScaledWeight | Tensor, tensor: ScaledTensor) -> ScaledTensor:
-    """`tensor` in the storage that the model has its weight in."""
+    """`tensor` in the storage of the model's weight."""
     return tensor.to_storage(held.layout.storage) if isinstance(held, ScaledWeight) else tensor
 
 
 def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:
-    """Give all names of an entry its new tensor."""
+    """Set the new tensor under all names of an entry."""
     held = entry.held
     if isinstance(held, Tensor) and isinstance(new, Tensor):
         if held.device.type != "meta":
@@ -209,6 +209,6 @@ def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the tensor of that name, and what it calls it."""
+    """The module that owns the tensor of that name, and its name there."""
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf

@@ -1,4 +1,4 @@
-"""What torch must know of ScaledTensor: that it is a tree of tensors, and that checkpoints may hold it."""
+"""Registers ScaledTensor with torch: as a pytree node, and as safe to load from checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def _flatten(st: ScaledTensor) -> tuple[list[Any], Metadata]:
 
 
 def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Metadata]:
-    leaves, meaning = _flatten(st)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], meaning
+    leaves, metadata = _flatten(st)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], metadata
 
 
-def _unflatten(leaves: Any, meaning: Metadata) -> ScaledTensor:
+def _unflatten(leaves: Any, metadata: Metadata) -> ScaledTensor:
     """Unchecked: leaves may be placeholders."""
-    return meaning.assembled(*leaves)
+    return metadata.assembled(*leaves)
 
 
 @once

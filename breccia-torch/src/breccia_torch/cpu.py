@@ -1,4 +1,4 @@
-"""Kernels for torch's CPU tensors: those for NumPy, zero-copy. Parts are seen as arrays, and results as tensors."""
+"""Kernels for torch's CPU tensors: the NumPy kernels, zero-copy. Components are viewed as arrays, results as tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = Any
 
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """`cast` by the kernel for NumPy's arrays."""
+    """`cast` by the kernel for NumPy arrays."""
     need_dense(x)
     scale, out = options.scale, options.out
     supplied = isinstance(scale, torch.Tensor)
@@ -42,7 +42,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`dequantize` by the kernel for NumPy's arrays."""
+    """`dequantize` by the kernel for NumPy arrays."""
     if out is not None and not _readable(out):
         return reference.dequantize(st, out_dtype, out)
     if out_dtype == "bfloat16":  # which NumPy lacks
@@ -57,32 +57,32 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
 
 
 def _readable(x: Array) -> bool:
-    """Has `x` memory that NumPy can look at?"""
+    """Can NumPy view the memory of `x`?"""
     return opaque(x) is None and x.device.type == "cpu" and x.layout is torch.strided
 
 
 def _takes(out: Any, recipe: ScalingRecipe) -> bool:
-    """Can the kernel write into `out`? It sees bytes, which do not tell float8 from uint8."""
+    """Can the kernel write into `out`? Its view as bytes cannot distinguish float8 from uint8."""
     viewable = isinstance(out, ScaledTensor) and out.storage == PLAIN and all(map(_readable, components(out).values()))
     return viewable and {name: part.dtype for name, part in components(out).items()} == _dtypes(recipe)
 
 
 def _floats(x: Array) -> np.ndarray:
     """FP32 or FP16; BF16, which NumPy lacks, as FP32."""
-    if x.is_neg():  # an imaginary part may be its negative, by a bit that NumPy does not know
+    if x.is_neg():  # an imaginary part may have torch's negative bit, which NumPy lacks
         x = x.resolve_neg()
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _array(part: Array) -> np.ndarray:
-    """A stored part: float8 as bytes, bfloat16 as bit patterns, others as they are."""
+    """A component as an array: float8 as bytes, bfloat16 as bit patterns, others unchanged."""
     if part.requires_grad:
         part = part.detach()
     word = _BITS.get(part.dtype)
     return (part if word is None else part.view(word)).numpy()
 
 
-#: Dtypes that NumPy lacks, and what it sees in their place.
+#: Dtypes that NumPy lacks, and the dtypes they are viewed as.
 _BITS = {torch.bfloat16: torch.uint16} | {
     getattr(torch, name): torch.uint8
     for name in dir(torch)
@@ -105,7 +105,7 @@ def _arrays(st: ScaledTensor) -> ScaledTensor:
 
 
 def _tensors(st: ScaledTensor) -> ScaledTensor:
-    """The result of a NumPy kernel, in the dtypes that torch stores its codecs in."""
+    """The result of a NumPy kernel, in torch's storage dtypes."""
     dtypes, zero_point, coarse = _dtypes(st.recipe), st.zero_point, st.global_scale
     return ScaledTensor.from_parts(
         _tensor(st.data, dtypes["data"]),
@@ -120,7 +120,7 @@ def _tensors(st: ScaledTensor) -> ScaledTensor:
 
 
 def _dtypes(recipe: ScalingRecipe) -> dict[str, torch.dtype]:
-    """What torch stores the parts of a cast in."""
+    """The storage dtypes of a cast's components."""
     found = _known.get(recipe.interned_key)
     if found is None:
         if len(_known) >= _REMEMBERED:

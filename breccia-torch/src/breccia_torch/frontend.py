@@ -1,7 +1,7 @@
-"""torch's frontend: gradients, functorch and Dynamo stand here, between the ops of breccia and their kernels.
+"""torch's frontend: handles gradients, functorch and Dynamo between the ops of breccia and their kernels.
 
-Kernels are given tensors that need no gradient; each op that has one defines it here, once. `operators` registers the same
-definitions for compiled graphs.
+Kernels receive tensors that need no gradient; each differentiable op defines its gradient here, once. `operators` registers
+the same definitions for compiled graphs.
 
 Straight-through gradients: Bengio, Leonard and Courville 2013 (arXiv 1308.3432), section 4; the clipped form as in Hubara et
 al. 2016.
@@ -23,16 +23,16 @@ from .ops import wrapped
 
 Array = Any
 Clip = calls.Clip
-#: A product of operands, of which one may be scaled: the frontend's in eager mode, the operator in compiled graphs.
+#: A product with at most one scaled operand: the frontend's in eager mode, the operator in compiled graphs.
 Product = Callable[[Any, Any], Array]
 
 
 def outside_graphs(function: Any) -> Any:
-    """A function that Dynamo does not look into: where `enable_compile` has not been called, an op breaks the graph."""
+    """Hide a function from Dynamo: unless `enable_compile` has been called, an op breaks the graph."""
 
     @wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nobody compiles, and loading it takes a second
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading Dynamo takes a second
             return function(*arguments, **options)
         disabled = getattr(function, "_disabled", None)
         if disabled is None:
@@ -55,13 +55,13 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer
 def cast_pair(
     x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Likewise."""
+    """Codes have no gradient."""
     return calls.cast_pair(_detached(x), recipe, _constant(options), prefer)
 
 
 @outside_graphs
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
-    """A scale alone is no weight's derivative: none passes to the parts."""
+    """No gradient passes to the components: that of a scale alone is not that of a weight."""
     return calls.dequantize(_fixed(st), out_dtype, out, prefer)
 
 
@@ -89,10 +89,12 @@ def matmul(
     out: Array | None = None,
     prefer: Prefer = None,
 ) -> Array:
-    """Differentiable in operands that are tensors, and in the bias."""
+    """Differentiable in plain tensor operands and in the bias."""
     a, b = _fixed(a), _fixed(b)
     if out is None and _tracked(a, b, bias):
-        if bias is not None and not _tracked(a, b) and not wrapped(bias):  # a frozen layer: one addition is autograd's own
+        if (
+            bias is not None and not _tracked(a, b) and not wrapped(bias)
+        ):  # a frozen layer: autograd differentiates the addition itself
             return _plus(calls.matmul(_detached(a), _detached(b), None, "float32", None, prefer), bias, out_dtype)
         return _Matmul.apply(a, b, bias, out_dtype, prefer)
     return calls.matmul(_detached(a), _detached(b), _detached(bias), out_dtype, out, prefer)
@@ -107,7 +109,7 @@ def cast_matmul(
     out_dtype: str = "float32",
     prefer: Prefer = None,
 ) -> Array:
-    """Differentiable in `x`, straight through its cast, and in the others as `matmul`."""
+    """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
     b = _fixed(b)
     if _tracked(x, b, bias):
         if bias is not None and not _tracked(x, b) and not wrapped(bias):
@@ -120,7 +122,7 @@ def cast_matmul(
 def grouped_matmul(
     a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
 ) -> Array:
-    """Differentiable in operands that are tensors."""
+    """Differentiable in plain tensor operands."""
     a, b = _fixed(a), _fixed(b)
     if out is None and _tracked(a, b):
         return _GroupedMatmul.apply(a, b, offsets, out_dtype, prefer)
@@ -134,7 +136,7 @@ def _plus(product: Array, bias: Array, dtype: str) -> Array:
 
 
 class _Matmul(Function):
-    """What autograd keeps are the operands as they are: codes and scales, no weight in high precision."""
+    """Autograd saves the operands unchanged: codes and scales, no weight in high precision."""
 
     generate_vmap_rule = True
 
@@ -159,7 +161,7 @@ class _Matmul(Function):
 
 
 class _CastMatmul(Function):
-    """The operand that is cast is kept as it was; its codes are found again where another operand's gradient needs them."""
+    """Saves the uncast operand; its codes are recomputed where another operand's gradient needs them."""
 
     generate_vmap_rule = True
 
@@ -207,9 +209,9 @@ class _GroupedMatmul(Function):
 def product_gradients(
     product: Product, gradient: Array, a: Any, b: Any, bias: Any, needed: Any, written: Any = None
 ) -> tuple[Any, Any, Any]:
-    """The gradients of `a @ b + bias` for those that need one: products themselves, of the transposed other operand.
+    """The required gradients of `a @ b + bias`: products of the gradient with the transposed other operand.
 
-    written: what stands in the product for `a`, where that was cast.
+    written: the cast operand that replaces `a` in the product.
     """
     left = right = added = None
     if needed[0] and not isinstance(a, ScaledTensor):
@@ -224,9 +226,9 @@ def product_gradients(
 def grouped_gradients(
     product: Any, gradient: Array, a: Any, b: Any, offsets: Array, needed: Any, values: Any = None
 ) -> tuple[Any, Any]:
-    """The gradients of `grouped_matmul`. That of a matrix in high precision sums over the rows of its group.
+    """The gradients of `grouped_matmul`. The gradient of a high-precision matrix sums over the rows of its group.
 
-    values: gives an operand in FP32; by default `dequantize` does.
+    values: converts an operand to FP32; by default `dequantize`.
     """
     left = right = None
     if needed[0] and not isinstance(a, ScaledTensor):
@@ -237,7 +239,7 @@ def grouped_gradients(
         ends = offsets.long()
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         inside = (row >= starts[:, None]) & (row < ends[:, None])
-        upstream = gradient.float()  # Inf and NaN of one group stay in it: both factors are zero beyond
+        upstream = gradient.float()  # Inf and NaN stay within their group: elsewhere both factors are zero
         each = [torch.where(m[:, None], rows, 0.0).mT @ torch.where(m[:, None], upstream, 0.0) for m in inside]
         right = torch.stack(each).to(b.dtype) if each else torch.zeros_like(b)
     return left, right
@@ -252,7 +254,7 @@ def _tangent(product: Product, a: Any, b: Any, da: Any, db: Any, dbias: Any) -> 
 
 
 def _keep(ctx: Any, *operands: Any) -> None:
-    """Save operands, parts of ScaledTensors one by one: nobody may change them before the backward pass."""
+    """Save operands, ScaledTensors by component, so that autograd detects in-place changes before the backward pass."""
     saved: list[Any] = []
     ctx.operands = []
     for x in operands:
@@ -264,10 +266,10 @@ def _keep(ctx: Any, *operands: Any) -> None:
 
 
 def _kept(ctx: Any) -> list[Any]:
-    """The operands of `_keep`."""
+    """The operands that `_keep` saved."""
     saved, found = iter(ctx.saved_tensors), list[Any]()
-    for meaning, names in ctx.operands:
-        found.append(next(saved) if meaning is None else meaning.assembled(**{name: next(saved) for name in names}))
+    for metadata, names in ctx.operands:
+        found.append(next(saved) if metadata is None else metadata.assembled(**{name: next(saved) for name in names}))
     return found
 
 
@@ -276,7 +278,7 @@ def _kept(ctx: Any) -> list[Any]:
 
 @outside_graphs
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
-    """The gradient passes as it is."""
+    """The gradient passes unchanged."""
     return _round_trip(x, recipe, None, options, prefer)
 
 
@@ -284,7 +286,7 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
 def cast_ste_clipped(
     x: Array, recipe: ScalingRecipe, clip: Clip, options: CastOptions = DEFAULT, prefer: Prefer = None
 ) -> Array:
-    """The gradient passes where `x` lies within the bounds."""
+    """The gradient passes where `x` is within the bounds."""
     return _round_trip(x, recipe, clip, options, prefer)
 
 
@@ -295,16 +297,16 @@ def _round_trip(x: Array, recipe: ScalingRecipe, clip: Clip | None, options: Cas
 
 
 def round_trip(x: Array, recipe: ScalingRecipe, clip: Clip | None, options: CastOptions, prefer: Prefer = None) -> Array:
-    """The value of `cast_ste`, or of `cast_ste_clipped` where there is a clip."""
+    """The value of `cast_ste`, or of `cast_ste_clipped` if there is a clip."""
     if clip is None:
         return calls.cast_ste(x, recipe, options, prefer)
     return calls.cast_ste_clipped(x, recipe, clip, options, prefer)
 
 
 class _Straight(Function):
-    """The round trip of `x`; gradients of elements that the clip leaves out are zero.
+    """The round trip of `x`; gradients of clipped elements are zero.
 
-    The scale, where one is given, is an argument of its own, so that autograd sees it change before the backward pass.
+    A supplied scale is a separate argument, so that autograd detects changes to it before the backward pass.
     """
 
     generate_vmap_rule = True
@@ -342,16 +344,16 @@ def _passed(ctx: Any, gradient: Array) -> Array:
 
 
 def clipped_gradient(mask: Any, gradient: Array, x: Array, clip: Clip, *arguments: Any) -> Array:
-    """The gradient where `x` lies within the bounds, and zero elsewhere, be it infinite or not.
+    """The gradient where `x` is within the bounds, and zero elsewhere, even for an infinite gradient.
 
-    mask: gives that of bounds which each block has, from x and the further arguments.
+    mask: computes the mask of per-block bounds from x and the further arguments.
     """
     inside = mask(x, *arguments) if isinstance(clip, str) else (x >= clip[0]) & (x <= clip[1])
     return torch.where(inside, gradient, torch.zeros_like(gradient))
 
 
 def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions) -> Array:
-    """Where the blocks of a cast can hold `x` under the scales they have, without saturating; NaN lies nowhere."""
+    """Mask of elements that do not saturate under the scales of their blocks; False for NaN."""
     with torch.no_grad():
         low, high = composites.within_scales(x, recipe, options)
         return (x >= low) & (x <= high)
@@ -361,7 +363,7 @@ def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions) -> Arra
 
 
 def _tracked(*operands: Any) -> bool:
-    """Does anybody differentiate, or transform, a tensor among the operands?"""
+    """Is any tensor among the operands differentiated or transformed?"""
     enabled = torch.is_grad_enabled()
     for x in operands:
         if isinstance(x, torch.Tensor) and ((enabled and x.requires_grad) or wrapped(x)):
@@ -370,7 +372,7 @@ def _tracked(*operands: Any) -> bool:
 
 
 def _trainable(x: ScaledTensor) -> bool:
-    """Does any part need a gradient?"""
+    """Does any component need a gradient?"""
     zero_point, coarse = x.zero_point, x.global_scale
     return (
         x.scale.requires_grad
@@ -385,7 +387,7 @@ def _detached(x: Any) -> Any:
 
 
 def _constant(options: CastOptions) -> CastOptions:
-    """The options with a supplied scale as a constant."""
+    """The options with a supplied scale detached."""
     scale = options.scale
     if not isinstance(scale, torch.Tensor) or not scale.requires_grad:
         return options
@@ -393,7 +395,7 @@ def _constant(options: CastOptions) -> CastOptions:
 
 
 def _fixed(x: Any) -> Any:
-    """A ScaledTensor through whose parts no gradient passes."""
+    """The ScaledTensor with detached components."""
     if not isinstance(x, ScaledTensor) or not _trainable(x):
         return x
     return Metadata.of(x).assembled(**{name: part.detach() for name, part in components(x).items()})

@@ -37,21 +37,21 @@ Filter = Callable[[nn.Module, str], bool]
 STATE = "_extra_state"
 
 
-class _Meaningful(nn.Module):
-    """A module whose state says what its tensors mean, and which takes no state that says otherwise."""
+class _WithMetadata(nn.Module):
+    """A module that stores metadata in its state, and refuses a state with other metadata."""
 
-    def _meaning(self) -> dict[str, Any]:
-        """By name: declarations, numbers or None."""
+    def _metadata(self) -> dict[str, Any]:
+        """Metadata by name: declarations, numbers or None."""
         raise NotImplementedError
 
     def get_extra_state(self) -> Tensor:
-        """The meaning as JSON, in UTF-8."""
-        told = {k: v.to_dict() if isinstance(v, Declared) else v for k, v in self._meaning().items()}
+        """The metadata as JSON, in UTF-8."""
+        told = {k: v.to_dict() if isinstance(v, Declared) else v for k, v in self._metadata().items()}
         text = json.dumps(told, sort_keys=True, separators=(",", ":"))
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing is left to do: `_load_from_state_dict` has seen that it says what `get_extra_state` does."""
+        """Does nothing: `_load_from_state_dict` has checked that it equals `get_extra_state`."""
 
     def _load_from_state_dict(
         self,
@@ -70,38 +70,38 @@ class _Meaningful(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _refused(self, state_dict: dict[str, Any], prefix: str) -> str:
-        """Why the state is none for this module; empty where it is."""
+        """Why the state does not fit this module; empty if it does."""
         told = state_dict.get(prefix + STATE)
         if told is None:
             return ""
         try:
-            theirs = meaning(told)
-        except Exception as e:  # whatever a damaged state leads to
-            return f"its state says nothing that can be read ({e}); the file it came from is damaged."
-        ours = self._meaning()
+            theirs = metadata(told)
+        except Exception as e:  # a damaged state may raise anything
+            return f"its metadata cannot be read ({e}); the file it came from is damaged."
+        ours = self._metadata()
         differ = [key for key in ours if theirs.get(key) != ours[key]]
         if not differ:
             return ""
         both = (", ".join(f"{key} {found.get(key)!r}" for key in differ) for found in (theirs, ours))
-        return "the state has {}, and the model {}; quantize the model as the one that was saved.".format(*both)
+        return "the state has {}, and the model {}; quantize the model like the saved one.".format(*both)
 
 
-def meaning(state: Tensor) -> dict[str, Any]:
-    """What `get_extra_state` wrote."""
+def metadata(state: Tensor) -> dict[str, Any]:
+    """The metadata that `get_extra_state` wrote."""
     kinds = {"recipe": ScalingRecipe, "activation": ScalingRecipe, "layout": Layout}
     listed = json.loads(bytes(state.tolist()))
     return {k: kinds[k].from_json(json.dumps(v)) if k in kinds and v is not None else v for k, v in listed.items()}
 
 
-class ScaledWeight(_Meaningful):
-    """A ScaledTensor as part of a model. Its parts are buffers, so it moves, saves, loads and is copied with the model.
+class ScaledWeight(_WithMetadata):
+    """A ScaledTensor as part of a model. Its components are buffers, so it moves, saves, loads and is copied with the model.
 
-    `state_dict` holds them as `data`, `scale`, and `zero_point`, `global_scale` where the recipe has them, and beside them, as
-    JSON in a uint8 tensor, what they mean. `load_state_dict` refuses parts of another meaning. `.half()`, `.to(dtype)` and the
-    like pass over them: codes and scales are no numbers of the model's precision. `data` are codes; the values are
+    `state_dict` has them as `data`, `scale`, and `zero_point`, `global_scale` if the recipe has them, and their metadata as
+    JSON in a uint8 tensor. `load_state_dict` refuses components with other metadata. `.half()`, `.to(dtype)` and the like skip
+    them: codes and scales do not follow the model's precision. `data` are codes; the values are
     `breccia.dequantize(weight.tensor)`.
 
-    A tensor in a storage stays in it; `state_dict` holds the parts of the plain one, and `load_state_dict` takes those.
+    A tensor in a storage keeps it; `state_dict` and `load_state_dict` use the components of the plain tensor.
     """
 
     def __init__(self, tensor: ScaledTensor) -> None:
@@ -109,21 +109,21 @@ class ScaledWeight(_Meaningful):
         if not isinstance(tensor, ScaledTensor):
             raise UnsupportedError(f"ScaledWeight takes a ScaledTensor, got {type(tensor).__name__}; breccia.cast makes one.")
         if tensor.framework != "torch":
-            raise UnsupportedError(f"ScaledWeight takes a ScaledTensor of torch; this one is of {tensor.framework}.")
+            raise UnsupportedError(f"ScaledWeight takes a torch ScaledTensor; this one is of {tensor.framework}.")
         for name in PARTS:
             self.register_buffer(name, getattr(tensor, name))
         self.recipe, self.layout, self.axis, self.padding = tensor.recipe, tensor.layout, tensor.axis, tensor.padding
 
     @property
     def tensor(self) -> ScaledTensor:
-        """The ScaledTensor of the buffers as they are now; zero-copy."""
+        """The ScaledTensor of the current buffers; zero-copy."""
         b = self._buffers
         parts = (self.recipe, self.layout, b["zero_point"], b["global_scale"], self.axis, self.padding)
         return ScaledTensor.from_parts(b["data"], b["scale"], *parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight in high precision."""
+        """The shape of the weight in high precision."""
         return self.tensor.shape
 
     @property
@@ -134,7 +134,7 @@ class ScaledWeight(_Meaningful):
         return f"{self.shape}, {self.recipe!r}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledWeight:
-        """Every part goes through `fn` as integers, which no change of precision touches."""
+        """Apply `fn` to each component viewed as integers, which changes of precision skip."""
 
         def as_integers(part: Tensor) -> Tensor:
             words = part.view(WORDS[part.itemsize])
@@ -143,11 +143,11 @@ class ScaledWeight(_Meaningful):
 
         return super()._apply(as_integers, recurse)
 
-    def _meaning(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "layout": self.layout.plain, "axis": self.axis, "padding": self.padding}
 
     def _take_parts(self, tensor: ScaledTensor) -> None:
-        """Make the buffers those of `tensor`."""
+        """Set the buffers to the components of `tensor`."""
         for name in PARTS:
             setattr(self, name, getattr(tensor, name))
         self.layout = tensor.layout
@@ -175,19 +175,21 @@ class ScaledWeight(_Meaningful):
             kinds = sorted(map(dtype_name, (ours, theirs)))
             if kinds[1] != "uint8" or not kinds[0].startswith("float8"):
                 return f"{name} is {dtype_name(theirs)} in the state and {dtype_name(ours)} in the model."
-            state_dict[f"{prefix}{name}"] = theirs.view(ours.dtype)  # codes as bytes, which copying would take for numbers
+            state_dict[f"{prefix}{name}"] = theirs.view(
+                ours.dtype
+            )  # a view of the codes, which copying would convert as numbers
         return refused
 
 
-class ScaledLinear(_Meaningful):
+class ScaledLinear(_WithMetadata):
     """`nn.Linear` whose weight is quantized: x @ dequantize(weight).mT + bias in FP32, rounded once to the input's dtype.
 
     weight: the ScaledWeight of shape (out_features, in_features); blocks run along in_features.
-    activation: a recipe under which each input is cast, its rows being the tokens; None leaves inputs as they are. The gradient
-        of an input passes straight through that cast.
+    activation: a recipe under which each input is cast, with tokens as rows; None leaves inputs unchanged. The gradient of
+        an input passes straight through that cast.
 
-    Inputs are FP32, FP16 or BF16 of shape (..., in_features); the output has their dtype, or that of autocast. The weight takes
-    no gradient; the bias is a Parameter as it was.
+    Inputs are FP32, FP16 or BF16 of shape (..., in_features); the output has their dtype, or autocast's. The weight takes no
+    gradient; the bias remains a Parameter.
     """
 
     def __init__(
@@ -207,14 +209,14 @@ class ScaledLinear(_Meaningful):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: ScalingRecipe, *, activation: ScalingRecipe | None = None) -> ScaledLinear:
-        """The layer of `linear`'s weight under `recipe`, with its bias. Raises what `breccia.cast` raises."""
+        """Quantize `linear`'s weight under `recipe` and keep its bias. Raises what `breccia.cast` raises."""
         return cls.in_place_of(linear, ScaledWeight(breccia.cast(linear.weight.detach(), recipe)), activation)
 
     @classmethod
     def in_place_of(cls, linear: nn.Linear, weight: ScaledWeight, activation: ScalingRecipe | None = None) -> ScaledLinear:
-        """The layer of `linear`'s bias and of a weight that is quantized already.
+        """A layer with `linear`'s bias and an already quantized weight.
 
-        Raises ShapeError unless that has the shape of `linear`'s, with blocks along its rows.
+        Raises ShapeError unless the weight has the shape of `linear`'s, with blocks along its rows.
         """
         if weight.shape != tuple(linear.weight.shape):
             raise ShapeError(
@@ -268,7 +270,7 @@ class ScaledLinear(_Meaningful):
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{activation}"
 
-    def _meaning(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {"activation": self.activation}
 
 
@@ -289,15 +291,15 @@ def quantize_(
 ) -> None:
     """Replace linear layers of `model`, in place, by ScaledLinear ones with their weights under `recipe`.
 
-    filter_fn: called with each `nn.Linear` and its name in the model; true for those to quantize. By default all are, but for
-        subclasses, whose owners may read their weight (nn.MultiheadAttention does), and for those whose weight is tied to
-        something that is no such layer (an embedding).
+    filter_fn: called with each `nn.Linear` and its name in the model; true for those to quantize. By default all are, except
+        subclasses, whose owners may read their weight (nn.MultiheadAttention does), and layers whose weight is tied to
+        another kind of module (an embedding).
     activation: a recipe under which those layers cast their inputs.
 
-    Layers that share a weight go on sharing it. Nothing is replaced unless all chosen layers can be.
+    Layers that share a weight keep sharing it. Nothing is replaced unless all chosen layers can be.
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
-    chosen layer that is tied to one that stays, that has hooks, or that does more than a linear layer; OptionError where no
+    chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; OptionError if no
     layer is chosen.
     """
     check_recipe(recipe)
@@ -319,7 +321,7 @@ def quantize_(
     owners = Counter(id(module.weight) for module in names)
     shared: dict[int, ScaledWeight] = {}
     del chosen
-    while names:  # each high-precision weight is let go of once its last layer is replaced
+    while names:  # each high-precision weight is freed once its last layer is replaced
         module, places = names.popitem()
         key = id(module.weight)
         weight = shared.get(key) or ScaledWeight(breccia.cast(module.weight.detach(), recipe))
@@ -331,15 +333,15 @@ def quantize_(
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Linear]:
-    """The layers to replace, by name. Raises UnsupportedError for one that is tied to what stays, OptionError for none."""
+    """The layers to replace, by name. Raises UnsupportedError for a tie to an unchosen layer, OptionError if none is chosen."""
     layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
     chosen = {name: m for name, m in layers.items() if (filter_fn(m, name) if filter_fn else _is_linear(m))}
     tied = dict(_ties(model, chosen))
     if tied and filter_fn:
         name, owners = next(iter(tied.items()))
         raise UnsupportedError(
-            f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would stay as it is. Leave {name} out, or give it "
-            f"a weight of its own first: {name}.weight = nn.Parameter({name}.weight.clone()).",
+            f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would not be quantized. Leave {name} out or untie "
+            f"its weight first: {name}.weight = nn.Parameter({name}.weight.clone()).",
             name=name,
             tied=owners,
         )
@@ -349,7 +351,7 @@ def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Linear]:
         raise OptionError(
             f"quantize_: no layer is chosen: {plain} nn.Linear in the model ({len(tied)} of them tied to other layers), "
             f"{len(layers) - plain} of a subclass, {done} ScaledLinear"
-            + ("; filter_fn, which is called with each nn.Linear and its name, took none." if filter_fn else "."),
+            + ("; filter_fn, which is called with each nn.Linear and its name, chose none." if filter_fn else "."),
             layers=tuple(layers),
         )
     return left
@@ -364,35 +366,35 @@ def _kind(found: Any) -> str:
 
 
 def check_replaceable(name: str, module: nn.Linear) -> None:
-    """Raise UnsupportedError where a ScaledLinear in the place of the layer would lose something."""
+    """Raise UnsupportedError if a ScaledLinear would lose behaviour of the layer."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, attribute, None) for attribute in hooks) or "forward" in vars(module):
         raise UnsupportedError(
-            f"{name or 'the layer'} has hooks, or a forward of its own, which a quantized one would not have: quantize first, "
-            "and add them after.",
+            f"{name or 'the layer'} has hooks or a custom forward, which its quantized layer would lose: quantize first, "
+            "then add them.",
             name=name,
         )
     if not name:
-        raise UnsupportedError("the model is itself a linear layer, which cannot be replaced in place: put it into a model.")
-    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)  # by nn.MultiheadAttention, as a tensor
+        raise UnsupportedError("the model itself is a linear layer, which cannot be replaced in place: put it into a model.")
+    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)  # nn.MultiheadAttention reads it as a tensor
     if read or type(module).forward is not nn.Linear.forward or next(module.children(), None) is not None:
         raise UnsupportedError(
-            f"{name} is a {type(module).__name__}, which is more than a linear layer; leave it out, or make it one first.",
+            f"{name} is a {type(module).__name__}, which is more than a linear layer; leave it out or convert it first.",
             name=name,
         )
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is in the model."""
+    """Replace the submodule `name` of the model."""
     owner, _, leaf = name.rpartition(".")
     parent = model.get_submodule(owner)
     setattr(parent, leaf, module)
     if isinstance(parent, nn.TransformerEncoderLayer):
-        parent.activation_relu_or_gelu = 0  # else it hands weights to a fused kernel, as tensors, in evaluation
+        parent.activation_relu_or_gelu = 0  # else, in evaluation, it passes its weights to a fused kernel as tensors
 
 
 def _ties(model: nn.Module, chosen: dict[str, nn.Linear]) -> Iterator[tuple[str, list[str]]]:
-    """The layers, of those chosen, whose weight belongs to others as well; and the names it has there."""
+    """The chosen layers whose weight is tied to other modules, and its names there."""
     owners: dict[int, list[str]] = {}
     taken = {id(module) for module in chosen.values()}
     for name, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""The `breccia::` operators: ops over flat tensors and a recipe's JSON, and what `torch.compile` puts in an op's place.
+"""The `breccia::` operators: ops over flat tensors and a recipe's JSON, and the substitutes of ops in `torch.compile`.
 
-A compiler sees one operator for an op and none of its Python; which kernel serves is found inside the operator, as in eager
-mode. Schemas are append-only. Where Dynamo meets an op of `breccia` it traces the function of that name here instead, which
-does nothing but arithmetic on shapes and calls of operators.
+A compiler sees one operator per op and none of its Python; the operator selects the kernel at run time, as in eager mode.
+Schemas are append-only. In place of an op of `breccia`, Dynamo traces the function of that name here, which only does
+arithmetic on shapes and calls operators.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SIGN = 1 << 63
 def _cast(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> list[Tensor]:
-    """The parts of `breccia.cast(x, ...)` that there are, in their order. `seed` holds 64 bits, its sign being the highest."""
+    """The components of `breccia.cast(x, ...)`, in order. `seed` has 64 bits; its sign is the highest."""
     return _parts(calls.cast(x.detach(), _recipe(recipe), _eager(axis, scale, rounding, seed, nonfinite)))
 
 
@@ -66,7 +66,7 @@ def _(x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, se
 
 @torch.library.custom_op("breccia::cast_pair", mutates_args=())
 def _cast_pair(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -> list[Tensor]:
-    """The parts of both tensors of `breccia.cast_pair(x, ...)`, one after the other."""
+    """The components of both tensors of `breccia.cast_pair(x, ...)`, one tensor after the other."""
     pair = calls.cast_pair(x.detach(), _recipe(recipe), _eager(-1, None, rounding, seed, nonfinite))
     return [part for st in pair for part in _parts(st)]
 
@@ -79,7 +79,7 @@ def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -
 
 @torch.library.custom_op("breccia::dequantize", mutates_args=())
 def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, dtype: str) -> Tensor:
-    """`breccia.dequantize` of the tensor of these parts."""
+    """`breccia.dequantize` of the tensor of these components."""
     return calls.dequantize(_from_parts([p.detach() for p in parts], recipe, layout, axis, padding), dtype).contiguous()
 
 
@@ -102,10 +102,10 @@ def _requantize(
     seed: int | None,
     nonfinite: str,
 ) -> list[Tensor]:
-    """The parts of `breccia.requantize` of the tensor of these parts, `into` being the recipe to write."""
+    """The components of `breccia.requantize` of the tensor of these components to the recipe `into`."""
     options = _eager(-1, scale, rounding, seed, nonfinite)
     found = _parts(calls.requantize(_from_parts(parts, recipe, layout, axis, padding), _recipe(into), options))
-    taken = {part.data_ptr() for part in parts}  # an operator gives no view of what it took
+    taken = {part.data_ptr() for part in parts}  # an operator must not return a view of an input
     return [part.clone() if part.data_ptr() in taken else part for part in found]
 
 
@@ -130,7 +130,7 @@ def _matmul(
     b_tail: int,
     dtype: str,
 ) -> Tensor:
-    """`breccia.matmul`; an operand whose recipe is "" is an array, the one item of its list."""
+    """`breccia.matmul`; an operand with recipe "" is an array, the only item of its list."""
     left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
     return calls.matmul(left, right, None, dtype).contiguous()
 
@@ -183,7 +183,7 @@ def _cast_matmul(
     dtype: str,
     bias: Tensor | None,
 ) -> Tensor:
-    """`breccia.cast_matmul`; `b` is given as to `breccia::matmul`."""
+    """`breccia.cast_matmul`; `b` is passed as in `breccia::matmul`."""
     right, added = _given(b, b_recipe, b_layout, b_axis, b_tail), None if bias is None else bias.detach()
     return calls.cast_matmul(x.detach(), _recipe(recipe), right, added, dtype).contiguous()
 
@@ -208,7 +208,7 @@ def _grouped_matmul(
     offsets: Tensor,
     dtype: str,
 ) -> Tensor:
-    """`breccia.grouped_matmul`; operands are given as to `breccia::matmul`."""
+    """`breccia.grouped_matmul`; operands are passed as in `breccia::matmul`."""
     left, right = _given(a, a_recipe, a_layout, a_axis, a_tail), _given(b, b_recipe, b_layout, b_axis, b_tail)
     return calls.grouped_matmul(left, right, offsets, dtype).contiguous()
 
@@ -220,18 +220,18 @@ def _(a: list[Tensor], *rest: Any) -> Tensor:
     return a[0].new_empty((left.shape[0], right.shape[-1]), dtype=getattr(torch, rest[10]))
 
 
-# Gradients in graphs are those of the frontend, over operators. Operands come as lists of parts and what they mean.
+# Gradients in graphs are those of the frontend, over operators. Operands are lists of components and their metadata.
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias = inputs[0], inputs[5], inputs[11] if len(inputs) > 11 else None
     ctx.save_for_backward(*a, *b, bias)
-    ctx.split, ctx.meaning = len(a), (inputs[1:5], inputs[6:10])
+    ctx.split, ctx.operand_metadata = len(a), (inputs[1:5], inputs[6:10])
 
 
 def _product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     *saved, bias = ctx.saved_tensors
-    first, second = ctx.meaning
+    first, second = ctx.operand_metadata
     a, b = _operand(saved[: ctx.split], *first), _operand(saved[ctx.split :], *second)
     needed = _any(ctx.needs_input_grad[0]), _any(ctx.needs_input_grad[5]), bias is not None
     left, right, added = product_gradients(_product, gradient, a, b, bias, needed)
@@ -249,7 +249,7 @@ def _product(a: Any, b: Any) -> Tensor:
 
 
 def _listed(x: Any) -> tuple[Any, ...]:
-    """The arguments of an operator that stand for an operand."""
+    """The operator arguments that describe an operand."""
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     return list(components(x).values()), x.recipe.to_json(), x.layout.to_json(), x.axis, x.padding
@@ -260,13 +260,13 @@ _biased_matmul.register_autograd(_product_gradients, setup_context=_keep_operand
 
 
 def _keep_cast_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.recipe, b, *ctx.meaning = inputs[:7]
+    x, ctx.recipe, b, *ctx.operand_metadata = inputs[:7]
     ctx.save_for_backward(x, *b, inputs[8])
 
 
 def _cast_product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, *b, bias = ctx.saved_tensors
-    right, wanted = _operand(b, *ctx.meaning), _any(ctx.needs_input_grad[2])
+    right, wanted = _operand(b, *ctx.operand_metadata), _any(ctx.needs_input_grad[2])
     written = x
     if wanted:
         parts = torch.ops.breccia.cast(x, ctx.recipe, -1, None, "nearest", None, "propagate")
@@ -284,12 +284,12 @@ _cast_matmul.register_autograd(_cast_product_gradients, setup_context=_keep_cast
 def _keep_groups(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, offsets = inputs[0], inputs[5], inputs[10]
     ctx.save_for_backward(*a, *b, offsets)
-    ctx.split, ctx.meaning = len(a), (inputs[1:5], inputs[6:10])
+    ctx.split, ctx.operand_metadata = len(a), (inputs[1:5], inputs[6:10])
 
 
 def _group_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     *saved, offsets = ctx.saved_tensors
-    first, second = ctx.meaning
+    first, second = ctx.operand_metadata
     a, b = _operand(saved[: ctx.split], *first), _operand(saved[ctx.split :], *second)
     needed = _any(ctx.needs_input_grad[0]), _any(ctx.needs_input_grad[5])
     left, right = grouped_gradients(_grouped, gradient, a, b, offsets, needed, _values)
@@ -322,13 +322,13 @@ def _cast_ste(
     low: float,
     high: float,
 ) -> Tensor:
-    """`breccia.cast_ste(x, ...)`. The gradient passes everywhere (`clip` is ""), or as `breccia.cast_ste_clipped` lets it."""
+    """`breccia.cast_ste(x, ...)`. The gradient passes everywhere (`clip` is ""), or as in `breccia.cast_ste_clipped`."""
     options = _eager(axis, scale, rounding, seed, nonfinite)
     return round_trip(x.detach(), _recipe(recipe), _clip(clip, low, high), options).contiguous()
 
 
 def _clip(clip: str, low: float, high: float) -> Any:
-    """The clip as the frontend has it."""
+    """The clip as the frontend represents it."""
     return None if not clip else clip if clip == "scale" else (low, high)
 
 
@@ -341,7 +341,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 def _within_scales(
     x: Tensor, recipe: str, axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str
 ) -> Tensor:
-    """Where the blocks of a cast can hold `x` under the scales they have: a mask."""
+    """Mask of elements that do not saturate under the scales of their blocks."""
     return within_scales(x.detach(), _recipe(recipe), _eager(axis, scale, rounding, seed, nonfinite)).contiguous()
 
 
@@ -369,7 +369,7 @@ _cast_ste.register_autograd(_pass, setup_context=_keep)
 
 
 def _each(operator: Any) -> Any:
-    """The rule of vmap for operators that see one example at a time: per-tensor scales are those of each example."""
+    """The vmap rule of operators that see one example at a time: per-tensor scales are per example."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         def at(argument: Any, axis: Any, i: int) -> Any:
@@ -394,7 +394,7 @@ _cast_matmul.register_vmap(_each(torch.ops.breccia.cast_matmul))
 
 
 def _parts(st: ScaledTensor) -> list[Tensor]:
-    """Contiguous, as fake implementations promise: compilers count on strides."""
+    """Contiguous, as the fake implementations promise: compilers rely on strides."""
     return [part.contiguous() for part in components(st).values()]
 
 
@@ -409,7 +409,7 @@ def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: 
 
 
 def _given(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int) -> ScaledTensor | Tensor:
-    """An operand as kernels are given it: needing no gradient."""
+    """A detached operand, as kernels receive it."""
     return _operand([part.detach() for part in parts], recipe, layout, axis, padding)
 
 
@@ -424,7 +424,7 @@ def _layout(text: str) -> Layout:
 
 
 def _eager(axis: int, scale: Tensor | None, rounding: str, seed: int | None, nonfinite: str) -> CastOptions:
-    """The options of an op from those of its operator."""
+    """The options of an op from the arguments of its operator."""
     if axis == -1 and scale is None and rounding == "nearest" and nonfinite == "propagate":
         return DEFAULT
     return CastOptions(axis, scale, rounding, None if seed is None else seed % (2 * _SIGN), nonfinite)
@@ -434,7 +434,7 @@ def _eager(axis: int, scale: Tensor | None, rounding: str, seed: int | None, non
 
 
 def _constant(function: Any) -> Any:
-    """A function that Dynamo calls, and does not look into: its arguments are constants, and so is what it gives."""
+    """A function that Dynamo calls but does not trace: its arguments and result are constants."""
     return torch.compiler.assume_constant_result(function)
 
 
@@ -452,14 +452,14 @@ def _text(kind: type, fields: tuple[Any, ...]) -> str:
 
 @_constant
 def _facts(kind: Any, fields: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[int, int], Block]:
-    """Of a recipe: the parts that a cast gives, the (codes, bytes) of one packing group, and the block."""
+    """Of a recipe: the components of a cast, the (codes, bytes) of a packing group, and the block."""
     fmt = kind(*fields).format
     return tuple(fmt.parts), packing(fmt.element), fmt.scale.block
 
 
 @_constant
 def _fitted(kind: Any, fields: tuple[Any, ...], axis: int, ndim: int, sides: tuple[int, int]) -> Layout:
-    """The layout of a cast of `ndim` axes, of which the two last may have these lengths."""
+    """The layout of a cast of `ndim` axes, the last two with lengths equivalent to these."""
     return checks.fitted_layout(kind(*fields), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis)
 
 
@@ -468,12 +468,12 @@ def _fields(declared: Any) -> tuple[Any, ...]:
 
 
 def _known(value: Any) -> Any:
-    """A field's value; of an integer that Dynamo took for a size of any length, the one it has here."""
+    """A field's value; a symbolic integer of Dynamo is specialized to its concrete value."""
     return range(value).stop if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _side(length: Any, block: int | None) -> int:
-    """A length that blocks cut as they cut `length`, which a compiler may not know."""
+    """A concrete stand-in for a symbolic dimension with the same divisibility."""
     if block is None or block == 1:
         return 1
     return block if length % block == 0 else block + 1
@@ -490,14 +490,14 @@ def fill(
     axis: int,
     padding: int,
 ) -> None:
-    """`breccia.tensors.tensor.fill` under a compiler, which knows no slots."""
+    """`breccia.tensors.tensor.fill` under a compiler, which does not support slots."""
     values = (data, scale, recipe, layout, zero_point, global_scale, axis, padding)
-    for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo knows no strict=)
+    for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo lacks strict=)
         object.__setattr__(self, name, value)
 
 
 def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
-    """`st.shape` under a compiler, which knows no cached properties."""
+    """`st.shape` under a compiler, which does not support cached properties."""
     if type(st.layout) is Stored and st.layout.data_axes:
         m, k = st.layout.matrix
         lead = tuple(st.data.shape[: st.data.ndim - st.layout.data_axes])
@@ -510,7 +510,7 @@ def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
 
 @_constant
 def _refuse(op: str, name: str) -> None:
-    raise UnsupportedError(f"{op}: {name}= is for calls outside torch.compile; leave it out.")
+    raise UnsupportedError(f"{op}: {name}= is not supported inside torch.compile; leave it out.")
 
 
 def _plain_call(op: str, **given: Any) -> None:
@@ -525,7 +525,7 @@ def _negative(axis: int, ndim: int) -> int:
 
 
 def _options(x: Array, axis: int, scale: Any, rounding: str, seed: Any, nonfinite: str) -> tuple[Any, ...]:
-    """The last arguments of an operator that casts."""
+    """The option arguments of an operator that casts."""
     if isinstance(scale, (int, float)):
         scale = torch.full((), float(scale), dtype=torch.float32, device=x.device)
     if seed is not None and seed >= _SIGN:
@@ -556,7 +556,7 @@ def cast(
 
 
 def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledTensor:
-    """The tensor of parts that a cast of an array of `shape` gave."""
+    """The tensor of the components of a cast of an array of `shape`."""
     kind, fields = type(recipe), _fields(recipe)
     names, (group, _), (m, k) = _facts(kind, fields)
     along, across = _side(shape[axis], k), _side(shape[-3 - axis] if len(shape) > 1 else 1, m)
@@ -567,7 +567,7 @@ def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledT
 
 
 def _flat(x: Any) -> tuple[Any, ...]:
-    """The arguments of an operator that stand for an operand."""
+    """The operator arguments that describe an operand."""
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
@@ -575,7 +575,7 @@ def _flat(x: Any) -> tuple[Any, ...]:
 
 
 def _layout_text(layout: Any) -> str:
-    """The JSON of a layout, that of a storage included."""
+    """The JSON of a layout, including a storage layout."""
     if type(layout) is not Stored:
         return _text(type(layout), _fields(layout))
     plain = _text(type(layout.layout), _fields(layout.layout))
@@ -728,16 +728,16 @@ def _dtype_name(dtype: Any) -> str:
     return output_dtype(dtype)
 
 
-#: What stands in the place of the op of its name.
+#: The substitutes, by op name.
 _TRACED = (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped_matmul, cast_ste, cast_ste_clipped)
 
 
 @cache
 def enable_compile() -> None:
-    """Let `torch.compile` take the ops of breccia whole, `fullgraph=True` and dynamic batches included.
+    """Let `torch.compile` capture the ops of breccia without graph breaks, with `fullgraph=True` and dynamic batches.
 
-    Call it once, before a function that calls them is compiled. It loads Dynamo, which takes a second, so it is not done for
-    everybody.
+    Call it once, before compiling a function that uses them. It loads Dynamo, which takes a second, so `import breccia` does
+    not call it.
     """
     for traced in _TRACED:
         torch.compiler.substitute_in_graph(getattr(breccia, traced.__name__))(traced)

@@ -1,4 +1,4 @@
-"""The backend primitives of `breccia.arrays.ops.Ops` on torch. Arrays stay on their device; only `any` reads a value back."""
+"""The backend primitives of `breccia.arrays.ops.Ops` on torch. Arrays stay on their device; only `any` synchronizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import container
 
 container.register()
 
-#: Is it a tensor under a functorch transform? Its type does not tell, and torch has no public way to ask.
+#: Is a tensor under a functorch transform? Its type is the same, and torch has no public API for this.
 wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 
 
@@ -22,12 +22,12 @@ _innermost: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
 def transforming() -> bool:
-    """Is a functorch transform under way? It may wrap tensors that are made meanwhile; torch has no public way to ask."""
+    """Is a functorch transform active? It may wrap newly created tensors; torch has no public API for this."""
     return _innermost() is not None
 
 
 def opaque(*tensors: Array) -> str | None:
-    """What kind of tensor, of these, has no memory of its own that a kernel could read; None where all have."""
+    """The kind of the first tensor whose memory a kernel cannot read; None if all are readable."""
     inside = transforming()
     for x in tensors:
         if type(x) not in PLAIN:
@@ -42,13 +42,13 @@ def capability(device: Any) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if getattr(device, "type", "") == "cuda" else None
 
 
-#: The types whose values are in memory.
+#: Types of tensors with values in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-#: The integers that codes and scales are bits of, by their bytes.
+#: Integer dtypes for bit patterns, by item size.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-#: Codecs that torch converts numbers within their range to as the contract says, faster than integer arithmetic does.
+#: Codecs that torch's native cast converts to as the contract requires (in range), faster than integer arithmetic.
 _CONVERTED = (E4M3, E5M2, F16)
 #: Elements counted at a time: beyond 2^32 of them torch.arange is wrong on CUDA (measured: torch 2.11, H200).
 _SPAN = 1 << 30
@@ -80,7 +80,7 @@ class _TorchOps(Ops):
         return _as(codes.to(WORDS[kind.itemsize]), kind)
 
     def take(self, table: tuple[int, ...], codes: Array) -> Array:
-        # A fake tensor wants a fake table, and one made under a fake mode or a transform must not outlive it.
+        # A fake tensor needs a fake table, and a table made under a fake mode or transform must not outlive it.
         made = _table if type(codes) in PLAIN and not transforming() else _table.__wrapped__
         return made(table, codes.device)[codes.long()]
 
@@ -94,7 +94,7 @@ class _TorchOps(Ops):
         return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
 
     def div(self, a: Array, b: Any) -> Array:
-        # On CUDA, torch divides by a Python number as multiplication by its reciprocal (measured: torch 2.11, H200).
+        # On CUDA, torch divides by a Python number by multiplying by its reciprocal (measured: torch 2.11, H200).
         like = a if isinstance(a, torch.Tensor) else b
         p, q = (
             x if isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=like.device) for x in (a, b)
@@ -145,7 +145,7 @@ class _TorchOps(Ops):
     def matmul(self, a: Array, b: Array) -> Array:
         if autocast_dtype(a) is None:
             return torch.matmul(a, b)
-        with torch.autocast(a.device.type, enabled=False):  # which would multiply in a narrower dtype
+        with torch.autocast(a.device.type, enabled=False):  # autocast would multiply in a narrower dtype
             return torch.matmul(a, b)
 
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
@@ -178,7 +178,7 @@ class _TorchOps(Ops):
 
     def any(self, condition: Array) -> bool:
         if condition.is_meta:
-            raise UnsupportedError("tensors on the device meta have no values, and this option reads some; leave it out.")
+            raise UnsupportedError("tensors on the meta device have no values, which this option reads; leave it out.")
         return bool(condition.any())
 
     def assign(self, out: Array, value: Array) -> None:
@@ -202,7 +202,7 @@ class _TorchOps(Ops):
 
 
 def autocast_dtype(x: Array) -> torch.dtype | None:
-    """The dtype that autocast computes in on `x`'s device; None where it is off."""
+    """The dtype of autocast on `x`'s device; None if it is off."""
     if not _autocasting():
         return None
     kind = x.device.type
@@ -210,12 +210,12 @@ def autocast_dtype(x: Array) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
-#: Is autocast on for any device? torch has no public way to ask at once.
+#: Is autocast on for any device? torch has no public API for this.
 _autocasting: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # pyright: ignore
 
 
 def need_dense(x: Array) -> None:
-    """Raise UnsupportedError for a sparse tensor, whose elements are not in memory one by one."""
+    """Raise UnsupportedError for a sparse tensor."""
     if x.layout is not torch.strided:
         raise UnsupportedError(
             f"x is a sparse tensor ({x.layout}); breccia computes on dense ones: pass x.to_dense().", found=x.layout
@@ -223,7 +223,7 @@ def need_dense(x: Array) -> None:
 
 
 def _as(x: Array, dtype: torch.dtype) -> Array:
-    """The same bits as another dtype of that width."""
+    """Bitcast to another dtype of the same width."""
     if x.dtype == dtype:
         return x
     return torch.ops.breccia.view_as(x, dtype) if wrapped(x) else x.view(dtype)
@@ -231,7 +231,7 @@ def _as(x: Array, dtype: torch.dtype) -> Array:
 
 @torch.library.custom_op("breccia::view_as", mutates_args=())
 def _view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy, as operators give no views. For functorch, which has no rule for `Tensor.view(dtype)` in torch 2.11."""
+    """A copy, as operators cannot return views. Functorch has no rule for `Tensor.view(dtype)` in torch 2.11."""
     return x.view(dtype).clone()
 
 
@@ -256,7 +256,7 @@ def _table(table: tuple[int, ...], device: torch.device) -> Array:
 
 
 def devices() -> list[str]:
-    """What torch can compute on, for `breccia doctor`."""
+    """The available torch devices, for `breccia doctor`."""
     found = [f"cpu, {torch.get_num_threads()} threads"]
     for n in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(n)

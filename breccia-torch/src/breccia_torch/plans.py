@@ -1,4 +1,4 @@
-"""Which calls torch's kernels make, for `explain`. Imports no framework."""
+"""The calls that torch's kernels make, for `explain`. Imports no framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from breccia.backend import Call, Options
 
 
 def plan(call: Call) -> Iterator[Call]:
-    """The same op on the same memory, as NumPy's."""
+    """The same op on the same memory, for NumPy."""
     x = call.a.described()
     options: Any = call.cast_options() if call.op == "cast" else Options(call.options)
     dtype = "float32" if x.dtype == "bfloat16" else x.dtype

@@ -1,8 +1,8 @@
-"""Neighbours: other libraries that write formats of ours, each adapted in a file of its own. For the agreement table alone.
+"""Adapters of other libraries that write breccia's formats, one per file. Used only by the agreement table.
 
-An adapter declares: what its library writes, and which setting of ours stands beside it. `table` compares.
-Adapters re-label bytes into our order (docs/spec/numerics.md, section 2) and compute nothing. Importing one imports no
-neighbour; its functions do.
+An adapter declares what its library writes, and which breccia settings to compare; `table` compares.
+Adapters only reorder bytes into breccia's order (docs/spec/numerics.md, section 2) and compute nothing. Importing an adapter
+imports no other library; its functions do.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from breccia.backend import NUMPY, Codec, pack
 #: One module of this package each, in the order of the table.
 ADAPTERS = ("torchao", "transformer_engine", "compressed_tensors", "mlx", "qwix", "gguf", "torch", "jax", "ml_dtypes")
 
-#: Causes that several neighbours share.
-DIVIDED = "Codes are x / scale; ours are x times the reciprocal of the scale."
-TIES = "Ties go towards zero, and negative elements that round to zero become +0; ours go to even codes and −0 stays."
-TO_INF = "Finite numbers that round beyond 57344 become Inf; ours saturate."
-TO_NAN = "Finite numbers that round beyond 448 become NaN; ours saturate."
+#: Causes that several libraries share.
+DIVIDED = "Codes are x / scale; breccia's are x times the reciprocal of the scale."
+TIES = (
+    "Ties go towards zero, and negative elements that round to zero become +0; in breccia ties go to even codes and −0 is kept."
+)
+TO_INF = "Finite numbers that round beyond 57344 become Inf; in breccia they saturate."
+TO_NAN = "Finite numbers that round beyond 448 become NaN; in breccia they saturate."
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a library makes of an FP32 matrix.
+    """The result of quantizing an FP32 matrix with a library.
 
-    data: codes in our packing. decoded: FP32, by the library's own decoding.
-    scale, global_scale, zero_point: as stored, of any dtype; None where there is none, or none in our sense.
+    data: codes in breccia's packing. decoded: FP32, by the library's own decoding.
+    scale, global_scale, zero_point: as stored, of any dtype; None if absent, or of another scale convention.
     """
 
     data: np.ndarray
@@ -44,8 +46,8 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Ours:
-    """What of ours is compared: a recipe, or a codec alone. cause: why theirs differ, in a sentence; empty where none does."""
+class Setting:
+    """A recipe of breccia (or only a codec) to compare with. cause: why the bytes differ, in a sentence; empty if none do."""
 
     writes: ScalingRecipe | Codec
     cause: str = ""
@@ -53,28 +55,28 @@ class Ours:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A way in which a neighbour writes one format.
+    """One way in which a library writes a format.
 
-    name: as its users would call it. write: FP32 matrix (rows, columns) to `Written`; may raise.
-    default: our recipe of that format at its default (but for sizes of groups). closest: our nearest setting; None where
-    that is the default. recorded: the matrices there are outputs of, by name, where the library itself is not run.
+    name: as its users call it. write: FP32 matrix (rows, columns) to `Written`; may raise.
+    default: breccia's recipe of that format at its defaults (except group sizes). closest: the setting with the most equal
+    bytes; None if that is the default. recorded: the input matrices of recorded outputs, by name, if the library is not run.
     """
 
     name: str
     write: Callable[[np.ndarray], Written]
-    default: Ours
-    closest: Ours | None = None
+    default: Setting
+    closest: Setting | None = None
     recorded: Callable[[], dict[str, np.ndarray]] | None = None
 
     @property
-    def settings(self) -> dict[str, Ours]:
-        """What of ours stands beside it, by name, the closest last."""
+    def settings(self) -> dict[str, Setting]:
+        """The breccia settings to compare with, by name, the closest last."""
         return {"default": self.default} | ({"closest": self.closest} if self.closest else {})
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """A library: its name, how to ask for its version (None where it is not installed), and its quantizers."""
+class Library:
+    """A library: its name, a function that gives its version (None if not installed), and its quantizers."""
 
     name: str
     version: Callable[[], str | None]
@@ -82,7 +84,7 @@ class Neighbour:
 
 
 def installed(distribution: str) -> Callable[[], str | None]:
-    """A `Neighbour.version` that asks for the distribution of that name."""
+    """A `Library.version` that asks for the distribution of that name."""
 
     def found() -> str | None:
         try:
@@ -93,12 +95,12 @@ def installed(distribution: str) -> Callable[[], str | None]:
     return found
 
 
-def neighbours() -> list[Neighbour]:
-    """All that are declared, installed or not."""
-    return [n for adapter in ADAPTERS for n in import_module(f"{__name__}.{adapter}").NEIGHBOURS]
+def libraries() -> list[Library]:
+    """All declared libraries, installed or not."""
+    return [library for adapter in ADAPTERS for library in import_module(f"{__name__}.{adapter}").LIBRARIES]
 
 
 def packed(codes: Any, codec: Codec) -> np.ndarray:
-    """Codes one per item, of any integer dtype, as the bytes we store: the low `codec.bits` of each, in our order."""
-    whole = np.asarray(codes).astype(np.int32) & ((1 << codec.bits) - 1)
-    return pack(NUMPY, whole, codec)
+    """Pack codes, one per item of any integer dtype, into breccia's bytes: the low `codec.bits` of each."""
+    masked = np.asarray(codes).astype(np.int32) & ((1 << codec.bits) - 1)
+    return pack(NUMPY, masked, codec)

@@ -17,8 +17,8 @@ def main() -> None:
         prog="python -m breccia_bridges.agreement",
         description="Compare breccia's bytes with those of the libraries that are installed (about a minute).",
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("docs"), help="where the result and the page go (docs)")
-    parser.add_argument("--draw", action="store_true", help="measure nothing: draw the page from the result that is there")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("docs"), help="folder of the result and the page (docs)")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw the page from the existing result")
     given = parser.parse_args()
     try:
         print(*table.write(given.folder, given.draw), sep="\n")

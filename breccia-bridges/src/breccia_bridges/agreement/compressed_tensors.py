@@ -1,6 +1,6 @@
 """compressed-tensors: its qparams, quantize and dequantize under the schemes it names."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from breccia import (
 )
 from breccia.backend import E2M1, E2M3, E4M3, E8M0, INT4, INT8, NUMPY, UINT4, Codec
 
-from . import DIVIDED, Neighbour, Ours, Quantizer, Written, installed, packed
+from . import DIVIDED, Library, Quantizer, Setting, Written, installed, packed
 
 
 def _scheme(name: str, element: Codec) -> Callable[[np.ndarray], Written]:
@@ -38,13 +38,13 @@ def _scheme(name: str, element: Codec) -> Callable[[np.ndarray], Written]:
         args: Any = preset_name_to_scheme(name, ["Linear"]).weights
         w = torch.from_numpy(x)
         blocks = _blocks(w, args)
-        coarse = generate_gparam(w.amin(), w.amax()) if element == E2M1 and args.group_size == 16 else None
-        scale, offset = calculate_qparams(blocks.amin((-2, -1)), blocks.amax((-2, -1)), args, global_scale=coarse)
+        global_scale = generate_gparam(w.amin(), w.amax()) if element == E2M1 and args.group_size == 16 else None
+        scale, offset = calculate_qparams(blocks.amin((-2, -1)), blocks.amax((-2, -1)), args, global_scale=global_scale)
         if args.strategy == "tensor":
             scale, offset = scale.reshape(1), offset.reshape(1)
-        stored = torch.int8 if args.type == "int" else None  # as its compressors do: integers have no −0
-        q = quantize(w, scale, offset, args, dtype=stored, global_scale=coarse)
-        decoded = dequantize(q, scale, offset, args, dtype=torch.float32, global_scale=coarse)
+        stored = torch.int8 if args.type == "int" else None  # as in its compressors: integers have no −0
+        q = quantize(w, scale, offset, args, dtype=stored, global_scale=global_scale)
+        decoded = dequantize(q, scale, offset, args, dtype=torch.float32, global_scale=global_scale)
         return _written(args, element, q.numpy(), scale, offset, decoded.numpy())
 
     return write
@@ -58,11 +58,11 @@ def _blocks(w: Any, args: Any) -> Any:
 
 
 def _written(args: Any, element: Codec, values: np.ndarray, scale: Any, offset: Any, decoded: np.ndarray) -> Written:
-    """Values on the element's grid to codes; E8M0 and E4M3 scales, which are kept as numbers here, to theirs."""
+    """Encode values on the element's grid, and E8M0 and E4M3 scales, which the library keeps as floats."""
     zero_point = None
     if element in (INT4, INT8, UINT4):
         codes = values.astype(np.int32)
-        if not args.symmetric:  # from -8: ours count from 0
+        if not args.symmetric:  # they start at -8, breccia's at 0
             codes, zero_point = codes + 8, (offset.to(int).numpy() + 8).astype(np.uint8)
     else:
         codes = element.encode(NUMPY, values)
@@ -74,31 +74,31 @@ def _written(args: Any, element: Codec, values: np.ndarray, scale: Any, offset: 
     return Written(packed(codes, element), decoded, stored, zero_point=zero_point)
 
 
-_EVEN = "amax is rounded to the element's bits of mantissa before its exponent is taken."
-_HALF = "The scale is amax over half the width of the codes' range, {}; ours is amax / {}."
-_NO_NAME = "Codes are x / scale; ours under this rule are x times its reciprocal."
+_EVEN = "amax is rounded to the element's mantissa bits before its exponent is taken."
+_HALF = "The scale is amax over half the width of the codes' range, {}; breccia's is amax / {}."
+_NO_NAME = "Codes are x / scale; breccia's under this rule are x times its reciprocal."
 _NVFP4 = (
-    "With G = 2688 / amax of the tensor, block scales are G · (amax / 6), codes x / (s / G) and values q · (s / G); ours come "
-    "from g = amax / 2688: (amax / 6) / g, x · (1 / (s · g)), (q · s) · g. A block scale that underflows to 0 becomes 0.125."
+    "With G = 2688 / amax of the tensor, block scales are G · (amax / 6), codes x / (s / G) and values q · (s / G); breccia's "
+    "come from g = amax / 2688: (amax / 6) / g, x · (1 / (s · g)), (q · s) · g. A block scale that underflows to 0 is 0.125."
 )
 _INT4 = partial(INT4Scaling, scale_dtype="fp32")
 
 
 def _divided(name: str, recipe: Callable[..., ScalingRecipe]) -> Quantizer:
-    return Quantizer(name, _scheme(name, E4M3), Ours(recipe(), DIVIDED), Ours(recipe(scale_rule="divide")))
+    return Quantizer(name, _scheme(name, E4M3), Setting(recipe(), DIVIDED), Setting(recipe(scale_rule="divide")))
 
 
 def _even(name: str, element: Codec, recipe: Callable[..., ScalingRecipe]) -> Quantizer:
-    return Quantizer(name, _scheme(name, element), Ours(recipe(), _EVEN), Ours(recipe(scale_rule="even")))
+    return Quantizer(name, _scheme(name, element), Setting(recipe(), _EVEN), Setting(recipe(scale_rule="even")))
 
 
 def _half_range(name: str, element: Codec, recipe: Callable[..., ScalingRecipe]) -> Quantizer:
     cause = _HALF.format(element.max + 0.5, f"{element.max:g}")
-    return Quantizer(name, _scheme(name, element), Ours(recipe(), cause), Ours(recipe(scale_rule="half_range"), _NO_NAME))
+    return Quantizer(name, _scheme(name, element), Setting(recipe(), cause), Setting(recipe(scale_rule="half_range"), _NO_NAME))
 
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "compressed-tensors",
         installed("compressed-tensors"),
         (
@@ -108,10 +108,10 @@ NEIGHBOURS = (
             Quantizer(
                 "MXFP8A16",
                 _scheme("MXFP8A16", E4M3),
-                Ours(
+                Setting(
                     MXFP8BlockScaling(),
-                    "amax is rounded to one bit of mantissa, FP4's, before its exponent is taken: an amax of 448 · 2^k gets "
-                    "twice our scale, and no other does.",
+                    "amax is rounded to one mantissa bit, as for FP4, before its exponent is taken: an amax of 448 · 2^k gets "
+                    "twice breccia's scale; all others agree.",
                 ),
             ),
             _even("MXFP6A16", E2M3, MXFP6BlockScaling),
@@ -119,7 +119,7 @@ NEIGHBOURS = (
             Quantizer(
                 "NVFP4A16",
                 _scheme("NVFP4A16", E2M1),
-                Ours(
+                Setting(
                     NVFP4BlockScaling(),
                     _NVFP4,
                 ),
@@ -128,9 +128,9 @@ NEIGHBOURS = (
             Quantizer(
                 "W4A16_ASYM",
                 _scheme("W4A16_ASYM", UINT4),
-                Ours(
+                Setting(
                     _INT4(signed=False, symmetric=False),
-                    "x / scale + zero-point is rounded, where we round x / scale and add: halves go another way.",
+                    "x / scale + zero-point is rounded, while breccia rounds x / scale, then adds: ties differ.",
                 ),
             ),
             _half_range("W8A16", INT8, partial(INT8Scaling, 128)),

@@ -1,6 +1,6 @@
 """gguf: the quantizers of llama.cpp's Python package."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from breccia import INT4Scaling, INT8Scaling, MXFP4BlockScaling
 from breccia.backend import E2M1, INT4, UINT4, Codec
 
-from . import TIES, Neighbour, Ours, Quantizer, Written, installed, packed
+from . import TIES, Library, Quantizer, Setting, Written, installed, packed
 
 
-def _blocks(kind: str, parts: tuple[str, ...], element: Codec | None, shift: int = 0) -> Callable[[np.ndarray], Written]:
-    """Blocks of 32: `parts` of the dtypes named, then codes. Where two share a byte, element j is with element j + 16."""
+def _blocks(kind: str, dtypes: tuple[str, ...], element: Codec | None, shift: int = 0) -> Callable[[np.ndarray], Written]:
+    """Blocks of 32: scales and biases of these dtypes, then codes. In 4-bit codes, elements j and j + 16 share a byte."""
 
     def write(x: np.ndarray) -> Written:
         from gguf import GGMLQuantizationType, quants
@@ -27,7 +27,7 @@ def _blocks(kind: str, parts: tuple[str, ...], element: Codec | None, shift: int
         rows = raw.reshape(x.shape[0], x.shape[1] // 32, -1)
         stored: list[np.ndarray] = []
         at = 0
-        for dtype in parts:
+        for dtype in dtypes:
             size = np.dtype(dtype).itemsize
             stored.append(np.ascontiguousarray(rows[..., at : at + size]).view(dtype)[..., 0])
             at += size
@@ -42,20 +42,20 @@ def _blocks(kind: str, parts: tuple[str, ...], element: Codec | None, shift: int
     return write
 
 
-_SIGNED = "The scale is the element of the largest magnitude, with its sign, over −8; ours is amax / 7, never negative."
-_UNROUNDED = "Codes come from {} rounded to FP16, and halves go {}; ours come from what is stored, halves to even."
-_FLOOR = "The exponent of amax is taken as it is, the rule of the OCP text."
+_SIGNED = "The scale is the element of the largest magnitude, with its sign, over −8; breccia's is amax / 7, never negative."
+_UNROUNDED = "Codes come from {} rounded to FP16, and ties go {}; breccia uses the stored values, ties to even."
+_FLOOR = "The exponent of amax is taken unrounded, the rule of the OCP specification."
 _GROUPS: dict[str, Any] = {"group_size": 32, "scale_dtype": "fp16"}
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "gguf",
         installed("gguf"),
         (
             Quantizer(
                 "Q4_0",
                 _blocks("Q4_0", ("<f2",), INT4, shift=8),
-                Ours(
+                Setting(
                     INT4Scaling(**_GROUPS),
                     _SIGNED,
                 ),
@@ -63,15 +63,15 @@ NEIGHBOURS = (
             Quantizer(
                 "Q4_1",
                 _blocks("Q4_1", ("<f2", "<f2"), UINT4),
-                Ours(
+                Setting(
                     INT4Scaling(**_GROUPS, signed=False, symmetric=False, offset="bias"),
-                    _UNROUNDED.format("scale and bias before these are", "up"),
+                    _UNROUNDED.format("scale and bias before they are", "up"),
                 ),
             ),
             Quantizer(
                 "Q8_0",
                 _blocks("Q8_0", ("<f2",), None),
-                Ours(
+                Setting(
                     INT8Scaling(**_GROUPS),
                     _UNROUNDED.format("the scale before it is", "away from zero"),
                 ),
@@ -79,11 +79,11 @@ NEIGHBOURS = (
             Quantizer(
                 "MXFP4",
                 _blocks("MXFP4", ("u1",), E2M1),
-                Ours(
+                Setting(
                     MXFP4BlockScaling(),
                     _FLOOR,
                 ),
-                Ours(
+                Setting(
                     MXFP4BlockScaling(scale_rule="floor"),
                     TIES,
                 ),

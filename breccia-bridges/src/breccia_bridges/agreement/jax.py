@@ -1,6 +1,6 @@
 """JAX: `astype` of its arrays, on a CPU."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from breccia.backend import E2M1, E4M3, E5M2, E8M0, INT4, Codec
 
-from . import TO_INF, TO_NAN, Neighbour, Ours, Quantizer, Written, installed, packed
+from . import TO_INF, TO_NAN, Library, Quantizer, Setting, Written, installed, packed
 
 
 def _astype(dtype: str, codec: Codec) -> Callable[[np.ndarray], Written]:
@@ -24,18 +24,18 @@ def _astype(dtype: str, codec: Codec) -> Callable[[np.ndarray], Written]:
     return write
 
 
-_CUT = "Fractions are cut off; ours are rounded to the nearest, halves to even."
+_CUT = "Fractions are truncated; breccia rounds to nearest, ties to even."
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "JAX",
         installed("jax"),
         (
-            Quantizer("astype(float8_e4m3fn)", _astype("float8_e4m3fn", E4M3), Ours(E4M3, TO_NAN)),
-            Quantizer("astype(float8_e5m2)", _astype("float8_e5m2", E5M2), Ours(E5M2, TO_INF)),
-            Quantizer("astype(float4_e2m1fn)", _astype("float4_e2m1fn", E2M1), Ours(E2M1)),
-            Quantizer("astype(float8_e8m0fnu)", _astype("float8_e8m0fnu", E8M0), Ours(E8M0)),
-            Quantizer("astype(int4)", _astype("int4", INT4), Ours(INT4, _CUT)),
+            Quantizer("astype(float8_e4m3fn)", _astype("float8_e4m3fn", E4M3), Setting(E4M3, TO_NAN)),
+            Quantizer("astype(float8_e5m2)", _astype("float8_e5m2", E5M2), Setting(E5M2, TO_INF)),
+            Quantizer("astype(float4_e2m1fn)", _astype("float4_e2m1fn", E2M1), Setting(E2M1)),
+            Quantizer("astype(float8_e8m0fnu)", _astype("float8_e8m0fnu", E8M0), Setting(E8M0)),
+            Quantizer("astype(int4)", _astype("int4", INT4), Setting(INT4, _CUT)),
         ),
     ),
 )

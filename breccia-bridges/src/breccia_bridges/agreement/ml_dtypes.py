@@ -1,6 +1,6 @@
 """ml_dtypes: `astype` of NumPy arrays."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, Codec
 
-from . import TO_INF, TO_NAN, Neighbour, Ours, Quantizer, Written, installed, packed
+from . import TO_INF, TO_NAN, Library, Quantizer, Setting, Written, installed, packed
 
 
 def _astype(dtype: str, codec: Codec) -> Callable[[np.ndarray], Written]:
@@ -24,23 +24,23 @@ def _astype(dtype: str, codec: Codec) -> Callable[[np.ndarray], Written]:
     return write
 
 
-_CUT = "Fractions are cut off, and what is out of range wraps around; ours are rounded to the nearest, and saturate."
+_CUT = "Fractions are truncated, and values out of range wrap around; breccia rounds to nearest and saturates."
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "ml_dtypes",
         installed("ml_dtypes"),
         (
-            Quantizer("float8_e4m3fn", _astype("float8_e4m3fn", E4M3), Ours(E4M3, TO_NAN)),
-            Quantizer("float8_e5m2", _astype("float8_e5m2", E5M2), Ours(E5M2, TO_INF)),
-            Quantizer("float6_e2m3fn", _astype("float6_e2m3fn", E2M3), Ours(E2M3)),
-            Quantizer("float6_e3m2fn", _astype("float6_e3m2fn", E3M2), Ours(E3M2)),
-            Quantizer("float4_e2m1fn", _astype("float4_e2m1fn", E2M1), Ours(E2M1)),
-            Quantizer("float8_e8m0fnu", _astype("float8_e8m0fnu", E8M0), Ours(E8M0)),
+            Quantizer("float8_e4m3fn", _astype("float8_e4m3fn", E4M3), Setting(E4M3, TO_NAN)),
+            Quantizer("float8_e5m2", _astype("float8_e5m2", E5M2), Setting(E5M2, TO_INF)),
+            Quantizer("float6_e2m3fn", _astype("float6_e2m3fn", E2M3), Setting(E2M3)),
+            Quantizer("float6_e3m2fn", _astype("float6_e3m2fn", E3M2), Setting(E3M2)),
+            Quantizer("float4_e2m1fn", _astype("float4_e2m1fn", E2M1), Setting(E2M1)),
+            Quantizer("float8_e8m0fnu", _astype("float8_e8m0fnu", E8M0), Setting(E8M0)),
             Quantizer(
                 "int4",
                 _astype("int4", INT4),
-                Ours(
+                Setting(
                     INT4,
                     _CUT,
                 ),

@@ -1,6 +1,6 @@
-"""Who writes the same bytes: the neighbours of this package and ours, on the same inputs, as a result and a page.
+"""Which libraries write breccia's bytes: a comparison on the same inputs, as a result and a page.
 
-`python -m breccia_bridges.agreement docs` measures what is installed and writes `agreement.json`, and from it `agreement.md`.
+`python -m breccia_bridges.agreement docs` measures the installed libraries, writes `agreement.json` and from it `agreement.md`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from breccia import CorruptFileError, ScalingRecipe, cast, dequantize
 from breccia.backend import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NUMPY, Codec, PowerOfTwo
 
-from . import Neighbour, Quantizer, Written, neighbours, packed
+from . import Library, Quantizer, Written, libraries, packed
 
 RESULT, PAGE = "agreement.json", "agreement.md"
-#: Of the result file; a change that `page` cannot read raises it.
+#: Version of the result file; incremented by changes that `page` cannot read.
 SCHEMA = 1
-#: What bytes are compared on, and its rows and columns (of the boundaries there are 128 rows).
+#: The input matrices, and their rows and columns (the boundaries have 128 rows).
 MATRICES = ("normal", "rows", "boundaries")
 SHAPE = (512, 1024)
 PARTS = ("scale", "data", "decoded")
@@ -39,7 +39,7 @@ NONE = "—"
 
 
 def matrices(shape: tuple[int, int] = SHAPE) -> dict[str, np.ndarray]:
-    """What bytes are compared on, FP32, by name. The shape is in multiples of 128."""
+    """The FP32 input matrices, by name. Both sides of the shape are multiples of 128."""
     drawn = np.random.default_rng(20)
     normal = drawn.standard_normal(shape, np.float32)
     powers = np.exp2(drawn.uniform(-9, 9, (shape[0], 1))).astype(np.float32)
@@ -48,9 +48,9 @@ def matrices(shape: tuple[int, int] = SHAPE) -> dict[str, np.ndarray]:
 
 
 def boundaries(columns: int) -> np.ndarray:
-    """128 rows at the edges of decisions, times powers of two; scales in FP16 do not overflow.
+    """128 rows of rounding boundaries, times powers of two such that FP16 scales do not overflow.
 
-    Midpoints between codes, and in each block of 16 a largest magnitude that fills a format, or the FP32 number next to it.
+    Midpoints between codes; the amax of each block of 16 is the largest value of a format, or an adjacent FP32 number.
     """
     drawn = np.random.default_rng(21)
     full = ((E2M1, 6), (E2M3, 7.5), (E3M2, 28), (E4M3, 448), (E5M2, 57344), (INT4, 7), (INT8, 127), (INT8, 127.5))
@@ -72,26 +72,26 @@ def boundaries(columns: int) -> np.ndarray:
 
 
 def ours(x: np.ndarray, what: ScalingRecipe | Codec) -> Written:
-    """What breccia makes of `x` under a recipe, or by a codec alone."""
+    """`x` quantized by breccia under a recipe, or encoded by a codec alone."""
     if isinstance(what, Codec):
         with NUMPY.errstate():
             codes = what.encode(NUMPY, x)
             return Written(packed(codes, what), what.decode(NUMPY, codes))
     st = cast(x, what)
-    parts = {
+    scales = {
         name: None if (part := getattr(st, name)) is None else np.asarray(part)
         for name in ("scale", "global_scale", "zero_point")
     }
-    return Written(np.asarray(st.data), np.asarray(dequantize(st)), **parts)
+    return Written(np.asarray(st.data), np.asarray(dequantize(st)), **scales)
 
 
 def fitting(what: ScalingRecipe | Codec, x: np.ndarray) -> np.ndarray:
-    """`x` as the codec can hold it: magnitudes, where it has no sign."""
+    """`x`, or its magnitudes for an unsigned codec."""
     return np.abs(x) if isinstance(what, PowerOfTwo) else x
 
 
 def attempt(write: Callable[[np.ndarray], Written], x: np.ndarray) -> Written | str:
-    """What was written, or how it failed."""
+    """The result, or a description of the error."""
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -101,22 +101,22 @@ def attempt(write: Callable[[np.ndarray], Written], x: np.ndarray) -> Written | 
 
 
 def _bits(a: np.ndarray) -> np.ndarray:
-    """Stored numbers as their bit patterns; NaN of FP32 as one pattern."""
+    """The bit patterns of stored numbers, with one pattern for all FP32 NaN."""
     patterns = np.ascontiguousarray(a).view(f"u{a.dtype.itemsize}")
     return np.where(np.isnan(a), np.uint32(0x7FC00000), patterns) if a.dtype == np.float32 else patterns
 
 
 def _stored(written: Written) -> dict[str, list[np.ndarray]]:
-    beside = (written.scale, written.global_scale, written.zero_point)
+    scales = (written.scale, written.global_scale, written.zero_point)
     return {
-        "scale": [_bits(a) for a in beside if a is not None],
+        "scale": [_bits(a) for a in scales if a is not None],
         "data": [written.data.view(np.uint8)],
         "decoded": [_bits(written.decoded)],
     }
 
 
 def shares(theirs: Written, mine: Written) -> dict[str, tuple[int, int]]:
-    """By part: (how many are equal, of how many). Tensor scales and offsets count as scales, where both store them."""
+    """By part: (number equal, total). Global scales and offsets count as scales if both libraries store them."""
     both = [name for name in ("scale", "global_scale", "zero_point") if getattr(theirs, name) is not None]
     mine = dataclasses.replace(mine, **{name: None for name in ("scale", "global_scale", "zero_point") if name not in both})
     found: dict[str, tuple[int, int]] = {}
@@ -124,28 +124,30 @@ def shares(theirs: Written, mine: Written) -> dict[str, tuple[int, int]]:
         here = _stored(mine)[part]
         if [a.shape for a in there] != [a.shape for a in here] or [a.dtype for a in there] != [a.dtype for a in here]:
             said = [[(a.shape, a.dtype.name) for a in arrays] for arrays in (there, here)]
-            raise ValueError(f"{part}: the adapter gives {said[0]}, and we store {said[1]}; it must re-label theirs into ours.")
+            raise ValueError(
+                f"{part}: the adapter gives {said[0]}, breccia stores {said[1]}; the adapter must convert to breccia's order."
+            )
         if there:
             found[part] = (sum(int((a == b).sum()) for a, b in zip(there, here, strict=True)), sum(a.size for a in there))
     return found
 
 
 def sqnr_db(x: np.ndarray, y: np.ndarray) -> float:
-    """Signal to quantization noise, in FP64, to four places."""
+    """Signal-to-quantization-noise ratio in dB, computed in FP64, to four places."""
     a, b = x.astype(np.float64), y.astype(np.float64)
     return round(float(10 * np.log10((a * a).sum() / ((a - b) ** 2).sum())), 4)
 
 
 def compared(quantizer: Quantizer, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
-    """One row: shares and SQNR beside each setting of ours, and what becomes of faults. A failure of theirs is its `error`.
+    """One row: shares and SQNR against each breccia setting, and the results on edge cases; `error` if the library raises.
 
-    SQNR is that of the first matrix. Shares are counts, (equal, all), by matrix and part.
+    SQNR is measured on the first matrix. Shares are counts, (equal, all), by matrix and part.
     """
     matrices = quantizer.recorded() if quantizer.recorded else inputs
-    beside: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         name: {"writes": label(o.writes), "cause": o.cause, "shares": {}} for name, o in quantizer.settings.items()
     }
-    row: dict[str, Any] = {"name": quantizer.name, "error": None, "recorded": quantizer.recorded is not None, **beside}
+    row: dict[str, Any] = {"name": quantizer.name, "error": None, "recorded": quantizer.recorded is not None, **settings}
     for name, given in matrices.items():
         x = fitting(quantizer.default.writes, given)
         theirs = attempt(quantizer.write, x)
@@ -156,9 +158,9 @@ def compared(quantizer: Quantizer, inputs: dict[str, np.ndarray]) -> dict[str, A
             row["sqnr_db"] = sqnr_db(x, theirs.decoded)
         for setting, o in quantizer.settings.items():
             mine = ours(x, o.writes)
-            beside[setting]["shares"][name] = shares(theirs, mine)
+            settings[setting]["shares"][name] = shares(theirs, mine)
             if first:
-                beside[setting]["sqnr_db"] = sqnr_db(x, mine.decoded)
+                settings[setting]["sqnr_db"] = sqnr_db(x, mine.decoded)
     return row if quantizer.recorded else {**row, "edges": edges(quantizer)}
 
 
@@ -166,14 +168,14 @@ def compared(quantizer: Quantizer, inputs: dict[str, np.ndarray]) -> dict[str, A
 
 #: Edges, in the order of the table.
 EDGES = ("zero block", "zero tensor", "NaN", "Inf", "subnormal", "ragged")
-#: Where the one bad number is.
+#: Index of the only NaN or Inf.
 _BAD = (0, 3)
-_WHOLE = (128, 256)
+_FULL_BLOCKS = (128, 256)
 
 
 def faulty(edge: str, corner: tuple[slice, slice]) -> np.ndarray:
-    """A matrix of normal numbers with one fault: in the corner, whose elements share a scale, or throughout."""
-    x = np.random.default_rng(22).standard_normal(_WHOLE, np.float32)
+    """Normal numbers with one fault, either in the corner, whose elements share a scale, or everywhere."""
+    x = np.random.default_rng(22).standard_normal(_FULL_BLOCKS, np.float32)
     match edge:
         case "zero block":
             x[corner] = 0
@@ -189,7 +191,7 @@ def faulty(edge: str, corner: tuple[slice, slice]) -> np.ndarray:
 
 
 def edges(quantizer: Quantizer) -> dict[str, list[str]]:
-    """By edge, in a word or two: what becomes of it there, and under our closest setting."""
+    """By edge: the outcome in the library and under breccia's closest setting, in a word or two."""
     what = list(quantizer.settings.values())[-1].writes
     m, k = (1, 16) if isinstance(what, Codec) else what.format.scale.block
     corner = np.s_[:m, :k]
@@ -203,7 +205,7 @@ def edges(quantizer: Quantizer) -> dict[str, list[str]]:
 
 
 def word(edge: str, x: np.ndarray, y: np.ndarray, corner: tuple[slice, slice], alone: bool = False) -> str:
-    """What became of an edge. alone: elements have no scale, so that each stands for itself."""
+    """The outcome of an edge case. alone: there are no scales, so elements are independent."""
     if edge == "ragged":
         return "works" if y.shape == x.shape else f"shape {y.shape}"
     if edge not in ("NaN", "Inf"):
@@ -222,12 +224,12 @@ def word(edge: str, x: np.ndarray, y: np.ndarray, corner: tuple[slice, slice], a
     if np.isnan(y[inside]).all():
         return "block NaN"
     inside[_BAD] = False
-    at, beside = _kind(y[_BAD]), _kind(y[inside])
-    return f"block {at}" if at == beside else f"{at}; rest {beside}"
+    at, rest = _kind(y[_BAD]), _kind(y[inside])
+    return f"block {at}" if at == rest else f"{at}; rest {rest}"
 
 
 def _kind(y: np.ndarray) -> str:
-    """What a number is, or several."""
+    """The kind of a number, or of several."""
     for name, of in (("NaN", np.isnan), ("Inf", np.isinf)):
         if of(y).any():
             return name if of(y).all() else f"some {name}"
@@ -238,12 +240,12 @@ def _kind(y: np.ndarray) -> str:
 
 
 def label(what: ScalingRecipe | Codec) -> str:
-    """As `breccia.recipe` reads it; of a codec its name."""
+    """A recipe as `breccia.recipe` reads it; the name of a codec."""
     return what.name if isinstance(what, Codec) else what.spec
 
 
 def provenance() -> dict[str, Any]:
-    """What a reader must know to measure this again, or to doubt it."""
+    """The machine and versions of the measurement."""
     cpuinfo = Path("/proc/cpuinfo")
     found = (
         re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE) if cpuinfo.exists() else None
@@ -258,25 +260,25 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def measured(of: Sequence[Neighbour] | None = None, shape: tuple[int, int] = SHAPE) -> dict[str, Any]:
-    """The result: every neighbour, those that are installed with their rows."""
+def measured(of: Sequence[Library] | None = None, shape: tuple[int, int] = SHAPE) -> dict[str, Any]:
+    """The result: every library, with rows if it is installed."""
     inputs = matrices(shape)
     found: list[dict[str, Any]] = []
-    for neighbour in neighbours() if of is None else of:
-        there = neighbour.version()
-        rows = [compared(quantizer, inputs) for quantizer in neighbour.quantizers] if there else []
-        found.append({"name": neighbour.name, "version": there, "rows": rows})
+    for library in libraries() if of is None else of:
+        there = library.version()
+        rows = [compared(quantizer, inputs) for quantizer in library.quantizers] if there else []
+        found.append({"name": library.name, "version": there, "rows": rows})
     return {"schema": SCHEMA, "provenance": provenance(), "shape": list(shape), "neighbours": found}
 
 
 def write(folder: Path, draw: bool = False) -> list[Path]:
-    """Measure, or with `draw` read what was measured; write the result and the page into `folder`, and say where.
+    """Measure, or with `draw` read the existing result; write the result and the page into `folder` and return their paths.
 
-    Raises FileNotFoundError where the folder, or the result to draw, is not; CorruptFileError where that is no result of ours.
+    Raises FileNotFoundError for a missing folder or result, CorruptFileError for an invalid result.
     """
     result, drawn = folder / RESULT, folder / PAGE
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; name the one the page belongs in, docs in the repository.")
+        raise FileNotFoundError(f"{folder} is not a folder; pass the folder of the page, docs in the repository.")
     if not draw:
         _put(result, json.dumps(measured(), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
     _put(drawn, page(read(result)))
@@ -284,14 +286,14 @@ def write(folder: Path, draw: bool = False) -> list[Path]:
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file whole, or leave the one that is there."""
+    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.part")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result that was written. Raises FileNotFoundError, or CorruptFileError naming what is wrong."""
+    """Read a result. Raises FileNotFoundError or CorruptFileError."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; leave --draw out to measure.")
     try:
@@ -315,56 +317,55 @@ _INTRO = """\
 
 <!-- Written by `python -m breccia_bridges.agreement docs` from agreement.json; edit breccia_bridges.agreement.table. -->
 
-The same format name gives different bytes in different libraries. Here each of them writes the same matrices as breccia,
-once under our default recipe of that format, and once under our setting that comes closest. Every difference has its cause
-beside it, and the test suite computes those bytes again from the cause alone.
+The same format name gives different bytes in different libraries. Here each library and breccia quantize the same matrices:
+breccia once under its default recipe of that format, and once under the setting with the most equal bytes. Every difference
+has a cause, and the test suite reproduces the library's bytes from the cause alone.
 
-**How to read it.** Each line is a setting of ours beside what the neighbour writes, the default first and then, where it is
-another, the closest. Shares are percentages of equal scales (with tensor scales, zero-points and biases, where both store
-the same number), of equal bytes of codes, and of equal decoded FP32 values, bit by bit. They are rounded down: **100** is
-all. They are of three matrices together: normal numbers, rows of very different magnitude, and boundaries: midpoints
-between codes, in blocks whose largest magnitude fills a format exactly, or is the FP32 number next to that. [Further
-below](#by-matrix) they are told apart. dB is the SQNR of the normal numbers. Under each table are the causes that its
-column "why" names.
+**How to read the tables.** Each line compares a library with one breccia setting: first the default, then the closest
+setting if it is another one. Shares are percentages of equal scales (including global scales, zero-points and biases that
+both libraries store), of equal code bytes, and of bitwise equal decoded FP32 values. They are rounded down: **100** means
+all. They cover three matrices together: normal numbers, rows of very different magnitude, and boundaries. Boundaries are
+midpoints between codes, in blocks whose amax is the largest value of a format or an adjacent FP32 number. [Shares by
+matrix](#by-matrix) are listed below. dB is the SQNR of the normal numbers. The numbers in the column "why" refer to the
+causes under each table.
 
-Their bytes are put into our order (low nibble first, one row after the other) by renaming, never by computing. Everything
-ran on a CPU in FP32; a GPU's kernels may round otherwise, and those of TransformerEngine, recorded on an H200 with inputs
-of their own, have rows of their own. Where a neighbour keeps the tensor's scale as an amax or as its reciprocal, that
-number is left out: [another sense](spec/numerics.md#4-dequantize), another number.
+The adapters only reorder other libraries' bytes into breccia's order (low nibble first, row by row) and compute nothing.
+Everything ran on a CPU in FP32; GPU kernels may round differently. The kernels of TransformerEngine were recorded on an H200
+with other inputs and have a section of their own. A tensor scale that a library stores as an amax or as a reciprocal is left
+out, since [the scale convention](spec/numerics.md#4-dequantize) differs.
 """
 
 _EDGES = """\
 ## Faults and edges
 
-What becomes of a block of zeros, a tensor of zeros, one NaN or one Inf in a block, a block of FP32 subnormal numbers
-(2^-130), and a shape that is no multiple of the block (100 × 250). Where breccia's closest setting does something else,
-that is said behind it.
+The table shows results for a block of zeros, a tensor of zeros, one NaN or one Inf in a block, a block of FP32 subnormal
+numbers (2^-130), and a shape that is not a multiple of the block (100 × 250; column "ragged"). If breccia's closest setting
+differs, its result follows after "here".
 
-- *block NaN*: all that shares the scale decodes to NaN. *tensor NaN*: everything does. *finite; rest zero*: the bad element
-  becomes a number, and its neighbours zeros.
-- *kept*: subnormal numbers decode to about what they were; *times 2^n*: to that multiple of it.
-- Without scales there are no blocks: a number is what the element becomes.
-- In qwix a NaN marks its block in small arrays and is lost in large ones, as here: on a CPU, XLA's reduction to the largest
-  element drops it.
+- *block NaN*: all elements that share the scale decode to NaN. *tensor NaN*: all elements do. *finite; rest zero*: the NaN or
+  Inf becomes a finite number, and the rest of its block zeros.
+- *kept*: subnormal numbers decode to approximately the same values; *times 2^n*: to that multiple of them.
+- Without scales there are no blocks; a number is the decoded value of the element.
+- In qwix a NaN turns its block to NaN in small arrays but is lost in large ones, as here: on a CPU, XLA's maximum reduction
+  drops it.
 """
 
 _USE = """\
-## Writing a neighbour's bytes
+## Writing another library's bytes
 
-Each of these settings wrote the neighbour's bytes, all of them, on all three matrices. `breccia.recipe` reads them as they
-are spelled here; `cast` takes what it returns. [Bridges](bridges.md) wrap bytes that are there already, whatever rule wrote
-them.
+Each of these settings reproduces all of the library's bytes on all three matrices. `breccia.recipe` parses these strings, and
+`cast` takes the result. [Bridges](bridges.md) wrap existing bytes, regardless of the rule that produced them.
 """
 
 _BY_MATRIX = """\
 ## By matrix
 
-Where the closest setting does not write the same bytes: scales, codes, values, in percent.
+Shares of equal scales, codes and values in percent, for quantizers whose closest setting does not write the same bytes.
 """
 
 
 def percent(equal: int, of: int) -> str:
-    """A share, rounded down: 100 where all are equal, and only there."""
+    """A share in percent, rounded down: 100 only if all are equal."""
     if equal == of:
         return "100"
     return f"{math.floor(1000 * equal / of) / 10:g}"
@@ -376,13 +377,13 @@ def total(shares: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
     return {part: [sum(of[part][i] for of in shares.values()) for i in (0, 1)] for part in parts}
 
 
-def agrees(beside: dict[str, Any]) -> bool:
+def agrees(setting: dict[str, Any]) -> bool:
     """Are all bytes and values equal?"""
-    return all(equal == of for equal, of in total(beside["shares"]).values())
+    return all(equal == of for equal, of in total(setting["shares"]).values())
 
 
 def closest(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row says beside our closest setting."""
+    """The comparison of a row with breccia's closest setting."""
     return row.get("closest") or row["default"]
 
 
@@ -392,7 +393,7 @@ def page(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in p["versions"].items())
     parts = [
         _INTRO,
-        *(_section(n) for n in result["neighbours"]),
+        *(_section(library) for library in result["neighbours"]),
         _EDGES,
         _edge_table(result),
         _BY_MATRIX,
@@ -412,32 +413,32 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
 
-def _section(neighbour: dict[str, Any]) -> str:
-    """A neighbour's table: a line for each setting of ours, and the causes below it by number."""
-    head = f"## {neighbour['name']}\n\n"
-    if neighbour["version"] is None:
+def _section(library: dict[str, Any]) -> str:
+    """The table of a library: a line per breccia setting, and numbered causes below it."""
+    head = f"## {library['name']}\n\n"
+    if library["version"] is None:
         return f"{head}Not installed where this was measured.\n"
     causes: dict[str, int] = {}
     lines: list[list[str]] = []
-    for row in neighbour["rows"]:
+    for row in library["rows"]:
         if row["error"]:
             lines.append([row["name"], row["error"], *[NONE] * 6])
             continue
         start = [row["name"], f"{row['sqnr_db']:.2f}"]
-        for beside in (row[name] for name in ("default", "closest") if name in row):
-            shares = total(beside["shares"])
-            why = str(causes.setdefault(beside["cause"], len(causes) + 1)) if beside["cause"] else ""
+        for setting in (row[name] for name in ("default", "closest") if name in row):
+            shares = total(setting["shares"])
+            why = str(causes.setdefault(setting["cause"], len(causes) + 1)) if setting["cause"] else ""
             figures = [_percent(*shares[part]) if part in shares else NONE for part in PARTS]
-            lines.append([start[0], _setting(beside), why, *figures, start[1], f"{beside['sqnr_db']:.2f}"])
+            lines.append([start[0], _setting(setting), why, *figures, start[1], f"{setting['sqnr_db']:.2f}"])
             start = ["", ""]
     notes = "".join(f"{number}. {cause}\n" for cause, number in causes.items())
-    headings = ["writes", "ours", "why", "scales", "codes", "values", "dB theirs", "dB ours"]
-    return f"{head}Version {neighbour['version']}.\n\n{_table(headings, lines)}" + (f"\n{notes}" if notes else "")
+    headings = ["library writes", "breccia setting", "why", "scales", "codes", "values", "dB", "dB breccia"]
+    return f"{head}Version {library['version']}.\n\n{_table(headings, lines)}" + (f"\n{notes}" if notes else "")
 
 
-def _setting(beside: dict[str, Any]) -> str:
-    """Its name and fields apart, so that narrow columns can hold them."""
-    return ", ".join(f"`{part}`" for part in beside["writes"].split(","))
+def _setting(setting: dict[str, Any]) -> str:
+    """Its name and fields separately, so that narrow columns can wrap."""
+    return ", ".join(f"`{part}`" for part in setting["writes"].split(","))
 
 
 def _percent(equal: int, of: int) -> str:
@@ -445,42 +446,42 @@ def _percent(equal: int, of: int) -> str:
 
 
 def _rows(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(neighbour, row) of those that did not fail."""
-    for neighbour in result["neighbours"]:
-        yield from ((neighbour["name"], row) for row in neighbour["rows"] if not row["error"])
+    """(library, row) of the rows without an error."""
+    for library in result["neighbours"]:
+        yield from ((library["name"], row) for row in library["rows"] if not row["error"])
 
 
 def _edge_table(result: dict[str, Any]) -> str:
-    """Rows of a neighbour that say the same share a line."""
+    """Rows of a library with the same results share a line."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for neighbour, row in _rows(result):
+    for library, row in _rows(result):
         if "edges" in row:
             words = (f"{theirs}, here {mine}" if theirs != mine else theirs for theirs, mine in row["edges"].values())
-            lines.setdefault((neighbour, *words), []).append(row["name"])
-    return _table(["", "writes", *EDGES], [[head, _listed(names), *words] for (head, *words), names in lines.items()])
+            lines.setdefault((library, *words), []).append(row["name"])
+    return _table(["", "library writes", *EDGES], [[head, _listed(names), *words] for (head, *words), names in lines.items()])
 
 
 def _listed(names: list[str]) -> str:
-    """Names, those that begin alike together."""
-    parted = [name.partition(", ") for name in names]
-    groups = ((head, [tail.replace(", ", " ") for *_, tail in group]) for head, group in groupby(parted, lambda part: part[0]))
-    return "; ".join(f"{head}: {', '.join(tails)}" if tails[0] else head for head, tails in groups)
+    """Names, grouped by their part before the first comma."""
+    split = [name.partition(", ") for name in names]
+    groups = ((head, [rest.replace(", ", " ") for *_, rest in group]) for head, group in groupby(split, lambda part: part[0]))
+    return "; ".join(f"{head}: {', '.join(rests)}" if rests[0] else head for head, rests in groups)
 
 
 def _matrix_table(result: dict[str, Any]) -> str:
     lines: list[list[str]] = []
-    for neighbour, row in _rows(result):
-        beside = closest(row)
-        if not agrees(beside) and not row["recorded"]:
-            by = [", ".join(percent(*counts) for counts in beside["shares"][name].values()) for name in MATRICES]
-            lines.append([neighbour, row["name"], _setting(beside), *by])
-    return _table(["", "writes", "beside", *MATRICES], lines)
+    for library, row in _rows(result):
+        setting = closest(row)
+        if not agrees(setting) and not row["recorded"]:
+            by = [", ".join(percent(*counts) for counts in setting["shares"][name].values()) for name in MATRICES]
+            lines.append([library, row["name"], _setting(setting), *by])
+    return _table(["", "library writes", "breccia setting", *MATRICES], lines)
 
 
 def _use_table(result: dict[str, Any]) -> str:
     lines: list[list[str]] = []
-    for neighbour, row in _rows(result):
+    for library, row in _rows(result):
         settings = [row[name] for name in ("default", "closest") if name in row and agrees(row[name])]
         if settings and settings[-1]["writes"] not in {codec.name for codec in CODECS}:
-            lines.append([neighbour, row["name"], f"`{settings[-1]['writes']}`"])
-    return _table(["", "writes", "recipe"], lines)
+            lines.append([library, row["name"], f"`{settings[-1]['writes']}`"])
+    return _table(["", "library writes", "recipe"], lines)

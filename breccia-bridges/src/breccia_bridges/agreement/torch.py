@@ -1,6 +1,6 @@
 """PyTorch: `Tensor.to` of the eight-bit floating dtypes, on a CPU."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from breccia.backend import E4M3, E5M2, E8M0
 
-from . import TO_INF, Neighbour, Ours, Quantizer, Written, installed
+from . import TO_INF, Library, Quantizer, Setting, Written, installed
 
 
 def _to(dtype: str) -> Callable[[np.ndarray], Written]:
@@ -24,14 +24,14 @@ def _to(dtype: str) -> Callable[[np.ndarray], Written]:
     return write
 
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "PyTorch",
         installed("torch"),
         (
-            Quantizer("to(float8_e4m3fn)", _to("float8_e4m3fn"), Ours(E4M3)),
-            Quantizer("to(float8_e5m2)", _to("float8_e5m2"), Ours(E5M2, TO_INF)),
-            Quantizer("to(float8_e8m0fnu)", _to("float8_e8m0fnu"), Ours(E8M0)),
+            Quantizer("to(float8_e4m3fn)", _to("float8_e4m3fn"), Setting(E4M3)),
+            Quantizer("to(float8_e5m2)", _to("float8_e5m2"), Setting(E5M2, TO_INF)),
+            Quantizer("to(float8_e8m0fnu)", _to("float8_e8m0fnu"), Setting(E8M0)),
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """torchao: MXTensor, NVFP4Tensor, Float8Tensor, IntxUnpackedToInt8Tensor, on a CPU."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from breccia import (
 )
 from breccia.backend import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, UINT4, Codec
 
-from . import DIVIDED, Neighbour, Ours, Quantizer, Written, installed, packed
+from . import DIVIDED, Library, Quantizer, Setting, Written, installed, packed
 
 
 def _bytes(tensor: Any) -> np.ndarray:
@@ -63,8 +63,8 @@ def _nvfp4(two_level: bool) -> Callable[[np.ndarray], Written]:
         hp = torch.from_numpy(x)
         tensor_scale = per_tensor_amax_to_scale(hp.abs().max()) if two_level else None
         t = NVFP4Tensor.to_nvfp4(hp, per_tensor_scale=tensor_scale)
-        coarse = None if tensor_scale is None else tensor_scale.numpy()
-        return Written(_bytes(t.qdata), t.dequantize(torch.float32).numpy(), _bytes(t.scale), coarse)
+        global_scale = None if tensor_scale is None else tensor_scale.numpy()
+        return Written(_bytes(t.qdata), t.dequantize(torch.float32).numpy(), _bytes(t.scale), global_scale)
 
     return write
 
@@ -89,7 +89,7 @@ def _intx(group: int, bits: int, mapping: str) -> Callable[[np.ndarray], Written
         dtype, kind = getattr(torch, f"int{bits}"), MappingType[mapping]
         t = IntxUnpackedToInt8Tensor.from_hp(torch.from_numpy(x), (1, group), dtype, mapping_type=kind)
         codes, offset = t.qdata.numpy(), None
-        if kind is MappingType.ASYMMETRIC:  # codes and zero-points from -8: ours count from 0
+        if kind is MappingType.ASYMMETRIC:  # codes and zero-points start at -8, breccia's at 0
             codes, offset = codes + 8, (t.zero_point.numpy() + 8).astype(np.uint8)
         data = packed(codes, UINT4 if offset is not None else INT4) if bits == 4 else codes.view(np.uint8)
         return Written(data, t.dequantize().numpy(), t.scale.numpy(), zero_point=offset)
@@ -104,27 +104,27 @@ _MX: tuple[tuple[Codec, Callable[..., ScalingRecipe]], ...] = (
     (E3M2, lambda **rule: MXFP6BlockScaling("E3M2", **rule)),
     (E2M1, MXFP4BlockScaling),
 )
-_FLOOR = "FLOOR takes the exponent of amax as it is, so that a block's largest elements may saturate."
-_EVEN = "EVEN rounds amax to the element's bits of mantissa before it takes the exponent."
+_FLOOR = "FLOOR takes the exponent of amax unrounded, so a block's largest elements may saturate."
+_EVEN = "EVEN rounds amax to the element's mantissa bits before it takes the exponent."
 _RCEIL = "The exponent is ceil(log2(amax / largest)) in FP32: just above largest · 2^k it is k, and the block saturates."
-_CEIL = "CEIL rounds amax up to a power of two, whatever the element's largest value; no rule of ours does."
+_CEIL = "CEIL rounds amax up to a power of two, regardless of the element's largest value; no rule of breccia does."
 
 
 def _modes(element: Codec, recipe: Callable[..., ScalingRecipe]) -> tuple[Quantizer, ...]:
     name = f"MXTensor, {element.name}"
     return (
-        Quantizer(f"{name}, FLOOR", _mx(element, "floor"), Ours(recipe(), _FLOOR), Ours(recipe(scale_rule="floor"))),
-        Quantizer(f"{name}, EVEN", _mx(element, "even"), Ours(recipe(), _EVEN), Ours(recipe(scale_rule="even"))),
-        Quantizer(f"{name}, RCEIL", _mx(element, "rceil"), Ours(recipe(), _RCEIL)),
-        Quantizer(f"{name}, CEIL", _mx(element, "ceil"), Ours(recipe(), _CEIL)),
+        Quantizer(f"{name}, FLOOR", _mx(element, "floor"), Setting(recipe(), _FLOOR), Setting(recipe(scale_rule="floor"))),
+        Quantizer(f"{name}, EVEN", _mx(element, "even"), Setting(recipe(), _EVEN), Setting(recipe(scale_rule="even"))),
+        Quantizer(f"{name}, RCEIL", _mx(element, "rceil"), Setting(recipe(), _RCEIL)),
+        Quantizer(f"{name}, CEIL", _mx(element, "ceil"), Setting(recipe(), _CEIL)),
     )
 
 
 _INT4 = partial(INT4Scaling, 32, scale_dtype="fp32")
 _ASYMMETRIC = partial(_INT4, signed=False, symmetric=False)
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "torchao",
         installed("torchao"),
         (
@@ -132,57 +132,59 @@ NEIGHBOURS = (
             Quantizer(
                 "NVFP4Tensor, per_tensor_scale",
                 _nvfp4(True),
-                Ours(
+                Setting(
                     NVFP4BlockScaling(),
-                    "Block scales are 2^-6 at least; codes are x · ((1 / g) / s) and values q · (g · s), where ours are "
+                    "Block scales are at least 2^-6; codes are x · ((1 / g) / s) and values q · (g · s), while breccia's are "
                     "x · (1 / (s · g)) and (q · s) · g.",
                 ),
             ),
             Quantizer(
                 "NVFP4Tensor",
                 _nvfp4(False),
-                Ours(
+                Setting(
                     NVFP4BlockScaling(two_level=False),
-                    "Block scales are 2^-6 at least, the smallest normal number of E4M3; ours go down to its subnormal ones.",
+                    "Block scales are at least 2^-6, the smallest normal number of E4M3; breccia's may be subnormal.",
                 ),
             ),
             Quantizer(
                 "Float8Tensor, PerTensor",
                 _float8("PerTensor"),
-                Ours(Float8CurrentScaling(), DIVIDED),
-                Ours(Float8CurrentScaling(scale_rule="divide")),
+                Setting(Float8CurrentScaling(), DIVIDED),
+                Setting(Float8CurrentScaling(scale_rule="divide")),
             ),
             Quantizer(
                 "Float8Tensor, PerRow",
                 _float8("PerRow"),
-                Ours(Float8RowScaling(), DIVIDED),
-                Ours(Float8RowScaling(scale_rule="divide")),
+                Setting(Float8RowScaling(), DIVIDED),
+                Setting(Float8RowScaling(scale_rule="divide")),
             ),
             Quantizer(
                 "Float8Tensor, PerBlock 128×128",
                 _float8("PerBlock", [128, 128]),
-                Ours(Float8BlockScaling(block_m=128), DIVIDED),
-                Ours(Float8BlockScaling(block_m=128, scale_rule="divide")),
+                Setting(Float8BlockScaling(block_m=128), DIVIDED),
+                Setting(Float8BlockScaling(block_m=128, scale_rule="divide")),
             ),
             Quantizer(
                 "IntxUnpackedToInt8Tensor, int4, groups of 32",
                 _intx(32, 4, "SYMMETRIC"),
-                Ours(_INT4(), "The scale is amax / 7.5, half the width of the codes' range; ours is amax / 7."),
-                Ours(_INT4(scale_rule="half_range")),
+                Setting(_INT4(), "The scale is amax / 7.5, half the width of the codes' range; breccia's is amax / 7."),
+                Setting(_INT4(scale_rule="half_range")),
             ),
             Quantizer(
                 "IntxUnpackedToInt8Tensor, int8, groups of 32",
                 _intx(32, 8, "SYMMETRIC"),
-                Ours(INT8Scaling(32), "The scale is amax / 127.5, half the width of the codes' range; ours is amax / 127."),
-                Ours(INT8Scaling(32, scale_rule="half_range")),
+                Setting(
+                    INT8Scaling(32), "The scale is amax / 127.5, half the width of the codes' range; breccia's is amax / 127."
+                ),
+                Setting(INT8Scaling(32, scale_rule="half_range")),
             ),
             Quantizer(
                 "IntxUnpackedToInt8Tensor, int4, ASYMMETRIC",
                 _intx(32, 4, "ASYMMETRIC"),
-                Ours(_ASYMMETRIC(), "Zero-points come from a division by the scale; ours from its reciprocal."),
-                Ours(
+                Setting(_ASYMMETRIC(), "Zero-points come from a division by the scale; breccia's come from its reciprocal."),
+                Setting(
                     _ASYMMETRIC(scale_rule="divide"),
-                    "Codes come from the reciprocal of the scale, zero-points from a division; ours both from one of the two.",
+                    "Codes come from the reciprocal of the scale, zero-points from a division; breccia uses one for both.",
                 ),
             ),
         ),

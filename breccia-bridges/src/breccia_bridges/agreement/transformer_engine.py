@@ -1,6 +1,6 @@
 """TransformerEngine: its reference quantizers in Python, which run on a CPU, and outputs of its kernels recorded on an H200."""
 
-# Neighbours are not always there, and declare few types.
+# Other libraries may be absent, and declare few types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from breccia import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from breccia.backend import E4M3, E5M2, NUMPY, Codec
 
-from . import Neighbour, Ours, Quantizer, Written, installed
+from . import Library, Quantizer, Setting, Written, installed
 
-#: In the repository only; its README says how it was made.
+#: Only in the repository; its README documents how it was made.
 RECORDING = Path(__file__).parents[4] / "tests" / "golden" / "transformer_engine_2_20_2" / "tiles.safetensors.xz"
 
 # ------------------------------------------------------------------------------------------------ reference quantizers
@@ -32,9 +32,9 @@ _PARENTS = ("", ".pytorch", ".pytorch.custom_recipes", ".pytorch.tensor")
 
 @cache
 def _reference(module: str) -> Any:
-    """A module of `custom_recipes`. It needs torch and two base classes; the package around it needs the compiled library.
+    """A module of `custom_recipes`. It needs torch and two base classes; its package needs the compiled library.
 
-    So that is stood in for while the module is loaded, unless it is loaded already.
+    Stubs replace the package while the module is loaded, unless it is already loaded.
     """
     name = f"{_PACKAGE}.pytorch.custom_recipes.{module}"
     if _PACKAGE in sys.modules:
@@ -57,11 +57,11 @@ def _reference(module: str) -> Any:
 
 
 class _Storage:
-    """In the place of QuantizedTensorStorage."""
+    """Stub of QuantizedTensorStorage."""
 
 
 class _Quantizer:
-    """In the place of Quantizer."""
+    """Stub of Quantizer."""
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
@@ -81,7 +81,7 @@ def _current(element: str, power_of_two: bool = False) -> Callable[[np.ndarray],
 
 
 def _nvfp4(x: np.ndarray) -> Written:
-    """Decoded are its codes; it has no decoding of the scales, and ours stands in: amax / 2688 is the tensor's."""
+    """It decodes codes but not scales; breccia's rule is used for these: the global scale is amax / 2688."""
     import torch
 
     module = _reference("reference_nvfp4")
@@ -115,84 +115,87 @@ def _recorded(of: str, element: Codec) -> Callable[[np.ndarray], Written]:
     return write
 
 
-def _kernel(name: str, of: str, default: Ours, closest: Ours | None = None) -> Quantizer:
+def _kernel(name: str, of: str, default: Setting, closest: Setting | None = None) -> Quantizer:
     return Quantizer(name, _recorded(of, E5M2 if of.endswith("e5m2") else E4M3), default, closest, _matrices)
 
 
-_MULTIPLIER = "The multiplier is largest / amax and the scale its reciprocal; ours is amax / largest, and the other way round."
+_MULTIPLIER = (
+    "The multiplier is largest / amax and the scale its reciprocal; in breccia the scale is amax / largest, and the multiplier "
+    "its reciprocal."
+)
 _NVFP4 = (
-    "With G = 2688 / amax of the tensor, block scales are amax · (G / 6) and multipliers 1 / (s · (1 / G)); ours come from "
-    "g = amax / 2688: (amax / 6) / g, 1 / (s · g). Under a block scale that underflows to 0 elements become codes of ±6."
+    "With G = 2688 / amax of the tensor, block scales are amax · (G / 6) and multipliers 1 / (s · (1 / G)); breccia's come "
+    "from g = amax / 2688: (amax / 6) / g, 1 / (s · g). Under a block scale that underflows to 0, elements become codes of ±6."
 )
 _SUBNORMAL = (
-    "Scales may be subnormal numbers of FP32, and subnormal elements have codes; our scales are 2^-126 at least, and such "
-    "elements zeros."
+    "Scales may be subnormal in FP32, and subnormal elements are encoded; breccia's scales are at least 2^-126, and such "
+    "elements become zeros."
 )
 
-NEIGHBOURS = (
-    Neighbour(
+LIBRARIES = (
+    Library(
         "TransformerEngine",
         installed("transformer-engine"),
         (
             Quantizer(
                 "CurrentScalingQuantizerRef, E4M3",
                 _current("float8_e4m3fn"),
-                Ours(Float8CurrentScaling(), _MULTIPLIER),
-                Ours(Float8CurrentScaling(scale_rule="te")),
+                Setting(Float8CurrentScaling(), _MULTIPLIER),
+                Setting(Float8CurrentScaling(scale_rule="te")),
             ),
             Quantizer(
                 "CurrentScalingQuantizerRef, E5M2",
                 _current("float8_e5m2"),
-                Ours(Float8CurrentScaling("E5M2"), _MULTIPLIER),
-                Ours(Float8CurrentScaling("E5M2", scale_rule="te")),
+                Setting(Float8CurrentScaling("E5M2"), _MULTIPLIER),
+                Setting(Float8CurrentScaling("E5M2", scale_rule="te")),
             ),
             Quantizer(
                 "NVFP4QuantizerRef",
                 _nvfp4,
-                Ours(
+                Setting(
                     NVFP4BlockScaling(),
                     _NVFP4,
                 ),
             ),
         ),
     ),
-    Neighbour(
+    Library(
         "TransformerEngine, recorded on an H200",
         lambda: "2.20.2" if RECORDING.is_file() else None,
         (
             _kernel(
                 "Float8CurrentScaling, E4M3",
                 "current.e4m3",
-                Ours(Float8CurrentScaling(), _MULTIPLIER),
-                Ours(Float8CurrentScaling(scale_rule="te")),
+                Setting(Float8CurrentScaling(), _MULTIPLIER),
+                Setting(Float8CurrentScaling(scale_rule="te")),
             ),
             _kernel(
                 "Float8CurrentScaling, E5M2",
                 "current.e5m2",
-                Ours(Float8CurrentScaling("E5M2"), _MULTIPLIER),
-                Ours(Float8CurrentScaling("E5M2", scale_rule="te")),
+                Setting(Float8CurrentScaling("E5M2"), _MULTIPLIER),
+                Setting(Float8CurrentScaling("E5M2", scale_rule="te")),
             ),
             _kernel(
                 "Float8BlockScaling, 1×128",
                 "block1d.fp32",
-                Ours(Float8BlockScaling(), _MULTIPLIER),
-                Ours(Float8BlockScaling(scale_rule="te"), _SUBNORMAL),
+                Setting(Float8BlockScaling(), _MULTIPLIER),
+                Setting(Float8BlockScaling(scale_rule="te"), _SUBNORMAL),
             ),
             _kernel(
                 "Float8BlockScaling, 1×128, powers of two",
                 "block1d.pow2",
-                Ours(Float8BlockScaling(power_of_two_scale=True), _SUBNORMAL),
+                Setting(Float8BlockScaling(power_of_two_scale=True), _SUBNORMAL),
             ),
             _kernel(
                 "Float8BlockScaling, 128×128",
                 "block2d.fp32",
-                Ours(Float8BlockScaling(block_m=128), _MULTIPLIER),
-                Ours(Float8BlockScaling(block_m=128, scale_rule="te")),
+                Setting(Float8BlockScaling(block_m=128), _MULTIPLIER),
+                Setting(Float8BlockScaling(block_m=128, scale_rule="te")),
             ),
             _kernel(
                 "Float8BlockScaling, 128×128, powers of two",
                 "block2d.pow2",
-                Ours(Float8BlockScaling(block_m=128, power_of_two_scale=True)),
+                Setting(Float8BlockScaling(block_m=128, power_of_two_scale=True)),
             ),
         ),
     ),

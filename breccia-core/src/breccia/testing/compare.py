@@ -1,4 +1,4 @@
-"""Comparisons of the kit: bits with bits, and a message that says which differ."""
+"""Bitwise comparisons of the kit, with messages that name the differences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ flushed: Counter[str] = Counter()
 
 
 def expect(holds: bool, message: str) -> None:
-    """Raise AssertionError unless it holds."""
+    """Raise AssertionError unless the condition holds."""
     if not holds:
         raise AssertionError(message)
 

@@ -1,4 +1,4 @@
-"""Arrays that reach every clause of the contract."""
+"""Arrays that exercise every clause of the contract."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def special_rows(columns: int) -> np.ndarray:
 
 
 def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
-    """Every element code under many scale codes, foreign NaN and Inf codes included; a NumPy tensor.
+    """Every element code under many scale codes, including NaN and Inf codes that no cast writes; a NumPy tensor.
 
     All scale codes of at most 8 bits, or of 16 where `scales` is 2^16; else that many random ones.
     """

@@ -34,13 +34,13 @@ def conformance(
         test_conformance = conformance("acme")
 
     plugin: the name of its entry point.
-    recipes: settings to try beside the default of each recipe class; needed for classes whose fields have no defaults.
+    recipes: settings to try in addition to the default of each recipe class; needed for classes whose fields have no defaults.
     frameworks: those to try, with a kind of device if need be ("torch:cuda"); by default all that any plug-in declares.
     xfails: a TOML file `"law's id" = "reason"` of what is known to fail; `*` stands for any text. It is strict: a listed law
         that holds fails the run, and so does an id that is no law's.
 
-    What cannot be tried here (a framework that is not installed, a kernel that is not available) is skipped, with the reason.
-    Raises UnknownNameError for a plug-in or framework that nobody declares, ValueError for an xfail file of another form.
+    Laws that cannot be tried (framework not installed, kernel not available) are skipped, with the reason.
+    Raises UnknownNameError for an undeclared plug-in or framework, ValueError for a malformed xfail file.
     """
     given = tuple(recipes)
     for recipe in given:

@@ -1,4 +1,4 @@
-"""The judge: docs/spec/numerics.md in exact rationals and enumeration.
+"""The oracle: docs/spec/numerics.md in exact rationals and by enumeration.
 
 Slow, and independent on purpose: it reads declarations (codecs, formats, recipes) and shares no arithmetic with
 `breccia.kernels.reference`. Numbers are `fractions.Fraction`; `fl` is the one place where FP32 rounding happens;

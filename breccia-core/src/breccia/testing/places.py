@@ -1,4 +1,4 @@
-"""Where a law is tried: a framework, and the device its arrays are on."""
+"""The places where laws are tried: a framework and a device."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def _flushes(place: Place) -> bool:
 
 def words(a: np.ndarray) -> np.ndarray:
     """The bit patterns of an array, as unsigned integers."""
-    host = np.asarray(a, order="C")  # np.ascontiguousarray would give an axis to what has none
+    host = np.asarray(a, order="C")  # np.ascontiguousarray would add an axis to a 0-d array
     return host.view(f"u{host.itemsize}")

@@ -1,4 +1,4 @@
-"""What a pytest run that holds conformance tests says of them: a header, and the laws counted by what became of them.
+"""The report of conformance tests in a pytest run: a header, and the number of laws by outcome.
 
 An entry point of group `pytest11` loads this in every run of an environment that has breccia-core. It imports the standard
 library, and says nothing where no test is of `breccia.testing.conformance`.

@@ -38,7 +38,7 @@ def numbers(recipe: ScalingRecipe | None = None, finite: bool = False) -> st.Sea
 
 
 def shapes(recipe: ScalingRecipe | None = None, max_side: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of one to three axes that `recipe` takes, up to `max_side` along each: ragged, of one element, empty ones too."""
+    """Shapes of one to three axes that `recipe` takes, up to `max_side` along each, partial blocks and empty ones too."""
     flat = recipe is not None and recipe.format.scale.block == TENSOR
     return hnp.array_shapes(min_dims=1 if flat else 2, max_dims=3, min_side=0, max_side=max_side)
 
@@ -89,7 +89,7 @@ def _bits(recipe: ScalingRecipe | None, finite: bool) -> st.SearchStrategy[int]:
 
 
 def _landmarks(recipe: ScalingRecipe) -> list[int]:
-    """Bit patterns of a codec's magnitudes, the midpoints between them, and the capacities of the levels."""
+    """Bit patterns of a codec's magnitudes, the midpoints between them, and the qmax of each level."""
     fmt = recipe.format
     values = np.unique(np.abs(np.array(fmt.element.table, np.uint32).view(np.float32)))
     found = [float(v) for v in values[np.isfinite(values)]]

@@ -1,4 +1,4 @@
-"""Laws of bridges: each is there or says what to install, and what goes out comes back byte for byte."""
+"""Laws of bridges: each is available or says what to install, and round trips are exact byte for byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..places import Place, everywhere
 from .law import Law, Subject, each
 from .recipes import instances, moved
 
-#: Whole blocks and bytes; and a shape whose last ones are partial, so that there is a padding to lose.
+#: Full blocks and bytes, and a shape with partial last blocks, whose padding could be lost.
 _WHOLE, _RAGGED = (16, 256), (5, 67)
 
 
@@ -89,7 +89,7 @@ def _need(bridge: Bridge) -> None:
 
 
 def _sent(bridge: Bridge, st: ScaledTensor, refusals: list[BrecciaError]) -> tuple[Place, Any] | None:
-    """(the first place whose tensors it takes, what `to_x` gives of one there); None where it refuses all."""
+    """(the first place whose tensors it takes, what `to_x` gives of one there); None if it refuses all."""
     for place in (p for p in everywhere() if not p.absence):
         try:
             return place, targets.load(bridge.target)(moved(st, place))

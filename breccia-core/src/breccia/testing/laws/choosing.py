@@ -1,4 +1,4 @@
-"""Laws of how a kernel is chosen: what it says of calls, and that a call without `prefer=` finds one kernel."""
+"""Laws of kernel selection: a kernel's answers about calls, and that a call without `prefer=` finds one kernel."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
 def accepts_score_and_plan_answer_every_call(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
     """Of each recipe it is declared for, some shapes, dtypes and options; of operands that `explain` was only told of, too.
 
-    Dispatch skips a kernel whose `accepts` raises, and leaves out a `score` that does: without this law nobody would notice.
+    Dispatch skips a kernel whose `accepts` raises, and leaves out a `score` that does: these would go unnoticed otherwise.
     """
     home = registry().frameworks[place.framework]
     for recipe in (*recipes, None):

@@ -1,4 +1,4 @@
-"""Laws of codecs: their numbers are those of the oracle, on every framework."""
+"""Laws of codecs: their values equal the oracle's, on every framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..compare import expect, expect_numbers, expect_words
 from ..places import Place
 from .law import Law, Subject, each
 
-#: Of a codec with more landmarks, as many are tried.
+#: The maximal number of landmarks to try.
 _MANY = 2000
 
 

@@ -1,4 +1,4 @@
-"""Laws of a framework: each word of `Ops`, in arithmetic of its own; and every recipe's bytes."""
+"""Laws of a framework: each backend primitive of `Ops`, and every recipe's bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .law import Law, Subject, each
 
 
 def laws(subject: Subject) -> Iterator[Law]:
-    """The laws about the frameworks of a plug-in: its words, and the recipes of all plug-ins."""
+    """The laws about the frameworks of a plug-in: their backend primitives, and the recipes of all plug-ins."""
     for framework in subject.of("frameworks"):
         for place in (p for p in subject.places if p.framework == framework.name):
             yield from each("frameworks", framework.name, (its_arrays_are_known,), framework, place=place)
@@ -43,7 +43,7 @@ def its_arrays_are_known(framework: Framework, place: Place) -> None:
 
 
 def bytes_and_numbers_are_numpys(recipe: ScalingRecipe, place: Place) -> None:
-    """Of the generic algorithm there, and of the kernels that serve it."""
+    """For the generic algorithm, and for the kernels that run there."""
     x = np.concatenate([special_rows(67), wide((9, 67), seed=1)])
     expected = reference.cast(x, recipe)
     numbers = reference.dequantize(expected)
@@ -389,7 +389,7 @@ def assign_writes_in_place_or_refuses(place: Place) -> None:
 
 
 def a_native_cast_is_the_contracts(place: Place) -> None:
-    """`narrowed`, where the framework has one: it is used in the place of the codec's integer arithmetic."""
+    """`native_cast`, if the framework has one: it replaces the codec's integer arithmetic."""
     ops: Ops = place.ops
     for codec in codecs.CODECS:
         if codec.bits > 16 or not isinstance(codec, codecs.Minifloat):
@@ -420,7 +420,7 @@ def axes_are_put_in_any_order(place: Place) -> None:
 
 
 def groups_of_rows_have_each_their_matrix(place: Place) -> None:
-    """Whole numbers, whose sums FP32 holds in any order; a group of none, rows beyond the last group, and no group at all."""
+    """Integers, whose FP32 sums are exact in any order; an empty group, rows beyond the last group, and no group at all."""
     ops, rng = place.ops, np.random.default_rng(7)
     a = rng.integers(-8, 9, (7, 16)).astype(np.float32)
     for ends in ([2, 2, 5], [0, 0, 7], [7], [0], []):

@@ -1,4 +1,4 @@
-"""Laws of kernels: the bytes of the generic algorithm, wherever they say that they run."""
+"""Laws of kernels: the bytes of the generic algorithm, wherever the kernel is available."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STOCHASTIC: dict[str, Any] = {"rounding": "stochastic", "seed": 0x9E3779B97F4A7
 
 
 def laws(subject: Subject) -> Iterator[Law]:
-    """The laws about the kernels of a plug-in: with every recipe they are declared for, of whatever plug-in."""
+    """The laws about the kernels of a plug-in: with every recipe they are declared for, of any plug-in."""
     recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
     for kernel in subject.of("kernels"):
         for place in places_of(kernel, subject.places):
@@ -159,7 +159,7 @@ def values_are_those_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRec
 
 
 def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    """From codes that others hold without rounding, and from those that nothing does."""
+    """From codes that other formats represent exactly, and from codes that none does."""
     served = False
     for source in islice(_sources(kernel, recipe), 3):
         st = reference.cast(arrays()[0], source)

@@ -1,4 +1,4 @@
-"""What a law is: a check of one thing that a plug-in declares, at one place."""
+"""A law: a check of one declaration of a plug-in, at one place."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Law:
 
     @property
     def id(self) -> str:
-        """How a test run and an xfail file call it."""
+        """Its name in test runs and xfail files."""
         at = () if self.place is None else (str(self.place),)
         return "/".join((self.kind, self.subject, *at, self.sentence))
 
     def check(self) -> None:
-        """Raise AssertionError unless it holds."""
+        """Raise AssertionError unless the law holds."""
         __tracebackhide__ = True
         if self.place is not None and self.place.absence:
             pytest.skip(self.place.absence)
@@ -51,7 +51,7 @@ class Subject:
     places: tuple[Place, ...] = field(default_factory=everywhere)
 
     def of(self, kind: str) -> list[Any]:
-        """What it declares of a kind."""
+        """Its declarations of a kind."""
         return self.declared.get(kind, [])
 
 

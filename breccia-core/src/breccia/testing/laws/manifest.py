@@ -1,4 +1,4 @@
-"""Laws of a manifest: it is read, it is light, and what it names exists."""
+"""Laws of a manifest: it loads, imports little, and its object references exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...dispatch.registry import KINDS, Plugin
 from ..compare import expect
 from .law import Law, Subject, each
 
-#: What a manifest may import beside the standard library and its own package.
+#: What a manifest may import in addition to the standard library and its own package.
 _ALLOWED = {"breccia", "pluggy"}
 
 

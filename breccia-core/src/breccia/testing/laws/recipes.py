@@ -1,4 +1,4 @@
-"""Laws of recipes: they travel, and what they write and read is the oracle's, on every framework."""
+"""Laws of recipes: they serialize, and cast and decode as the oracle does, on every framework."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def laws(subject: Subject) -> Iterator[Law]:
 
 
 def instances(subject: Subject) -> list[ScalingRecipe]:
-    """What is tried of a plug-in's recipes."""
+    """The recipe instances of a plug-in to try."""
     defaults = [kind() for kind in subject.of("recipes") if not kind.needed_fields()]
     return list(dict.fromkeys([*defaults, *subject.settings]))
 
@@ -135,7 +135,7 @@ def _need_oracle(recipe: ScalingRecipe) -> None:
 
 
 def _awkward() -> np.ndarray:
-    """Ragged for all usual blocks and packings."""
+    """A shape with partial last blocks for all usual blocks and packings."""
     return np.concatenate([special_rows(67), wide((9, 67), seed=3, exponents=60), wide((8, 67), seed=4, exponents=2)])
 
 
@@ -163,7 +163,7 @@ def _oracles_cast(recipe: ScalingRecipe, **options: Any) -> tuple[oracle.Written
 
 
 def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> None:
-    """By the generic algorithm and by what serves NumPy; 25 arrays that Hypothesis draws.
+    """By the generic algorithm and by the kernel that runs on NumPy; 25 arrays drawn by Hypothesis.
 
     A failing one stays as it is: shrinking it would ask the oracle thousands of times, for minutes.
     """
@@ -188,7 +188,7 @@ def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> Non
 
 
 def every_code_under_every_scale_decodes_as_the_oracle_says(recipe: ScalingRecipe, place: Place) -> None:
-    """Foreign codes too: NaN, Inf, and those that no cast writes."""
+    """Including codes that no cast writes: NaN, Inf and others."""
     st, expected = _every_decodable(recipe)
     expect_numbers("decoded", place, api.dequantize(moved(st, place)), expected)
 

@@ -1,4 +1,4 @@
-"""Laws of storages: they move bits and change none, on every framework."""
+"""Laws of storages: they reorder bits without changing any, on every framework."""
 
 from __future__ import annotations
 

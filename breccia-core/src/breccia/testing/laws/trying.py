@@ -1,4 +1,4 @@
-"""What laws of kernels share: a call of one kernel alone, and what can be tried at a place."""
+"""Helpers of the laws of kernels: calls of a single kernel, and what can be tried at a place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 def asked(kernel: Kernel, op: Any, *operands: Any, **options: Any) -> Any:
-    """What the kernel alone gives; None where it declines this call.
+    """The result of this kernel alone; None if it declines the call.
 
     Skips the test where it cannot run here at all. Raises AssertionError where its check fails, and where it has none.
     """
@@ -58,7 +58,7 @@ def unavailable(kernel: Kernel, x: Any) -> str | None:
 
 
 def need_served(kernel: Kernel, served: bool) -> None:
-    """Skip the test of a kernel that never ran in it: nothing was held to anything."""
+    """Skip the test if the kernel never ran in it."""
     if not served:
         pytest.skip(f"{kernel.name} declined every array tried here")
 
