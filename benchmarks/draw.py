@@ -171,7 +171,7 @@ def sqnr(series: Any) -> Any:
             axes.plot([bits, bits], [drawn, trained], color=GREY, linewidth=0.6, zorder=0)
             axes.plot(bits, trained, linestyle="none", **diamonds)
         level = max(drawn, level + apart)  # labels stand in one column, each at its point's height or as near as it fits
-        axes.annotate(f"{name}, {tables.bitcast_to_int(bits)}", (right + 0.15, level), va="center", fontsize=9)
+        axes.annotate(f"{name}, {tables.bits(bits)}", (right + 0.15, level), va="center", fontsize=9)
         axes.plot([bits, right, right + 0.1], [drawn, level, level], color=GREY, linewidth=0.4, zorder=0)
     axes.plot([], [], linestyle="none", label="standard normal", **dots)
     if any(trained is not None for *_, trained in series.values()):

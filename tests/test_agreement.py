@@ -490,7 +490,7 @@ def test_a_library_that_is_installed_and_cannot_be_imported_is_a_result(monkeypa
 def test_an_adapter_that_gives_other_shapes_than_ours_is_told_to_relabel() -> None:
     unpacked = Written(np.zeros((2, 32), np.uint8), np.zeros((2, 32), np.float32))
     with pytest.raises(
-        ValueError, match=r"data: the adapter gives \[\(\(2, 32\), 'uint8'\)\], and we store \[\(\(2, 16\), 'uint8'\)\]"
+        ValueError, match=r"data: the adapter gives \[\(\(2, 32\), 'uint8'\)\], breccia stores \[\(\(2, 16\), 'uint8'\)\]"
     ):
         table.shares(unpacked, table.ours(np.zeros((2, 32), np.float32), E2M1))
 
@@ -514,7 +514,7 @@ def test_the_command_draws_the_page_from_the_result_that_is_there(
 
 def test_the_command_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acme = Library("Acme", lambda: "1.0", (Quantizer("E4M3", lambda x: table.ours(x, E4M3), Setting(E4M3)),))
-    monkeypatch.setattr(table, "neighbours", lambda: [acme])
+    monkeypatch.setattr(table, "libraries", lambda: [acme])
     run(monkeypatch, str(tmp_path))
     found = json.loads((tmp_path / table.RESULT).read_text(encoding="utf-8"))
     assert found["provenance"]["versions"]["breccia-core"] == breccia.__version__ and found["shape"] == [512, 1024]
@@ -542,5 +542,5 @@ def test_a_result_that_cannot_be_drawn_is_named(
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"error: .*absent is no folder; name the one the page belongs in"):
+    with pytest.raises(SystemExit, match=r"error: .*absent is not a folder; pass the folder of the page"):
         run(monkeypatch, str(tmp_path / "absent"))

@@ -463,7 +463,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a requantize gives an array": (
         "requantize",
         lambda st, recipe, options, exact=False: st.data,
-        "requantize gives a ScaledTensor",
+        "requantize returns a ScaledTensor",
     ),
     "values are a tensor": (
         "dequantize",

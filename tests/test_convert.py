@@ -241,7 +241,7 @@ def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Pat
     with pytest.raises(breccia.CorruptFileError, match="the stock safetensors reader finds tensors other than those written"):
         convert(source, out, recipe)
     monkeypatch.setattr(converter, "safe_open", refuses)
-    with pytest.raises(breccia.CorruptFileError, match=r"reader refuses it \(unknown dtype\); upgrade safetensors"):
+    with pytest.raises(breccia.CorruptFileError, match=r"reader rejects it \(unknown dtype\); upgrade safetensors"):
         convert(source, out, recipe)
     assert entries(tmp_path) == ["model.safetensors"]
 
@@ -274,9 +274,12 @@ def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Pat
         (lambda t: (_checkpoint(t / "m"), _link(t / "m" / "l", _folder(t / "far"))), "l lies inside the source"),
         (lambda t: (_checkpoint(t / "n" / "m"), t / "n"), "n contains the source .*m; choose another destination"),
         (lambda t: (_link(t / "l", _checkpoint(t / "n" / "m")), t / "n"), "n contains the source .*l; choose"),
-        (lambda t: (_linked_shards(t), t / "blobs"), "blobs holds the source .*snapshot; choose"),
+        (lambda t: (_linked_shards(t), t / "blobs"), "blobs contains the source .*snapshot; choose"),
         (lambda t: (_checkpoint(t / "m"), Path(".")), "is or contains the current folder"),
-        (lambda t: (_checkpoint(t / "m"), Path("..")), "cwd is or contains the current folder; name a folder or file in it"),
+        (
+            lambda t: (_checkpoint(t / "m"), Path("..")),
+            "cwd is or contains the current folder; choose a folder or file inside it",
+        ),
         (
             lambda t: (_checkpoint(t / "m"), _folder(t / "papers")),
             "papers does not look like a checkpoint .*does not replace it",
@@ -310,7 +313,9 @@ def test_a_conversion_that_cannot_be_is_one_readable_line_and_leaves_no_file(
 
 def test_the_root_is_no_destination(source: Path, tmp_path: Path) -> None:
     root = converter._location(Path("/"))
-    with pytest.raises(breccia.UnsupportedError, match="^/ is or contains the current folder; name a folder or file in it"):
+    with pytest.raises(
+        breccia.UnsupportedError, match="^/ is or contains the current folder; choose a folder or file inside it"
+    ):
         converter._check_destination(source, [source], root, True)  # which only looks
 
 
@@ -361,7 +366,7 @@ def _index(folder: Path, text: str) -> Path:
 def test_converting_twice_is_refused(source: Path, tmp_path: Path, run: Run) -> None:
     convert(source, tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
     code, _, err = run("convert", tmp_path / "o.safetensors", tmp_path / "p.safetensors", "-r", "nvfp4")
-    assert code == 1 and "holds tensors that breccia already quantized; convert the original" in err
+    assert code == 1 and "contains tensors that breccia already quantized; convert the original" in err
 
 
 def test_the_program_converts_inspects_and_reports(source: Path, tmp_path: Path, run: Run) -> None:
@@ -447,10 +452,10 @@ def test_a_folder_that_cannot_be_put_back_is_kept_and_its_place_named(tmp_path: 
     model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
     (old / "mine.txt").write_text("mine")
     _failing_renames(monkeypatch, 2, 3)
-    with pytest.raises(OSError, match="old could not be replaced, nor put back .*what was there lies whole in") as refused:
+    with pytest.raises(OSError, match="old could not be replaced or restored .*; the old contents are complete in") as refused:
         convert(model, old, breccia.MXFP8BlockScaling(), force=True)
     (kept,) = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    assert str(refused.value).endswith(f" lies whole in {kept}.")
+    assert str(refused.value).endswith(f" the old contents are complete in {kept}.")
     assert (kept / "mine.txt").read_text() == "mine" and not old.exists()
 
 
@@ -463,7 +468,7 @@ def test_what_was_replaced_and_cannot_be_removed_is_named(tmp_path: Path, monkey
             real(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(converter.shutil, "rmtree", stuck)
-    with pytest.raises(OSError, match="old is written; what it replaced could not be removed and lies in .*\\.old\\."):
+    with pytest.raises(OSError, match="old is written; the old contents could not be removed and are in .*\\.old\\."):
         convert(model, old, breccia.MXFP8BlockScaling(), force=True)
     assert "mxfp8" in str(Container(old / "model.safetensors").metadata)
 
@@ -603,13 +608,13 @@ def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
     [
         (
             {"a": "1", "b": "2", "c": "2"},
-            "tensor 'c' is said to lie in 2.safetensors, and no file of the index holds it; fetch",
+            "tensor 'c' is in 2.safetensors by the index, but in no file in fact; download",
         ),
-        ({"a": "2", "b": "1"}, "tensor 'a' is said to lie in 2.safetensors, and lies in 1.safetensors; fetch"),
-        ({"a": "1", "x": "2"}, "tensor 'x' is said to lie in 2.safetensors, and no file of the index holds it"),
+        ({"a": "2", "b": "1"}, "tensor 'a' is in 2.safetensors by the index, but in 1.safetensors in fact; download"),
+        ({"a": "1", "x": "2"}, "tensor 'x' is in 2.safetensors by the index, but in no file in fact"),
         ({"b": "2"}, ""),
-        ({"b": "2", "twice": "3"}, "tensor 'twice' lies in 3.safetensors and 4.safetensors; fetch"),
-        ({"a": "1", "e": "4", "twice": "4"}, "tensor 'twice' lies in"),
+        ({"b": "2", "twice": "3"}, "tensor 'twice' is in both 3.safetensors and 4.safetensors; download"),
+        ({"a": "1", "e": "4", "twice": "4"}, "tensor 'twice' is in both"),
     ],
 )
 def test_an_index_that_its_shards_contradict_is_refused_before_any_work(
@@ -633,7 +638,7 @@ def test_a_tensor_missing_from_the_index_is_named_with_its_file(sharded: Path, t
     index = json.loads((sharded / INDEX).read_text())
     file = index["weight_map"].pop("layer.0.experts")
     (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(breccia.CorruptFileError, match=f"'layer.0.experts' of {file} is missing from the index; fetch"):
+    with pytest.raises(breccia.CorruptFileError, match=f"'layer.0.experts' of {file} is missing from the index; download"):
         convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling())
 
 
@@ -644,7 +649,7 @@ def test_a_shard_that_is_quantized_already_is_refused_before_any_work(tmp_path: 
     def worked(name: str, size: int) -> None:
         pytest.fail("a tensor was converted first")
 
-    with pytest.raises(breccia.UnsupportedError, match="z.safetensors holds tensors that breccia already quantized"):
+    with pytest.raises(breccia.UnsupportedError, match="z.safetensors contains tensors that breccia already quantized"):
         convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
 
 
@@ -697,7 +702,7 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
     halves = {"conv": np.ones((64, 64, 3, 3), np.float16), "column": np.ones((64, 1), np.float16)}
     save_file(halves, tmp_path / "m.safetensors")
     code, text, err = run(*words, "mxfp8", "--force")
-    assert code == 0 and "kept       1 tensors, 128 B in the precision they had: 1 would not shrink" in text
+    assert code == 0 and "kept       1 tensors, 128 B in their original precision: 1 would not shrink" in text
     assert load_safetensors(tmp_path / "o.safetensors")["column"].tobytes() == halves["column"].tobytes()
 
 
@@ -1059,7 +1064,7 @@ def test_a_dry_run_fails_where_the_run_would(source: Path, tmp_path: Path, run: 
 def test_a_dry_run_has_nothing_to_report(source: Path, tmp_path: Path, run: Run) -> None:
     words = ("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run", "--report", tmp_path / "r.html")
     code, _, err = run(*words)
-    assert code == 2 and "--report shows what was measured, and --dry-run measures nothing; use only one of them." in err
+    assert code == 2 and "--report shows measurements, and --dry-run measures nothing; use only one of them." in err
     assert entries(tmp_path) == ["model.safetensors"]
 
 
@@ -1109,7 +1114,7 @@ def test_a_report_never_takes_the_place_of_a_checkpoint(source: Path, tmp_path: 
     folder.mkdir()
     shutil.copy(source, folder / "m.safetensors")
     code, _, err = run("convert", folder, tmp_path / "new.html", "-r", "int4", "--report", tmp_path / "new.html")
-    assert code == 1 and "is a checkpoint of this command; choose another name for the report." in err
+    assert code == 1 and "is one of the checkpoints; choose another name for the report." in err
     assert entries(tmp_path) == ["model.safetensors", "out.html"]
 
 
@@ -1157,6 +1162,6 @@ def test_rows_shorter_than_a_block_are_told(tmp_path: Path, run: Run) -> None:
     save_file({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")
     _, _, err = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "nvfp4")
     assert err == (
-        "warning: the last axis of conv.weight (8.01 bits) is shorter than a block, so that scales take more room than they "
-        "should; --exclude keeps such tensors as they are.\n"
+        "warning: the last axis of conv.weight (8.01 bits) is shorter than a block, so scales take more space than usual; "
+        "--exclude keeps such tensors unquantized.\n"
     )

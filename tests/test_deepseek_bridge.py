@@ -135,7 +135,7 @@ def test_scales_of_another_dtype_are_refused(dtype: Any) -> None:
 def test_codes_of_another_kind_are_refused() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     with pytest.raises(
-        breccia.DialectError, match=r"uint8 or float8_e4m3fn; got float8_e4m3fnuz\. Codes of another dtype stand for"
+        breccia.DialectError, match=r"uint8 or float8_e4m3fn; got float8_e4m3fnuz\. Codes of another dtype decode to"
     ):
         from_deepseek_v3(codes(4, 128).view(ml_dtypes.float8_e4m3fnuz), scales(4, 1))
     with pytest.raises(breccia.DialectError, match=r"data is \(\.\.\., M, K\); got shape \(128,\)"):

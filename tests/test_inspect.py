@@ -84,7 +84,7 @@ def test_scales_of_every_kind_are_named_when_they_are_odd(tmp_path: Path) -> Non
         "zero": ["scale: 2 of 3 zero"],
         "subnormal": ["scale: 1 of 3 subnormal in FP32, which some hardware reads as zero"],
         "outlier": ["scale: the largest is 5e+03 times the median"],
-        "ones": ["scale: all are 1, as those of zeros are, or as if none had been computed"],
+        "ones": ["scale: all are 1, as for blocks of zeros, or as if none had been computed"],
     }
 
 
@@ -235,8 +235,8 @@ def test_a_config_that_contradicts_its_parts_is_told_from_the_header(tmp_path: P
     (tmp_path / "m.safetensors").write_bytes(whole.replace(b'\\"shape\\":[8,64]', b'\\"shape\\":[9,64]'))
     assert doubts(tmp_path / "m.safetensors") == {
         "w": [
-            "its data has shape 8x32; its config says 9x64, which takes 9x32",
-            "its scale has shape 8x4; its config says 9x64, which takes 9x4",
+            "its data has shape 8x32; its config says 9x64, which needs 9x32",
+            "its scale has shape 8x4; its config says 9x64, which needs 9x4",
         ]
     }
 
@@ -258,7 +258,7 @@ def test_a_tensor_of_a_recipe_that_no_plug_in_declares_is_shown_with_what_its_fi
     assert found["w"]["bytes"] == found["known"]["bytes"] and found["w"]["recipe"]["name"] == "acme6"
     (doubt,) = found["w"]["suspicious"]
     assert doubt.startswith("its recipe 'acme6' is declared by no installed plug-in. Known: ")
-    assert "Install the plug-in that declares it; `breccia plugins` lists those installed" in doubt
+    assert "Install the plug-in that declares it; `breccia plugins` lists the installed and the disabled ones" in doubt
     assert found["known"]["suspicious"] == []
     code, out, _ = run("inspect", changed)
     assert code == 0 and "acme6" in out and "suspicious: w: its recipe 'acme6' is declared by no installed plug-in" in out

@@ -686,7 +686,7 @@ def test_what_cannot_be_cast_is_named_with_the_way_out(dtype: str, message: str)
             breccia.matmul(breccia.cast(jnp.asarray(ONES), MXFP8), x.T)
 
 
-TRACED = "reads values, which a traced JAX function does not have; make it outside jit and vmap, or leave out the option"
+TRACED = "reads values, which a traced JAX function does not have; call it outside jit and vmap, or leave out the option"
 
 
 @pytest.mark.parametrize(

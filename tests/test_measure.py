@@ -324,7 +324,8 @@ def test_a_name_in_two_files_of_a_folder_is_an_error(tmp_path: Path) -> None:
     for name in ("1.safetensors", "2.safetensors"):
         save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / name)
     with pytest.raises(
-        breccia.CorruptFileError, match=r"tensor 'w' lies in 1.safetensors and 2.safetensors of .*; name one file, or fetch"
+        breccia.CorruptFileError,
+        match=r"tensor 'w' is in both 1.safetensors and 2.safetensors of .*; pass one file or download",
     ):
         checkpoint_tensors(tmp_path)
 
@@ -354,7 +355,7 @@ def test_fp64_is_compared_as_it_is(tmp_path: Path, run: Run) -> None:
         save_file({"w": x.astype(np.float32)}, b)
     assert compare(a, a).tensors[0].reason == EQUAL
     code, _, err = run("compare", a, b)
-    assert (code, err) == (0, f"warning: NaN or Inf in {b} alone: w.\n")
+    assert (code, err) == (0, f"warning: NaN or Inf only in {b}: w.\n")
     save_file({"w": x[:, ::2].copy()}, a)
     save_file({"w": x[:, ::2].astype(np.float32)}, b)
     (t,) = compare(a, b).tensors
@@ -370,7 +371,7 @@ def test_nan_is_said_of_the_side_that_has_it(tmp_path: Path, run: Run) -> None:
     save_file(many, a)
     save_file(dict.fromkeys(many, x), b)
     assert run("compare", a, b)[2] == f"warning: NaN or Inf in {a}: w0, w1, w2 and 6 more.\n"
-    assert run("compare", b, a)[2] == f"warning: NaN or Inf in {a} alone: w0, w1, w2 and 6 more.\n"
+    assert run("compare", b, a)[2] == f"warning: NaN or Inf only in {a}: w0, w1, w2 and 6 more.\n"
 
 
 def test_empty_and_scalar_tensors_are_compared(tmp_path: Path, run: Run) -> None:

@@ -171,11 +171,11 @@ def test_tensors_that_mlx_has_no_mode_for_are_refused_with_the_way_out() -> None
     with pytest.raises(breccia.DialectError, match=r"groups along the last axis; this tensor along axis -2\. Pass its \.mT"):
         to_mlx(breccia.cast(w, MXFP8).mT)
     with pytest.raises(
-        breccia.DialectError, match=r"whole groups of 32 .* shape \(24, 250\).*Cast it padded to a multiple of 32"
+        breccia.DialectError, match=r"K a multiple of 32 .* shape \(24, 250\).*Cast it padded to a multiple of 32"
     ):
         to_mlx(breccia.cast(w[:, :250], MXFP8))
     with pytest.raises(
-        breccia.UnsupportedError, match=r"to_mlx is for arrays of MLX, these are of numpy; .*from_dlpack\(scaled, 'mlx'\)"
+        breccia.UnsupportedError, match=r"to_mlx takes MLX arrays, got numpy arrays; .*from_dlpack\(scaled, 'mlx'\)"
     ):
         to_mlx(breccia.cast(np.ones((2, 32), np.float32), MXFP8))
 
@@ -224,11 +224,11 @@ def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> No
     named = breccia.explain("matmul", x, st.mT, prefer=QUANTIZED)
     assert named.winner is not None and named.winner.name == QUANTIZED
     for a, b, said in (
-        (x, breccia.cast(w, breccia.INT4Scaling()).mT, r"MLX has no mode for recipe 'int4' as it is; it has mxfp4"),
+        (x, breccia.cast(w, breccia.INT4Scaling()).mT, r"MLX has no mode for this 'int4' recipe; it has mxfp4"),
         (
             x[:, :250],
             breccia.cast(w[:, :250], MXFP8).mT,
-            r"K must be whole blocks of 32, with a scale per block; b has PerBlockK",
+            r"K must be a multiple of 32 with a scale per block; b has PerBlockK",
         ),
         (x[:, :24], st, r"b must be the \.mT of one weight \(N, K\) with blocks along K"),
         (st, w.T, r"mx\.quantized_matmul multiplies by a quantized b"),

@@ -610,7 +610,7 @@ def test_a_manifest_that_imports_a_framework_is_named_but_stays_active(tmp_path:
     messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
     assert messages == [
         f"PluginWarning: breccia plug-in 'acme' (acme_heavy) imported {heavy} while declaring itself; move that import into "
-        "the module its targets name."
+        "the module that its object references name."
     ]
     assert found["acme"] == "active" and works
 

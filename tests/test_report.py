@@ -223,7 +223,7 @@ def luminance(colour: str) -> float:
 
 def test_a_report_must_be_named_as_html(tmp_path: Path) -> None:
     path = tmp_path / "report.pdf"
-    with pytest.raises(UnsupportedError, match=re.escape(f"a report is an HTML page, and {path} is no name for one")):
+    with pytest.raises(UnsupportedError, match=re.escape(f"a report is an HTML page; name it report.html, got {path}.")):
         check_report(path)
     check_report(tmp_path / "report.HTM")
 

@@ -223,7 +223,7 @@ def test_a_scale_of_one_number_per_row_stays_what_it_is() -> None:
 def test_refusing_to_round_says_how_many_values_would_change_and_what_to_do() -> None:
     st = breccia.cast(wide((4, 64), seed=7, exponents=3), Float8CurrentScaling())
     with pytest.raises(
-        breccia.InexactError, match=r"require_exact=True\): \d+ of 256 values do not fit MXFP4.*Leave require_exact"
+        breccia.InexactError, match=r"require_exact=True\): \d+ of 256 values do not fit MXFP4.*Omit require_exact"
     ):
         breccia.requantize(st, MXFP4BlockScaling(), require_exact=True)
     with pytest.raises(breccia.OptionError, match="require_exact is True or False; got 1"):

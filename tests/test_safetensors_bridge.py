@@ -349,7 +349,7 @@ def test_an_existing_file_is_replaced_unless_force_is_false(tmp_path: Path) -> N
         (
             {"a": "scaled", "a.data": "plain"},
             {},
-            "the names 'a.data' and 'a' collide: a scaled tensor takes its name with .data",
+            "the names 'a.data' and 'a' collide: a scaled tensor uses its name with .data",
         ),
         ({"a.zero_point": "plain", "a": "scaled"}, {}, "the names 'a.zero_point' and 'a' collide"),
         ({3: "plain"}, {}, r"a tensor's name must be a str, got 3"),
@@ -358,10 +358,10 @@ def test_an_existing_file_is_replaced_unless_force_is_false(tmp_path: Path) -> N
         (
             {},
             {"schema": "7"},
-            "extra_metadata key 'schema' is reserved: schema, breccia_version and all that end",
+            "extra_metadata key 'schema' is reserved: schema, breccia_version and all keys that end",
         ),
-        ({}, {"breccia_version": "7"}, "extra_metadata key 'breccia_version' collides"),
-        ({}, {"x.config": "{}"}, "extra_metadata key 'x.config' collides"),
+        ({}, {"breccia_version": "7"}, "extra_metadata key 'breccia_version' is reserved"),
+        ({}, {"x.config": "{}"}, "extra_metadata key 'x.config' is reserved"),
     ],
 )
 def test_names_and_metadata_that_cannot_be_are_refused(tensors: Any, extra: Any, message: str, tmp_path: Path) -> None:
@@ -550,7 +550,7 @@ def test_a_recipe_that_no_plug_in_declares_is_named_with_the_way_out(tmp_path: P
         ({"w.zero_point": ("BOOL", (4, 2))}, "the file has BOOL there"),
         ({"w.zero_point": ("F64", (4, 2))}, "the file has F64 there"),
         ({"w.global_scale": ("F32", ())}, "has one scale level and no global_scale; got one"),
-        ({"w": ("F32", (1,))}, "the file holds a scaled and a plain tensor of this name"),
+        ({"w": ("F32", (1,))}, "the file has both a scaled and a plain tensor of this name"),
     ],
 )
 def test_parts_that_do_not_fit_their_config_are_refused(entries: Any, message: str, tmp_path: Path) -> None:

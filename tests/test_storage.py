@@ -831,7 +831,7 @@ def test_a_graph_says_that_it_writes_no_storage() -> None:
         ("cast_pair", lambda x: breccia.cast_pair(x, MXFP8, storage="transposed")),
         ("requantize", lambda x: breccia.requantize(breccia.cast(x, MXFP8), NVFP4, storage="transposed")),
     ):
-        with pytest.raises(Exception, match=f"{name}: storage= is for calls outside torch.compile; leave it out"):
+        with pytest.raises(Exception, match=f"{name}: storage= is not supported inside torch.compile; leave it out"):
             torch.compile(verb, fullgraph=True, backend="aot_eager")(rows(4))
 
 

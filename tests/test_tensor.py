@@ -335,7 +335,7 @@ def test_out_of_another_dtype_is_refused_before_the_first_byte() -> None:
     x = torch.from_numpy(X)
     st = breccia.cast(x, BLOCK)
     raw = breccia.from_buffer(st.data.view(torch.uint8), st.scale, BLOCK, st.layout)
-    with pytest.raises(LayoutError, match="out= is .*uint8.*but the cast gives .*float8_e4m3fn"):
+    with pytest.raises(LayoutError, match="out= is .*uint8.*but the cast returns .*float8_e4m3fn"):
         breccia.cast(x, BLOCK, out=raw)
     assert breccia.requantize(st, BLOCK, out=breccia.cast(x * 2, BLOCK)).data.view(torch.uint8).equal(st.data.view(torch.uint8))
 

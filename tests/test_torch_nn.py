@@ -229,14 +229,14 @@ def odd_rows() -> nn.Module:
         (
             lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda _, name: name == "head"),
             TypeError,
-            r"head\.weight is tied to embedding\.weight, which would stay .* = nn\.Parameter\(head\.weight\.clone\(\)\)",
+            r"head\.weight is tied to embedding\.weight, which would not .* = nn\.Parameter\(head\.weight\.clone\(\)\)",
         ),
         (
             lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda _, name: name == "second"),
             TypeError,
-            r"second\.weight is tied to first\.weight, which would stay as it is\. Leave second out",
+            r"second\.weight is tied to first\.weight, which would not be quantized\. Leave second out",
         ),
-        (lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda *_: False), ValueError, "filter_fn, .*, took none"),
+        (lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda *_: False), ValueError, "filter_fn, .*, chose none"),
         (lambda: breccia_torch.quantize_(nn.ReLU(), MXFP8), ValueError, "no layer is chosen: 0 nn.Linear in the model"),
         (lambda: breccia_torch.quantize_(odd_rows(), MXFP8), TypeError, r"quantize_: 1\.weight: cast takes float32, .*float64"),
         (
@@ -300,7 +300,7 @@ def test_a_state_of_another_meaning_is_refused() -> None:
         quantized(NVFP4).load_state_dict(state)
     other = quantized(breccia.MXFP8BlockScaling("E5M2"))  # parts of equal shapes, whose numbers copying would convert
     digest = other.first.weight.tensor.digest()
-    with pytest.raises(RuntimeError, match="quantize the model as the one that was saved"):
+    with pytest.raises(RuntimeError, match="quantize the model like the saved one"):
         other.load_state_dict(state)
     assert other.first.weight.tensor.digest() == digest
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first\._extra_state"'):
@@ -374,7 +374,7 @@ def test_names_that_a_model_ties_have_one_tensor_in_the_file(tmp_path: Path) -> 
     tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     tied[1].weight = tied[0].weight
     breccia_torch.save_model(apart, tmp_path / "two.safetensors")
-    with pytest.raises(breccia.ShapeError, match=r"one tensor for 0\.weight and 1\.weight, and the file two that differ"):
+    with pytest.raises(breccia.ShapeError, match=r"the model ties 0\.weight and 1\.weight, but they differ in the file"):
         breccia_torch.load_model(tied, tmp_path / "two.safetensors")
     apart[1].load_state_dict(apart[0].state_dict())
     breccia_torch.save_model(apart, tmp_path / "same.safetensors")
@@ -491,7 +491,11 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: breccia_torch.quantize_(with_hook(), MXFP8), TypeError, "0 has hooks, .*: quantize first, and add them after"),
+        (
+            lambda: breccia_torch.quantize_(with_hook(), MXFP8),
+            TypeError,
+            "0 has hooks or a custom forward, .*: quantize first, then add them",
+        ),
         (
             lambda: breccia_torch.quantize_(nn.Sequential(Scaling(8, 8)), MXFP8, lambda *_: True),
             TypeError,
@@ -524,7 +528,7 @@ def normed() -> nn.Module:
         (
             lambda: breccia_torch.save_model({}, "m.safetensors"),
             TypeError,
-            "takes an nn.Module first, and then a path",
+            "takes an nn.Module and a path; got a dict",
         ),
         (
             lambda: breccia_torch.save_model(nn.Linear(2, 2, device="meta"), "m.safetensors"),
