@@ -266,7 +266,7 @@ def storage() -> str:
 
 
 def formats() -> str:
-    headings = ["recipe", "class", "element", "scale", "block", "coarse scale", "offset", "packing", "bits per parameter"]
+    headings = ["recipe", "class", "element", "scale", "block", "global scale", "offset", "packing", "bits per parameter"]
     rows: list[list[str]] = []
     for name, kind in registry().recipes.items():
         fmt = example(name).format
