@@ -269,7 +269,14 @@ def tested(environment: Environment, distribution: str, work: Path, files: list[
     warnings = ("-W", "ignore::DeprecationWarning") if low else ()
     report = work / "report.xml"
     paths = [f"tests/{file}" for file in files]
-    options = ("-q", "-p", "no:cacheprovider", "-m", "not rest and not slow and not gpu and not together", f"--junitxml={report}")
+    options = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not rest and not slow and not gpu and not together",
+        f"--junitxml={report}",
+    )
     try:
         environment.run("-m", "pytest", *options, *warnings, *paths, cwd=work)
     except Fault as e:
