@@ -51,7 +51,7 @@ static uint32_t nearest(const codec *c, double y) { /* numerics.md, section 2: t
 
 int main(int argc, char **argv) {
     char path[4096], e[16], s[16], offset[16], rule[16], dtype[16], rounding[16];
-    long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, coarse, out, casts = 0, wrong = 0;
+    long size, cases, m, k, lead, rows, columns, in, given, data, scale, zero, global, out, casts = 0, wrong = 0;
     snprintf(path, sizeof path, "%s/vectors.bin", argc > 1 ? argv[1] : ".");
     FILE *file = fopen(path, "rb");
     if (!file || fseek(file, 0, SEEK_END) || !(held = malloc(size = ftell(file)))) return perror(path), 2;
@@ -66,7 +66,7 @@ int main(int argc, char **argv) {
     for (long n = 0; n < cases; n++) {
         int read = fscanf(file, "%*d %*s %*s %15s %15s %15s %15s %ld %ld %ld", e, s, offset, rule, &m, &k, &axis);
         read += fscanf(file, "%ld %ld %ld %15s %15s %*s", &lead, &rows, &columns, dtype, rounding);
-        read += fscanf(file, "%ld %ld %ld %ld %ld %ld %ld", &in, &given, &data, &scale, &zero, &coarse, &out);
+        read += fscanf(file, "%ld %ld %ld %ld %ld %ld %ld", &in, &given, &data, &scale, &zero, &global, &out);
         if (read != 19)
             return fprintf(stderr, "case %ld cannot be read\n", n), 2;
         const codec *q = named(e), *sc = named(s), *x = named(dtype[5] == '3' ? "F32" : dtype[0] == 'f' ? "F16" : "BF16");
@@ -81,7 +81,7 @@ int main(int argc, char **argv) {
             uint32_t code = word >> left & ((1u << q->bits) - 1), stored = item(scale, block, sc->bits);
             double z = *offset == 'z' ? item(zero, block, 8) : 0;
             float v = (float)((value(q, code) - z) * value(sc, stored));
-            if (coarse >= 0) v = (float)(v * value(named("F32"), item(coarse, 0, 32)));
+            if (global >= 0) v = (float)(v * value(named("F32"), item(global, 0, 32)));
             if (*offset == 'b') v = (float)(flush(v) + flush(value(sc, item(zero, block, sc->bits))));
             memcpy(&bits, &v, 4);
             bad += !(bits == want || (isnan(v) && (want & 0x7FFFFFFF) > 0x7F800000));

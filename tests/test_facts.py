@@ -219,9 +219,9 @@ def test_the_alignment_of_a_tensor_is_the_least_of_its_arrays() -> None:
         return operand(ScaledTensor(codes, scales, MXFP8, PerBlockMN(1, 32))).address_alignment
 
     assert [told(0, 0), told(64, 0), told(0, 32), told(16, 8), told(1, 128)] == [256, 64, 32, 8, 1]
-    coarse = aligned_memory(512)[4:8].view(np.float32).reshape(())
+    global_scale = aligned_memory(512)[4:8].view(np.float32).reshape(())
     two_level = ScaledTensor(
-        data[: 32 * 48].reshape(32, 48), scale[: 32 * 6].reshape(32, 6), NVFP4, PerBlockMN(1, 16), None, coarse
+        data[: 32 * 48].reshape(32, 48), scale[: 32 * 6].reshape(32, 6), NVFP4, PerBlockMN(1, 16), None, global_scale
     )
     assert operand(two_level).address_alignment == 4
 

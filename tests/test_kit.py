@@ -663,10 +663,10 @@ def test_the_laws_of_codecs_hold_for_a_sound_one(codec: Codec) -> None:
 class ForF32(Linear):
     """`linear` for FP32 scales of E4M3 alone, which keeps these tests short; kinds of it go wrong."""
 
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         if (codec, element) != (F32, E4M3):
             raise RecipeError("for FP32 scales of E4M3 only")
-        return self.wrong(ops, super().scale(ops, statistic, codec, element, qmax, coarse))
+        return self.wrong(ops, super().scale(ops, statistic, codec, element, qmax, global_scale))
 
     def wrong(self, ops: Ops, code: Any) -> Any:
         return code
@@ -693,7 +693,7 @@ class Elsewise(ForF32):
 
 
 class NoughtInE4M3(Rule):
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         if (codec, element) != (E4M3, E4M3):
             raise RecipeError("for E4M3 only")
         return ops.bitcast_to_int(statistic) * 0
@@ -702,7 +702,7 @@ class NoughtInE4M3(Rule):
 class BeyondE8M0(Rule):
     code = 300
 
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         if (codec, element) != (E8M0, E4M3):
             raise RecipeError("for E8M0 only")
         return ops.bitcast_to_int(statistic) * 0 + self.code
@@ -713,7 +713,7 @@ class BelowE8M0(BeyondE8M0):
 
 
 class Choosy(Rule):
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         raise RecipeError("not this one either")
 
 
@@ -725,7 +725,7 @@ RULE_FAULTS: dict[str, tuple[Rule, str, str]] = {
     "infinite": (Endless("endless"), POSITIVE, r"rule 'endless' in F32 for E4M3: scales \[inf, inf, inf\]"),
     "codes of more bits": (BeyondE8M0("beyond"), POSITIVE, r"\['0x12c', '0x12c', '0x12c'\] are no codes of 8 bits"),
     "negative codes": (BelowE8M0("below"), POSITIVE, r"\['0xffffffff', .* are no codes of 8 bits"),
-    "serves no codec": (Choosy("choosy"), "it_serves_some_codec", "rule 'choosy' raises RecipeError for every codec"),
+    "serves no codec": (Choosy("choosy"), "it_accepts_some_codec", "rule 'choosy' raises RecipeError for every codec"),
 }
 
 
@@ -866,8 +866,8 @@ class Unhashed(Stray):
 class Twice(Linear):
     """Scales of twice the size."""
 
-    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, coarse: Any) -> Any:
-        return super().scale(ops, statistic, codec, element, qmax / 2, coarse)
+    def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
+        return super().scale(ops, statistic, codec, element, qmax / 2, global_scale)
 
 
 @dataclass(frozen=True)
@@ -1435,7 +1435,7 @@ def test_a_kernel_that_serves_less_than_it_declares_is_reported(declare: Callabl
     """Declared for any first operand, asked with one: dispatch itself must find it."""
     faulty = kernel(sound_cast)
     declare(kernels=[replace(faulty, recipe=NVFP4BlockScaling)])
-    with pytest.raises(AssertionError, match="it has no accepts=, and does not serve this call:\n(.|\n)*for cast of nvfp4"):
+    with pytest.raises(AssertionError, match="it has no accepts=, and does not run for this call:\n(.|\n)*for cast of nvfp4"):
         kernels.casts_write_the_bytes_of_the_generic_algorithm(faulty, MX, Place("numpy"))
 
 

@@ -100,7 +100,7 @@ def recipe_of(*rules: Rule) -> ScalingRecipe:
     return Odd()
 
 
-def test_a_coarse_rule_of_another_kind_is_declined_with_the_reason() -> None:
+def test_a_global_rule_of_another_kind_is_declined_with_the_reason() -> None:
     x = wide((4, 64), seed=6, exponents=2)
     for recipe, reason in (
         (NVFP4BlockScaling(), None),
@@ -265,7 +265,7 @@ def test_scales_that_divide_and_those_that_name_the_amax_are_read_alike(monkeypa
         assert len(seen) == 3
 
 
-def test_coarse_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under blocks smaller than a chunk and larger ones, and in every sense."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((3, 4, 1024), seed=23, exponents=2)

@@ -91,7 +91,7 @@ def test_the_promised_pairs_are_those_of_the_spec() -> None:
 
 @pytest.mark.rest
 def test_exact_means_exact_for_every_pair_and_an_error_means_that_bits_would_change() -> None:
-    """All ordered pairs of recipes, on wide, special and coarse data: 0 false "exact"."""
+    """All ordered pairs of recipes, on wide, special and quantized data: 0 false "exact"."""
     inputs = [
         wide((8, 128), seed=3, exponents=20),
         special_rows(128),

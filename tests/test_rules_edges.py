@@ -42,15 +42,15 @@ def test_a_block_whose_scales_multiply_to_less_than_a_normal_number_has_codes_of
     smooth = np.resize(np.array([1.0, -0.6, 0.3, 0.9], np.float32), 16)
     x = np.stack([smooth * np.float32(n * 2.0**-126) for n in (1, 4, 6, 6.25, 7, 12, 64)])
     for g in (1.0, 1.3, 1.54, 1.7, 2.9):
-        coarse = float(np.float32(g * 2.0**-126))
+        global_scale = float(np.float32(g * 2.0**-126))
         found, expected = (
-            cast(x, NVFP4BlockScaling(), CastOptions(scale=coarse)),
-            oracle.cast(x, NVFP4BlockScaling(), scale=coarse),
+            cast(x, NVFP4BlockScaling(), CastOptions(scale=global_scale)),
+            oracle.cast(x, NVFP4BlockScaling(), scale=global_scale),
         )
         scales, pairs = np.asarray(found.scale).view(np.uint8), np.asarray(found.data)
         np.testing.assert_array_equal(scales, expected.scale)
         np.testing.assert_array_equal(np.stack([pairs & 15, pairs >> 4], -1).reshape(x.shape), expected.codes)
-        multiplied = [float(oracle.decode(E4M3, int(code))) * coarse for code in scales[:, 0]]
+        multiplied = [float(oracle.decode(E4M3, int(code))) * global_scale for code in scales[:, 0]]
         assert expected.codes.any(1).tolist() == [e >= 2.0**-126 for e in multiplied]
         if g == 1.54:
             assert 0 < multiplied[2] < 2.0**-126

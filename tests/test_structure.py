@@ -266,8 +266,8 @@ def test_concat_along_a_leading_axis_keeps_each_ones_scale() -> None:
         a, b = (breccia.cast(wide((n, 4, 32), seed=n, exponents=2), recipe) for n in (2, 3))
         joined = sound(breccia.concat([a, b]))
         assert same_bits(values(joined), np.concatenate([values(a), values(b)]))
-        coarse = joined.scale if recipe.name == "fp8_current" else joined.global_scale
-        assert coarse.shape == (5,)
+        global_scale = joined.scale if recipe.name == "fp8_current" else joined.global_scale
+        assert global_scale.shape == (5,)
         assert breccia.concat([a, a[:1]]).shape == (3, 4, 32) and breccia.concat([a, a[:1]]).scale.shape == (
             () if recipe.name == "fp8_current" else (3, 4, 2)
         )

@@ -271,7 +271,7 @@ def formats() -> str:
     for name, kind in registry().recipes.items():
         fmt = example(name).format
         every = [variant.format for variant in variants(kind)]
-        coarse = [f"{f.global_scale.codec.name} per tensor" if f.global_scale else "none" for f in every]
+        global_scales = [f"{f.global_scale.codec.name} per tensor" if f.global_scale else "none" for f in every]
         codes, size = packing(fmt.element)
         rows.append(
             [
@@ -280,7 +280,7 @@ def formats() -> str:
                 either(f.element.name for f in every),
                 either(f.scale.codec.name for f in every),
                 covered(fmt.scale.block),
-                NONE if set(coarse) == {"none"} else either(coarse),
+                NONE if set(global_scales) == {"none"} else either(global_scales),
                 NONE if {f.offset for f in every} == {"none"} else either(f.offset.replace("_", "-") for f in every),
                 "one in a byte" if (codes, size) == (1, 1) else f"{codes} in {size} byte{'s' if size > 1 else ''}",
                 f"{fmt.element.bits + per_element(fmt.scale):g}",

@@ -78,15 +78,15 @@ class Codec:
         """fl(v * scale) for scales stored in this codec."""
         return v * self.read(ops, stored)
 
-    def divide(self, ops: Ops, x: Array, stored: Array, coarse: Array | None = None) -> tuple[Array, Array]:
+    def divide(self, ops: Ops, x: Array, stored: Array, global_scale: Array | None = None) -> tuple[Array, Array]:
         """(x times the reciprocal of the scale, whether the scale is usable); one reciprocal per scale.
 
-        The scale is `stored` times `coarse`, the FP32 global scale, if there is one. Usable scales are positive
+        The scale is `stored` times `global_scale`, the FP32 global scale, if there is one. Usable scales are positive
         normal numbers with a normal reciprocal; elsewhere the first result is 0.
         """
         scale = self.read(ops, stored)
-        if coarse is not None:
-            scale = scale * coarse
+        if global_scale is not None:
+            scale = scale * global_scale
         usable = (scale >= _MIN_NORMAL) & (scale <= 1 / _MIN_NORMAL)
         inverse = ops.div(1.0, ops.where(usable, scale, 1.0))
         return ops.where(usable, x * inverse, 0.0), usable
@@ -274,9 +274,9 @@ class PowerOfTwo(Codec):
         code = ops.load(stored)
         return ops.where(code == 0, v * 0.5, v) * self.decode(ops, ops.maximum(code, 1))
 
-    def divide(self, ops: Ops, x: Array, stored: Array, coarse: Array | None = None) -> tuple[Array, Array]:
-        if coarse is not None:
-            return super().divide(ops, x, stored, coarse)
+    def divide(self, ops: Ops, x: Array, stored: Array, global_scale: Array | None = None) -> tuple[Array, Array]:
+        if global_scale is not None:
+            return super().divide(ops, x, stored, global_scale)
         # Exact where it does not underflow. The reciprocal of 2^127 (code 254) is subnormal, hence two steps.
         code = ops.load(stored)
         usable = code != self.nan

@@ -24,22 +24,22 @@ class Rule:
 
     name: str
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
         """int32 codes of the scales to store.
 
         statistic: FP32, finite, not below 2^-126 where nonzero (the caller handles zero blocks).
-        qmax: largest representable magnitude at scale 1 (`Format.qmax`). coarse: the FP32 global scale, or None.
+        qmax: largest representable magnitude at scale 1 (`Format.qmax`). global_scale: the FP32 global scale, or None.
         """
         raise RecipeError(f"scale rule {self.name!r} does not say how to scale")
 
     def scaled(
-        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, global_scale: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
         """(`x` divided by its scale, whether the scale is usable); codes are rounded from the first, 0 for unusable scales.
 
         stored: the scales as written. statistic: the argument of `scale`, or None where the caller supplied the scales.
         """
-        return codec.divide(ops, x, stored, coarse)
+        return codec.divide(ops, x, stored, global_scale)
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Linear(Rule):
 
     margin: int = 0
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
         codec = self._floating(codec)
         t = self._ratio(ops, statistic, element, qmax)
         t = flushed(ops, t)
         if qmax < 1:  # else the ratio cannot overflow
             t = saturated(ops, t)
-        if coarse is not None:
-            t = saturated(ops, ops.div(t, coarse))
+        if global_scale is not None:
+            t = saturated(ops, ops.div(t, global_scale))
         if self.margin:
             t = saturated(ops, t * 2.0**self.margin)
         t = ops.minimum(ops.maximum(t, codec.scale_min), codec.scale_max)
@@ -93,11 +93,11 @@ class Divide(Linear):
     """`Linear`, with codes from x / scale: one division per element."""
 
     def scaled(
-        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, global_scale: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
         scale = codec.read(ops, stored)
-        if coarse is not None:
-            scale = scale * coarse
+        if global_scale is not None:
+            scale = scale * global_scale
         usable = normal(scale)
         return ops.where(usable, ops.div(x, ops.where(usable, scale, 1.0)), 0.0), usable
 
@@ -111,8 +111,8 @@ class Inverse(Linear):
 
     power_of_two: bool = False
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
-        if coarse is not None:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
+        if global_scale is not None:
             raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
         codec = self._floating(codec)
         if codec.scale_max < 2.0**126:
@@ -123,10 +123,10 @@ class Inverse(Linear):
         return codec.encode(ops, ops.div(1.0, self._multiplier(ops, statistic, qmax)))
 
     def scaled(
-        self, ops: Ops, x: Array, stored: Array, codec: Codec, coarse: Array | None, statistic: Array | None, qmax: float
+        self, ops: Ops, x: Array, stored: Array, codec: Codec, global_scale: Array | None, statistic: Array | None, qmax: float
     ) -> tuple[Array, Array]:
         if statistic is None:
-            return super().scaled(ops, x, stored, codec, coarse, statistic, qmax)
+            return super().scaled(ops, x, stored, codec, global_scale, statistic, qmax)
         usable = normal(codec.read(ops, stored))
         multiplier = ops.where(statistic == 0, 1.0, self._multiplier(ops, statistic, qmax))
         return ops.where(usable, x * multiplier, 0.0), usable
@@ -149,8 +149,8 @@ class Exponent(Rule):
     `even`: `floor` after rounding amax's mantissa to the element's mantissa bits, ties away from zero.
     """
 
-    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, coarse: Array | None) -> Array:
-        if coarse is not None:
+    def scale(self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None) -> Array:
+        if global_scale is not None:
             raise RecipeError(f"rule {self.name!r} is for formats with one scale level; use 'linear' under a global scale.")
         cap = f32_bits(qmax)
         carry = self.carry(element, cap)

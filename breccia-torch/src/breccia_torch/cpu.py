@@ -91,14 +91,14 @@ _BITS = {torch.bfloat16: torch.uint16} | {
 
 
 def _arrays(st: ScaledTensor) -> ScaledTensor:
-    zero_point, coarse = st.zero_point, st.global_scale
+    zero_point, global_scale = st.zero_point, st.global_scale
     return ScaledTensor.from_parts(
         _array(st.data),
         _array(st.scale),
         st.recipe,
         st.layout,
         None if zero_point is None else _array(zero_point),
-        None if coarse is None else _array(coarse),
+        None if global_scale is None else _array(global_scale),
         st.axis,
         st.padding,
     )
@@ -106,14 +106,14 @@ def _arrays(st: ScaledTensor) -> ScaledTensor:
 
 def _tensors(st: ScaledTensor) -> ScaledTensor:
     """The result of a NumPy kernel, in torch's storage dtypes."""
-    dtypes, zero_point, coarse = _dtypes(st.recipe), st.zero_point, st.global_scale
+    dtypes, zero_point, global_scale = _dtypes(st.recipe), st.zero_point, st.global_scale
     return ScaledTensor.from_parts(
         _tensor(st.data, dtypes["data"]),
         _tensor(st.scale, dtypes["scale"]),
         st.recipe,
         st.layout,
         None if zero_point is None else _tensor(zero_point, dtypes["zero_point"]),
-        None if coarse is None else _tensor(coarse, dtypes["global_scale"]),
+        None if global_scale is None else _tensor(global_scale, dtypes["global_scale"]),
         st.axis,
         st.padding,
     )

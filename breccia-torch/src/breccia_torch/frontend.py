@@ -373,11 +373,11 @@ def _tracked(*operands: Any) -> bool:
 
 def _trainable(x: ScaledTensor) -> bool:
     """Does any component need a gradient?"""
-    zero_point, coarse = x.zero_point, x.global_scale
+    zero_point, global_scale = x.zero_point, x.global_scale
     return (
         x.scale.requires_grad
         or x.data.requires_grad
-        or (coarse is not None and coarse.requires_grad)
+        or (global_scale is not None and global_scale.requires_grad)
         or (zero_point is not None and zero_point.requires_grad)
     )
 

@@ -562,8 +562,10 @@ def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledT
     along, across = _side(shape[axis], k), _side(shape[-3 - axis] if len(shape) > 1 else 1, m)
     layout = _fitted(kind, fields, axis, len(shape), (across, along) if axis == -1 else (along, across))
     found = dict(zip(names, parts))  # noqa: B905
-    offset, coarse = found.get("zero_point"), found.get("global_scale")
-    return ScaledTensor.from_parts(found["data"], found["scale"], recipe, layout, offset, coarse, axis, -shape[axis] % group)
+    offset, global_scale = found.get("zero_point"), found.get("global_scale")
+    return ScaledTensor.from_parts(
+        found["data"], found["scale"], recipe, layout, offset, global_scale, axis, -shape[axis] % group
+    )
 
 
 def _flat(x: Any) -> tuple[Any, ...]:

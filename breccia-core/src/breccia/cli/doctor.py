@@ -38,7 +38,7 @@ def examine() -> list[Finding]:
     return [
         *_system(),
         *_distributions(),
-        *_stranger(),
+        *_conflicting(),
         *(line for framework in found.frameworks.values() for line in _framework(framework)),
         *_absent_frameworks(found.frameworks),
         *_extras(),
@@ -70,7 +70,7 @@ def _distributions() -> Iterator[Finding]:
             yield Finding("breccia", name, OK, found)
 
 
-def _stranger() -> Iterator[Finding]:
+def _conflicting() -> Iterator[Finding]:
     """The older, unrelated distribution with the same import name."""
     found = unrelated()
     if found is not None:

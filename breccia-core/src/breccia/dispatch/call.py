@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .facts import Question, Values
 
 
-class _Asking:
+class _Recorder:
     """Reads facts of a call and records which. Kernels must not use `values`: reads of it are not recorded."""
 
     def __init__(self, values: Values, asked: dict[Question, None]) -> None:
@@ -64,7 +64,7 @@ class _Asking:
         self._note(slot, ATTRIBUTES[name][scaled])
 
 
-class Operand(_Asking):
+class Operand(_Recorder):
     """Facts of one operand. For a ScaledTensor, dtype, strides and contiguity are those of its codes.
 
     recipe: the recipe of a ScaledTensor; for the operand of a cast, the recipe to write.
@@ -177,7 +177,7 @@ class Operand(_Asking):
 _OPERAND_FACTS = ("recipe", "dtype", "ndim", "shape", "layout", "axis", "storage", "aligned", "contiguous")
 
 
-class Call(_Asking):
+class Call(_Recorder):
     """The facts of one call: the argument of `Kernel.accepts`, `score` and `plan`.
 
     op, framework: their names. a, b: the operands; b is None where the op has only one.

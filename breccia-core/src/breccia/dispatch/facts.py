@@ -104,10 +104,10 @@ def is_contiguous(x: Any) -> bool:
 def _components(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, ScaledTensor):
         return (x,)
-    zero_point, coarse = x.zero_point, x.global_scale
+    zero_point, global_scale = x.zero_point, x.global_scale
     if zero_point is None:
-        return (x.data, x.scale) if coarse is None else (x.data, x.scale, coarse)
-    return (x.data, x.scale, zero_point) if coarse is None else (x.data, x.scale, zero_point, coarse)
+        return (x.data, x.scale) if global_scale is None else (x.data, x.scale, global_scale)
+    return (x.data, x.scale, zero_point) if global_scale is None else (x.data, x.scale, zero_point, global_scale)
 
 
 def address_alignment(x: Any) -> int:

@@ -89,10 +89,10 @@ def _recipe_class(declared: type[ScalingRecipe]) -> None:
     if declared.needed_fields():
         return
     what = f"recipe {declared.name!r}: {declared.__name__}()"
-    recipe = _asked(what, declared, declared)
-    levels = len(_asked(f"{what}.format", lambda: recipe.format, Format).levels)
-    rules = _asked(f"{what}.rules", lambda: recipe.rules, tuple)
-    layout = _asked(f"{what}.layout", lambda: recipe.layout, Layout)
+    recipe = _evaluated(what, declared, declared)
+    levels = len(_evaluated(f"{what}.format", lambda: recipe.format, Format).levels)
+    rules = _evaluated(f"{what}.rules", lambda: recipe.rules, tuple)
+    layout = _evaluated(f"{what}.layout", lambda: recipe.layout, Layout)
     if layout != (canonical := layout.canonical(-1)):
         raise PluginError(f"{what}.layout is {layout}; the canonical layout of these blocks is {canonical}. Declare that.")
     if not isinstance(declared.aliases, tuple) or not all(isinstance(alias, str) for alias in declared.aliases):
@@ -104,7 +104,7 @@ def _recipe_class(declared: type[ScalingRecipe]) -> None:
         raise PluginError(f"{what} gives {len(rules)} rule(s) for the {levels} scale level(s) of its format; give one a level.")
 
 
-def _asked(what: str, question: Callable[[], _T], kind: type) -> _T:
+def _evaluated(what: str, question: Callable[[], _T], kind: type) -> _T:
     """The result of `question`, of type `kind`. Raises PluginError naming `what`."""
     try:
         found = question()

@@ -147,11 +147,11 @@ def _check_ends(sts: list[ScaledTensor], axis: int) -> None:
 
 def _joined_scales(ops: Ops, sts: list[ScaledTensor], axis: int) -> dict[str, Array]:
     """Scale, zero_point and global_scale of `sts` joined along the logical `axis`, by name."""
-    fine, coarse = (
+    per_block, per_tensor = (
         {name: [getattr(st, name) for st in sts] for name in names if getattr(sts[0], name) is not None}
         for names in (("scale", "zero_point"), ("global_scale",))
     )
-    return _joined(ops, sts, fine, axis, scale_block(sts[0], "scale")) | _joined(ops, sts, coarse, axis, TENSOR)
+    return _joined(ops, sts, per_block, axis, scale_block(sts[0], "scale")) | _joined(ops, sts, per_tensor, axis, TENSOR)
 
 
 def _joined(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], axis: int, block: Block) -> dict[str, Array]:

@@ -96,8 +96,8 @@ def written(place: Place, st: ScaledTensor) -> oracle.Written:
     """What a tensor with blocks along its last axis holds, in the oracle's terms."""
     part = {name: place.words(p).astype(np.uint32) for name in PARTS if (p := getattr(st, name)) is not None}
     codes = unpacked(st.recipe.format.element, place.words(st.data), st.shape[-1])
-    coarse = part.get("global_scale")
-    return oracle.Written(codes, part["scale"], None if coarse is None else int(coarse), part.get("zero_point"))
+    global_scale = part.get("global_scale")
+    return oracle.Written(codes, part["scale"], None if global_scale is None else int(global_scale), part.get("zero_point"))
 
 
 def unpacked(codec: Codec, data: np.ndarray, length: int) -> np.ndarray:

@@ -64,6 +64,6 @@ def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
     zero = None
     if fmt.offset != "none":
         zero = np.resize(np.arange(16, dtype=np.uint8) if fmt.offset == "zero_point" else stored[::-1], scale.shape)
-    coarse = np.float32(0.0173) if fmt.global_scale is not None else None
+    global_scale = np.float32(0.0173) if fmt.global_scale is not None else None
     shape = (len(stored), 1, columns) if m is None else rows.shape
-    return from_buffer(data, scale, recipe, recipe.layout, zero, coarse, shape=shape)
+    return from_buffer(data, scale, recipe, recipe.layout, zero, global_scale, shape=shape)

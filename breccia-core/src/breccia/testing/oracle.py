@@ -190,7 +190,7 @@ def random_word(seed: int, index: int) -> int:
 # ------------------------------------------------------------------------------------------------ scales
 
 
-def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, coarse: Fraction | None) -> int:
+def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
     """Rule `linear` and its kin: the stored scale of a nonzero block."""
     codec, element, cap = level.codec, fmt.element, Fraction(fmt.qmax(level))
     assert isinstance(codec, Minifloat), codec
@@ -204,8 +204,8 @@ def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, coarse:
     else:
         t = fl_finite(statistic / cap)
     t = flush(t)
-    if coarse is not None:
-        t = fl_finite(t / coarse)
+    if global_scale is not None:
+        t = fl_finite(t / global_scale)
     t = fl_finite(t * Fraction(2) ** rule.margin)
     t = min(max(t, Fraction(codec.scale_min)), Fraction(codec.scale_max))
     return encode(codec, t)
@@ -243,25 +243,25 @@ def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
     return floor_log2(amax) - floor_log2(cap)
 
 
-def coarse_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
-    """What a cast stores at a coarse level of sense "amax" or "divisor"; a tensor of zeros stores what means 1."""
+def global_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
+    """What a cast stores at a global level with scale convention "amax" or "divisor"; a tensor of zeros stores what means 1."""
     qmax = Fraction(fmt.qmax(level))
     number = max(amax, qmax * MIN_NORMAL) if amax else qmax
     return number if level.sense == "amax" else min(fl_finite(qmax / number), 1 / MIN_NORMAL)
 
 
 def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
-    """What a number stored at a coarse level multiplies by."""
+    """What a number stored at a global level multiplies by."""
     if level.sense == "amax":
         return fl_finite(stored / Fraction(fmt.qmax(level)))
     return stored if level.sense == "multiplier" else fl_finite(1 / stored)
 
 
-def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, coarse: Fraction | None) -> int:
+def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
     """The code a nonzero finite block's scale is stored as."""
     codec = level.codec
     if isinstance(rule, Linear):
-        return linear(rule, statistic, level, fmt, coarse)
+        return linear(rule, statistic, level, fmt, global_scale)
     assert isinstance(rule, Exponent), rule
     n = exponent(rule, statistic, fmt.element)
     if isinstance(codec, PowerOfTwo):
@@ -340,14 +340,14 @@ def cast(
 ) -> Written:
     """`breccia.cast` of an FP32 array along its last axis, element by element.
 
-    `scale` supplies the coarsest level's scale: an FP32 number for per-tensor levels, else the codes of all scales.
+    `scale` supplies the scale of the first level: an FP32 number where that level is per tensor, else the codes of all scales.
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
     fmt, rules = recipe.format, recipe.rules
     raw = {i: float(x[i]) for i in np.ndindex(*x.shape)}
     value = {i: flush(Fraction(v)) for i, v in raw.items() if math.isfinite(v)}
 
-    coarse: Fraction | None = None
+    global_scale: Fraction | None = None
     global_bits: int | None = None
     if fmt.global_scale is not None:
         if scale is not None:
@@ -357,11 +357,11 @@ def cast(
             amax = max((abs(v) for v in value.values()), default=Fraction(0))
             level = fmt.global_scale
             if level.sense != "multiplier":
-                global_bits = f32_bits(float(coarse_number(level, fmt, amax)))
+                global_bits = f32_bits(float(global_number(level, fmt, amax)))
             else:
                 global_bits = stored_scale(rules[0], amax, level, fmt, None) if amax else zero_scale(level.codec)
         found = decode(F32, global_bits)
-        coarse = None if math.isnan(found) else multiplied_by(fmt.global_scale, fmt, Fraction(found))
+        global_scale = None if math.isnan(found) else multiplied_by(fmt.global_scale, fmt, Fraction(found))
 
     level, rule = fmt.scale, rules[-1]
     supplied = scale if fmt.global_scale is None else None
@@ -386,13 +386,13 @@ def cast(
         if supplied is not None:
             code = f32_bits(supplied) if isinstance(supplied, float) else int(supplied[where])
             stored = supplied_scale(level.codec, code)
-        elif statistic and fmt.global_scale is not None and coarse is None:  # under a global scale of NaN
+        elif statistic and fmt.global_scale is not None and global_scale is None:  # under a global scale of NaN
             stored = nan_code(level.codec)
             assert stored is not None, level
         else:
-            stored = stored_scale(rule, statistic, level, fmt, coarse) if statistic else zero_scale(level.codec)
+            stored = stored_scale(rule, statistic, level, fmt, global_scale) if statistic else zero_scale(level.codec)
         scales[where] = stored
-        units = _Units(rule, level, fmt, stored, coarse, statistic if supplied is None else None)
+        units = _Units(rule, level, fmt, stored, global_scale, statistic if supplied is None else None)
         if not units.usable:
             for i in members:
                 codes[i] = encode(fmt.element, Fraction(0))
@@ -428,7 +428,7 @@ class _Units:
     level: Level
     fmt: Format
     stored: int
-    coarse: Fraction | None
+    global_scale: Fraction | None
     statistic: Fraction | None
 
     @property
@@ -437,12 +437,12 @@ class _Units:
         value = decode(self.level.codec, self.stored)
         if math.isnan(value):
             return None
-        return Fraction(value) if self.coarse is None else fl_finite(Fraction(value) * self.coarse)
+        return Fraction(value) if self.global_scale is None else fl_finite(Fraction(value) * self.global_scale)
 
     @property
     def exact(self) -> bool:
         """A power of two alone, without an FP32 reciprocal in between?"""
-        return isinstance(self.level.codec, PowerOfTwo) and self.coarse is None
+        return isinstance(self.level.codec, PowerOfTwo) and self.global_scale is None
 
     @property
     def usable(self) -> bool:

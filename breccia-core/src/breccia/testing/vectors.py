@@ -514,8 +514,8 @@ def _vector(case: dict[str, Any], recipe: ScalingRecipe, held: bytes) -> Vector:
     k_last = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
     count, size = unit(fmt.element)
     scales = oracle.scale_shape(k_last, fmt.scale.block)
-    coarsest = oracle.scale_shape(k_last, fmt.levels[0].block)
-    shapes = {"input": shape, "decoded": shape, "global_scale": (), "scale": scales, "zero_point": scales, "supplied": coarsest}
+    given = oracle.scale_shape(k_last, fmt.levels[0].block)
+    shapes = {"input": shape, "decoded": shape, "global_scale": (), "scale": scales, "zero_point": scales, "supplied": given}
     shapes["data"] = (*k_last[:-1], -(-k_last[-1] // count) * size)
     bits = {"input": 8 * INPUTS[case["dtype"]], "decoded": 32, "global_scale": 32, "scale": fmt.scale.codec.bits, "data": 8}
     bits |= {"zero_point": fmt.scale.codec.bits if fmt.offset == "bias" else 8, "supplied": fmt.levels[0].codec.bits}

@@ -23,7 +23,7 @@ from ..plans import scattered
 from .codes import PLAIN, pack_codes
 from .pieces import all_jobs, block_sides, byte_range, cut_pieces, load_piece, rounded_up, run_each, unit_of, within_blocks
 from .plan import plan_of
-from .scales import LARGE, Coarse
+from .scales import LARGE, GlobalScale
 from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, times_scale
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ class _Cast:
         self.two_level = plan.fmt.global_scale is not None
         #: Supplied scales of the only level; of the global one; and the shape of a supplied per-tensor one.
         self.given: Array | None = None
-        self.coarse_given: Array | None = None
+        self.given_global: Array | None = None
         self.lead: Shape = ()
         self.own_codes = False
         self.pieces: list[Piece] = []
-        self.coarse: list[Coarse] = []
+        self.global_scales: list[GlobalScale] = []
 
     @property
     def possible(self) -> bool:
@@ -121,7 +121,7 @@ class _Cast:
 
     def supply(self, scale: Array) -> None:
         if self.two_level:
-            self.coarse_given = scale
+            self.given_global = scale
         else:
             self.given, self.own_codes = scale, self.plan.fmt.element.nan_code is not None
         if self.two_level or self.per_tensor:
@@ -142,8 +142,8 @@ class _Cast:
 
     def fresh(self) -> _Parts:
         """Uninitialized components."""
-        data, scale, zero_point, coarse = (None if spec is None else np.empty(*spec) for spec in self._specs())
-        return data, scale, zero_point, coarse
+        data, scale, zero_point, global_scale = (None if spec is None else np.empty(*spec) for spec in self._specs())
+        return data, scale, zero_point, global_scale
 
     def fitting(self, out: Any, layout: Layout) -> _Parts | None:
         """The components of `out`, if they can be written in place."""
@@ -161,12 +161,12 @@ class _Cast:
                 type(part) is np.ndarray
                 and (part.shape, part.dtype) == spec
                 and part.flags.carray
-                and not any(a is not None and np.may_share_memory(part, a) for a in (self.y, self.given, self.coarse_given))
+                and not any(a is not None and np.may_share_memory(part, a) for a in (self.y, self.given, self.given_global))
             ):
                 return None
             parts.append(part)
-        data, scale, zero_point, coarse = parts
-        return data, scale, zero_point, coarse
+        data, scale, zero_point, global_scale = parts
+        return data, scale, zero_point, global_scale
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class _Cast:
         if refuse and self._largest(whole, False).max() >= F32_INF:
             reference.refuse_nonfinite(NUMPY, np.full(1, np.nan, F4))
         if global_scale is not None:
-            self._write_coarse(global_scale, whole)
+            self._write_global(global_scale, whole)
         if self.per_tensor:
             self._write_large(scale, whole)
         elif self.large:
@@ -217,16 +217,16 @@ class _Cast:
         self.plan.microkernels.amax(source, k, found)
         return found
 
-    def _write_coarse(self, target: Array, whole: list[Job]) -> None:
-        scales = self.plan.coarse_scales
+    def _write_global(self, target: Array, whole: list[Job]) -> None:
+        scales = self.plan.global_scales
         assert scales is not None
         with np.errstate(all="ignore"):
-            if self.coarse_given is not None:
-                target[...] = scales.codec.accept(NUMPY, self.coarse_given).view(F4)
+            if self.given_global is not None:
+                target[...] = scales.codec.accept(NUMPY, self.given_global).view(F4)
             else:
                 amax = self._largest(whole, True).max(keepdims=True)
                 target[...] = (scales.fast_path(amax, None) or scales.slow_path(amax, None, None))[0][0]
-            self.coarse = [Coarse(value, self.plan.scales) for value in target.reshape(-1)]
+            self.global_scales = [GlobalScale(value, self.plan.scales) for value in target.reshape(-1)]
 
     def _write(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks."""
@@ -238,13 +238,13 @@ class _Cast:
         amax = self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
-        coarse = self.coarse[piece.lead] if self.coarse else None
-        found = scales.fast_path(amax, coarse) if piece.supplied is None else None
+        global_scale = self.global_scales[piece.lead] if self.global_scales else None
+        found = scales.fast_path(amax, global_scale) if piece.supplied is None else None
         if found is None:
             if self.own_codes and amax.max() >= F32_INF:
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows // m, columns // k)
-            found = scales.slow_path(amax, accepted, coarse, self.own_codes)
+            found = scales.slow_path(amax, accepted, global_scale, self.own_codes)
             if scales.subnormal(found[0]).any():
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             if found[1].max() > LARGE:
@@ -349,13 +349,13 @@ class _Cast:
         assert piece.scale is not None
         values, given = piece.values[r0:r1, c0:c1], None
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
-        if self.coarse:
-            given = self.coarse[piece.lead].value
+        if self.global_scales:
+            given = self.global_scales[piece.lead].value
         elif piece.supplied is not None:
             given = piece.supplied[places]
         if self.k >= self.y.shape[-1]:  # a block is a row, which would be longer in a flat piece
             values = values.reshape(-1, self.y.shape[-1])
-            given = given if given is None or self.coarse else given.reshape(-1, 1)
+            given = given if given is None or self.global_scales else given.reshape(-1, 1)
         written = reference.cast(values, self.plan.recipe, CastOptions(scale=given))
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),

@@ -71,7 +71,7 @@ class _Values:
 
     def short(self, st: ScaledTensor, microkernels: Microkernels) -> Array | None:
         """`dequantize` of few, contiguous codes in whole blocks of a row; None for other `st`."""
-        data, scale, coarse, swapped = st.data, st.scale, st.global_scale, st.axis == -2
+        data, scale, global_scale, swapped = st.data, st.scale, st.global_scale, st.axis == -2
         if not self.plain or st.padding or data.ndim < 2 or not 0 < data.size <= _SHORT or type(st.layout) not in LAYOUTS:
             return None
         block = st.layout.block(st.axis)
@@ -83,7 +83,7 @@ class _Values:
         k = block[1] or (columns if block[0] else columns * (data.size // data.shape[-1]))
         if block[0] is not None and (block[0] != 1 or columns % k or k % self.count):
             return None
-        if not data.flags.c_contiguous or not scale.flags.c_contiguous or (coarse is not None and coarse.ndim):
+        if not data.flags.c_contiguous or not scale.flags.c_contiguous or (global_scale is not None and global_scale.ndim):
             return None
         scale = np.asarray(scale).reshape(-1)
         if self.scales is not None:
@@ -102,9 +102,9 @@ class _Values:
             with np.errstate(all="ignore"):
                 grid = values.reshape(-1, k)
                 np.multiply(grid, scale[:, None], out=grid)
-        if coarse is not None:
+        if global_scale is not None:
             with np.errstate(all="ignore"):
-                np.multiply(values, coarse, out=values)
+                np.multiply(values, global_scale, out=values)
         return values.swapaxes(-1, -2) if swapped else values
 
     def decode(self, table: Array, data: Array, values: Array) -> None:
@@ -197,7 +197,7 @@ class _Dequantize:
         st, tables, shape = self.st, self.tables, self.result.shape
         data, scale = np.asarray(st.data), np.asarray(st.scale)
         zero_point: Any = None if st.zero_point is None else np.asarray(st.zero_point)
-        coarse: Any = None if st.global_scale is None else np.asarray(st.global_scale)
+        global_scale: Any = None if st.global_scale is None else np.asarray(st.global_scale)
         scale = scale.view(U1) if scale.itemsize == 1 else scale
         if self.block == (1, None) and scale.ndim == 1:
             along = (*shape[:-1], 1)
@@ -205,8 +205,8 @@ class _Dequantize:
             zero_point = None if zero_point is None else np.broadcast_to(zero_point[:, None], along)
         self.scale = scale.reshape(-1)
         self.zero_point = None if zero_point is None else zero_point.reshape(-1)
-        self.coarse = None if coarse is None else coarse.reshape(-1)
-        lead: Shape = coarse.shape if coarse is not None else scale.shape if self.per_tensor else ()
+        self.global_scale = None if global_scale is None else global_scale.reshape(-1)
+        lead: Shape = global_scale.shape if global_scale is not None else scale.shape if self.per_tensor else ()
         of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, None)
         data = data.view(U1).reshape(*shape[:-1], -1)
         if scattered(shape, self.block, (), data.flags.c_contiguous):
@@ -251,8 +251,8 @@ class _Dequantize:
         if self.zero_point is not None:
             one = one - reference.offsets_of(NUMPY, self.zero_point[number : number + 1])
         one = reference.apply_scale(NUMPY, one, self.scale[number : number + 1], fmt, fmt.scale)
-        if self.coarse is not None and fmt.global_scale is not None:
-            one = reference.apply_scale(NUMPY, one, self.coarse[lead : lead + 1], fmt, fmt.global_scale)
+        if self.global_scale is not None and fmt.global_scale is not None:
+            one = reference.apply_scale(NUMPY, one, self.global_scale[lead : lead + 1], fmt, fmt.global_scale)
         return one
 
     def _blocks(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
@@ -284,13 +284,13 @@ class _Dequantize:
             if fmt.scale.sense == "amax":
                 scale = NUMPY.div(scale, fmt.qmax(fmt.scale))
             with_each(np.multiply, scale)
-        coarse = fmt.global_scale
-        if self.coarse is not None and coarse is not None:
-            g = self.coarse[piece.lead]
-            if coarse.sense == "multiplier":
+        level = fmt.global_scale
+        if self.global_scale is not None and level is not None:
+            g = self.global_scale[piece.lead]
+            if level.sense == "multiplier":
                 np.multiply(values, g, out=values)
             else:
-                values[...] = reference.apply_scale(NUMPY, values, g, fmt, coarse)
+                values[...] = reference.apply_scale(NUMPY, values, g, fmt, level)
         if values is not target:
             np.copyto(target, values, casting="unsafe")
 
@@ -307,8 +307,8 @@ class _Dequantize:
             if self.k >= self.result.shape[-1]:  # a block is a row, which would be longer in a flat piece
                 data = data.reshape(-1, packed_length(self.fmt.element, self.result.shape[-1]))
                 scale, zero_point = (a if a is None else a.reshape(-1, 1) for a in (scale, zero_point))
-        coarse = None if self.coarse is None else self.coarse[piece.lead]
+        global_scale = None if self.global_scale is None else self.global_scale[piece.lead]
         padding = -(c1 - c0) % count
-        part = ScaledTensor.from_parts(data, scale, st.recipe, st.layout, zero_point, coarse, -1, padding)
+        part = ScaledTensor.from_parts(data, scale, st.recipe, st.layout, zero_point, global_scale, -1, padding)
         target = piece.values[r0:r1, c0:c1]
         np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")

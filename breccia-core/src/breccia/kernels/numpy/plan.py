@@ -21,7 +21,7 @@ from .. import checks
 from ..plans import k_last, scattered
 from .codes import PLAIN, code_writer, pack_codes
 from .pieces import block_sides, unit_of
-from .scales import Coarse, Scales
+from .scales import GlobalScale, Scales
 from .workspace import MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class Plan:
         fmt, fine = self.fmt, recipe.rules[-1]
         self.count, self.bits, self.block = packing(fmt.element)[0], fmt.element.bits, fmt.scale.block
         self.storage = NUMPY.storage(fmt.element)
-        coarse = fmt.global_scale
+        level = fmt.global_scale
         #: Whether the generic algorithm takes whole tensors, not chunks
         self.unsupported = sys.byteorder != "little"
-        if coarse is not None:
-            self.unsupported |= type(recipe.rules[0]) is not Linear or coarse.codec != F32 or fmt.scale.block == TENSOR
-            self.unsupported |= coarse.sense != "multiplier"
+        if level is not None:
+            self.unsupported |= type(recipe.rules[0]) is not Linear or level.codec != F32 or fmt.scale.block == TENSOR
+            self.unsupported |= level.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
         #: Whether codes are computed by division. Scales are then computed here, codes by the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
@@ -51,7 +51,7 @@ class Plan:
         #: The writer of codes from unscaled numbers.
         self.scaled = None if microkernels.scaled is None or self.codes is None else microkernels.scaled(self.codes)
         self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
-        self.coarse_scales = None if coarse is None or self.unsupported else Scales(recipe, 0, microkernels)
+        self.global_scales = None if level is None or self.unsupported else Scales(recipe, 0, microkernels)
         self._layouts: dict[Any, Layout] = {}
         #: Whether blocks are runs within a row, so that short arrays need the fewest calls
         self.plain = (
@@ -73,14 +73,14 @@ class Plan:
         else:
             amax = np.empty(size // k, U4)
             microkernels.amax(flat, k, amax)
-        global_scale = coarse = None
-        if self.coarse_scales is not None:
-            found = self.coarse_scales.fast_path(np.maximum.reduce(amax, keepdims=True), None)
+        global_scale = divisor = None
+        if self.global_scales is not None:
+            found = self.global_scales.fast_path(np.maximum.reduce(amax, keepdims=True), None)
             if found is None:
                 return None
             global_scale = found[0].reshape(())
-            coarse = Coarse(found[0][0], scales)
-        found = scales.fast_path(amax, coarse)
+            divisor = GlobalScale(found[0][0], scales)
+        found = scales.fast_path(amax, divisor)
         if found is None:
             return None
         stored, inverse = found

@@ -70,8 +70,8 @@ class Scales:
         cap = f32_bits(self.qmax)
         return I4(rule.carry(self.element, cap) - (((cap >> 23) - 127) << 23))
 
-    def fast_path(self, amax: Array, coarse: Coarse | None) -> tuple[Array, Array] | None:
-        if self._form is None or (coarse is not None and coarse.inverses is None):
+    def fast_path(self, amax: Array, global_scale: GlobalScale | None) -> tuple[Array, Array] | None:
+        if self._form is None or (global_scale is not None and global_scale.inverses is None):
             return None
         if amax.size <= _LISTED:
             ordered: list[int] = sorted(amax.tolist())
@@ -82,9 +82,9 @@ class Scales:
             least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
             if zeros := least == 0:
                 least = int(np.minimum.reduce(amax - U4(1))) + 1  # of the nonzero ones: 0 - 1 wraps to the largest
-        return self._form(amax, zeros, coarse) if least >= self._low and most <= self._high else None
+        return self._form(amax, zeros, global_scale) if least >= self._low and most <= self._high else None
 
-    def _linear(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
+    def _linear(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         t = np.divide(amax.view(F4), self._divisor)
         if zeros:
             np.copyto(t, UNIT, where=amax == 0)
@@ -97,12 +97,12 @@ class Scales:
         u = (u + ((u >> 16) & 1) + 0x7FFF) & 0xFFFF0000
         return (u >> 16).astype(U2), np.divide(UNIT, u.view(F4))
 
-    def _linear8(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
+    def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         t = np.divide(amax.view(F4), self._divisor)
         inverses = self._inverses
-        if coarse is not None:
-            np.divide(t, coarse.value, out=t)
-            inverses = coarse.inverses
+        if global_scale is not None:
+            np.divide(t, global_scale.value, out=t)
+            inverses = global_scale.inverses
         if self._written is not None:
             stored = np.empty(t.size, U1)
             self._written(t, ONE, t.size, stored)
@@ -110,7 +110,7 @@ class Scales:
             stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
 
-    def _exponent(self, amax: Array, zeros: bool, coarse: Coarse | None) -> tuple[Array, Array]:
+    def _exponent(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         n = (amax.view(I4) + self._carry) >> 23
         if self.codec.bits == 8:
             if zeros:
@@ -122,13 +122,13 @@ class Scales:
         return (n << 23).view(F4), ((254 - n) << 23).view(F4)
 
     def slow_path(
-        self, amax: Array, supplied: Array | None, coarse: Coarse | None, own_codes: bool = False
+        self, amax: Array, supplied: Array | None, global_scale: GlobalScale | None, own_codes: bool = False
     ) -> tuple[Array, Array]:
         """Like `fast_path`, for any amax. `supplied`: accepted int32 codes. With `own_codes`, NaN and Inf mark no block."""
         a = amax.view(I4)
         faulty = a >= F32_INF
         codes, statistic = supplied, None
-        g = None if coarse is None else coarse.value
+        g = None if global_scale is None else global_scale.value
         if codes is None:
             statistic = np.where((a >= NORMAL) & ~faulty, a, 0).view(F4)
             codes = self.rule.scale(NUMPY, statistic, self.codec, self.element, self.qmax, g)
@@ -144,7 +144,7 @@ class Scales:
         return stored == 254 if type(self.codec) is PowerOfTwo else np.zeros(stored.shape, np.bool_)
 
 
-class Coarse:
+class GlobalScale:
     """The FP32 global scale of a two-level format, with values derived from it for all blocks."""
 
     def __init__(self, value: Array, scales: Scales | None) -> None:

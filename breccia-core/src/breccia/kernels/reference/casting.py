@@ -68,16 +68,16 @@ def _write(
     words = None if words is None else tiles.split(words)
 
     level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
-    coarse = global_scale = None
+    multiplier = global_scale = None
     if fmt.global_scale is not None:
         global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
-        coarse, supplied = tiles.coarse(_multiplier(ops, ops.f32(global_scale), fmt)), None
+        multiplier, supplied = tiles.broadcast_global(_multiplier(ops, ops.f32(global_scale), fmt)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
     faulty = amax >= F32_INF
     low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
     if supplied is None:
-        codes = rule.scale(ops, statistic, level.codec, element, fmt.qmax(level), coarse)
+        codes = rule.scale(ops, statistic, level.codec, element, fmt.qmax(level), multiplier)
         codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
     else:
         codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
@@ -88,7 +88,7 @@ def _write(
     stored = ops.store(codes, ops.storage(level.codec))
 
     def in_units_of_scale(x: Array) -> tuple[Array, Array]:
-        y, usable = rule.scaled(ops, x, stored, level.codec, coarse, statistic, fmt.qmax(level))
+        y, usable = rule.scaled(ops, x, stored, level.codec, multiplier, statistic, fmt.qmax(level))
         return saturated(ops, y), usable
 
     zero_point = None

@@ -37,7 +37,7 @@ def dequantize(st: ScaledTensor, out_dtype: Any = "float32", out: Array | None =
             v = v - tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
         v = apply_scale(ops, v, scale, fmt, fmt.scale)
         if fmt.global_scale is not None:
-            v = apply_scale(ops, v, tiles.coarse(st.global_scale), fmt, fmt.global_scale)
+            v = apply_scale(ops, v, tiles.broadcast_global(st.global_scale), fmt, fmt.global_scale)
         if fmt.offset == "bias":
             bias = tiles.broadcast_to_blocks(offsets_of(ops, scale_k_last(ops, st.zero_point, tiles, axis)))
             # Flushing subnormal products makes the sum equal on every backend, and prevents fusing into an FMA.

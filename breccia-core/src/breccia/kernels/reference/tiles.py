@@ -56,7 +56,7 @@ class Tiles:
     def broadcast_to_blocks(self, a: Array) -> Array:
         """Reshape stored scales, K last, to broadcast against split arrays."""
         if self.block == TENSOR:
-            return self.coarse(a)
+            return self.broadcast_global(a)
         rows, columns = self.counts
         return self.ops.reshape(a, (*self.shape[:-2], rows, 1, columns, 1))
 
@@ -66,12 +66,12 @@ class Tiles:
             return a
         lead, (rows, columns), (tall, wide) = self.shape[:-2], finer.counts, self.counts
         if self.block == TENSOR:
-            return self.ops.broadcast(self.coarse(a), (*lead, rows, columns))
+            return self.ops.broadcast(self.broadcast_global(a), (*lead, rows, columns))
         down, along = (-(-outer // inner) for outer, inner in zip(self.sides, finer.sides, strict=True))
         beside = self.ops.broadcast(self.ops.reshape(a, (*lead, tall, 1, wide, 1)), (*lead, tall, down, wide, along))
         return self.ops.reshape(beside, (*lead, tall * down, wide * along))[..., :rows, :columns]
 
-    def coarse(self, a: Array) -> Array:
+    def broadcast_global(self, a: Array) -> Array:
         """Likewise for a global scale, of shape () or a prefix of the leading axes."""
         ndim = len(self.shape) + (0 if self.block == TENSOR else 2)
         return self.ops.reshape(a, (*a.shape, *(1,) * (ndim - len(a.shape))))

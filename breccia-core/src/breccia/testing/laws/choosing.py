@@ -25,7 +25,7 @@ from ..compare import expect
 from ..examples import wide
 from ..places import Place
 from .recipes import moved
-from .trying import serves, unavailable
+from .trying import matches, unavailable
 
 PRODUCTS = ("matmul", "cast_matmul", "grouped_matmul")
 
@@ -121,7 +121,7 @@ def _operand_of(place: Place, shape: tuple[int, int], recipe: ScalingRecipe | No
 
 def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Iterator[_Request]:
     """Calls that the kernel is declared for, with this recipe or, where it is None, with plain operands alone."""
-    op, first = kernel.op, serves(kernel.recipe, recipe)
+    op, first = kernel.op, matches(kernel.recipe, recipe)
     for shape in _SHAPES:
         array = _operand_of(place, shape, None)
         if op in PRODUCTS:
@@ -136,24 +136,24 @@ def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Ite
         elif op == "requantize" and first:
             written = dict.fromkeys((MXFP8BlockScaling(), *strategies.defaults()[:1], recipe))
             st = _operand_of(place, shape, recipe)
-            yield from (_Request(st, None, new) for new in written if serves(kernel.other, new))
+            yield from (_Request(st, None, new) for new in written if matches(kernel.other, new))
 
 
 def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place, shape: tuple[int, int]) -> Iterator[_Request]:
     """Those of a product: the recipe by itself, by an array, and an array by it."""
     array = _operand_of(place, shape, None)
     for other in dict.fromkeys((None, recipe)):
-        if not serves(kernel.other, other):
+        if not matches(kernel.other, other):
             continue
         second = _operand_of(place, shape, other, kernel.op == "grouped_matmul")
         b = place.ops.swap(second) if other is None else second.mT
         if kernel.op == "cast_matmul":
-            if recipe is not None and serves(kernel.recipe, recipe):
+            if recipe is not None and matches(kernel.recipe, recipe):
                 yield _Request(array, b, recipe)
             continue
-        if other == recipe and serves(kernel.recipe, None):
+        if other == recipe and matches(kernel.recipe, None):
             yield _Request(array, b)
-        if recipe is not None and serves(kernel.recipe, recipe):
+        if recipe is not None and matches(kernel.recipe, recipe):
             yield _Request(_operand_of(place, shape, recipe), b)
 
 

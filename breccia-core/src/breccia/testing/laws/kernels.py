@@ -39,9 +39,9 @@ from .trying import (
     float_dtypes,
     floats,
     half_words,
-    need_served,
+    matches,
     rounded,
-    serves,
+    skip_unless_run,
     storages_of,
     takes_out,
 )
@@ -68,7 +68,7 @@ def laws(subject: Subject) -> Iterator[Law]:
                 yield from products.laws(kernel, recipes, place)
             stored = [declared_storages_are_read_and_written] if kernel.reads or kernel.writes else []
             for recipe in recipes:
-                if any(serves(declared, recipe) for declared in _about(kernel)):
+                if any(matches(declared, recipe) for declared in _about(kernel)):
                     what = f"{kernel.name}.{recipe.spec}"
                     yield from each("kernels", what, (*_LAWS[kernel.op], *stored), kernel, recipe, place=place)
 
@@ -90,7 +90,7 @@ def casts_write_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: Scali
             served = True
             expect_tensor(place, st, reference.cast(x, recipe, CastOptions(**options)))
             expect_untouched(place, given, x.view(np.uint32))
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def options_of_a_cast_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -124,7 +124,7 @@ def a_pair_is_both_casts(kernel: Kernel, recipe: ScalingRecipe, place: Place) ->
                 expect_tensor(place, st, reference.cast(x, recipe, CastOptions(axis=axis, **options)))
             expect_untouched(place, given, x.view(np.uint32))
     _expect_nan_refused(kernel, api.cast_pair, recipe, place)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def options_of_dequantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -155,7 +155,7 @@ def values_are_those_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRec
             served = True
             expect_numbers("decoded", place, back, reference.dequantize(st))
             expect_kept(place, given, st)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -169,7 +169,7 @@ def requantize_writes_the_bytes_of_the_generic_algorithm(kernel: Kernel, recipe:
             served = True
             expect_tensor(place, found, reference.requantize(st, recipe))
             expect_kept(place, given, st)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def options_of_requantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -199,7 +199,7 @@ def options_of_requantize_are_honoured(kernel: Kernel, recipe: ScalingRecipe, pl
         if written is not None:
             expect(written is out, "out= was not what it returned")
             expect_tensor(place, out, reference.requantize(rows, recipe))
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def _source(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe:
@@ -213,7 +213,7 @@ def _source(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe:
 def _sources(kernel: Kernel, recipe: ScalingRecipe) -> Iterator[ScalingRecipe]:
     """Recipes that a kernel of `requantize` reads: some that others hold without rounding come first."""
     sources = dict.fromkeys((MXFP4BlockScaling(), NVFP4BlockScaling(), recipe, *strategies.defaults()))
-    return filter(partial(serves, kernel.recipe), sources)
+    return filter(partial(matches, kernel.recipe), sources)
 
 
 def round_trips_are_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -227,7 +227,7 @@ def round_trips_are_dequantize_of_cast(kernel: Kernel, recipe: ScalingRecipe, pl
             served = True
             expect_numbers(kernel.op, place, back, reference.dequantize(reference.cast(x, recipe, CastOptions(**options))))
             expect_untouched(place, given, x.view(np.uint32))
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def options_of_round_trips_are_honoured(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -248,7 +248,7 @@ def options_of_round_trips_are_honoured(kernel: Kernel, recipe: ScalingRecipe, p
             expected = reference.dequantize(reference.cast(x, recipe, CastOptions(**options)))
             expect_numbers(f"{kernel.op} with {next(iter(given))}=", place, back, expected)
     _expect_nan_refused(kernel, function, recipe, place)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 # -- half precision, views and storages ------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def half_precision_and_views_are_cast_alike(kernel: Kernel, recipe: ScalingRecip
         except AssertionError as e:
             raise AssertionError(f"{what}: {e}") from None
         expect_untouched(place, given, before)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def _expect_cast(
@@ -328,7 +328,7 @@ def views_are_decoded_alike(kernel: Kernel, recipe: ScalingRecipe, place: Place)
             expect(dtype_name(back) == dtype, f"out_dtype={dtype!r} gave {dtype_name(back)}")
             expect_words(f"the transpose decoded to {dtype}", place.words(back), half_words(expected, dtype))
         expect_kept(place, given, st)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 def declared_storages_are_read_and_written(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
@@ -366,7 +366,7 @@ def declared_storages_are_read_and_written(kernel: Kernel, recipe: ScalingRecipe
                 expect_numbers(f"decoded from {name}", place, back, reference.dequantize(plain))
     else:
         tried = products.stored_operands_multiply_alike(kernel, recipe, place)
-    need_served(kernel, tried)
+    skip_unless_run(kernel, tried)
 
 
 _TRIP = (

@@ -28,10 +28,10 @@ from .trying import (
     expect_untouched,
     float_dtypes,
     floats,
-    need_served,
+    matches,
     numbers,
     rounded,
-    serves,
+    skip_unless_run,
     storages_of,
     takes_out,
 )
@@ -48,14 +48,14 @@ def laws(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> Iter
     casts = kernel.op == "cast_matmul"
     for recipe in recipes:
         what = f"{kernel.name}.{recipe.spec}"
-        first = serves(kernel.recipe, recipe)
+        first = matches(kernel.recipe, recipe)
         if first and _partner(kernel, recipe) is not None:
             yield from each("kernels", what, [both], kernel, recipe, place=place)
-        if first and serves(kernel.other, None):
+        if first and matches(kernel.other, None):
             yield from each("kernels", what, [products_by_an_array_keep_the_bound], kernel, recipe, place=place)
-        if not casts and serves(kernel.recipe, None) and serves(kernel.other, recipe):
+        if not casts and matches(kernel.recipe, None) and matches(kernel.other, recipe):
             yield from each("kernels", what, [products_of_an_array_keep_the_bound], kernel, recipe, place=place)
-    if not casts and serves(kernel.recipe, None) and serves(kernel.other, None):
+    if not casts and matches(kernel.recipe, None) and matches(kernel.other, None):
         yield from each("kernels", kernel.name, [products_of_arrays_keep_the_bound], kernel, place=place)
 
 
@@ -96,10 +96,10 @@ def stored_operands_multiply_alike(kernel: Kernel, recipe: ScalingRecipe, place:
     """
     tried = False
     pairs: list[tuple[ScalingRecipe | None, ScalingRecipe | None]] = []
-    if serves(kernel.recipe, recipe):
-        pairs.append((recipe, None if serves(kernel.other, None) else _partner(kernel, recipe)))
-    if serves(kernel.other, recipe):
-        pairs.append((None if serves(kernel.recipe, None) else recipe, recipe))
+    if matches(kernel.recipe, recipe):
+        pairs.append((recipe, None if matches(kernel.other, None) else _partner(kernel, recipe)))
+    if matches(kernel.other, recipe):
+        pairs.append((None if matches(kernel.recipe, None) else recipe, recipe))
     case, grouped, casts = _Case(), kernel.op == "grouped_matmul", kernel.op == "cast_matmul"
     left, right = _factors((_ROWS, _LENGTH)), _factors((len(_ENDS), _COLUMNS, _LENGTH)[0 if grouped else 1 :], seed=1)
     for first, second in pairs:
@@ -205,7 +205,7 @@ def _hold(kernel: Kernel, place: Place, first: ScalingRecipe | None, second: Sca
             expect_kept(place, x.array, x.st)
             if words is not None:
                 expect_untouched(place, x.array, words)
-    need_served(kernel, served)
+    skip_unless_run(kernel, served)
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _Operand:
 
 def _partner(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe | None:
     """The recipe of the second operand: the first one's where the kernel takes that, else one that it takes, or None."""
-    return next((r for r in (recipe, MXFP8BlockScaling(), *strategies.defaults()) if serves(kernel.other, r)), None)
+    return next((r for r in (recipe, MXFP8BlockScaling(), *strategies.defaults()) if matches(kernel.other, r)), None)
 
 
 def _swapped(place: Place, x: Any) -> Any:

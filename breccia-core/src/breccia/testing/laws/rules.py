@@ -26,13 +26,13 @@ _SCALES = tuple(codec for codec in CODECS if codec.bits > 8 or codec.name in ("E
 def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the rules of a plug-in."""
     for rule in subject.of("rules"):
-        checks = (it_serves_some_codec, scales_are_positive_numbers, a_larger_amax_never_gets_a_smaller_scale)
+        checks = (it_accepts_some_codec, scales_are_positive_numbers, a_larger_amax_never_gets_a_smaller_scale)
         yield from each("rules", rule.name, checks, rule)
         for place in subject.places:
             yield from each("rules", rule.name, (scales_are_the_oracles,), rule, place=place)
 
 
-def it_serves_some_codec(rule: Rule) -> None:
+def it_accepts_some_codec(rule: Rule) -> None:
     expect(bool(list(_served(rule))), f"rule {rule.name!r} raises RecipeError for every codec of scales and elements")
 
 

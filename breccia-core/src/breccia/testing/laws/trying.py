@@ -21,8 +21,8 @@ from ..examples import special_rows, wide
 from ..places import Place
 
 
-def serves(declared: type | None, recipe: ScalingRecipe | None) -> bool:
-    """Is a kernel declared so for an operand of this recipe; for a plain one where there is none?"""
+def matches(declared: type | None, recipe: ScalingRecipe | None) -> bool:
+    """Whether a kernel declared for `declared` takes an operand of `recipe`, or a plain array if that is None."""
     return declared is None or (declared is NoneType if recipe is None else isinstance(recipe, declared))
 
 
@@ -34,7 +34,8 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 def asked(kernel: Kernel, op: Any, *operands: Any, **options: Any) -> Any:
     """The result of this kernel alone; None if it declines the call.
 
-    Skips the test where it cannot run here at all. Raises AssertionError where its check fails, and where it has none.
+    Skips the test if the kernel cannot run on this machine. Raises AssertionError if its check raises, or if it declines
+    the call without having a check.
     """
     try:
         return op(*operands, **options, prefer=kernel.name)
@@ -43,7 +44,7 @@ def asked(kernel: Kernel, op: Any, *operands: Any, **options: Any) -> Any:
         if reason is not None:
             pytest.skip(reason)
         if kernel.accepts is None:
-            raise AssertionError(f"it has no accepts=, and does not serve this call:\n{e}") from e
+            raise AssertionError(f"it has no accepts=, and does not run for this call:\n{e}") from e
         for line in str(e).splitlines():
             if f"its check {kernel.accepts} " in line:  # dispatch skips such a kernel, and warns
                 raise AssertionError(line.partition("skipped: ")[2]) from e
@@ -57,7 +58,7 @@ def unavailable(kernel: Kernel, x: Any) -> str | None:
     return targets.load(kernel.available)(place_of(x.data if isinstance(x, ScaledTensor) else x))
 
 
-def need_served(kernel: Kernel, served: bool) -> None:
+def skip_unless_run(kernel: Kernel, served: bool) -> None:
     """Skip the test if the kernel never ran in it."""
     if not served:
         pytest.skip(f"{kernel.name} declined every array tried here")
