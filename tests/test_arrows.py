@@ -57,7 +57,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 ORDER = [
     {"", "backend"},  # the package itself, and what other distributions import of it: lazy, import nothing
     {"errors"},
-    {"siblings", "targets", "declared"},
+    {"siblings", "targets", "declared", "selection"},
     {"codec_checks"},
     {"codecs", "rules", "options"},
     {"formats"},

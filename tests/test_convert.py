@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 import breccia
 from breccia import codecs, formats
+from breccia.backend import kept_kind
 from breccia.bridges import load_safetensors
 from breccia.siblings import install
 from breccia_bridges import commands, measure
@@ -110,6 +111,27 @@ def test_figures_of_the_report_are_those_of_the_definition(source: Path, tmp_pat
     assert t.bytes_out == 64 * 64 // 2 + 64 * 4 + 4 and t.bytes_in == 64 * 64 * 4
     assert report.worst is min(report.quantized, key=lambda t: t.measured.sqnr)
     assert report.bytes_kept == sum(a.nbytes for n, a in weights().items() if n not in QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    {
+        "model.layers.3.mlp.gate.weight": "router",  # Qwen3-MoE, DeepSeek-V3
+        "model.layers.0.block_sparse_moe.gate.weight": "router",  # Mixtral
+        "model.layers.0.feed_forward.router.weight": "router",  # Llama 4
+        "model.layers.1.mlp.shared_expert_gate.weight": "router",  # Qwen2-MoE
+        "model.layers.3.mlp.gate_proj.weight": "",
+        "model.layers.3.mlp.experts.7.gate_proj.weight": "",
+        "model.layers.3.mlp.experts.gate_up_proj": "",
+        "transformer.wte.weight": "embedding",  # GPT-2
+        "shared.weight": "embedding",  # T5
+        "model.layers.0.mlp.shared_experts.down_proj.weight": "",
+        "transformer.h.0.ln_1.weight": "norm",
+        "lm_head.weight": "output head",
+    }.items(),
+)
+def test_names_of_hugging_face_models_belong_to_the_kinds_that_keep_their_precision(name: str, kind: str) -> None:
+    assert kept_kind(name) == kind
 
 
 def test_selection_keeps_embeddings_norms_and_heads_unless_included(source: Path, tmp_path: Path) -> None:
@@ -671,7 +693,7 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
     save_file(
         {
             "conv.weight": np.ones((8, 8, 3, 3), np.float32),  # 4 bits in blocks of 3 under FP32 scales
-            "gate.weight": np.ones((64, 1), ml_dtypes.bfloat16),
+            "thin.weight": np.ones((64, 1), ml_dtypes.bfloat16),
             "wide": np.ones((4, 64), np.float64),
             "ids": np.ones((4, 64), np.int32),
             "out": np.ones((4, 64), np.float32),
@@ -688,14 +710,14 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
     assert code == 0 and err.count("\n") == 1 and "the last axis of conv.weight (16.00 bits) is shorter than a block" in err
     assert {t["name"]: t["reason"] for t in report["tensors"]} == {
         "conv.weight": None,
-        "gate.weight": "would not shrink",
+        "thin.weight": "would not shrink",
         "wide": "F64 cannot be cast",
         "ids": "not floating",
         "out": "excluded",
         "w": None,
         "bias": "fewer than two axes",
         "none": "empty",
-        "embed": "kept by default",
+        "embed": "kept by default (embedding)",
     }
     assert report["kept"]["would not shrink"] == 1
     shutil.copy(tmp_path / "m.safetensors", tmp_path / "n.safetensors")

@@ -65,7 +65,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace the destination: a file, or a checkpoint folder.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint's floating matrices; embeddings, norms and lm_head are kept unless included."""
+    """Quantize a checkpoint's floating matrices; embeddings, norms, routers and lm_head are kept unless included."""
     chosen = breccia.recipe(recipe)
     if report is not None:
         if dry_run:
@@ -230,7 +230,7 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
         "kept": f"{len(found.kept)} tensors, {size(found.bytes_kept)} in their original precision: {reasons or 'none'}",
         "size": f"{size(found.bytes_in)} -> {size(found.bytes_out)} ({found.bytes_out / max(1, found.bytes_in):.3f}x)",
     }
-    default = [t.name for t in found.kept if t.reason == BY_DEFAULT]
+    default = [t.name for t in found.kept if t.reason.startswith(BY_DEFAULT)]
     if default:
         rows["by default"] = f"kept, unless --include names them: {named(default)}"
     if found.worst is not None:

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
-from breccia.backend import TENSOR, components
+from breccia.backend import TENSOR, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
@@ -27,10 +27,7 @@ from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Entry, Writer, byte_count
 
-#: Kept unless `include` matches them: they are small, or their precision affects every token.
-KEPT = ("*embed*", "*norm*", "*Norm*", "lm_head*", "*.lm_head*")
-
-#: The reason reported for `KEPT`.
+#: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
 BY_DEFAULT = "kept by default"
 
 _CASTABLE = ("F32", "F16", "BF16")
@@ -39,9 +36,9 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".
 
 @dataclass(frozen=True)
 class _Selection:
-    """Selects floating tensors of two axes or more, less `KEPT` and `exclude`, plus `include`.
+    """Selects floating tensors of two axes or more, less those of `breccia.backend.KEPT` and `exclude`, plus `include`.
 
-    Patterns are shell-style globs over whole names. `exclude` beats `include`, which beats `KEPT`.
+    Patterns are shell-style globs over whole names. `exclude` beats `include`, which beats the default.
     """
 
     include: tuple[str, ...] = ()
@@ -57,8 +54,8 @@ class _Selection:
             return "fewer than two axes"
         if _matches(name, self.exclude):
             return "excluded"
-        kept = _matches(name, KEPT) and not _matches(name, self.include)
-        return BY_DEFAULT if kept else ""
+        kind = kept_kind(name)
+        return f"{BY_DEFAULT} ({kind})" if kind and not _matches(name, self.include) else ""
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of `names`."""
@@ -86,8 +83,9 @@ def convert(
     destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
         file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
         followed.
-    include, exclude: shell-style globs over whole names. Floating tensors of two axes or more are quantized, less `KEPT` and
-        `exclude`, plus `include`; `exclude` beats `include`, which beats `KEPT`.
+    include, exclude: shell-style globs over whole names. Floating tensors of two axes or more are quantized, except
+        embeddings, norms, routers and output heads (`breccia.backend.KEPT`), less `exclude`, plus `include`; `exclude` beats
+        `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
     dry_run: check everything and report sizes from headers alone; write nothing.
     histograms: count the elements of quantized tensors by value, before and after.

@@ -113,6 +113,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("registry",), "dispatch.registry"),
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     **dict.fromkeys(("once",), "targets"),
+    **dict.fromkeys(("KEPT", "kept_kind"), "selection"),
     **dict.fromkeys(("Json", "print_json", "print_table", "printable", "recipe_names"), "cli.main"),
 }
 

@@ -88,6 +88,8 @@ from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
 from .recipes import check_recipe as check_recipe
+from .selection import KEPT as KEPT
+from .selection import kept_kind as kept_kind
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .targets import once as once
