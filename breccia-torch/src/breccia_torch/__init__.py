@@ -8,7 +8,7 @@ def __getattr__(name: str) -> object:
     """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     from importlib import import_module
 
-    homes = {"enable_compile": "operators", "load_model": "checkpoint", "quantize_": "nn", "save_model": "checkpoint"}
+    homes = {"enable_compile": "operators", "load_model": "checkpoint", "quantize_": "quantize", "save_model": "checkpoint"}
     if name == "nn":
         return import_module(f"{__name__}.nn")
     if name not in homes:

@@ -13,7 +13,8 @@ import breccia
 from breccia import bridges
 from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, UnsupportedError
 
-from .nn import STATE, ScaledLinear, ScaledWeight, check_replaceable, metadata, replace
+from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
+from .quantize import check_replaceable, expert_parameters, is_conv1d, replace, replace_experts, scaled_class
 
 Path = str | os.PathLike[str]
 
@@ -52,8 +53,10 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
 def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any = None) -> tuple[list[str], list[str]]:
     """Read the state of `model` from any safetensors file or folder; returns (missing, unexpected) names.
 
-    An `nn.Linear` whose weight is quantized in the file becomes a ScaledLinear. Other quantized tensors of the file, such as
-    embeddings or weights of a subclass, are decoded; a plain weight for a quantized layer is cast under the layer's recipe.
+    An `nn.Linear` whose weight is quantized in the file becomes a ScaledLinear, transformers' Conv1D a ScaledConv1D, and a 3-D
+    parameter of a module of experts ScaledExperts. Experts may be one tensor in the file, or one for each expert and
+    projection (`experts.7.gate_proj.weight`), which are stacked. Other quantized tensors of the file, such as embeddings or
+    weights of a subclass, are decoded; a plain weight for a quantized layer is cast under the layer's recipe.
     The model does not change if names or shapes do not fit.
 
     strict: raise UnknownNameError if the file lacks a tensor of the model or has one that the model lacks. One of several
@@ -67,6 +70,7 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
     _need_module("load_model", model)
     found = bridges.load_safetensors(path, framework="torch")
     entries, states = _entries(model), _states(model)
+    _stack_experts(found, entries)
     known = {name for entry in entries for name in entry.names} | states.keys()
     for entry in entries:
         if any(isinstance(found.get(name), ScaledTensor) for name in entry.names):
@@ -146,6 +150,50 @@ def _weights(model: nn.Module) -> dict[str, ScaledWeight]:
     return {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, ScaledWeight)}
 
 
+#: The projections that transformers fuses into one parameter of a module of experts, as files of one tensor per expert name
+#: them. The rows of several are joined.
+_PROJECTIONS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+
+
+def _stack_experts(found: dict[str, Any], entries: list[_Entry]) -> None:
+    """Replace the tensors of single experts in `found` by one for each parameter of the model that fuses them."""
+    for entry in entries:
+        if len(entry.held.shape) != 3 or any(name in found for name in entry.names):
+            continue
+        name = entry.names[0]
+        module, _, fused = name.rpartition(".")
+        for projections in _PROJECTIONS.get(fused, ()):
+            experts = range(entry.held.shape[0])
+            names = [[f"{module}.{expert}.{projection}.weight" for expert in experts] for projection in projections]
+            if all(one in found for column in names for one in column):
+                found[name] = stacked([[found.pop(one) for one in column] for column in names], name)
+                break
+
+
+def stacked(columns: list[list[Any]], name: str) -> Any:
+    """Projections of all experts as one tensor: of shape (experts, rows, columns), with the rows of several joined.
+
+    columns: for each projection, the tensors of the experts. Several quantized projections become
+        (experts, projections, rows, columns), since each keeps its tensor-level scale.
+    Raises UnsupportedError if only some are quantized, and what `breccia.stack` raises.
+    """
+    scaled = [isinstance(one, ScaledTensor) for column in columns for one in column]
+    if any(scaled) and not all(scaled):
+        raise UnsupportedError(
+            f"{name}: {sum(scaled)} of {len(scaled)} tensors of its experts are quantized; a module of experts has all of them "
+            "quantized, or none. Convert the checkpoint again, with --include or --exclude for all experts.",
+            name=name,
+        )
+    if all(scaled):
+        each = [breccia.stack(column) for column in columns]
+        return each[0] if len(each) == 1 else breccia.stack(each, axis=1)
+    return torch.cat([torch.stack(column) for column in columns], dim=1)
+
+
 def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
         return isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and breccia.bytes_equal(a, b)
@@ -155,6 +203,10 @@ def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
 def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, device: Any) -> ScaledWeight | Tensor:
     """The replacement of an entry, on its device. Raises ShapeError or UnsupportedError if it does not fit."""
     held, name = entry.held, entry.names[0]
+    places = [(*_owner(model, name), name) for name in entry.names]
+    experts = all(leaf in expert_parameters(module) or isinstance(held, ScaledExperts) for module, leaf, _ in places)
+    if experts and isinstance(tensor, ScaledTensor):
+        return _fitted_experts(held, tensor, name, device)
     if tuple(tensor.shape) != tuple(held.shape):
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)} in the file and {tuple(held.shape)} in the model.",
@@ -164,23 +216,35 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
     place: Any = (device or "cpu") if held.device.type == "meta" else held.device
     if isinstance(tensor, ScaledTensor):
         tensor = tensor.to(place)
-        places = [(*_owner(model, name), name) for name in entry.names]
-        becomes = all(type(module) is nn.Linear and leaf == "weight" for module, leaf, _ in places)
+        becomes = all((type(module) is nn.Linear or is_conv1d(module)) and leaf == "weight" for module, leaf, _ in places)
         if not becomes and isinstance(held, Tensor):
             return breccia.dequantize(tensor, out_dtype=held.dtype)
-        if tensor.axis != -1:
+        if tensor.axis != -1 and not all(is_conv1d(module) or isinstance(module, ScaledConv1D) for module, *_ in places):
             raise ShapeError(
                 f"{name} has blocks along axis {tensor.axis} in the file; those of a linear layer run along the last one.",
                 axis=tensor.axis,
             )
         for module, _, full in places:
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) or is_conv1d(module):
                 check_replaceable(full.rpartition(".")[0], module)
         return ScaledWeight(_stored_as(held, tensor))
     tensor = tensor.to(place)
+    if isinstance(held, ScaledExperts):
+        return ScaledExperts.quantized(tensor.to(held.dtype), held.recipe, held.axis)
     if isinstance(held, ScaledWeight):
-        return ScaledWeight(_stored_as(held, breccia.cast(tensor, held.recipe)))
+        return ScaledWeight(_stored_as(held, breccia.cast(tensor, held.recipe, axis=held.axis)))
     return tensor.to(held.dtype)
+
+
+def _fitted_experts(held: ScaledWeight | Tensor, tensor: ScaledTensor, name: str, device: Any) -> ScaledExperts:
+    new = ScaledExperts(tensor, held.dtype if isinstance(held, ScaledExperts | Tensor) else torch.float32)
+    if new.shape != tuple(held.shape):
+        raise ShapeError(
+            f"{name} has shape {new.shape} in the file and {tuple(held.shape)} in the model.",
+            found=new.shape,
+            expected=tuple(held.shape),
+        )
+    return new.to(device or "cpu" if held.device.type == "meta" else held.device)
 
 
 def _stored_as(held: ScaledWeight | Tensor, tensor: ScaledTensor) -> ScaledTensor:
@@ -200,9 +264,11 @@ def _put(model: nn.Module, entry: _Entry, new: ScaledWeight | Tensor) -> None:
     made: dict[nn.Module, ScaledLinear] = {}
     for name in entry.names:
         module, leaf = _owner(model, name)
-        if isinstance(new, ScaledWeight) and isinstance(module, nn.Linear):
+        if isinstance(new, ScaledExperts) and isinstance(held, Tensor):
+            replace_experts(module, leaf, new)
+        elif isinstance(new, ScaledWeight) and (isinstance(module, nn.Linear) or is_conv1d(module)):
             if module not in made:
-                made[module] = ScaledLinear.in_place_of(module, new)
+                made[module] = scaled_class(module).in_place_of(module, new)  # pyright: ignore[reportArgumentType]
             replace(model, name.rpartition(".")[0], made[module])
         else:
             setattr(module, leaf, new)

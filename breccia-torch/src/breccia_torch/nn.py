@@ -1,38 +1,33 @@
-"""Layers whose weight is a ScaledTensor, and `quantize_`, which gives them to a model."""
+"""Layers whose weight is a ScaledTensor; `breccia_torch.quantize_` gives them to a model."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import breccia
 from breccia.backend import (
     FLOATS,
     PARTS,
     PLAIN,
-    BrecciaError,
     Declared,
     Layout,
-    OptionError,
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
     UnsupportedError,
     check_recipe,
-    checks,
     components,
     dtype_name,
 )
 
 from .ops import WORDS, autocast_dtype
-
-Filter = Callable[[nn.Module, str], bool]
-
 
 STATE = "_extra_state"
 
@@ -192,6 +187,9 @@ class ScaledLinear(_WithMetadata):
     gradient; the bias remains a Parameter.
     """
 
+    #: The axis of the weight that the product sums over.
+    contraction: ClassVar[int] = -1
+
     def __init__(
         self,
         in_features: int,
@@ -208,12 +206,17 @@ class ScaledLinear(_WithMetadata):
         self._take(ScaledWeight(breccia.cast(linear.weight.detach(), recipe)), linear.bias, activation)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe: ScalingRecipe, *, activation: ScalingRecipe | None = None) -> ScaledLinear:
+    def from_linear(cls, linear: nn.Linear, recipe: ScalingRecipe, *, activation: ScalingRecipe | None = None) -> Self:
         """Quantize `linear`'s weight under `recipe` and keep its bias. Raises what `breccia.cast` raises."""
-        return cls.in_place_of(linear, ScaledWeight(breccia.cast(linear.weight.detach(), recipe)), activation)
+        return cls.in_place_of(linear, cls.quantized(linear.weight, recipe), activation)
 
     @classmethod
-    def in_place_of(cls, linear: nn.Linear, weight: ScaledWeight, activation: ScalingRecipe | None = None) -> ScaledLinear:
+    def quantized(cls, weight: Tensor, recipe: ScalingRecipe) -> ScaledWeight:
+        """A layer's weight under `recipe`, with blocks along the contraction axis."""
+        return ScaledWeight(breccia.cast(weight.detach(), recipe, axis=cls.contraction))
+
+    @classmethod
+    def in_place_of(cls, linear: nn.Linear, weight: ScaledWeight, activation: ScalingRecipe | None = None) -> Self:
         """A layer with `linear`'s bias and an already quantized weight.
 
         Raises ShapeError unless the weight has the shape of `linear`'s, with blocks along its rows.
@@ -231,18 +234,26 @@ class ScaledLinear(_WithMetadata):
     def _take(self, weight: ScaledWeight, bias: nn.Parameter | None, activation: ScalingRecipe | None) -> None:
         super().__init__()
         check_activation(activation)
+        self._check_weight(weight)
+        self.in_features, self.out_features = weight.shape if self.contraction == -2 else weight.shape[::-1]
+        self.weight, self.bias, self.activation = weight, bias, activation
+
+    def _check_weight(self, weight: ScaledWeight) -> None:
         if len(weight.shape) != 2 or weight.axis != -1:
             raise ShapeError(
                 f"a linear layer has a weight of shape (out_features, in_features) with blocks along the last axis; got shape "
                 f"{weight.shape} and axis {weight.axis}.",
                 shape=weight.shape,
             )
-        self.out_features, self.in_features = weight.shape
-        self.weight, self.bias, self.activation = weight, bias, activation
+
+    @property
+    def _matrix(self) -> ScaledTensor:
+        """The weight as (in_features, out_features)."""
+        return self.weight.tensor.mT
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
         """An `nn.Linear` of the weight's values in `dtype`, with the same bias."""
-        values = breccia.dequantize(self.weight.tensor, out_dtype=dtype)
+        values = breccia.dequantize(self._matrix, out_dtype=dtype).mT.contiguous()
         made = nn.Linear(self.in_features, self.out_features, False, "meta", dtype)
         made.weight = nn.Parameter(values)
         made.register_parameter("bias", self.bias)
@@ -259,7 +270,7 @@ class ScaledLinear(_WithMetadata):
         if floating and (dtype := autocast_dtype(x)) is not None:
             x = x.to(dtype)
         rows: Any = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
-        weight, dtype = self.weight.tensor.mT, x.dtype if floating else torch.float32
+        weight, dtype = self._matrix, x.dtype if floating else torch.float32
         if self.activation is None:
             y = breccia.matmul(rows, weight, dtype, bias=self.bias)
         else:
@@ -274,6 +285,101 @@ class ScaledLinear(_WithMetadata):
         return {"activation": self.activation}
 
 
+class ScaledConv1D(ScaledLinear):
+    """A ScaledLinear whose weight is (in_features, out_features), as in transformers' Conv1D: x @ dequantize(weight) + bias.
+
+    `quantize_` gives it blocks along in_features, the contraction axis; a converted checkpoint has them along out_features.
+    """
+
+    contraction = -2
+
+    def _check_weight(self, weight: ScaledWeight) -> None:
+        if len(weight.shape) != 2:
+            raise ShapeError(
+                f"a Conv1D has a weight of shape (in_features, out_features); got {weight.shape}.", shape=weight.shape
+            )
+
+    @property
+    def _matrix(self) -> ScaledTensor:
+        return self.weight.tensor
+
+
+class ScaledExperts(ScaledWeight):
+    """The weights of all experts of a mixture in place of a 3-D parameter, decoded where its module indexes or multiplies them.
+
+    tensor: (experts, rows, columns); or (experts, parts, rows, columns) where a module fuses projections along the rows that
+        were quantized separately (gate and up, each with its own tensor-level scale).
+    dtype: the dtype of decoded weights: that of the parameter, and then of the model's changes of precision.
+
+    `weights[i]` is expert i as a plain tensor; torch functions take all experts as one plain tensor. Both decode anew.
+    """
+
+    def __init__(self, tensor: ScaledTensor, dtype: torch.dtype) -> None:
+        super().__init__(tensor)
+        if tensor.ndim not in (3, 4):
+            raise ShapeError(
+                f"ScaledExperts takes (experts, rows, columns) or (experts, parts, rows, columns); got {tensor.shape}.",
+                shape=tensor.shape,
+            )
+        self.dtype = dtype
+
+    @classmethod
+    def quantized(cls, weight: Tensor, recipe: ScalingRecipe, axis: int = -1) -> ScaledExperts:
+        """A 3-D parameter under `recipe`, each expert cast alone, with blocks along `axis`."""
+        return cls(breccia.stack([breccia.cast(one, recipe, axis=axis) for one in weight.detach()]), weight.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter in high precision: (experts, parts * rows, columns)."""
+        experts, *parts, rows, columns = self.tensor.shape
+        return experts, math.prod(parts) * rows, columns
+
+    @property
+    def ndim(self) -> int:
+        return 3
+
+    def grouped_matmul(self, x: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+        """`breccia.grouped_matmul` of rows sorted by expert; `transposed` weights are (experts, in_features, out_features)."""
+        tensor = self.tensor
+        parts = [tensor] if tensor.ndim == 3 else [tensor[:, part] for part in range(tensor.shape[1])]
+        found = [breccia.grouped_matmul(x, w if transposed else w.mT, offsets, x.dtype) for w in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def decoded(self) -> Tensor:
+        """All experts in `dtype`, as one plain tensor."""
+        return self._decoded(self.tensor)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Expert `index` decoded, or several where it is a list or a 1-D tensor."""
+        return self._decoded(self.tensor.select(0, index.tolist() if isinstance(index, Tensor) else index))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def transpose(self, dim0: int, dim1: int) -> Tensor:
+        """All experts decoded, with two axes swapped."""
+        return self.decoded().transpose(dim0, dim1)
+
+    @property
+    def mT(self) -> Tensor:
+        return self.decoded().mT
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(found: Any) -> Any:
+            return found.decoded() if isinstance(found, cls) else found
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def _decoded(self, tensor: ScaledTensor) -> Tensor:
+        values = breccia.dequantize(tensor, out_dtype=self.dtype)
+        return values.flatten(-3, -2) if self.tensor.ndim == 4 else values
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledExperts:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)  # pyright: ignore[reportReturnType]
+
+
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
 
 
@@ -281,125 +387,3 @@ def check_activation(activation: Any) -> None:
     """Raise UnsupportedError unless it is a recipe, or None."""
     if activation is not None and not isinstance(activation, ScalingRecipe):
         raise UnsupportedError(f"activation is a ScalingRecipe instance or None; got {activation!r}.", activation=activation)
-
-
-# ------------------------------------------------------------------------------------------------ quantize_
-
-
-def quantize_(
-    model: nn.Module, recipe: ScalingRecipe, filter_fn: Filter | None = None, *, activation: ScalingRecipe | None = None
-) -> None:
-    """Replace linear layers of `model`, in place, by ScaledLinear ones with their weights under `recipe`.
-
-    filter_fn: called with each `nn.Linear` and its name in the model; true for those to quantize. By default all are, except
-        subclasses, whose owners may read their weight (nn.MultiheadAttention does), and layers whose weight is tied to
-        another kind of module (an embedding).
-    activation: a recipe under which those layers cast their inputs.
-
-    Layers that share a weight keep sharing it. Nothing is replaced unless all chosen layers can be.
-
-    Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
-    chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; OptionError if no
-    layer is chosen.
-    """
-    check_recipe(recipe)
-    check_activation(activation)
-    if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
-        way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
-        raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
-    chosen = _chosen(model, filter_fn)
-    for name, module in chosen.items():  # before anything changes
-        check_replaceable(name, module)
-        try:
-            checks.check_cast(module.weight, recipe)
-            checks.fitted_layout(recipe, tuple(module.weight.shape), -1)
-        except BrecciaError as e:
-            raise type(e)(f"quantize_: {name}.weight: {e}", **e.found) from e
-    names: dict[nn.Linear, list[str]] = {}
-    for name, module in chosen.items():
-        names.setdefault(module, []).append(name)
-    owners = Counter(id(module.weight) for module in names)
-    shared: dict[int, ScaledWeight] = {}
-    del chosen
-    while names:  # each high-precision weight is freed once its last layer is replaced
-        module, places = names.popitem()
-        key = id(module.weight)
-        weight = shared.get(key) or ScaledWeight(breccia.cast(module.weight.detach(), recipe))
-        if owners[key] > 1:
-            shared[key] = weight
-        made = ScaledLinear.in_place_of(module, weight, activation)
-        for name in places:
-            replace(model, name, made)
-
-
-def _chosen(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Linear]:
-    """The layers to replace, by name. Raises UnsupportedError for a tie to an unchosen layer, OptionError if none is chosen."""
-    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
-    chosen = {name: m for name, m in layers.items() if (filter_fn(m, name) if filter_fn else _is_linear(m))}
-    tied = dict(_ties(model, chosen))
-    if tied and filter_fn:
-        name, owners = next(iter(tied.items()))
-        raise UnsupportedError(
-            f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would not be quantized. Leave {name} out or untie "
-            f"its weight first: {name}.weight = nn.Parameter({name}.weight.clone()).",
-            name=name,
-            tied=owners,
-        )
-    left = {name: m for name, m in chosen.items() if name not in tied}
-    if not left:
-        done, plain = sum(isinstance(m, ScaledLinear) for m in model.modules()), sum(map(_is_linear, layers.values()))
-        raise OptionError(
-            f"quantize_: no layer is chosen: {plain} nn.Linear in the model ({len(tied)} of them tied to other layers), "
-            f"{len(layers) - plain} of a subclass, {done} ScaledLinear"
-            + ("; filter_fn, which is called with each nn.Linear and its name, chose none." if filter_fn else "."),
-            layers=tuple(layers),
-        )
-    return left
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear
-
-
-def _kind(found: Any) -> str:
-    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-
-
-def check_replaceable(name: str, module: nn.Linear) -> None:
-    """Raise UnsupportedError if a ScaledLinear would lose behaviour of the layer."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, attribute, None) for attribute in hooks) or "forward" in vars(module):
-        raise UnsupportedError(
-            f"{name or 'the layer'} has hooks or a custom forward, which its quantized layer would lose: quantize first, "
-            "then add them.",
-            name=name,
-        )
-    if not name:
-        raise UnsupportedError("the model itself is a linear layer, which cannot be replaced in place: put it into a model.")
-    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)  # nn.MultiheadAttention reads it as a tensor
-    if read or type(module).forward is not nn.Linear.forward or next(module.children(), None) is not None:
-        raise UnsupportedError(
-            f"{name} is a {type(module).__name__}, which is more than a linear layer; leave it out or convert it first.",
-            name=name,
-        )
-
-
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule `name` of the model."""
-    owner, _, leaf = name.rpartition(".")
-    parent = model.get_submodule(owner)
-    setattr(parent, leaf, module)
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        parent.activation_relu_or_gelu = 0  # else, in evaluation, it passes its weights to a fused kernel as tensors
-
-
-def _ties(model: nn.Module, chosen: dict[str, nn.Linear]) -> Iterator[tuple[str, list[str]]]:
-    """The chosen layers whose weight is tied to other modules, and its names there."""
-    owners: dict[int, list[str]] = {}
-    taken = {id(module) for module in chosen.values()}
-    for name, module in model.named_modules():
-        if id(module) not in taken:
-            for leaf, parameter in module.named_parameters(recurse=False):
-                owners.setdefault(id(parameter), []).append(f"{name}.{leaf}".lstrip("."))
-    tied = ((name, owners.get(id(m.weight))) for name, m in chosen.items())
-    return ((name, found) for name, found in tied if found)

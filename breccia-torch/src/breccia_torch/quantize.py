@@ -1,0 +1,304 @@
+"""`quantize_`: the linear layers and experts of a model, in place, with their weights under a recipe."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from breccia.backend import (
+    BrecciaError,
+    OptionError,
+    ScalingRecipe,
+    UnsupportedError,
+    check_recipe,
+    checks,
+    kept_kind,
+    part_shapes,
+)
+
+from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True, repr=False)
+class QuantizeSummary:
+    """What `quantize_` did. Printing it shows the numbers and the reasons.
+
+    quantized: names of the quantized weights. left: reasons by name, for every other weight of two axes or more.
+    bytes_before, bytes_after: of all parameters and buffers of the model, shared ones counted once.
+    """
+
+    recipe: ScalingRecipe
+    quantized: tuple[str, ...]
+    left: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{len(self.quantized)} weights quantized under {self.recipe.name}; the model has {_size(self.bytes_after)}, "
+            f"before {_size(self.bytes_before)}"
+        ]
+        lines += [f"left in high precision ({reason}): {names}" for reason, names in _by_reason(self.left)]
+        return "\n".join(lines)
+
+
+def quantize_(
+    model: nn.Module, recipe: ScalingRecipe, filter_fn: Filter | None = None, *, activation: ScalingRecipe | None = None
+) -> QuantizeSummary:
+    """Quantize the linear layers and the experts of `model` under `recipe`, in place.
+
+    An `nn.Linear` becomes a ScaledLinear, transformers' Conv1D a ScaledConv1D. The 3-D parameters of a module of experts
+    (whose class has "Expert" in its name) become ScaledExperts, with each expert cast alone.
+
+    filter_fn: called with each such module and its name in the model; true for those to quantize. By default all are, except
+        embeddings, norms, routers and output heads (`breccia.backend.KEPT`, as for `breccia convert`), subclasses of
+        nn.Linear, whose owners may read their weight (nn.MultiheadAttention does), layers whose weight is tied to another
+        kind of module, and weights that would not shrink.
+    activation: a recipe under which the linear layers cast their inputs.
+
+    Layers that share a weight keep sharing it. Nothing is replaced unless all chosen layers can be. Returns what was
+    quantized, what was left, and why.
+
+    Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
+    chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; OptionError if no
+    layer is chosen.
+    """
+    check_recipe(recipe)
+    check_activation(activation)
+    if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
+        way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
+        raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
+    before = _bytes(model)
+    layers, experts, left = _selected(model, recipe, filter_fn)
+    for name, module in layers.items():  # before anything changes
+        check_replaceable(name, module)
+        _check_castable(f"{name}.weight", module.weight, recipe, scaled_class(module).contraction)
+    for name, (module, parameter) in experts.items():
+        _check_castable(name, getattr(module, parameter)[0], recipe, experts_axis(module))
+    quantized = (*(f"{name}.weight" for name in layers), *experts)
+    names: dict[Any, list[str]] = {}
+    for name, module in layers.items():
+        names.setdefault(module, []).append(name)
+    owners = Counter(id(module.weight) for module in names)
+    shared: dict[int, ScaledWeight] = {}
+    del layers
+    while names:  # each high-precision weight is freed once its last layer is replaced
+        module, places = names.popitem()
+        made, key = scaled_class(module), id(module.weight)
+        weight = shared.get(key) or made.quantized(module.weight, recipe)
+        if owners[key] > 1:
+            shared[key] = weight
+        layer = made.in_place_of(module, weight, activation)
+        for name in places:
+            replace(model, name, layer)
+    for module, parameter in experts.values():
+        weight = ScaledExperts.quantized(getattr(module, parameter), recipe, experts_axis(module))
+        replace_experts(module, parameter, weight)
+    return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))
+
+
+# ------------------------------------------------------------------------------------------------ selection
+
+
+def _selected(
+    model: nn.Module, recipe: ScalingRecipe, filter_fn: Filter | None
+) -> tuple[dict[str, Any], dict[str, tuple[nn.Module, str]], dict[str, str]]:
+    """The layers to replace by name, the expert parameters by name, and the reasons for the others."""
+    layers: dict[str, Any] = {}
+    experts: dict[str, tuple[nn.Module, str]] = {}
+    left: dict[str, str] = {}
+    module: Any
+    for name, module in model.named_modules(remove_duplicate=False):
+        parameters = {f"{name}.{leaf}".lstrip("."): leaf for leaf in expert_parameters(module)}
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            weight = f"{name}.weight"
+            reason = _reason(module, name, filter_fn) or _reason_of_weight(weight, module.weight, recipe, filter_fn)
+            if reason:
+                left[weight] = reason
+            else:
+                layers[name] = module
+        elif parameters and not _reason(module, name, filter_fn):
+            for full, leaf in parameters.items():
+                reason = _reason_of_weight(full, getattr(module, leaf), recipe, filter_fn)
+                if reason:
+                    left[full] = reason
+                else:
+                    experts[full] = module, leaf
+        else:
+            left |= dict.fromkeys(parameters, "left out by filter_fn")
+    tied = dict(_ties(model, layers))
+    if tied and filter_fn:
+        name, owners = next(iter(tied.items()))
+        raise UnsupportedError(
+            f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would not be quantized. Leave {name} out or untie "
+            f"its weight first: {name}.weight = nn.Parameter({name}.weight.clone()).",
+            name=name,
+            tied=owners,
+        )
+    left |= {f"{name}.weight": f"tied to {owners[0]}" for name, owners in tied.items()}
+    layers = {name: module for name, module in layers.items() if name not in tied}
+    if not layers and not experts:
+        done = sum(isinstance(m, ScaledLinear | ScaledExperts) for m in model.modules())
+        found = "; ".join(f"{reason}: {names}" for reason, names in _by_reason(left)) or "the model has no linear layer"
+        raise OptionError(f"quantize_: no layer is chosen: {found}; {done} are quantized already.", left=left)
+    return layers, experts, left
+
+
+def _reason(module: nn.Module, name: str, filter_fn: Filter | None) -> str:
+    """Why a module is left as it is; empty if its weights may be quantized."""
+    if filter_fn is not None:
+        return "" if filter_fn(module, name) else "left out by filter_fn"
+    if isinstance(module, nn.Linear) and not _is_linear(module):
+        return f"{type(module).__name__} is a subclass of nn.Linear"
+    return ""
+
+
+def _reason_of_weight(name: str, weight: Tensor, recipe: ScalingRecipe, filter_fn: Filter | None) -> str:
+    """Why a weight keeps its precision by default; empty under a filter."""
+    if filter_fn is not None:
+        return ""
+    return kept_kind(name) or ("would not shrink" if _grows(weight, recipe) else "")
+
+
+def _grows(weight: Tensor, recipe: ScalingRecipe) -> bool:
+    """Whether `weight` takes no fewer bytes under the recipe: its rows are much shorter than a block."""
+    fmt, shape = recipe.format, tuple(weight.shape)
+    try:
+        shapes = part_shapes(fmt, checks.fitted_layout(recipe, shape, -1), shape)
+    except BrecciaError:  # reported with the layer's name before anything changes
+        return False
+    sizes = (math.prod(shapes[part]) * (max(codec.bits, 8) // 8 if codec else 1) for part, codec in fmt.parts.items())
+    return sum(sizes) >= weight.nbytes
+
+
+def _others(model: nn.Module, left: Mapping[str, str]) -> dict[str, str]:
+    """The reason for each parameter of two axes or more that is neither quantized nor in `left`."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{leaf}".lstrip(".")
+            if parameter.ndim >= 2 and full not in left:
+                found[full] = kept_kind(full) or (
+                    "bias" if leaf.endswith("bias") else f"{type(module).__name__} is no linear layer"
+                )
+    return found
+
+
+def _check_castable(name: str, weight: Tensor, recipe: ScalingRecipe, axis: int) -> None:
+    try:
+        checks.check_cast(weight, recipe)
+        checks.fitted_layout(recipe, tuple(weight.shape), axis)
+    except BrecciaError as e:
+        raise type(e)(f"quantize_: {name}: {e}", **e.found) from e
+
+
+def _bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones counted once."""
+    held = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(held.values())
+
+
+def _by_reason(left: Mapping[str, str], shown: int = 3) -> Iterator[tuple[str, str]]:
+    """Each reason with its names: the first few, and the number of the others."""
+    for reason in dict.fromkeys(left.values()):
+        names = [name for name, found in left.items() if found == reason]
+        more = f" and {len(names) - shown} more" if len(names) > shown else ""
+        yield reason, ", ".join(names[:shown]) + more
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.2f} kB"
+
+
+# ------------------------------------------------------------------------------------------------ modules
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer whose weight is (in_features, out_features)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def scaled_class(module: nn.Module) -> type[ScaledLinear]:
+    """The class that takes the place of a linear layer."""
+    return ScaledConv1D if is_conv1d(module) else ScaledLinear
+
+
+def expert_parameters(module: nn.Module) -> list[str]:
+    """Names of the 3-D floating parameters of a module of experts."""
+    if "expert" not in type(module).__name__.lower():
+        return []
+    found = module.named_parameters(recurse=False)
+    return [name for name, parameter in found if parameter.ndim == 3 and parameter.is_floating_point()]
+
+
+def experts_axis(module: nn.Module) -> int:
+    """The contraction axis of a module's experts: the last, except where transformers marks them as transposed."""
+    return -2 if getattr(module, "is_transposed", False) else -1
+
+
+def replace_experts(module: nn.Module, name: str, weight: ScaledExperts) -> None:
+    """Replace a 3-D parameter, and compute with grouped matmuls where transformers lets the implementation be chosen."""
+    delattr(module, name)
+    setattr(module, name, weight)
+    config = getattr(module, "config", None)
+    if "transformers" in sys.modules and hasattr(config, "_experts_implementation") and hasattr(module, "_apply_gate"):
+        from .experts import NAME
+
+        config._experts_implementation = NAME  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear
+
+
+def _kind(found: Any) -> str:
+    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+
+
+def check_replaceable(name: str, module: nn.Module) -> None:
+    """Raise UnsupportedError if a ScaledLinear would lose behaviour of the layer."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, attribute, None) for attribute in hooks) or "forward" in vars(module):
+        raise UnsupportedError(
+            f"{name or 'the layer'} has hooks or a custom forward, which its quantized layer would lose: quantize first, "
+            "then add them.",
+            name=name,
+        )
+    if not name:
+        raise UnsupportedError("the model itself is a linear layer, which cannot be replaced in place: put it into a model.")
+    read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)  # nn.MultiheadAttention reads it as a tensor
+    changed = not is_conv1d(module) and type(module).forward is not nn.Linear.forward
+    if read or changed or next(module.children(), None) is not None:
+        raise UnsupportedError(
+            f"{name} is a {type(module).__name__}, which is more than a linear layer; leave it out or convert it first.",
+            name=name,
+        )
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the submodule `name` of the model."""
+    owner, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(owner)
+    setattr(parent, leaf, module)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        parent.activation_relu_or_gelu = 0  # else, in evaluation, it passes its weights to a fused kernel as tensors
+
+
+def _ties(model: nn.Module, chosen: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """The chosen layers whose weight is tied to other modules, and its names there."""
+    owners: dict[int, list[str]] = {}
+    taken = {id(module) for module in chosen.values()}
+    for name, module in model.named_modules():
+        if id(module) not in taken:
+            for leaf, parameter in module.named_parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(f"{name}.{leaf}".lstrip("."))
+    tied = ((name, owners.get(id(m.weight))) for name, m in chosen.items())
+    return ((name, found) for name, found in tied if found)
