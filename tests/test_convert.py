@@ -127,6 +127,7 @@ def test_figures_of_the_report_are_those_of_the_definition(source: Path, tmp_pat
         "shared.weight": "embedding",  # T5
         "model.layers.0.mlp.shared_experts.down_proj.weight": "",
         "transformer.h.0.ln_1.weight": "norm",
+        "model.layers.0.mlp.experts.gate_up_proj_bias": "bias",  # GPT-OSS: one row per expert
         "lm_head.weight": "output head",
     }.items(),
 )

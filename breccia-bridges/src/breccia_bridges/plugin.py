@@ -16,6 +16,8 @@ def breccia_bridges() -> Iterable[Bridge]:
     return [
         Bridge("save_safetensors", f"{safetensors}:save_safetensors"),
         Bridge("load_safetensors", f"{safetensors}:load_safetensors"),
+        Bridge("safetensors_metadata", f"{safetensors}:safetensors_metadata"),
+        Bridge("refuse_in_transformers", "breccia_bridges.huggingface:refuse_in_transformers"),
         Bridge("convert", "breccia_bridges.convert:convert"),
         Bridge("compare", "breccia_bridges.compare:compare"),
         Bridge("from_deepseek_v3", f"{deepseek}:from_deepseek_v3"),

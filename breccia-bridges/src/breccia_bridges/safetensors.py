@@ -48,11 +48,13 @@ from breccia.backend import (
 )
 
 from .checkpoint import checkpoint_files
-from .safetensors_file import DTYPES, Container, Shape, Writer, check_text
+from .safetensors_file import DTYPES, Container, Entry, Shape, Writer, check_text
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
 _RESERVED = ("schema", "breccia_version")
+#: The metadata's "scope" where its configs are about all files of a checkpoint, not about one file.
+CHECKPOINT = "checkpoint"
 _ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
 
 #: File dtypes that NumPy lacks, by their name in torch, JAX and ml_dtypes.
@@ -222,6 +224,15 @@ def open_writer(
     return Writer(path, entries, _metadata(configs, extra_metadata or {}), force)
 
 
+def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
+    """The metadata of files whose tensors another library writes: `{name}.data`, `{name}.scale`, ..., in plain storage.
+
+    Every file of the checkpoint gets all of it ("scope": "checkpoint"), whichever components it holds.
+    """
+    configs = {name: config for name, st in tensors.items() if (config := describe(name, st)[1]) is not None}
+    return _metadata(configs, {"scope": CHECKPOINT})
+
+
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
     """Write a tensor declared to `open_writer`: all components of a scaled one, or a plain array, from any framework."""
     if isinstance(tensor, ScaledTensor):
@@ -268,8 +279,7 @@ def load_safetensors(
     """
     target = _Target.of(framework, device)
     out: dict[str, ScaledTensor | Array] = {}
-    for file in checkpoint_files(Path(path)) if os.path.isdir(path) else [path]:
-        container = Container(file)
+    for container in opened(Path(path)):
         configs = read_configs(container)
         owners = _owners(configs)
         for entry in container.entries:
@@ -278,6 +288,27 @@ def load_safetensors(
             elif owners[entry] not in out:
                 out[owners[entry]] = _scaled(container, owners[entry], configs[owners[entry]], target)
     return out
+
+
+class _Files:
+    """The files of a checkpoint as one container: components of a tensor may be in different files."""
+
+    def __init__(self, path: Path, containers: list[Container]) -> None:
+        self.path = path
+        self.metadata = {key: text for container in containers for key, text in container.metadata.items()}
+        self.entries: dict[str, Entry] = {n: entry for container in containers for n, entry in container.entries.items()}
+        self._files = {name: container for container in containers for name in container.entries}
+
+    def array(self, name: str) -> np.ndarray:
+        return self._files[name].array(name)
+
+
+def opened(path: Path) -> list[Any]:
+    """The containers of a file or a folder: one for each file; one for all where their configs are about the checkpoint."""
+    containers = [Container(file) for file in (checkpoint_files(path) if path.is_dir() else [path])]
+    if len(containers) > 1 and any(one.metadata.get("scope") == CHECKPOINT for one in containers):
+        return [_Files(path, containers)]
+    return containers
 
 
 def read_tensor(
@@ -332,6 +363,8 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
             schema=schema,
         )
     configs: dict[str, Config] = {}
+    if metadata.get("scope") == CHECKPOINT:
+        names = [name for name in names if any(f"{name}.{part}" in entries for part in PARTS)]
     owners = _owners(names)
     for name in names:
         with _located(container, name):

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 #: affects every token.
 KEPT = {
     "embedding": ("*embed*", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*", "shared.weight"),
+    "bias": ("*bias",),
     "norm": ("*norm*", "*Norm*", "*.ln_*"),
     "output head": ("lm_head*", "*.lm_head*"),
     "router": ("gate.weight", "*.gate.weight", "*router*", "*shared_expert_gate*"),

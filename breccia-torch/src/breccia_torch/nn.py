@@ -27,7 +27,7 @@ from breccia.backend import (
     dtype_name,
 )
 
-from .ops import WORDS, autocast_dtype
+from .ops import TORCH, WORDS, autocast_dtype
 
 STATE = "_extra_state"
 
@@ -140,6 +140,13 @@ class ScaledWeight(_WithMetadata):
 
     def _metadata(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "layout": self.layout.plain, "axis": self.axis, "padding": self.padding}
+
+    def restore_dtypes(self) -> None:
+        """View components of uint8, as files hold all 8-bit codes, in the recipe's storage dtypes."""
+        for name, dtype in TORCH.dtypes(self.recipe.format).items():
+            part = getattr(self, name)
+            if part is not None and part.dtype == torch.uint8:
+                setattr(self, name, part.view(getattr(torch, dtype)))
 
     def _take_parts(self, tensor: ScaledTensor) -> None:
         """Set the buffers to the components of `tensor`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from breccia.backend import (
     checks,
     kept_kind,
     part_shapes,
+    suggestion,
 )
 
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
@@ -51,7 +53,13 @@ class QuantizeSummary:
 
 
 def quantize_(
-    model: nn.Module, recipe: ScalingRecipe, filter_fn: Filter | None = None, *, activation: ScalingRecipe | None = None
+    model: nn.Module,
+    recipe: ScalingRecipe,
+    filter_fn: Filter | None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    activation: ScalingRecipe | None = None,
 ) -> QuantizeSummary:
     """Quantize the linear layers and the experts of `model` under `recipe`, in place.
 
@@ -62,6 +70,8 @@ def quantize_(
         embeddings, norms, routers and output heads (`breccia.backend.KEPT`, as for `breccia convert`), subclasses of
         nn.Linear, whose owners may read their weight (nn.MultiheadAttention does), layers whose weight is tied to another
         kind of module, and weights that would not shrink.
+    include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn:
+        `exclude` beats `include`, which beats the default for embeddings, norms, routers and output heads.
     activation: a recipe under which the linear layers cast their inputs.
 
     Layers that share a weight keep sharing it. Nothing is replaced unless all chosen layers can be. Returns what was
@@ -69,7 +79,7 @@ def quantize_(
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
     chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; OptionError if no
-    layer is chosen.
+    layer is chosen, and for patterns that match no weight or come with filter_fn.
     """
     check_recipe(recipe)
     check_activation(activation)
@@ -77,7 +87,7 @@ def quantize_(
         way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
         raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
     before = _bytes(model)
-    layers, experts, left = _selected(model, recipe, filter_fn)
+    layers, experts, left = _selected(model, recipe, _Selection(filter_fn, tuple(include), tuple(exclude)))
     for name, module in layers.items():  # before anything changes
         check_replaceable(name, module)
         _check_castable(f"{name}.weight", module.weight, recipe, scaled_class(module).contraction)
@@ -102,14 +112,64 @@ def quantize_(
     for module, parameter in experts.values():
         weight = ScaledExperts.quantized(getattr(module, parameter), recipe, experts_axis(module))
         replace_experts(module, parameter, weight)
+    if hasattr(model, "save_pretrained") and "transformers" in sys.modules and not hasattr(model, "hf_quantizer"):
+        from .hf import attach
+
+        attach(model, recipe=recipe, activation=activation)
     return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))
 
 
 # ------------------------------------------------------------------------------------------------ selection
 
 
+@dataclass
+class _Selection:
+    """Which weights to quantize, and the patterns that have matched one."""
+
+    filter_fn: Filter | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    matched: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        if self.filter_fn is not None and (self.include or self.exclude):
+            raise OptionError("quantize_ takes filter_fn or patterns (include=, exclude=), not both.")
+
+    def reason_for_module(self, module: nn.Module, name: str) -> str:
+        """Why a module is left as it is; empty if its weights may be quantized."""
+        if self.filter_fn is not None:
+            return "" if self.filter_fn(module, name) else "left out by filter_fn"
+        if isinstance(module, nn.Linear) and not _is_linear(module):
+            return f"{type(module).__name__} is a subclass of nn.Linear"
+        return ""
+
+    def reason_for_weight(self, name: str, weight: Tensor, recipe: ScalingRecipe) -> str:
+        """Why a weight keeps its precision; empty if it is quantized."""
+        if self.filter_fn is not None:
+            return ""
+        excluded, included = self._matches(name, self.exclude), self._matches(name, self.include)
+        if excluded:
+            return "excluded"
+        return ("" if included else kept_kind(name)) or ("would not shrink" if _grows(weight, recipe) else "")
+
+    def check_matched(self, names: Iterable[str]) -> None:
+        """Raise OptionError for a pattern that matched no weight."""
+        for pattern in (*self.include, *self.exclude):
+            if pattern not in self.matched:
+                raise OptionError(
+                    f"quantize_: the pattern {pattern!r} matches no weight of a linear layer or of experts"
+                    f"{suggestion(pattern, list(names))}",
+                    pattern=pattern,
+                )
+
+    def _matches(self, name: str, patterns: tuple[str, ...]) -> bool:
+        found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        self.matched.update(found)
+        return bool(found)
+
+
 def _selected(
-    model: nn.Module, recipe: ScalingRecipe, filter_fn: Filter | None
+    model: nn.Module, recipe: ScalingRecipe, selection: _Selection
 ) -> tuple[dict[str, Any], dict[str, tuple[nn.Module, str]], dict[str, str]]:
     """The layers to replace by name, the expert parameters by name, and the reasons for the others."""
     layers: dict[str, Any] = {}
@@ -117,25 +177,22 @@ def _selected(
     left: dict[str, str] = {}
     module: Any
     for name, module in model.named_modules(remove_duplicate=False):
-        parameters = {f"{name}.{leaf}".lstrip("."): leaf for leaf in expert_parameters(module)}
         if isinstance(module, nn.Linear) or is_conv1d(module):
-            weight = f"{name}.weight"
-            reason = _reason(module, name, filter_fn) or _reason_of_weight(weight, module.weight, recipe, filter_fn)
-            if reason:
-                left[weight] = reason
-            else:
-                layers[name] = module
-        elif parameters and not _reason(module, name, filter_fn):
-            for full, leaf in parameters.items():
-                reason = _reason_of_weight(full, getattr(module, leaf), recipe, filter_fn)
-                if reason:
-                    left[full] = reason
-                else:
-                    experts[full] = module, leaf
+            found = {f"{name}.weight": "weight"}
         else:
-            left |= dict.fromkeys(parameters, "left out by filter_fn")
+            found = {f"{name}.{leaf}".lstrip("."): leaf for leaf in expert_parameters(module)}
+        kept = selection.reason_for_module(module, name) if found else ""
+        for full, leaf in found.items():
+            reason = kept or selection.reason_for_weight(full, getattr(module, leaf), recipe)
+            if reason:
+                left[full] = reason
+            elif leaf == "weight":
+                layers[name] = module
+            else:
+                experts[full] = module, leaf
+    selection.check_matched([*(f"{name}.weight" for name in layers), *experts, *left])
     tied = dict(_ties(model, layers))
-    if tied and filter_fn:
+    if tied and selection.filter_fn:
         name, owners = next(iter(tied.items()))
         raise UnsupportedError(
             f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would not be quantized. Leave {name} out or untie "
@@ -150,22 +207,6 @@ def _selected(
         found = "; ".join(f"{reason}: {names}" for reason, names in _by_reason(left)) or "the model has no linear layer"
         raise OptionError(f"quantize_: no layer is chosen: {found}; {done} are quantized already.", left=left)
     return layers, experts, left
-
-
-def _reason(module: nn.Module, name: str, filter_fn: Filter | None) -> str:
-    """Why a module is left as it is; empty if its weights may be quantized."""
-    if filter_fn is not None:
-        return "" if filter_fn(module, name) else "left out by filter_fn"
-    if isinstance(module, nn.Linear) and not _is_linear(module):
-        return f"{type(module).__name__} is a subclass of nn.Linear"
-    return ""
-
-
-def _reason_of_weight(name: str, weight: Tensor, recipe: ScalingRecipe, filter_fn: Filter | None) -> str:
-    """Why a weight keeps its precision by default; empty under a filter."""
-    if filter_fn is not None:
-        return ""
-    return kept_kind(name) or ("would not shrink" if _grows(weight, recipe) else "")
 
 
 def _grows(weight: Tensor, recipe: ScalingRecipe) -> bool:

@@ -1,0 +1,28 @@
+"""What transformers reads in the config.json of a quantized folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+#: The key under which transformers takes the file name of the weights, and a text that it refuses with an error that shows it.
+#: transformers skips a `quant_method` that nothing registered with a warning, and loads random weights. This keeps it from
+#: that: `breccia_torch.hf` removes the entry when it loads a folder.
+WEIGHTS = "transformers_weights"
+REFUSAL = "the weights are quantized by breccia: pip install 'breccia-torch[hf]', and import breccia_torch.hf before loading"
+
+
+def refuse_in_transformers(folder: str | os.PathLike[str]) -> None:
+    """Make transformers refuse a folder unless `breccia_torch.hf` is imported; does nothing without a config.json."""
+    path = Path(folder, "config.json")
+    if path.is_file():
+        write_json(path, {**json.loads(path.read_text(encoding="utf-8")), WEIGHTS: REFUSAL})
+
+
+def write_json(path: Path, listed: dict[str, object]) -> None:
+    """Write a JSON file under a temporary name, and rename it."""
+    temporary = path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
+    temporary.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,324 @@
+"""transformers: `from_pretrained` of converted folders, quantizing while loading, and `save_pretrained`.
+
+Importing this module registers the quantization method "breccia" with transformers.
+
+    import breccia_torch.hf
+    model = AutoModelForCausalLM.from_pretrained("llama-nvfp4")  # written by `breccia convert`
+
+    from breccia_torch.hf import BrecciaConfig
+    model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=BrecciaConfig("nvfp4"))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import breccia
+from breccia import bridges
+from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, check_recipe, components
+
+from . import experts as experts
+from .checkpoint import stacked
+from .nn import STATE, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
+from .quantize import expert_parameters, is_conv1d, quantize_, replace, replace_experts, scaled_class
+
+METHOD = "breccia"
+
+logger = logging.get_logger(__name__)
+
+
+@register_quantization_config(METHOD)
+class BrecciaConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a model quantized by breccia.
+
+    recipe: a ScalingRecipe, its spec ("nvfp4", "fp8_block,block_m=128"), or what its `to_dict` returns.
+    activation: the same for a recipe under which linear layers cast their inputs; None leaves inputs unchanged.
+    modules_to_not_convert: names of modules that keep their precision, whole or from a dot on ("lm_head"), in addition to the
+        embeddings, norms, routers and output heads that `breccia_torch.quantize_` leaves.
+
+    Raises what `breccia.recipe` raises, and OptionError for a field that this version of breccia does not know.
+    """
+
+    def __init__(
+        self,
+        recipe: Any,
+        activation: Any = None,
+        modules_to_not_convert: list[str] | None = None,
+        quant_method: str = METHOD,
+        breccia_version: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise OptionError(
+                f"quantization_config has {', '.join(map(repr, unknown))}, unknown to breccia {breccia.__version__}; it was "
+                f"written by breccia {breccia_version or 'of an unknown version'}. Upgrade breccia-torch.",
+                unknown=tuple(unknown),
+            )
+        self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]
+        self.recipe, self.activation = _recipe(recipe), _recipe(activation)
+        check_recipe(self.recipe)
+        check_activation(self.activation)
+        self.modules_to_not_convert = modules_to_not_convert
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds."""
+        found = {"quant_method": METHOD, "breccia_version": breccia.__version__, "recipe": self.recipe.to_dict()}
+        if self.activation is not None:
+            found["activation"] = self.activation.to_dict()
+        if self.modules_to_not_convert:
+            found["modules_to_not_convert"] = self.modules_to_not_convert
+        return found
+
+
+def _recipe(found: Any) -> Any:
+    if isinstance(found, str):
+        return breccia.recipe(found)
+    return ScalingRecipe.from_json(json.dumps(found)) if isinstance(found, dict) else found
+
+
+@register_quantizer(METHOD)
+class BrecciaHfQuantizer(HfQuantizer):
+    """Loads the folders that `breccia convert` and `save_pretrained` write, and quantizes models after loading."""
+
+    requires_calibration = False
+    quantization_config: BrecciaConfig
+    is_trainable = True  # gradients pass through the layers to adapters
+    is_compileable = True
+
+    def __init__(self, quantization_config: BrecciaConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._decoded: dict[str, ScaledTensor] = {}
+        self._stacked: set[str] = set()
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config without the entry that keeps transformers from loading a folder when this module is not imported."""
+        if "breccia_torch.hf" in (getattr(config, "transformers_weights", None) or ""):
+            config.transformers_weights = None
+        return super().update_attn_implementation(config)
+
+    # -- quantized checkpoints -----------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> Any:
+        """Give the model layers with empty components of the shapes and dtypes in the files."""
+        if not self.pre_quantized:
+            return model
+        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+            raise UnsupportedError(f"breccia loads safetensors files; got {checkpoint_files}.")
+        first = Path(checkpoint_files[0])
+        held = bridges.load_safetensors(first.parent if len(checkpoint_files) > 1 else first, framework="torch")
+        scaled = {name: st for name, st in held.items() if isinstance(st, ScaledTensor)}
+        if not scaled:
+            raise UnsupportedError(f"{first.parent} has a breccia quantization_config and no tensor that breccia quantized.")
+        del held
+        # The layers' metadata comes from the files' configs, not from the state.
+        model._keys_to_ignore_on_load_missing = [*(model._keys_to_ignore_on_load_missing or ()), rf"\.{STATE}$"]
+        columns: dict[str, dict[str, dict[str, ScaledTensor]]] = {}
+        for name, target, pattern in self._targets(model, list(scaled)):
+            empty = scaled[name].to("meta")
+            if pattern is not None:
+                columns.setdefault(target, {}).setdefault(pattern, {})[name] = empty
+            else:
+                self._place(model, name, target, empty)
+        for target, found in columns.items():
+            self._place_experts(model, target, found)
+        return model
+
+    def _targets(self, model: Any, names: list[str]) -> list[tuple[str, str, str | None]]:
+        """For each weight of the files: its name, the model's, and the pattern of the conversion between them, or None."""
+        conversions = get_model_conversion_mapping(model)
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        state, prefix = model.state_dict(), model.base_model_prefix
+        return [(name, *rename_source_key(name, renamings, converters, prefix, state)) for name in names]
+
+    def _place(self, model: Any, name: str, target: str, empty: ScaledTensor) -> None:
+        """An empty quantized layer where `target` is the weight of one; else the weight is decoded while loading."""
+        owner, _, leaf = target.rpartition(".")
+        try:
+            module = model.get_submodule(owner)
+        except AttributeError:
+            return  # transformers reports it as unexpected
+        if leaf in expert_parameters(module):
+            replace_experts(module, leaf, ScaledExperts(empty, getattr(module, leaf).dtype))
+        elif leaf == "weight" and (type(module) is nn.Linear or is_conv1d(module)):
+            made: Any = scaled_class(module)
+            replace(model, owner, made.in_place_of(module, ScaledWeight(empty), self.quantization_config.activation))
+        elif hasattr(module, leaf):
+            self._decoded[name] = empty
+
+    def _place_experts(self, model: Any, target: str, columns: dict[str, dict[str, ScaledTensor]]) -> None:
+        owner, _, leaf = target.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf not in expert_parameters(module):
+            raise UnsupportedError(
+                f"{target} of {type(model).__name__} is converted from quantized weights ({', '.join(columns)}), which breccia "
+                "does for experts alone. Convert the checkpoint again, with --exclude for these weights."
+            )
+        parameter = getattr(module, leaf)
+        tensor = stacked([[found[name] for name in sorted(found, key=_natural)] for found in columns.values()], target)
+        weight = ScaledExperts(tensor, parameter.dtype)
+        if weight.shape != tuple(parameter.shape):
+            raise UnsupportedError(
+                f"{target} has shape {tuple(parameter.shape)} in the model, and the experts of the files make {weight.shape}."
+            )
+        replace_experts(module, leaf, weight)
+        self._stacked.add(target)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Load the components of stacked experts by a copy of the conversion of the weight, and decode what has no layer."""
+        updated: list[Any] = [
+            WeightConverter([f"^{re.escape(f'{name}.{part}')}$" for part in components(st)], name, [_Decode(self, st)])
+            for name, st in self._decoded.items()
+        ]
+        for conversion in weight_conversions if self._stacked else ():
+            if isinstance(conversion, WeightConverter):
+                sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+                if any(target.endswith(targets[0]) for target in self._stacked):
+                    updated += [
+                        conversion.copy([f"{s}.{part}" for s in sources], [f"{targets[0]}.{part}"], operations=[_Stack(self)])
+                        for part in PARTS
+                    ]
+        return updated + weight_conversions
+
+    # -- after loading -------------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if self.pre_quantized:
+            _restore_dtypes(model)
+        else:
+            config = self.quantization_config
+            kept = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}
+            exclude = [name for name in _weights(model) if any(f".{module}." in f".{name}." for module in kept)]
+            summary = quantize_(model, config.recipe, exclude=exclude, activation=config.activation)
+            logger.info("%r", summary)
+        attach(model, self)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Replace all quantized layers by their decoded values in `dtype`."""
+        for name, module in list(model.named_modules()):
+            if isinstance(module, ScaledLinear):
+                replace(model, name, module.to_linear(dtype or torch.float32))
+            elif isinstance(module, ScaledExperts):
+                values = module.decoded().to(dtype or module.dtype)
+                owner, _, leaf = name.rpartition(".")
+                delattr(model.get_submodule(owner), leaf)
+                model.get_submodule(owner).register_parameter(leaf, nn.Parameter(values))
+        model.__dict__.pop("save_pretrained", None)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        """The components as `breccia.bridges.save_safetensors` stores them, and the metadata that describes them."""
+        weights = {name: m.tensor.to_plain() for name, m in model.named_modules() if isinstance(m, ScaledWeight)}
+        owned = tuple(f"{name}." for name in weights)
+        state = {k: v for k, v in model.state_dict().items() if not k.startswith(owned) and not k.endswith(STATE)}
+        for name, st in weights.items():
+            for part, held in components(st).items():
+                held = held.detach().contiguous()
+                state[f"{name}.{part}"] = held.view(torch.uint8) if held.dtype.itemsize == 1 else held
+        saved = {_saved_name(model, name): st for name, st in weights.items()}
+        return state, bridges.safetensors_metadata(saved)
+
+
+class _Stack(ConversionOps):
+    """One component of all experts: (experts, ...), or (experts, projections, ...) where a parameter fuses several."""
+
+    def __init__(self, hf_quantizer: HfQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer  # transformers casts no input of an operation that has this attribute
+
+    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any) -> dict[str, Any]:
+        each = [torch.stack(input_dict[pattern]) for pattern in source_patterns]
+        return {target_patterns[0]: each[0] if len(each) == 1 else torch.stack(each, dim=1)}
+
+
+class _Decode(ConversionOps):
+    """The values of a quantized weight whose module has no quantized layer, such as an embedding."""
+
+    def __init__(self, hf_quantizer: HfQuantizer, like: ScaledTensor) -> None:
+        self.hf_quantizer, self.like = hf_quantizer, like
+
+    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **options: Any) -> dict[str, Any]:
+        empty = components(self.like)
+        held = {part: found[0] for part, found in zip(empty, (input_dict[p] for p in source_patterns), strict=True)}
+        st = self.like._with({part: held[part].view(empty[part].dtype) for part in empty})
+        name = options["full_layer_name"]
+        return {name: breccia.dequantize(st, out_dtype=options["model"].get_parameter(name).dtype)}
+
+
+def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None, **config: Any) -> None:
+    """Make a quantized model of transformers one that `save_pretrained` saves and `from_pretrained` loads again.
+
+    config: the fields of its BrecciaConfig, where no quantizer is given.
+    """
+    quantizer = quantizer or BrecciaHfQuantizer(BrecciaConfig(**config), pre_quantized=False)
+    model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
+    model.is_quantized, model.quantization_method = True, METHOD
+    held = [name for name, module in model.named_modules() if isinstance(module, ScaledExperts)]
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [c for c in conversions if not _about(c, held)]
+    model.save_pretrained = MethodType(_save_pretrained, model)
+
+
+def _about(conversion: Any, held: list[str]) -> bool:
+    """Whether it is about quantized weights. They are saved as they are, not as one tensor for each expert again."""
+    if not isinstance(conversion, WeightConverter):
+        return False
+    own = any(isinstance(operation, _Stack | _Decode) for operation in conversion.operations)
+    return own or any(target in name for target in conversion.target_patterns for name in held)
+
+
+def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+    """transformers' `save_pretrained`; then config.json tells transformers without this module to refuse the folder."""
+    type(self).save_pretrained(self, save_directory, *arguments, **options)
+    bridges.refuse_in_transformers(save_directory)
+
+
+def _saved_name(model: Any, name: str) -> str:
+    """The name under which `save_pretrained` stores a weight."""
+    (found,) = revert_weight_conversion(model, {f"{name}.data": torch.empty(0)})
+    return found.removesuffix(".data")
+
+
+def _weights(model: nn.Module) -> list[str]:
+    """Names of the weights that `quantize_` may quantize."""
+    modules = model.named_modules()
+    linear = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear) or is_conv1d(module)]
+    modules = model.named_modules()
+    return linear + [f"{name}.{leaf}" for name, module in modules for leaf in expert_parameters(module)]
+
+
+def _restore_dtypes(model: Any) -> None:
+    """View the components as their storage dtypes: files hold all 8-bit codes as uint8."""
+    for module in model.modules():
+        if isinstance(module, ScaledWeight):
+            module.restore_dtypes()
+
+
+def _natural(name: str) -> list[Any]:
+    """Sorts names by the numbers in them."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
