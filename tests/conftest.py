@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from breccia.testing.examples import every_decodable, special_rows, wide
 from breccia.testing.places import Place
 from breccia.testing.pytest_plugin import header
 
-__all__ = ["RECIPES", "Run", "every_decodable", "is_exact", "on_cuda", "recipe_id", "special_rows", "wide"]
+__all__ = ["RECIPES", "Run", "every_decodable", "is_exact", "jax_in_rest", "on_cuda", "recipe_id", "special_rows", "wide"]
 
 #: Distributions of their own, which tests/test_third_party.py installs.
 collect_ignore = ["third_party"]
@@ -102,6 +102,14 @@ def is_exact(source: ScalingRecipe, target: ScalingRecipe) -> bool:
     """Can `target` hold every tensor of `source` with the same decoded bits?"""
     names, scales = zip(*((r.format.element, r.format.scale.codec) for r in (source, target)), strict=True)
     return exact.renamed(*names) is not None and exact.same_scales(source, target) and exact.hold_scales(*scales)
+
+
+def jax_in_rest(values: Iterable[Any]) -> list[Any]:
+    """The values as parameters, with those for JAX marked `rest`: JAX compiles every op, so only `make test-all` runs them.
+
+    A value is the name of a framework, or the path of a page named after one.
+    """
+    return [pytest.param(value, marks=pytest.mark.rest) if Path(value).stem == "jax" else value for value in values]
 
 
 def on_cuda(test: Any) -> Any:

@@ -18,6 +18,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from conftest import jax_in_rest
 
 import breccia
 from breccia.dispatch import registry
@@ -98,11 +99,7 @@ def test_examples_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(p, marks=[pytest.mark.rest] if p.name == "jax.md" else [])  # JAX compiles every example
-        for p in PAGES
-        if any(f.language == "python" for f in fences(p))
-    ],
+    jax_in_rest(p for p in PAGES if any(f.language == "python" for f in fences(p))),
     ids=name_of,
 )
 def test_python_blocks_of_a_page_run_and_print_what_they_say(
