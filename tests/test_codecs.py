@@ -49,7 +49,7 @@ SMALL = [c for c in CODECS if c.bits <= 8]
 
 
 def inputs(codec: Codec, chunk: int) -> np.ndarray:
-    """2^20 FP32 numbers: random bit patterns, numbers near the codec's range, its values, midpoints and their adjacent numbers."""
+    """2^20 FP32 numbers: random bit patterns, numbers near the codec's range, its values, midpoints and adjacent numbers."""
     rng = np.random.default_rng([chunk, codec.bits])
     n = 1 << 20
     if chunk % 3 == 0:

@@ -276,7 +276,7 @@ def test_an_incompatible_rule_and_codec_are_refused() -> None:
 
 
 def interned_keys(sizes: range) -> list[weakref.ref[object]]:
-    """What is seen of the interned_keys of recipes and layouts of these sizes, none of which is kept."""
+    """Weak references to the interned keys of recipes and layouts of these sizes, none of which stays alive."""
     found: list[weakref.ref[object]] = []
     for n in sizes:
         found += [weakref.ref(Float8BlockScaling(block_k=n).interned_key), weakref.ref(PerBlockK(n).interned_key)]
@@ -309,7 +309,7 @@ def test_only_declarations_of_one_class_share_an_interned_key() -> None:
     class Subclass(Float8BlockScaling):
         """Has the same fields as its base."""
 
-    kept = [Float8BlockScaling(block_k=48), Ours(block_k=48), PerBlockK(48), PerBlockK(48, partial=True)]
+    kept = [Float8BlockScaling(block_k=48), Subclass(block_k=48), PerBlockK(48), PerBlockK(48, partial=True)]
     assert len({id(each.interned_key) for each in kept}) == len(kept)
     stored = [Stored(PerBlockMN(1, 32), "interleaved", (4, 64), 3), Stored(PerBlockMN(1, 32), "interleaved", [4, 64], 3)]  # type: ignore[arg-type]
     assert stored[0].interned_key is stored[1].interned_key and stored[0].layout.interned_key is PerBlockMN(1, 32).interned_key
