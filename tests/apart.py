@@ -1,11 +1,11 @@
-"""Each distribution alone: built as a wheel, installed into an environment of its own, and tested there.
+"""Test each distribution alone: build its wheel, install it into a clean environment, and run its tests there.
 
     python tests/apart.py                             # every distribution of the tree
     python tests/apart.py breccia-core breccia-jax    # these
-    python tests/apart.py --lowest breccia-core       # with the lowest versions of its dependencies that it allows
+    python tests/apart.py --lowest breccia-core       # with the lowest versions that its dependencies allow
 
-An environment has the wheel, those of ours that it depends on, and what they declare. So an import that nobody declared fails
-there, and so does a file that the wheel lacks; an editable installation has both. Needs Python with pip, and nothing else.
+An environment has the wheel, the breccia distributions that it depends on, and their declared requirements. So an undeclared
+import or a file missing from the wheel fails there; an editable installation hides both. Needs only Python with pip.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ROOT = SCRIPT.parents[1]
 CORE = "breccia-core"
 TOOLS = ("pytest", "hypothesis")
 
-#: The test files of a distribution, beside `test_<plug-in>*.py`; core has all that nobody names. A file may be of several, and
-#: skips what is absent.
+#: The test files of a distribution, in addition to `test_<plug-in>*.py`. Core gets all files that are not listed. A file may
+#: belong to several distributions; it skips what is not installed.
 TESTS: dict[str, tuple[str, ...]] = {
     CORE: ("test_numpy_kernels.py", "test_layers.py", "test_ops.py", "test_storage.py"),
     "breccia-bridges": (
@@ -53,7 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "breccia-mlx": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-native": ("test_numpy_kernels.py",),
 }
-#: Those that are about several distributions at once, or about the repository: `make test` runs them.
+#: Files that test several distributions at once, or the repository: only `make test` runs them.
 TOGETHER = (
     "test_agreement.py",
     "test_arrows.py",
@@ -74,16 +74,16 @@ TOGETHER = (
     "test_vectors.py",
     "test_ways.py",
 )
-#: Distributions of ours that tests of another one need, beside those it depends on.
-BESIDE = {"breccia-torch": ("breccia-bridges",), "breccia-mlx": ("breccia-bridges",)}
-#: Dependencies that are left out, with the reason.
-LEFT_OUT = {"triton": "hundreds of megabytes, and of use with a GPU only"}
+#: Breccia distributions that the tests need in addition to the dependencies.
+ALSO_INSTALLED = {"breccia-torch": ("breccia-bridges",), "breccia-mlx": ("breccia-bridges",)}
+#: Dependencies that are not installed, with the reason.
+LEFT_OUT = {"triton": "hundreds of megabytes, and useful only with a GPU"}
 #: Modules that a manifest must not load.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "safetensors", "ml_dtypes", "typer", "rich")
 
 
 class Fault(Exception):
-    """What is wrong with a distribution."""
+    """A distribution has a fault."""
 
 
 # ---------------------------------------------------------------------------------------------- what the tree declares
@@ -95,33 +95,33 @@ def project(distribution: str) -> dict[str, Any]:
 
 
 def distributions() -> list[str]:
-    """Those of the tree, each after what it depends on."""
+    """The distributions of the tree, each after its dependencies."""
     names = sorted(path.parent.name for path in ROOT.glob("breccia-*/pyproject.toml"))
-    return sorted(names, key=lambda name: (len(ours(name)), name))
+    return sorted(names, key=lambda name: (len(with_dependencies(name)), name))
 
 
 def package(distribution: str) -> Path:
-    """The folder of its package."""
+    """The folder of the import package."""
     (found,) = (path.parent for path in (ROOT / distribution / "src").glob("*/__init__.py"))
     return found
 
 
 def extras(distribution: str) -> dict[str, list[str]]:
-    """The extras that bring others' packages, with these."""
+    """Extras with third-party requirements -> those requirements."""
     declared: dict[str, list[str]] = project(distribution).get("optional-dependencies", {})
     return {name: needs for name, needs in declared.items() if not any(need.startswith("breccia-") for need in needs)}
 
 
-def ours(distribution: str) -> set[str]:
-    """The distributions of ours that it depends on, itself included."""
+def with_dependencies(distribution: str) -> set[str]:
+    """The distribution and the breccia distributions that it depends on."""
     needed = (re.split(r"[\[~<>=! ]", need)[0] for need in project(distribution)["dependencies"])
-    return {distribution}.union(*(ours(name) for name in needed if name.startswith("breccia-")))
+    return {distribution}.union(*(with_dependencies(name) for name in needed if name.startswith("breccia-")))
 
 
-def others(distribution: str, optional: bool) -> list[str]:
-    """What it and those of ours behind it need of others; with what their extras bring, if `optional`."""
+def third_party(distribution: str, optional: bool) -> list[str]:
+    """Third-party requirements of the distribution and its breccia dependencies; with those of extras if `optional`."""
     found: list[str] = []
-    for name in sorted(ours(distribution)):
+    for name in sorted(with_dependencies(distribution)):
         found += project(name)["dependencies"]
         found += [need for needs in extras(name).values() for need in needs] if optional else []
     return [need for need in found if not need.startswith("breccia-") and bare(need) not in LEFT_OUT]
@@ -132,29 +132,29 @@ def bare(requirement: str) -> str:
 
 
 def lowest(requirements: list[str]) -> list[str]:
-    """The constraints that pin each `name>=version` to that version; test tools are no part of what is promised."""
+    """Constraints that pin each `name>=version` to that version, except test tools, for which no version is promised."""
     found = {m[1]: m[2] for r in requirements if (m := re.match(r"([\w-]+)(?:\[.*\])?>=([\w.]+)", r))}
     return [f"{name}=={version}" for name, version in sorted(found.items()) if name not in TOOLS]
 
 
 def tests(distribution: str, folder: Path) -> list[str]:
-    """Its test files in the folder."""
+    """The test files of the distribution in a folder."""
     claims = {name: [f"test_{name.removeprefix('breccia-')}*.py", *TESTS.get(name, ())] for name in distributions()}
     named = [*TOGETHER, *(claim for name, own in claims.items() if name != CORE for claim in own)]
 
-    def is_its(file: str) -> bool:
+    def belongs(file: str) -> bool:
         if distribution == CORE and not any(fnmatch(file, claim) for claim in named):
             return True
         return file not in TOGETHER and any(fnmatch(file, claim) for claim in claims[distribution])
 
-    return sorted(path.name for path in folder.glob("test_*.py") if is_its(path.name))
+    return sorted(path.name for path in folder.glob("test_*.py") if belongs(path.name))
 
 
 # ---------------------------------------------------------------------------------------------- wheels
 
 
 def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed. Raises Fault with what it said."""
+    """Run a command. Raises Fault with its output if it fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
     if done.returncode:
         raise Fault(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -162,7 +162,7 @@ def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def build(distribution: str, wheels: Path, scratch: Path) -> Path:
-    """Its wheel, made of a copy, since builders leave things behind."""
+    """Build the wheel from a copy of the source, since build tools leave files behind."""
     source = scratch / "source" / distribution
     shutil.copytree(ROOT / distribution, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info", "*.so"))
     run(sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w", wheels, source)
@@ -171,7 +171,7 @@ def build(distribution: str, wheels: Path, scratch: Path) -> Path:
 
 
 def check_wheel(distribution: str, wheel: Path) -> None:
-    """Raise Fault unless it holds the package, its types, its license and its description."""
+    """Raise Fault unless the wheel contains the package, its types, its license and its description."""
     folder = package(distribution)
     wanted = {
         path.relative_to(folder.parent).as_posix()
@@ -220,33 +220,33 @@ class Environment:
 
 
 def constraints(distribution: str, low: bool) -> list[str]:
-    """Those of development; or, of what the distribution asks for itself, the lowest versions that it takes."""
+    """The constraints of development; if `low`, the lowest versions that the distribution allows."""
     if low:
-        return lowest(others(distribution, optional=True))
+        return lowest(third_party(distribution, optional=True))
     common = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in common if line and not line.startswith("#")]
 
 
 def check_alone(distribution: str, wheels: Path, scratch: Path, low: bool) -> str:
-    """Install and test one distribution. Gives what was found, in a line; raises Fault."""
+    """Install and test one distribution. Returns a line about the result; raises Fault."""
     work = scratch / f"{distribution}{'-lowest' if low else ''}"
     environment = Environment(work / "env", wheels, constraints(distribution, low))
-    needs = others(distribution, optional=False)
-    environment.install("--no-deps", *(wheel_of(name, wheels) for name in sorted(ours(distribution))))
+    needs = third_party(distribution, optional=False)
+    environment.install("--no-deps", *(wheel_of(name, wheels) for name in sorted(with_dependencies(distribution))))
     if needs:
         environment.install(*needs)
-    lacks = [bare(need) for need in others(distribution, optional=True) if need not in needs]
+    lacks = [bare(need) for need in third_party(distribution, optional=True) if need not in needs]
     probed = environment.run(
-        "-W", "error", SCRIPT, "--probe", distribution, *sorted(ours(distribution)), "--lacks", *lacks, cwd=work
+        "-W", "error", SCRIPT, "--probe", distribution, *sorted(with_dependencies(distribution)), "--lacks", *lacks, cwd=work
     )
     files = tests(distribution, scratch / "tests")
     if not files:
         return f"{probed.stdout.strip()}; no tests of its own"
     shutil.copytree(scratch / "tests", work / "tests")
     shutil.copy(ROOT / "pyproject.toml", work)
-    beside = [wheel_of(name, wheels) for name in BESIDE.get(distribution, ())]
-    optional = [f"{name}[{','.join(extras(name))}]" for name in sorted(ours(distribution)) if extras(name)]
-    environment.install(*beside, *optional, *TOOLS)
+    also = [wheel_of(name, wheels) for name in ALSO_INSTALLED.get(distribution, ())]
+    optional = [f"{name}[{','.join(extras(name))}]" for name in sorted(with_dependencies(distribution)) if extras(name)]
+    environment.install(*also, *optional, *TOOLS)
     return f"{probed.stdout.strip()}; {tested(environment, distribution, work, files, low)}"
 
 
@@ -255,17 +255,17 @@ def wheel_of(distribution: str, wheels: Path) -> Path:
     return found
 
 
-#: Packages that tests use and no distribution declares; a reason to skip begins with the name.
+#: Packages that tests use and no distribution declares; a skip reason begins with the name.
 UNDECLARED = ("playwright",)
-#: Before the reason of a test that is to fail; reports list these among the skipped.
+#: Prefix for the reason of an expected failure, which reports list among the skipped tests.
 EXPECTED = "expected to fail: "
-#: What `pytest.importorskip` says of what is not installed, and breccia's kit of a framework whose plug-in is not.
+#: Skip reasons of `pytest.importorskip`, and of breccia's kit for a framework whose plug-in is not installed.
 ABSENT = re.compile(r"(?:could not import '[\w.]+': No module named|no plug-in declares the framework) '([\w.]+)'")
 
 
 def tested(environment: Environment, distribution: str, work: Path, files: list[str], low: bool) -> str:
-    """Run its tests. A test may be skipped for the want of a package that is not installed there, and for nothing else."""
-    # Old packages use what newer ones beside them call deprecated.
+    """Run the tests. A test may be skipped only because a package is not installed in the environment."""
+    # Old packages use functions that newer dependencies deprecate.
     warnings = ("-W", "ignore::DeprecationWarning") if low else ()
     report = work / "report.xml"
     paths = [f"tests/{file}" for file in files]
@@ -305,7 +305,7 @@ def tested(environment: Environment, distribution: str, work: Path, files: list[
 
 
 def probe(distribution: str, family: list[str], lacks: list[str]) -> str:
-    """Import what the wheel holds, where nothing that is optional is installed. Raises Fault."""
+    """Import every module of the wheel, without optional packages installed. Raises Fault."""
     import breccia
 
     plugins = {p.distribution: p for p in breccia.plugins()}
@@ -332,7 +332,7 @@ def probe(distribution: str, family: list[str], lacks: list[str]) -> str:
             if root not in optional:
                 raise Fault(f"{module.name} imports {e.name}, which {distribution} declares nowhere.") from e
             missing.add(root)
-    return f"{imported} modules imported" + (f", others want {', '.join(sorted(missing))}" if missing else "")
+    return f"{imported} modules imported" + (f", others need {', '.join(sorted(missing))}" if missing else "")
 
 
 def present() -> set[str]:
@@ -367,11 +367,11 @@ def main() -> int:
 
 
 def check(names: list[str], scratch: Path, low: bool) -> int:
-    """Build all wheels, and test the distributions named. The number of those at fault."""
+    """Build all wheels, and test the distributions `names`. Returns the number of faulty ones."""
     wheels = scratch / "wheels"
     wheels.mkdir(parents=True)
     wrong = 0
-    shutil.copytree(ROOT / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))  # as it is at this moment
+    shutil.copytree(ROOT / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))  # a snapshot
     for distribution in distributions():
         check_wheel(distribution, build(distribution, wheels, scratch))
     for distribution in names:

@@ -1,9 +1,9 @@
-"""What tests share: one list of recipes worth testing, and arrays that reach every branch of the contract."""
+"""What the tests share: one list of recipes, and arrays that reach every branch of the numerics contract."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from breccia.testing.examples import every_decodable, special_rows, wide
 from breccia.testing.places import Place
 from breccia.testing.pytest_plugin import header
 
-__all__ = ["RECIPES", "Run", "every_decodable", "is_exact", "on_cuda", "recipe_id", "special_rows", "wide"]
+__all__ = ["RECIPES", "Run", "every_decodable", "is_exact", "jax_in_rest", "on_cuda", "recipe_id", "special_rows", "wide"]
 
-#: Distributions of their own, which tests/test_third_party.py installs.
+#: Separate distributions, which tests/test_third_party.py installs.
 collect_ignore = ["third_party"]
-#: The program, called: its words, to (exit code, standard output, standard error).
+#: Calls the program with arguments and returns (exit code, standard output, standard error).
 Run = Callable[..., tuple[int, str, str]]
 
 RECIPES: list[ScalingRecipe] = [
@@ -92,7 +92,7 @@ RECIPES: list[ScalingRecipe] = [
 
 
 def recipe_id(recipe: ScalingRecipe) -> str:
-    """A short name: the recipe's, with the fields that are not at their default."""
+    """A short test id: the recipe's name, and the fields that differ from their defaults."""
     default = type(recipe)()
     changed = [f.name for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != getattr(default, f.name)]  # type: ignore[arg-type]
     return "-".join([recipe.name, *(f"{name}={getattr(recipe, name)}" for name in changed)])
@@ -104,8 +104,16 @@ def is_exact(source: ScalingRecipe, target: ScalingRecipe) -> bool:
     return exact.renamed(*names) is not None and exact.same_scales(source, target) and exact.hold_scales(*scales)
 
 
+def jax_in_rest(values: Iterable[Any]) -> list[Any]:
+    """The values as parameters, with those for JAX marked `rest`: JAX compiles every op, so only `make test-all` runs them.
+
+    A value is the name of a framework, or the path of a page named after one.
+    """
+    return [pytest.param(value, marks=pytest.mark.rest) if Path(value).stem == "jax" else value for value in values]
+
+
 def on_cuda(test: Any) -> Any:
-    """For `tests/gpu.sh`; elsewhere it is skipped."""
+    """Mark a test `gpu`, for `tests/gpu.sh`, and skip it where there is no CUDA device."""
     try:
         here = import_module("torch").cuda.is_available()
     except ImportError:
@@ -120,7 +128,7 @@ def recipe(request: pytest.FixtureRequest) -> ScalingRecipe:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The program in this process: (exit code, standard output, standard error)."""
+    """Calls the program in this process and returns (exit code, standard output, standard error)."""
     from breccia.cli.main import run as program
 
     monkeypatch.setenv("COLUMNS", "200")
@@ -138,13 +146,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even list thousands of slow cases where none is asked for."""
+    """Do not collect `*_slow.py`, thousands of cases, where `-m` excludes slow tests."""
     return True if collection_path.name.endswith("_slow.py") and "not slow" in config.option.markexpr else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-all` runs and `make test` does not, before `-m` chooses."""
+    """Mark the cases that only `make test-all` runs as `rest`, before `-m` selects."""
     mark_the_rest(items)
 
 
@@ -154,7 +162,7 @@ def pytest_report_header() -> list[str]:
 
 
 def here(framework: str) -> Place:
-    """The place of a framework. Skips the test where it is not installed."""
+    """The `Place` of a framework. Skips the test where the framework is not installed."""
     place = Place(framework)
     if place.absence:
         pytest.skip(place.absence)

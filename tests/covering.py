@@ -1,4 +1,4 @@
-"""The cases of a parametrized test that `make test` runs: every pair of values occurs. The others are marked `rest`."""
+"""Pairwise selection: `make test` runs cases in which every pair of parameter values occurs. The others are marked `rest`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from breccia import ScalingRecipe
 from breccia.testing.laws import Law
 
-#: Marks of cases that `make test` leaves out as they are.
+#: Cases with these marks are excluded from `make test` already, and are not counted.
 _LEFT_OUT = {"rest", "slow", "gpu"}
 
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
-    """Mark those cases `rest` that the covering of their test leaves out.
+    """Mark the cases `rest` that the selection for their test leaves out.
 
     A test covers every pair of its parameters' values, or with `@pytest.mark.covering(1)` every value, or with `covering(n)`
     every n of them. A recipe counts as its name and its fields, a law as the parts of its id.
@@ -40,7 +40,7 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
 
 
 def covering(cases: Sequence[Iterable[Hashable]]) -> set[int]:
-    """Positions of cases that together have everything any case has: the one with most that is new first."""
+    """Indices of cases that together cover the items of all cases. Greedy: the case with the most new items comes first."""
     left = [set(case) for case in cases]
     chosen: set[int] = set()
     have: set[Hashable] = set()
@@ -49,7 +49,7 @@ def covering(cases: Sequence[Iterable[Hashable]]) -> set[int]:
     while queue:
         claimed, n = heapq.heappop(queue)
         left[n] -= have
-        if -claimed > len(left[n]):  # others came first; it may still be the best
+        if -claimed > len(left[n]):  # earlier choices covered some of its items; requeue it
             heapq.heappush(queue, (-len(left[n]), n))
         elif left[n]:
             chosen.add(n)
@@ -58,13 +58,13 @@ def covering(cases: Sequence[Iterable[Hashable]]) -> set[int]:
 
 
 def _together(values: list[Hashable], strength: int) -> Iterator[Hashable]:
-    """Each value, each pair, ... up to `strength` values."""
+    """Combinations of 1 to `strength` values."""
     for n in range(1, strength + 1):
         yield from combinations(values, n)
 
 
 def _values(case: pytest.Function) -> list[Hashable]:
-    """What a case has: each parameter's value, in parts where it has parts."""
+    """The parameter values of a case; recipes and laws are split into their components."""
     found: list[Hashable] = []
     for name, value in sorted(case.callspec.params.items()):
         match value:
@@ -73,5 +73,5 @@ def _values(case: pytest.Function) -> list[Hashable]:
             case Law() as law:
                 found += [(name, place, part) for place, part in enumerate(law.id.replace(".", "/").split("/"))]
             case _:
-                found.append((name, id(value)))  # one object in all cases of a test, hashable or not
+                found.append((name, id(value)))  # all cases of a test share the object, hashable or not
     return found

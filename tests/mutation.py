@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""Mutation testing of the core: cosmic-ray changes one place at a time, and some test must notice.
+"""Mutation testing of the core: cosmic-ray changes one place at a time, and some test must fail.
 
-    python tests/mutation.py --jobs 8 --out FOLDER                       # every module; run again, it goes on
-    python tests/mutation.py --out FOLDER --only exact.py                # one of them
+    python tests/mutation.py --jobs 8 --out FOLDER                       # every module; resumes an interrupted run
+    python tests/mutation.py --out FOLDER --only exact.py                # one module
 
-tests/mutants/config.toml names the modules, operators and tests, tests/mutants/justified.toml the survivors that change no
-result. The run fails for any other survivor, and for a justification that no survivor needs. Each job works in its own copy.
+tests/mutants/config.toml lists the modules, operators and tests; tests/mutants/justified.toml lists the survivors that change
+no result. The run fails on any other survivor, and on a justification without a survivor. Each job works in its own copy.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("breccia-core/src/breccia")
 MUTANTS = ROOT / "tests" / "mutants"
-#: What a copy holds.
+#: What each working copy contains.
 COPIED = ("breccia-core", "tests", "docs/spec", "examples", "pyproject.toml")
-#: Bytes of memory for one run of the tests: a mutant that asks for more fails.
+#: Memory limit of one test run, in bytes: a mutant that needs more fails.
 MEMORY = 8 << 30
 
 Position = tuple[int, int]
 
 
 class Mutant(NamedTuple):
-    """What names a mutant in justified.toml: `where` is the qualified name of the function, `was` and `now` are its lines."""
+    """Identifies a mutant in justified.toml: `where` is the function's qualified name, `was` and `now` its lines."""
 
     file: str
     where: str
@@ -47,14 +47,14 @@ class Mutant(NamedTuple):
 
 
 def function_at(tree: ast.AST, row: int) -> str:
-    """The qualified name of the innermost class or function around a line; `module` outside of any."""
+    """The qualified name of the innermost class or function that contains a line; `module` at module level."""
     defined = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))
     around = (node.name for node in defined if node.lineno <= row <= (node.end_lineno or row))
     return ".".join(around) or "module"
 
 
-def no_effect(tree: ast.AST) -> Iterator[ast.AST]:
-    """Code that is not mutated: annotations, decorators, what an error says, asserts, and the -1 of a reshape."""
+def unmutated(tree: ast.AST) -> Iterator[ast.AST]:
+    """Code that is not mutated: annotations, decorators, error messages, asserts, and the -1 in a reshape."""
     for node in ast.walk(tree):
         match node:
             case ast.arg(annotation=ast.expr() as inner) | ast.AnnAssign(annotation=inner) | ast.Raise(exc=ast.expr() as inner):
@@ -68,19 +68,19 @@ def no_effect(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_skipped(tree: ast.AST, at: Position) -> bool:
-    return any((n.lineno, n.col_offset) <= at < (n.end_lineno, n.end_col_offset) for n in no_effect(tree))  # type: ignore[attr-defined]
+    return any((n.lineno, n.col_offset) <= at < (n.end_lineno, n.end_col_offset) for n in unmutated(tree))  # type: ignore[attr-defined]
 
 
 def changed(diff: str, sign: str) -> str:
-    """The lines of a diff that begin with a sign, as one line without comments."""
+    """The lines of a diff that begin with `sign`, joined into one line without comments."""
     lines = (line[1:] for line in diff.splitlines()[3:] if line.startswith(sign))
     return " ".join(re.sub(r"(^|\s\s)#.*$", "", line).strip() for line in lines)
 
 
 def judged(survivors: Iterable[Mutant], entries: Iterable[dict[str, Any]], files: Iterable[str]) -> list[str]:
-    """The faults of a run over `files`: survivors without a justification, and justifications that no survivor needs.
+    """The faults of a run over `files`: survivors without a justification, and justifications without a survivor.
 
-    An entry has file, where, was, now and why; `now` is one line or several. Spaces do not count.
+    An entry has file, where, was, now and why; `now` is one line or a list of lines. Whitespace is ignored.
     """
     left = {Mutant(*(re.sub(r"\s", "", part) for part in m)): m for m in survivors}
     found: list[str] = []
@@ -123,7 +123,7 @@ def enter_copy(copies: str) -> None:
 
 
 def timed(command: str) -> float:
-    """Seconds that the tests take without a mutation. Raises RuntimeError where they fail."""
+    """Seconds that the tests take without a mutation. Raises RuntimeError if they fail."""
     from cosmic_ray.testing import run_tests
     from cosmic_ray.work_item import TestOutcome
 
@@ -135,7 +135,7 @@ def timed(command: str) -> float:
 
 
 def run(file: str, config: dict[str, Any], out: Path, pool: ProcessPoolExecutor, again: bool) -> list[Mutant]:
-    """The survivors of one module; its session in `out` holds what was judged before, also in an interrupted run."""
+    """The survivors of one module. Its session file in `out` keeps earlier results, so that an interrupted run resumes."""
     from cosmic_ray.commands import init
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_db import use_db
@@ -162,25 +162,25 @@ def run(file: str, config: dict[str, Any], out: Path, pool: ProcessPoolExecutor,
         running = {pool.submit(mutate_and_test, item.mutations, command, limit): item.job_id for item in todo}
         for done in as_completed(running):
             db.set_result(running[done], done.result())
-        told = [
+        tested = [
             (items[job].mutations[0], result) for job, result in db.results if result.worker_outcome != WorkerOutcome.SKIPPED
         ]
-    lost = [(mutation, result) for mutation, result in told if result.test_outcome != TestOutcome.KILLED]
-    print(f"{file}: {len(told)} mutants, {len(told) - len(lost)} killed, {len(lost)} survived", flush=True)
+    left = [(mutation, result) for mutation, result in tested if result.test_outcome != TestOutcome.KILLED]
+    print(f"{file}: {len(tested)} mutants, {len(tested) - len(left)} killed, {len(left)} survived", flush=True)
     return [
         Mutant(file, function_at(tree, mutation.start_pos[0]), changed(result.diff or "", "-"), changed(result.diff or "", "+"))
-        for mutation, result in lost
+        for mutation, result in left
     ]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     config = tomllib.loads((MUTANTS / "config.toml").read_text(encoding="utf-8"))
     entries = tomllib.loads((MUTANTS / "justified.toml").read_text(encoding="utf-8"))["mutant"]
-    parser = argparse.ArgumentParser(description="Mutation testing of the core: each mutant must be noticed by a test.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the sessions, from which a later run goes on")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
+    parser = argparse.ArgumentParser(description="Mutation testing of the core: some test must fail for each mutant.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the session files, from which a later run resumes")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
     parser.add_argument("--only", nargs="*", default=list(config["modules"]), choices=list(config["modules"]), metavar="FILE")
-    parser.add_argument("--again", action="store_true", help="judge survivors of earlier runs again")
+    parser.add_argument("--again", action="store_true", help="test the survivors of earlier runs again")
     given = parser.parse_args(words)
     given.out.mkdir(parents=True, exist_ok=True)
     extend_cosmic_ray()

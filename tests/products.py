@@ -1,4 +1,4 @@
-"""Two FP32 products of the same numbers: BLAS promises no order of summation, so they are held to a bound and not to `==`."""
+"""Compare two FP32 products within an error bound: BLAS promises no order of summation, so `==` does not apply."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def assert_same_product(found: Any, expected: Any, a: Any, b: Any, *, rest: Any = 0.0) -> None:
-    """Hold found and expected to 2 g (|a| @ |b| + |rest|), g = (K + 1) u / (1 - (K + 1) u), u = 2^-24: each is within g.
+    """Check |found - expected| <= 2 g (|a| @ |b| + |rest|), g = (K + 1) u / (1 - (K + 1) u), u = 2^-24.
 
-    The bound of any order of summation is Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1. `rest` is what
-    was added to both products, in one more rounding of each, which is the 1 beside K.
+    Each product is within g of the exact one in any order of summation: Higham, "Accuracy and Stability of Numerical
+    Algorithms", section 3.1. `rest` is what was added to both products; that is one more rounding, hence K + 1.
     """
     found, expected, a, b = (np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in (found, expected, a, b))
     rest = np.asarray(rest.detach() if hasattr(rest, "detach") else rest, np.float64)

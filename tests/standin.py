@@ -1,4 +1,4 @@
-"""A plug-in as a vendor's would be: kernels for one recipe that count their calls. Its bytes are the generic algorithm's."""
+"""A stand-in for a vendor's plug-in: kernels for one recipe that call the generic algorithm and count their calls."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from breccia.backend import Call, CastOptions, ScaledTensor, ScalingRecipe, refe
 
 api = 1
 
-#: Calls of each kernel, by its name.
+#: Kernel name -> number of calls.
 calls: Counter[str] = Counter()
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
-#: Rows up to which the kernel for few rows says that it is the faster one.
+#: Up to this many rows, the kernel for few rows claims the shorter time.
 FEW = 16
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
     """The generic algorithm, counted."""
-    _see("cast", x)
+    _count("cast", x)
     return reference.cast(x, recipe, options)
 
 
 def dequantize(st: ScaledTensor, out_dtype: str, out: Any) -> Any:
-    """Likewise."""
-    _see("dequantize", st.data)
+    """The generic algorithm, counted."""
+    _count("dequantize", st.data)
     return reference.dequantize(st, out_dtype, out)
 
 
 def matmul(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
-    """Likewise, for any number of rows."""
-    _see("matmul", a, b)
+    """The generic algorithm, counted; for any number of rows."""
+    _count("matmul", a, b)
     return reference.matmul(a, b, bias, out_dtype, out)
 
 
 def matmul_of_few(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
-    """Likewise, for few."""
-    _see("matmul of few", a, b)
+    """The generic algorithm, counted; for few rows."""
+    _count("matmul of few", a, b)
     return reference.matmul(a, b, bias, out_dtype, out)
 
 
-def _see(name: str, *operands: Any) -> None:
-    """Count a call. A kernel must never be given a tensor that needs a gradient."""
+def _count(name: str, *operands: Any) -> None:
+    """Count a call, and check that no operand requires a gradient: a kernel must never see one."""
     calls[name] += 1
     for x in operands:
         array = x.data if isinstance(x, ScaledTensor) else x
@@ -54,12 +54,12 @@ def _see(name: str, *operands: Any) -> None:
 
 
 def score(call: Call) -> float:
-    """Twice the time for few rows, half of it for many."""
+    """Twice the score of the kernel for few rows there, half of it for many rows."""
     return 2.0
 
 
 def score_of_few(call: Call) -> float:
-    """The other way round."""
+    """1 up to `FEW` rows and 4 beyond, against 2 of the other kernel."""
     return 1.0 if call.a.shape[-2] <= FEW else 4.0
 
 

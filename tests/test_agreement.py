@@ -1,4 +1,4 @@
-"""The agreement table is drawn from its result, measured again, and each cause reproduces the bytes."""
+"""The agreement table: its page matches the result file, new measurements match it, and each stated cause gives the bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from breccia_bridges.agreement import __main__ as program
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-#: Smaller than what the page was measured on.
+#: Smaller than the arrays that the page was measured on.
 SHAPE = (128, 256)
 
 Row = dict[str, Any]
@@ -35,7 +35,7 @@ def result() -> dict[str, Any]:
 
 
 def rows() -> dict[tuple[str, str], Row]:
-    """By neighbour and quantizer."""
+    """(library, quantizer) -> its row of the table."""
     return {(n["name"], row["name"]): row for n in result()["neighbours"] for row in n["rows"]}
 
 
@@ -53,7 +53,7 @@ def measured_version(neighbour: str) -> str | None:
 
 @pytest.fixture
 def quantizer(request: pytest.FixtureRequest) -> Quantizer:
-    """The quantizer of a (neighbour, name), where it is installed as it was measured."""
+    """The quantizer of a (library, name); skips where another version is installed than the one measured."""
     neighbour, found = DECLARED[request.param]
     wanted, there = measured_version(neighbour.name), neighbour.version()
     if there is None:
@@ -74,27 +74,27 @@ every = pytest.mark.parametrize("quantizer", DECLARED, indirect=True, ids=lambda
 # -- the page and its result -----------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_result_draws() -> None:
+def test_the_page_matches_the_result_file() -> None:
     assert (DOCS / table.PAGE).read_text(encoding="utf-8") == table.page(result())
 
 
-def test_every_neighbour_that_is_declared_has_its_rows() -> None:
+def test_every_declared_library_has_its_rows() -> None:
     assert [n["name"] for n in result()["neighbours"]] == [n.name for n in agreement.libraries()]
     assert list(rows()) == list(DECLARED)
     for key, row in rows().items():
-        said = {name: (row[name]["writes"], row[name]["cause"]) for name in ("default", "closest") if name in row}
+        measured = {name: (row[name]["writes"], row[name]["cause"]) for name in ("default", "closest") if name in row}
         declared = DECLARED[key][1].settings
-        assert said == {name: (table.label(o.writes), o.cause) for name, o in declared.items()}, key
+        assert measured == {name: (table.label(o.writes), o.cause) for name, o in declared.items()}, key
         assert row["error"] is None, key
 
 
-def test_at_least_six_foreign_libraries_were_measured() -> None:
+def test_at_least_six_other_libraries_were_measured() -> None:
     ran = {n["name"] for n in result()["neighbours"] if n["version"] and any(not row["recorded"] for row in n["rows"])}
     assert len(ran) >= 6, ran
 
 
 @pytest.mark.parametrize("key", DECLARED, ids=lambda of: f"{of[0]}: {of[1]}")
-def test_a_difference_has_a_cause_and_agreement_has_none(key: tuple[str, str]) -> None:
+def test_a_row_has_a_cause_exactly_where_bytes_differ(key: tuple[str, str]) -> None:
     row = rows()[key]
     for name in ("default", "closest"):
         if name in row:
@@ -102,30 +102,30 @@ def test_a_difference_has_a_cause_and_agreement_has_none(key: tuple[str, str]) -
 
 
 def test_the_closest_setting_is_closer_than_the_default() -> None:
-    def equal(beside: Row) -> float:
-        return min(part[0] / part[1] for part in table.total(beside["shares"]).values())
+    def equal(setting: Row) -> float:
+        return min(part[0] / part[1] for part in table.total(setting["shares"]).values())
 
     for key, row in rows().items():
         assert "closest" not in row or equal(row["closest"]) > equal(row["default"]), key
 
 
-def test_recipes_are_spelled_as_breccia_reads_them() -> None:
+def test_recipe_labels_parse_as_the_recipes() -> None:
     for _, quantizer in DECLARED.values():
         for o in quantizer.settings.values():
             if not isinstance(o.writes, Codec):
                 assert breccia.recipe(table.label(o.writes)) == o.writes
 
 
-@pytest.mark.parametrize(("equal", "of", "said"), [(3, 3, "100"), (999_999, 1_000_000, "99.9"), (1, 3, "33.3"), (0, 7, "0")])
-def test_a_share_is_100_percent_only_where_all_are_equal(equal: int, of: int, said: str) -> None:
-    assert table.percent(equal, of) == said
+@pytest.mark.parametrize(("equal", "of", "text"), [(3, 3, "100"), (999_999, 1_000_000, "99.9"), (1, 3, "33.3"), (0, 7, "0")])
+def test_a_share_is_100_percent_only_if_all_are_equal(equal: int, of: int, text: str) -> None:
+    assert table.percent(equal, of) == text
 
 
-# -- measured again --------------------------------------------------------------------------------------------------
+# -- new measurements ------------------------------------------------------------------------------------------------
 
 
 @every
-def test_where_the_page_claims_all_bytes_they_are_equal_again(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
+def test_bytes_are_equal_where_the_page_says_100_percent(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
     key = request.node.callspec.params["quantizer"]
     claimed = [name for name in ("default", "closest") if name in rows()[key] and table.agrees(rows()[key][name])]
     matrices = quantizer.recorded() if quantizer.recorded else inputs()
@@ -139,26 +139,27 @@ def test_where_the_page_claims_all_bytes_they_are_equal_again(quantizer: Quantiz
 
 @pytest.mark.rest
 @every
-def test_edges_become_again_what_the_page_says(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
+def test_edge_cases_give_what_the_page_says(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
     if quantizer.recorded:
         pytest.skip("a recording has no faults in it")
     assert table.edges(quantizer) == rows()[request.node.callspec.params["quantizer"]]["edges"]
 
 
 @pytest.mark.parametrize("quantizer", [("qwix", "mxfp8")], indirect=True, ids=["qwix"])
-def test_qwix_loses_a_nan_in_large_arrays_alone(quantizer: Quantizer) -> None:
-    """So that what the page says of it is about its size too."""
+def test_qwix_drops_a_nan_only_in_large_arrays(quantizer: Quantizer) -> None:
+    """The page must mention the size, since a small array keeps the NaN."""
     x = table.faulty("NaN", np.s_[:1, :32])
     assert table.word("NaN", x, theirs(quantizer, x).decoded, np.s_[:1, :32]) == "NaN; rest finite"
     small = np.ascontiguousarray(x[:2, :64])
     assert table.word("NaN", small, theirs(quantizer, small).decoded, np.s_[:1, :32]) == "block NaN"
 
 
-# -- each cause makes the bytes --------------------------------------------------------------------------------------
-# Their arithmetic as the cause tells it, in NumPy. Only the rounding of elements is ours, which other tests judge.
+# -- each cause reproduces the bytes ---------------------------------------------------------------------------------
+# The arithmetic of the other library as the cause describes it, in NumPy. Only the rounding of elements is breccia's, which
+# other tests check.
 
 F = np.float32
-Made = tuple[np.ndarray | None, np.ndarray]  # (scale, data); None: the cause is about the codes alone
+Made = tuple[np.ndarray | None, np.ndarray]  # (scale, data); the scale is None where the cause concerns only the codes
 
 
 def encode(codec: Codec, y: np.ndarray) -> np.ndarray:
@@ -166,7 +167,7 @@ def encode(codec: Codec, y: np.ndarray) -> np.ndarray:
 
 
 def split(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(blocks of k, their largest magnitudes)"""
+    """Returns (blocks of k, their amax)."""
     b = x.reshape(x.shape[0], -1, k)
     return b, np.abs(b).max(-1, keepdims=True)
 
@@ -183,7 +184,7 @@ def powers(x: np.ndarray, codec: Codec, exponent: Callable[[np.ndarray], np.ndar
 
 
 def field(amax: np.ndarray, added: int = 0) -> np.ndarray:
-    """The exponent of amax, after `added` to its bits."""
+    """The exponent of amax after adding `added` to its bit pattern."""
     return ((amax.view(np.uint32) + np.uint32(added)) >> 23).astype(np.int32) - 127
 
 
@@ -255,7 +256,7 @@ def by_reciprocals(x: np.ndarray, codec: Codec, half: float) -> Made:
 
 
 def spread(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, least element) of 4-bit codes over a range that has 0 in it."""
+    """(scale, minimum) of 4-bit codes over a range that includes 0."""
     low = np.minimum(b.min(-1, keepdims=True), F(0))
     return (np.maximum(b.max(-1, keepdims=True), F(0)) - low) / F(15), low
 
@@ -312,14 +313,14 @@ def floor_and_ties(x: np.ndarray) -> Made:
 
 def rceil_and_ties(x: np.ndarray) -> Made:
     b, amax = split(x, 32)
-    n = field(amax, 0x3FFFFF) - 2  # carries where the mantissa is more than that of 6
+    n = field(amax, 0x3FFFFF) - 2  # carries if the mantissa is greater than that of 6
     return written(x, towards_zero(np.ldexp(b, -n)), E2M1, (n + 127).astype(np.uint8))
 
 
 def overflowing(x: np.ndarray, codec: Codec, half: float, code: int) -> Made:
-    """`code`, with the sign, beyond halfway from the largest number to the next one there would be."""
+    """`code`, with the sign, for numbers past the midpoint of the largest number and the next one in an unbounded format."""
     codes = encode(codec, x)
-    beyond = np.abs(x) >= half if codec == E5M2 else np.abs(x) > half  # halfway goes to the even code
+    beyond = np.abs(x) >= half if codec == E5M2 else np.abs(x) > half  # the midpoint goes to the even code
     return None, np.where(beyond, codes & 0x80 | code, codes).astype(np.uint8)
 
 
@@ -384,14 +385,14 @@ PROOFS: dict[tuple[str, str], Callable[[np.ndarray], Made]] = {
 }
 
 
-def test_every_difference_from_the_closest_setting_is_computed_from_its_cause() -> None:
-    """Those of recordings are in test_transformer_engine_golden.py."""
+def test_every_difference_from_the_closest_setting_has_a_computed_cause() -> None:
+    """test_transformer_engine_golden.py covers the recorded libraries."""
     caused = {key for key, (_, q) in DECLARED.items() if list(q.settings.values())[-1].cause and q.recorded is None}
     assert caused == set(PROOFS)
 
 
 @pytest.mark.parametrize("quantizer", PROOFS, indirect=True, ids=lambda of: f"{of[0]}: {of[1]}")
-def test_the_cause_makes_their_bytes(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
+def test_the_cause_reproduces_the_bytes(quantizer: Quantizer, request: pytest.FixtureRequest) -> None:
     for name, x in inputs().items():
         there = theirs(quantizer, x)
         with np.errstate(all="ignore"):
@@ -402,7 +403,7 @@ def test_the_cause_makes_their_bytes(quantizer: Quantizer, request: pytest.Fixtu
             np.testing.assert_array_equal(scale.view(f"u{scale.itemsize}"), there.scale.view(f"u{scale.itemsize}"), name)
 
 
-# -- words of edges --------------------------------------------------------------------------------------------------
+# -- descriptions of edge cases --------------------------------------------------------------------------------------
 
 CORNER = np.s_[:1, :4]
 
@@ -414,7 +415,7 @@ def decoded(*corner: float, elsewhere: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("edge", "y", "said"),
+    ("edge", "y", "text"),
     [
         ("zero block", decoded(0, 0, 0, 0), "zero"),
         ("zero block", decoded(*[math.nan] * 4), "NaN"),
@@ -434,20 +435,20 @@ def decoded(*corner: float, elsewhere: float = 1.0) -> np.ndarray:
         ("ragged", np.ones((2, 9), np.float32), "shape (2, 9)"),
     ],
 )
-def test_edges_are_told_in_words(edge: str, y: np.ndarray, said: str) -> None:
-    assert table.word(edge, np.ones((2, 8), np.float32), y, CORNER) == said
+def test_edge_cases_are_described(edge: str, y: np.ndarray, text: str) -> None:
+    assert table.word(edge, np.ones((2, 8), np.float32), y, CORNER) == text
 
 
-def test_an_element_without_a_scale_is_told_as_a_number() -> None:
+def test_an_element_without_a_scale_is_described_by_its_value() -> None:
     x = np.ones((2, 8), np.float32)
     assert table.word("NaN", x, decoded(1, 1, 1, 448), CORNER, alone=True) == "448"
     assert table.word("zero block", x, decoded(2.0**-127, 0, 0, 0), CORNER, alone=True) == "5.9e-39"
 
 
-# -- what is absent, and what fails ----------------------------------------------------------------------------------
+# -- missing libraries and failures ----------------------------------------------------------------------------------
 
 
-def test_a_library_that_is_absent_is_not_installed_and_nothing_of_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(distribution: str) -> str:
         raise agreement.PackageNotFoundError(distribution)
 
@@ -470,7 +471,7 @@ def only_finite(x: np.ndarray) -> Written:
     return table.ours(x, E4M3)
 
 
-def test_a_crash_of_a_neighbour_is_a_result_and_no_stop() -> None:
+def test_a_crash_of_another_library_is_recorded_and_does_not_stop_the_run() -> None:
     fails, works = Quantizer("fails", broken, Setting(E4M3)), Quantizer("works, but for NaN", only_finite, Setting(E4M3))
     found = table.measured([Library("Acme", lambda: "1.0", (fails, works))], SHAPE)
     first, second = found["neighbours"][0]["rows"]
@@ -481,13 +482,13 @@ def test_a_crash_of_a_neighbour_is_a_result_and_no_stop() -> None:
     assert "raises FloatingPointError, here NaN" in drawn
 
 
-def test_a_library_that_is_installed_and_cannot_be_imported_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_to_import_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     neighbour, quantizer = DECLARED["ml_dtypes", "float8_e5m2"]
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     assert table.compared(quantizer, inputs())["error"] == "raises ModuleNotFoundError on normal", neighbour
 
 
-def test_an_adapter_that_gives_other_shapes_than_ours_is_told_to_relabel() -> None:
+def test_an_adapter_that_gives_other_shapes_is_refused() -> None:
     unpacked = Written(np.zeros((2, 32), np.uint8), np.zeros((2, 32), np.float32))
     with pytest.raises(
         ValueError, match=r"data: the adapter gives \[\(\(2, 32\), 'uint8'\)\], breccia stores \[\(\(2, 16\), 'uint8'\)\]"
@@ -503,7 +504,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     program.main()
 
 
-def test_the_command_draws_the_page_from_the_result_that_is_there(
+def test_the_command_draws_the_page_from_an_existing_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / table.RESULT).write_bytes((DOCS / table.RESULT).read_bytes())
@@ -512,7 +513,7 @@ def test_the_command_draws_the_page_from_the_result_that_is_there(
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in (table.RESULT, table.PAGE)]
 
 
-def test_the_command_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acme = Library("Acme", lambda: "1.0", (Quantizer("E4M3", lambda x: table.ours(x, E4M3), Setting(E4M3)),))
     monkeypatch.setattr(table, "libraries", lambda: [acme])
     run(monkeypatch, str(tmp_path))
@@ -523,24 +524,24 @@ def test_the_command_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("contents", "message"),
     [
         (None, r"agreement.json does not exist; leave --draw out to measure"),
         ("[]", r"agreement.json is no result of this command; leave --draw out to measure again"),
         ('{"schema": 99}', r"agreement.json has schema 99, and this version draws 1; leave --draw out to measure again"),
     ],
 )
-def test_a_result_that_cannot_be_drawn_is_named(
-    held: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_result_that_cannot_be_drawn_is_reported(
+    contents: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if held is not None:
-        (tmp_path / table.RESULT).write_text(held, encoding="utf-8")
-    with pytest.raises(SystemExit, match=f"error: .*{said}"):
+    if contents is not None:
+        (tmp_path / table.RESULT).write_text(contents, encoding="utf-8")
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
         run(monkeypatch, str(tmp_path), "--draw")
-    with pytest.raises(FileNotFoundError if held is None else CorruptFileError, match=said):
+    with pytest.raises(FileNotFoundError if contents is None else CorruptFileError, match=message):
         table.write(tmp_path, draw=True)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"error: .*absent is not a folder; pass the folder of the page"):
         run(monkeypatch, str(tmp_path / "absent"))

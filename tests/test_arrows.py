@@ -1,4 +1,4 @@
-"""Who may import whom: between the distributions, and inside core. Read from the syntax trees, functions included."""
+"""Import rules between the distributions and inside core, checked on the syntax trees, imports in functions included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import breccia
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "breccia"
 
-#: Distribution -> its import package, and the others of ours it may import.
+#: Distribution -> (its import package, the other breccia packages it may import).
 PACKAGES = {
     "breccia-core": (CORE, set[str]()),
     "breccia-torch": ("breccia_torch", {CORE}),
@@ -29,7 +29,7 @@ PACKAGES = {
     "breccia-bridges": ("breccia_bridges", {CORE}),
 }
 
-#: What each package imports from others, beyond the standard library: at the top of a module, or anywhere.
+#: Package -> (third-party packages it may import at the top of a module, those it may import only inside functions).
 TERMINAL = {"typer", "rich"}
 REPORT = {"plotly", "jinja2", "markupsafe"}
 NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf"}
@@ -41,7 +41,7 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_triton": ({"triton", "torch", "numpy"}, set()),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
-#: The same for parts of core; the rest of it imports pluggy only. NumPy is its backend's and the kit's.
+#: The same for parts of core; the rest of core imports pluggy only. NumPy is for its backend and the conformance kit.
 FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "arrays.ops": ({"numpy"}, {"ml_dtypes"}),
     "kernels": ({"numpy"}, set()),
@@ -53,9 +53,10 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "dispatch.registry": ({"pluggy"}, set()),
 }
 
-#: Inside core, left never imports right. A folder stands for its modules; they may import each other, without cycles.
+#: Layers of core: a module never imports from a later entry. A folder stands for its modules; they may import each other,
+#: without cycles.
 ORDER = [
-    {"", "backend"},  # the package itself, and what other distributions import of it: lazy, import nothing
+    {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
     {"errors"},
     {"siblings", "targets", "declared", "selection"},
     {"codec_checks"},
@@ -70,13 +71,13 @@ ORDER = [
     {"cli"},
     {"__main__"},
 ]
-#: The oracle judges the generic algorithm, so it reads declarations and shares none of its arithmetic.
+#: The oracle checks the generic algorithm, so it may read declarations but must not share any arithmetic.
 ORACLE_READS = {"", "errors", "codecs", "rules", "formats", "layouts", "recipes"}
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import: dotted module, or module and name where `from` says so. `lazy`: inside a function."""
+    """One import: the dotted module, or module and name for `from` imports. `lazy`: it is inside a function."""
 
     name: str
     line: int
@@ -88,7 +89,7 @@ class Import:
 
 
 def imports(source: str, package: str) -> list[Import]:
-    """Run-time imports of a module of `package`, `import_module("...")` included, `if TYPE_CHECKING:` left out."""
+    """Run-time imports of a module of `package`: includes `import_module("...")`, excludes `if TYPE_CHECKING:`."""
     return list(_imports(ast.parse(source).body, package, lazy=False))
 
 
@@ -114,7 +115,7 @@ def _imports(nodes: list[ast.AST] | list[ast.stmt], package: str, lazy: bool) ->
 
 
 def modules(distribution: str) -> dict[str, Path]:
-    """Dotted name inside the package -> file; the package itself is ""."""
+    """Dotted name inside the package -> file. The package itself has the name ""."""
     folder = ROOT / distribution / "src" / PACKAGES[distribution][0]
     names = {path: ".".join(path.relative_to(folder).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))}
     return {name.removesuffix("__init__").removesuffix("."): path for path, name in names.items()}
@@ -127,7 +128,7 @@ def read(distribution: str, name: str) -> list[Import]:
 
 
 def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
-    """(roots a module may import at its top, roots it may import inside functions)."""
+    """(top-level packages a module may import at its top, those it may import inside functions)."""
     package, ours = PACKAGES[distribution]
     if package == CORE:
         match = (v for k, v in FOREIGN_IN_CORE.items() if name == k or name.startswith(f"{k}."))
@@ -138,12 +139,12 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
 
 
 def place(name: str) -> int:
-    """Position in ORDER of a core module, or of the folder that it is in."""
+    """Position in ORDER of a core module or of its folder."""
     return next(i for i, group in enumerate(ORDER) if name in group or name.partition(".")[0] in group)
 
 
 def module_of(found: Import, package: str, known: dict[str, Path]) -> str:
-    """The module of `package` that an import of it loads: `breccia.errors.suggestion` is of `errors`."""
+    """The module of `package` that an import loads: `errors` for `breccia.errors.suggestion`."""
     name = found.name.removeprefix(package).removeprefix(".")
     while name not in known:
         name = name.rpartition(".")[0]
@@ -154,7 +155,7 @@ CORE_MODULES = modules("breccia-core")
 ALL = [(distribution, name) for distribution in PACKAGES for name in modules(distribution)]
 
 
-def test_the_reader_of_imports_sees_every_form() -> None:
+def test_every_form_of_import_is_found() -> None:
     source = """
 import a.b, c
 from d import e
@@ -182,7 +183,7 @@ class C:
 
 
 @pytest.mark.parametrize(("distribution", "name"), ALL)
-def test_a_module_imports_only_what_its_distribution_may(distribution: str, name: str) -> None:
+def test_a_module_imports_only_allowed_packages(distribution: str, name: str) -> None:
     top, lazy = allowed(distribution, name)
     for found in read(distribution, name):
         if found.root not in sys.stdlib_module_names:
@@ -190,15 +191,15 @@ def test_a_module_imports_only_what_its_distribution_may(distribution: str, name
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_a_manifest_imports_breccia_and_the_standard_library_alone(distribution: str) -> None:
+def test_a_manifest_imports_only_breccia_and_the_standard_library(distribution: str) -> None:
     name = "dispatch.builtin" if distribution == "breccia-core" else "plugin"
     for found in read(distribution, name):
         assert found.root == CORE or found.root in sys.stdlib_module_names, f"line {found.line} imports {found.name}"
 
 
 @pytest.mark.parametrize("distribution", sorted(PACKAGES.keys() - {"breccia-core"}))
-def test_the_package_a_manifest_lies_in_runs_nothing(distribution: str) -> None:
-    """Importing the manifest runs it first, in every process: it may define functions, which import what they need."""
+def test_the_package_of_a_manifest_runs_nothing_on_import(distribution: str) -> None:
+    """Importing the manifest runs `__init__.py` first, in every process: it may only define functions, which import lazily."""
     body = ast.parse(modules(distribution)[""].read_text(encoding="utf-8")).body
     assert ast.get_docstring(ast.Module(body, []))
     for node in body[1:]:
@@ -208,18 +209,18 @@ def test_the_package_a_manifest_lies_in_runs_nothing(distribution: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CORE_MODULES if not name.startswith("testing")])
-def test_inside_core_left_never_imports_right(name: str) -> None:
-    """The kit, `testing`, stands aside: it imports what it tests, and nothing imports it."""
+def test_a_core_module_imports_no_later_layer(name: str) -> None:
+    """The conformance kit, `testing`, has no layer: it imports what it tests, and no module imports it."""
     assert {name, name.partition(".")[0]} & set().union(*ORDER), f"{name} has no place in ORDER; give it one"
     for found in read("breccia-core", name):
         if found.root == CORE:
             other = module_of(found, CORE, CORE_MODULES)
             assert not other.startswith("testing"), f"line {found.line} imports {found.name}"
-            assert place(other) <= place(name), f"line {found.line} imports {found.name}, which stands right of {name}"
+            assert place(other) <= place(name), f"line {found.line} imports {found.name}, which comes after {name} in ORDER"
 
 
 @pytest.mark.parametrize(("distribution", "name"), [(d, name) for d, name in ALL if d != "breccia-core"])
-def test_the_other_distributions_read_the_public_names_and_the_backend_of_core_alone(distribution: str, name: str) -> None:
+def test_other_distributions_import_only_public_names_and_the_backend_of_core(distribution: str, name: str) -> None:
     for found in read(distribution, name):
         if found.root == CORE:
             of_core = found.name.removeprefix(CORE).removeprefix(".")
@@ -227,7 +228,7 @@ def test_the_other_distributions_read_the_public_names_and_the_backend_of_core_a
             assert public or of_core.startswith("backend."), f"line {found.line} imports {found.name}"
 
 
-def test_nothing_but_the_command_of_the_agreement_table_loads_the_adapters_of_other_libraries() -> None:
+def test_only_the_agreement_command_imports_the_adapters_of_other_libraries() -> None:
     loading = {
         (distribution, name)
         for distribution, name in ALL
@@ -241,14 +242,14 @@ def test_the_order_lists_modules_that_exist() -> None:
     assert set().union(*ORDER) <= set(CORE_MODULES)
 
 
-def test_the_oracle_shares_no_arithmetic_with_what_it_judges() -> None:
+def test_the_oracle_shares_no_arithmetic_with_the_generic_algorithm() -> None:
     for found in read("breccia-core", "testing.oracle"):
         if found.root == CORE:
             assert module_of(found, CORE, CORE_MODULES) in ORACLE_READS, f"line {found.line} imports {found.name}"
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_no_module_imports_itself_by_a_detour(distribution: str) -> None:
+def test_there_are_no_import_cycles(distribution: str) -> None:
     package, known = PACKAGES[distribution][0], modules(distribution)
     graph: dict[str, set[str]] = {}
     for name in known:
@@ -260,7 +261,7 @@ def test_no_module_imports_itself_by_a_detour(distribution: str) -> None:
         pytest.fail(f"{' -> '.join(e.args[1])}")
 
 
-# -- what the distributions share ------------------------------------------------------------------------------------
+# -- metadata of the distributions-----------------------------------------------------------------------------------
 
 
 def project(distribution: str) -> dict[str, Any]:
@@ -271,12 +272,12 @@ def siblings(distribution: str) -> set[str]:
     return {d.partition("~=")[0].partition("[")[0] for d in project(distribution)["dependencies"] if d.startswith("breccia-")}
 
 
-def test_these_are_all_distributions() -> None:
+def test_all_distributions_are_listed() -> None:
     assert {path.parent.name for path in ROOT.glob("breccia-*/pyproject.toml")} == set(PACKAGES)
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_every_package_says_that_it_is_typed(distribution: str) -> None:
+def test_every_package_has_py_typed(distribution: str) -> None:
     assert (modules(distribution)[""].parent / "py.typed").is_file()
 
 
@@ -286,18 +287,18 @@ def test_all_distributions_have_the_version_of_core(distribution: str) -> None:
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_siblings_are_pinned_to_this_minor_version(distribution: str) -> None:
+def test_breccia_dependencies_are_pinned_to_this_minor_version(distribution: str) -> None:
     metadata = project(distribution)
     extras: dict[str, list[str]] = metadata.get("optional-dependencies", {})
     wanted = [*metadata["dependencies"], *(d for extra in extras.values() for d in extra)]
-    itself = f"{distribution}["  # extras made of its own extras
+    itself = f"{distribution}["  # an extra that combines other extras of the distribution
     ours = [d for d in wanted if d.startswith("breccia-") and not d.startswith(itself)]
     pin = "~=" + ".".join(breccia.__version__.split(".")[:2]) + ".0"
     assert ours and all(d.endswith(pin) and d.removesuffix(pin).partition("[")[0] in PACKAGES for d in ours), ours
 
 
 @pytest.mark.parametrize("distribution", PACKAGES)
-def test_the_distributions_imported_are_those_depended_on(distribution: str) -> None:
+def test_the_imported_distributions_are_the_declared_dependencies(distribution: str) -> None:
     package, ours = PACKAGES[distribution]
     by_package = {p: d for d, (p, _) in PACKAGES.items()}
     direct = siblings(distribution)

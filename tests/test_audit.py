@@ -1,4 +1,4 @@
-"""BRECCIA_CHECK=1 finds the kernel that is wrong: each fault planted here is raised by name, and sound kernels pass."""
+"""BRECCIA_CHECK=1 finds wrong kernels: each fault planted here raises an error that names the kernel; correct kernels pass."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from breccia.options import CastOptions
 from breccia.tensors.tensor import FIELDS
 from breccia.testing.places import Place
 
-#: What torch's own modules do when they are imported.
+#: Warnings from torch's own modules on import.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
 GROUPED = INT4Scaling(group_size=16, signed=False, symmetric=False)
-#: The frameworks whose calls outside transformations have values.
+#: Frameworks with eager calls, so with values to compare.
 EAGER = ("numpy", "torch", "mlx")
 
 X = np.concatenate([wide((9, 70), seed=1, exponents=3), special_rows(70)])
@@ -53,7 +53,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset torch.compile after each test, so that compiled code is not reused by the next one."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
@@ -64,10 +64,10 @@ _numbers = count()
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Register a plug-in "audit" with kernels, by op, for every framework; in the environment given."""
+    """Register a plug-in "audit" with one kernel per op for every framework, under BRECCIA_CHECK=`check`."""
 
     def build(kernels: dict[str, Any], check: str | None = "1", **fields: Any) -> None:
-        name = f"audit_npu_{next(_numbers)}"  # targets are loaded once, by name
+        name = f"audit_npu_{next(_numbers)}"  # an object reference is loaded once per name
         npu, manifest = ModuleType(name), ModuleType("audit_manifest")
         vars(npu).update(kernels)
         monkeypatch.setitem(sys.modules, name, npu)
@@ -85,7 +85,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def changed(array: Any, change: Callable[[np.ndarray], Any]) -> Any:
-    """The array with its words, as NumPy has them, changed in place by a function."""
+    """A copy of the array that `change` has edited in place as a NumPy array."""
     ops = frameworks.ops_of(array)
     host = np.array(ops.to_numpy(array), order="C")
     change(host)
@@ -93,8 +93,8 @@ def changed(array: Any, change: Callable[[np.ndarray], Any]) -> Any:
     return ops.from_numpy(host, name if name != host.dtype.name else None)
 
 
-def other_part(st: ScaledTensor, name: str, change: Callable[[np.ndarray], Any]) -> ScaledTensor:
-    """The tensor with the words of one part changed."""
+def with_changed(st: ScaledTensor, name: str, change: Callable[[np.ndarray], Any]) -> ScaledTensor:
+    """The tensor with one component edited by `change`."""
     fields = {field: getattr(st, field) for field in FIELDS}
     return ScaledTensor.from_parts(**fields | {name: changed(getattr(st, name), change)})
 
@@ -102,15 +102,15 @@ def other_part(st: ScaledTensor, name: str, change: Callable[[np.ndarray], Any])
 def one_bit(place: int = 0) -> Callable[[np.ndarray], Any]:
     """Change the lowest bit of one byte."""
 
-    def change(words: np.ndarray) -> None:
-        words.reshape(-1).view("u1")[place] ^= 1
+    def change(host: np.ndarray) -> None:
+        host.reshape(-1).view("u1")[place] ^= 1
 
     return change
 
 
-def add_one(words: np.ndarray) -> None:
-    """Each scale is the next one."""
-    words.reshape(-1).view(f"u{words.itemsize}")[...] += 1
+def add_one(host: np.ndarray) -> None:
+    """Add 1 to each bit pattern: each scale becomes the next larger one."""
+    host.reshape(-1).view(f"u{host.itemsize}")[...] += 1
 
 
 def without_nan(x: Any) -> Any:
@@ -126,7 +126,7 @@ def native_cast(x: Any) -> Any:
 
 
 def in_fp16(a: Any, b: Any) -> np.ndarray:
-    """A product whose every sum is rounded to FP16."""
+    """A product that accumulates in FP16."""
     left, right = (np.asarray(frameworks.ops_of(values(x)).to_numpy(values(x)), np.float16) for x in (a, b))
     total = np.zeros((left.shape[0], right.shape[1]), np.float16)
     for k in range(left.shape[1]):
@@ -139,19 +139,19 @@ def values(x: Any) -> Any:
 
 
 def like(x: Any, host: np.ndarray) -> Any:
-    """A NumPy array in the framework of another one."""
+    """Convert a NumPy array to the framework of `x`."""
     return frameworks.ops_of(x.data if isinstance(x, ScaledTensor) else x).from_numpy(host)
 
 
-def cast_but(fault: Callable[[ScaledTensor], Any]) -> Callable[..., Any]:
+def faulty_cast(fault: Callable[[ScaledTensor], Any]) -> Callable[..., Any]:
     return lambda x, recipe, options: fault(reference.cast(x, recipe, options))
 
 
-def value_but(fault: Callable[[Any], Any]) -> Callable[..., Any]:
+def faulty_values(fault: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda st, out_dtype="float32", out=None: fault(reference.dequantize(st, out_dtype))
 
 
-def product_but(fault: Callable[[Any], Any]) -> Callable[..., Any]:
+def faulty_matmul(fault: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda a, b, bias=None, out_dtype="float32", out=None: fault(reference.matmul(a, b, bias, out_dtype))
 
 
@@ -163,7 +163,7 @@ def double_row(y: Any) -> Any:
 
 
 def negated_zero(y: Any) -> Any:
-    """A zero of the other sign: one bit."""
+    """Flip the sign of one zero: one bit differs."""
 
     def change(host: np.ndarray) -> None:
         host.view(np.uint32)[host.view(np.uint32) << 1 == 0] ^= np.uint32(1 << 31)
@@ -172,20 +172,20 @@ def negated_zero(y: Any) -> Any:
 
 
 CAST: dict[str, tuple[ScalingRecipe, Callable[..., Any], str]] = {
-    "one bit of the codes": (MXFP8, cast_but(lambda st: other_part(st, "data", one_bit(77))), "1 of 2240 bytes of data"),
-    "one bit of packed codes": (NVFP4, cast_but(lambda st: other_part(st, "data", one_bit(9))), "1 of 1120 bytes of data"),
-    "one bit of a scale": (MXFP8, cast_but(lambda st: other_part(st, "scale", one_bit())), "1 of 96 bytes of scale"),
+    "one bit of the codes": (MXFP8, faulty_cast(lambda st: with_changed(st, "data", one_bit(77))), "1 of 2240 bytes of data"),
+    "one bit of packed codes": (NVFP4, faulty_cast(lambda st: with_changed(st, "data", one_bit(9))), "1 of 1120 bytes of data"),
+    "one bit of a scale": (MXFP8, faulty_cast(lambda st: with_changed(st, "scale", one_bit())), "1 of 96 bytes of scale"),
     "one bit of the tensor's scale": (
         NVFP4,
-        cast_but(lambda st: other_part(st, "global_scale", one_bit())),
+        faulty_cast(lambda st: with_changed(st, "global_scale", one_bit())),
         "1 of 4 bytes of global_scale",
     ),
     "one bit of a zero-point": (
         GROUPED,
-        cast_but(lambda st: other_part(st, "zero_point", one_bit(3))),
+        faulty_cast(lambda st: with_changed(st, "zero_point", one_bit(3))),
         "1 of 160 bytes of zero_point",
     ),
-    "scales that are off": (MXFP8, cast_but(lambda st: other_part(st, "scale", add_one)), "96 of 96 bytes of scale"),
+    "scales that are off": (MXFP8, faulty_cast(lambda st: with_changed(st, "scale", add_one)), "96 of 96 bytes of scale"),
     "NaN is dropped": (
         MXFP8,
         lambda x, recipe, options: reference.cast(without_nan(x), recipe, options),
@@ -203,14 +203,14 @@ CAST: dict[str, tuple[ScalingRecipe, Callable[..., Any], str]] = {
 }
 
 VALUES: dict[str, tuple[ScalingRecipe, Callable[..., Any], str]] = {
-    "one bit": (MXFP8, value_but(lambda y: changed(y, one_bit())), "1 of 2240 values"),
-    "NaN is dropped": (MXFP8, value_but(without_nan), " of 2240 values"),
-    "a scale that is off": (MXFP8, value_but(double_row), " of 2240 values"),
-    "zeros of the other sign": (MXFP8, value_but(negated_zero), " of 2240 values"),
+    "one bit": (MXFP8, faulty_values(lambda y: changed(y, one_bit())), "1 of 2240 values"),
+    "NaN is dropped": (MXFP8, faulty_values(without_nan), " of 2240 values"),
+    "a scale that is off": (MXFP8, faulty_values(double_row), " of 2240 values"),
+    "zeros of the other sign": (MXFP8, faulty_values(negated_zero), " of 2240 values"),
     "the tensor's scale is left out": (
         NVFP4,
         lambda st, out_dtype="float32", out=None: reference.dequantize(
-            other_part(st, "global_scale", lambda host: host.reshape(-1).__setitem__(0, 1.0)), out_dtype
+            with_changed(st, "global_scale", lambda host: host.reshape(-1).__setitem__(0, 1.0)), out_dtype
         ),
         " of 2240 values",
     ),
@@ -218,13 +218,13 @@ VALUES: dict[str, tuple[ScalingRecipe, Callable[..., Any], str]] = {
 
 AGAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "one bit of the codes": (
-        lambda st, recipe, options, require_exact=False: other_part(
+        lambda st, recipe, options, require_exact=False: with_changed(
             reference.requantize(st, recipe, options, require_exact), "data", one_bit(5)
         ),
         "1 of 1120 bytes of data",
     ),
     "one bit of a scale": (
-        lambda st, recipe, options, require_exact=False: other_part(
+        lambda st, recipe, options, require_exact=False: with_changed(
             reference.requantize(st, recipe, options, require_exact), "scale", one_bit(5)
         ),
         "1 of 160 bytes of scale",
@@ -238,7 +238,7 @@ AGAIN: dict[str, tuple[Callable[..., Any], str]] = {
 PAIR: dict[str, tuple[Callable[..., Any], str]] = {
     "one bit of the first": (
         lambda x, recipe, options: (
-            other_part(reference.cast(x, recipe), "data", one_bit()),
+            with_changed(reference.cast(x, recipe), "data", one_bit()),
             reference.cast(x, recipe, options.replace(axis=-2)),
         ),
         "along the last axis, 1 of 2240 bytes of data",
@@ -246,7 +246,7 @@ PAIR: dict[str, tuple[Callable[..., Any], str]] = {
     "one bit of the second": (
         lambda x, recipe, options: (
             reference.cast(x, recipe),
-            other_part(reference.cast(x, recipe, options.replace(axis=-2)), "scale", one_bit()),
+            with_changed(reference.cast(x, recipe, options.replace(axis=-2)), "scale", one_bit()),
         ),
         "along the other axis, 1 of 70 bytes of scale",
     ),
@@ -264,7 +264,7 @@ TRIPS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def assert_found(op: str, call: Callable[[], Any], differences: str) -> None:
-    """The call raises KernelError that names the op, the kernel, its plug-in, the way out and what differs."""
+    """The call must raise KernelError with the op, the kernel, its plug-in, what differs and how to block the plug-in."""
     with pytest.raises(KernelError) as e:
         call()
     said = str(e.value)
@@ -284,14 +284,14 @@ def test_a_cast_that_writes_other_bytes_is_found(place: Place, plant: Any, fault
 
 
 @pytest.mark.parametrize("options", [{"axis": -2}, {"rounding": "stochastic", "seed": 5}, {"nonfinite": "raise"}], ids=str)
-def test_options_are_those_of_the_generic_algorithm_too(place: Place, plant: Any, options: dict[str, Any]) -> None:
+def test_the_comparison_uses_the_options_of_the_call(place: Place, plant: Any, options: dict[str, Any]) -> None:
     x = place.array(wide((9, 70), seed=11))
     plant({"cast": reference.cast})
     assert bytes_equal(breccia.cast(x, MXFP8, **options), reference.cast(x, MXFP8, CastOptions(**options)))
-    plant({"cast": cast_but(lambda st: other_part(st, "data", one_bit()))})
+    plant({"cast": faulty_cast(lambda st: with_changed(st, "data", one_bit()))})
     assert_found("cast", lambda: breccia.cast(x, MXFP8, **options), "1 of 630 bytes of data")
     plant({"cast": lambda x, recipe, options: reference.cast(x, recipe)})
-    if "axis" in options:  # is seen without a comparison
+    if "axis" in options:  # dispatch itself refuses this
         with pytest.raises(KernelError, match="^cast was to write blocks along axis -2; the result has axis -1"):
             breccia.cast(x, MXFP8, **options)
     elif "nonfinite" not in options:
@@ -315,11 +315,11 @@ def test_a_requantize_that_writes_other_bytes_is_found(place: Place, plant: Any,
 
 
 @pytest.mark.parametrize("fault", PAIR)
-def test_a_pair_of_which_one_is_wrong_is_found(place: Place, plant: Any, fault: str) -> None:
+def test_a_pair_with_one_wrong_tensor_is_found(place: Place, plant: Any, fault: str) -> None:
     faulty, differences = PAIR[fault]
     plant({"cast_pair": faulty}, recipe=MXFP8BlockScaling)
     x = place.array(X)
-    if fault == "one of them twice":  # is seen without a comparison
+    if fault == "one of them twice":  # dispatch itself refuses this
         with pytest.raises(KernelError, match="^cast_pair was to write blocks along axis -2; the result has axis -1"):
             breccia.cast_pair(x, MXFP8)
         return
@@ -337,7 +337,7 @@ def test_round_trips_that_differ_are_found(place: Place, plant: Any, op: str, fa
 
 # -- products --------------------------------------------------------------------------------------------------------
 
-#: Long sums of one large term and many small ones, which narrow accumulators swallow.
+#: Long sums of one large term and many small ones, which narrow accumulators lose.
 LENGTH = 2048
 
 
@@ -353,19 +353,19 @@ def with_nan(y: Any) -> bool:
 
 PRODUCTS: dict[str, Callable[..., Any]] = {
     "FP16 accumulates": lambda a, b, bias=None, out_dtype="float32", out=None: like(a, in_fp16(a, b)),
-    "a row is off": product_but(double_row),
-    "a number is off by 2^-10 of itself": product_but(
+    "a row is off": faulty_matmul(double_row),
+    "a number is off by 2^-10 of itself": faulty_matmul(
         lambda y: changed(y, lambda host: host.reshape(-1).__setitem__(4, host.reshape(-1)[4] * (1 + 2.0**-10)))
     ),
     "the bias is left out": lambda a, b, bias=None, out_dtype="float32", out=None: reference.matmul(a, b),
-    "a number is NaN": product_but(lambda y: changed(y, lambda host: host.reshape(-1).__setitem__(4, np.nan))),
-    "a number is infinite": product_but(lambda y: changed(y, lambda host: host.reshape(-1).__setitem__(4, np.inf))),
+    "a number is NaN": faulty_matmul(lambda y: changed(y, lambda host: host.reshape(-1).__setitem__(4, np.nan))),
+    "a number is infinite": faulty_matmul(lambda y: changed(y, lambda host: host.reshape(-1).__setitem__(4, np.inf))),
 }
 BEYOND = "are beyond the bound of FP32 accumulation"
 
 
 @pytest.mark.parametrize("fault", PRODUCTS)
-def test_a_product_beyond_its_bound_is_found(place: Place, plant: Any, fault: str) -> None:
+def test_a_product_outside_its_error_bound_is_found(place: Place, plant: Any, fault: str) -> None:
     plant({"matmul": PRODUCTS[fault]}, other=MXFP8BlockScaling)
     a, w, bias = (place.array(x) for x in factors())
     weight = breccia.cast(w, MXFP8)
@@ -377,7 +377,7 @@ def test_a_product_beyond_its_bound_is_found(place: Place, plant: Any, fault: st
 
 
 @pytest.mark.parametrize("fault", [fault for fault in PRODUCTS if fault != "the bias is left out"])
-def test_a_product_of_what_is_cast_beyond_its_bound_is_found(place: Place, plant: Any, fault: str) -> None:
+def test_a_cast_matmul_outside_its_error_bound_is_found(place: Place, plant: Any, fault: str) -> None:
     def faulty(x: Any, recipe: ScalingRecipe, b: Any, bias: Any = None, out_dtype: str = "float32") -> Any:
         return PRODUCTS[fault](reference.cast(x, recipe), b, bias, out_dtype)
 
@@ -387,7 +387,7 @@ def test_a_product_of_what_is_cast_beyond_its_bound_is_found(place: Place, plant
     assert_found("cast_matmul", lambda: breccia.cast_matmul(a, MXFP8, weight.mT), BEYOND)
 
 
-def test_a_cast_that_is_left_out_of_a_product_is_found(place: Place, plant: Any) -> None:
+def test_a_cast_matmul_that_skips_the_cast_is_found(place: Place, plant: Any) -> None:
     plant({"cast_matmul": lambda x, recipe, b, bias=None, out_dtype="float32": reference.matmul(x, b, bias, out_dtype)})
     x, w = place.array(wide((5, 64), seed=2, exponents=1)), place.array(wide((3, 64), seed=3, exponents=1))
     weight = breccia.cast(w, MXFP8)
@@ -395,12 +395,12 @@ def test_a_cast_that_is_left_out_of_a_product_is_found(place: Place, plant: Any)
 
 
 def first_matrix(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", out: Any = None) -> Any:
-    """Every group times the first matrix."""
+    """Multiply every group by the first matrix."""
     return reference.grouped_matmul(a, b, changed(offsets, lambda host: host.__setitem__(slice(None), host[-1])))
 
 
 def to_the_end(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", out: Any = None) -> Any:
-    """Rows of no group are the last one's."""
+    """Treat rows outside all groups as rows of the last group."""
     return reference.grouped_matmul(a, b, changed(offsets, lambda host: host.__setitem__(-1, a.shape[0])))
 
 
@@ -421,7 +421,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("fault", GROUPS)
-def test_a_product_by_group_beyond_its_bound_is_found(place: Place, plant: Any, fault: str) -> None:
+def test_a_grouped_matmul_outside_its_error_bound_is_found(place: Place, plant: Any, fault: str) -> None:
     plant({"grouped_matmul": GROUPS[fault]})
     a, w, _ = factors()
     experts = breccia.cast(place.array(np.stack([w, 3 * w])), MXFP8)
@@ -430,8 +430,8 @@ def test_a_product_by_group_beyond_its_bound_is_found(place: Place, plant: Any, 
 
 
 @pytest.mark.parametrize("op", ["matmul", "cast_matmul", "grouped_matmul"])
-def test_a_nan_that_a_product_drops_is_found(place: Place, plant: Any, op: str) -> None:
-    """In codes it is a scale of NaN, in an array it is one itself: what it should touch is NaN, and here is zero."""
+def test_a_product_that_drops_a_nan_is_found(place: Place, plant: Any, op: str) -> None:
+    """The NaN is a scale of a tensor or an element of an array; it must make its results NaN, and here they are finite."""
     kernels = {
         "matmul": lambda a, b, bias=None, out_dtype="float32", out=None: reference.matmul(a, without_nan(values(b)), bias),
         "cast_matmul": lambda x, recipe, b, bias=None, out_dtype="float32": reference.matmul(
@@ -455,7 +455,7 @@ def test_a_nan_that_a_product_drops_is_found(place: Place, plant: Any, op: str) 
     assert_found(op, calls[op], "")
 
 
-# -- results of another kind -----------------------------------------------------------------------------------------
+# -- results of the wrong type or shape ------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a cast gives an array": ("cast", lambda x, recipe, options: x, "cast returns a ScaledTensor, not "),
@@ -470,17 +470,21 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda st, out_dtype="float32", out=None: st,
         "dequantize returns an array, not ScaledTensor",
     ),
-    "values of fewer rows": ("dequantize", value_but(lambda y: y[:-1]), "dequantize gives shape (32, 70); got (31, 70)."),
-    "values of one row": ("dequantize", value_but(lambda y: y[:1]), "dequantize gives shape (32, 70); got (1, 70)."),
-    "a product of fewer rows": ("matmul", product_but(lambda y: y[:-1]), "matmul gives shape (32, 32); got (31, 32)."),
-    "a product of one row": ("matmul", product_but(lambda y: y[:1]), "matmul gives shape (32, 32); got (1, 32)."),
+    "values of fewer rows": (
+        "dequantize",
+        faulty_values(lambda y: y[:-1]),
+        "dequantize gives shape (32, 70); got (31, 70).",
+    ),
+    "values of one row": ("dequantize", faulty_values(lambda y: y[:1]), "dequantize gives shape (32, 70); got (1, 70)."),
+    "a product of fewer rows": ("matmul", faulty_matmul(lambda y: y[:-1]), "matmul gives shape (32, 32); got (31, 32)."),
+    "a product of one row": ("matmul", faulty_matmul(lambda y: y[:1]), "matmul gives shape (32, 32); got (1, 32)."),
     "a trip of fewer rows": ("cast_ste", lambda x, recipe, options: x[:-1], "cast_ste gives shape (32, 70); got (31, 70)."),
 }
 
 
 @pytest.mark.parametrize("check", ["1", "0"], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_result_of_another_kind_is_named_with_the_check_and_without(place: Place, plant: Any, fault: str, check: str) -> None:
+def test_a_result_of_the_wrong_type_or_shape_is_always_refused(place: Place, plant: Any, fault: str, check: str) -> None:
     op, faulty, message = WRONG[fault]
     plant({op: faulty}, check)
     x = place.array(X)
@@ -497,7 +501,7 @@ def test_a_result_of_another_kind_is_named_with_the_check_and_without(place: Pla
     assert message in str(e.value)
 
 
-# -- what passes -----------------------------------------------------------------------------------------------------
+# -- correct kernels -------------------------------------------------------------------------------------------------
 
 SOUND = {
     op: getattr(reference, op)
@@ -516,7 +520,7 @@ SOUND = {
 
 
 def every_op(place: Place, recipe: ScalingRecipe, x: np.ndarray) -> Iterator[Any]:
-    """What the ops give for numbers of every kind, under the usual options."""
+    """Results of every op, with the usual options."""
     array = place.array(x)
     st = breccia.cast(array, recipe)
     yield from (st, breccia.cast(array, recipe, axis=-2), breccia.cast(array, recipe, rounding="stochastic", seed=3))
@@ -548,7 +552,7 @@ def alike(a: Any, b: Any) -> bool:
     return np.asarray(ops.to_numpy(a)).tobytes() == np.asarray(ops.to_numpy(b)).tobytes()
 
 
-#: One for each kind of part and of scale.
+#: One recipe for each kind of component and scale.
 KINDS = [
     MXFP8,
     NVFP4,
@@ -563,7 +567,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kernels", ["breccia's own", "a plug-in's"])
 @pytest.mark.parametrize("recipe", KINDS, ids=recipe_id)
-def test_sound_kernels_pass_and_give_what_they_give_unchecked(
+def test_correct_kernels_pass_and_give_the_same_results_as_without_the_check(
     place: Place, plant: Any, recipe: ScalingRecipe, kernels: str
 ) -> None:
     given = SOUND if kernels == "a plug-in's" else {}
@@ -581,7 +585,7 @@ def test_breccias_own_kernels_pass_for_every_recipe(place: Place, plant: Any, re
     assert all(found is not None for found in every_op(place, recipe, X))
 
 
-def test_products_of_batches_and_of_nothing_pass(place: Place, plant: Any) -> None:
+def test_batched_and_empty_products_pass(place: Place, plant: Any) -> None:
     plant(SOUND)
     cube, w = wide((2, 3, 4, 32), seed=6, exponents=2), wide((3, 6, 32), seed=7, exponents=2)
     weight = breccia.cast(place.array(w), MXFP8)
@@ -591,27 +595,27 @@ def test_products_of_batches_and_of_nothing_pass(place: Place, plant: Any) -> No
     assert not np.asarray(frameworks.ops_of(none).to_numpy(breccia.matmul(none, none.T))).any()
 
 
-def test_blocked_the_faulty_kernel_harms_nobody(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocking_the_plug_in_disables_the_faulty_kernel(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "audit")
     plant({"cast": CAST["one bit of the codes"][1]}, recipe=MXFP8BlockScaling)
     assert bytes_equal(breccia.cast(X, MXFP8), reference.cast(X, MXFP8))
 
 
 @pytest.mark.parametrize("storage", ["transposed", "interleaved"])
-def test_what_is_written_in_a_storage_is_compared_as_the_plain_tensor(plant: Any, storage: str) -> None:
+def test_a_tensor_in_another_storage_is_compared_as_the_plain_tensor(plant: Any, storage: str) -> None:
     def stored(fault: Callable[[ScaledTensor], ScaledTensor]) -> Callable[..., Any]:
         return lambda x, recipe, options: fault(reference.cast(x, recipe, options)).to_storage(options.storage)
 
     plant({"cast": stored(lambda st: st)}, writes=(storage,))
     assert bytes_equal(breccia.cast(X, MXFP8, storage=storage), reference.cast(X, MXFP8))
-    plant({"cast": stored(lambda st: other_part(st, "scale", one_bit()))}, writes=(storage,))
+    plant({"cast": stored(lambda st: with_changed(st, "scale", one_bit()))}, writes=(storage,))
     assert_found("cast", lambda: breccia.cast(X, MXFP8, storage=storage), "1 of 96 bytes of scale")
     plant({"dequantize": VALUES["one bit"][1]}, reads=(storage,))
     st = reference.cast(X, MXFP8).to_storage(storage)
     assert_found("dequantize", lambda: breccia.dequantize(st), "1 of 2240 values")
 
 
-# -- where nothing is compared ---------------------------------------------------------------------------------------
+# -- calls without a comparison --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", [None, "", "0"], ids=["unset", "empty", "0"])
@@ -633,7 +637,7 @@ def test_without_the_variable_nothing_is_compared(place: Place, plant: Any, chec
 
 
 def test_the_environment_is_read_when_the_registry_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `breccia.dispatch.registry.reload` does."""
+    """`breccia.dispatch.registry.reload` builds it anew."""
     from breccia.dispatch import registry
 
     before = frameworks.current
@@ -651,7 +655,7 @@ def test_the_environment_is_read_when_the_registry_is_built(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("op", ["cast", "matmul"])
-def test_what_jax_traces_is_passed_over_in_silence(plant: Any, op: str) -> None:
+def test_calls_that_jax_traces_are_not_compared(plant: Any, op: str) -> None:
     place = here("jax")
     import jax
 
@@ -666,7 +670,7 @@ def test_what_jax_traces_is_passed_over_in_silence(plant: Any, op: str) -> None:
 
 
 def faulty_trace(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
-    """A cast of twice the numbers, in operations that anybody can trace."""
+    """Cast twice the numbers, in operations that JAX can trace."""
     return reference.cast(x + x, recipe, options)
 
 
@@ -675,7 +679,7 @@ def doubled_trace(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", 
     return found + found
 
 
-def test_what_mlx_compiles_and_maps_is_passed_over_in_silence(plant: Any) -> None:
+def test_calls_that_mlx_compiles_or_maps_are_not_compared(plant: Any) -> None:
     place = here("mlx")
     import mlx.core as mx
 
@@ -688,7 +692,7 @@ def test_what_mlx_compiles_and_maps_is_passed_over_in_silence(plant: Any) -> Non
     assert np.array_equal(np.array(scale), np.array(reference.cast(x + x, MXFP8).scale))
 
 
-def test_fakes_and_tensors_on_meta_are_passed_over_in_silence(plant: Any) -> None:
+def test_calls_on_fake_and_meta_tensors_are_not_compared(plant: Any) -> None:
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -705,8 +709,8 @@ def test_fakes_and_tensors_on_meta_are_passed_over_in_silence(plant: Any) -> Non
 
 
 @pytest.mark.rest
-def test_kernels_inside_graphs_of_torch_are_compared(plant: Any) -> None:
-    """Operators run with values."""
+def test_kernels_in_torch_graphs_are_compared(plant: Any) -> None:
+    """Custom operators in a compiled graph run with values."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()
     x = torch.from_numpy(wide((4, 32), seed=10))
@@ -718,7 +722,7 @@ def test_kernels_inside_graphs_of_torch_are_compared(plant: Any) -> None:
         fast(x)
 
 
-def test_products_of_backward_passes_are_compared_too(plant: Any) -> None:
+def test_products_in_backward_passes_are_compared(plant: Any) -> None:
     torch = pytest.importorskip("torch")
     a, w, _ = (torch.from_numpy(x) for x in factors())
     weight = breccia.cast(w, MXFP8)

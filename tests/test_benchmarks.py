@@ -1,4 +1,4 @@
-"""Benchmarks run at any size, say where and what they measured, and the documents show what they found."""
+"""Benchmarks run at any size and record what they measured and where; the documents show their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch):
-    """Imports a module of benchmarks/, and forgets them all afterwards: their names are common ones."""
+    """Import a module of benchmarks/. All are removed from sys.modules afterwards, since their names are common."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     known = set(sys.modules)
 
@@ -58,7 +58,7 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("benchmark", TINY)
-def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_path: Path, module) -> None:
+def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str, tmp_path: Path, module) -> None:
     if benchmark == "encoder" and not (find_spec("transformers") and find_spec(module("bench_accuracy").WEIGHTS)):
         pytest.skip("needs transformers and the trained weights; `make bench` sets them up")
     done = run(f"bench_{benchmark.partition('-')[0]}.py", *TINY[benchmark], "--out", str(tmp_path))
@@ -80,19 +80,19 @@ def test_each_benchmark_writes_what_it_measured_and_where(benchmark: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch"])
-def test_the_straightforward_rivals_write_our_scales_and_values(name: str, module) -> None:
+def test_the_simple_rivals_write_the_same_scales_and_values(name: str, module) -> None:
     rivals, bench = module("rivals"), module("bench_cast")
     ours, theirs = rivals.rival(rivals.OURS), rivals.rival(name)
     x = module("common").normal((16, 512), 0)
     for recipe in rivals.RECIPES:
         a, b = ours.cast(recipe)(x), theirs.cast(recipe)(theirs.given(x))
         assert bench.equal_share(ours.scale(a), np.asarray(theirs.scale(b)), 0.0) == 1, recipe
-        # It divides where we multiply by a reciprocal: now and then a tie goes the other way.
+        # The rival divides and breccia multiplies by a reciprocal, so a few ties round the other way.
         assert bench.equal_share(ours.dequantize(a), np.asarray(theirs.dequantize(b)), bench.SAME_VALUE) > 0.999, recipe
 
 
-def test_plain_torch_rounds_to_fp4_as_the_format_says(module) -> None:
-    # One block of amax 2688 = 6 * 448: its scale is 448 and the tensor's 1, both exact.
+def test_plain_torch_rounds_to_fp4_with_ties_to_even(module) -> None:
+    # One block with amax 2688 = 6 * 448: the block scale is 448 and the global scale 1, both exact.
     ties = 448 * np.float32([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]])
     even = 448 * np.float32([[0, 1, 1, 2, 2, 4, 4, 6]])
     eager = module("rivals").rival("eager-torch")
@@ -104,7 +104,7 @@ def test_plain_torch_rounds_to_fp4_as_the_format_says(module) -> None:
     ("name", "library", "kernel"),
     [("breccia", "torch", "torch.cpu.cast"), ("breccia-on-numpy", "numpy", "numpy.cast"), ("eager-torch", "torch", None)],
 )
-def test_what_is_timed_for_torch_gives_what_it_says(name: str, library: str, kernel: str | None, module) -> None:
+def test_the_torch_benchmark_times_the_named_library_and_kernel(name: str, library: str, kernel: str | None, module) -> None:
     rivals, bench = module("rivals"), module("bench_cast")
     rival = rivals.rival(name, "torch")
     x = rival.given(module("common").normal((4, 128), 0))
@@ -114,7 +114,7 @@ def test_what_is_timed_for_torch_gives_what_it_says(name: str, library: str, ker
 
 
 @pytest.mark.rest
-def test_what_is_timed_for_jax_has_its_values_and_numpys_kernel_beside_it(module) -> None:
+def test_the_jax_benchmark_times_jax_and_the_numpy_kernel_on_equal_values(module) -> None:
     jax, rivals, bench = pytest.importorskip("jax"), module("rivals"), module("bench_cast")
     ours, on_numpy = (rivals.rival(name, "jax") for name in ("breccia", *rivals.RIVALS["jax"]))
     x = module("common").normal((4, 128), 0)
@@ -128,7 +128,7 @@ def test_what_is_timed_for_jax_has_its_values_and_numpys_kernel_beside_it(module
 
 
 @pytest.mark.rest
-def test_what_is_compiled_is_ours_for_every_recipe_and_shape(tmp_path: Path, module) -> None:
+def test_the_compiled_cast_has_the_same_sqnr_and_kernels(tmp_path: Path, module) -> None:
     options = ["--framework", "torch", "--size", "128", "--runs", "1", "--dump", str(tmp_path)]
     ours, compiled = (run("bench_cast.py", "--rival", name, *options) for name in ("breccia", "breccia-compiled"))
     assert compiled.returncode == 0, compiled.stderr
@@ -137,16 +137,16 @@ def test_what_is_compiled_is_ours_for_every_recipe_and_shape(tmp_path: Path, mod
     assert [row["kernel"] for row in b["rows"]] == [row["kernel"] for row in a["rows"]]
 
 
-def test_a_rival_that_leaves_its_framework_is_not_timed(tmp_path: Path, module, monkeypatch) -> None:
+def test_a_rival_that_returns_arrays_of_another_framework_is_refused(tmp_path: Path, module, monkeypatch) -> None:
     rivals, bench = module("rivals"), module("bench_cast")
     eager = rivals.rival("eager-torch")
-    astray = dataclasses.replace(eager, dequantize=lambda cast: eager.dequantize(cast).numpy())
-    monkeypatch.setattr(rivals, "rival", lambda name, framework: astray)
-    with pytest.raises(SystemExit, match="astray got a matrix of torch and gave values of numpy; leave it out"):
-        bench.one("astray", "torch", 128, 1, tmp_path)
+    wrong_bit = dataclasses.replace(eager, dequantize=lambda cast: eager.dequantize(cast).numpy())
+    monkeypatch.setattr(rivals, "rival", lambda name, framework: wrong_bit)
+    with pytest.raises(SystemExit, match="wrong_bit got a matrix of torch and gave values of numpy; leave it out"):
+        bench.one("wrong_bit", "torch", 128, 1, tmp_path)
 
 
-def test_ways_of_ours_that_differ_by_a_bit_are_refused(tmp_path: Path, module) -> None:
+def test_breccia_results_that_differ_by_a_bit_are_refused(tmp_path: Path, module) -> None:
     bench, rivals = module("bench_cast"), module("rivals")
     values = {"breccia": np.float32([1.0]), "breccia-on-numpy": np.nextafter(np.float32([1.0]), np.float32(2))}
     for name, found in values.items():
@@ -159,7 +159,7 @@ def test_ways_of_ours_that_differ_by_a_bit_are_refused(tmp_path: Path, module) -
         bench.checks(passes, tmp_path)
 
 
-def test_a_rival_that_is_not_at_hand_is_skipped_with_a_line(tmp_path: Path, module, monkeypatch, capsys) -> None:
+def test_a_missing_rival_is_skipped_with_a_message(tmp_path: Path, module, monkeypatch, capsys) -> None:
     bench, rivals = module("bench_cast"), module("rivals")
     monkeypatch.setattr(rivals, "old_folder", lambda: tmp_path / "absent")
     assert bench.chosen([]) == ["breccia-on-numpy", "ml_dtypes"]
@@ -170,14 +170,14 @@ def test_a_rival_that_is_not_at_hand_is_skipped_with_a_line(tmp_path: Path, modu
         bench.chosen(["torch"])
 
 
-def test_a_rival_is_not_measured_in_place_of_another(tmp_path: Path) -> None:
+def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
     done = run("bench_cast.py", "--rival", "breccia-0.1.3", "--size", "128", "--dump", str(tmp_path))
     assert done.returncode and "was to time breccia-0.1.3, but `import breccia` gives" in done.stderr
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["bench_cast.py", "--size", "100"], "--size must be 128 or a multiple of 256"),
         (["bench_cast.py", "--runs", "0"], "--runs must be at least 1, got 0"),
@@ -200,12 +200,12 @@ def test_a_rival_is_not_measured_in_place_of_another(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_out_of_range_are_refused_in_words(options: list[str], said: str) -> None:
+def test_invalid_options_are_refused_with_a_message(options: list[str], message: str) -> None:
     done = run(*options)
-    assert done.returncode and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode and message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_plain_rounding_is_what_the_formats_define(module) -> None:
+def test_plain_rounding_follows_the_formats(module) -> None:
     plain = module("bench_encoder").PLAIN
 
     def rounded(name: str, *numbers: float) -> list[float]:
@@ -224,12 +224,12 @@ def test_plain_rounding_is_what_the_formats_define(module) -> None:
     assert rounded("int4", 7, -2.5, 1.5, 0.4) == [7, -2, 2, 0]
     assert rounded("mxfp6", 7.5, 4.2, 0.07, -1.3) == [7.5, 4, 0.125, -1.25]
     assert rounded("mxint8", 1.984375, 0.02, -0.5, 0) == [1.984375, 0.015625, -0.5, 0]
-    # Of the table in QLoRA's appendix E: the ends, zero and its neighbours.
+    # From the table in appendix E of QLoRA: both ends, zero and the values next to it.
     table = [1.0, -1.0, 0.0, 0.07958029955625534, -0.09105003625154495]
     assert rounded("nf4", 1, -0.9, 0.03, 0.08, -0.1) == pytest.approx(table, abs=1e-6)
 
 
-def test_an_encoder_behind_plain_rounding_is_refused(module) -> None:
+def test_an_encoder_less_accurate_than_plain_rounding_is_refused(module) -> None:
     bench = module("bench_encoder")
     rows = [
         {"recipe": "near", "cosine": {"weights": [0.97, 0.975], "plain": [0.973, 0.975]}},
@@ -239,7 +239,7 @@ def test_an_encoder_behind_plain_rounding_is_refused(module) -> None:
     assert bench.faults(rows) == ["behind has a mean cosine of 0.9700, plain rounding 0.9730"]
 
 
-def test_training_far_from_fp32_is_refused(module) -> None:
+def test_training_accuracy_far_from_fp32_is_refused(module) -> None:
     bench = module("bench_training")
 
     def row(recipe: str, held: bool, *accuracy: float) -> dict[str, object]:
@@ -247,40 +247,40 @@ def test_training_far_from_fp32_is_refused(module) -> None:
 
     rows = [row("FP32", False, 0.88, 0.90), row("fp8_block", True, 0.87, 0.895), row("mxfp8", True, 0.90, 0.91)]
     assert bench.faults([*rows, row("int4", False, 0.5)]) == ["mxfp8 on torch is right in 0.9050, FP32 in 0.8900"]
-    (said,) = bench.faults([row("FP32", False, 0.96, 0.99), row("fp8_block", True, 0.97, 0.98)])
-    assert said.startswith("FP32 on torch is right in 0.9750, which must lie in (0.8, 0.95)")
+    (fault,) = bench.faults([row("FP32", False, 0.96, 0.99), row("fp8_block", True, 0.97, 0.98)])
+    assert fault.startswith("FP32 on torch is right in 0.9750, which must lie in (0.8, 0.95)")
 
 
-def test_the_task_of_the_training_is_as_hard_as_its_clusters_are_near(module, monkeypatch) -> None:
+def test_the_training_task_is_harder_with_closer_clusters(module, monkeypatch) -> None:
     bench = module("bench_training")
     problem, found = bench.Problem(0, 1), {}
     for distance in (0, bench.DISTANCE, 40):
         monkeypatch.setattr(bench, "DISTANCE", distance)
         found[distance] = bench.share(problem, problem.best())
     chance, best, certain = found.values()
-    # Five standard deviations of a share of TEST draws.
+    # Five standard deviations of a proportion among TEST samples.
     assert abs(chance - 1 / bench.CLASSES) < 5 * (0.1 * 0.9 / bench.TEST) ** 0.5 and certain == 1
-    assert bench.LEARNED[1] < best < 1  # what no network can do, and what no network can reach
+    assert bench.LEARNED[1] < best < 1  # no network beats the Bayes-optimal classifier, which is below 1
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) -> None:
     pytest.importorskip(framework)
-    # The number of threads would outlast the test.
+    # A changed number of threads would persist after the test.
     monkeypatch.setattr(pytest.importorskip("torch"), "set_num_threads", lambda count: None)
     bench = module("bench_training")
     monkeypatch.setattr(bench, "TEST", 2048)
     problem = bench.Problem(0, 5)
     expected, found = (bench.FRAMEWORKS[name](problem, None) for name in ("torch", framework))
-    # Sums in other orders move logits, which are of order 1, by some 1e-6: the class of one input in 10^5 or so.
+    # Another order of summation moves the logits, of order 1, by about 1e-6: this changes the class of about one input in 10^5.
     assert np.count_nonzero(expected != found) <= 1
     assert len(set(expected.tolist())) == bench.CLASSES
 
 
 @pytest.mark.rest
-def test_strips_of_one_tensor_are_compared_with_numpys_and_its_last_row_with_the_oracles(module, monkeypatch) -> None:
-    """What a GPU does beyond 2^31 elements, at a size that strips divide into three, and with one bit astray."""
+def test_strips_are_compared_with_numpy_and_the_last_row_with_the_oracle(module, monkeypatch) -> None:
+    """The check for a GPU beyond 2^31 elements, at a small size of three strips, without a fault and with one wrong bit."""
     torch = pytest.importorskip("torch")
     bench, cast = module("bench_parity"), module("breccia").cast
     monkeypatch.setattr(bench, "STRIP", 11)
@@ -288,24 +288,24 @@ def test_strips_of_one_tensor_are_compared_with_numpys_and_its_last_row_with_the
     assert [row["differing"] for row in rows] == [0] * len(rows) and all(row["bytes"] for row in rows)
     assert [row["values"] for row in rows] == [2 * bench.NEAR] + [31 * 261] * len(bench.BEYOND) + [261]
 
-    def astray(x, *arguments, **options):
+    def wrong_bit(x, *arguments, **options):
         st = cast(x, *arguments, **options)
         if isinstance(x, torch.Tensor):
             st.data.view(torch.uint8)[-1, 7] ^= 1
         return st
 
-    monkeypatch.setattr(module("breccia"), "cast", astray)
+    monkeypatch.setattr(module("breccia"), "cast", wrong_bit)
     found = [row["faults"][0] for row in bench.beyond_rows("cpu", (31, 261), 5000)[1:]]
     assert all("rows 22 on: data[8, 7], byte 0: 0x" in fault for fault in found[:-1]), found
     assert "stochastic, last row: data[0, 7], byte 0: 0x" in found[-1]
 
 
-def test_documents_show_what_the_results_say() -> None:
+def test_documents_match_the_results() -> None:
     done = run("draw.py", "--check")
     assert done.returncode == 0, done.stderr
 
 
-def test_every_benchmark_has_a_result_and_every_table_a_place(module) -> None:
+def test_every_benchmark_has_a_result_and_every_table_is_shown(module) -> None:
     draw = module("draw")
     results = draw.load(BENCHMARKS / "results")
     assert all(results.values()), {name: len(found) for name, found in results.items()}
@@ -319,7 +319,7 @@ def test_every_benchmark_has_a_result_and_every_table_a_place(module) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("page", ["benchmarks.md", "accuracy.md", "numerics.md"])
-def test_a_number_typed_into_a_table_is_found(page: str, documents: Path) -> None:
+def test_a_manual_edit_of_a_table_is_found(page: str, documents: Path) -> None:
     text = (documents / page).read_text(encoding="utf-8")
     head, mark, rest = text.partition("| nvfp4 |")
     assert mark
@@ -328,14 +328,14 @@ def test_a_number_typed_into_a_table_is_found(page: str, documents: Path) -> Non
     assert done.returncode and f"{page} differ(s) from the results" in done.stderr
 
 
-def test_a_plot_of_other_numbers_is_found(documents: Path) -> None:
+def test_an_outdated_plot_is_found(documents: Path) -> None:
     plot = sorted((documents / "img").glob("sqnr-*.svg"))[0]
     plot.write_text("<svg/>", encoding="utf-8")
     done = run("draw.py", "--check", "--docs", str(documents))
     assert done.returncode and f"img/{plot.name} differ(s)" in done.stderr
 
 
-def test_a_block_that_does_not_exist_or_does_not_end_is_refused(documents: Path) -> None:
+def test_an_unknown_or_unterminated_block_is_refused(documents: Path) -> None:
     page = documents / "accuracy.md"
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("<!-- table: published -->", "<!-- table: publshed -->"), encoding="utf-8")
@@ -344,14 +344,14 @@ def test_a_block_that_does_not_exist_or_does_not_end_is_refused(documents: Path)
     assert "without its `<!-- end -->`" in run("draw.py", "--check", "--docs", str(documents)).stderr
 
 
-def test_a_result_of_another_schema_is_refused(tmp_path: Path) -> None:
+def test_a_result_with_another_schema_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cast-old.json").write_text('{"benchmark": "cast", "schema": 0}', encoding="utf-8")
     done = run("draw.py", "--check", "--results", str(tmp_path))
     assert done.returncode and "cast-old.json holds benchmark 'cast' of schema 0" in done.stderr
 
 
 @pytest.mark.rest
-def test_drawing_again_changes_no_byte(documents: Path) -> None:
+def test_drawing_twice_gives_the_same_bytes(documents: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = []
     for _ in range(2):

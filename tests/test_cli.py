@@ -1,4 +1,4 @@
-"""The program: a broken command harms no other, and every way out of it has its line and its exit code."""
+"""The command line: a broken command does not affect others, and every exit has a message and an exit code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def unreadable(x: "Nowhere") -> None: ...
 
 @pytest.fixture
 def acme(tmp_path: Path) -> Path:
-    """A folder with a plug-in of one command that works and several that cannot be loaded."""
+    """A folder with a plug-in that has one working command and several that cannot be loaded."""
     info = tmp_path / "acme_breccia-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-breccia\nVersion: 0.1\n")
@@ -70,13 +70,13 @@ def acme(tmp_path: Path) -> Path:
 
 
 def program(*words: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`breccia` in a process of its own, which finds the distributions in `path`."""
+    """Run `breccia` in a new process that also finds the distributions in `path`."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("BRECCIA_", "PYTHON"))}
     environ = clean | {"COLUMNS": "200", "TERMINAL_WIDTH": "200"} | ({"PYTHONPATH": str(path)} if path else {}) | environ
     return subprocess.run([sys.executable, "-m", "breccia", *words], env=environ, capture_output=True, text=True)
 
 
-def said(*words: str, path: Path | None = None, **environ: str) -> tuple[int, str, str]:
+def invoke(*words: str, path: Path | None = None, **environ: str) -> tuple[int, str, str]:
     done = program(*words, path=path, **environ)
     return done.returncode, done.stdout, done.stderr
 
@@ -84,17 +84,17 @@ def said(*words: str, path: Path | None = None, **environ: str) -> tuple[int, st
 # -- commands that cannot be loaded ---------------------------------------------------------------------------------------
 
 
-def test_a_broken_command_stops_no_other(acme: Path) -> None:
-    assert said("works", path=acme) == (0, "well\n", "")
-    assert said("--version", path=acme) == (0, f"breccia {breccia.__version__}\n", "")
-    code, out, err = said("plugins", "--json", path=acme)
+def test_a_broken_command_does_not_affect_others(acme: Path) -> None:
+    assert invoke("works", path=acme) == (0, "well\n", "")
+    assert invoke("--version", path=acme) == (0, f"breccia {breccia.__version__}\n", "")
+    code, out, err = invoke("plugins", "--json", path=acme)
     assert (code, err) == (0, "")
     assert {p["name"]: p["status"] for p in json.loads(out)}["acme"] == "active"
 
 
 @pytest.mark.together
-def test_help_lists_every_command_whether_it_can_be_loaded_or_not(acme: Path) -> None:
-    code, out, err = said("--help", path=acme)
+def test_help_lists_commands_that_cannot_be_loaded_too(acme: Path) -> None:
+    code, out, err = invoke("--help", path=acme)
     assert (code, err) == (0, "")
     for line in ("works", "absent", "gone", "crash", "leave", "number", "unreadable", "explain", "plugins", "convert"):
         assert line in out
@@ -114,8 +114,8 @@ def test_help_lists_every_command_whether_it_can_be_loaded_or_not(acme: Path) ->
     ],
 )
 @pytest.mark.parametrize("words", [[], ["--help"], ["--json", "x"]], ids=["plain", "help", "json"])
-def test_a_command_that_cannot_be_loaded_says_so(acme: Path, command: str, reason: str, words: list[str]) -> None:
-    code, out, err = said(command, *words, path=acme)
+def test_a_command_that_cannot_be_loaded_reports_the_reason(acme: Path, command: str, reason: str, words: list[str]) -> None:
+    code, out, err = invoke(command, *words, path=acme)
     assert (code, out) == (1, "")
     message = f"command {command!r} of plug-in 'acme' (acme-breccia 0.1) {reason}"
     if "--json" in words:
@@ -126,7 +126,7 @@ def test_a_command_that_cannot_be_loaded_says_so(acme: Path, command: str, reaso
 
 
 @pytest.mark.together
-def test_a_command_is_loaded_when_it_is_used_and_not_before() -> None:
+def test_a_command_is_loaded_only_when_it_is_used() -> None:
     script = (
         "import sys\nfrom breccia.cli import main as cli\n"
         "try: cli.run(['--help'])\nexcept SystemExit: pass\nassert 'breccia_bridges.commands' not in sys.modules\n"
@@ -138,18 +138,18 @@ def test_a_command_is_loaded_when_it_is_used_and_not_before() -> None:
 
 @pytest.mark.rest
 @pytest.mark.together
-def test_a_command_of_an_absent_sibling_names_it_whatever_follows() -> None:
+def test_a_command_of_a_missing_distribution_names_the_distribution() -> None:
     for words in (["a", "b", "--recipe", "nvfp4"], ["--help"], []):
-        code, out, err = said("convert", *words, BRECCIA_BLOCK="bridges")
+        code, out, err = invoke("convert", *words, BRECCIA_BLOCK="bridges")
         assert (code, out) == (1, "")
         assert err == f"error: `breccia convert` comes with breccia-bridges: {install('breccia-bridges')}\n"
-    code, out, _ = said("--help", BRECCIA_BLOCK="bridges")
+    code, out, _ = invoke("--help", BRECCIA_BLOCK="bridges")
     assert code == 0 and "convert" not in out
 
 
-def test_the_list_of_plug_ins_prints_reasons_as_they_are(acme: Path) -> None:
+def test_the_list_of_plug_ins_prints_reasons_verbatim(acme: Path) -> None:
     (acme / "acme_manifest.py").write_text("raise RuntimeError('[bold]brackets[/] are no markup')")
-    code, out, err = said("plugins", path=acme)
+    code, out, err = invoke("plugins", path=acme)
     assert code == 0 and "set aside" in out and "RuntimeError: [bold]brackets[/] are no markup" in out
     assert err.startswith("warning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside") and err.count("\n") == 1
 
@@ -157,13 +157,13 @@ def test_the_list_of_plug_ins_prints_reasons_as_they_are(acme: Path) -> None:
 # -- help and completion ----------------------------------------------------------------------------------------------
 
 
-COMMANDS_OF_OURS = ("convert", "compare", "inspect", "explain", "plugins", "plugin", "doctor", "bench")
+OWN_COMMANDS = ("convert", "compare", "inspect", "explain", "plugins", "plugin", "doctor", "bench")
 
 
 @pytest.mark.together
-@pytest.mark.parametrize("command", ["", *COMMANDS_OF_OURS])
-def test_help_fits_a_screen(command: str) -> None:
-    code, out, err = said(*command.split(), "--help", COLUMNS="80", TERMINAL_WIDTH="80")
+@pytest.mark.parametrize("command", ["", *OWN_COMMANDS])
+def test_help_fits_on_a_screen(command: str) -> None:
+    code, out, err = invoke(*command.split(), "--help", COLUMNS="80", TERMINAL_WIDTH="80")
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
@@ -171,16 +171,16 @@ def test_help_fits_a_screen(command: str) -> None:
 
 
 @pytest.mark.together
-def test_the_program_lists_its_commands_those_for_checkpoints_first() -> None:
-    _, out, _ = said("--help", COLUMNS="80", TERMINAL_WIDTH="80")
+def test_help_lists_the_commands_for_checkpoints_first() -> None:
+    _, out, _ = invoke("--help", COLUMNS="80", TERMINAL_WIDTH="80")
     listed = [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()]
-    assert listed == list(COMMANDS_OF_OURS)
+    assert listed == list(OWN_COMMANDS)
 
 
 def test_without_a_command_the_program_shows_its_help() -> None:
-    code, out, err = said()
+    code, out, err = invoke()
     assert (code, out) == (2, "") and err.startswith("Usage: breccia") and "error:" not in err
-    code, out, err = said("--json")
+    code, out, err = invoke("--json")
     assert (code, out) == (2, "") and "error" in json.loads(err)
 
 
@@ -204,7 +204,7 @@ def test_without_a_command_the_program_shows_its_help() -> None:
 def test_the_shell_completes_commands_options_and_values(line: str, expected: list[str]) -> None:
     words = line.split()
     asked = {"_BRECCIA_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    code, out, err = said(**asked)
+    code, out, err = invoke(**asked)
     assert (code, err) == (0, "")
     assert sorted(out.split()) == expected
 
@@ -212,30 +212,30 @@ def test_the_shell_completes_commands_options_and_values(line: str, expected: li
 @pytest.mark.rest
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_completion_script_can_be_shown(shell: str) -> None:
-    code, out, err = said(_BRECCIA_COMPLETE=f"source_{shell}")
+    code, out, err = invoke(_BRECCIA_COMPLETE=f"source_{shell}")
     assert (code, err) == (0, "") and "_BRECCIA_COMPLETE" in out
 
 
-# -- ways out ----------------------------------------------------------------------------------------------------------
+# -- errors and exit codes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
-def test_debug_is_read_anywhere_on_the_line(place: int) -> None:
+def test_debug_is_accepted_anywhere_on_the_line(place: int) -> None:
     words = ["explain", "cast", "nvpf4"]
-    code, _, err = said(*words[:place], "--debug", *words[place:])
+    code, _, err = invoke(*words[:place], "--debug", *words[place:])
     assert code == 1
     assert err.startswith("Traceback (most recent call last):") and "UnknownNameError: no recipe 'nvpf4'" in err
 
 
-def test_what_follows_two_dashes_is_no_option(acme: Path) -> None:
-    assert said("works", "--", "--debug", "--json", path=acme) == (0, "well --debug --json\n", "")
-    code, _, err = said("works", "--how", "odd", "--", "--debug", "--json", path=acme)
+def test_arguments_after_two_dashes_are_not_options(acme: Path) -> None:
+    assert invoke("works", "--", "--debug", "--json", path=acme) == (0, "well --debug --json\n", "")
+    code, _, err = invoke("works", "--how", "odd", "--", "--debug", "--json", path=acme)
     assert (code, err) == (1, "error: shapes differ\n")
 
 
-def test_an_error_is_json_where_the_line_asks_for_json(acme: Path) -> None:
-    code, out, err = said("works", "--how", "odd", "--json", path=acme)
+def test_an_error_is_json_with_the_option_json(acme: Path) -> None:
+    code, out, err = invoke("works", "--how", "odd", "--json", path=acme)
     assert (code, out) == (1, "")
     assert json.loads(err, parse_constant=pytest.fail) == {
         "error": {
@@ -244,68 +244,68 @@ def test_an_error_is_json_where_the_line_asks_for_json(acme: Path) -> None:
             "found": {"shape": [2, 3], "kind": "<class 'int'>", "limit": "NaN"},
         }
     }
-    code, _, err = said("explain", "cast", "nvpf4", "--json")
+    code, _, err = invoke("explain", "cast", "nvpf4", "--json")
     error = json.loads(err)["error"]
     assert (code, error["type"], error["found"]["name"]) == (1, "UnknownNameError", "nvpf4")
     assert error["message"].startswith("no recipe 'nvpf4'; did you mean 'nvfp4'?")
-    code, _, err = said("works", "--how", "silent", "--json", path=acme)
+    code, _, err = invoke("works", "--how", "silent", "--json", path=acme)
     assert (code, json.loads(err)["error"]) == (1, {"type": "OSError", "message": "OSError", "found": {}})
 
 
 @pytest.mark.rest
-def test_a_line_that_cannot_be_read_exits_with_two_in_text_and_in_json() -> None:
+def test_a_usage_error_exits_with_two_in_text_and_in_json() -> None:
     for words, line in [
-        (["explain", "cast", "nvfp4", "--nope"], "No such option"),  # Typer's words, which differ from version to version
+        (["explain", "cast", "nvfp4", "--nope"], "No such option"),  # Typer's message, which differs between versions
         (["explain"], "Missing argument 'OP'. See `breccia explain --help`."),
         (["convrt"], "No such command 'convrt'. Did you mean 'convert'?"),
     ]:
-        code, out, err = said(*words)
+        code, out, err = invoke(*words)
         assert (code, out) == (2, "") and err.startswith(f"error: {line}") and err.count("\n") == 1
     for words in (["explain", "cast", "nvfp4", "--nope"], ["explain"], ["convrt"]):
-        code, out, err = said(*words, "--json")
+        code, out, err = invoke(*words, "--json")
         assert (code, out) == (2, "")
         assert set(json.loads(err)["error"]) == {"type", "message", "found"}
     assert json.loads(err)["error"]["message"].startswith("No such command 'convrt'")
 
 
 def test_json_and_debug_together_show_the_traceback() -> None:
-    code, _, err = said("explain", "cast", "nvpf4", "--json", "--debug")
+    code, _, err = invoke("explain", "cast", "nvpf4", "--json", "--debug")
     assert code == 1 and err.startswith("Traceback")
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
-def test_exit_codes_of_a_command_are_its_own(acme: Path, words: list[str]) -> None:
-    assert said("works", *words, path=acme)[0] == 0, "what it returns is no exit code"
-    assert said("works", "--how", "exit", *words, path=acme)[0] == 7
-    code, _, err = said("works", "--how", "aborted", *words, path=acme)
+def test_a_command_keeps_its_own_exit_code(acme: Path, words: list[str]) -> None:
+    assert invoke("works", *words, path=acme)[0] == 0, "what it returns is no exit code"
+    assert invoke("works", "--how", "exit", *words, path=acme)[0] == 7
+    code, _, err = invoke("works", "--how", "aborted", *words, path=acme)
     assert code == 1 and "Abort" in err and "Traceback" not in err
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
-def test_an_interrupt_is_one_line_and_exit_code_130(acme: Path, words: list[str]) -> None:
-    assert said("works", "--how", "interrupted", *words, path=acme) == (130, "", "interrupted\n")
-    code, _, err = said("works", "--how", "interrupted", "--debug", *words, path=acme)
+def test_an_interrupt_prints_one_line_and_exits_with_130(acme: Path, words: list[str]) -> None:
+    assert invoke("works", "--how", "interrupted", *words, path=acme) == (130, "", "interrupted\n")
+    code, _, err = invoke("works", "--how", "interrupted", "--debug", *words, path=acme)
     assert code != 0 and err.startswith("Traceback") and "KeyboardInterrupt" in err
 
 
 @pytest.mark.parametrize("module", ["acme_manifest", "rich", "acme_crashes"])
-def test_an_interrupt_while_something_is_imported_is_that_line_too(acme: Path, module: str) -> None:
+def test_an_interrupt_during_an_import_prints_one_line_too(acme: Path, module: str) -> None:
     (acme / f"{module}.py").write_text("raise KeyboardInterrupt")
-    assert said("crash", path=acme) == (130, "", "interrupted\n")
+    assert invoke("crash", path=acme) == (130, "", "interrupted\n")
 
 
-def test_a_fault_of_the_program_shows_its_traceback(acme: Path) -> None:
+def test_an_internal_error_shows_its_traceback(acme: Path) -> None:
     for words in ([], ["--json"]):
-        code, _, err = said("works", "--how", "badly", *words, path=acme)
+        code, _, err = invoke("works", "--how", "badly", *words, path=acme)
         assert code == 1
         assert err.startswith("Traceback") and "ZeroDivisionError: a fault of the program" in err
 
 
-def test_a_warning_of_a_plug_in_that_was_made_an_error_is_one_line(acme: Path) -> None:
+def test_a_plug_in_warning_turned_into_an_error_prints_one_line(acme: Path) -> None:
     (acme / "acme_manifest.py").write_text("raise RuntimeError('boom')")
     environ: dict[str, Any] = {"PYTHONWARNINGS": "error::UserWarning"}
-    code, _, err = said("plugins", path=acme, **environ)
+    code, _, err = invoke("plugins", path=acme, **environ)
     assert code == 1
     assert err == "error: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom\n"

@@ -1,4 +1,4 @@
-"""Declarations that no codec can keep are refused when they are made, by a message that says what to declare."""
+"""Inconsistent codec declarations are refused at declaration, with a message that says what to declare."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def table(bits: int, values: Any) -> Any:
     return lambda: Lookup("odd", bits, None, "this test", values)
 
 
-#: What is wrong -> (the declaration, what the message says of it, what it says to declare).
+#: Fault -> (the declaration, the fault in the message, the remedy in the message).
 REFUSED: dict[str, tuple[Any, str, str]] = {
     # -- minifloats: bits
     "bits do not add up": (
@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_an_impossible_codec_is_refused_with_what_to_declare(what: str) -> None:
+def test_an_impossible_codec_is_refused_with_a_remedy(what: str) -> None:
     declare, found, remedy = REFUSED[what]
     with pytest.raises(RecipeError) as error:
         declare()
@@ -204,18 +204,18 @@ def test_an_impossible_codec_is_refused_with_what_to_declare(what: str) -> None:
     assert error.value.found, "the values are there for programs"
 
 
-#: Codecs whose declaration is sound, which no scale or no element can be all the same.
+#: Valid codecs that cannot be used for scales, or for elements.
 WIDE = Minifloat("WIDE", 16, None, "this test", 8, 7, 128, BF16.largest)
 NARROW = Minifloat("NARROW", 7, None, "this test", 4, 3, 7, 448.0, nan=0x7F, signed=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Nine(Codec):
-    """A plug-in's own class, of nine bits."""
+    """A codec class of a plug-in, with nine bits."""
 
 
 @pytest.mark.parametrize("codec", [WIDE, NARROW, E2M1, Nine("NINE", 9, None, "this test")], ids=lambda c: c.name)
-def test_a_scale_is_stored_in_a_byte_or_as_a_float_that_frameworks_have(codec: Codec) -> None:
+def test_a_scale_codec_has_eight_bits_or_is_f16_bf16_or_f32(codec: Codec) -> None:
     said = (
         f"a scale is stored in one byte, or as F16, BF16, F32; codec {codec.name!r} has {codec.bits} bits and is none of these"
     )
@@ -224,7 +224,7 @@ def test_a_scale_is_stored_in_a_byte_or_as_a_float_that_frameworks_have(codec: C
 
 
 @pytest.mark.parametrize("codec", [F16, F32, WIDE, Nine("NINE", 9, None, "this test")], ids=lambda c: c.name)
-def test_an_element_has_eight_bits_at_most(codec: Codec) -> None:
+def test_an_element_codec_has_at_most_eight_bits(codec: Codec) -> None:
     said = f"elements have 1 to 8 bits; codec {codec.name!r} has {codec.bits}. Declare a narrower element codec"
     with pytest.raises(RecipeError, match=said):
         Format(codec, (Level(F32, TENSOR),))
@@ -242,8 +242,8 @@ SMALL = Minifloat("SMALL", 6, None, "this test", 3, 2, 140, 1.75 * 2.0**-133)
         (Lookup("LOW", 1, None, "this test", (0.0, 2.0**-130)), (Level(E8M0, (1, 32)),), "LOW, is 7.34"),
     ],
 )
-def test_scales_can_be_computed_from_the_largest_number(element: Codec, levels: tuple[Level, ...], said: str) -> None:
-    """Else the scales of all blocks would be 0, or NaN, in silence."""
+def test_the_largest_number_must_allow_scales_to_be_computed(element: Codec, levels: tuple[Level, ...], said: str) -> None:
+    """Otherwise all scales would silently be 0 or NaN."""
     remedy = "Declare codecs whose largest number is nearer to 1 \\(another bias or fraction_bits\\)"
     with pytest.raises(
         RecipeError, match=f"the largest magnitude at scale 1, {said}.*from 2\\^-126 to below 2\\^128. {remedy}"
@@ -251,7 +251,7 @@ def test_scales_can_be_computed_from_the_largest_number(element: Codec, levels: 
         Format(element, levels)
 
 
-def test_an_element_has_a_zero() -> None:
+def test_an_element_codec_must_have_a_zero() -> None:
     with pytest.raises(
         RecipeError, match="elements include zero, but codec 'E8M0' has powers of two only, for scales. Declare a Minifloat, an"
     ):
@@ -279,5 +279,5 @@ def test_every_declared_codec_can_be_declared_again() -> None:
         lambda: Minifloat("odd", 1, None, "this test", 0, 1, 0, 1.0, signed=False),
     ],
 )
-def test_the_ends_that_the_messages_name_can_be_declared(declare: Any) -> None:
+def test_the_limits_named_in_the_messages_are_accepted(declare: Any) -> None:
     assert declare().max > 0

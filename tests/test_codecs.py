@@ -1,4 +1,4 @@
-"""Codecs of the generic algorithm against ml_dtypes, NumPy and the oracle: all codes, and more than 10^7 inputs each."""
+"""Codecs of the generic algorithm compared with ml_dtypes, NumPy and the oracle: all codes, and over 10^7 inputs each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SMALL = [c for c in CODECS if c.bits <= 8]
 
 
 def inputs(codec: Codec, chunk: int) -> np.ndarray:
-    """2^20 FP32 numbers: random bit patterns, numbers around the codec's range, its grid and midpoints with neighbours."""
+    """2^20 FP32 numbers: random bit patterns, numbers near the codec's range, its values, midpoints and adjacent numbers."""
     rng = np.random.default_rng([chunk, codec.bits])
     n = 1 << 20
     if chunk % 3 == 0:
@@ -67,14 +67,14 @@ def inputs(codec: Codec, chunk: int) -> np.ndarray:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("codec", FOREIGN, ids=lambda c: c.name)
-def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> None:
-    """In range all are equal. Beyond it, and for NaN, the differences the spec lists (section 2) are applied to theirs."""
+def test_ten_million_inputs_encode_as_in_ml_dtypes(codec: Codec) -> None:
+    """Codes in range are equal. Outside it and for NaN, the differences in section 2 of the spec are applied to ml_dtypes."""
     seen = 0
     for chunk in range(11):
         x = inputs(codec, chunk)
-        x = x[(np.abs(x) >= 2.0**-126) | (x == 0) | np.isnan(x)]  # smaller magnitudes count as zero here
+        x = x[(np.abs(x) >= 2.0**-126) | (x == 0) | np.isnan(x)]  # breccia reads smaller magnitudes as zero
         if codec is E8M0:
-            x = np.abs(x)[np.abs(x) > 0]  # it has no sign and no zero
+            x = np.abs(x)[np.abs(x) > 0]  # the codec has no sign and no zero
         with np.errstate(all="ignore"):
             theirs = x.astype(FOREIGN[codec]).view(np.uint16 if codec.bits == 16 else np.uint8).astype(np.int32)
         ours = codec.encode(NUMPY, x)
@@ -98,8 +98,8 @@ def test_ten_million_inputs_encode_as_ml_dtypes_encodes_them(codec: Codec) -> No
 
 @pytest.mark.rest
 @pytest.mark.parametrize("codec", [INT4, UINT4, INT8, UINT8, MXINT8], ids=lambda c: c.name)
-def test_ten_million_inputs_encode_as_numpy_rounds_and_clips_them(codec: Integer) -> None:
-    """ml_dtypes wraps integers around; NumPy's rint and clip are the second road here."""
+def test_ten_million_integers_encode_as_numpy_rint_and_clip(codec: Integer) -> None:
+    """ml_dtypes wraps integers around, so NumPy's rint and clip are the reference here."""
     edge, step = 1.3 * codec.max, 2.0**-codec.fraction_bits / 4
     for chunk in range(10):
         rng = np.random.default_rng(chunk)
@@ -109,13 +109,13 @@ def test_ten_million_inputs_encode_as_numpy_rounds_and_clips_them(codec: Integer
         np.testing.assert_array_equal(codec.encode(NUMPY, x), expected & ((1 << codec.bits) - 1))
 
 
-#: Codes in no order, uneven steps, a tie between two even codes (0 and 2: to the smaller value) and ones with an odd code.
+#: Unordered codes, uneven steps, a tie between two even codes (0 and 2: to the smaller value) and ties with an odd code.
 SCRAMBLED = Lookup("scrambled", 2, None, "this test", (0.0, -3.0, 2.0, 7.25))
 
 
 @pytest.mark.parametrize("codec", [NF4, SCRAMBLED], ids=lambda c: c.name)
-def test_a_table_is_encoded_by_the_nearest_value_in_it(codec: Lookup) -> None:
-    """Against distances in FP64, exact for these tables: 10^6 numbers, every midpoint and its FP32 neighbours."""
+def test_a_table_encodes_to_the_nearest_value(codec: Lookup) -> None:
+    """Compared with distances in FP64, exact for these tables: 10^6 numbers, every midpoint and the adjacent FP32 numbers."""
     values = np.array(codec.values)
     ascending = np.sort(values)
     middles = ((ascending[1:] + ascending[:-1]) / 2).astype(np.float32)
@@ -143,13 +143,13 @@ def test_a_table_is_encoded_by_the_nearest_value_in_it(codec: Lookup) -> None:
         ((4.0, 3.0, 2.0, 1.0), "got 4"),
     ],
 )
-def test_a_table_of_another_form_is_refused(values: tuple[float, ...], found: str) -> None:
+def test_an_invalid_table_is_refused(values: tuple[float, ...], found: str) -> None:
     with pytest.raises(RecipeError, match=f"codec 'odd': values must be 4 distinct finite FP32 numbers for 2 bits.*; {found}"):
         Lookup("odd", 2, None, "this test", values)
 
 
 @pytest.mark.parametrize("codec", SMALL, ids=lambda c: c.name)
-def test_every_code_decodes_to_the_oracles_value_and_encodes_back(codec: Codec) -> None:
+def test_every_code_decodes_as_the_oracle_and_encodes_back(codec: Codec) -> None:
     codes = np.arange(1 << codec.bits, dtype=np.int32)
     values = codec.decode(NUMPY, codes)
     for code, value in zip(codes.tolist(), values, strict=True):
@@ -172,7 +172,7 @@ def test_stored_floats_read_back_exactly(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2, INT4, UINT4, INT8, MXINT8, NF4], ids=lambda c: c.name)
-def test_stochastic_encoding_equals_the_oracle_and_its_mean_is_unbiased(codec: Codec) -> None:
+def test_stochastic_encoding_equals_the_oracle_and_is_unbiased(codec: Codec) -> None:
     rng = np.random.default_rng(3)
     edge = min(5, 0.9 * codec.max)
     x = np.repeat(rng.uniform(0 if codec is UINT4 else -edge, edge, 6), 4096).astype(np.float32)
@@ -184,20 +184,20 @@ def test_stochastic_encoding_equals_the_oracle_and_its_mean_is_unbiased(codec: C
         assert codes[list(some)].tolist() == expected
     values = codec.decode(NUMPY, codes).reshape(6, 4096).astype(np.float64)
     low, high = values.min(1), values.max(1)
-    # The mean of n draws between two neighbours one step apart has standard deviation at most step / (2 sqrt n): six of them.
+    # The mean of n draws between two values one step apart has a standard deviation of at most step / (2 sqrt n): six of them.
     bound = 6 * np.maximum(high - low, 1e-12) / (2 * math.sqrt(4096))
     assert (np.abs(values.mean(1) - x[::4096]) <= bound).all()
 
 
-def test_codecs_are_values_with_a_source() -> None:
+def test_codecs_compare_by_value_and_have_a_source() -> None:
     for codec in CODECS:
         assert codec.source and hash(codec) == hash(codec)
         assert codec.max > 0
     assert len({c.name for c in CODECS}) == len(CODECS)
 
 
-def test_every_nan_is_written_as_one() -> None:
-    """Conversions on other devices make NaNs of other payloads; stored scales have the same bits everywhere."""
+def test_every_nan_encodes_to_the_same_code() -> None:
+    """Devices produce NaNs with different payloads; stored scales must have the same bits everywhere."""
     nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0x7FC00000], np.uint32).view(np.float32)
     for codec in (F32, F16, BF16, E5M2, E4M3):
         assert {int(code) for code in codec.encode(NUMPY, nans)} == {codec.nan_code}

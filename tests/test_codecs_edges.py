@@ -1,4 +1,4 @@
-"""What codecs declare beside their bytes, against what was published."""
+"""Declared properties of the codecs compared with their publications, and edge cases of encoding."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ PUBLISHED = {
     BF16: (8, 7, 127),
     F32: (8, 23, 127),
 }
-#: The smallest scale of a block that is not zero: section 5.2.
+#: The smallest scale of a nonzero block: docs/spec/numerics.md, section 5.2.
 SMALLEST_SCALES = {F32: 2.0**-126, BF16: 2.0**-126, F16: 2.0**-24, E4M3: 0.0}
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, Minifloat)], ids=lambda c: c.name)
-def test_a_minifloat_is_a_sign_an_exponent_and_a_mantissa_as_published(codec: Minifloat) -> None:
+def test_a_minifloat_has_the_published_bits_and_bias(codec: Minifloat) -> None:
     assert (codec.exponent_bits, codec.mantissa_bits, codec.bias) == PUBLISHED[codec]
-    unused = codec == UE4M3  # the top bit of a byte
+    unused = codec == UE4M3  # the top bit of a byte is unused
     assert codec.signed + codec.exponent_bits + codec.mantissa_bits + unused == codec.bits
     assert codec.signed == (codec not in (UE4M3, UE5M3))
 
 
-def test_the_largest_value_of_a_minifloat_is_that_of_its_largest_finite_code() -> None:
+def test_the_largest_value_of_a_minifloat_has_the_largest_finite_code() -> None:
     largest = np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
     for codec in (c for c in PUBLISHED if c is not F32):
         sign = 1 << (codec.bits - 1)
@@ -48,12 +48,12 @@ def test_the_largest_value_of_a_minifloat_is_that_of_its_largest_finite_code() -
         assert codec.encode(NUMPY, largest).tolist() == [top, sign | top if codec.signed else 0], codec.name
 
 
-def test_scales_go_down_to_the_end_that_the_contract_names() -> None:
+def test_the_smallest_scales_are_those_of_the_spec() -> None:
     assert {codec: codec.scale_min for codec in SMALLEST_SCALES} == SMALLEST_SCALES
 
 
-def test_zero_stays_zero_under_every_random_word() -> None:
-    """BF16 has the exponents of FP32, so that no distance hides what a number below 2^-126, which counts as zero, becomes."""
+def test_stochastic_rounding_keeps_zero() -> None:
+    """BF16 has the exponent range of FP32, so numbers below 2^-126, which count as zero, would show if they were rounded."""
     x = np.array([0.0, -0.0, 2.0**-127, -(2.0**-149)], np.float32)
     for word in (0, 0x7FFFFFFF, -1, -(1 << 31)):
         found = BF16.encode(NUMPY, x, np.full(4, word, np.int32)).tolist()
@@ -63,8 +63,8 @@ def test_zero_stays_zero_under_every_random_word() -> None:
 
 
 @pytest.mark.parametrize("bias", [127, 128, 140])
-def test_zero_is_code_zero_also_where_the_codec_goes_below_the_normal_numbers_of_fp32(bias: int) -> None:
-    """Numbers below 2^-126 count as zero; those above have the oracle's codes."""
+def test_zero_is_code_zero_in_codecs_with_values_below_2_to_the_minus_126(bias: int) -> None:
+    """Numbers below 2^-126 count as zero; larger ones have the codes of the oracle."""
     deep = Minifloat("deep", 8, None, "this test", 7, 1, bias, 2.0 ** (127 - bias), nan=0xFF, signed=False)
     x = np.array([0.0, -0.0, 2.0**-127, 2.0**-126, 1.5 * 2.0**-126, 2.0**-120, 2.0**-30], np.float32)
     zeros = [oracle.flush(Fraction(float(v))) for v in x]
@@ -75,7 +75,7 @@ def test_zero_is_code_zero_also_where_the_codec_goes_below_the_normal_numbers_of
         assert found[:3] == [0, 0, 0] and found[3] > 0
 
 
-def test_a_codec_says_what_it_does_not_declare() -> None:
+def test_a_codec_reports_what_it_does_not_declare() -> None:
     codec = Codec("bare", 8, None, "this test")
     for call, said in (
         (lambda: codec.max, "does not declare its largest value"),
@@ -88,8 +88,8 @@ def test_a_codec_says_what_it_does_not_declare() -> None:
             call()
 
 
-def test_the_largest_number_of_a_table_is_written_by_any_word_without_a_division_by_zero() -> None:
-    """Beyond it there is no neighbour that a distance could be measured to."""
+def test_the_largest_number_of_a_table_encodes_without_a_division_by_zero() -> None:
+    """There is no next value to compute a distance to."""
     x = np.full(3, NF4.max, np.float32)
     words = np.array([0, -1, 0x7FFFFFFF], np.int32)
     with np.errstate(all="raise"):
@@ -98,8 +98,8 @@ def test_the_largest_number_of_a_table_is_written_by_any_word_without_a_division
 
 
 @pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=lambda c: c.name)
-def test_the_last_random_bit_that_counts_decides(codec: Minifloat) -> None:
-    """Section 5.5: up where floor(f * 2^30) + (word >> 2) reaches 2^30; words about the one that just does."""
+def test_the_lowest_used_random_bit_decides(codec: Minifloat) -> None:
+    """Section 5.5: rounds up if floor(f * 2^30) + (word >> 2) >= 2^30; the words here are around that threshold."""
     x, words = [], []
     for low, high, f in ((1.0, 1 + 2.0**-codec.mantissa_bits, n * 2.0**-20) for n in (1, 3, 2**19 - 1, 2**19 + 1, 2**20 - 1)):
         value = np.float32(low + (high - low) * f)
@@ -108,7 +108,7 @@ def test_the_last_random_bit_that_counts_decides(codec: Minifloat) -> None:
         for word in range(reaching - 3, reaching + 2):
             x.append(value)
             words.append(min(word, 2**30 - 1) << 2)
-        for bits in (18, 19, 20, 21, 22):  # the same of fewer bits
+        for bits in (18, 19, 20, 21, 22):  # the same threshold with fewer random bits
             x += [value] * 3
             step = 1 << (32 - bits)
             words += [((reaching << 2) // step * step + n * step) % 2**32 for n in (-1, 0, 1)]
@@ -118,8 +118,8 @@ def test_the_last_random_bit_that_counts_decides(codec: Minifloat) -> None:
 
 
 @pytest.mark.parametrize("codec", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=lambda c: c.name)
-def test_the_last_random_bit_decides_far_below_the_smallest_number(codec: Minifloat) -> None:
-    """Section 5.5 counts 30 bits of f, of which numbers of 24 bits reach the last one and go beyond it."""
+def test_the_lowest_random_bit_decides_far_below_the_smallest_number(codec: Minifloat) -> None:
+    """Section 5.5 uses 30 bits of f; the 24-bit numbers here have bits at the last of these positions and below it."""
     smallest = 2.0 ** (1 - codec.bias - codec.mantissa_bits)
     x, words = [], []
     for exponent in range(-30, 0):
@@ -137,14 +137,14 @@ def test_the_last_random_bit_decides_far_below_the_smallest_number(codec: Minifl
 BIT = Lookup("bit", 1, None, "this test", (0.0, 1.0))
 
 
-def test_a_table_of_one_bit_has_two_numbers() -> None:
+def test_a_one_bit_table_has_two_values() -> None:
     x = np.array([-1.0, 0.0, 0.25, 0.5, np.nextafter(np.float32(0.5), np.float32(1)), 1.0, 3.0], np.float32)
     assert BIT.encode(NUMPY, x).tolist() == [oracle.encode(BIT, Fraction(float(v))) for v in x] == [0, 0, 0, 0, 1, 1, 1]
     assert BIT.decode(NUMPY, np.array([0, 1], np.int32)).tolist() == [0.0, 1.0]
 
 
-def test_the_last_random_bit_that_counts_decides_in_a_table() -> None:
-    """Between 0 and 1 the distance f is the number itself, whose last bit is the word's last one that counts."""
+def test_the_lowest_used_random_bit_decides_in_a_table() -> None:
+    """Between 0 and 1 the distance f is the number itself, so its last bit matches the lowest used bit of the word."""
     x, words = [], []
     for whole in (1, 2, 3, 2**10 + 1, 2**23 + 1, 2**24 - 1, 2**29, 2**30 - 64):
         for word in (2**30 - whole - 1, 2**30 - whole, 2**30 - whole + 1):
@@ -156,6 +156,6 @@ def test_the_last_random_bit_that_counts_decides_in_a_table() -> None:
     assert codes.tolist() == expected and set(expected) == {0, 1}
 
 
-def test_a_table_of_nine_bits_is_refused() -> None:
+def test_a_nine_bit_table_is_refused() -> None:
     with pytest.raises(RecipeError, match="codec 'wide': a table has 1 to 8 bits; got bits=9. Declare a narrower codec"):
         Lookup("wide", 9, None, "this test", tuple(map(float, range(512))))

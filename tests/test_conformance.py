@@ -1,4 +1,4 @@
-"""Every distribution of ours keeps the laws that a third party's plug-in is held to."""
+"""The conformance laws for third-party plug-ins hold for breccia's own distributions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from breccia.testing import conformance
 
 
 def laws(plugin: str, *frameworks: str, **options: Any) -> Callable[..., None]:
-    """The laws about a plug-in of ours on these frameworks, or all; of both, those that are installed."""
+    """The laws for one of breccia's plug-ins, on these frameworks or on all. Skips what is not installed."""
     found = registry()
-    there = [name for name in frameworks if name.partition(":")[0] in found.frameworks]
-    if any(p.name == plugin for p in found.plugins) and bool(there) == bool(frameworks):
-        return conformance(plugin, frameworks=there or None, **options)
+    installed = [name for name in frameworks if name.partition(":")[0] in found.frameworks]
+    if any(p.name == plugin for p in found.plugins) and bool(installed) == bool(frameworks):
+        return conformance(plugin, frameworks=installed or None, **options)
 
     def absent() -> None:
         pytest.skip(f"breccia-{plugin} is not installed, or none of {', '.join(frameworks)}")

@@ -1,6 +1,6 @@
-"""The laws where they take long: JAX compiles each shape anew, and every setting of every recipe.
+"""Slow conformance runs: JAX, which compiles each shape, and every setting of every recipe.
 
-tests/test_jax.py, test_parity.py and test_ways.py hold JAX to NumPy's bytes in the fast suite.
+tests/test_jax.py, test_parity.py and test_ways.py compare JAX with NumPy's bytes in the fast suite.
 """
 
 from __future__ import annotations

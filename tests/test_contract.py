@@ -1,4 +1,4 @@
-"""Properties the numerics contract promises: idempotence, accuracy, memory, symmetry, rounding, special values."""
+"""Properties that the numerics contract promises: idempotence, accuracy, memory, symmetry, rounding, special values."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ PER_TENSOR = [
 
 
 @pytest.mark.parametrize("recipe", PER_TENSOR, ids=recipe_id)
-def test_casting_whole_tensors_that_were_dequantized_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
-    """One block a tensor or a row; the lemma below covers every FP32 scale."""
+def test_casting_dequantized_values_with_one_scale_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
+    """One scale per tensor or row; `test_every_fp32_scale_survives_its_own_block_maximum` covers every FP32 scale."""
     for seed in range(300):
         first = breccia.cast(wide((4, 33), seed, exponents=40), recipe)
         assert parts(first) == parts(breccia.cast(breccia.dequantize(first), recipe))
 
 
-def test_where_idempotence_does_not_hold_the_spec_says_so() -> None:
+def test_the_exceptions_to_idempotence_are_those_of_the_spec() -> None:
     """Unsigned codes without a zero-point, a negative margin, and a subnormal FP16 scale."""
     cases = [
         (INT4Scaling(group_size=4, signed=False), [-8, 1, 0, 0]),
@@ -90,14 +90,14 @@ def test_where_idempotence_does_not_hold_the_spec_says_so() -> None:
 
 
 @pytest.mark.parametrize("recipe", IDEMPOTENT, ids=recipe_id)
-def test_casting_what_was_dequantized_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
-    """Over 10^6 blocks in all, a share per recipe; the slow test below takes 10^6 of each."""
+def test_casting_dequantized_values_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
+    """Over 10^6 blocks in total; the slow test below uses 10^6 per recipe."""
     assert_idempotent(recipe, 200_000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", IDEMPOTENT, ids=recipe_id)
-def test_casting_what_was_dequantized_writes_the_same_bytes_over_a_million_blocks(recipe: breccia.ScalingRecipe) -> None:
+def test_casting_dequantized_values_writes_the_same_bytes_over_a_million_blocks(recipe: breccia.ScalingRecipe) -> None:
     assert_idempotent(recipe, 1_000_000)
 
 
@@ -106,7 +106,7 @@ def assert_idempotent(recipe: breccia.ScalingRecipe, count: int) -> None:
     for seed in range(-(-count // 50_000)):
         first = breccia.cast(blocks_of(recipe, 50_000, seed), recipe)
         second = breccia.cast(breccia.dequantize(first), recipe)
-        if recipe.name == "nvfp4":  # promised where the block scale is a normal E4M3 number (codes from 8) or 0
+        if recipe.name == "nvfp4":  # promised only if the block scale is a normal E4M3 number (codes from 8) or 0
             normal = (first.scale >= 8) | (first.scale == 0)
             assert normal.mean() > 0.5
             codes = [st.data.reshape(*st.scale.shape, -1)[normal] for st in (first, second)]
@@ -132,7 +132,7 @@ POWERS = [
 
 
 @pytest.mark.parametrize("recipe", POWERS, ids=recipe_id)
-def test_casting_what_was_dequantized_keeps_the_values_under_power_of_two_scales(recipe: breccia.ScalingRecipe) -> None:
+def test_casting_dequantized_values_keeps_them_under_power_of_two_scales(recipe: breccia.ScalingRecipe) -> None:
     seen = 0
     for seed in range(8):
         first = breccia.dequantize(breccia.cast(blocks_of(recipe, 50_000, seed), recipe))
@@ -144,7 +144,7 @@ def test_casting_what_was_dequantized_keeps_the_values_under_power_of_two_scales
 
 @pytest.mark.parametrize("largest", [448.0, 57344.0, 1.0, 6.0, 7.0, 15.0, 127.0, 255.0, 2688.0], ids=lambda v: f"{v:g}")
 def test_every_fp32_scale_survives_its_own_block_maximum(largest: float) -> None:
-    """With s = fl(a / C): fl(fl(s * C) / C) == s for all 2^23 significands of a, which idempotence of FP32 scales rests on."""
+    """With s = fl(a / C): fl(fl(s * C) / C) == s for all 2^23 significands of a. Idempotence of FP32 scales relies on this."""
     amax = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32)
     c = np.float32(largest)
     s = amax / c
@@ -155,7 +155,7 @@ def test_every_fp32_scale_survives_its_own_block_maximum(largest: float) -> None
 
 GAUSSIAN = [np.random.default_rng(seed).standard_normal((1024, 1024), dtype=np.float32) for seed in range(8)]
 
-#: The published table of the older package (cosine, mean of seeds 0..7), less 5e-5.
+#: The table published with the older package (cosine, mean of seeds 0..7), minus 5e-5.
 COSINE = {
     Float8CurrentScaling(): 0.9997,
     Float8BlockScaling(): 0.9997,
@@ -181,7 +181,10 @@ def test_cosine_reaches_the_published_table(recipe: breccia.ScalingRecipe) -> No
     [
         (NVFP4BlockScaling(), 20.4),
         (MXFP8BlockScaling(), 31.5),
-        (MXFP4BlockScaling(), 18.5),  # 18.77 at 1, below: where in its binade the largest element lies matters more here
+        (
+            MXFP4BlockScaling(),
+            18.5,
+        ),  # 18.77 with factor 1, see below: the position of the largest element in its binade matters more here
         (MXFP6BlockScaling(), 30.9),
         (MXINT8BlockScaling(), 41.6),
         (NF4Scaling(), 20.7),
@@ -217,7 +220,7 @@ def mean_sqnr(recipe: breccia.ScalingRecipe, factor: float) -> float:
     ],
     ids=str,
 )
-def test_memory_of_a_megaelement_matrix(recipe: breccia.ScalingRecipe, low: float, high: float) -> None:
+def test_bits_per_element_of_a_large_matrix(recipe: breccia.ScalingRecipe, low: float, high: float) -> None:
     st = breccia.cast(GAUSSIAN[0], recipe)
     assert low <= st.nbytes / GAUSSIAN[0].nbytes <= high
     held = [p for p in (st.data, st.scale, st.zero_point, st.global_scale) if p is not None]
@@ -260,7 +263,7 @@ def test_a_transposed_view_is_cast_as_its_contiguous_copy(recipe: breccia.Scalin
     assert parts(breccia.cast(big_endian, recipe)) == parts(breccia.cast(x, recipe))
 
 
-def test_mT_is_a_free_view_and_its_own_inverse(recipe: breccia.ScalingRecipe) -> None:
+def test_mT_is_a_view_and_its_own_inverse(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(wide((12, 35), seed=14), recipe)
     assert np.shares_memory(st.mT.data, st.data) and st.mT.nbytes == st.nbytes
     back = st.mT.mT
@@ -268,8 +271,8 @@ def test_mT_is_a_free_view_and_its_own_inverse(recipe: breccia.ScalingRecipe) ->
     assert (back.axis, back.layout, back.shape, st.mT.shape) == (st.axis, st.layout, st.shape, (35, 12))
 
 
-def test_the_tail_of_a_ragged_row_does_not_touch_the_rest() -> None:
-    """Each block is written as it would be alone; per-tensor levels are supplied, since they see the whole tensor."""
+def test_a_partial_last_block_does_not_change_the_other_blocks() -> None:
+    """Each block is written as it would be alone. The recipes here have no tensor-level scale."""
     x = wide((3, 50), seed=15, exponents=4)
     for recipe in (MXFP8BlockScaling(), Float8BlockScaling(block_k=16), INT4Scaling(group_size=16)):
         k = recipe.format.scale.block[1]
@@ -289,7 +292,7 @@ def test_empty_and_tiny_shapes_work(recipe: breccia.ScalingRecipe, shape: tuple[
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33])
-def test_odd_lengths_round_trip_their_shape_and_tail(length: int) -> None:
+def test_odd_lengths_keep_their_shape_and_padding(length: int) -> None:
     for recipe in RECIPES:
         st = breccia.cast(np.ones((2, length), np.float32), recipe)
         assert st.shape == (2, length)
@@ -299,20 +302,20 @@ def test_odd_lengths_round_trip_their_shape_and_tail(length: int) -> None:
 # ------------------------------------------------------------------------------------------------ special values
 
 
-def test_nothing_non_finite_decodes_to_something_finite(recipe: breccia.ScalingRecipe) -> None:
+def test_non_finite_elements_decode_to_non_finite_values(recipe: breccia.ScalingRecipe) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         x = wide((6, 64), seed=16, exponents=3)
         x[2, 9] = bad
         y = breccia.dequantize(breccia.cast(x, recipe))
         assert not np.isfinite(y[2, 9])
         m, k = recipe.format.scale.block
-        if m is not None and k is not None:  # only its own block is lost
+        if m is not None and k is not None:  # only the block of the element is lost
             touched = np.zeros(x.shape, bool)
             touched[2 // m * m : 2 // m * m + m, 9 // k * k : 9 // k * k + k] = True
             assert np.isnan(y[touched]).all() and np.isfinite(y[~touched]).all()
 
 
-def test_fp16_and_bf16_inputs_are_widened_exactly(recipe: breccia.ScalingRecipe) -> None:
+def test_fp16_and_bf16_inputs_are_converted_exactly(recipe: breccia.ScalingRecipe) -> None:
     import ml_dtypes
 
     x = wide((4, 64), seed=17, exponents=4)
@@ -330,11 +333,11 @@ def test_out_dtype_rounds_the_fp32_result_once(recipe: breccia.ScalingRecipe) ->
     assert breccia.dequantize(st, out_dtype="bfloat16").tobytes() == y.astype(ml_dtypes.bfloat16).tobytes()
 
 
-def test_requantize_is_cast_of_dequantize_and_free_under_the_same_recipe(recipe: breccia.ScalingRecipe) -> None:
+def test_requantize_equals_cast_of_dequantize_and_is_a_no_op_under_the_same_recipe(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(wide((6, 64), seed=19, exponents=4), recipe)
     assert breccia.requantize(st, recipe) is st
     for other in (MXFP8BlockScaling(), INT4Scaling(group_size=32)):
-        if other != recipe and not is_exact(recipe, other):  # those pairs are tests/test_requantize.py's
+        if other != recipe and not is_exact(recipe, other):  # tests/test_requantize.py tests those pairs
             assert parts(breccia.requantize(st, other)) == parts(breccia.cast(breccia.dequantize(st), other))
     turned = breccia.requantize(st.mT, Float8BlockScaling(block_k=32))
     assert turned.axis == -2
@@ -352,7 +355,7 @@ def test_cast_ste_is_the_round_trip_in_the_input_dtype(recipe: breccia.ScalingRe
 
 
 def test_matmul_is_the_fp32_product_of_the_dequantized_operands() -> None:
-    """The bound is that of any FP32 summation order: |error| <= K u / (1 - K u) sum |a||b|, u = 2^-24 (Higham, 3.1)."""
+    """The bound for any order of FP32 summation: |error| <= K u / (1 - K u) sum |a||b|, u = 2^-24 (Higham, 3.1)."""
     rng = np.random.default_rng(0)
     a = breccia.cast(rng.standard_normal((16, 256)).astype(np.float32), Float8CurrentScaling())
     w = breccia.cast(rng.standard_normal((256, 64)).astype(np.float32), Float8BlockScaling(block_k=128))
@@ -365,8 +368,8 @@ def test_matmul_is_the_fp32_product_of_the_dequantized_operands() -> None:
 
 
 @pytest.mark.parametrize("length", [64, 512, 4096])
-def test_matmul_keeps_its_bound_with_one_large_and_many_small_terms(length: int) -> None:
-    """Adversarial K: 2^12 once, then ones, which an accumulator of fewer bits swallows. Same bound as above."""
+def test_matmul_stays_within_its_bound_with_one_large_and_many_small_terms(length: int) -> None:
+    """2^12 once and then ones, which a narrower accumulator loses. Same bound as above."""
     a = np.ones((4, length), np.float32)
     a[:, 0] = 4096.0
     b = np.ones((length, 3), np.float32)
@@ -376,7 +379,7 @@ def test_matmul_keeps_its_bound_with_one_large_and_many_small_terms(length: int)
     bound = length * u / (1 - length * u) * (np.abs(p) @ np.abs(q))
     assert (np.abs(breccia.matmul(*st) - p @ q) <= bound).all()
 
-    def accumulated_in_fp16() -> np.ndarray:  # the bound is not vacuous: this planted fault breaks it
+    def accumulated_in_fp16() -> np.ndarray:  # a planted fault that the bound must reject
         total = np.zeros((4, 3), np.float16)
         for k in range(length):
             total = (total + (p[:, k : k + 1] * q[k]).astype(np.float16)).astype(np.float16)
@@ -385,7 +388,7 @@ def test_matmul_keeps_its_bound_with_one_large_and_many_small_terms(length: int)
     assert (np.abs(accumulated_in_fp16() - p @ q) > bound).any()
 
 
-def test_matmul_takes_raw_arrays_batches_and_transposed_weights() -> None:
+def test_matmul_accepts_arrays_batches_and_transposed_weights() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((3, 5, 64)).astype(np.float32)
     w = breccia.cast(rng.standard_normal((7, 64)).astype(np.float32), MXFP8BlockScaling())
@@ -425,7 +428,7 @@ def test_amax_history_supplies_the_scale_of_the_largest_recent_amax() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
-def test_amax_history_keeps_its_scale_where_the_amax_says_nothing(bad: float) -> None:
+def test_amax_history_keeps_its_scale_for_a_zero_or_non_finite_amax(bad: float) -> None:
     history = breccia.AmaxHistory(DelayedScaling(amax_history_len=1)).update(np.full((2, 2), 3.0, np.float32))
     after = history.update(np.full((2, 2), bad, np.float32))
     assert np.asarray(after.scale).tobytes() == np.asarray(history.scale).tobytes()

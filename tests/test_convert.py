@@ -1,4 +1,4 @@
-"""`breccia convert` and `breccia inspect`, through the program's own entry, on checkpoints made here."""
+"""`breccia convert` and `breccia inspect`, called through the command line, on checkpoints made here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from breccia_bridges.measure import Stored
 from breccia_bridges.results import Report
 from breccia_bridges.safetensors_file import Container, Writer
 
-#: Every recipe and every framework in `make test`; their products in `make test-all`.
+#: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
 pytestmark = pytest.mark.covering(1)
 
 
@@ -97,7 +97,7 @@ def test_every_recipe_converts_and_loads_as_a_direct_cast(recipe: breccia.Scalin
     assert entries(tmp_path) == ["model.safetensors", "out.safetensors"]
 
 
-def test_figures_of_the_report_are_those_of_the_definition(source: Path, tmp_path: Path) -> None:
+def test_the_report_has_the_defined_error_metrics(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out.safetensors", breccia.NVFP4BlockScaling())
     by_name = {t.name: t for t in report.tensors}
     x = weights()["layer.0.attention.weight"].astype(np.float64)
@@ -105,7 +105,7 @@ def test_figures_of_the_report_are_those_of_the_definition(source: Path, tmp_pat
     t = by_name["layer.0.attention.weight"]
     assert t.measured.sqnr == pytest.approx(
         10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), rel=1e-12
-    )  # FP64 sums, other order
+    )  # FP64 sums in another order
     assert t.measured.cosine == pytest.approx((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()), rel=1e-12)
     assert t.measured.max_error == np.abs(x - y).max()
     assert t.bytes_out == 64 * 64 // 2 + 64 * 4 + 4 and t.bytes_in == 64 * 64 * 4
@@ -160,7 +160,7 @@ def sharded(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sharded_folder_converts_shard_by_shard_with_its_companions(sharded: Path, tmp_path: Path) -> None:
+def test_a_sharded_folder_converts_shard_by_shard_with_its_other_files(sharded: Path, tmp_path: Path) -> None:
     out = tmp_path / "quantized"
     convert(sharded, out, breccia.INT4Scaling(group_size=32))
     assert entries(out) == [
@@ -181,7 +181,7 @@ def test_a_sharded_folder_converts_shard_by_shard_with_its_companions(sharded: P
     assert set(loaded) == set(weights())
 
 
-def test_a_converted_folder_loads_as_one(sharded: Path, tmp_path: Path) -> None:
+def test_a_converted_folder_loads_as_one_checkpoint(sharded: Path, tmp_path: Path) -> None:
     convert(sharded, tmp_path / "out", breccia.NVFP4BlockScaling())
     loaded = load_safetensors(tmp_path / "out")
     assert set(loaded) == set(weights())
@@ -198,7 +198,7 @@ def test_a_folder_without_an_index_converts_too(source: Path, tmp_path: Path) ->
     assert entries(tmp_path / "out") == ["model.safetensors"]
 
 
-def test_force_replaces_files_and_folders_whole(sharded: Path, source: Path, tmp_path: Path) -> None:
+def test_force_replaces_whole_files_and_folders(sharded: Path, source: Path, tmp_path: Path) -> None:
     for src, dst in ((source, tmp_path / "o.safetensors"), (sharded, tmp_path / "o")):
         convert(src, dst, breccia.MXFP8BlockScaling())
         with pytest.raises(FileExistsError, match="exists; choose another name, or replace it: force=True"):
@@ -209,7 +209,7 @@ def test_force_replaces_files_and_folders_whole(sharded: Path, source: Path, tmp
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_a_failure_midway_leaves_nothing_and_keeps_what_was_there(
+def test_a_failed_conversion_leaves_no_files_and_keeps_existing_ones(
     source: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -235,13 +235,13 @@ def test_a_failure_midway_leaves_nothing_and_keeps_what_was_there(
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_bytes_that_read_back_otherwise_are_caught(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_differ_when_read_back_are_reported(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reopen = Container.array
 
     def flips(self: Container, name: str) -> np.ndarray:
         found = reopen(self, name)
         if name == "layer.0.experts.scale":
-            found.reshape(-1).view(np.uint8)[3] ^= 1  # of this process's copy of the page
+            found.reshape(-1).view(np.uint8)[3] ^= 1  # only in this process, not in the file
         return found
 
     monkeypatch.setattr(Container, "array", flips)
@@ -250,7 +250,7 @@ def test_bytes_that_read_back_otherwise_are_caught(source: Path, tmp_path: Path,
     assert entries(tmp_path) == ["model.safetensors"]
 
 
-def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safetensors_must_be_able_to_open_the_output(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = converter.safe_open
 
     def of_the_source(path: Path, framework: str) -> Any:
@@ -320,13 +320,13 @@ def test_the_stock_reader_must_open_what_was_written(source: Path, tmp_path: Pat
         ),
     ],
 )
-def test_a_conversion_that_cannot_be_is_one_readable_line_and_leaves_no_file(
+def test_an_impossible_conversion_prints_one_line_and_leaves_no_file(
     arrange: Any, message: str, source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cwd" / "inner").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "cwd" / "inner")
     src, dst = arrange(tmp_path)
-    assert tmp_path in (Path.cwd() / dst).parents, "no test may name a place outside its own folder to be replaced"
+    assert tmp_path in (Path.cwd() / dst).parents, "a test may replace only files in its own folder"
     before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
     code, out, err = run("convert", src, dst, "--recipe", "mxfp8", "--force")
     assert (code, out) == (1, "")
@@ -334,12 +334,12 @@ def test_a_conversion_that_cannot_be_is_one_readable_line_and_leaves_no_file(
     assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
 
 
-def test_the_root_is_no_destination(source: Path, tmp_path: Path) -> None:
+def test_the_root_folder_is_refused_as_destination(source: Path, tmp_path: Path) -> None:
     root = converter._location(Path("/"))
     with pytest.raises(
         breccia.UnsupportedError, match="^/ is or contains the current folder; choose a folder or file inside it"
     ):
-        converter._check_destination(source, [source], root, True)  # which only looks
+        converter._check_destination(source, [source], root, True)  # this function only checks
 
 
 def _text(path: Path) -> Path:
@@ -371,7 +371,7 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _linked_shards(folder: Path) -> Path:
-    """A checkpoint as download caches keep it: links to files elsewhere."""
+    """A checkpoint as in a download cache: links to files in another folder."""
     _link(_folder(folder / "snapshot") / "model.safetensors", _checkpoint(folder / "blobs") / "model.safetensors")
     return folder / "snapshot"
 
@@ -410,7 +410,7 @@ def test_the_program_converts_inspects_and_reports(source: Path, tmp_path: Path,
     assert report["recipe"] == breccia.MXFP8BlockScaling().to_dict() and len(report["tensors"]) == 11 and report["seconds"] > 0
 
 
-def test_a_source_with_nan_is_converted_and_said(tmp_path: Path, run: Run) -> None:
+def test_a_source_with_nan_is_converted_with_a_warning(tmp_path: Path, run: Run) -> None:
     bad = np.ones((4, 64), np.float32)
     bad[1, 40] = np.nan
     save_file({"w": bad, "v": np.ones((4, 64), np.float32)}, tmp_path / "m.safetensors")
@@ -421,10 +421,10 @@ def test_a_source_with_nan_is_converted_and_said(tmp_path: Path, run: Run) -> No
     assert {t["name"]: t["max_error"] for t in json.loads(text)["tensors"]} == {"w": None, "v": 0.0}
 
 
-# ------------------------------------------------------------------------------------------------ what is replaced, and when
+# ------------------------------------------------------------------------------------------------ replacing the destination
 
 
-def test_a_link_at_the_destination_is_replaced_and_what_it_leads_to_left_alone(source: Path, tmp_path: Path) -> None:
+def test_a_link_at_the_destination_is_replaced_and_its_target_kept(source: Path, tmp_path: Path) -> None:
     recipe = breccia.MXFP8BlockScaling()
     model, other = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "other")
     kept = (other / "model.safetensors").read_bytes()
@@ -462,7 +462,7 @@ def _failing_renames(monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
     monkeypatch.setattr(Path, "rename", rename)
 
 
-def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
     (old / "mine.txt").write_text("mine")
     _failing_renames(monkeypatch, 2)
@@ -471,7 +471,9 @@ def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path: Path, monkeypatc
     assert (old / "mine.txt").read_text() == "mine" and entries(tmp_path) == ["m", "old"]
 
 
-def test_a_folder_that_cannot_be_put_back_is_kept_and_its_place_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_restored_is_kept_and_its_path_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
     (old / "mine.txt").write_text("mine")
     _failing_renames(monkeypatch, 2, 3)
@@ -482,7 +484,7 @@ def test_a_folder_that_cannot_be_put_back_is_kept_and_its_place_named(tmp_path: 
     assert (kept / "mine.txt").read_text() == "mine" and not old.exists()
 
 
-def test_what_was_replaced_and_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_contents_that_cannot_be_removed_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, old = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "old")
     real = shutil.rmtree
 
@@ -496,7 +498,7 @@ def test_what_was_replaced_and_cannot_be_removed_is_named(tmp_path: Path, monkey
     assert "mxfp8" in str(Container(old / "model.safetensors").metadata)
 
 
-def test_a_destination_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_destination_created_during_the_conversion_is_not_touched(tmp_path: Path) -> None:
     model, out = _checkpoint(tmp_path / "m"), tmp_path / "out"
 
     def appears(name: str, size: int) -> None:
@@ -513,7 +515,7 @@ def test_a_destination_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -
 INTERRUPTED = """
 import signal, sys, time
 import breccia_bridges.convert as converter
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background may ignore these two
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may ignore these two
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def cast(*arguments, **options):
@@ -526,23 +528,23 @@ run(sys.argv[1:])
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="other systems end a process without asking it")
+@pytest.mark.skipif(os.name != "posix", reason="other systems end a process without a signal handler")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-def test_a_signal_leaves_nothing_behind_and_is_told_in_one_line(name: str, code: int, tmp_path: Path) -> None:
+def test_a_signal_leaves_no_files_and_prints_one_line(name: str, code: int, tmp_path: Path) -> None:
     source, out = _checkpoint(tmp_path / "m"), _checkpoint(tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     words = ["convert", str(source), str(out), "-r", "mxfp8", "--force"]
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED, *words], stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "casting\n"
-        assert len(entries(tmp_path)) == 3, "the conversion is under way, in a folder of its own"
+        assert len(entries(tmp_path)) == 3, "the conversion is running and has a temporary folder"
         process.send_signal(getattr(signal, name))
         text, err = process.communicate(timeout=30)
     assert (process.returncode, text, err) == (code, "", "interrupted; nothing was written\n")
     assert entries(tmp_path) == ["m", "out"] and (out / "model.safetensors").read_bytes() == before
 
 
-def test_a_signal_that_comes_too_late_is_told_so(
+def test_a_signal_after_the_output_is_written_says_so(
     source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, out = converter._remove, tmp_path / "o.safetensors"
@@ -559,7 +561,7 @@ def test_a_signal_that_comes_too_late_is_told_so(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="SIGHUP is POSIX's")
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="SIGHUP exists only on POSIX")
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -574,12 +576,12 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ folders
 
 
-def test_companions_are_copied_without_other_weights_hidden_folders_and_links_to_nothing(sharded: Path, tmp_path: Path) -> None:
+def test_other_files_are_copied_except_weights_hidden_folders_and_dangling_links(sharded: Path, tmp_path: Path) -> None:
     files = {
         ".gitattributes": True,
         "tokenizer.json": True,
         "original/params.json": True,
-        "2_Dense/model.safetensors": True,  # a module of its own, which the index does not name
+        "2_Dense/model.safetensors": True,  # a separate module, which the index does not list
         "original/consolidated.00.pth": False,
         "onnx/model.onnx": False,
         "onnx/model.onnx_data": False,
@@ -605,7 +607,7 @@ def test_companions_are_copied_without_other_weights_hidden_folders_and_links_to
     assert not (tmp_path / "out" / "onnx").exists() and not (tmp_path / "out" / "merges.txt").is_symlink()
 
 
-def test_companions_that_cannot_be_copied_stop_a_conversion_before_its_work(
+def test_other_files_that_cannot_be_copied_stop_a_conversion_before_it_starts(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: Path, destination: Path) -> None:
@@ -620,7 +622,7 @@ def test_companions_that_cannot_be_copied_stop_a_conversion_before_its_work(
     assert not [p for p in tmp_path.iterdir() if p.name.startswith((".", "out"))]
 
 
-def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+def test_hidden_files_are_not_shards(tmp_path: Path) -> None:
     _text(_checkpoint(tmp_path / "m") / "._model.safetensors")
     report = convert(tmp_path / "m", tmp_path / "out", breccia.MXFP8BlockScaling())
     assert [t.name for t in report.tensors] == ["w"]
@@ -640,13 +642,13 @@ def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
         ({"a": "1", "e": "4", "twice": "4"}, "tensor 'twice' is in both"),
     ],
 )
-def test_an_index_that_its_shards_contradict_is_refused_before_any_work(
+def test_an_index_that_contradicts_its_shards_is_refused_before_the_conversion(
     listed: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     folder = _folder(tmp_path / "m")
     for name, held in {"1": ["a"], "2": ["b"], "3": ["twice"], "4": ["e", "twice"]}.items():
         save_file({tensor: np.ones((4, 64), np.float32) for tensor in held}, folder / f"{name}.safetensors")
-    if "twice" in listed:  # both files are the checkpoint's only where the index names both
+    if "twice" in listed:  # both files belong to the checkpoint only if the index lists both
         listed = {**listed, "twice": "3", "e": "4"}
     (folder / INDEX).write_text(json.dumps({"weight_map": {t: f"{n}.safetensors" for t, n in listed.items()}}))
     if not message:
@@ -657,7 +659,7 @@ def test_an_index_that_its_shards_contradict_is_refused_before_any_work(
     assert str(refused.value).startswith(str(folder / INDEX)) and entries(tmp_path) == ["m"]
 
 
-def test_a_tensor_missing_from_the_index_is_named_with_its_file(sharded: Path, tmp_path: Path) -> None:
+def test_a_tensor_missing_from_the_index_is_reported_with_its_file(sharded: Path, tmp_path: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     file = index["weight_map"].pop("layer.0.experts")
     (sharded / INDEX).write_text(json.dumps(index))
@@ -665,7 +667,7 @@ def test_a_tensor_missing_from_the_index_is_named_with_its_file(sharded: Path, t
         convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling())
 
 
-def test_a_shard_that_is_quantized_already_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_quantized_shard_is_refused_before_the_conversion(tmp_path: Path) -> None:
     folder = _checkpoint(tmp_path / "m")
     convert(folder / "model.safetensors", folder / "z.safetensors", breccia.MXFP8BlockScaling())
 
@@ -676,7 +678,9 @@ def test_a_shard_that_is_quantized_already_is_refused_before_any_work(tmp_path: 
         convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
 
 
-def test_a_converted_folder_says_what_its_config_does_not(sharded: Path, source: Path, tmp_path: Path, run: Run) -> None:
+def test_a_converted_folder_reports_that_its_config_has_no_quantization(
+    sharded: Path, source: Path, tmp_path: Path, run: Run
+) -> None:
     _, text, _ = run("convert", sharded, tmp_path / "out", "-r", "mxfp8")
     assert text.splitlines()[-1].split(maxsplit=1) == [
         "note",
@@ -687,10 +691,10 @@ def test_a_converted_folder_says_what_its_config_does_not(sharded: Path, source:
     assert "config.json" not in text
 
 
-# ------------------------------------------------------------------------------------------------ what is kept, and why
+# ------------------------------------------------------------------------------------------------ tensors that are kept
 
 
-def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
+def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
     save_file(
         {
             "conv.weight": np.ones((8, 8, 3, 3), np.float32),  # 4 bits in blocks of 3 under FP32 scales
@@ -729,7 +733,7 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
     assert load_safetensors(tmp_path / "o.safetensors")["column"].tobytes() == halves["column"].tobytes()
 
 
-def test_patterns_without_a_tensor_and_conversions_of_nothing_are_warned_of(source: Path, tmp_path: Path, run: Run) -> None:
+def test_patterns_without_a_match_and_empty_conversions_give_a_warning(source: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "o.safetensors"
     words = ("convert", source, out, "-r", "mxfp8", "--force")
     code, _, err = run(*words, "--include", "lm_hed*", "--exclude", "*.mpl.*", "--exclude", "*.mlp.*")
@@ -741,7 +745,7 @@ def test_patterns_without_a_tensor_and_conversions_of_nothing_are_warned_of(sour
     assert load_safetensors(out)["lm_head.weight"].tobytes() == weights()["lm_head.weight"].tobytes()
 
 
-def test_values_that_overflow_when_decoded_are_reported_not_a_crash(tmp_path: Path, run: Run) -> None:
+def test_values_that_overflow_when_decoded_are_reported(tmp_path: Path, run: Run) -> None:
     x = np.full((4, 64), np.finfo(np.float32).max)
     x[0, 1] = 0.0
     save_file({"w": x}, tmp_path / "m.safetensors")
@@ -805,7 +809,7 @@ def awkward() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("slab", [1, 130, 1000])
-def test_slabs_change_no_byte(
+def test_the_slab_size_changes_no_byte(
     slab: int, recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = awkward()
@@ -825,12 +829,12 @@ def test_slabs_change_no_byte(
         assert a.measured.max_error == b.measured.max_error or (
             np.isnan(a.measured.max_error) and np.isnan(b.measured.max_error)
         )
-        assert a.measured.sqnr == pytest.approx(b.measured.sqnr, rel=1e-12, nan_ok=True)  # FP64 sums, other order
+        assert a.measured.sqnr == pytest.approx(b.measured.sqnr, rel=1e-12, nan_ok=True)  # FP64 sums in another order
 
 
 @dataclass(frozen=True)
 class Shifted(breccia.ScalingRecipe):
-    """One zero-point for the whole tensor."""
+    """A tensor-level scale and zero-point."""
 
     name = "shifted"
 
@@ -841,7 +845,7 @@ class Shifted(breccia.ScalingRecipe):
 
 @dataclass(frozen=True)
 class Eighths(breccia.ScalingRecipe):
-    """One 8-bit scale for the whole tensor, which may be zero."""
+    """A tensor-level 8-bit scale, which may be zero."""
 
     name = "eighths"
 
@@ -862,7 +866,7 @@ class Columns(breccia.ScalingRecipe):
 
 
 @pytest.mark.parametrize(("recipe", "slabs"), [(Shifted(), 1), (Eighths(), 1), (Columns(), 30)], ids=["all", "zero", "row"])
-def test_recipes_of_others_keep_their_bytes_whether_slabs_suit_them_or_not(
+def test_third_party_recipes_write_the_same_bytes_in_slabs(
     recipe: breccia.ScalingRecipe, slabs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "SLAB", 64)
@@ -889,11 +893,11 @@ def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.
     assert shapes("w", breccia.MXFP8BlockScaling()) == [(1, 9, 16), (1, 1, 16)] * 6, "rows of one matrix"
 
 
-def test_memory_stays_that_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_bounded_by_the_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = wide((1024, 512), exponents=3)
     save_file({"w": x}, tmp_path / "m.safetensors")
     monkeypatch.setattr(measure, "SLAB", 1 << 14)
-    convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())  # imports what it needs
+    convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())  # so that all imports are done
     tracemalloc.start()
     try:
         for recipe in (breccia.NVFP4BlockScaling(), breccia.Float8CurrentScaling(), breccia.Float8BlockScaling(block_m=4)):
@@ -945,9 +949,9 @@ for words in sys.argv[2:]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read as Linux tells it")
 def test_a_tensor_of_a_gibibyte_takes_megabytes(tmp_path: Path) -> None:
-    """Peak of RssAnon, sampled each millisecond: resident memory without pages of mapped files, which the system may drop.
+    """Peak of RssAnon, sampled every millisecond: resident memory without pages of mapped files, which the system may drop.
 
-    What is asserted is by how much a 1 GiB FP32 tensor exceeds one of 1 MiB (a quarter of a slab): measured 65 MB.
+    The assertion bounds the difference between a 1 GiB FP32 tensor and one of 1 MiB (a quarter of a slab): measured 65 MB.
     """
     words = ["nvfp4", "fp8_current"]
     command = [sys.executable, "-c", RESIDENT, str(tmp_path), *words]
@@ -960,7 +964,7 @@ def test_a_tensor_of_a_gibibyte_takes_megabytes(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ writing in pieces
 
 
-def test_tensors_are_written_in_pieces_side_by_side(tmp_path: Path) -> None:
+def test_tensors_can_be_written_in_pieces_in_any_order(tmp_path: Path) -> None:
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     with Writer(tmp_path / "f", {"x": ("F32", (4, 3)), "n": ("U8", (2,)), "empty": ("F32", (0, 3))}) as writer:
         with writer.stream("x") as put, writer.stream("n") as count:
@@ -973,7 +977,7 @@ def test_tensors_are_written_in_pieces_side_by_side(tmp_path: Path) -> None:
     assert written.array("x").tobytes() == x.tobytes() and written.array("n").tolist() == [0, 1]
 
 
-def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> None:
+def test_pieces_must_add_up_and_each_tensor_is_written_once(tmp_path: Path) -> None:
     with Writer(tmp_path / "f", {"x": ("F32", (2,))}) as writer:
         with pytest.raises(breccia.ShapeError, match=r"of shape \(2,\), 8 bytes; got 4 bytes"), writer.stream("x") as put:
             put(bytes(4))
@@ -995,7 +999,7 @@ def test_pieces_must_add_up_and_each_tensor_be_written_once(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------ the program
 
 
-def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
+def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
     code, text, _ = run("explain", "cast", "nvfp4", "--on", "numpy", "--prefer", "numpy.cast")
     assert code == 0 and text.startswith("cast of nvfp4 on numpy\n -> numpy.cast") and "kernels/numpy/casting.py:" in text
     code, text, _ = run("explain", "matmul", "fp8_block", "mxfp8", "--json")
@@ -1019,7 +1023,7 @@ def test_explain_plugins_version_and_unknown_words(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["", "convert", "inspect", "explain", "plugins"])
-def test_help_of_every_command_fits_a_screen(command: str, run: Run) -> None:
+def test_help_of_every_command_fits_on_a_screen(command: str, run: Run) -> None:
     code, text, _ = run(*command.split(), "--help")
     assert code == 0 and "Usage: breccia" in text and len(text.splitlines()) <= 40
 
@@ -1030,13 +1034,13 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_commands_of_an_absent_distribution_say_where_they_come_from() -> None:
+def test_commands_of_a_missing_distribution_name_the_distribution() -> None:
     done = program("convert", "a", "b", "--recipe", "nvfp4", BRECCIA_BLOCK="bridges")
     assert done.returncode == 1
     assert done.stderr == f"error: `breccia convert` comes with breccia-bridges: {install('breccia-bridges')}\n"
 
 
-def test_without_the_extra_the_program_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ImportError('blocked', name='typer')")
     done = program("plugins", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
@@ -1046,7 +1050,7 @@ def test_without_the_extra_the_program_says_what_to_install(tmp_path: Path) -> N
 # -- dry runs and reports ----------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source: Path, tmp_path: Path, run: Run) -> None:
+def test_a_dry_run_prints_what_would_be_written_and_writes_nothing(source: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "o.safetensors"
     before = entries(tmp_path)
     code, text, _ = run("convert", source, out, "-r", "nvfp4", "--dry-run", "--json")
@@ -1065,9 +1069,7 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source: Path, t
     assert planned["sqnr_db"] is None and planned["worst"] is None
 
 
-def test_a_dry_run_reads_no_tensor_and_prints_what_it_did_not_do(
-    source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_reads_no_tensor_and_says_so(source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Container, "array", lambda self, name: pytest.fail(f"read {name}"))
     code, out, err = run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run")
     assert (code, err) == (0, "")
@@ -1075,7 +1077,7 @@ def test_a_dry_run_reads_no_tensor_and_prints_what_it_did_not_do(
     assert "verified" not in out and "SQNR" not in out and "quantized   5 tensors" in out
 
 
-def test_a_dry_run_fails_where_the_run_would(source: Path, tmp_path: Path, run: Run) -> None:
+def test_a_dry_run_fails_if_the_conversion_would(source: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "o.safetensors").write_bytes(b"mine")
     code, _, err = run("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run")
     assert code == 1 and "exists; choose another name, or replace it: force=True (--force)." in err
@@ -1084,7 +1086,7 @@ def test_a_dry_run_fails_where_the_run_would(source: Path, tmp_path: Path, run: 
     assert (tmp_path / "o.safetensors").read_bytes() == b"mine"
 
 
-def test_a_dry_run_has_nothing_to_report(source: Path, tmp_path: Path, run: Run) -> None:
+def test_a_dry_run_refuses_to_write_a_report(source: Path, tmp_path: Path, run: Run) -> None:
     words = ("convert", source, tmp_path / "o.safetensors", "-r", "int4", "--dry-run", "--report", tmp_path / "r.html")
     code, _, err = run(*words)
     assert code == 2 and "--report shows measurements, and --dry-run measures nothing; use only one of them." in err
@@ -1113,7 +1115,7 @@ def test_a_report_that_cannot_be_written_stops_the_run_before_it_starts(source: 
     assert entries(tmp_path) == ["model.safetensors"]
 
 
-def test_runs_of_one_recipe_are_labelled_by_their_files(source: Path, tmp_path: Path) -> None:
+def test_runs_with_one_recipe_are_labelled_by_their_files(source: Path, tmp_path: Path) -> None:
     reports = [convert(source, tmp_path / f"{n}.safetensors", breccia.INT4Scaling(), histograms=True) for n in "ab"]
     assert [r["label"] for r in commands.runs(reports)] == ["a", "b"]
     (alone,) = commands.runs(reports[:1])
@@ -1122,7 +1124,7 @@ def test_runs_of_one_recipe_are_labelled_by_their_files(source: Path, tmp_path: 
     assert listed["step"] is None and sum(listed["layer.0.attention.weight"]["before"]) == 64 * 64
 
 
-def test_labels_are_the_shortest_that_tell_runs_apart(source: Path, tmp_path: Path) -> None:
+def test_labels_are_the_shortest_that_distinguish_the_runs(source: Path, tmp_path: Path) -> None:
     def labels(*destinations: str) -> list[str]:
         reports = [Report(str(source), str(tmp_path / path), breccia.INT4Scaling()) for path in destinations]
         return commands._labels(reports)
@@ -1132,7 +1134,7 @@ def test_labels_are_the_shortest_that_tell_runs_apart(source: Path, tmp_path: Pa
     assert labels("a.safetensors", "a.safetensors") == ["1: a", "2: a"]
 
 
-def test_a_report_never_takes_the_place_of_a_checkpoint(source: Path, tmp_path: Path, run: Run) -> None:
+def test_a_report_never_overwrites_a_checkpoint(source: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "out.html"
     folder.mkdir()
     shutil.copy(source, folder / "m.safetensors")
@@ -1141,9 +1143,7 @@ def test_a_report_never_takes_the_place_of_a_checkpoint(source: Path, tmp_path: 
     assert entries(tmp_path) == ["model.safetensors", "out.html"]
 
 
-def test_a_folder_that_cannot_be_written_to_stops_the_run(
-    source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_folder_stops_the_run(source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def locked(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -1155,12 +1155,12 @@ def test_a_folder_that_cannot_be_written_to_stops_the_run(
     assert entries(tmp_path) == ["model.safetensors"]
 
 
-def test_a_folder_does_not_become_a_file_name(sharded: Path, tmp_path: Path, run: Run) -> None:
+def test_a_folder_cannot_be_converted_to_a_file(sharded: Path, tmp_path: Path, run: Run) -> None:
     code, _, err = run("convert", sharded, tmp_path / "o.safetensors", "-r", "int4")
     assert code == 1 and "names a file but the source is a folder; give the name of a folder." in err
 
 
-def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run: Run) -> None:
+def test_an_element_format_in_place_of_a_recipe_lists_its_recipes(source: Path, run: Run) -> None:
     for word, recipes in [
         ("fp8", "fp8_delayed, fp8_current, fp8_row, fp8_block, mxfp8"),
         ("FP4", "mxfp4, nvfp4"),
@@ -1172,14 +1172,14 @@ def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run:
         assert err == f"error: {word!r} is an element format, not a recipe; its recipes differ in their scales: {recipes}.\n"
 
 
-def test_what_is_kept_by_default_is_named(source: Path, tmp_path: Path, run: Run) -> None:
+def test_tensors_kept_by_default_are_listed(source: Path, tmp_path: Path, run: Run) -> None:
     _, out, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "int4")
     assert "by default  kept, unless --include names them: embed_tokens.weight, lm_head.weight" in out
     _, _, err = run("convert", source, tmp_path / "p.safetensors", "-r", "int4", "--include", "embed*,lm_head*")
     assert "warning: the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern." in err
 
 
-def test_rows_shorter_than_a_block_are_told(tmp_path: Path, run: Run) -> None:
+def test_rows_shorter_than_a_block_give_a_warning(tmp_path: Path, run: Run) -> None:
     rng = np.random.default_rng(0)
     shapes = {"conv.weight": (32, 16, 3, 3), "tail.weight": (32, 40), "fine.weight": (32, 64)}
     save_file({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m.safetensors")

@@ -1,4 +1,4 @@
-"""The CUDA kernel of the tutorial, on a device: its bytes, and that layers, gradients and graphs reach it."""
+"""The CUDA kernel of the tutorial on a GPU: its bytes, and that layers, gradients and graphs use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = breccia.Float8BlockScaling()
 
 @pytest.fixture
 def acme(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of its kernel, in a registry that has it."""
+    """Register the plug-in; returns the name of its kernel."""
     monkeypatch.syspath_prepend(SOURCES)
     from importlib import import_module
 
@@ -52,7 +52,7 @@ def test_the_kernel_of_the_tutorial_writes_the_bytes_of_the_generic_algorithm(ac
 
 
 @on_cuda
-def test_layers_gradients_and_graphs_reach_the_kernel_of_the_tutorial(acme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_gradients_and_graphs_use_the_kernel_of_the_tutorial(acme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from acme_breccia import cuda
 

@@ -1,4 +1,4 @@
-"""Recipes, layouts, formats and codecs: fields, defaults, checks, JSON forms, and every message read."""
+"""Recipes, layouts, formats and codecs: fields, defaults, checks, JSON forms, and every error message."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from breccia.layouts import Layout
 from breccia.recipes import RECIPES
 from breccia.rules import EVEN, HALF_RANGE, LINEAR, RCEIL, TE
 
-#: Fields, order and defaults of the recipes as their users know them: positions and names are for ever.
+#: Fields, their order and defaults in the recipes. They are public API: positions and names must not change.
 INTEGERS: dict[str, Any] = {"symmetric": True, "scale_rule": "linear", "offset": "zero_point"}
 FIELDS = {
     "fp8_delayed": {"fp8_format": "E4M3", "amax_history_len": 16, "margin": 0, "scale_rule": "linear"},
@@ -61,7 +61,7 @@ FIELDS = {
     "int8": {"group_size": None, "signed": True, "scale_dtype": "fp32"} | INTEGERS,
 }
 
-#: Fields that came later, after all others: files and digests of tensors know them only where they are not at their default.
+#: Fields added later, at the end: files and digests of tensors contain them only where they differ from their default.
 ADDED: dict[str, dict[str, Any]] = {"nvfp4": {"global_sense": "multiplier"}}
 
 
@@ -80,7 +80,7 @@ def test_recipes_have_their_fields_defaults_and_json_form(cls: type[breccia.Scal
         recipe.fp8_format = "E5M2"  # type: ignore[attr-defined]
 
 
-def test_a_field_that_came_later_is_written_where_it_is_not_at_its_default() -> None:
+def test_a_field_added_later_is_written_only_if_it_differs_from_its_default() -> None:
     divisor = NVFP4BlockScaling(global_sense="divisor")
     assert divisor.to_dict() == {"name": "nvfp4", "fields": FIELDS["nvfp4"] | {"global_sense": "divisor"}}
     assert breccia.ScalingRecipe.from_json(divisor.to_json()) == divisor != NVFP4BlockScaling()
@@ -93,7 +93,7 @@ def test_a_field_that_came_later_is_written_where_it_is_not_at_its_default() -> 
 
 
 @pytest.mark.parametrize("recipe", SETTINGS, ids=recipe_id)
-def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingRecipe) -> None:
+def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingRecipe) -> None:
     assert breccia.recipe(recipe.spec) == recipe
     assert recipe.spec.count(",") == len(recipe.changed)
 
@@ -153,13 +153,13 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: INT4Scaling.from_json(MXFP8BlockScaling().to_json()), "this is a recipe 'mxfp8', not 'int4'"),
     ],
 )
-def test_a_value_a_declaration_cannot_have_is_refused_by_name(make: Any, message: str) -> None:
+def test_an_invalid_field_value_is_refused_with_the_name_of_the_field(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert isinstance(caught.value, breccia.BrecciaError)
 
 
-def test_the_command_lines_spelling_of_a_recipe() -> None:
+def test_recipes_parse_from_the_command_line() -> None:
     assert breccia.recipe("fp8_block, block_m=128, power_of_two_scale=true") == Float8BlockScaling(
         block_m=128, power_of_two_scale=True
     )
@@ -170,7 +170,7 @@ def test_the_command_lines_spelling_of_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("bare", ["block", "row", "current", "delayed"])
-def test_recipes_are_found_by_their_earlier_names(bare: str) -> None:
+def test_recipes_parse_by_their_earlier_names(bare: str) -> None:
     recipe = breccia.recipe(bare)
     assert recipe.name == f"fp8_{bare}" and recipe == breccia.recipe(f"fp8_{bare}") == breccia.recipe(bare.upper())
     assert breccia.ScalingRecipe.from_json(recipe.to_json().replace(recipe.name, bare)) == recipe
@@ -179,7 +179,7 @@ def test_recipes_are_found_by_their_earlier_names(bare: str) -> None:
 
 @pytest.mark.parametrize(("tile", "axis"), [(PerBlockMN(1, 4), -1), (PerBlockMN(4, 1), -2)])
 def test_tiles_one_row_high_are_blocks_along_k(tile: PerBlockMN, axis: int) -> None:
-    """One geometry has one spelling in a tensor, however its layout was given."""
+    """Equal block shapes have one layout in a tensor, whichever class was passed."""
     recipe = Float8BlockScaling(block_k=4)
     expected = breccia.cast(np.arange(64, dtype=np.float32).reshape(8, 8), recipe, axis=axis)
     st = breccia.ScaledTensor(expected.data, expected.scale, recipe, tile, axis=axis)
@@ -188,14 +188,14 @@ def test_tiles_one_row_high_are_blocks_along_k(tile: PerBlockMN, axis: int) -> N
     assert tile.canonical(-3 - axis) == tile, "one column wide, 4 rows high"
 
 
-def test_formats_say_their_qmax() -> None:
+def test_formats_have_the_expected_qmax() -> None:
     nvfp4 = NVFP4BlockScaling().format
     assert nvfp4.global_scale is not None
     assert (nvfp4.qmax(nvfp4.global_scale), nvfp4.qmax(nvfp4.scale)) == (2688.0, 6.0)
     assert INT4Scaling().format.qmax(INT4Scaling().format.scale) == 7.0
 
 
-def test_a_recipes_layout_follows_from_its_block_unless_it_says_otherwise() -> None:
+def test_the_default_layout_of_a_recipe_follows_from_its_block() -> None:
     @dataclasses.dataclass(frozen=True)
     class Row(breccia.ScalingRecipe):
         @property
@@ -212,10 +212,12 @@ def test_a_recipes_layout_follows_from_its_block_unless_it_says_otherwise() -> N
     x = np.random.default_rng(0).standard_normal((5, 9)).astype(np.float32)
     st = breccia.cast(x, Row())
     assert st.scale.shape == (5, 1)
-    assert np.abs(breccia.dequantize(st) - x).max() <= np.abs(x).max() / 14 * 1.001  # half a step of the largest row
+    assert (
+        np.abs(breccia.dequantize(st) - x).max() <= np.abs(x).max() / 14 * 1.001
+    )  # half a step in the row with the largest values
 
 
-def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
+def test_an_incompatible_rule_and_codec_are_refused() -> None:
     @dataclasses.dataclass(frozen=True)
     class Odd(breccia.ScalingRecipe):
         """Declares the default rule, which writes float scales, for E8M0."""
@@ -270,18 +272,18 @@ def test_a_rule_and_a_codec_that_do_not_go_together_say_so() -> None:
             breccia.cast(x, TwoLevels(fine=fine))
 
 
-# ------------------------------------------------------------------------------------------------ identities
+# ------------------------------------------------------------------------------------------------ interned keys
 
 
-def identities(sizes: range) -> list[weakref.ref[object]]:
-    """What is seen of the identities of recipes and layouts of these sizes, none of which is kept."""
+def interned_keys(sizes: range) -> list[weakref.ref[object]]:
+    """Weak references to the interned keys of recipes and layouts of these sizes, none of which stays alive."""
     found: list[weakref.ref[object]] = []
     for n in sizes:
         found += [weakref.ref(Float8BlockScaling(block_k=n).interned_key), weakref.ref(PerBlockK(n).interned_key)]
     return found
 
 
-def test_an_identity_goes_with_the_last_equal_declaration() -> None:
+def test_an_interned_key_is_freed_with_the_last_equal_declaration() -> None:
     one, equal = Float8BlockScaling(block_k=7001), Float8BlockScaling(block_k=7001)
     seen = weakref.ref(one.interned_key)
     assert equal.interned_key is seen() is not None
@@ -293,27 +295,27 @@ def test_an_identity_goes_with_the_last_equal_declaration() -> None:
     assert seen() is None
 
 
-def test_declarations_that_come_and_go_leave_nothing_behind() -> None:
+def test_short_lived_declarations_leave_no_interned_keys() -> None:
     gc.collect()
     before = len(declared._interned)
-    seen = identities(range(10_000, 12_000))
+    seen = interned_keys(range(10_000, 12_000))
     gc.collect()
     assert [ref for ref in seen if ref() is not None] == []
     assert len(declared._interned) == before
 
 
-def test_declarations_of_one_class_alone_share_an_identity() -> None:
+def test_only_declarations_of_one_class_share_an_interned_key() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Ours(Float8BlockScaling):
-        """Equal in every field to its base."""
+    class Subclass(Float8BlockScaling):
+        """Has the same fields as its base."""
 
-    kept = [Float8BlockScaling(block_k=48), Ours(block_k=48), PerBlockK(48), PerBlockK(48, partial=True)]
+    kept = [Float8BlockScaling(block_k=48), Subclass(block_k=48), PerBlockK(48), PerBlockK(48, partial=True)]
     assert len({id(each.interned_key) for each in kept}) == len(kept)
     stored = [Stored(PerBlockMN(1, 32), "interleaved", (4, 64), 3), Stored(PerBlockMN(1, 32), "interleaved", [4, 64], 3)]  # type: ignore[arg-type]
     assert stored[0].interned_key is stored[1].interned_key and stored[0].layout.interned_key is PerBlockMN(1, 32).interned_key
 
 
-def test_threads_that_ask_at_once_are_given_one_identity() -> None:
+def test_concurrent_threads_get_one_interned_key() -> None:
     for n in range(20_000, 20_050):
         start, found = threading.Barrier(8), list[tuple[object, object]]()
 
@@ -333,8 +335,8 @@ def test_threads_that_ask_at_once_are_given_one_identity() -> None:
 # ------------------------------------------------------------------------------------------------ fingerprints
 
 
-def test_fingerprints_are_those_of_their_published_definition() -> None:
-    """Recomputed from the text of the docstrings; a change of these numbers is a change of the numerics version."""
+def test_fingerprints_follow_their_published_definition() -> None:
+    """Recomputed from the definition in the docstrings. If these numbers change, the numerics version must change too."""
 
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode()).hexdigest()
@@ -352,7 +354,7 @@ def test_fingerprints_are_those_of_their_published_definition() -> None:
         assert INT4Scaling(signed=not unsigned).format.fingerprint() == digest(decoding)
 
 
-def test_fingerprints_tell_apart_what_writes_other_bytes_and_nothing_else() -> None:
+def test_fingerprints_differ_exactly_where_the_bytes_may_differ() -> None:
     assert len({r.fingerprint() for r in SETTINGS}) == len(SETTINGS)
     assert DelayedScaling(amax_history_len=4).fingerprint() == DelayedScaling().fingerprint()
     assert Float8CurrentScaling().format.fingerprint() == DelayedScaling(margin=2).format.fingerprint()
@@ -384,7 +386,7 @@ def scale(*shape: int) -> np.ndarray:
     ],
     ids=str,
 )
-def test_layouts_accept_the_shapes_they_stand_for(layout: Layout, shape: Any, scale_shape: Any, axis: int) -> None:
+def test_layouts_accept_the_shapes_they_describe(layout: Layout, shape: Any, scale_shape: Any, axis: int) -> None:
     layout.validate(np.zeros(shape, np.uint8), scale(*scale_shape), axis=axis)
 
 
@@ -403,12 +405,14 @@ def test_layouts_accept_the_shapes_they_stand_for(layout: Layout, shape: Any, sc
     ],
     ids=str,
 )
-def test_layouts_refuse_other_shapes_and_say_which_fit(layout: Layout, shape: Any, scale_shape: Any, message: str) -> None:
+def test_layouts_refuse_other_shapes_and_name_the_valid_ones(
+    layout: Layout, shape: Any, scale_shape: Any, message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         layout.validate(np.zeros(shape, np.uint8), scale(*scale_shape))
 
 
-def test_layouts_swap_with_their_axes_and_travel_as_json() -> None:
+def test_layouts_transpose_and_round_trip_through_json() -> None:
     assert PerBlockMN(2, 4).mT == PerBlockMN(4, 2) and PerBlockK(4).mT == PerBlockK(4)
     assert PerBlockMN(1, 16).oriented(-2) == PerBlockMN(16, 1)
     assert PerBlockMN(1, 16).block(-1) == PerBlockMN(16, 1).block(-2) == (1, 16)

@@ -1,4 +1,4 @@
-"""breccia.bridges.from_deepseek_v3 and to_deepseek_v3: the checkpoint's buffers, unchanged, under the right recipe."""
+"""breccia.bridges.from_deepseek_v3 and to_deepseek_v3 wrap the checkpoint's buffers, unchanged, under the right recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RNG = np.random.default_rng(17)
 
 
 def codes(*shape: int) -> np.ndarray:
-    """E4M3 codes of finite numbers."""
+    """Random E4M3 codes of finite numbers."""
     c = RNG.integers(0, 256, shape, np.uint8)
     return np.where((c & 0x7F) == 0x7F, c & 0xF0, c).astype(np.uint8)
 
@@ -29,7 +29,7 @@ def decoded(c: np.ndarray) -> np.ndarray:
     return c.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-def test_a_weight_of_576_by_7168_has_5_by_56_scales_that_multiply_their_tiles() -> None:
+def test_a_576_by_7168_weight_has_5_by_56_scales_that_multiply_their_tiles() -> None:
     data, scale = codes(576, 7168), scales(5, 56)
     w = from_deepseek_v3(data, scale)
     assert w.recipe == breccia.Float8BlockScaling(block_m=128)
@@ -38,7 +38,7 @@ def test_a_weight_of_576_by_7168_has_5_by_56_scales_that_multiply_their_tiles() 
     assert breccia.dequantize(w).tobytes() == expected.tobytes()
 
 
-def test_activations_have_a_scale_per_128_elements_of_a_row() -> None:
+def test_activations_have_one_scale_per_128_elements_of_a_row() -> None:
     data, scale = codes(3, 300), scales(3, 3)
     x = from_deepseek_v3(data, scale)
     assert x.recipe == breccia.Float8BlockScaling()
@@ -48,14 +48,14 @@ def test_activations_have_a_scale_per_128_elements_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(("m", "rows"), [(256, 256), (256, 2), (129, 129), (129, 2)])
-def test_the_buffers_are_the_very_ones_both_ways(m: int, rows: int) -> None:
+def test_both_directions_are_zero_copy(m: int, rows: int) -> None:
     data, scale = codes(m, 256), scales(rows, 2)
     back = to_deepseek_v3(from_deepseek_v3(data, scale))
     assert back[0] is data
     assert back[1] is scale
 
 
-def test_torchs_float8_buffers_are_wrapped_as_they_are() -> None:
+def test_torch_float8_buffers_are_wrapped_zero_copy() -> None:
     torch = pytest.importorskip("torch")
     data = torch.from_numpy(codes(200, 130)).view(torch.float8_e4m3fn)
     scale = torch.from_numpy(scales(2, 2))
@@ -73,8 +73,8 @@ def test_leading_axes_are_experts() -> None:
     assert breccia.dequantize(w)[2].tobytes() == breccia.dequantize(alone).tobytes()
 
 
-def test_a_single_row_counts_as_an_activation_unless_block_m_says_otherwise() -> None:
-    """Both readings decode alike: the one tile is the one row."""
+def test_a_single_row_is_an_activation_unless_block_m_is_given() -> None:
+    """Both give the same values: the only tile is the only row."""
     data, scale = codes(1, 256), scales(1, 2)
     row, tile = from_deepseek_v3(data, scale), from_deepseek_v3(data, scale, block_m=128)
     assert row.recipe == from_deepseek_v3(data, scale, block_m=1).recipe == breccia.Float8BlockScaling()
@@ -91,7 +91,7 @@ def test_block_sizes_and_e5m2_can_be_given() -> None:
     ("framework", "native"),
     [("numpy", False), ("torch", False), ("torch", True), ("jax", False), ("jax", True), ("mlx", False)],
 )
-def test_e8m0_scales_are_widened_exactly(framework: str, native: bool) -> None:
+def test_e8m0_scales_are_converted_to_fp32_exactly(framework: str, native: bool) -> None:
     where = {"numpy": ("numpy", "asarray"), "torch": ("torch", "from_numpy")}
     where |= {"jax": ("jax.numpy", "asarray"), "mlx": ("mlx.core", "array")}
     module, convert = where[framework]
@@ -106,7 +106,7 @@ def test_e8m0_scales_are_widened_exactly(framework: str, native: bool) -> None:
     np.testing.assert_array_equal(np.array(w.scale.tolist()), powers)
 
 
-def test_scales_of_another_shape_are_refused_naming_both_forms() -> None:
+def test_scales_of_another_shape_are_refused_with_both_valid_shapes() -> None:
     with pytest.raises(breccia.DialectError) as refused:
         from_deepseek_v3(codes(576, 7168), scales(4, 56))
     for said in (
@@ -132,7 +132,7 @@ def test_scales_of_another_dtype_are_refused(dtype: Any) -> None:
         from_deepseek_v3(codes(4, 128), np.ones((4, 1), dtype))
 
 
-def test_codes_of_another_kind_are_refused() -> None:
+def test_codes_of_another_dtype_are_refused() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     with pytest.raises(
         breccia.DialectError, match=r"uint8 or float8_e4m3fn; got float8_e4m3fnuz\. Codes of another dtype decode to"
@@ -142,7 +142,7 @@ def test_codes_of_another_kind_are_refused() -> None:
         from_deepseek_v3(codes(128), scales(1))
 
 
-def test_other_tensors_are_refused_with_the_call_that_converts_them() -> None:
+def test_tensors_of_other_recipes_are_refused_with_the_call_that_converts_them() -> None:
     x = RNG.standard_normal((4, 256)).astype(np.float32)
     other = breccia.cast(x, breccia.MXFP8BlockScaling())
     with pytest.raises(breccia.DialectError) as refused:
@@ -167,7 +167,7 @@ def test_scales_that_deepseek_would_misread_are_refused() -> None:
         to_deepseek_v3(breccia.cast(breccia.dequantize(wrong), breccia.Float8BlockScaling(block_m=128)))
 
 
-def test_a_checkpoints_weight_makes_the_trip_through_a_file(tmp_path: Any) -> None:
+def test_a_checkpoint_weight_round_trips_through_a_file(tmp_path: Any) -> None:
     stock = pytest.importorskip("safetensors.torch")
     torch = pytest.importorskip("torch")
     data, scale = codes(200, 300), scales(2, 3)

@@ -1,4 +1,4 @@
-"""Dispatch: which kernel serves a call, in what order candidates are asked, and what `explain` says of it."""
+"""Dispatch: which kernel runs for a call, in what order candidates are tried, and what `explain` reports."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ asked: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked_and_nothing_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def reset_records(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     monkeypatch.setattr("breccia.dispatch.table._reported", set[tuple[str, str]]())
 
 
-# -- kernels and checks that the declarations below name ----------------------------------------------------------------
+# -- kernels and checks used in the declarations below -------------------------------------------------------------------
 
 
 def one() -> str:
@@ -68,7 +68,7 @@ def two() -> str:
 
 
 class Suite:
-    """Kernels may be attributes of a class, or defined under a condition."""
+    """Kernels may be attributes of a class, or be defined conditionally."""
 
     if sys.version_info:
 
@@ -104,14 +104,14 @@ def kernel(name: str, function: str = "one", **fields: Any) -> Kernel:
 
 
 def cast(table: Table, recipe: ScalingRecipe = MXFP8, x: Any = X, prefer: Any = None, framework: str = "numpy") -> str:
-    """What the kernel found for a cast returns: the name of its function."""
+    """Call the kernel that is chosen for a cast; it returns the name of its function."""
     return table.choose("cast", framework, x, None, recipe, DEFAULT, prefer).function()
 
 
 def explanation_of(
     table: Table, op: str, a: Any, b: Any = None, new: Any = None, prefer: Any = None, device: str = ""
 ) -> Explanation:
-    """What the table says of op(a, b), with the recipe to write, on NumPy."""
+    """The explanation of op(a, b) on NumPy, with `new` as the output recipe."""
     return table.explain(Call(op, "numpy", (a, b, new, NO_OPTIONS, None)), prefer, device)
 
 
@@ -120,7 +120,7 @@ def explained(table: Table, recipe: ScalingRecipe = MXFP8, x: Any = X, prefer: A
 
 
 def on(device: Any, shape: tuple[int, ...] = (64, 96)) -> Any:
-    """An array that says it is on `device`."""
+    """An array that reports `device` as its device."""
     return SimpleNamespace(shape=shape, dtype=np.dtype("float32"), device=device)
 
 
@@ -137,19 +137,19 @@ def on(device: Any, shape: tuple[int, ...] = (64, 96)) -> Any:
         ({"recipe": MXFP8BlockScaling, "rank": 1}, {"recipe": MXFP8BlockScaling}),
     ],
 )
-def test_the_more_specific_then_the_higher_rank_wins_in_any_order_of_declaration(winner: Any, loser: Any) -> None:
+def test_the_more_specific_kernel_wins_then_the_higher_rank(winner: Any, loser: Any) -> None:
     a, b = kernel("z.first", "one", **winner), kernel("a.second", "two", **loser)
     assert cast(Table([a, b])) == cast(Table([b, a])) == "one"
 
 
 @dataclass(frozen=True)
 class Family(MXFP8BlockScaling):
-    """A recipe of the family of MXFP8."""
+    """A subclass of the MXFP8 recipe."""
 
     name = "family"
 
 
-def test_exact_recipe_comes_before_family_and_family_before_any() -> None:
+def test_an_exact_recipe_wins_over_its_base_class_and_that_over_any_recipe() -> None:
     exact = kernel("exact", "one", recipe=Family, rank=-9)
     family = kernel("family", "two", recipe=MXFP8BlockScaling)
     any_recipe = kernel("any", "FOUR", rank=9)
@@ -161,7 +161,7 @@ def test_exact_recipe_comes_before_family_and_family_before_any() -> None:
     assert cast(Table([every, family]), Family()) == "two", "the base of all recipes is no family"
 
 
-def test_a_kernel_for_any_framework_serves_each() -> None:
+def test_a_kernel_for_any_framework_runs_on_each() -> None:
     table = Table([kernel("generic", "one", framework="*"), kernel("torch", "two", framework="torch", rank=1)])
     assert cast(table) == "one"
     assert cast(table, framework="torch") == "two"
@@ -169,7 +169,7 @@ def test_a_kernel_for_any_framework_serves_each() -> None:
         cast(Table([kernel("torch", framework="torch")]))
 
 
-def test_a_kernel_preferred_by_name_comes_before_a_better_one() -> None:
+def test_a_kernel_preferred_by_name_wins_over_a_better_one() -> None:
     table = Table([kernel("exact", "one", recipe=MXFP8BlockScaling, rank=9), kernel("plain", "two", rank=-9)])
     assert cast(table) == "one"
     assert cast(table, prefer="plain") == cast(table, prefer=["plain"]) == "two"
@@ -178,7 +178,7 @@ def test_a_kernel_preferred_by_name_comes_before_a_better_one() -> None:
     assert cast(table, prefer=()) == cast(table) == "one"
 
 
-def test_a_tie_is_an_error_that_names_both_and_the_two_ways_out() -> None:
+def test_a_tie_is_an_error_that_names_both_kernels_and_both_remedies() -> None:
     a, b = kernel("a.cast", plugin="acme"), kernel("b.cast", plugin="bolt")
     messages: set[str] = set()
     for kernels in ([a, b], [b, a]):
@@ -194,22 +194,22 @@ def test_a_tie_is_an_error_that_names_both_and_the_two_ways_out() -> None:
     assert cast(Table([a])) == "one"
 
 
-def test_a_tie_is_explained_as_a_tie() -> None:
+def test_explain_reports_a_tie() -> None:
     explanation = explanation_of(Table([kernel("a.cast"), kernel("b.cast", "two")]), "cast", X, None, MXFP8)
     assert explanation.winner is None
     assert [v.reason for v in explanation.verdicts] == ["ranks the same as b.cast", "ranks the same as a.cast"]
     assert str(explanation).endswith(explanation.fault) and "BRECCIA_BLOCK=acme" in explanation.fault
 
 
-def test_a_tie_on_one_device_is_not_hidden_by_a_call_on_another() -> None:
-    """The kernel without conditions wins on the CPU; that is not remembered for the device where two tie."""
+def test_a_tie_on_one_device_is_found_after_a_call_on_another() -> None:
+    """The kernel without conditions wins on the CPU; this result is not cached for the device where two kernels tie."""
     table = Table([kernel("any"), kernel("npu", "two", device="npu")])
     assert cast(table) == cast(table) == "one"
     with pytest.raises(AmbiguousKernelError, match="'any' .* and 'npu'"):
         cast(table, x=on("npu"))
 
 
-def test_a_tie_below_the_winner_is_no_fault() -> None:
+def test_a_tie_below_the_winner_is_allowed() -> None:
     table = Table([kernel("best", rank=1), kernel("a", "two"), kernel("b", "two")])
     assert cast(table) == "one"
     assert "a  " in explained(table)
@@ -226,7 +226,7 @@ def matmul(table: Table, a: Any, b: Any) -> str:
     return table.choose("matmul", "numpy", a, b).function()
 
 
-def test_matmul_tells_scaled_operands_from_raw_arrays() -> None:
+def test_matmul_distinguishes_scaled_tensors_from_arrays() -> None:
     none = type(None)
     table = Table(
         [
@@ -243,13 +243,13 @@ def test_matmul_tells_scaled_operands_from_raw_arrays() -> None:
     assert matmul(table, st, X) == matmul(table, X, X) == "four", "a raw array is of no recipe's family"
 
 
-def test_an_attribute_called_recipe_does_not_make_an_array_scaled() -> None:
+def test_an_array_with_an_attribute_recipe_is_not_a_scaled_tensor() -> None:
     table = Table([kernel("raw", "one", op="matmul", recipe=type(None), other=type(None))])
     records = np.zeros(4, [("recipe", "f4")]).view(np.recarray)
     assert matmul(table, records, records) == "one"
 
 
-def test_requantize_is_chosen_by_the_old_recipe_and_the_new() -> None:
+def test_requantize_is_chosen_by_the_old_and_the_new_recipe() -> None:
     table = Table([kernel("direct", op="requantize", recipe=NVFP4BlockScaling, other=MXFP8BlockScaling)])
     assert table.choose("requantize", "numpy", scaled(NVFP4), None, MXFP8).function() == "one"
     with pytest.raises(NoKernelError, match="^requantize of mxfp8 to nvfp4 on numpy\n"):
@@ -267,13 +267,13 @@ def test_dequantize_is_chosen_by_the_recipe_of_its_tensor() -> None:
 
 
 class Place:
-    """A framework's device object: hashable, with the attributes given."""
+    """A stand-in for a framework's device object: hashable, with the given attributes."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
 
-def test_available_is_asked_once_per_device_and_told_its_number() -> None:
+def test_available_is_called_once_per_device_with_its_number() -> None:
     table = Table([kernel("fast", "two", available=f"{HERE}:yes", rank=1), kernel("slow")])
     first, second = Place(type="npu", index=0), Place(type="npu", index=1)
     for device in ("cpu", first, "cpu", second, Place(type="npu", index=0)):
@@ -288,7 +288,7 @@ def second_only(device: Device) -> str | None:
     return None if device.index == 1 else f"{device} is too old"
 
 
-def test_a_kernel_available_on_one_device_runs_there_and_not_on_its_neighbour() -> None:
+def test_a_kernel_available_on_one_device_runs_only_there() -> None:
     table = Table([kernel("fast", "two", available=f"{HERE}:second_only", rank=1), kernel("slow")])
     for _ in range(2):
         assert [cast(table, x=on(Place(type="npu", index=n))) for n in (0, 1, 2)] == ["one", "two", "one"]
@@ -297,7 +297,7 @@ def test_a_kernel_available_on_one_device_runs_there_and_not_on_its_neighbour() 
     assert len(asked) == 3, "nor does explain ask again"
 
 
-def test_a_kernel_whose_device_is_another_is_passed_over() -> None:
+def test_a_kernel_for_another_device_is_skipped() -> None:
     table = Table([kernel("fast", "two", device="npu", rank=1), kernel("slow")])
     assert cast(table) == "one"
     assert cast(table, x=on("npu")) == "two"
@@ -319,12 +319,12 @@ def test_a_kernel_whose_device_is_another_is_passed_over() -> None:
         (None, "one"),  # MLX, and traced JAX arrays
     ],
 )
-def test_the_kind_of_device_is_read_in_every_spelling(device: Any, function: str) -> None:
+def test_the_kind_of_a_device_is_read_for_every_framework(device: Any, function: str) -> None:
     table = Table([kernel("gpu", "two", device="cuda", rank=1), kernel("slow")])
     assert cast(table, x=on(device)) == function
 
 
-def test_the_number_of_a_device_is_read_in_every_spelling() -> None:
+def test_the_number_of_a_device_is_read_for_every_framework() -> None:
     spellings: list[tuple[Any, int | None]] = [
         (Place(type="cuda", index=1), 1),  # torch
         (Place(platform="gpu", id=3), 3),  # JAX
@@ -341,7 +341,7 @@ def test_the_number_of_a_device_is_read_in_every_spelling() -> None:
     assert asked[-1].device == Device("cpu"), "a CPU has no number"
 
 
-def test_a_check_that_raises_is_a_reason_and_stops_nobody() -> None:
+def test_a_check_that_raises_excludes_only_its_kernel() -> None:
     kernels = [kernel("slow"), kernel("a", available=f"{HERE}:broken", rank=1), kernel("b", accepts=f"{HERE}:broken", rank=2)]
     kernels.append(kernel("c", accepts=f"{HERE}:absent", rank=3))
     kernels.append(kernel("d", available="module_of_nobody:check", rank=4))
@@ -377,14 +377,14 @@ def test_a_check_that_raises_is_a_reason_and_stops_nobody() -> None:
         ("kernels_that_leave:cast", "SystemExit: bye", SystemExit),
     ],
 )
-def test_a_winner_that_cannot_be_loaded_names_itself_its_plug_in_and_the_way_out(
+def test_a_winner_that_cannot_be_loaded_is_reported_with_its_plug_in_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, cause: str, chained: type[BaseException]
 ) -> None:
     (tmp_path / "kernels_that_crash.py").write_text("raise RuntimeError('no driver')")
     (tmp_path / "kernels_that_leave.py").write_text("raise SystemExit('bye')")
     monkeypatch.syspath_prepend(str(tmp_path))
     table = Table([kernel("slow"), replace(kernel("fast", rank=1), target=target)])
-    for _ in range(2):  # the failure is not remembered as a function
+    for _ in range(2):  # the failure is not cached as a function
         with pytest.raises(PluginError) as e:
             cast(table)
         assert str(e.value) == (
@@ -399,12 +399,12 @@ def test_a_winner_that_cannot_be_loaded_names_itself_its_plug_in_and_the_way_out
         cast(core)
 
 
-def test_a_kernel_outside_its_contract_runs_only_when_named() -> None:
+def test_an_opt_in_kernel_runs_only_when_named() -> None:
     table = Table([kernel("keeps"), kernel("fast", "two", opt_in=True, rank=9, recipe=MXFP8BlockScaling)])
     assert cast(table) == "one"
     assert "opt-in: it does not follow the contract of cast; name it with prefer='fast'" in explained(table)
     assert cast(table, prefer="fast") == "two"
-    assert cast(table) == "one", "naming it once changes no later call"
+    assert cast(table) == "one", "naming it once does not change later calls"
     assert cast(Table(table.kernels, prefer=["fast"])) == "two", "BRECCIA_PREFER names it too"
     alone = Table([kernel("fast", opt_in=True)])
     with pytest.raises(NoKernelError, match="opt-in: it does not follow the contract"):
@@ -414,7 +414,7 @@ def test_a_kernel_outside_its_contract_runs_only_when_named() -> None:
 # -- prefer --------------------------------------------------------------------------------------------------------------
 
 
-def test_preferring_an_unknown_kernel_is_an_error_with_the_nearest_name() -> None:
+def test_preferring_an_unknown_kernel_is_an_error_with_a_suggestion() -> None:
     table = Table([kernel("acme.cast"), kernel("acme.cast_fast", "two")])
     for ask in (cast, explained):
         with pytest.raises(
@@ -435,13 +435,13 @@ def test_preferring_an_unavailable_kernel_is_an_error_with_the_reason() -> None:
     assert cast(table, prefer=("npu", "slow")) == "one", "of several names the first that can"
 
 
-def test_preferring_a_kernel_of_another_op_says_what_it_is_for() -> None:
+def test_preferring_a_kernel_of_another_op_is_an_error_with_its_op() -> None:
     table = Table([kernel("slow"), kernel("mm", op="matmul", framework="torch", recipe=NVFP4BlockScaling)])
     with pytest.raises(NoKernelError, match="skipped: it is declared for matmul of nvfp4 and any on torch"):
         cast(table, prefer="mm")
 
 
-def test_the_environment_prefers_where_it_can_and_falls_back_where_it_cannot() -> None:
+def test_the_environment_preference_falls_back_if_the_kernel_cannot_run() -> None:
     kernels = [kernel("slow"), kernel("npu", "two", available=f"{HERE}:no", rank=1), kernel("fast", "FOUR", rank=2)]
     assert cast(Table(kernels, prefer=["slow"])) == "one"
     assert cast(Table(kernels, prefer=["npu"])) == "four"
@@ -453,7 +453,7 @@ def test_the_environment_prefers_where_it_can_and_falls_back_where_it_cannot() -
 # -- explain -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_explanation_has_the_winner_first_then_each_loser_with_its_reason() -> None:
+def test_an_explanation_lists_the_winner_first_and_then_each_other_kernel_with_its_reason() -> None:
     table = Table(
         [
             kernel("a.generic", "one", rank=-1),
@@ -479,13 +479,13 @@ def test_an_explanation_has_the_winner_first_then_each_loser_with_its_reason() -
 
 
 def lines() -> dict[str, int]:
-    """Where the kernels of this file are defined, from the text of the file."""
+    """Function name -> line of its definition in this file."""
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
     starts = {"one": "def one(", "two": "def two(", "three": "        def three(", "FOUR": "FOUR:"}
     return {name: 1 + next(i for i, line in enumerate(source) if line.startswith(start)) for name, start in starts.items()}
 
 
-def test_a_target_that_cannot_be_located_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_why_a_kernel_cannot_be_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kernels_that_do_not_parse.py").write_text("def (")
     monkeypatch.syspath_prepend(str(tmp_path))
     unlocated = {
@@ -527,12 +527,12 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 }
 
 
-def test_every_op_has_a_row_below() -> None:
+def test_every_op_has_a_row_in_the_table_below() -> None:
     assert set(CALLS) == set(OPS)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_op_is_explained_from_its_operands_and_from_names_alike(op: str) -> None:
+def test_explain_gives_the_same_for_operands_and_their_names(op: str) -> None:
     by_value = breccia.explain(op, *CALLS[op][0])
     by_name = breccia.explain(op, *CALLS[op][1], on="numpy")
     assert by_value.winner is not None
@@ -550,12 +550,12 @@ def _parts(op: str) -> tuple[Any, Any, ScalingRecipe | None]:
 
 
 def options_of(op: str) -> Any:
-    """The options of a call that gives none."""
+    """The options of a call without any."""
     return DEFAULT if op in ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped") else NO_OPTIONS
 
 
 def verdicts_of(explanation: Explanation) -> Iterator[Verdict]:
-    """All of them, those of the plan and of its plans included."""
+    """All verdicts, including those of nested plans."""
     yield from explanation.verdicts
     for step in explanation.plan:
         yield from verdicts_of(step)
@@ -564,7 +564,7 @@ def verdicts_of(explanation: Explanation) -> Iterator[Verdict]:
 @pytest.mark.together
 @pytest.mark.parametrize("on_framework", ["numpy", "torch", "jax", "mlx"])
 @pytest.mark.parametrize("op", OPS)
-def test_the_line_that_explain_gives_is_that_of_the_definition(op: str, on_framework: str) -> None:
+def test_explain_gives_the_line_of_the_definition(op: str, on_framework: str) -> None:
     explanation = breccia.explain(op, *CALLS[op][1], on=on_framework)
     for verdict in verdicts_of(explanation):
         file, _, line = verdict.location.rpartition(":")
@@ -573,7 +573,7 @@ def test_the_line_that_explain_gives_is_that_of_the_definition(op: str, on_frame
         assert text.lstrip().startswith((f"def {name}(", f"class {name}", f"{name} =", f"{name}:")), verdict
 
 
-def test_the_generic_algorithm_is_found_where_python_finds_it() -> None:
+def test_explain_locates_the_generic_algorithm_as_inspect_does() -> None:
     explanation = breccia.explain("cast", X, NVFP4, prefer="reference.cast")
     assert explanation.winner is not None and explanation.winner.name == "reference.cast"
     line = inspect.getsourcelines(reference.cast)[1]
@@ -581,7 +581,7 @@ def test_the_generic_algorithm_is_found_where_python_finds_it() -> None:
 
 
 @pytest.mark.together
-def test_explain_reads_names_with_or_without_a_framework() -> None:
+def test_explain_accepts_names_with_or_without_a_framework() -> None:
     assert str(breccia.explain("cast", "nvfp4")).startswith("cast of nvfp4 on numpy\n -> ")
     assert str(breccia.explain("matmul", "fp8_block", "int4", on="torch")).startswith("matmul of fp8_block and int4 on torch\n")
     assert str(breccia.explain("matmul", X, ST)).startswith("matmul of array and mxfp8 on numpy\n")
@@ -592,7 +592,7 @@ def facts_of(operand: Any) -> tuple[Any, ...]:
     return operand.recipe, operand.dtype, operand.ndim, operand.layout, operand.axis, operand.aligned
 
 
-def test_checks_of_a_named_recipe_see_the_operand_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_get_an_example_operand_for_a_named_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     current = registry.registry()
     monkeypatch.setattr(current, "table", Table([kernel("k", op="matmul", accepts=f"{HERE}:yes")]))
     breccia.explain("matmul", NVFP4, MXFP8)
@@ -603,15 +603,15 @@ def test_checks_of_a_named_recipe_see_the_operand_it_stands_for(monkeypatch: pyt
     assert call.a.contiguous and call.a.storage == "plain" and call.a.address_alignment == call.a.row_alignment == 256
 
 
-def test_checks_see_a_matrix_where_explain_is_given_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they see one where a recipe stands for a tensor; nobody casts a number."""
+def test_checks_get_a_matrix_if_explain_is_given_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a recipe in place of a tensor; casts of a single number are not the usual case."""
     current = registry.registry()
     monkeypatch.setattr(current, "table", Table([kernel("k", accepts=f"{HERE}:yes")]))
     breccia.explain("cast", NVFP4)
     assert facts_of(asked[0].a) == (NVFP4, "float32", 2, None, -1, (256, 256))
 
 
-def test_a_device_may_be_asked_about_by_name() -> None:
+def test_explain_accepts_a_device_by_name() -> None:
     kernels = [kernel("gpu", "two", device="cuda", available=f"{HERE}:yes", rank=1), kernel("slow")]
     explanation = explanation_of(Table(kernels), "cast", Described(device=Device("cuda")), None, MXFP8, device="cuda")
     assert explanation.winner is kernels[0] and explanation.device == "cuda"
@@ -622,7 +622,7 @@ def test_a_device_may_be_asked_about_by_name() -> None:
     assert str(explanation).startswith("cast of mxfp8 on numpy\n -> slow ")
 
 
-# -- what a kernel calls -------------------------------------------------------------------------------------------------
+# -- plans: what a kernel calls ------------------------------------------------------------------------------------------
 
 
 def caller(op: str, name: str, plan: str, **fields: Any) -> Kernel:
@@ -630,7 +630,7 @@ def caller(op: str, name: str, plan: str, **fields: Any) -> Kernel:
 
 
 def to_bits(call: Call) -> Iterator[Call]:
-    """What a requantize that decodes and casts declares."""
+    """The plan of a requantize that decodes and casts."""
     yield call.makes("dequantize", call.a)
     yield call.makes("cast", call.a.described()._replace(recipe=None, dtype="float32"), recipe=call.recipe)
 
@@ -639,7 +639,7 @@ def elsewhere(call: Call) -> Iterator[Call]:
     yield call.makes(call.op, call.a, recipe=call.recipe, framework="torch")
 
 
-def test_a_plan_is_explained_below_its_kernel_in_the_order_of_its_calls() -> None:
+def test_explain_shows_a_plan_below_its_kernel_in_call_order() -> None:
     table = Table(
         [
             caller("requantize", "acme.requantize", "to_bits"),
@@ -667,7 +667,7 @@ def test_a_plan_is_explained_below_its_kernel_in_the_order_of_its_calls() -> Non
     assert (explanation.fault, cast_step.plan, dequantize.plan[0].plan) == ("", (), ())
 
 
-def test_a_step_of_a_plan_that_no_kernel_runs_says_so_where_it_stands() -> None:
+def test_explain_marks_a_step_of_a_plan_without_a_kernel() -> None:
     table = Table([caller("requantize", "acme.requantize", "to_bits"), kernel("acme.cast", "two", device="npu")])
     explanation = explanation_of(table, "requantize", ST, None, NVFP4)
     missing = "No kernel runs for this call. `breccia plugins` shows what is installed and what was set aside."
@@ -678,7 +678,7 @@ def test_a_step_of_a_plan_that_no_kernel_runs_says_so_where_it_stands() -> None:
     assert explanation.winner is not None and [step.winner for step in explanation.plan] == [None, None]
 
 
-def test_a_loser_and_a_kernel_of_no_plan_call_nothing() -> None:
+def test_explain_shows_no_plan_for_a_losing_kernel_or_without_one() -> None:
     loser = caller("requantize", "acme.requantize", "to_bits", rank=-1)
     explanation = explanation_of(Table([loser, kernel("leaf", op="requantize")]), "requantize", ST, None, NVFP4)
     assert (explanation.running, explanation.plan) == ("leaf", ()) and "calls" not in str(explanation)
@@ -692,8 +692,8 @@ def crashes(call: Call) -> Iterator[Call]:
 
 
 @pytest.mark.parametrize("plan", [f"{HERE}:crashes", f"{HERE}:absent", "module_of_nobody:plan"])
-def test_a_plan_that_cannot_be_had_does_not_keep_explain_from_answering(plan: str) -> None:
-    """What a kernel calls is less than which kernel runs; a plan is a stranger's function, as a check is."""
+def test_explain_works_if_a_plan_fails(plan: str) -> None:
+    """A plan is third-party code, like a check; its failure must not hide which kernel runs."""
     table = Table([replace(kernel("acme.requantize", op="requantize"), plan=plan)])
     with pytest.warns(PluginWarning, match=r"^kernel 'acme\.requantize' of plug-in 'acme': "):
         explanation = explanation_of(table, "requantize", ST, None, NVFP4)
@@ -701,11 +701,11 @@ def test_a_plan_that_cannot_be_had_does_not_keep_explain_from_answering(plan: st
 
 
 def only(*names: str) -> Table:
-    """The kernels of the registry of these names."""
+    """A table of the registered kernels with these names."""
     return Table([k for k in registry.registry().table.kernels if k.name in names])
 
 
-#: Op -> operands for `explain`, and what calls what where core alone has a say.
+#: Op -> (operands for `explain`, the nested kernels with core alone).
 COMPOSITES: dict[str, tuple[tuple[Any, ...], str]] = {
     "requantize": (("mxfp4", "nvfp4"), "composite.requantize (numpy.dequantize, numpy.cast)"),
     "matmul": (("mxfp8", "nvfp4"), "composite.matmul (numpy.dequantize, numpy.dequantize)"),
@@ -721,7 +721,7 @@ COMPOSITES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def core_of_numpy() -> Table:
-    """Composites, and the leaves for NumPy: no plug-in, and no kernel that is written over others for itself."""
+    """The composite kernels and NumPy's leaf kernels, without plug-ins."""
     return only("numpy.cast", "numpy.dequantize", *(f"composite.{op}" for op in COMPOSITES))
 
 
@@ -735,7 +735,7 @@ def test_explain_shows_which_kernels_a_composite_calls(monkeypatch: pytest.Monke
     assert len(calls) == running.count("numpy.") + running.count("composite.") - 1
 
 
-def test_an_array_as_it_is_is_multiplied_without_a_call() -> None:
+def test_an_unquantized_array_needs_no_dequantize_in_a_product() -> None:
     table = core_of_numpy()
     assert explanation_of(table, "matmul", X, ST.mT).running == "composite.matmul (numpy.dequantize)"
     assert explanation_of(table, "matmul", ST, np.ones((96, 4), np.float32)).running == "composite.matmul (numpy.dequantize)"
@@ -745,16 +745,16 @@ def test_an_array_as_it_is_is_multiplied_without_a_call() -> None:
     ("old", "new"),
     [("mxfp4", "mxfp8"), ("fp8_block,block_m=128", "fp8_block"), ("int4,group_size=128", "fp8_block"), ("nvfp4", "nvfp4")],
 )
-def test_a_pair_whose_codes_are_renamed_calls_nothing(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    """The pairs of the docstring of `breccia.requantize`: scales are kept, and no value is computed."""
+def test_a_requantize_that_only_renames_codes_calls_no_kernel(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """The pairs in the docstring of `breccia.requantize`: scales are kept, and no values are computed."""
     monkeypatch.setattr(registry.registry(), "table", core_of_numpy())
     explanation = breccia.explain("requantize", old, new)
     assert (explanation.running, explanation.plan) == ("composite.requantize", ())
     assert breccia.explain("requantize", old, new, scale=1.0).running != "composite.requantize", "unless a scale is given"
 
 
-def test_the_options_of_a_call_reach_the_calls_of_its_plan() -> None:
-    """Stochastic rounding is the generic algorithm's, as `numpy.cast` says of itself."""
+def test_a_plan_passes_the_options_of_the_call_on() -> None:
+    """Only the generic algorithm rounds stochastically; `numpy.cast` declines such calls."""
     table = [k for k in registry.registry().table.kernels if k.plugin == "core"]
     stochastic = CastOptions(rounding="stochastic", seed=1)
 
@@ -772,7 +772,7 @@ def noted(call: Call) -> None:
     asked.append((call.op, call.options, call.a.recipe, call.a.shape))
 
 
-#: Op -> the calls that its composite makes for a tensor or array of shape (64, 96): op, options, recipe and shape of a.
+#: Op -> the calls that its composite makes for an operand of shape (64, 96): op, options, recipe and shape of a.
 STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "requantize": (
         lambda: breccia.requantize(ST, NVFP4),
@@ -818,8 +818,8 @@ STEPS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("op", STEPS)
-def test_the_calls_that_a_kernel_makes_are_those_that_its_plan_tells(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    """What leaves are asked about is the same for the call and for its explanation."""
+def test_a_kernel_makes_the_calls_of_its_plan(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """The leaf kernels are checked with the same arguments in the call and in its explanation."""
     composed = [k for k in registry.registry().table.kernels if k.name.startswith(("composite.", "storage."))]
     noting = {"accepts": f"{HERE}:noted"}
     leaves = [replace(k, **noting) for k in registry.registry().table.kernels if k.name.startswith("reference.")]
@@ -840,8 +840,8 @@ def stored(call: Call) -> None:
     asked.append((call.op, call.a.dtype))
 
 
-def test_a_plan_tells_codes_by_the_dtype_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy has no float8: codes are bytes there, in a call and in what is said of it."""
+def test_a_plan_has_the_dtype_of_the_stored_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy has no float8: codes are uint8 there, both in a call and in its explanation."""
     leaf = Kernel(
         "dequantize", "*", "breccia.kernels.reference.decoding:dequantize", "leaf", accepts=f"{HERE}:stored", traces=True
     )
@@ -880,10 +880,10 @@ EXPLAINED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ("dequantize", (ST,), {"out_dtype": "float32", "out": None}),
     ],
 )
-def test_options_at_their_default_are_no_options_to_explain(
+def test_explain_ignores_options_at_their_default(
     monkeypatch: pytest.MonkeyPatch, op: str, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """In any spelling, as for the call itself."""
+    """In any spelling, as in the call itself."""
     current = registry.registry()
     monkeypatch.setattr(current, "table", Table([kernel("k", op=op, accepts=f"{HERE}:plain_only")]))
     breccia.explain(op, *operands, **options)
@@ -891,7 +891,7 @@ def test_options_at_their_default_are_no_options_to_explain(
 
 
 @pytest.mark.parametrize("spelling", ["float16", np.float16, np.dtype("float16")])
-def test_options_of_explain_are_read_in_every_spelling_of_the_call(monkeypatch: pytest.MonkeyPatch, spelling: Any) -> None:
+def test_explain_accepts_every_spelling_of_an_option(monkeypatch: pytest.MonkeyPatch, spelling: Any) -> None:
     current = registry.registry()
     monkeypatch.setattr(current, "table", Table([kernel("k", op="dequantize", accepts=f"{HERE}:plain_only")]))
     breccia.explain("dequantize", ST, out_dtype=spelling)
@@ -913,13 +913,13 @@ def test_explain_takes_every_keyword_option_of_its_op(op: str, operands: tuple[A
 
 
 @pytest.mark.parametrize(("op", "operands"), [("cast", (X, MXFP8)), ("matmul", (ST, ST.mT)), ("requantize", (ST, NVFP4))])
-def test_an_option_that_an_op_does_not_have_is_refused_by_explain(op: str, operands: tuple[Any, ...]) -> None:
+def test_explain_refuses_an_option_that_the_op_does_not_have(op: str, operands: tuple[Any, ...]) -> None:
     with pytest.raises(breccia.BrecciaError, match="roundign"):
         breccia.explain(op, *operands, roundign="nearest")
 
 
 @pytest.mark.together
-def test_explaining_what_is_not_there_suggests_what_is() -> None:
+def test_explain_suggests_names_for_unknown_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"^no op 'casts'; did you mean 'cast'\? Known: cast, "):
         breccia.explain("casts", "mxfp8")
     with pytest.raises(UnknownNameError, match=r"^no recipe 'mxfp9'; did you mean 'mxfp8'\? Known: fp8_block, "):
@@ -933,7 +933,7 @@ def test_explaining_what_is_not_there_suggests_what_is() -> None:
 
 
 @pytest.mark.together
-def test_an_array_of_no_framework_is_an_error_that_names_what_was_given() -> None:
+def test_an_array_of_an_unknown_framework_is_an_error_with_its_type() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^x must be an array of an installed framework \(numpy, .*\); got list\. Convert it"
     ):
@@ -941,7 +941,7 @@ def test_an_array_of_no_framework_is_an_error_that_names_what_was_given() -> Non
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_arrays_that_compute_as_no_plain_array_does_are_refused_with_what_to_do() -> None:
+def test_array_subclasses_with_other_arithmetic_are_refused_with_a_remedy() -> None:
     for _ in range(2):  # the first of a type, and the next
         with pytest.raises(
             UnsupportedError, match=r"^x is a numpy\.matrix, not a plain numpy array\. Pass np\.asarray\(x\)\.$"
@@ -959,7 +959,7 @@ def test_arrays_that_compute_as_no_plain_array_does_are_refused_with_what_to_do(
     assert framework_of(np.zeros(4).view(np.recarray)).name == "numpy", "other subclasses are arrays"
 
 
-def test_refused_types_are_not_imported_to_be_refused() -> None:
+def test_refused_types_are_not_imported_for_the_check() -> None:
     script = "breccia.cast(x, breccia.MXFP8BlockScaling())\nimport sys\nprint('numpy.ma' in sys.modules)"
     lazy = "import sys, numpy\nprint('numpy.ma' in sys.modules)"
     assert run(script).stdout == subprocess.run([sys.executable, "-c", lazy], capture_output=True, text=True).stdout
@@ -983,13 +983,13 @@ def test_an_array_whose_plug_in_is_missing_names_it(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_kernels_are_written_against_the_contract_of_this_version() -> None:
+def test_all_kernels_declare_the_contract_of_this_version() -> None:
     assert all(k.contract == CONTRACT for k in registry.registry().table.kernels)
 
 
-# -- what a kernel returns, and raises ---------------------------------------------------------------------------------------
+# -- results and errors of a kernel --------------------------------------------------------------------------------------
 
-#: What the kernel `answering` does, in the test that uses it.
+#: What the kernel `answering` does; tests replace it.
 answer: Callable[..., Any] = one
 
 
@@ -999,7 +999,7 @@ def answering(*arguments: Any) -> Any:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a kernel of plug-in `acme` for an op of NumPy before all others, which does what it is told."""
+    """Register a kernel of plug-in `acme` that wins for an op on NumPy and calls a given function."""
 
     def put(op: str, function: Callable[..., Any], plugin: str = "acme") -> None:
         current = registry.registry()
@@ -1012,7 +1012,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def blamed(op: str) -> str:
-    """How an error names the kernel above."""
+    """The part of an error message that names the kernel `answering`."""
     line = inspect.getsourcelines(answering)[1]
     return f"kernel 'acme.{op}' of plug-in 'acme' ({__file__}:{line}); BRECCIA_BLOCK=acme sets that plug-in aside."
 
@@ -1064,7 +1064,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("op", "returned", "why"), REFUSED, ids=[f"{op}-{why}" for op, _, why in REFUSED])
-def test_a_result_that_is_not_what_the_op_gives_is_refused_by_kernel_and_plug_in(
+def test_an_invalid_result_is_refused_with_the_kernel_and_plug_in(
     answers: Callable[..., None], op: str, returned: Any, why: str
 ) -> None:
     answers(op, lambda *arguments: returned)
@@ -1075,8 +1075,8 @@ def test_a_result_that_is_not_what_the_op_gives_is_refused_by_kernel_and_plug_in
 
 
 @pytest.mark.parametrize("returned", [None, ST, PAIR[:1], (*PAIR, ST), (PAIR[1], PAIR[0]), (PAIR[0], PAIR[0])])
-def test_a_pair_that_is_none_is_refused_by_kernel_and_plug_in(answers: Callable[..., None], returned: Any) -> None:
-    """Two tensors: blocks along the last axis, then along the one before it."""
+def test_an_invalid_pair_is_refused_with_the_kernel_and_plug_in(answers: Callable[..., None], returned: Any) -> None:
+    """A valid pair has two tensors: blocks along the last axis, then along the one before it."""
     answers("cast_pair", lambda *arguments: returned)
     with pytest.raises(KernelError, match="BRECCIA_BLOCK=acme"):
         breccia.cast_pair(X, MXFP8)
@@ -1092,9 +1092,9 @@ SQUARE = np.ones((64, 64), np.float32)
         (breccia.cast(SQUARE, MXFP8, axis=-2), {}),
         (breccia.cast(SQUARE, MXFP8, storage="transposed"), {}),
     ],
-    ids=["blocks along the last axis", "blocks along the other axis", "a storage that nobody asked for"],
+    ids=["blocks along the last axis", "blocks along the other axis", "a storage that was not requested"],
 )
-def test_a_tensor_whose_codes_lie_otherwise_than_asked_is_refused(
+def test_a_tensor_with_another_axis_or_storage_than_requested_is_refused(
     answers: Callable[..., None], returned: Any, options: dict[str, Any]
 ) -> None:
     answers("cast", lambda *arguments: returned)
@@ -1103,7 +1103,7 @@ def test_a_tensor_whose_codes_lie_otherwise_than_asked_is_refused(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_results_are_of_the_dtype_that_was_asked_for(answers: Callable[..., None], dtype: str) -> None:
+def test_results_must_have_the_requested_dtype(answers: Callable[..., None], dtype: str) -> None:
     answers("dequantize", lambda st, out_dtype, out: np.ones(st.shape, "float32"))
     if dtype == "float32":
         assert breccia.dequantize(ST, out_dtype=dtype).dtype == np.float32
@@ -1122,7 +1122,7 @@ def test_results_are_of_the_dtype_that_was_asked_for(answers: Callable[..., None
         ((3, 0, 32), (32, 5), (3, 0, 5)),
     ],
 )
-def test_the_shape_of_a_product_is_that_of_its_broadcast_operands(
+def test_the_shape_of_a_product_follows_from_broadcasting(
     answers: Callable[..., None], left: Any, right: Any, expected: Any
 ) -> None:
     a, b = np.ones(left, np.float32), np.ones(right, np.float32)
@@ -1134,7 +1134,7 @@ def test_the_shape_of_a_product_is_that_of_its_broadcast_operands(
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_result_that_is_what_the_op_gives_is_handed_on_as_it_is(answers: Callable[..., None], op: str) -> None:
+def test_a_valid_result_is_returned_unchanged(answers: Callable[..., None], op: str) -> None:
     results: list[Any] = []
 
     def generic(*arguments: Any) -> Any:
@@ -1146,12 +1146,12 @@ def test_a_result_that_is_what_the_op_gives_is_handed_on_as_it_is(answers: Calla
     assert found is results[0] and len(results) == 1
 
 
-def test_an_equal_recipe_of_another_object_is_the_recipe(answers: Callable[..., None]) -> None:
+def test_a_result_may_have_an_equal_recipe_object(answers: Callable[..., None]) -> None:
     answers("cast", lambda x, recipe, options: reference.cast(x, MXFP8BlockScaling(), options))
     assert breccia.cast(X, MXFP8BlockScaling()).recipe == MXFP8
 
 
-def test_kernels_of_core_are_held_to_the_contract_by_its_tests_and_not_on_every_call(answers: Callable[..., None]) -> None:
+def test_results_of_core_kernels_are_not_checked_on_every_call(answers: Callable[..., None]) -> None:
     answers("cast", lambda *arguments: "as it is", plugin="core")
     assert breccia.cast(X, MXFP8) == "as it is"
 
@@ -1161,7 +1161,7 @@ def fails(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_error_that_leaves_a_kernel_names_it_in_a_note(answers: Callable[..., None], op: str) -> None:
+def test_an_error_in_a_kernel_gets_a_note_with_its_name(answers: Callable[..., None], op: str) -> None:
     answers(op, fails)
     with pytest.raises(ValueError, match="device lost") as e:
         RUNS[op]()
@@ -1169,7 +1169,7 @@ def test_an_error_that_leaves_a_kernel_names_it_in_a_note(answers: Callable[...,
     assert e.value.__notes__ == [f"This was raised inside {blamed(op)}"]
 
 
-def test_an_error_on_its_way_out_through_kernels_names_each_from_the_inside(answers: Callable[..., None]) -> None:
+def test_an_error_in_nested_kernels_gets_a_note_for_each_from_the_inside(answers: Callable[..., None]) -> None:
     answers("dequantize", fails)
     with pytest.raises(ValueError, match="device lost") as e:
         breccia.cast_ste(X, MXFP8)
@@ -1179,7 +1179,7 @@ def test_an_error_on_its_way_out_through_kernels_names_each_from_the_inside(answ
     assert outer.endswith(").") and "BRECCIA_BLOCK" not in outer
 
 
-def test_an_error_of_breccias_own_is_the_users_and_names_no_kernel(answers: Callable[..., None]) -> None:
+def test_a_breccia_error_gets_no_note(answers: Callable[..., None]) -> None:
     def refuses(*arguments: Any) -> Any:
         raise breccia.ShapeError("too long")
 
@@ -1214,7 +1214,7 @@ def cast(x, recipe, options):
 
 @pytest.fixture
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A plug-in on disk that brings a kernel; gone after the test."""
+    """A plug-in on disk with a kernel, removed after the test."""
     info = tmp_path / "acme_breccia-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-breccia\nVersion: 0.1\n")
@@ -1230,7 +1230,7 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     registry.reload()
 
 
-def test_a_kernel_from_a_plug_in_serves_what_it_accepts(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_a_plug_in_runs_for_the_calls_that_it_accepts(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "acme_kernels" not in sys.modules
     st = breccia.cast(X, MXFP8, axis=-2)
     calls = sys.modules["acme_kernels"].calls
@@ -1259,7 +1259,7 @@ def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_the_trace_names_the_kernel_of_every_call_on_standard_error() -> None:
+def test_the_trace_prints_the_kernel_of_every_call_to_standard_error() -> None:
     script = "for _ in range(2): st = breccia.cast(x, breccia.MXFP8BlockScaling())\nbreccia.matmul(st, st.mT, prefer='{0}')"
     traced = run(script.format("reference.matmul"), BRECCIA_TRACE="1", BRECCIA_PREFER="reference.cast")
     assert traced.stderr.splitlines() == [
@@ -1272,7 +1272,7 @@ def test_the_trace_names_the_kernel_of_every_call_on_standard_error() -> None:
         assert run(script.format("reference.matmul"), **off).stderr == ""
 
 
-def test_the_trace_names_a_kernel_before_those_that_it_calls() -> None:
+def test_the_trace_prints_a_kernel_before_those_that_it_calls() -> None:
     script = "for _ in range(2): breccia.cast_ste(x, breccia.MXFP8BlockScaling())"
     traced = run(script, BRECCIA_TRACE="1", BRECCIA_PREFER="reference.cast, reference.dequantize, composite.cast_ste")
     assert (
@@ -1294,8 +1294,8 @@ def test_the_environment_preference_falls_back_in_a_real_process() -> None:
 # -- cost ----------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_declarations_share_an_identity_that_does_not_travel() -> None:
-    """Dispatch compares recipes and layouts by it, on every call that has conditions."""
+def test_equal_declarations_share_an_interned_key_that_is_not_pickled() -> None:
+    """Dispatch compares recipes and layouts by this key on every call with conditions."""
     one, other, different = MXFP8BlockScaling(), MXFP8BlockScaling(), MXFP8BlockScaling("E5M2")
     assert one.interned_key is other.interned_key and one.interned_key is not different.interned_key
     assert Family().interned_key is not one.interned_key, "of another class"
@@ -1310,13 +1310,13 @@ def test_equal_declarations_share_an_identity_that_does_not_travel() -> None:
 @pytest.mark.parametrize("op", ["cast", "dequantize", "requantize", "matmul"])
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, framework: str) -> None:
-    """Framework and kernel of a call, as `breccia.dispatch.calls` looks them up.
+    """The lookup of framework and kernel for a call in `breccia.dispatch.calls`.
 
-    The limit of 2 µs was set on a core where one step of the loop below (build a key of four parts, look it up) takes 120 ns:
-    16 steps. The ratio holds that limit on slower and busier machines alike.
+    The limit of 2 µs was set on a core where one step of the loop below (build a key of four components, look it up) takes
+    120 ns: 16 steps. The ratio expresses that limit on slower and busier machines too.
     """
     table = registry.registry().table
-    if conditional:  # a kernel whose checks need every fact of the call
+    if conditional:  # a kernel whose checks read every fact of the call
         fast = kernel("fast", op=op, framework=framework, recipe=MXFP8BlockScaling, accepts=f"{HERE}:aligned", rank=9)
         table = Table([*table.kernels, fast], frameworks=registry.registry().frameworks)
     x: Any = X if framework == "numpy" else pytest.importorskip("torch").ones(64, 96)
@@ -1337,7 +1337,7 @@ def test_dispatch_costs_less_than_two_microseconds(conditional: bool, op: str, f
     winner = dispatched().kernel
     assert (winner.name == "fast") is conditional
     assert dispatched().function is targets.load(winner.target)
-    rounds = [(timeit.timeit(step, number=5_000), timeit.timeit(dispatched, number=5_000)) for _ in range(60)]  # in turn
+    rounds = [(timeit.timeit(step, number=5_000), timeit.timeit(dispatched, number=5_000)) for _ in range(60)]  # interleaved
     unit, cost = (min(times) for times in zip(*rounds, strict=True))
     assert cost < 16 * unit, f"{cost / unit:.1f} steps"
 
@@ -1348,13 +1348,13 @@ def plain_only(call: Call) -> str | None:
 
 
 def generic(x: Any, recipe: ScalingRecipe, options: CastOptions) -> breccia.ScaledTensor:
-    """A cast that says that it was called."""
+    """A cast that records its call."""
     asked.append("called")
     return reference.cast(x, recipe, options)
 
 
-def test_accepts_sees_the_options_that_are_not_at_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel for plain casts only says so; every other cast goes to the generic algorithm."""
+def test_accepts_gets_the_options_that_differ_from_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel accepts only casts without options; every other cast goes to the generic algorithm."""
     current = registry.registry()
     fast = kernel("test.fast", "generic", accepts=f"{HERE}:plain_only")
     monkeypatch.setattr(current, "table", Table([*current.table.kernels, fast], frameworks=current.frameworks))
@@ -1375,14 +1375,14 @@ def test_accepts_sees_the_options_that_are_not_at_their_default(monkeypatch: pyt
     ]
 
 
-def test_an_option_that_equals_its_default_is_at_its_default() -> None:
-    """Options that are read from a file, or parsed from a command line, are other objects than those in the source."""
+def test_options_are_compared_with_their_default_by_value() -> None:
+    """Options read from a file or a command line are not the same objects as the defaults in the source."""
     spelled = {"rounding": "".join(["near", "est"]), "nonfinite": "".join(["propa", "gate"])}
     call = Call("cast", "numpy", (X, None, MXFP8, CastOptions(axis=-2, **spelled), None))
     assert call.options == {"axis": -2}
 
 
-def test_matmul_refuses_operands_on_two_devices_by_name() -> None:
+def test_matmul_refuses_operands_on_two_devices() -> None:
     torch = pytest.importorskip("torch")
     a = torch.ones(4, 32)
     with pytest.raises(TypeError, match="a is on cpu and b on meta; move both to one device. Nothing is copied"):
@@ -1390,7 +1390,7 @@ def test_matmul_refuses_operands_on_two_devices_by_name() -> None:
 
 
 @pytest.mark.together
-def test_a_device_that_a_framework_cannot_have_is_refused() -> None:
+def test_an_impossible_device_for_a_framework_is_refused() -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"^numpy arrays are on cpu only; got on='numpy:cuda'\.$"):
         breccia.explain("cast", "nvfp4", on="numpy:cuda")
     assert breccia.explain("cast", "nvfp4", on="numpy:cpu").winner is not None

@@ -1,4 +1,4 @@
-"""DLPack: what is shared, what is copied, what is refused, and what a bundle says to those who have no breccia."""
+"""DLPack: what is shared, copied or refused, and how consumers without breccia read a bundle."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from breccia.siblings import install
 from breccia.tensors.components import components
 from breccia_bridges.dlpack import _CODES, Bundle
 
-#: Every recipe and every framework in `make test`; their products in `make test-all`.
+#: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
 pytestmark = pytest.mark.covering(1)
 
 mx = pytest.importorskip("mlx.core")  # a machine with CUDA may lack it
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
-#: Each library's own, on anything that speaks DLPack.
+#: Each library's `from_dlpack`.
 CONSUMERS: dict[str, Callable[[Any], Any]] = {
     "numpy": np.from_dlpack,
     "torch": torch.from_dlpack,
     "jax": jnp.from_dlpack,
     "mlx": mx.from_dlpack,
 }
-#: Each library's own way to say where an array's memory is.
+#: The memory address of an array in each library.
 ADDRESS: dict[str, Callable[[Any], int]] = {
     "numpy": lambda a: a.ctypes.data,
     "torch": lambda a: a.data_ptr(),
@@ -52,7 +52,7 @@ ADDRESS: dict[str, Callable[[Any], int]] = {
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="what MLX shares was measured on Linux CPUs")
 X = wide((32, 256), seed=51, exponents=4)
 MXFP8 = breccia.cast(X, breccia.MXFP8BlockScaling())
-#: FP8 codes, E8M0, E4M3 and BF16 scales, a scale of no axis, a zero-point, a bias.
+#: FP8 codes, E8M0, E4M3 and BF16 scales, a 0-d scale, a zero-point, a bias.
 RECIPES = [
     breccia.MXFP8BlockScaling("E5M2"),
     breccia.NVFP4BlockScaling(),
@@ -64,7 +64,7 @@ RECIPES = [
 
 
 def aligned(array: np.ndarray, past: int = 0) -> np.ndarray:
-    """A copy that lies `past` bytes behind a multiple of 64."""
+    """A copy whose address is `past` bytes after a multiple of 64."""
     raw = np.empty(array.nbytes + 128, np.uint8)
     start = -raw.ctypes.data % 64 + past
     out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -82,7 +82,7 @@ def at(st: ScaledTensor, past: int = 0) -> ScaledTensor:
 
 
 def made(framework: str, recipe: breccia.ScalingRecipe) -> ScaledTensor:
-    """A cast whose parts lie at multiples of 64 bytes, but for MLX, which says itself where."""
+    """A cast whose components are aligned to 64 bytes, except on MLX, which allocates its own memory."""
     source = at(breccia.cast(X, recipe))
     return source if framework == "numpy" else from_dlpack(source, framework)
 
@@ -91,11 +91,11 @@ def addresses(st: ScaledTensor) -> dict[str, int]:
     return {name: ADDRESS[st.framework](part) for name, part in components(st).items()}
 
 
-# -- which pairs share: the table of docs/bridges.md ---------------------------------------------------------------------
+# -- which pairs of frameworks share memory: the table of docs/bridges.md ---------------------------------------------------
 
 
 def table() -> dict[tuple[str, str], str]:
-    """What the page says of each pair, by (from, to)."""
+    """(from, to) -> the entry of the table."""
     lines = (Path(__file__).parents[1] / "docs" / "bridges.md").read_text(encoding="utf-8").splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| from, to |"))
     rows = [[cell.strip().lower() for cell in line.strip("|").split("|")] for line in lines[start : start + 6]]
@@ -116,7 +116,7 @@ def test_the_table_has_every_pair() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 @pytest.mark.parametrize(("a", "b"), PAIRS)
-def test_a_pair_shares_memory_where_the_table_says_so(a: str, b: str, recipe: breccia.ScalingRecipe) -> None:
+def test_a_pair_shares_memory_as_the_table_says(a: str, b: str, recipe: breccia.ScalingRecipe) -> None:
     said, source = table()[a, b], made(a, recipe)
     taken = from_dlpack(source, b)
     assert (taken.framework, breccia.bytes_equal(taken, source)) == (b, True)
@@ -135,7 +135,7 @@ def test_a_pair_shares_memory_where_the_table_says_so(a: str, b: str, recipe: br
 
 
 @pytest.mark.parametrize(("a", "b"), [pair for pair in table() if "64" in table()[pair]])
-def test_jax_copies_what_lies_elsewhere_than_the_table_says(a: str, b: str) -> None:
+def test_jax_copies_unaligned_memory(a: str, b: str) -> None:
     source = at(MXFP8, past=16)
     source = source if a == "numpy" else from_dlpack(source, a, copy=False)
     taken = from_dlpack(source, b)
@@ -160,14 +160,14 @@ def test_a_copy_shares_nothing_and_can_be_written_to(a: str, b: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_parts_arrive_in_the_dtypes_of_a_cast_there(b: str, recipe: breccia.ScalingRecipe) -> None:
+def test_components_have_the_dtypes_of_a_cast_in_the_target_framework(b: str, recipe: breccia.ScalingRecipe) -> None:
     there = breccia.cast({"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray, "mlx": mx.array}[b](X), recipe)
     for a in FRAMEWORKS:
         taken = from_dlpack(made(a, recipe), b)
         assert {n: p.dtype for n, p in components(taken).items()} == {n: p.dtype for n, p in components(there).items()}
 
 
-def test_scales_and_zero_points_that_came_in_another_dtype_keep_it() -> None:
+def test_scales_and_zero_points_with_another_dtype_keep_it() -> None:
     scale = MXFP8.scale[:, :2].astype(np.float16)
     st = breccia.from_buffer(
         np.zeros((32, 128), np.uint8), scale, breccia.INT4Scaling(scale_dtype="fp32"), breccia.PerBlockK(128)
@@ -181,7 +181,7 @@ def test_scales_and_zero_points_that_came_in_another_dtype_keep_it() -> None:
         assert breccia.bytes_equal(taken, asymmetric) and str(taken.zero_point.dtype).endswith("int16")
 
 
-def test_dtypes_of_ml_dtypes_are_handed_over_as_what_they_are() -> None:
+def test_dtypes_of_ml_dtypes_are_preserved() -> None:
     scale = np.asarray(MXFP8.scale).view(ml_dtypes.float8_e8m0fnu)
     named = changed(MXFP8, data=MXFP8.data.view(ml_dtypes.float8_e4m3fn), scale=scale)
     taken = from_dlpack(named, "torch", copy=False)
@@ -191,8 +191,8 @@ def test_dtypes_of_ml_dtypes_are_handed_over_as_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", _CODES)
-def test_the_codes_of_dtypes_are_those_that_torch_and_jax_give(name: str) -> None:
-    """By a capsule of a part that is renamed to what it is not, read by those who know the name."""
+def test_dlpack_dtype_codes_are_those_of_torch_and_jax(name: str) -> None:
+    """A capsule that declares the dtype `name` must arrive in torch and JAX with that dtype."""
     width = jnp.dtype(name).itemsize
     bits = aligned(np.arange(256, dtype={1: "u1", 2: "u2", 4: "i4"}[width]))
     from breccia_bridges.dlpack import _CONSUMERS, Part
@@ -203,11 +203,11 @@ def test_the_codes_of_dtypes_are_those_that_torch_and_jax_give(name: str) -> Non
         assert ADDRESS[consumer](found) == bits.ctypes.data
 
 
-# -- memory that is shared is one -------------------------------------------------------------------------------------------
+# -- lifetime of shared memory ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("b", ["torch", "jax"])
-def test_what_is_written_to_shared_memory_shows(b: str) -> None:
+def test_writes_to_shared_memory_are_visible(b: str) -> None:
     source = at(MXFP8)
     taken = from_dlpack(source, b)
     source.data[0, 0] ^= 1
@@ -217,17 +217,17 @@ def test_what_is_written_to_shared_memory_shows(b: str) -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("a", FRAMEWORKS)
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_memory_lives_as_long_as_whoever_shares_it(a: str, b: str) -> None:
+def test_shared_memory_stays_alive_with_its_consumer(a: str, b: str) -> None:
     source = made(a, breccia.NVFP4BlockScaling())
     wanted, bundle = source.digest(), to_dlpack(source)
     taken = from_dlpack(bundle, b)
     del source, bundle
     gc.collect()
-    others = [made(a, breccia.NVFP4BlockScaling()) for _ in range(20)]  # which would take the place
+    others = [made(a, breccia.NVFP4BlockScaling()) for _ in range(20)]  # these would reuse the memory if it were free
     assert taken.digest() == wanted and len(others) == 20
 
 
-def test_values_still_being_computed_are_waited_for() -> None:
+def test_pending_computations_are_awaited() -> None:
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.tanh(y @ y), x))
     x = jnp.asarray(wide((400, 400), seed=3, exponents=1))
     st = breccia.cast(slow(x), breccia.MXFP8BlockScaling())
@@ -242,7 +242,7 @@ def test_values_still_being_computed_are_waited_for() -> None:
 
 @pytest.mark.parametrize("a", FRAMEWORKS)
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_any_consumer_takes_each_part_of_a_bundle_as_bytes_it_knows(a: str, b: str) -> None:
+def test_any_consumer_reads_each_component_of_a_bundle_as_a_known_dtype(a: str, b: str) -> None:
     for recipe in RECIPES:
         source = made(a, recipe)
         for name, part in zip(to_dlpack(source).names, to_dlpack(source), strict=True):
@@ -252,7 +252,7 @@ def test_any_consumer_takes_each_part_of_a_bundle_as_bytes_it_knows(a: str, b: s
             assert found.tobytes() == expected.tobytes() and found.shape == expected.shape
 
 
-def test_a_bundle_is_the_tuple_of_the_parts_there_are() -> None:
+def test_a_bundle_is_the_tuple_of_its_components() -> None:
     data, scale = to_dlpack(MXFP8)
     assert np.from_dlpack(data).ctypes.data == MXFP8.data.ctypes.data
     assert np.from_dlpack(scale).ctypes.data == MXFP8.scale.ctypes.data
@@ -267,7 +267,7 @@ def test_a_bundle_is_the_tuple_of_the_parts_there_are() -> None:
         bundle.scales  # noqa: B018
 
 
-def test_the_header_is_the_config_of_files() -> None:
+def test_the_header_is_the_config_stored_in_files() -> None:
     from breccia_bridges.safetensors import describe
 
     for recipe in RECIPES:
@@ -279,8 +279,8 @@ def test_the_header_is_the_config_of_files() -> None:
     assert header["recipe"]["name"] == "int4" and header["dtypes"] == {"data": "INT4", "scale": "BF16"}
 
 
-def test_a_bundle_of_a_strangers_making_is_read() -> None:
-    """Parts from several libraries, their dtypes neutral or not."""
+def test_a_bundle_made_by_another_library_is_read() -> None:
+    """Components from several libraries, with float8 or uint8 dtypes."""
     header = to_dlpack(MXFP8).header
     codes = torch.from_numpy(MXFP8.data).view(torch.float8_e4m3fn)
     for b in FRAMEWORKS:
@@ -289,7 +289,7 @@ def test_a_bundle_of_a_strangers_making_is_read() -> None:
 
 
 class Foreign:
-    """An array of a library that breccia does not know, of the DLPack of 2021."""
+    """An array of an unknown library that implements DLPack as of 2021."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.dtype, self.shape = array, array.dtype, array.shape
@@ -303,7 +303,7 @@ class Foreign:
 
 @pytest.mark.parametrize("copy", [None, True])
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_parts_of_unknown_libraries_are_read_through_dlpack_alone(b: str, copy: bool | None) -> None:
+def test_components_of_unknown_libraries_are_read_through_dlpack(b: str, copy: bool | None) -> None:
     parts = {name: Foreign(part) for name, part in components(at(MXFP8)).items()}
     taken = from_dlpack(Bundle(to_dlpack(MXFP8).header, **parts), b, copy=copy)
     assert breccia.bytes_equal(taken, MXFP8)
@@ -324,12 +324,12 @@ def test_bundles_that_contradict_their_header_are_refused() -> None:
         Bundle(header, data=MXFP8.data, scales=MXFP8.scale)
 
 
-# -- memory that cannot be shared as it is --------------------------------------------------------------------------------
+# -- memory that cannot be shared -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_a_negative_stride_is_copied_before_it_reaches_a_library(b: str) -> None:
-    """torch 2.13 ends the process on one."""
+def test_arrays_with_negative_strides_are_copied_first(b: str) -> None:
+    """torch 2.13 aborts the process on a negative stride."""
     source = changed(MXFP8, data=MXFP8.data[::-1], scale=MXFP8.scale[::-1])
     assert breccia.bytes_equal(from_dlpack(source, b), source)
     if b != "numpy":
@@ -345,7 +345,7 @@ def test_a_negative_stride_is_copied_before_it_reaches_a_library(b: str) -> None
 
 @pytest.mark.parametrize("b", FRAMEWORKS)
 @pytest.mark.parametrize("a", FRAMEWORKS)
-def test_slices_and_transposes_cross_as_they_are(a: str, b: str) -> None:
+def test_slices_and_transposes_cross_frameworks(a: str, b: str) -> None:
     whole = made(a, breccia.MXFP8BlockScaling())
     for part in (whole[:, :128], whole[4:8], whole.mT, whole[:, 32:96].mT):
         for source in (part, to_dlpack(part)):
@@ -353,7 +353,7 @@ def test_slices_and_transposes_cross_as_they_are(a: str, b: str) -> None:
             assert breccia.bytes_equal(taken, part) and taken.shape == part.shape
 
 
-def test_jax_copies_rows_that_lie_apart_and_torch_does_not() -> None:
+def test_jax_copies_strided_rows_and_torch_does_not() -> None:
     source = at(MXFP8)[:, :128]
     assert addresses(from_dlpack(source, "torch", copy=False)) == addresses(source)
     with pytest.raises(
@@ -365,7 +365,7 @@ def test_jax_copies_rows_that_lie_apart_and_torch_does_not() -> None:
 
 
 @pytest.mark.parametrize("b", ["torch", "jax"])
-def test_read_only_memory_is_not_lent_to_those_who_could_write(b: str) -> None:
+def test_read_only_memory_is_not_shared_with_frameworks_that_could_write(b: str) -> None:
     source = at(MXFP8)
     source.data.flags.writeable = False
     taken = from_dlpack(source, b)
@@ -375,7 +375,7 @@ def test_read_only_memory_is_not_lent_to_those_who_could_write(b: str) -> None:
 
 
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_numbers_of_foreign_byte_order_are_turned_over(b: str) -> None:
+def test_arrays_with_foreign_byte_order_are_byte_swapped(b: str) -> None:
     native = breccia.cast(X, breccia.Float8BlockScaling())
     source = changed(native, scale=native.scale.astype(">f4"))
     assert breccia.bytes_equal(from_dlpack(source, b), native)
@@ -389,21 +389,21 @@ def test_numbers_of_foreign_byte_order_are_turned_over(b: str) -> None:
 @pytest.mark.parametrize("copy", [None, True, False])
 @pytest.mark.parametrize("b", FRAMEWORKS)
 @pytest.mark.parametrize("a", FRAMEWORKS)
-def test_nothing_can_be_shared_and_copied_alike(a: str, b: str, copy: bool | None) -> None:
+def test_empty_tensors_can_be_shared_and_copied(a: str, b: str, copy: bool | None) -> None:
     empty = from_dlpack(breccia.cast(np.zeros((0, 64), np.float32), breccia.MXFP8BlockScaling()), a)
     for source in (empty, to_dlpack(empty)):
         taken = from_dlpack(source, b, copy=copy)
         assert (taken.framework, taken.shape, breccia.bytes_equal(taken, empty)) == (b, (0, 64), True)
 
 
-def test_scalars_of_numpy_are_handed_over_by_value() -> None:
+def test_numpy_scalars_are_copied() -> None:
     source = breccia.from_buffer(MXFP8.data, np.float32(0.5), breccia.Float8CurrentScaling(), breccia.PerTensor())
     for b in FRAMEWORKS:
         for of in (source, to_dlpack(source)):
             assert breccia.bytes_equal(from_dlpack(of, b), source)
 
 
-# -- what has no values to hand over --------------------------------------------------------------------------------------
+# -- tensors without values -------------------------------------------------------------------------------------------------
 
 NO_VALUES = "Pass arrays with values in memory: outside jit, vmap and compile, on a real device, detached from gradients."
 TORCH = from_dlpack(at(MXFP8), "torch")
@@ -411,7 +411,7 @@ TORCH = from_dlpack(at(MXFP8), "torch")
 
 def assert_refused(st: ScaledTensor, part: str = "data") -> None:
     others = [f for f in FRAMEWORKS if f != st.framework]
-    asked = [(f, c) for f in others for c in (None, True, False) if (f, c) != ("mlx", False)]  # which it refuses all the same
+    asked = [(f, c) for f in others for c in (None, True, False) if (f, c) != ("mlx", False)]  # refused in any case
     for call in (to_dlpack, *(lambda s, f=f, c=c: from_dlpack(s, f, copy=c) for f, c in asked)):
         with pytest.raises(UnsupportedError) as e:
             call(st)
@@ -421,20 +421,20 @@ def assert_refused(st: ScaledTensor, part: str = "data") -> None:
     assert from_dlpack(st, st.framework) is st
 
 
-def test_tensors_that_require_gradients_are_refused_by_name() -> None:
+def test_tensors_that_require_gradients_are_refused() -> None:
     st = made("torch", breccia.Float8CurrentScaling())
     assert_refused(changed(st, scale=st.scale.clone().requires_grad_()), "scale")
     with pytest.raises(UnsupportedError, match="require gradient"):
         from_dlpack(changed(st, scale=st.scale.clone().requires_grad_()), "jax", device="cpu")
 
 
-def test_tensors_without_memory_are_refused_by_name() -> None:
+def test_tensors_without_memory_are_refused() -> None:
     assert_refused(TORCH.to("meta"))
     mode = FakeTensorMode()
     assert_refused(changed(TORCH, data=mode.from_tensor(TORCH.data)))
 
 
-def test_traced_arrays_are_refused_by_name() -> None:
+def test_traced_arrays_are_refused() -> None:
     st = from_dlpack(MXFP8, "jax")
     seen: list[str] = []
 
@@ -465,7 +465,7 @@ def test_traced_arrays_are_refused_by_name() -> None:
     assert len(seen) == 4
 
 
-def test_arrays_that_were_given_away_are_refused() -> None:
+def test_donated_arrays_are_refused() -> None:
     st = from_dlpack(MXFP8, "jax", copy=True)
     st.data.delete()
     with pytest.raises(UnsupportedError, match="^from_dlpack: torch cannot take data: "):
@@ -497,7 +497,7 @@ def test_moving_to_another_device_is_a_copy() -> None:
 
 
 class Spent(Foreign):
-    """An array whose capsule was consumed by somebody else before."""
+    """An array whose capsule was already consumed."""
 
     def __dlpack__(self, stream: Any = None) -> Any:
         capsule = self.array.__dlpack__()
@@ -512,26 +512,26 @@ class Wrong(Foreign):
 
 @pytest.mark.parametrize("kind", [Spent, Wrong])
 @pytest.mark.parametrize("b", FRAMEWORKS)
-def test_what_is_no_capsule_is_refused_and_not_read(b: str, kind: type[Foreign]) -> None:
+def test_an_invalid_capsule_is_refused_and_not_read(b: str, kind: type[Foreign]) -> None:
     bundle = Bundle(to_dlpack(MXFP8).header, data=kind(MXFP8.data), scale=kind(MXFP8.scale))
     with pytest.raises(UnsupportedError, match=f"^from_dlpack: {b} cannot take data: "):
         from_dlpack(bundle, b)
 
 
 class Elsewhere(Foreign):
-    """An array on another kind of device than any here."""
+    """An array on an unknown kind of device."""
 
     def __dlpack_device__(self) -> Any:
         return (10, 0)
 
 
-def test_a_device_that_a_framework_cannot_reach_is_named_with_the_way_out() -> None:
+def test_an_unreachable_device_is_refused_with_a_remedy() -> None:
     bundle = Bundle(to_dlpack(MXFP8).header, data=Elsewhere(MXFP8.data), scale=Elsewhere(MXFP8.scale))
     with pytest.raises(UnsupportedError, match="jax cannot take data: .*Pass device= to move it there, which copies."):
         from_dlpack(bundle, "jax")
 
 
-def test_other_sources_and_options_are_refused() -> None:
+def test_invalid_sources_and_options_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="^from_dlpack takes a ScaledTensor, or what to_dlpack gave; got ndarray"):
         from_dlpack(X, "torch")
     with pytest.raises(
@@ -544,8 +544,8 @@ def test_other_sources_and_options_are_refused() -> None:
         from_dlpack(MXFP8, "troch")
 
 
-def test_a_framework_of_any_plug_in_is_handed_compact_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what it shares nothing is known: only what lies in one run, and may be written to, is shared."""
+def test_a_framework_of_a_plug_in_gets_contiguous_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits are unknown, so only contiguous and writable memory is shared."""
     acme = Framework("acme", "acme", ("Tensor",), "breccia_torch.ops:TORCH")
     monkeypatch.setitem(sys.modules, "acme", SimpleNamespace(from_dlpack=torch.from_dlpack))
     monkeypatch.setitem(registry().declared["breccia_frameworks"], "acme", acme)
@@ -556,7 +556,7 @@ def test_a_framework_of_any_plug_in_is_handed_compact_memory(monkeypatch: pytest
         from_dlpack(rows, "acme", copy=False)
 
 
-def test_operands_of_two_frameworks_are_told_how_to_meet() -> None:
+def test_operands_of_two_frameworks_are_refused_with_a_remedy() -> None:
     with pytest.raises(
         UnsupportedError, match=r"numpy array .* torch array; .*: breccia\.bridges\.from_dlpack\(x, 'numpy'\) takes"
     ):
@@ -573,7 +573,7 @@ ARRAYS["mlx"] = "__import__('mlx.core').core.ones((2, 32))"
 @pytest.mark.rest
 @pytest.mark.parametrize(("absent", "present"), [(a, b) for a in ARRAYS for b in FRAMEWORKS if a != b])
 def test_an_array_whose_plug_in_is_missing_names_the_package(absent: str, present: str) -> None:
-    """Where only the plug-in of another framework is there, whatever is asked of the array."""
+    """With only the plug-in of another framework, for every kind of call."""
     script = f"""
 import breccia, breccia.bridges
 x = {ARRAYS[absent]}

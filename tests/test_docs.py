@@ -1,4 +1,4 @@
-"""Examples and the code blocks of documents run as printed; links lead somewhere; documents name only what exists."""
+"""Examples and code blocks of the documents run as printed, links resolve, and every name in the documents exists."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from conftest import jax_in_rest
 
 import breccia
 from breccia.dispatch import registry
@@ -25,11 +26,11 @@ from breccia.dispatch import registry
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [p for p in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]]
-#: What a fence may hold: code that runs or parses, commands, and drawings.
+#: Languages of code fences: code that runs or parses, commands, and diagrams.
 LANGUAGES = ("python", "console", "json", "toml", "text")
 
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
-#: A call of print, on one line or as the formatter breaks it, and the comment behind it.
+#: A call of print, on one line or as the formatter breaks it, and the comment after it.
 PRINTED = re.compile(r"^( *)print\((?:.*|\n(?:\1 +.*\n)+\1)\)  # (?:prints )?(.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?(?: [^)]*)?\)")
 
@@ -48,7 +49,7 @@ def fences(page: Path) -> Iterator[Fence]:
 
 
 def every(language: str) -> list[pytest.ParameterSet]:
-    """(page, block) of all pages, as parameters."""
+    """Parameters (page, block) for all blocks in this language."""
     found = [(page, fence) for page in PAGES for fence in fences(page) if fence.language == language]
     return [pytest.param(p, f, id=f"{p.relative_to(ROOT)}:{f.line}") for p, f in found]
 
@@ -71,7 +72,7 @@ def terminal():
 
 @pytest.fixture(scope="module")
 def sessions(terminal: ModuleType) -> set[str]:
-    """The commands whose output documents show."""
+    """The commands whose output the documents show."""
     return {command for session in terminal.sessions() for command in session.commands}
 
 
@@ -98,21 +99,17 @@ def test_examples_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(p, marks=[pytest.mark.rest] if p.name == "jax.md" else [])  # JAX compiles every example
-        for p in PAGES
-        if any(f.language == "python" for f in fences(p))
-    ],
+    jax_in_rest(p for p in PAGES if any(f.language == "python" for f in fences(p))),
     ids=name_of,
 )
-def test_python_blocks_of_a_page_run_and_print_what_they_say(
+def test_python_blocks_of_a_page_run_and_print_the_output_shown(
     page: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """In order, in one namespace and an empty folder. A comment behind `print(...)` is a line it prints; `...` is anything."""
+    """All run in order, in one namespace and an empty folder. A comment after `print(...)` is its output; `...` is any text."""
     monkeypatch.chdir(tmp_path)
     if page.parent == DOCS / "tutorial":
         request.getfixturevalue("acme")
@@ -134,7 +131,7 @@ def test_python_blocks_of_a_page_run_and_print_what_they_say(
 
 
 def test_the_front_page_example_runs_as_printed() -> None:
-    """The example the project started with: a block cast, a 256 x 64 weight in blocks of 128, and their product."""
+    """The first example: a block cast, a 256 x 64 weight in blocks of 128, and their product."""
     x = np.random.randn(8, 256).astype(np.float32)
     st = breccia.cast(x, breccia.Float8BlockScaling(block_k=128))
     assert st.shape == (8, 256) and st.scale.shape == (8, 2)
@@ -146,13 +143,13 @@ def test_the_front_page_example_runs_as_printed() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_says_what_it_is(page: Path) -> None:
+def test_every_block_has_a_language(page: Path) -> None:
     wrong = [f"{fence.line}: {fence.language!r}" for fence in fences(page) if fence.language not in LANGUAGES]
     assert not wrong, f"a block is one of {LANGUAGES}"
 
 
 @pytest.mark.parametrize(("page", "fence"), [*every("json"), *every("toml")])
-def test_data_blocks_can_be_read(page: Path, fence: Fence) -> None:
+def test_data_blocks_can_be_parsed(page: Path, fence: Fence) -> None:
     assert {"json": json.loads, "toml": tomllib.loads}[fence.language](fence.text) is not None
 
 
@@ -177,7 +174,7 @@ def test_commands_exist(page: Path, fence: Fence, sessions: set[str]) -> None:
 
 
 def check_requirement(requirement: str) -> None:
-    """It is a distribution of ours, by name or by path, with extras that it has."""
+    """Check that it is a breccia distribution, by name or by path, with extras that it declares."""
     found = re.fullmatch(r"(?:\./)?(breccia-\w+)(?:\[([\w,-]+)\])?", requirement)
     assert found, f"{requirement} is no distribution of ours"
     project = tomllib.loads((ROOT / found[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -189,8 +186,8 @@ def check_requirement(requirement: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_relative_links_lead_to_what_exists(page: Path) -> None:
-    """As a code host follows them. Anchors of API pages are made when the site is built, which checks them."""
+def test_relative_links_resolve(page: Path) -> None:
+    """Links are resolved as on a code host. The site build creates and checks the anchors of API pages."""
     for path, anchor in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", path):
             continue
@@ -209,7 +206,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as the site names them, and those that it names itself."""
+    """Anchors of the headings, as the site generates them, and explicit anchors."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     found = set(re.findall(r'(?:\{ *#|id="|name=")([\w.-]+)', text))
     for heading in re.findall(r"^#+ (.+?)(?: *\{.*\})?$", text, re.MULTILINE):

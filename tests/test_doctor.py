@@ -1,4 +1,4 @@
-"""`breccia doctor` and `breccia bench`: what is there, what is missing with the command that mends it, what is wrong."""
+"""`breccia doctor` and `breccia bench`: what is installed, what is missing and how to install it, and what is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found(section: str, subject: str) -> Finding:
 
 
 def absent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Distributions and modules of these names are not installed, as far as doctor can tell."""
+    """Make distributions and modules of these names look uninstalled to doctor."""
     version, installed = importlib.metadata.version, targets.installed
 
     def without(name: str) -> str:
@@ -40,7 +40,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(targets, "installed", lambda module: module not in names and installed(module))
 
 
-def test_everything_installed_is_listed_with_its_version_and_nothing_is_wrong(run: Run) -> None:
+def test_a_full_installation_is_listed_with_versions_and_no_problems(run: Run) -> None:
     assert found("breccia", "breccia-core") == Finding("breccia", "breccia-core", OK, breccia.__version__)
     for framework in ("numpy", "torch", "jax", "mlx"):
         line = found("frameworks", framework)
@@ -55,7 +55,7 @@ def test_everything_installed_is_listed_with_its_version_and_nothing_is_wrong(ru
 
 
 @pytest.mark.parametrize("sibling", SIBLINGS, ids=lambda s: s.distribution)
-def test_an_absent_sibling_is_named_with_the_command_that_brings_it(
+def test_a_missing_distribution_is_reported_with_its_install_command(
     sibling: siblings.Sibling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent(monkeypatch, sibling.distribution)
@@ -63,14 +63,14 @@ def test_an_absent_sibling_is_named_with_the_command_that_brings_it(
     assert (line.status, line.text, line.remedy) == (MISSING, "not installed", install(sibling.distribution))
 
 
-def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "plotly")
     line = found("extras", "breccia-bridges[report]")
     assert line.status == MISSING and line.text.startswith("plotly not installed: --report")
     assert line.remedy == install("breccia-bridges[report]")
 
 
-def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framework_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "torch")
     from breccia.dispatch import registry
 
@@ -89,7 +89,7 @@ def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\n driver"), SystemExit("no driver")])
-def test_a_framework_that_cannot_name_its_devices_is_a_problem(
+def test_a_framework_that_fails_to_list_its_devices_is_a_problem(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def broken() -> list[str]:
@@ -107,7 +107,7 @@ def test_a_framework_that_cannot_name_its_devices_is_a_problem(
         targets.load.cache_clear()
 
 
-def test_a_sibling_of_another_series_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distribution_of_another_minor_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
     monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))
     line = found("breccia", "breccia-jax")
@@ -116,7 +116,7 @@ def test_a_sibling_of_another_series_is_a_problem(monkeypatch: pytest.MonkeyPatc
     assert line.remedy == install("breccia-jax", "--upgrade")
 
 
-def test_what_to_type_is_of_the_clone_there_is_and_of_the_index_where_there_is_none(
+def test_install_commands_use_the_clone_if_there_is_one_and_the_index_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clone = Path(__file__).resolve().parent.parent
@@ -127,7 +127,7 @@ def test_what_to_type_is_of_the_clone_there_is_and_of_the_index_where_there_is_n
     assert install("breccia-bridges[report]") == "pip install 'breccia-bridges[report]'"
 
 
-def test_extras_are_those_that_the_distributions_declare() -> None:
+def test_all_declared_extras_are_listed() -> None:
     import tomllib
 
     for extra in EXTRAS:
@@ -137,11 +137,11 @@ def test_extras_are_those_that_the_distributions_declare() -> None:
         assert brought == list(extra.modules)
 
 
-# -- the older distribution of the same import name ------------------------------------------------------------------
+# -- the older distribution with the same import name ----------------------------------------------------------------
 
 
 def older(folder: Path, package: Path) -> None:
-    """Metadata of the older distribution `breccia`, as pip leaves it, whose files lie in `package`."""
+    """Write metadata of the older distribution `breccia`, as pip installs it, with files in `package`."""
     info = folder / "breccia-0.1.3.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breccia\nVersion: 0.1.3\n")
@@ -149,12 +149,14 @@ def older(folder: Path, package: Path) -> None:
     package.mkdir(exist_ok=True)
 
 
-def test_no_older_distribution_is_seen_where_there_is_none() -> None:
+def test_no_older_distribution_is_reported_if_there_is_none() -> None:
     assert unrelated() is None
     assert not [f for f in examine() if f.subject == "breccia"]
 
 
-def test_the_older_distribution_beside_ours_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_the_older_distribution_next_to_this_one_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     older(tmp_path, tmp_path / "breccia")
     monkeypatch.syspath_prepend(tmp_path)
     line = found("breccia", "breccia")
@@ -166,7 +168,7 @@ def test_the_older_distribution_beside_ours_is_a_problem(tmp_path: Path, monkeyp
 
 
 def overwritten(tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """`python -m breccia doctor` in an installation over which the older distribution was installed."""
+    """Run `python -m breccia doctor` in an installation that the older distribution has overwritten."""
     site = tmp_path / "site"
     shutil.copytree(Path(breccia.__file__).parent, site / "breccia", ignore=shutil.ignore_patterns("__pycache__"))
     older(site, site / "breccia")
@@ -178,7 +180,7 @@ def overwritten(tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_older_distribution_over_ours_is_one_line_and_not_a_traceback(tmp_path: Path) -> None:
+def test_an_overwritten_installation_gives_one_line_and_no_traceback(tmp_path: Path) -> None:
     done = overwritten(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
@@ -187,7 +189,7 @@ def test_the_older_distribution_over_ours_is_one_line_and_not_a_traceback(tmp_pa
     )
 
 
-def test_an_import_error_of_ours_alone_still_shows(tmp_path: Path) -> None:
+def test_other_import_errors_still_show(tmp_path: Path) -> None:
     site = tmp_path / "site"
     shutil.copytree(Path(breccia.__file__).parent, site / "breccia", ignore=shutil.ignore_patterns("__pycache__"))
     (site / "breccia" / "recipes.py").write_text("class Float8CurrentScaling: ...\n")
@@ -199,15 +201,15 @@ def test_an_import_error_of_ours_alone_still_shows(tmp_path: Path) -> None:
 # -- bench -----------------------------------------------------------------------------------------------------------
 
 
-#: Whose kernels run on NumPy here: compiled ones, where a compiler was there to build them.
+#: The prefix of the NumPy kernels: compiled ones if a compiler was available.
 NUMPY = "numpy" if missing("cpu") else "native"
 CAST = f"{NUMPY}.cast"
-#: Whose kernels run `cast` and `dequantize` on a framework's CPU arrays, where it is not the generic algorithm.
+#: Framework -> prefix of the kernels for `cast` and `dequantize` on its CPU arrays, if not the generic algorithm.
 KERNELS = {"numpy": NUMPY, "torch": "torch.cpu"}
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
-def test_bench_times_three_ops_and_names_their_kernels(framework: str) -> None:
+def test_bench_times_three_ops_and_reports_their_kernels(framework: str) -> None:
     timings = bench.measure(breccia.NVFP4BlockScaling(), framework, size=64, runs=3)
     assert [t.op for t in timings] == ["cast", "dequantize", "matmul"]
     st_bytes = 64 * 64 // 2 + 64 * 4 + 4
@@ -229,7 +231,7 @@ def test_bench_prints_a_line_for_each_op(run: Run) -> None:
     assert (listed["on"], listed["size"], listed["runs"], len(listed["timings"])) == ("numpy", 64, 2, 3)
 
 
-def test_bench_refuses_what_it_cannot_time(run: Run) -> None:
+def test_bench_refuses_invalid_arguments(run: Run) -> None:
     for words, message in [
         (["--size", "0"], "error: Invalid value for '--size'"),
         (["--on", "jx"], "error: no framework 'jx'; did you mean 'jax'?"),
@@ -245,12 +247,12 @@ def test_bench_refuses_what_it_cannot_time(run: Run) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bench runs there")
-def test_bench_on_a_device_that_is_not_there_is_one_line(run: Run) -> None:
+def test_bench_on_a_missing_device_prints_one_line(run: Run) -> None:
     code, out, err = run("bench", "--on", "torch:cuda", "--size", "8")
     assert (code, out) == (1, "") and err.startswith("error: torch cannot use device 'cuda': ") and err.count("\n") == 1
 
 
-def test_bench_names_the_framework_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_reports_a_missing_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, "jax")
     with pytest.raises(ImportError, match="bench on jax needs jax, which is not installed: pip install jax"):
         bench.measure(breccia.INT4Scaling(), "jax", size=8, runs=1)

@@ -1,4 +1,4 @@
-"""`breccia.explain` of operands that are only named: recipes, and `array` for a plain one."""
+"""`breccia.explain` with names as operands: recipes, and `array` for an unquantized array."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_array_stands_for_a_plain_operand(op: str, named: tuple[str, ...], given
     assert found.winner is not None and found.winner == expected.winner
 
 
-def test_array_stands_for_a_plain_operand_beside_one_that_is_there() -> None:
+def test_array_stands_for_a_plain_operand_next_to_a_tensor() -> None:
     assert breccia.explain("matmul", "array", W.mT).call == "matmul of array and mxfp8"
     assert breccia.explain("matmul", X, "mxfp8").call == "matmul of array and mxfp8"
 
 
 @pytest.mark.together
-def test_array_stands_for_a_plain_operand_of_a_framework_named() -> None:
+def test_array_stands_for_a_plain_operand_of_a_named_framework() -> None:
     found = breccia.explain("matmul", "array", "nvfp4", on="torch")
     assert (found.call, found.framework) == ("matmul of array and nvfp4", "torch")
     assert found.winner is not None and found.winner.name == "composite.matmul"
@@ -49,19 +49,19 @@ def test_array_stands_for_a_plain_operand_of_a_framework_named() -> None:
 
 
 @pytest.mark.parametrize(("op", "operands"), [("dequantize", ("array",)), ("requantize", ("array", "mxfp8"))])
-def test_an_op_that_takes_no_array_says_so(op: str, operands: tuple[str, ...]) -> None:
+def test_an_op_that_accepts_no_array_says_so(op: str, operands: tuple[str, ...]) -> None:
     with pytest.raises(
         UnsupportedError, match=rf"^{op} takes a ScaledTensor; name its recipe, as in explain\('{op}', 'mxfp8'\)"
     ):
         breccia.explain(op, *operands)
 
 
-def test_an_array_is_no_recipe_to_write() -> None:
+def test_array_is_refused_as_an_output_recipe() -> None:
     with pytest.raises(UnsupportedError, match=re.escape("explain('cast', ...) needs the target recipe as its last operand.")):
         breccia.explain("cast", "array")
 
 
-def test_the_command_line_takes_array_too() -> None:
+def test_the_command_line_accepts_array_too() -> None:
     words = ("explain", "matmul", "array", "nvfp4", "--json")
     run = subprocess.run([sys.executable, "-m", "breccia", *words], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""Lazy modules: what a stub promises, `__all__` lists, `dir` shows and `getattr` gives is one set of names."""
+"""Lazy modules: the stub, `__all__`, `dir` and `getattr` agree on one set of names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from breccia.dispatch import builtin
 from breccia.dispatch.registry import Plugin, Registry
 from breccia.siblings import install
 
-#: Modules that define nothing and give names of others.
+#: Modules that define nothing and re-export names of others.
 FACADES = [breccia, breccia.backend]
 LAZY = [breccia, breccia.backend, breccia.kernels, breccia.kernels.triton, breccia.testing]
 
@@ -36,7 +36,7 @@ def stub(module: ModuleType) -> list[ast.stmt]:
 
 
 def stubbed(module: ModuleType) -> set[str]:
-    """Names a stub gives to type checkers: `import x as x`, functions and annotated names, but for the module's own."""
+    """Names that a stub exports to type checkers: `import x as x`, functions and annotated names, without the module's own."""
     names: set[str] = set()
     for node in stub(module):
         if isinstance(node, ast.ImportFrom):
@@ -49,7 +49,7 @@ def stubbed(module: ModuleType) -> set[str]:
 
 
 def fake(*plugins: tuple[Plugin, dict[str, Any]]) -> Callable[[], Registry]:
-    """A registry of core and these manifests only."""
+    """A registry with only core and these manifests."""
 
     def manifest(contents: dict[str, Any]) -> ModuleType:
         module = ModuleType("manifest")
@@ -73,31 +73,31 @@ def declares(hook: str, *values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("module", LAZY, ids=lambda m: m.__name__)
-def test_stub_and_all_name_the_same_things(module: ModuleType) -> None:
+def test_stub_and_all_have_the_same_names(module: ModuleType) -> None:
     assert stubbed(module) == set(module.__all__)
     assert len(set(module.__all__)) == len(module.__all__)
 
 
 @pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
-def test_dir_of_a_facade_is_all(module: ModuleType) -> None:
+def test_dir_of_a_facade_equals_all(module: ModuleType) -> None:
     assert dir(module) == sorted(module.__all__)
 
 
 @pytest.mark.together
-def test_dir_of_the_bridges_is_what_plug_ins_declare() -> None:
+def test_dir_of_the_bridges_lists_what_plug_ins_declare() -> None:
     declared = {b.name: b.plugin for b in breccia.dispatch.registry.registry().bridges.values()}
     assert dir(breccia.bridges) == breccia.bridges.__all__ == sorted(declared)
     assert {name for name, plugin in declared.items() if plugin == "bridges"} == stubbed(breccia.bridges)
 
 
-def test_dir_of_the_triton_kernels_is_all_and_what_can_be_imported() -> None:
+def test_dir_of_the_triton_kernels_lists_all_and_the_importable_kernels() -> None:
     declared = {k.target.rpartition(":")[2] for k in breccia.dispatch.registry.registry().table.kernels if k.plugin == "triton"}
     usable = declared if breccia.kernels.triton.TRITON_AVAILABLE else set()
     assert dir(breccia.kernels.triton) == sorted({*breccia.kernels.triton.__all__, *usable})
 
 
 @pytest.mark.parametrize("module", FACADES, ids=lambda m: m.__name__)
-def test_stub_imports_each_name_from_the_module_that_holds_it(module: ModuleType) -> None:
+def test_stub_imports_each_name_from_the_module_that_defines_it(module: ModuleType) -> None:
     for node in stub(module):
         if isinstance(node, ast.ImportFrom):
             home = import_module(f".{node.module}" if node.module else ".", "breccia")
@@ -115,8 +115,8 @@ def test_every_public_name_resolves(module: ModuleType) -> None:
 
 
 @pytest.mark.rest
-def test_each_name_of_the_backend_resolves_in_a_process_that_has_read_nothing_else() -> None:
-    """A module that nobody has imported yet is no attribute of its package."""
+def test_each_name_of_the_backend_resolves_in_a_fresh_process() -> None:
+    """A module that has not been imported yet is not an attribute of its package."""
     script = (
         "import sys\nimport breccia.backend\n"
         "for name in breccia.backend.__all__:\n"
@@ -134,7 +134,7 @@ def test_importing_a_submodule_replaces_no_public_name() -> None:
     assert not public & submodules
 
 
-def test_bridges_have_the_signatures_their_stub_promises() -> None:
+def test_bridges_have_the_signatures_of_their_stub() -> None:
     for node in stub(breccia.bridges):
         if isinstance(node, ast.FunctionDef) and node.name != "__getattr__":
             promised: dict[str, Any] = {}
@@ -144,10 +144,10 @@ def test_bridges_have_the_signatures_their_stub_promises() -> None:
             assert [(p.name, p.kind, p.default) for p in real] == [(p.name, p.kind, p.default) for p in stubs], node.name
 
 
-# -- what is not there -----------------------------------------------------------------------------------------------
+# -- missing names and distributions ---------------------------------------------------------------------------------
 
 
-def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'breccia' has no attribute 'casts'; did you mean 'cast'\?$"):
         breccia.casts  # noqa: B018
     assert not hasattr(breccia, "_private")
@@ -155,14 +155,14 @@ def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
         breccia.backend.casts  # noqa: B018
 
 
-def test_unknown_bridge_is_an_attribute_error_with_the_nearest_name() -> None:
+def test_an_unknown_bridge_is_an_attribute_error_with_a_suggestion() -> None:
     with pytest.raises(AttributeError, match=r"no bridge 'load_safetensor' in any .*; did you mean 'load_safetensors'\?"):
         breccia.bridges.load_safetensor  # noqa: B018
     with pytest.raises(AttributeError, match=r"^module 'breccia.bridges' has no attribute '_private'$"):
         breccia.bridges._private  # noqa: B018
 
 
-def test_bridge_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bridge_of_a_missing_distribution_names_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breccia.bridges, "registry", fake())
     with pytest.raises(ImportError) as e:
         breccia.bridges.save_safetensors  # noqa: B018
@@ -173,7 +173,7 @@ def test_bridge_of_a_missing_distribution_names_it(monkeypatch: pytest.MonkeyPat
     assert e.value.name == "save_safetensors"
 
 
-def test_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path) -> None:
+def test_a_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path) -> None:
     code = "import breccia\ntry: breccia.bridges.load_safetensors\nexcept ImportError as e: print(e)"
     environ = os.environ | {"BRECCIA_BLOCK": "bridges"}
     run = subprocess.run([sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -184,7 +184,7 @@ def test_bridge_of_a_blocked_distribution_says_that_it_is_blocked(tmp_path: Path
     )
 
 
-def test_bridge_of_a_broken_distribution_says_why_it_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bridge_of_a_broken_distribution_says_why_it_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(PluginWarning, match="set aside"):
         broken = fake((Plugin("bridges", "breccia-bridges", "9.0", "manifest"), {"api": 99}))
     monkeypatch.setattr(breccia.bridges, "registry", broken)
@@ -194,7 +194,7 @@ def test_bridge_of_a_broken_distribution_says_why_it_was_set_aside(monkeypatch: 
         breccia.bridges.save_safetensors  # noqa: B018
 
 
-def test_core_learns_the_names_of_bridges_from_plug_ins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_gets_the_names_of_bridges_only_from_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge = Bridge("to_acme", "json:dumps")
     plugins = (Plugin("bridges", "breccia-bridges", "0.1", "manifest"), declares("breccia_bridges", bridge))
     monkeypatch.setattr(breccia.bridges, "registry", fake(plugins))
@@ -204,7 +204,7 @@ def test_core_learns_the_names_of_bridges_from_plug_ins_alone(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("module", ["torchao_missing", "torchao_missing.quantization"])
-def test_bridge_to_a_missing_neighbour_names_the_neighbour(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_a_bridge_to_a_missing_library_names_the_library(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     bridge = Bridge("to_torchao", "json:dumps", requires=("json", module), install="'breccia-bridges[torchao]'")
     registry = fake((Plugin("bridges", "breccia-bridges", "0.2", "manifest"), declares("breccia_bridges", bridge)))
     monkeypatch.setattr(breccia.bridges, "registry", registry)
@@ -216,7 +216,7 @@ def test_bridge_to_a_missing_neighbour_names_the_neighbour(monkeypatch: pytest.M
     assert e.value.name == module
 
 
-def test_bridge_of_any_plug_in_is_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bridge_of_any_plug_in_resolves_to_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
     bridge = Bridge("to_acme", "json:dumps", requires=("json",), install="acme")
@@ -226,14 +226,14 @@ def test_bridge_of_any_plug_in_is_its_target(monkeypatch: pytest.MonkeyPatch) ->
     assert "to_acme" in dir(breccia.bridges)
 
 
-def test_a_bridge_asked_of_the_package_says_where_it_is() -> None:
+def test_a_bridge_looked_up_on_the_package_says_where_it_is() -> None:
     wanted = "module 'breccia' has no attribute 'load_safetensors'; it is breccia.bridges.load_safetensors"
     with pytest.raises(AttributeError, match=f"^{wanted}$"):
         breccia.load_safetensors  # noqa: B018
 
 
-def test_a_manifest_that_misspells_a_name_of_the_package_is_told_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Core cannot ask its registry for bridges of that name while the registry is being built."""
+def test_a_manifest_that_misspells_a_name_of_the_package_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core cannot look up bridges of that name while the registry is being built."""
     monkeypatch.setattr(breccia.dispatch.registry, "_building", True)
     monkeypatch.setattr("breccia.arrays.frameworks.current", None)
     with pytest.raises(AttributeError, match=r"no attribute 'Bridg'; did you mean 'Bridge'"):
@@ -244,7 +244,7 @@ def test_a_manifest_that_misspells_a_name_of_the_package_is_told_the_nearest(mon
 
 
 @pytest.mark.parametrize("name", breccia.kernels.__all__)
-def test_kernels_are_reached_from_the_package_alone(name: str) -> None:
+def test_kernel_modules_are_attributes_after_importing_breccia_alone(name: str) -> None:
     script = f"import breccia; print(breccia.kernels.{name}.__name__, dir(breccia.kernels))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"breccia.kernels.{name} {breccia.kernels.__all__}\n", "")
@@ -261,13 +261,13 @@ TRITON = Plugin("triton", "breccia-triton", "0.2", "manifest")
 BLOCK = Kernel("cast", "torch", "json:dumps", "triton.cast", device="cuda")
 
 
-def test_triton_is_available_where_it_and_torch_can_be_imported() -> None:
+def test_triton_is_available_if_it_and_torch_can_be_imported() -> None:
     available = breccia.kernels.triton.TRITON_AVAILABLE
     assert isinstance(available, bool)
     assert available is (find_spec("triton") is not None and find_spec("torch") is not None)
 
 
-def test_kernels_of_a_missing_breccia_triton_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_breccia_triton_name_the_missing_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breccia.kernels.triton, "registry", fake())
     assert breccia.kernels.triton.TRITON_AVAILABLE is False
     with pytest.raises(ImportError) as e:
@@ -275,7 +275,7 @@ def test_kernels_of_a_missing_breccia_triton_name_it(monkeypatch: pytest.MonkeyP
     assert str(e.value) == f"breccia.kernels.triton.dumps comes with breccia-triton: {install('breccia-triton')}."
 
 
-def test_kernels_without_triton_itself_name_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_triton_name_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK))))
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The lowest and the highest tensor of given scales, which bound gradients under clip="scale"."""
+"""The tensors with the lowest and the highest value under given scales, which bound gradients with clip="scale"."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from breccia.testing import oracle
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingRecipe, axis: int) -> None:
-    """Decoded by the oracle's table: each is the tensor whose codes are all that of the lowest, or highest, finite value."""
+def test_extremes_have_the_scales_of_the_tensor_and_a_single_code(recipe: ScalingRecipe, axis: int) -> None:
+    """By the oracle's table: all codes are that of the lowest, or of the highest, finite value."""
     st = reference.cast(wide((6, 40), seed=3, exponents=2), recipe, CastOptions(axis=axis))
     element = recipe.format.element
     values = {code: float(value) for code in range(1 << element.bits) if np.isfinite(value := oracle.decode(element, code))}
@@ -30,7 +30,7 @@ def test_extremes_have_the_scales_of_a_tensor_and_one_code_each(recipe: ScalingR
         assert {int(c) & ((1 << element.bits) - 1) for c in codes.ravel()} == {code}
 
 
-def test_bounds_are_given_or_the_codecs_or_of_each_block() -> None:
+def test_bounds_are_those_given_of_the_codec_or_of_each_block() -> None:
     recipe = MXFP8BlockScaling()
     assert clip_bounds(recipe, None, None) == (-448.0, 448.0)
     assert clip_bounds(recipe, None, 3) == (-3.0, 3.0)

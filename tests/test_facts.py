@@ -1,4 +1,4 @@
-"""Facts of a call: what a kernel may ask about one, and that winners are remembered for the facts asked about and no others."""
+"""Facts of a call: what a kernel's checks can read, and that winners are cached by exactly the facts that were read."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ asked: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked_and_nothing_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def reset_records(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     monkeypatch.setattr("breccia.dispatch.table._reported", set[tuple[str, str]]())
 
 
 def fast() -> None:
-    """A kernel."""
+    """A kernel function."""
 
 
 def slow() -> None:
-    """Another one."""
+    """Another kernel function."""
 
 
 def kernel(name: str, **fields: Any) -> Kernel:
@@ -67,12 +67,12 @@ def kernel(name: str, **fields: Any) -> Kernel:
 
 
 def seen(op: str, a: Any, b: Any = None, new: Any = None, options: Any = NO_OPTIONS) -> Call:
-    """What a kernel is given to look at."""
+    """The call as a kernel's checks see it."""
     return Call(op, "numpy", (a, b, new, options, None))
 
 
 def operand(a: Any, **options: Any) -> Operand:
-    """The first operand of a cast of an array, or of `dequantize` of a tensor."""
+    """The facts of the first operand: of a cast of an array, or of `dequantize` of a tensor."""
     return seen("dequantize", a).a if isinstance(a, ScaledTensor) else seen("cast", a, None, MXFP8, CastOptions(**options)).a
 
 
@@ -81,7 +81,7 @@ def chosen(table: Table, a: Any, recipe: Any = MXFP8, options: Any = DEFAULT, pr
     return table.choose("cast", "numpy", a, None, recipe, options, prefer).kernel.name
 
 
-# -- what a kernel is told -----------------------------------------------------------------------------------------------
+# -- the facts -------------------------------------------------------------------------------------------------------------
 
 
 def test_lengths_are_rounded_up_to_three_significant_bits() -> None:
@@ -94,32 +94,36 @@ def test_lengths_are_rounded_up_to_three_significant_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "expected"),
     [((96,), (96,)), ((64, 96), (64, 96)), ((61, 95), (64, 95)), ((3, 17, 4001), (3, 20, 4001)), ((9, 9, 9), (10, 10, 9))],
 )
-def test_of_the_first_operand_every_length_but_the_last_is_rounded_up(shape: tuple[int, ...], told: tuple[int, ...]) -> None:
-    assert operand(np.ones(shape, np.float32)).shape == told
-    assert seen("matmul", np.ones((4, 4), np.float32), np.ones(shape, np.float32)).b.shape == shape, "of the second none is"
+def test_all_lengths_of_the_first_operand_except_the_last_are_rounded_up(
+    shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    assert operand(np.ones(shape, np.float32)).shape == expected
+    assert seen("matmul", np.ones((4, 4), np.float32), np.ones(shape, np.float32)).b.shape == shape, (
+        "the second operand's are kept"
+    )
 
 
 def test_the_shape_of_a_tensor_is_the_logical_one_in_every_packing_and_storage() -> None:
     for recipe, axis in itertools.product((MXFP8, NVFP4, breccia.recipe("mxfp6")), (-1, -2)):
         st = breccia.cast(np.ones((64, 96), np.float32), recipe, axis=axis)
         for name in ("plain", "transposed", "interleaved"):
-            told = operand(st.to_storage(name))
-            assert (told.shape, told.ndim, told.axis, told.storage) == ((64, 96), 2, axis, name), (recipe, axis, name)
-            assert told.aligned == (64, 32) and not told.empty
+            found = operand(st.to_storage(name))
+            assert (found.shape, found.ndim, found.axis, found.storage) == ((64, 96), 2, axis, name), (recipe, axis, name)
+            assert found.aligned == (64, 32) and not found.empty
     experts = breccia.stack([breccia.cast(X, MXFP8)] * 3).to_storage("interleaved")
     assert (operand(experts).shape, operand(experts).ndim) == ((3, 64, 96), 3)
 
 
-def test_recipe_dtype_and_layout_are_those_of_the_operand() -> None:
+def test_an_operand_has_its_recipe_dtype_and_layout() -> None:
     st = breccia.cast(X, NVFP4)
-    told = operand(st)
-    assert (told.recipe, told.dtype, told.layout) == (NVFP4, "uint8", PerBlockK(16))
+    found = operand(st)
+    assert (found.recipe, found.dtype, found.layout) == (NVFP4, "uint8", PerBlockK(16))
     for dtype in (np.float32, np.float16):
-        told = operand(X.astype(dtype))
-        assert (told.recipe, told.dtype, told.layout, told.axis) == (MXFP8, np.dtype(dtype).name, None, -1)
+        found = operand(X.astype(dtype))
+        assert (found.recipe, found.dtype, found.layout, found.axis) == (MXFP8, np.dtype(dtype).name, None, -1)
     call = seen("requantize", st, None, CURRENT)
     assert (call.a.recipe, call.recipe, call.b) == (NVFP4, CURRENT, None)
     call = seen("matmul", X, st.mT)
@@ -128,7 +132,7 @@ def test_recipe_dtype_and_layout_are_those_of_the_operand() -> None:
     assert (call.a.recipe, call.b.recipe, call.recipe) == (MXFP8, NVFP4, MXFP8)
 
 
-def test_empty_is_an_array_without_an_element() -> None:
+def test_an_array_without_elements_is_empty() -> None:
     assert [operand(np.ones(shape, np.float32)).empty for shape in ((0, 4), (4, 0), (0,), (1, 1), ())] == [True] * 3 + [
         False
     ] * 2
@@ -138,22 +142,22 @@ def test_empty_is_an_array_without_an_element() -> None:
     ("shape", "expected"),
     [((), (256, 256)), ((48,), (1, 16)), ((3, 5), (1, 1)), ((7, 0, 1024), (256, 256)), ((2, 6, 96), (2, 32))],
 )
-def test_alignment_is_of_the_logical_sides(shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+def test_alignment_is_that_of_the_logical_shape(shape: tuple[int, ...], expected: tuple[int, int]) -> None:
     assert operand(np.ones(shape, np.float32)).aligned == expected
     if len(shape) > 1 and 0 not in shape:
-        assert operand(breccia.cast(np.ones(shape, np.float32), NVFP4)).aligned == expected, "whose codes are packed"
+        assert operand(breccia.cast(np.ones(shape, np.float32), NVFP4)).aligned == expected, "also with packed codes"
         assert seen("matmul", X, np.ones(shape, np.float32)).b.aligned == expected
 
 
 def aligned_memory(nbytes: int) -> Any:
-    """Bytes that begin at a multiple of 512."""
+    """Bytes whose address is a multiple of 512."""
     memory = np.zeros(nbytes + 512, np.uint8)
     start = -memory.ctypes.data % 512
     return memory[start : start + nbytes]
 
 
 RECORDS = np.zeros((4, 8), np.dtype([("value", "f4"), ("flag", "u2")]))
-#: An array -> its strides in items of it, and whether it is in C order.
+#: Name -> (an array, its strides in items, whether it is in C order).
 ORDERS: dict[str, tuple[Any, tuple[int, ...], bool]] = {
     "in C order": (np.zeros((3, 8), np.float32), (8, 1), True),
     "half precision": (np.zeros((3, 8), np.float16), (8, 1), True),
@@ -184,41 +188,41 @@ def test_strides_are_in_bytes_and_contiguous_is_c_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("array", [RECORDS["value"][:1], RECORDS["value"][0], RECORDS["value"], RECORDS.T["value"]], ids=str)
-def test_numbers_that_lie_between_others_are_not_contiguous(array: Any) -> None:
-    """Steps of 6 bytes are no whole number of items of 4."""
+def test_fields_of_a_structured_array_are_not_contiguous(array: Any) -> None:
+    """A stride of 6 bytes is not a multiple of the item size 4."""
     assert not array.flags.c_contiguous
     assert operand(array).contiguous is False
 
 
-def test_an_array_without_an_element_is_contiguous() -> None:
+def test_an_empty_array_is_contiguous() -> None:
     for shape in ((0,), (3, 0), (0, 3), (2, 0, 3)):
         assert np.zeros(shape).flags.c_contiguous
         assert operand(np.zeros(shape, np.float32)).contiguous is True
         assert operand(np.zeros((*shape, 4), np.float32)[..., ::2]).contiguous is True, "no step leads anywhere"
 
 
-def test_of_a_tensor_strides_and_contiguity_are_those_of_its_codes() -> None:
+def test_a_tensor_has_the_strides_and_contiguity_of_its_codes() -> None:
     st = breccia.cast(X, NVFP4)  # 96 codes of 4 bits in 48 bytes
     assert (operand(st).strides, operand(st).contiguous) == ((48, 1), True)
     assert (operand(st.mT).strides, operand(st.mT).contiguous) == ((1, 48), False)
 
 
 @pytest.mark.parametrize("offset", [0, 256, 128, 64, 32, 16, 8, 4, 2, 12, 36, 96])
-def test_the_alignment_of_an_address_is_the_largest_power_of_two_that_divides_it(offset: int) -> None:
+def test_the_alignment_of_an_address_is_its_largest_power_of_two_divisor(offset: int) -> None:
     x = aligned_memory(1024)[offset : offset + 512].view(np.float16).reshape(16, 16)
-    told = operand(x).address_alignment
-    assert told == max(p for p in (1, 2, 4, 8, 16, 32, 64, 128, 256) if (512 + offset) % p == 0)
+    found = operand(x).address_alignment
+    assert found == max(p for p in (1, 2, 4, 8, 16, 32, 64, 128, 256) if (512 + offset) % p == 0)
 
 
-def test_the_alignment_of_a_tensor_is_the_least_of_its_arrays() -> None:
+def test_the_alignment_of_a_tensor_is_the_smallest_of_its_components() -> None:
     data, scale = aligned_memory(64 * 96), aligned_memory(512)
 
-    def told(data_offset: int, scale_offset: int) -> int:
+    def found(data_offset: int, scale_offset: int) -> int:
         codes = data[data_offset : data_offset + 32 * 96].reshape(32, 96)
         scales = scale[scale_offset : scale_offset + 96].reshape(32, 3)
         return operand(ScaledTensor(codes, scales, MXFP8, PerBlockMN(1, 32))).address_alignment
 
-    assert [told(0, 0), told(64, 0), told(0, 32), told(16, 8), told(1, 128)] == [256, 64, 32, 8, 1]
+    assert [found(0, 0), found(64, 0), found(0, 32), found(16, 8), found(1, 128)] == [256, 64, 32, 8, 1]
     global_scale = aligned_memory(512)[4:8].view(np.float32).reshape(())
     two_level = ScaledTensor(
         data[: 32 * 48].reshape(32, 48), scale[: 32 * 6].reshape(32, 6), NVFP4, PerBlockMN(1, 16), None, global_scale
@@ -227,7 +231,7 @@ def test_the_alignment_of_a_tensor_is_the_least_of_its_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "expected"),
     [
         (np.zeros((4, 32), np.float32), 128),
         (np.zeros((4, 40), np.float32)[:, :32], 32),  # 160 bytes from row to row
@@ -237,18 +241,18 @@ def test_the_alignment_of_a_tensor_is_the_least_of_its_arrays() -> None:
         (np.zeros((4, 4096), np.float32), 256),
         (np.zeros((32, 4), np.float32).T, 16),
         (np.zeros(32, np.float32), 256),  # there is one row
-        (np.zeros((5, 1), np.float32), 256),  # each number is its own row's neighbour
+        (np.zeros((5, 1), np.float32), 256),  # each row has one number
         (np.zeros((1, 1), np.float32), 256),
         (np.zeros((), np.float32), 256),
     ],
     ids=lambda value: str(getattr(value, "shape", value)),
 )
-def test_the_alignment_of_rows_is_that_of_every_stride_but_the_neighbours(array: Any, told: int) -> None:
-    assert operand(array).row_alignment == told
+def test_row_alignment_is_that_of_every_stride_except_the_contiguous_one(array: Any, expected: int) -> None:
+    assert operand(array).row_alignment == expected
 
 
-def test_a_kernel_that_asks_about_rows_meets_arrays_of_one_column() -> None:
-    """Whatever fact one call was asked about is read of the next call too, which must not fail for it."""
+def test_row_alignment_is_defined_for_arrays_with_one_column() -> None:
+    """A fact that was read for one call is read for all later calls too, so it must not fail for any."""
     table = asking(lambda call: call.a.row_alignment)
     assert chosen(table, X, CURRENT) == "fast"
     assert chosen(table, np.ones((5, 1), np.float32), CURRENT) in ("fast", "slow")
@@ -259,14 +263,14 @@ def capability(device: Any) -> tuple[int, int] | None:
 
 
 class Card:
-    """A device: its kind and number."""
+    """A device with a kind and a number."""
 
     def __init__(self, index: int) -> None:
         self.type, self.index = "cuda", index
 
 
 class Sheet(SimpleNamespace):
-    """An array on a card, of a framework that tells cards' capabilities."""
+    """An array on a `Card`, of a framework that reports compute capabilities."""
 
 
 OPS: Any = None
@@ -276,13 +280,13 @@ def test_a_device_has_its_kind_number_and_compute_capability(monkeypatch: pytest
     acme = Framework("acme", HERE, ("Sheet",), f"{HERE}:OPS", capability=f"{HERE}:capability")
     monkeypatch.setitem(registry.registry().types, Sheet, acme)
     sheets = [Sheet(shape=(4, 32), dtype=np.dtype("float32"), device=Card(n)) for n in (0, 1, 2)]
-    told = [Call("cast", "acme", (x, None, MXFP8, DEFAULT, acme)).device for x in sheets]
-    assert told == [Device("cuda", 0, (8, 0)), Device("cuda", 1, (9, 0)), Device("cuda", 2, None)]
-    assert list(map(str, told)) == ["cuda:0", "cuda:1", "cuda:2"] and str(Device("cpu")) == "cpu"
+    found = [Call("cast", "acme", (x, None, MXFP8, DEFAULT, acme)).device for x in sheets]
+    assert found == [Device("cuda", 0, (8, 0)), Device("cuda", 1, (9, 0)), Device("cuda", 2, None)]
+    assert list(map(str, found)) == ["cuda:0", "cuda:1", "cuda:2"] and str(Device("cpu")) == "cpu"
     assert operand(X).values[0] is X and seen("cast", X, None, MXFP8).device == Device("cpu")
 
 
-def test_options_are_those_that_are_not_at_their_default() -> None:
+def test_options_are_those_that_differ_from_their_default() -> None:
     given = CastOptions(axis=-2, rounding="stochastic", seed=7, storage="transposed")
     call = seen("cast", X, None, MXFP8, given)
     assert call.options == {"axis": -2, "rounding": "stochastic", "seed": True, "storage": "transposed"}
@@ -294,7 +298,7 @@ def test_options_are_those_that_are_not_at_their_default() -> None:
     assert (matmul.option("bias"), matmul.option("out"), matmul.option("out", "none")) == (True, None, "none")
 
 
-def test_of_arrays_among_the_options_a_kernel_is_told_only_that_they_are_there() -> None:
+def test_array_options_are_reported_only_as_present() -> None:
     for scale in (2.0, np.float32(2), np.ones((64, 3), np.uint8)):
         assert seen("cast", X, None, MXFP8, CastOptions(scale=scale)).options == {"scale": True}
     st = breccia.cast(X, MXFP8)
@@ -303,24 +307,24 @@ def test_of_arrays_among_the_options_a_kernel_is_told_only_that_they_are_there()
     assert seen("cast", X, None, MXFP8, CastOptions(rounding="stochastic", seed=0)).option("seed") is True
 
 
-def test_a_described_operand_has_facts_as_an_array_has() -> None:
+def test_a_described_operand_has_the_facts_of_an_array() -> None:
     layout = PerChannel()
     described = Described(CURRENT, "float16", (61, 95), layout, -2, Device("cuda", 1, (9, 0)))
     call = seen("dequantize", described)
-    told = call.a
-    assert (told.recipe, told.dtype, told.shape, told.layout, told.axis) == (CURRENT, "float16", (64, 95), layout, -2)
-    assert (told.ndim, told.empty, told.storage, told.aligned, told.strides) == (2, False, "plain", (1, 1), None)
-    assert told.contiguous and told.address_alignment == told.row_alignment == 256
-    assert call.device == Device("cuda", 1, (9, 0)) and told.described() is described
+    found = call.a
+    assert (found.recipe, found.dtype, found.shape, found.layout, found.axis) == (CURRENT, "float16", (64, 95), layout, -2)
+    assert (found.ndim, found.empty, found.storage, found.aligned, found.strides) == (2, False, "plain", (1, 1), None)
+    assert found.contiguous and found.address_alignment == found.row_alignment == 256
+    assert call.device == Device("cuda", 1, (9, 0)) and found.described() is described
     of_array = operand(X.astype(np.float16)).described()
     assert of_array == Described(None, "float16", (64, 96), None, -1, Device("cpu"))
 
 
-# -- arrays without memory of their own -----------------------------------------------------------------------------------
+# -- arrays without memory -------------------------------------------------------------------------------------------------
 
 
 class Fake(np.ndarray):
-    """Stands for an array in a transformation."""
+    """A stand-in for an array inside a transformation."""
 
 
 def fake(*arrays: Any) -> str | None:
@@ -332,7 +336,7 @@ def with_fakes(*kernels: Kernel) -> Table:
     return Table(kernels, frameworks={"numpy": numpy})
 
 
-def test_only_kernels_that_trace_are_given_arrays_without_memory() -> None:
+def test_only_tracing_kernels_get_arrays_without_memory() -> None:
     table = with_fakes(kernel("leaf", rank=1), kernel("traced", traces=True))
     for _ in range(2):
         assert [chosen(table, x) for x in (X, X.view(Fake), X[:32])] == ["leaf", "traced", "leaf"]
@@ -344,7 +348,7 @@ def test_only_kernels_that_trace_are_given_arrays_without_memory() -> None:
         chosen(table, X.view(Fake), prefer="leaf")
 
 
-def test_a_tensor_or_a_second_operand_may_be_without_memory_too() -> None:
+def test_tensors_and_second_operands_without_memory_need_tracing_kernels() -> None:
     table = with_fakes(kernel("leaf", op="matmul", rank=1), kernel("traced", op="matmul", traces=True))
     st = breccia.cast(X, MXFP8)
     faked = [
@@ -359,7 +363,7 @@ def test_a_tensor_or_a_second_operand_may_be_without_memory_too() -> None:
     assert table.choose("matmul", "numpy", X, X.T.view(Fake)).kernel.name == "traced"
 
 
-def test_what_a_recipe_stands_for_is_in_memory() -> None:
+def test_a_recipe_in_place_of_a_tensor_counts_as_in_memory() -> None:
     table = with_fakes(kernel("leaf", op="dequantize", rank=1), kernel("traced", op="dequantize", traces=True))
     call = Call("dequantize", "numpy", (Described(MXFP8, "uint8", (4, 32), MXFP8.layout), None, None, NO_OPTIONS, None))
     assert table.explain(call).running == "leaf"
@@ -368,7 +372,7 @@ def test_what_a_recipe_stands_for_is_in_memory() -> None:
 # -- storages --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_is_given_the_storages_that_it_reads() -> None:
+def test_a_kernel_runs_for_the_storages_that_it_reads() -> None:
     st = breccia.cast(X, MXFP8)
     swizzled, other = st.to_storage("swizzle_128x4"), st.to_storage("column_major")
     table = Table([kernel("plain", op="dequantize", rank=1), kernel("tiles", op="dequantize", reads=("swizzle_128x4",))])
@@ -385,7 +389,7 @@ def test_a_kernel_is_given_the_storages_that_it_reads() -> None:
         products.choose("matmul", "numpy", swizzled, other.mT)
 
 
-def test_a_kernel_is_asked_for_the_storages_that_it_writes() -> None:
+def test_a_kernel_runs_for_the_storages_that_it_writes() -> None:
     table = Table([kernel("plain", rank=1), kernel("tiles", writes=("swizzle_128x4", "transposed"))])
     names = ("plain", "swizzle_128x4", "transposed", "plain")
     assert [chosen(table, X, options=CastOptions(storage=s)) for s in names] == ["plain", "tiles", "tiles", "plain"]
@@ -396,29 +400,29 @@ def test_a_kernel_is_asked_for_the_storages_that_it_writes() -> None:
     assert reasons == [f"skipped: writes {each} storage, not 'interleaved'" for each in writes]
 
 
-def test_kernels_for_every_storage_are_of_no_interest_where_there_is_none() -> None:
+def test_kernels_for_every_storage_are_not_listed_for_plain_tensors() -> None:
     converting = kernel("converting", op="dequantize", reads=("*",), writes=("*",), rank=9)
     table = Table([kernel("leaf", op="dequantize"), converting])
     st = breccia.cast(X, MXFP8)
     assert table.choose("dequantize", "numpy", st).kernel.name == "leaf"
     assert table.choose("dequantize", "numpy", st.to_storage("transposed")).kernel.name == "converting"
-    told = table.explain(Call("dequantize", "numpy", (st, None, None, NO_OPTIONS, None)))
-    assert [v.kernel.name for v in told.verdicts] == ["leaf"]
+    found = table.explain(Call("dequantize", "numpy", (st, None, None, NO_OPTIONS, None)))
+    assert [v.kernel.name for v in found.verdicts] == ["leaf"]
 
 
-# -- what is remembered ------------------------------------------------------------------------------------------------------
+# -- the cache of winners --------------------------------------------------------------------------------------------------
 
-#: What the kernel `asks` asks about, and what it was told first: it accepts no call of which it is told otherwise.
+#: The fact that the kernel `asks` reads. It accepts only calls with the value that it read first.
 question: Callable[[Call], Any] = lambda call: None  # noqa: E731
 
 
 def asks(call: Call) -> str | None:
     asked.append(question(call))
-    return None if asked[-1] == asked[0] else f"it was told {asked[-1]} and not {asked[0]}"
+    return None if asked[-1] == asked[0] else f"it read {asked[-1]} and not {asked[0]}"
 
 
 def asking(about: Callable[[Call], Any], op: str = "cast") -> Table:
-    """A kernel that asks about one thing, and one that asks about nothing."""
+    """A table with a kernel that reads one fact, and one without checks."""
     setattr(sys.modules[HERE], "question", about)  # noqa: B010
     either = {"op": op, "reads": ("transposed",), "writes": ("transposed",)}
     return Table([kernel("fast", accepts=f"{HERE}:asks", rank=1, **either), kernel("slow", runs="slow", **either)])
@@ -432,8 +436,8 @@ WIDE = np.ones((64, 192), np.float32)
 ST = breccia.cast(np.ones((64, 64), np.float32), MXFP8)
 CASTING = (None, MXFP8, DEFAULT)
 CARDS = Card(0), Card(1)
-#: Recipes and tensors of one class each, so that the calls of a row have one key.
-#: Fact -> (op, how it is asked about, a call, one that agrees in that fact and differs in others, one that differs in it).
+#: Fact -> (op, how to read it, a call, a call that differs only in other facts, a call that differs in this fact).
+#: The recipes and tensors of a row have one class, so that its calls have one key.
 FACTS: dict[str, tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]] = {
     "dtype": (
         "cast",
@@ -591,7 +595,7 @@ FACTS: dict[str, tuple[str, Callable[[Call], Any], tuple[Any, ...], tuple[Any, .
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_calls_that_differ_in_a_fact_that_was_asked_about_are_judged_apart_and_no_others(fact: str) -> None:
+def test_only_calls_that_differ_in_a_fact_that_was_read_are_checked_again(fact: str) -> None:
     op, about, call, alike, different = FACTS[fact]
     table = asking(about, op)
 
@@ -599,14 +603,14 @@ def test_calls_that_differ_in_a_fact_that_was_asked_about_are_judged_apart_and_n
         return table.choose(op, "numpy", *values).kernel.name
 
     assert winner(call) == "fast" and len(asked) == 1
-    assert winner(alike) == "fast" and len(asked) == 1, "what nobody asks about costs no judgement"
-    assert winner(different) == "slow" and len(asked) == 2, "what was asked about is never left out"
+    assert winner(alike) == "fast" and len(asked) == 1, "a fact that no check reads does not cause another check"
+    assert winner(different) == "slow" and len(asked) == 2, "a fact that was read always counts"
     for _ in range(3):
         assert [winner(values) for values in (call, alike, different)] == ["fast", "fast", "slow"]
-    assert len(asked) == 2, "and each is remembered"
+    assert len(asked) == 2, "and each result is cached"
 
 
-def test_a_batch_size_of_a_bucket_that_was_met_is_not_judged_again() -> None:
+def test_a_batch_size_in_a_known_bucket_is_not_checked_again() -> None:
     table = asking(lambda call: (call.a.shape[-1], call.a.shape[0] > 0))
     for rows in range(4000, 4097):
         assert chosen(table, np.broadcast_to(np.float32(1), (rows, 32))) == "fast"
@@ -622,20 +626,20 @@ def multiple_of_32(call: Call) -> str | None:
     return None if call.a.aligned[1] >= 32 else f"K is a multiple of {call.a.aligned[1]} only, not of 32"
 
 
-def test_the_winner_is_remembered_for_equal_facts_and_asked_again_for_others() -> None:
+def test_the_winner_is_cached_for_equal_facts_and_checked_again_for_others() -> None:
     table = Table([kernel("fast", accepts=f"{HERE}:multiple_of_32", rank=1), kernel("slow", runs="slow")])
     for n in range(3):
         assert chosen(table, np.full((64, 96), n, np.float32), MXFP8BlockScaling()) == "fast"
     assert len(asked) == 1, "equal facts, other values"
     assert chosen(table, np.ones((64, 80), np.float32)) == "slow" and len(asked) == 2
-    assert chosen(table, X[:32]) == "fast" and len(asked) == 3, "its rows are aligned otherwise"
+    assert chosen(table, X[:32]) == "fast" and len(asked) == 3, "its rows have another alignment"
     for alike in (X.astype(np.float16), X[None], np.ones((192, 96), np.float32)):
         assert chosen(table, alike) == "fast" and len(asked) == 3
-    assert chosen(table, X, MXFP8BlockScaling(scale_rule="floor")) == "fast" and len(asked) == 3, "nobody asked for the recipe"
+    assert chosen(table, X, MXFP8BlockScaling(scale_rule="floor")) == "fast" and len(asked) == 3, "no check read the recipe"
     assert chosen(table, X, prefer="fast") == "fast" and len(asked) == 4, "prefer is part of the call"
 
 
-def test_an_unconditional_winner_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unconditional_winner_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[Any] = []
     judge = Table._judge
     monkeypatch.setattr(Table, "_judge", lambda self, key, *rest: judged.append(key) or judge(self, key, *rest))
@@ -647,12 +651,12 @@ def test_an_unconditional_winner_is_not_judged_again(monkeypatch: pytest.MonkeyP
     assert chosen(table, X) == "only" and len(judged) == 2
 
 
-def test_a_check_that_asks_nothing_is_asked_once() -> None:
+def test_a_check_that_reads_no_fact_runs_once() -> None:
     table = asking(lambda call: 0)
     for x in (X, X[:3], X.astype(np.float16), X[None], WIDE[:, ::2], X[:0], X.T):
         for options in (DEFAULT, CastOptions(axis=-2), CastOptions(nonfinite="raise")):
             assert chosen(table, x, options=options) == "fast"
-    assert len(asked) == 2, "calls without an option, of which none need be read, are remembered apart"
+    assert len(asked) == 2, "calls without options are cached separately, since no option has to be read"
     chosen(table, X, NVFP4)
     assert len(asked) == 3, "a recipe of another class is another key"
     chosen(table, X, prefer="fast")
@@ -662,14 +666,14 @@ def test_a_check_that_asks_nothing_is_asked_once() -> None:
 
 
 def picky(call: Call) -> str | None:
-    """Asks about strides where the dtype is float32 alone, and about the address of those alone that have their rows apart."""
+    """Read strides only if the dtype is float32, and the address only of those arrays that are not contiguous."""
     asked.append(call)
     if call.a.dtype != "float32" or call.a.contiguous:
         return None
     return None if call.a.address_alignment >= 64 else "rows apart, at an odd address"
 
 
-def test_what_is_asked_about_some_calls_only_is_known_of_all() -> None:
+def test_a_fact_that_is_read_for_some_calls_counts_for_all() -> None:
     table = Table([kernel("fast", accepts=f"{HERE}:picky", rank=1), kernel("slow", runs="slow")])
     even, odd = off(0)[:, ::2], off(4)[:, ::2]
     half = np.ones((16, 64), np.float16)
@@ -682,8 +686,8 @@ def test_what_is_asked_about_some_calls_only_is_known_of_all() -> None:
     assert len(asked) == before
 
 
-#: Facts that kernels of random mind ask about.
-MINDS: dict[str, Callable[[Call], Any]] = {
+#: Facts that randomly generated checks read.
+FACT_READERS: dict[str, Callable[[Call], Any]] = {
     "dtype": lambda call: call.a.dtype,
     "shape": lambda call: call.a.shape,
     "aligned": lambda call: call.a.aligned,
@@ -696,47 +700,47 @@ MINDS: dict[str, Callable[[Call], Any]] = {
     "axis": lambda call: call.option("axis"),
     "scale": lambda call: call.option("scale"),
 }
-minds: list[Any] = [None] * 6
+trees: list[Any] = [None] * 6
 
 
-def mind(random_: random.Random, depth: int) -> Any:
-    """A tree of questions, each with what to ask next for the answers of either kind; at the end, whether it accepts."""
+def random_tree(random_: random.Random, depth: int) -> Any:
+    """A random decision tree: nodes (fact, branch, branch), leaves True or False."""
     if depth == 0 or random_.random() < 0.2:
         return random_.random() < 0.6
-    return random_.choice(list(MINDS)), mind(random_, depth - 1), mind(random_, depth - 1)
+    return random_.choice(list(FACT_READERS)), random_tree(random_, depth - 1), random_tree(random_, depth - 1)
 
 
-def made_up(number: int, call: Call) -> Any:
-    """What the kernel of that number thinks of a call."""
-    tree = minds[number]
+def evaluate(number: int, call: Call) -> Any:
+    """The result of decision tree `number` for a call."""
+    tree = trees[number]
     while not isinstance(tree, bool):
         fact, *branches = tree
-        tree = branches[zlib.crc32(repr(MINDS[fact](call)).encode()) % 2]
+        tree = branches[zlib.crc32(repr(FACT_READERS[fact](call)).encode()) % 2]
     return tree
 
 
-def mind_of(number: int) -> Callable[[Call], str | None]:
-    return lambda call: None if made_up(number, call) else "it does not feel like it"
+def check_of(number: int) -> Callable[[Call], str | None]:
+    return lambda call: None if evaluate(number, call) else "the tree says no"
 
 
 def cost_of(number: int) -> Callable[[Call], float]:
-    return lambda call: 1.0 + made_up(number, call)
+    return lambda call: 1.0 + evaluate(number, call)
 
 
-mind_0, mind_1, mind_2, mind_3 = map(mind_of, range(4))
+check_0, check_1, check_2, check_3 = map(check_of, range(4))
 cost_4, cost_5 = map(cost_of, (4, 5))
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_what_is_remembered_is_what_a_new_table_would_say(seed: int) -> None:
-    """Kernels that ask about facts as the dice fall, each after answers to others, and calls in every order."""
+def test_a_table_with_a_cache_chooses_as_a_new_table(seed: int) -> None:
+    """Checks read random facts, which facts depends on the values of others, and calls come in random order."""
     random_ = random.Random(seed)
-    minds[:] = [mind(random_, 4) for _ in minds]
+    trees[:] = [random_tree(random_, 4) for _ in trees]
     kernels = [
-        kernel("a", accepts=f"{HERE}:mind_0", rank=4, score=f"{HERE}:cost_4"),
-        kernel("b", accepts=f"{HERE}:mind_1", rank=3, score=f"{HERE}:cost_5"),
-        kernel("c", accepts=f"{HERE}:mind_2", rank=2, recipe=MXFP8BlockScaling),
-        kernel("d", accepts=f"{HERE}:mind_3", rank=1, score=f"{HERE}:cost_4"),
+        kernel("a", accepts=f"{HERE}:check_0", rank=4, score=f"{HERE}:cost_4"),
+        kernel("b", accepts=f"{HERE}:check_1", rank=3, score=f"{HERE}:cost_5"),
+        kernel("c", accepts=f"{HERE}:check_2", rank=2, recipe=MXFP8BlockScaling),
+        kernel("d", accepts=f"{HERE}:check_3", rank=1, score=f"{HERE}:cost_4"),
         kernel("e"),
     ]
     arrays: list[Any] = [
@@ -760,12 +764,12 @@ def test_what_is_remembered_is_what_a_new_table_would_say(seed: int) -> None:
         assert chosen(table, x, recipe, given) == chosen(Table(kernels), x, recipe, given)
 
 
-def test_what_is_remembered_is_bounded_and_those_used_last_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 8)
     table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
 
     def met(columns: int) -> bool:
-        """Was the winner for this length of rows remembered?"""
+        """Was the winner for rows of this length cached?"""
         before = len(asked)
         chosen(table, np.broadcast_to(np.float32(1), (4, columns)))
         return len(asked) == before
@@ -773,9 +777,9 @@ def test_what_is_remembered_is_bounded_and_those_used_last_survive(monkeypatch: 
     assert [met(n) for n in range(1, 9)] == [False] * 8
     assert [met(n) for n in range(1, 9)] == [True] * 8
     assert met(1) and met(3)
-    assert [met(n) for n in (9, 10)] == [False, False], "in the place of 2 and 4, which were used longest ago"
+    assert [met(n) for n in (9, 10)] == [False, False], "they replace 2 and 4, the least recently used"
     assert [met(n) for n in (1, 3, 5, 6, 7, 8, 9, 10)] == [True] * 8
-    assert not met(2), "in the place of 1"
+    assert not met(2), "it was replaced"
     for n in range(100, 200):
         met(n)
         assert sum(len(site.chosen) for site in table._sites.values()) <= 8
@@ -786,7 +790,7 @@ def any_shape(call: Call) -> None:
     asked.append(call.a.shape)
 
 
-def test_each_key_has_a_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_key_has_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 4)
     table = Table([kernel("only", accepts=f"{HERE}:any_shape")])
     for recipe in (MXFP8, NVFP4, CURRENT):
@@ -803,7 +807,7 @@ def any_recipe(call: Call) -> None:
     asked.append((call.recipe and call.recipe.spec, call.a.layout and call.a.layout.block()))
 
 
-def test_what_is_remembered_keeps_no_array_and_no_declaration_alive() -> None:
+def test_the_cache_keeps_no_array_and_no_declaration_alive() -> None:
     table = Table(
         [kernel("cast", accepts=f"{HERE}:any_recipe"), kernel("decode", op="dequantize", accepts=f"{HERE}:any_recipe")]
     )
@@ -822,8 +826,8 @@ def test_what_is_remembered_keeps_no_array_and_no_declaration_alive() -> None:
     assert len(asked) == 20 and [ref for ref in gone if ref() is not None] == []
 
 
-def test_threads_that_choose_at_once_each_have_the_right_winner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a memory that is too small for what they ask for, so that entries come and go under each other's hands."""
+def test_concurrent_threads_each_get_the_right_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is too small for all calls, so threads evict each other's entries."""
     monkeypatch.setattr("breccia.dispatch.table.MEMO_LIMIT", 16)
     table = Table([kernel("fast", accepts=f"{HERE}:odd_only", rank=1), kernel("slow", runs="slow")])
     start, raised = threading.Barrier(8), list[BaseException]()
@@ -858,7 +862,7 @@ def odd_only(call: Call) -> str | None:
 
 
 def for_decoding(call: Call) -> float:
-    """Fast up to 16 rows, and a disaster beyond."""
+    """Fast up to 16 rows, and very slow beyond."""
     asked.append(call.a.shape[0])
     return 1e-6 if call.a.shape[0] <= 16 else 1.0
 
@@ -867,7 +871,7 @@ def steady(call: Call) -> float:
     return 1e-3
 
 
-def test_the_kernel_of_the_better_estimate_wins_for_up_to_16_rows_and_only_there() -> None:
+def test_the_kernel_with_the_better_estimate_wins_up_to_16_rows() -> None:
     table = Table([kernel("skinny", score=f"{HERE}:for_decoding"), kernel("square", score=f"{HERE}:steady", rank=5)])
     for _ in range(2):
         for rows in range(1, 100):
@@ -875,7 +879,7 @@ def test_the_kernel_of_the_better_estimate_wins_for_up_to_16_rows_and_only_there
     assert sorted(set(asked)) == sorted(asked), "once for each bucket"
 
 
-def test_an_estimate_counts_after_names_and_recipes_and_before_rank() -> None:
+def test_an_estimate_ranks_after_names_and_recipes_and_before_rank() -> None:
     quick, late = {"score": f"{HERE}:quick"}, {"score": f"{HERE}:steady"}
     assert chosen(Table([kernel("quick", **quick, rank=-9), kernel("late", **late, rank=9)]), X) == "quick"
     assert chosen(Table([kernel("quick", **quick), kernel("exact", **late, recipe=MXFP8BlockScaling)]), X) == "exact"
@@ -888,11 +892,11 @@ def quick(call: Call) -> float:
     return 1e-6
 
 
-def test_a_kernel_without_an_estimate_comes_after_all_that_have_one() -> None:
+def test_a_kernel_without_an_estimate_comes_after_kernels_with_one() -> None:
     table = Table([kernel("silent", rank=900), kernel("glacial", score=f"{HERE}:glacial", rank=-900)])
     assert chosen(table, X) == "glacial"
-    told = table.explain(seen("cast", X, None, MXFP8))
-    assert [v.reason for v in told.verdicts] == [None, "glacial comes first (it estimates its time)"]
+    found = table.explain(seen("cast", X, None, MXFP8))
+    assert [v.reason for v in found.verdicts] == [None, "glacial comes first (it estimates its time)"]
     assert chosen(Table([kernel("silent", rank=2), kernel("mute", rank=1)]), X) == "silent"
 
 
@@ -900,13 +904,13 @@ def glacial(call: Call) -> float:
     return 1e9
 
 
-def test_explain_gives_both_estimates() -> None:
+def test_explain_shows_both_estimates() -> None:
     table = Table([kernel("quick", score=f"{HERE}:quick"), kernel("late", score=f"{HERE}:steady", rank=9)])
-    told = table.explain(seen("cast", X, None, MXFP8))
-    assert [v.reason for v in told.verdicts] == [None, "quick comes first (estimated 1e-06 s against 0.001 s)"]
+    found = table.explain(seen("cast", X, None, MXFP8))
+    assert [v.reason for v in found.verdicts] == [None, "quick comes first (estimated 1e-06 s against 0.001 s)"]
 
 
-def test_equal_estimates_of_equal_rank_are_an_error_that_names_both_and_the_ways_out() -> None:
+def test_equal_estimates_of_equal_rank_are_an_error_with_both_kernels_and_remedies() -> None:
     a, b = kernel("a.cast", score=f"{HERE}:steady"), kernel("b.cast", score=f"{HERE}:steady", plugin="bolt")
     for kernels in ([a, b], [b, a]):
         with pytest.raises(AmbiguousKernelError) as e:
@@ -932,7 +936,7 @@ def refuses(call: Call) -> str:
 
 
 @pytest.mark.parametrize("score", [0, 0.0, -1.0, 5, np.float64(1e-6), np.float32(1e-6), np.int64(3)], ids=repr)
-def test_an_estimate_is_any_number(monkeypatch: pytest.MonkeyPatch, score: Any) -> None:
+def test_an_estimate_may_be_any_number(monkeypatch: pytest.MonkeyPatch, score: Any) -> None:
     monkeypatch.setattr(sys.modules[HERE], "opinion", score)
     table = Table([kernel("opinionated", score=f"{HERE}:opinionated"), kernel("silent", rank=9)])
     assert chosen(table, X) == "opinionated"
@@ -946,7 +950,7 @@ def opinionated(call: Call) -> Any:
 
 
 @pytest.mark.parametrize("score", [None, "soon", math.nan, True, [1.0], (), object], ids=repr)
-def test_an_estimate_that_is_no_number_is_one_warning_and_none(monkeypatch: pytest.MonkeyPatch, score: Any) -> None:
+def test_an_invalid_estimate_gives_one_warning_and_is_ignored(monkeypatch: pytest.MonkeyPatch, score: Any) -> None:
     monkeypatch.setattr(sys.modules[HERE], "opinion", score)
     table = Table(
         [kernel("odd", score=f"{HERE}:opinionated", rank=9), kernel("silent"), kernel("late", score=f"{HERE}:steady")]
@@ -958,7 +962,7 @@ def test_an_estimate_that_is_no_number_is_one_warning_and_none(monkeypatch: pyte
             "late",
             "odd",
         ]
-        assert chosen(Table(table.kernels[:2]), X) == "odd", "without one its rank counts"
+        assert chosen(Table(table.kernels[:2]), X) == "odd", "without an estimate its rank counts"
     (warning,) = caught
     assert warning.category is PluginWarning
     assert str(warning.message) == (
@@ -976,7 +980,7 @@ def crashes(fact: Any) -> Any:
 
 
 @pytest.mark.parametrize("field", ["accepts", "score", "available"])
-def test_a_check_that_raises_is_one_warning_by_name_and_stops_nobody(field: str) -> None:
+def test_a_check_that_raises_gives_one_warning_and_excludes_only_its_kernel(field: str) -> None:
     broken = kernel("broken", rank=9, **{field: f"{HERE}:crashes"})
     table = Table([broken, kernel("sound", score=f"{HERE}:steady")])
     with warnings.catch_warnings(record=True) as caught:
@@ -984,7 +988,7 @@ def test_a_check_that_raises_is_one_warning_by_name_and_stops_nobody(field: str)
         for x in (X, X[:3], X.astype(np.float16)):
             for recipe in (MXFP8, NVFP4):
                 assert chosen(table, x, recipe) == "sound"
-        assert chosen(Table(table.kernels), X) == "sound", "nor is another table told again"
+        assert chosen(Table(table.kernels), X) == "sound", "another table does not warn again"
     (warning,) = caught
     assert warning.category is PluginWarning
     assert str(warning.message) == (
@@ -993,7 +997,7 @@ def test_a_check_that_raises_is_one_warning_by_name_and_stops_nobody(field: str)
     )
 
 
-def test_a_failing_check_is_a_reason_and_a_failing_estimate_is_none() -> None:
+def test_a_failing_check_excludes_its_kernel_and_a_failing_estimate_does_not() -> None:
     for field in ("accepts", "available"):
         table = Table([kernel(f"no_{field}", **{field: f"{HERE}:crashes"})])
         with pytest.warns(PluginWarning, match=f"kernel 'no_{field}'"), pytest.raises(NoKernelError) as e:
@@ -1004,7 +1008,7 @@ def test_a_failing_check_is_a_reason_and_a_failing_estimate_is_none() -> None:
         assert chosen(table, X) == "no_score"
 
 
-def test_where_warnings_are_errors_a_failing_check_raises_once() -> None:
+def test_a_failing_check_raises_once_if_warnings_are_errors() -> None:
     table = Table([kernel("broken", rank=9, accepts=f"{HERE}:crashes"), kernel("sound")])
     with pytest.raises(PluginWarning, match="kernel 'broken' of plug-in 'acme'"):
         chosen(table, X)
@@ -1019,7 +1023,7 @@ def test_a_check_of_core_that_fails_names_no_plug_in_to_set_aside() -> None:
 
 @pytest.mark.parametrize("field", ["accepts", "available"])
 @pytest.mark.parametrize("said", [True, False, 0, 1, ["reason"], b"reason"], ids=repr)
-def test_an_answer_that_is_neither_none_nor_a_reason_is_a_reason_and_one_warning(
+def test_an_invalid_result_of_a_check_excludes_its_kernel_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, field: str, said: Any
 ) -> None:
     monkeypatch.setattr(sys.modules[HERE], "opinion", said)
@@ -1028,15 +1032,15 @@ def test_an_answer_that_is_neither_none_nor_a_reason_is_a_reason_and_one_warning
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [chosen(table, X), chosen(table, X, NVFP4)] == ["sound", "sound"]
-        told = table.explain(seen("cast", X, None, MXFP8))
+        found = table.explain(seen("cast", X, None, MXFP8))
     assert [str(w.message) for w in caught] == [
         f"kernel 'odd' of plug-in 'acme': {fault}. BRECCIA_BLOCK=acme sets the plug-in aside."
     ]
-    assert told.verdicts[1].reason == fault
+    assert found.verdicts[1].reason == fault
 
 
 @pytest.mark.parametrize("field", ["accepts", "available", "score"])
-def test_a_check_whose_module_leaves_the_process_is_a_reason_too(
+def test_a_check_whose_module_raises_system_exit_excludes_its_kernel(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     module = f"checks_that_leave_{field}"
@@ -1052,7 +1056,7 @@ def hard(device: Device) -> str | None:
     raise OSError(f"no driver for {device}")
 
 
-def test_a_device_check_that_raises_is_asked_once_per_device_with_its_number() -> None:
+def test_a_device_check_that_raises_runs_once_per_device_with_its_number() -> None:
     sheets = [SimpleNamespace(shape=(4, 32), dtype=np.dtype("float32"), device=Card(n)) for n in (0, 1, 0, 1, 0)]
     table = Table([kernel("fast", rank=1, available=f"{HERE}:hard"), kernel("slow")])
     with pytest.warns(PluginWarning, match="kernel 'fast' .*OSError: no driver for cuda:0"):
@@ -1060,6 +1064,6 @@ def test_a_device_check_that_raises_is_asked_once_per_device_with_its_number() -
     assert asked == [Device("cuda", 0), Device("cuda", 1)]
 
 
-def test_the_framework_of_a_numpy_array_is_known_by_its_type_and_its_subclasses_too() -> None:
+def test_numpy_arrays_and_their_subclasses_belong_to_numpy() -> None:
     assert framework_of(X) is framework_of(X.view(Fake)) is registry.registry().frameworks["numpy"]
     assert registry.registry().types[Fake] is registry.registry().frameworks["numpy"]

@@ -1,4 +1,4 @@
-"""Each format has a page; its tables of codes and its worked block say what ml_dtypes and a cast by breccia say."""
+"""Each format has a page; its code tables agree with ml_dtypes, and its worked block with a cast by breccia."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FOREIGN = {
 
 
 def blocks(prefix: str) -> dict[str, str]:
-    """The generated blocks of all pages, by what follows the prefix."""
+    """Name after the prefix -> generated block, for all pages."""
     found = (m.groups() for page in PAGES for m in BLOCK.finditer(page.read_text(encoding="utf-8")))
     return {name.removeprefix(prefix): text for name, text in found if name.startswith(prefix)}
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a table without its head."""
+    """The cells of a table without its header."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -42,7 +42,7 @@ def number(text: str) -> np.float32:
     return np.float32({"NaN": "nan", "∞": "inf"}.get(text, text).replace("−", "-"))
 
 
-def test_every_recipe_has_a_page_that_the_overview_leads_to() -> None:
+def test_every_recipe_has_a_page_linked_from_the_overview() -> None:
     overview = (SPEC / "formats.md").read_text(encoding="utf-8")
     links = dict(re.findall(r"^\| (`.*`) \| \[.*\]\(formats/([\w-]+\.md)\) \|$", overview, re.MULTILINE))
     assert sorted(links.values()) == [page.name for page in PAGES]
@@ -50,31 +50,31 @@ def test_every_recipe_has_a_page_that_the_overview_leads_to() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_a_page_has_parts_a_worked_block_rules_and_sources(page: Path) -> None:
+def test_a_page_has_components_a_worked_block_rules_and_sources(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     names = [name for name, _ in BLOCK.findall(text)]
     (recipe,) = {name.partition("-")[2] for name in names if name.startswith(("parts-", "worked-"))}
     assert "\n## MUST and MAY\n" in text and " MUST " in text and "\nSources: " in text
-    wanted = {breccia.recipe(recipe).format.element.name} - {"INT8"}  # whole numbers of a byte need no table
+    wanted = {breccia.recipe(recipe).format.element.name} - {"INT8"}  # 8-bit integers need no table
     assert wanted <= {name.removeprefix("codes-") for name in names}
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_tables_of_codes_are_those_of_ml_dtypes(name: str) -> None:
+def test_code_tables_agree_with_ml_dtypes(name: str) -> None:
     shown = [number(cell) for row in rows(blocks("codes-")[name]) for cell in row[1:]]
     theirs = np.arange(len(shown)).astype(np.uint8).view(FOREIGN[name]).astype(np.float32)
-    np.testing.assert_array_equal(np.array(shown), theirs)  # NaN equals NaN here
+    np.testing.assert_array_equal(np.array(shown), theirs)  # NaN compares equal to NaN here
     assert len(shown) == {"E4M3": 128, "E5M2": 128, "E2M1": 8, "E2M3": 32, "E3M2": 32}.get(name, 16)
 
 
-def test_mxint8_and_nf4_tables_are_what_their_definitions_say() -> None:
+def test_mxint8_and_nf4_tables_follow_their_definitions() -> None:
     shown = {name: [number(cell) for row in rows(text) for cell in row[1:]] for name, text in blocks("codes-").items()}
     assert shown["MXINT8"] == (np.arange(256).astype(np.uint8).view(np.int8) / 64).astype(np.float32).tolist()
     assert shown["NF4"] == [np.float32(v) for v in breccia.codecs.NF4.values]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", sorted(blocks("worked-")))
-def test_a_worked_block_is_what_a_cast_writes(name: str) -> None:
+def test_a_worked_block_has_the_bytes_of_a_cast(name: str) -> None:
     text = blocks("worked-")[name]
     recipe = eval(text.split("`")[1], vars(breccia) | {kind.__name__: kind for kind in RECIPES})
     assert recipe.name == name

@@ -1,4 +1,4 @@
-"""Shapes of parts and grids, against what a cast writes and against counting."""
+"""Shapes of components and block grids, compared with casts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from breccia.tensors.grids import part_shapes
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_shapes_of_parts_are_those_that_a_cast_writes(recipe: ScalingRecipe, axis: int) -> None:
+def test_component_shapes_are_those_of_a_cast(recipe: ScalingRecipe, axis: int) -> None:
     st = reference.cast(wide((3, 6, 40), seed=1), recipe, CastOptions(axis=axis))
     written = {name: tuple(part.shape) for name in recipe.format.parts if (part := getattr(st, name)) is not None}
     assert part_shapes(recipe.format, st.layout, (3, 6, 40), axis) == written
@@ -22,8 +22,8 @@ def test_shapes_of_parts_are_those_that_a_cast_writes(recipe: ScalingRecipe, axi
         assert part_shapes(recipe.format, st.layout, (3, 6, 40)) == written
 
 
-def test_a_stretch_of_one_position_is_one_whatever_its_step() -> None:
-    """The last block of 33 elements has one, and may be cut off alone."""
+def test_a_slice_of_one_position_accepts_any_step() -> None:
+    """The last block of 33 elements has one element, and can be sliced off."""
     st = breccia.cast(wide((4, 33), seed=2), MXFP8BlockScaling())
     for step in (1, 5, 64):
         part = st[:, 32::step]
@@ -31,7 +31,7 @@ def test_a_stretch_of_one_position_is_one_whatever_its_step() -> None:
         np.testing.assert_array_equal(breccia.dequantize(part), breccia.dequantize(st)[:, 32::step])
 
 
-def test_leading_axes_may_go_or_be_none_already() -> None:
+def test_leading_axes_can_be_removed_and_added() -> None:
     x = wide((1, 4, 64), seed=3)
     for recipe in (MXFP8BlockScaling(), Float8CurrentScaling()):
         st = breccia.cast(x, recipe)
@@ -41,8 +41,8 @@ def test_leading_axes_may_go_or_be_none_already() -> None:
         assert breccia.bytes_equal(flat.reshape(1, 4, 64), st)
 
 
-def test_an_axis_of_no_length_splits_into_one_piece_of_none() -> None:
-    """As in torch, so that the pieces joined are the tensor again."""
+def test_an_axis_of_length_zero_splits_into_one_empty_piece() -> None:
+    """As in torch, so that concat of the pieces gives the tensor."""
     for shape, axis in (((0, 64), 0), ((0, 4, 64), 0), ((4, 0), 1)):
         st = breccia.cast(np.zeros(shape, np.float32), MXFP8BlockScaling())
         pieces = st.split(32, axis)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FRAMEWORKS = {"torch", "jax", "mlx"}
-#: The packages of the distributions of the tree, but for core.
+#: The packages of all distributions except core.
 SIBLINGS = {path.parent.name.replace("-", "_") for path in Path(__file__).parents[1].glob("breccia-*/pyproject.toml")} - {
     "breccia_core"
 }
@@ -21,7 +21,7 @@ HEAVY = {"numpy", *FRAMEWORKS, "triton", "tensorflow", "safetensors", "torchao",
 
 @cache
 def loaded(code: str) -> frozenset[str]:
-    """Modules that a fresh interpreter has after `code`, less those it starts with."""
+    """Modules that `code` loads in a fresh interpreter."""
     script = f"import sys\nstart = set(sys.modules)\n{code}\nimport json\nprint(json.dumps(sorted(set(sys.modules) - start)))"
     run = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -34,11 +34,11 @@ def roots(modules: frozenset[str]) -> set[str]:
 
 
 def test_every_distribution_is_installed() -> None:
-    """Or the tests below would prove less than they say."""
+    """Otherwise the tests below would not cover all of them."""
     assert {"breccia_core", *SIBLINGS} <= {d.name.replace("-", "_") for d in distributions()}
 
 
-def test_importing_breccia_loads_the_standard_library_alone() -> None:
+def test_importing_breccia_loads_only_the_standard_library() -> None:
     modules = loaded("import breccia")
     assert roots(modules) == {"breccia"}
     assert {name for name in modules if name.startswith("breccia")} == {"breccia"}
@@ -50,7 +50,7 @@ def test_declarations_load_no_dependency() -> None:
     assert roots(modules) == {"breccia"}
 
 
-def test_importing_the_bridges_loads_no_neighbour_and_builds_no_registry() -> None:
+def test_importing_the_bridges_loads_no_other_library_and_builds_no_registry() -> None:
     modules = loaded(
         "import breccia.bridges, breccia.kernels.triton, breccia.dispatch.registry\n"
         "assert breccia.arrays.frameworks.current is None"
@@ -59,7 +59,7 @@ def test_importing_the_bridges_loads_no_neighbour_and_builds_no_registry() -> No
     assert not {name for name in modules if name.startswith("breccia_")}
 
 
-def test_first_use_of_the_registry_loads_manifests_only() -> None:
+def test_first_use_of_the_registry_loads_only_manifests() -> None:
     modules = loaded(f"import breccia\nassert len(breccia.plugins()) >= {1 + len(SIBLINGS)}")
     assert not roots(modules) & HEAVY
     ours = {name for name in modules if name.partition(".")[0] in SIBLINGS}
@@ -73,12 +73,12 @@ def test_a_manifest_loads_breccia_and_no_module_of_its_own_package(package: str)
     assert {name for name in modules if name.partition(".")[0] == package} == {package, f"{package}.plugin"}
 
 
-def test_reading_what_the_bridges_offer_loads_no_neighbour() -> None:
+def test_listing_the_bridges_loads_no_other_library() -> None:
     modules = loaded("import breccia.bridges, breccia.kernels.triton\ndir(breccia.bridges)\ndir(breccia.kernels.triton)")
     assert not roots(modules) & HEAVY
 
 
-def test_explaining_by_name_imports_no_kernel_and_no_framework() -> None:
+def test_explain_by_name_imports_no_kernel_and_no_framework() -> None:
     modules = loaded('import breccia\nassert "torch" in str(breccia.explain("matmul", "mxfp8", "mxfp8", on="torch"))')
     assert not roots(modules) & HEAVY
     assert "breccia.kernels.reference" not in modules
@@ -104,7 +104,7 @@ def test_a_cast_loads_the_framework_of_its_array_and_no_other(framework: str, ar
     assert not {name for name in modules if name.startswith(tuple(f"{s}." for s in siblings)) and not name.endswith(".plugin")}
 
 
-def test_a_numpy_cast_loads_numpy_and_nothing_that_is_not_needed() -> None:
+def test_a_numpy_cast_loads_no_third_party_package_except_numpy() -> None:
     modules = loaded(CAST.format(array="__import__('numpy').ones((2, 64), 'float32')"))
     assert roots(modules) - SIBLINGS == {"breccia", "numpy", "pluggy"}
     assert not modules & {"breccia.kernels.audit", "breccia.cli.main", "breccia.kernels.triton"}, (
@@ -112,7 +112,7 @@ def test_a_numpy_cast_loads_numpy_and_nothing_that_is_not_needed() -> None:
     )
 
 
-def test_handing_a_tensor_over_loads_the_two_frameworks_and_no_other() -> None:
+def test_transferring_a_tensor_loads_only_its_two_frameworks() -> None:
     code = CAST.format(array="__import__('numpy').ones((2, 64), 'float32')")
     modules = loaded(f"{code}\nimport breccia.bridges\nbreccia.bridges.from_dlpack(breccia.bridges.to_dlpack(st), 'mlx')")
     assert {"numpy", "mlx"} <= roots(modules)

@@ -1,4 +1,4 @@
-"""`breccia inspect`: headers alone by default, the scales when asked; what it calls suspicious, and what it does not."""
+"""`breccia inspect` reads only headers by default, scales on request, and reports suspicious tensors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def doubts(path: Path, scales: bool = False) -> dict[str, list[str]]:
     return {name: row["suspicious"] for name, row in rows(path, scales).items() if row["suspicious"]}
 
 
-def test_nothing_is_suspicious_about_what_convert_writes(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+def test_converted_tensors_are_not_suspicious(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((20, 96), np.float32)
-    x[:, 32:64] = 0  # blocks of zeros have scales 0, 1 or the least there is
+    x[:, 32:64] = 0  # blocks of zeros have scales 0, 1 or the smallest scale
     save_safetensors({"w": breccia.cast(x, recipe), "norm": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
     assert doubts(tmp_path / "m.safetensors") == {}
     assert doubts(tmp_path / "m.safetensors", scales=True) == {}
 
 
-def test_the_range_of_the_scales_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_range_of_the_stored_scales_is_reported(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((20, 96), np.float32)
     st = breccia.cast(x, breccia.Float8BlockScaling(block_k=32))
     save_safetensors({"w": st, "norm": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
@@ -44,7 +44,7 @@ def test_the_range_of_the_scales_is_that_of_the_file(tmp_path: Path) -> None:
     assert rows(tmp_path / "m.safetensors")["w"]["scales"] is None
 
 
-def test_without_scales_no_byte_of_the_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scales_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_safetensors({"w": breccia.cast(np.ones((4, 32), np.float32), breccia.MXFP8BlockScaling())}, tmp_path / "m.safetensors")
     monkeypatch.setattr(Container, "array", lambda self, name: pytest.fail(f"read {name}"))
     assert rows(tmp_path / "m.safetensors")["w"]["stored_as"] == "mxfp8"
@@ -58,7 +58,7 @@ def test_with_scales_the_codes_are_not_read(tmp_path: Path, monkeypatch: pytest.
     assert read == ["w.scale", "w.global_scale"]
 
 
-def test_scales_of_every_kind_are_named_when_they_are_odd(tmp_path: Path) -> None:
+def test_unusual_scales_of_every_codec_are_reported(tmp_path: Path) -> None:
     def tensor(scale: np.ndarray) -> breccia.ScaledTensor:
         data = np.zeros((len(scale), 16), np.uint8)
         return breccia.from_buffer(data, scale.astype(np.float32)[:, None], breccia.Float8BlockScaling(block_k=16), LAYOUT)
@@ -91,7 +91,7 @@ def test_scales_of_every_kind_are_named_when_they_are_odd(tmp_path: Path) -> Non
 LAYOUT = breccia.PerBlockK(16)
 
 
-def test_scales_of_strangers_are_found_by_name_and_checked_by_shape(tmp_path: Path) -> None:
+def test_scales_of_other_libraries_are_found_by_name_and_checked_by_shape(tmp_path: Path) -> None:
     eights = np.zeros((256, 300), np.uint8).view(ml_dtypes.float8_e4m3fn)
     tensors = {
         "deepseek.weight": eights,
@@ -150,11 +150,11 @@ DTYPES = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "uint8": "U8", "int32": 
         ((15,), (5,), (3,)),
     ],
 )
-def test_a_shape_of_scales_tells_the_block(shape: Any, scales: Any, block: Any) -> None:
+def test_the_block_follows_from_the_shape_of_the_scales(shape: Any, scales: Any, block: Any) -> None:
     assert tile(shape, scales) == block
 
 
-def test_float_scales_of_another_width_than_the_recipes_are_told(tmp_path: Path) -> None:
+def test_float_scales_of_another_dtype_than_the_recipe_has_are_reported(tmp_path: Path) -> None:
     x = breccia.cast(np.random.default_rng(0).standard_normal((4, 32), np.float32), breccia.INT4Scaling(group_size=16))
     kept = breccia.from_buffer(x.data, x.scale.astype(np.float32), x.recipe, x.layout)
     save_safetensors({"w": kept}, tmp_path / "m.safetensors")
@@ -177,7 +177,7 @@ def test_inspect_prints_ranges_and_doubts(tmp_path: Path, run: Run) -> None:
     assert row["suspicious"] and row["scales"]["count"] == 8
 
 
-def test_a_stranger_prints_its_blocks(tmp_path: Path, run: Run) -> None:
+def test_a_tensor_of_another_library_is_printed_with_its_blocks(tmp_path: Path, run: Run) -> None:
     with Writer(tmp_path / "m.safetensors", {"a.weight": ("F8_E4M3", (256, 256)), "a.weight_scale_inv": ("F32", (2, 2))}) as w:
         w.write("a.weight", np.zeros((256, 256), np.uint8))
         w.write("a.weight_scale_inv", np.ones((2, 2), np.float32))
@@ -209,7 +209,7 @@ def test_plain_files_have_no_scales(tmp_path: Path) -> None:
     }
 
 
-def test_packed_codes_of_strangers_and_their_scales_are_nothing_suspicious(tmp_path: Path) -> None:
+def test_packed_codes_of_other_libraries_are_not_suspicious(tmp_path: Path) -> None:
     fp4, scale = np.zeros((64, 32), np.uint8), np.zeros((64, 4), np.uint8)
     one = np.ones((), np.float32)
     layouts = {
@@ -227,7 +227,7 @@ def test_packed_codes_of_strangers_and_their_scales_are_nothing_suspicious(tmp_p
     }
 
 
-def test_a_config_that_contradicts_its_parts_is_told_from_the_header(tmp_path: Path) -> None:
+def test_a_config_that_contradicts_its_components_is_found_from_the_header(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((8, 64), np.float32)
     save_safetensors({"w": breccia.cast(x, breccia.NVFP4BlockScaling())}, tmp_path / "m.safetensors")
     whole = (tmp_path / "m.safetensors").read_bytes()
@@ -241,7 +241,7 @@ def test_a_config_that_contradicts_its_parts_is_told_from_the_header(tmp_path: P
     }
 
 
-def test_a_tensor_of_a_recipe_that_no_plug_in_declares_is_shown_with_what_its_file_says(tmp_path: Path, run: Run) -> None:
+def test_a_tensor_of_an_unknown_recipe_is_shown_with_the_data_in_its_file(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "m.safetensors"
     mine = breccia.cast(np.ones((4, 64), np.float32), breccia.Float8BlockScaling(block_k=32))
     save_safetensors({"known": mine, "w": mine, "norm": np.ones(3, np.float32)}, path)

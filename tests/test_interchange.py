@@ -1,4 +1,4 @@
-"""A tensor that crosses frameworks, in whatever order, is the tensor that set out, byte by byte; so are its values."""
+"""A tensor keeps its bytes and values when it is transferred between frameworks in any order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from test_parity import assert_equal_values, values
 import breccia
 from breccia.bridges import from_dlpack, to_dlpack
 
-#: Every recipe and every framework in `make test`; their products in `make test-all`.
+#: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
 pytestmark = pytest.mark.covering(1)
 
 for module in ("torch", "jax", "mlx"):
     pytest.importorskip(module)
 
-ABROAD = ("torch", "jax", "mlx")
-#: Ragged along both axes, blocks and bytes of packed codes alike; subnormals, NaN, Inf and zeros.
+OTHERS = ("torch", "jax", "mlx")
+#: Partial last blocks and padded packed codes along both axes; subnormals, NaN, Inf and zeros.
 X = np.concatenate([wide((14, 77), seed=61), special_rows(77)])
 
 
@@ -32,30 +32,30 @@ def assert_same(taken: breccia.ScaledTensor, home: breccia.ScaledTensor, digest:
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_a_tour_of_the_frameworks_ends_with_the_bytes_it_began_with(recipe: breccia.ScalingRecipe, axis: int) -> None:
+def test_a_round_trip_through_all_frameworks_keeps_the_bytes(recipe: breccia.ScalingRecipe, axis: int) -> None:
     home = breccia.cast(X, recipe, axis=axis)
     digest, decoded = home.digest(), values(breccia.dequantize(home))
-    for tour in (ABROAD, ABROAD[::-1]):
+    for tour in (OTHERS, OTHERS[::-1]):
         taken = home
         for framework in (*tour, "numpy"):
             taken = from_dlpack(taken, framework)
             assert taken.framework == framework
             assert_same(taken, home, digest)
-            if tour is ABROAD:
+            if tour is OTHERS:
                 assert_equal_values(framework, decoded, values(breccia.dequantize(taken)))
     assert taken.data.shape == home.data.shape and taken.data.dtype == home.data.dtype
 
 
-def test_every_code_and_scale_crosses_whoever_wrote_it(recipe: breccia.ScalingRecipe) -> None:
+def test_every_code_and_scale_is_transferred_unchanged(recipe: breccia.ScalingRecipe) -> None:
     """NaN and Inf codes, NaN payloads, negative and subnormal scales, zero-points, biases."""
     home = every_decodable(recipe)
     digest, taken = home.digest(), home
-    for framework in (*ABROAD, "numpy"):
+    for framework in (*OTHERS, "numpy"):
         taken = from_dlpack(to_dlpack(taken), framework)
         assert_same(taken, home, digest)
 
 
-CROSSINGS = st.tuples(st.sampled_from(("numpy", *ABROAD)), st.sampled_from((None, True)), st.booleans())
+CROSSINGS = st.tuples(st.sampled_from(("numpy", *OTHERS)), st.sampled_from((None, True)), st.booleans())
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,7 +65,9 @@ CROSSINGS = st.tuples(st.sampled_from(("numpy", *ABROAD)), st.sampled_from((None
     axis=st.sampled_from((-1, -2)),
     tour=st.lists(CROSSINGS, min_size=1, max_size=6),
 )
-def test_no_tour_changes_a_tensor(recipe: Any, shape: tuple[int, ...], axis: int, tour: list[tuple[str, Any, bool]]) -> None:
+def test_no_sequence_of_frameworks_changes_a_tensor(
+    recipe: Any, shape: tuple[int, ...], axis: int, tour: list[tuple[str, Any, bool]]
+) -> None:
     home = breccia.cast(np.resize(X, shape).astype(np.float32), recipe, axis=axis)
     digest, taken = home.digest(), home
     for framework, copy, bundled in tour:
@@ -74,8 +76,8 @@ def test_no_tour_changes_a_tensor(recipe: Any, shape: tuple[int, ...], axis: int
 
 
 @pytest.mark.parametrize("recipe", [breccia.MXFP8BlockScaling(), breccia.INT4Scaling(group_size=16)], ids=recipe_id)
-def test_pieces_cross_and_join_to_the_whole(recipe: breccia.ScalingRecipe) -> None:
+def test_pieces_of_a_tensor_can_be_transferred_and_concatenated(recipe: breccia.ScalingRecipe) -> None:
     home = breccia.cast(X, recipe)
-    pieces = [from_dlpack(piece, framework) for piece, framework in zip(home.split(16), ABROAD, strict=False)]
+    pieces = [from_dlpack(piece, framework) for piece, framework in zip(home.split(16), OTHERS, strict=False)]
     assert len(pieces) == 3
     assert breccia.bytes_equal(breccia.concat([from_dlpack(piece, "numpy") for piece in pieces]), home)

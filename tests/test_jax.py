@@ -1,4 +1,4 @@
-"""JAX on a CPU: trees, transforms, gradients, what compiles and how often, and what is refused by name."""
+"""JAX on a CPU: pytrees, transforms, gradients, compilation counts, and refused calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jax import export, lax, tree_util  # noqa: E402
 
 from breccia_jax.ops import JAX  # noqa: E402
 
-#: Every recipe and every framework in `make test`; their products in `make test-all`.
+#: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
 pytestmark = pytest.mark.covering(1)
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
@@ -38,7 +38,7 @@ NVFP4 = breccia.NVFP4BlockScaling()
 MXFP8 = breccia.MXFP8BlockScaling()
 CURRENT = breccia.Float8CurrentScaling()
 INT4 = breccia.INT4Scaling(group_size=16)
-#: One of each kind of format: per tensor, rows, tiles, power-of-two scales, two levels, packed by fours, offsets, a table.
+#: One recipe for each kind of format: per tensor, rows, tiles, power-of-two scales, 6-bit codes, two levels, offsets, a table.
 KINDS = [
     CURRENT,
     breccia.Float8RowScaling(),
@@ -50,12 +50,12 @@ KINDS = [
     breccia.INT4Scaling(group_size=32, signed=False, symmetric=False, offset="bias"),
     breccia.NF4Scaling(),
 ]
-#: Those that the fast suite takes, and the one where each call costs XLA a second; the others are slow tests.
+#: The kinds in the fast suite; the others are slow tests.
 FEW = [CURRENT, NVFP4, KINDS[6]]
 
 
-def kinds(of: list[breccia.ScalingRecipe], fast: list[breccia.ScalingRecipe]) -> pytest.MarkDecorator:
-    listed = [pytest.param(kind, marks=() if kind in fast else pytest.mark.slow) for kind in of]
+def kinds(recipes: list[breccia.ScalingRecipe], fast: list[breccia.ScalingRecipe]) -> pytest.MarkDecorator:
+    listed = [pytest.param(kind, marks=() if kind in fast else pytest.mark.slow) for kind in recipes]
     return pytest.mark.parametrize("kind", listed, ids=lambda kind: f"{kind.name}-{kind.format.offset}")
 
 
@@ -81,7 +81,7 @@ def same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The names of events of XLA's compiler meanwhile: one for each program that it is given."""
+    """Collect one event name for each program that XLA compiles in the context."""
     found: list[str] = []
     active = True
 
@@ -94,10 +94,10 @@ def compilations() -> Iterator[list[str]]:
     active = False
 
 
-# -- trees -----------------------------------------------------------------------------------------------------------
+# -- pytrees ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:
+def test_a_scaled_tensor_is_a_pytree_of_its_components(recipe: breccia.ScalingRecipe) -> None:
     st = jax.tree.map(jnp.asarray, breccia.cast(X, recipe))
     leaves, structure = jax.tree.flatten({"w": st, "b": jnp.ones(2)})
     assert len(leaves) == len(components(st)) + 1
@@ -110,7 +110,7 @@ def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -
     assert hash(jax.tree.structure(again)) == hash(structure.children()[1])
 
 
-def test_trees_that_mean_something_else_differ() -> None:
+def test_pytrees_with_different_metadata_differ() -> None:
     st = breccia.cast(rows(4), MXFP8)
     others = [
         breccia.cast(rows(4), r) for r in (breccia.MXFP8BlockScaling("E5M2"), breccia.MXFP8BlockScaling(scale_rule="floor"))
@@ -119,7 +119,7 @@ def test_trees_that_mean_something_else_differ() -> None:
     assert all(jax.tree.structure(other) != jax.tree.structure(st) for other in others)
 
 
-def test_placeholders_are_put_together_unchecked() -> None:
+def test_a_tensor_of_placeholders_is_not_checked() -> None:
     st = breccia.cast(rows(4), NVFP4)
     for leaf in (None, object(), 0, "x", jax.ShapeDtypeStruct((1,), jnp.int8)):
         made = jax.tree.map(lambda _, leaf=leaf: leaf, st)
@@ -139,13 +139,13 @@ assert y.shape == (2, 32) and isinstance(y, jax.Array)
 
 @pytest.mark.rest
 @pytest.mark.parametrize("make", ["jnp.asarray", "np.asarray"])
-def test_the_first_thing_that_is_done_with_a_tensor_may_be_to_pass_it_to_jit(make: str) -> None:
+def test_the_first_use_of_a_tensor_may_be_a_jitted_call(make: str) -> None:
     run = subprocess.run([sys.executable, "-c", FIRST.format(make=make)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 
-def test_numpys_tensors_move_to_jax_and_back_as_trees(recipe: breccia.ScalingRecipe) -> None:
-    """Their codes are bytes, which `digest` and every op take for float8."""
+def test_numpy_tensors_move_to_jax_and_back_as_pytrees(recipe: breccia.ScalingRecipe) -> None:
+    """Their codes are uint8, which `digest` and every op read as float8."""
     st = breccia.cast(X, recipe)
     moved = jax.tree.map(jnp.asarray, st)
     assert moved.framework == "jax" and moved.digest() == st.digest()
@@ -163,17 +163,17 @@ def test_pickles_and_copies_keep_every_byte(kind: breccia.ScalingRecipe) -> None
 
 
 @pytest.mark.slow
-def test_vmap_writes_the_bytes_of_each_example_under_every_recipe(recipe: breccia.ScalingRecipe) -> None:
-    each_example_has_numpys_bytes(recipe)
+def test_vmap_writes_numpy_bytes_for_each_example_under_every_recipe(recipe: breccia.ScalingRecipe) -> None:
+    check_vmap_against_numpy(recipe)
 
 
 @each_kind
-def test_vmap_writes_the_bytes_of_each_example(kind: breccia.ScalingRecipe) -> None:
-    each_example_has_numpys_bytes(kind)
+def test_vmap_writes_numpy_bytes_for_each_example(kind: breccia.ScalingRecipe) -> None:
+    check_vmap_against_numpy(kind)
 
 
-def each_example_has_numpys_bytes(recipe: breccia.ScalingRecipe) -> None:
-    """Under jit, on numbers that reach every clause. Per-tensor scales are those of each example."""
+def check_vmap_against_numpy(recipe: breccia.ScalingRecipe) -> None:
+    """Compare under jit, with all special values. Tensor-level scales are computed per example."""
     cube = np.stack([X[:18], X[9:27], X[-18:]])
 
     @jax.jit
@@ -192,13 +192,13 @@ def each_example_has_numpys_bytes(recipe: breccia.ScalingRecipe) -> None:
         assert np.array_equal(nan, np.isnan(z.view(np.float32)))
         magnitude = y & 0x7FFFFFFF
         cells = (y != z) & ~nan
-        # Results below 2^-126 are the only ones that XLA may change, to zeros of the same sign (contract, section 4).
+        # XLA may change only results below 2^-126, to zeros with the same sign (docs/spec/numerics.md, section 4).
         assert not (cells & ~((magnitude > 0) & (magnitude < 0x00800000))).any()
         assert np.array_equal(z[cells], y[cells] & -0x80000000)
 
 
-def test_the_values_that_xla_flushes_are_all_below_the_least_normal_number() -> None:
-    """E5M2 codes under the scale 2^-126, whose subnormal products are known: these cells, and no other, come back as zeros."""
+def test_xla_flushes_only_subnormal_values() -> None:
+    """E5M2 codes under the scale 2^-126: exactly the elements with a subnormal product become zeros."""
     codes = np.arange(0x7C, dtype=np.uint8).reshape(1, -1)
     for byte in (0, 1, 17):
         scale = np.full((1, 4), byte, np.uint8)
@@ -213,7 +213,7 @@ def test_the_values_that_xla_flushes_are_all_below_the_least_normal_number() -> 
 
 @pytest.mark.rest
 @an_example
-def test_nested_vmap_empty_and_one_dimensional_arrays_are_numpys(kind: breccia.ScalingRecipe) -> None:
+def test_nested_vmap_empty_and_1d_arrays_have_numpy_bytes(kind: breccia.ScalingRecipe) -> None:
     deep = wide((2, 3, 5, 70), seed=41, exponents=5)
     found = jax.vmap(jax.vmap(lambda x: breccia.cast(x, kind), in_axes=1, out_axes=0))(jnp.asarray(deep.transpose(0, 2, 1, 3)))
     for i in range(2):
@@ -229,8 +229,8 @@ def test_nested_vmap_empty_and_one_dimensional_arrays_are_numpys(kind: breccia.S
 
 
 @pytest.mark.rest
-def test_matrices_long_enough_to_be_reduced_in_halves_have_numpys_bytes() -> None:
-    """Rows of 64 and 256 numbers: what is compared in halves, and in chunks, with NaN anywhere in it."""
+def test_matrices_reduced_in_halves_have_numpy_bytes() -> None:
+    """Rows of 64 and 256 numbers, whose amax is reduced in halves and in chunks, with NaN at any position."""
     for k in (64, 256):
         x = wide((64, k), seed=k, exponents=20)
         x[np.arange(0, 64, 3), np.arange(0, 64, 3) * k // 64] = np.nan
@@ -240,7 +240,7 @@ def test_matrices_long_enough_to_be_reduced_in_halves_have_numpys_bytes() -> Non
 
 @pytest.mark.rest
 @an_example
-def test_seeds_may_be_traced_and_wider_than_a_word(kind: breccia.ScalingRecipe) -> None:
+def test_seeds_may_be_traced_and_have_64_bits(kind: breccia.ScalingRecipe) -> None:
     x = wide((6, 64), seed=6, exponents=2)
     draw = jax.jit(lambda x, seed: breccia.cast(x, kind, rounding="stochastic", seed=seed))
     for seed, given in (
@@ -261,8 +261,8 @@ def test_seeds_may_be_traced_and_wider_than_a_word(kind: breccia.ScalingRecipe) 
 
 
 @pytest.mark.rest
-def test_requantize_writes_numpys_bytes() -> None:
-    """To the same recipe, by kept scales, and by way of FP32; under jit, and where every bit must be kept."""
+def test_requantize_writes_numpy_bytes() -> None:
+    """To the same recipe, with kept scales, and through FP32; under jit, and with `require_exact`."""
     mxfp4, tiles = breccia.MXFP4BlockScaling(), breccia.Float8BlockScaling(block_k=32, block_m=4)
     for old, new in ((mxfp4, mxfp4), (mxfp4, MXFP8), (tiles, breccia.Float8BlockScaling(block_k=16)), (tiles, NVFP4)):
         ours, expected = breccia.cast(jnp.asarray(X), old), breccia.requantize(breccia.cast(X, old), new)
@@ -315,7 +315,7 @@ def test_nothing_changes_where_64_bits_are_enabled(kind: breccia.ScalingRecipe) 
 
 @pytest.mark.rest
 @an_example
-def test_scaled_tensors_are_what_scans_carry_and_run_over(kind: breccia.ScalingRecipe) -> None:
+def test_scan_carries_and_iterates_over_scaled_tensors(kind: breccia.ScalingRecipe) -> None:
     cube = jnp.asarray(wide((4, 8, 64), seed=8, exponents=1))
     stacked = jax.vmap(lambda x: breccia.cast(x, kind))(cube)
 
@@ -334,7 +334,7 @@ def test_scaled_tensors_are_what_scans_carry_and_run_over(kind: breccia.ScalingR
 
 
 @pytest.mark.rest
-def test_branches_and_loops_take_scaled_tensors() -> None:
+def test_cond_and_while_loop_accept_scaled_tensors() -> None:
     a, b = breccia.cast(rows(4), NVFP4), breccia.cast(rows(4, seed=1), NVFP4)
     chosen = jax.jit(lambda which, a, b: lax.cond(which, lambda: a, lambda: b))
     assert breccia.bytes_equal(chosen(True, a, b), a) and breccia.bytes_equal(chosen(False, a, b), b)
@@ -343,8 +343,8 @@ def test_branches_and_loops_take_scaled_tensors() -> None:
 
 
 @pytest.mark.rest
-def test_in_axes_may_be_a_tensor_of_axes() -> None:
-    """Per-tensor scales shared by all examples have no axis to run along."""
+def test_in_axes_may_be_a_scaled_tensor_of_axes() -> None:
+    """A tensor-level scale shared by all examples has no mapped axis."""
     st = breccia.cast(jnp.asarray(wide((3, 4, 64), exponents=1)), CURRENT)
     axes = jax.tree.map(lambda part: 0 if part.ndim else None, st)
     each = jax.vmap(breccia.dequantize, in_axes=(axes,))(st)
@@ -357,7 +357,7 @@ def test_in_axes_may_be_a_tensor_of_axes() -> None:
 
 @pytest.mark.rest
 @an_example
-def test_structural_verbs_are_traced(kind: breccia.ScalingRecipe) -> None:
+def test_structural_operations_can_be_traced(kind: breccia.ScalingRecipe) -> None:
     st = breccia.cast(jnp.asarray(wide((4, 8, 64), exponents=1)), kind)
 
     def cut(st: Any) -> Any:
@@ -373,8 +373,8 @@ def test_structural_verbs_are_traced(kind: breccia.ScalingRecipe) -> None:
 
 @pytest.mark.rest
 @an_example
-def test_exported_functions_keep_what_their_tensors_mean(kind: breccia.ScalingRecipe) -> None:
-    pytest.importorskip("flatbuffers")  # which jax.export writes with
+def test_exported_functions_keep_the_metadata_of_their_tensors(kind: breccia.ScalingRecipe) -> None:
+    pytest.importorskip("flatbuffers")  # jax.export needs it
     st = breccia.cast(rows(8), kind)
 
     def function(x: Any, st: Any) -> Any:
@@ -389,7 +389,7 @@ def test_exported_functions_keep_what_their_tensors_mean(kind: breccia.ScalingRe
             assert same(found, expected)
 
 
-def test_a_donated_tensor_is_used_up() -> None:
+def test_a_donated_tensor_cannot_be_used_again() -> None:
     st = breccia.cast(rows(8), MXFP8)
     expected = breccia.cast(breccia.dequantize(st) * 2, MXFP8)
     data = st.data
@@ -398,7 +398,7 @@ def test_a_donated_tensor_is_used_up() -> None:
 
 
 @pytest.mark.rest
-def test_recomputed_functions_have_the_same_gradients() -> None:
+def test_checkpointed_functions_have_the_same_gradients() -> None:
     x, w = rows(4), breccia.cast(rows(8), NVFP4)
 
     def loss(x: Any) -> Any:
@@ -413,7 +413,7 @@ def test_recomputed_functions_have_the_same_gradients() -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @each_kind
-def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(kind: breccia.ScalingRecipe, dtype: Any) -> None:
+def test_cast_ste_is_the_round_trip_and_passes_gradients_unchanged(kind: breccia.ScalingRecipe, dtype: Any) -> None:
     x = jnp.asarray(wide((6, 70), seed=3, exponents=2)).astype(dtype)
     y, back = jax.vjp(lambda x: breccia.cast_ste(x, kind), x)
     assert same(y, breccia.dequantize(breccia.cast(x, kind), out_dtype=dtype))
@@ -422,16 +422,18 @@ def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(kind: brecc
     assert same(jax.jvp(lambda x: breccia.cast_ste(x, kind), (x,), (upstream,))[1], upstream)
 
 
-def test_the_clipped_gradient_is_zero_outside_the_bounds_alone() -> None:
+def test_the_clipped_gradient_is_zero_only_outside_the_bounds() -> None:
     x = jnp.array([[-500.0, -448.0, -1.0, 0.0, 1.0, 448.0, 449.0, jnp.nan]])
     _, back = jax.vjp(lambda x: breccia.cast_ste_clipped(x, CURRENT), x)
     assert back(jnp.full_like(x, 3.0))[0].tolist() == [[0.0, 3.0, 3.0, 3.0, 3.0, 3.0, 0.0, 0.0]]
-    assert back(jnp.full_like(x, jnp.inf))[0].tolist() == [[0.0, *(jnp.inf,) * 5, 0.0, 0.0]], "an infinite one outside as well"
+    assert back(jnp.full_like(x, jnp.inf))[0].tolist() == [[0.0, *(jnp.inf,) * 5, 0.0, 0.0]], (
+        "also for an infinite upstream gradient"
+    )
     _, back = jax.vjp(lambda x: breccia.cast_ste_clipped(x, CURRENT, -1.0, 0.5), x)
     assert back(jnp.ones_like(x))[0].tolist() == [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
 
 
-def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
+def test_a_stale_scale_zeroes_the_gradients_of_clipped_elements() -> None:
     x = jnp.array([[-500.0, -448.0, -1.0, 449.0, 896.0, 897.0]])
     clipped = jax.jit(jax.grad(lambda x, scale: breccia.cast_ste_clipped(x, CURRENT, clip="scale", scale=scale).sum()))
     assert clipped(x, jnp.float32(1.0)).tolist() == [[0, 1, 1, 0, 0, 0]]
@@ -440,8 +442,8 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
 
 @pytest.mark.rest
 @each_kind
-def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(kind: breccia.ScalingRecipe) -> None:
-    """The ends are decoded by NumPy from a tensor of the one code; elements below 2^-126 count as zero, as in the cast."""
+def test_clip_scale_bounds_are_where_the_cast_saturates(kind: breccia.ScalingRecipe) -> None:
+    """NumPy decodes the bounds from tensors of a single code; elements below 2^-126 count as zero, as in the cast."""
     recipe = kind
     st = breccia.cast(X, recipe)
     element = recipe.format.element
@@ -457,14 +459,14 @@ def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(kind: brecci
     low, high = (all_of(end(values, key=lambda code: values[code])) for end in (min, max))
     x = np.where(np.abs(X) < 2.0**-126, np.copysign(np.float32(0), X), X)
     found = jax.grad(lambda x: (breccia.cast_ste_clipped(x, recipe, clip="scale") * 2).sum())(jnp.asarray(X))
-    tiny = (np.abs(low) < 2.0**-126) | (np.abs(high) < 2.0**-126)  # ends that XLA flushes
+    tiny = (np.abs(low) < 2.0**-126) | (np.abs(high) < 2.0**-126)  # bounds that XLA flushes
     assert np.array_equal(np.where(tiny, 0, found), np.where(tiny, 0, np.where((x >= low) & (x <= high), 2.0, 0.0)))
 
 
 @pytest.mark.rest
 @an_example
-def test_gradients_are_torchs_bit_by_bit(kind: breccia.ScalingRecipe) -> None:
-    """A mask and a choice: no sum, no rounding. Numbers are normal ones, since XLA compares others as zeros."""
+def test_gradients_equal_those_of_torch_bit_by_bit(kind: breccia.ScalingRecipe) -> None:
+    """The gradient is a masked select without rounding. All numbers are normal, since XLA compares subnormals as zeros."""
     torch = pytest.importorskip("torch")
     normal = np.where(np.abs(X) < 2.0**-126, np.copysign(np.float32(0), X), X)
     upstream = wide(X.shape, seed=9, exponents=20)
@@ -479,8 +481,8 @@ def test_gradients_are_torchs_bit_by_bit(kind: breccia.ScalingRecipe) -> None:
 
 
 @pytest.mark.rest
-def test_matmuls_gradient_is_the_derivative_and_torchs() -> None:
-    """Sums of whole numbers below 2^24 are exact in FP32, in any order."""
+def test_the_gradient_of_matmul_is_the_derivative_and_equals_that_of_torch() -> None:
+    """Sums of integers below 2^24 are exact in FP32 in any order."""
     torch = pytest.importorskip("torch")
     whole = np.arange(-30.0, 34.0, dtype=np.float32).reshape(2, 32)
     recipe = breccia.INT4Scaling(group_size=32, scale_dtype="fp32")
@@ -510,7 +512,7 @@ def test_matmuls_gradient_is_the_derivative_and_torchs() -> None:
     assert jax.grad(lambda x: breccia.matmul(x.reshape(2, 1, 32), w.mT).sum())(jnp.asarray(a)).shape == a.shape
 
 
-def test_the_backward_pass_keeps_codes_and_not_the_decoded_weight() -> None:
+def test_the_backward_pass_stores_codes_and_not_the_decoded_weight() -> None:
     x, w = rows(4), breccia.cast(rows(128), NVFP4)
     _, back = jax.vjp(lambda x: breccia.matmul(x, w.mT), x)
     kept = [leaf for leaf in jax.tree.leaves(back) if isinstance(leaf, jax.Array)]
@@ -530,19 +532,19 @@ def test_no_gradient_passes_through_a_scaled_tensor() -> None:
 
 
 @pytest.mark.rest
-def test_each_example_has_gradients_of_its_own_scale() -> None:
+def test_vmap_gradients_use_the_scale_of_each_example() -> None:
     x = jnp.asarray(wide((4, 6, 64), seed=5, exponents=3))
     each = jnp.stack([breccia.cast_ste(t, CURRENT) for t in x])
     assert same(jax.vmap(lambda t: breccia.cast_ste(t, CURRENT))(x), each)
     clipped = jax.grad(lambda t: breccia.cast_ste_clipped(t, CURRENT, clip="scale").sum())
     assert same(jax.vmap(clipped)(x), jnp.stack([clipped(t) for t in x]))
     hessian = jax.hessian(lambda t: (breccia.cast_ste(t, MXFP8) ** 2).sum())(rows(1, 32))
-    assert same(hessian.reshape(32, 32), 2 * np.eye(32, dtype=np.float32)), "the derivative of 2 cast_ste(x), straight through"
+    assert same(hessian.reshape(32, 32), 2 * np.eye(32, dtype=np.float32)), "the straight-through derivative of 2 cast_ste(x)"
 
 
 @pytest.mark.rest
 @an_example
-def test_the_first_gradient_of_a_network_is_that_of_the_plain_one_at_the_rounded_numbers(kind: breccia.ScalingRecipe) -> None:
+def test_gradients_of_a_network_are_those_of_the_plain_one_at_the_rounded_values(kind: breccia.ScalingRecipe) -> None:
     recipe = kind
     x, w = rows(8), rows(16, seed=1) / 8
     found = jax.jit(jax.grad(lambda w: (jnp.tanh(breccia.cast_ste(x, recipe) @ breccia.cast_ste(w, recipe).T) ** 2).sum()))(w)
@@ -551,12 +553,12 @@ def test_the_first_gradient_of_a_network_is_that_of_the_plain_one_at_the_rounded
     assert same(found, expected)
 
 
-# -- what compiles, and what crosses ---------------------------------------------------------------------------------
+# -- compilation and transfers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.rest
 def test_equal_calls_compile_once() -> None:
-    """Eager ones too, whatever the numbers of scales and seeds."""
+    """Eager calls too, for any values of scales and seeds."""
     x = [rows(6, 80, seed=n) for n in range(4)]
     scales = [jax.device_put(np.float32(s)) for s in (0.5, 0.25, 2.0)]
 
@@ -590,7 +592,7 @@ def test_a_jitted_function_is_traced_once_for_equal_tensors() -> None:
 
 @pytest.mark.rest
 @an_example
-def test_nothing_crosses_from_the_host_or_to_it(kind: breccia.ScalingRecipe) -> None:
+def test_calls_transfer_nothing_between_host_and_device(kind: breccia.ScalingRecipe) -> None:
     x, w = rows(6), breccia.cast(rows(8), kind)
 
     def every(x: Any, w: Any) -> Any:
@@ -599,7 +601,7 @@ def test_nothing_crosses_from_the_host_or_to_it(kind: breccia.ScalingRecipe) -> 
         clipped = [jax.grad(lambda x, o=o: breccia.cast_ste_clipped(x, kind, **o).sum())(x) for o in ({}, {"clip": "scale"})]
         return st, drawn, breccia.dequantize(w), breccia.requantize(st, MXFP8), breccia.matmul(x, w.mT), clipped
 
-    every(x, w)  # whose constants are put on the device once
+    every(x, w)  # the first call puts constants on the device
     traced = jax.jit(every)
     traced(x, w)
     with jax.transfer_guard("disallow"):
@@ -613,7 +615,7 @@ def test_nothing_crosses_from_the_host_or_to_it(kind: breccia.ScalingRecipe) -> 
 # -- devices, dtypes -------------------------------------------------------------------------------------------------
 
 
-def test_tensors_say_where_they_are_and_move() -> None:
+def test_tensors_report_their_device_and_move() -> None:
     st = breccia.cast(rows(4), NVFP4)
     cpu = jax.devices("cpu")[0]
     assert st.device == cpu and device_of(st.data) == "cpu"
@@ -626,8 +628,8 @@ def test_tensors_say_where_they_are_and_move() -> None:
         st.to(jnp.dtype("bfloat16"))
 
 
-def test_traced_arrays_are_on_no_device_yet() -> None:
-    """A kernel for a kind of device is chosen by JAX's default; operands are not said to be on two."""
+def test_traced_arrays_have_no_device() -> None:
+    """Kernels are chosen for JAX's default device, and no device mismatch is reported."""
     seen: list[Any] = []
 
     def function(x: Any) -> Any:
@@ -640,7 +642,7 @@ def test_traced_arrays_are_on_no_device_yet() -> None:
     assert seen == [None, jax.default_backend().replace("gpu", "cuda"), "cast of mxfp8 on jax"]
 
 
-def test_storage_is_jaxs_own_float8(recipe: breccia.ScalingRecipe) -> None:
+def test_codes_have_the_float8_dtypes_of_jax(recipe: breccia.ScalingRecipe) -> None:
     st = jax.eval_shape(lambda x: breccia.cast(x, recipe), jax.ShapeDtypeStruct((8, 64), jnp.float32))
     fmt = recipe.format
     names = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}
@@ -650,7 +652,7 @@ def test_storage_is_jaxs_own_float8(recipe: breccia.ScalingRecipe) -> None:
     assert set(components(st)) == set(fmt.parts)
 
 
-def test_half_precision_comes_in_and_goes_out() -> None:
+def test_half_precision_inputs_and_outputs_work() -> None:
     x = wide((6, 64), seed=31, exponents=4)
     for dtype in (jnp.float16, jnp.bfloat16):
         narrow = jnp.asarray(x).astype(dtype)
@@ -659,7 +661,7 @@ def test_half_precision_comes_in_and_goes_out() -> None:
         assert breccia.dequantize(st, out_dtype=dtype).dtype == dtype
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refused calls ---------------------------------------------------------------------------------------------------
 
 ONES = np.ones((4, 32), np.float32)
 FLOATS = "cast takes float32, float16, bfloat16; got "
@@ -674,7 +676,7 @@ FLOATS = "cast takes float32, float16, bfloat16; got "
         ("float8_e4m3fn", FLOATS + r"float8_e4m3fn\. Convert it first"),
     ],
 )
-def test_what_cannot_be_cast_is_named_with_the_way_out(dtype: str, message: str) -> None:
+def test_dtypes_that_cannot_be_cast_are_refused_with_a_remedy(dtype: str, message: str) -> None:
     x = jnp.asarray(ONES).astype(dtype)
     for verb in (breccia.cast, breccia.cast_ste, breccia.cast_ste_clipped):
         with pytest.raises(breccia.UnsupportedError, match=message):
@@ -709,7 +711,7 @@ def test_traced_values_cannot_be_read(call: Callable[[Any], Any]) -> None:
         jax.jit(lambda i, st: st.select(0, i).data)(jnp.array([0]), breccia.cast(jnp.asarray(ONES), MXFP8))
 
 
-def test_what_reads_values_outside_still_does() -> None:
+def test_the_same_calls_work_outside_of_traces() -> None:
     bad = jnp.asarray(ONES).at[1, 2].set(jnp.inf)
     for call in (breccia.cast, breccia.cast_ste):
         with pytest.raises(breccia.NonFiniteError, match=r"cast\(nonfinite='raise'\): x holds NaN or Inf"):
@@ -717,7 +719,7 @@ def test_what_reads_values_outside_still_does() -> None:
         call(jnp.asarray(ONES), MXFP8, nonfinite="raise")
 
 
-def test_traced_options_that_must_be_known_are_named() -> None:
+def test_traced_options_that_must_be_concrete_are_refused() -> None:
     x = jnp.asarray(ONES)
     for name in ("clip_min", "clip_max"):
         with pytest.raises(breccia.OptionError, match=f"{name} must be a number known at trace time; got"):
@@ -730,7 +732,7 @@ def test_traced_options_that_must_be_known_are_named() -> None:
         breccia.cast_ste_clipped(x, CURRENT, 2.0, 1.0)
 
 
-def test_scales_of_other_kinds_are_refused_as_everywhere() -> None:
+def test_invalid_scales_are_refused_as_on_other_frameworks() -> None:
     x = jnp.asarray(ONES)
     with pytest.raises(breccia.UnsupportedError, match="x is a jax array and scale a numpy array; move both to one framework"):
         breccia.cast(x, CURRENT, scale=np.array(1.0, np.float32))
@@ -742,7 +744,7 @@ def test_scales_of_other_kinds_are_refused_as_everywhere() -> None:
         breccia.cast(x, CURRENT, scale=jnp.ones(3))
 
 
-def test_arrays_cannot_be_written_into() -> None:
+def test_out_is_refused() -> None:
     x = jnp.asarray(ONES)
     st = breccia.cast(x, MXFP8)
     for call in (
@@ -765,7 +767,7 @@ except breccia.UnsupportedError as e:
 
 
 @pytest.mark.rest
-def test_a_torch_tensor_where_only_jax_is_served_is_told_what_to_install() -> None:
+def test_a_torch_tensor_without_breccia_torch_is_refused_with_the_install_command() -> None:
     pytest.importorskip("torch")
     from breccia.siblings import install
 
@@ -775,7 +777,7 @@ def test_a_torch_tensor_where_only_jax_is_served_is_told_what_to_install() -> No
     assert "got torch.Tensor. Install its plug-in: " + install("breccia-torch") in run.stdout
 
 
-def test_numpy_cannot_take_a_scaled_tensor_for_an_array() -> None:
+def test_a_scaled_tensor_cannot_be_converted_to_an_array() -> None:
     st = breccia.cast(jnp.asarray(ONES), MXFP8)
     for call in (np.asarray, jnp.asarray, lambda st: jnp.ones((4, 32)) @ st):
         with pytest.raises(TypeError):
@@ -795,7 +797,7 @@ def params() -> dict[str, Any]:
     }
 
 
-def test_quantize_takes_weights_and_leaves_the_rest() -> None:
+def test_quantize_casts_weights_and_keeps_other_leaves() -> None:
     before = params()
     after = breccia_jax.quantize(before, MXFP8)
     for name in ("dense", "out"):
@@ -809,7 +811,7 @@ def test_quantize_takes_weights_and_leaves_the_rest() -> None:
 
 
 @pytest.mark.rest
-def test_filters_see_paths_and_arrays() -> None:
+def test_filters_get_paths_and_arrays() -> None:
     seen: dict[str, Any] = {}
 
     def only_out(path: str, leaf: Any) -> bool:
@@ -821,7 +823,7 @@ def test_filters_see_paths_and_arrays() -> None:
     assert [type(found[name]["kernel"]) is breccia.ScaledTensor for name in ("dense", "out")] == [False, True]
 
 
-def test_dequantize_is_the_way_back_and_is_traced() -> None:
+def test_dequantize_restores_the_tree_and_can_be_traced() -> None:
     before = params()
     after = breccia_jax.quantize(before, NVFP4)
     back = jax.jit(partial(breccia_jax.dequantize, dtype="bfloat16"))(after)
@@ -832,7 +834,7 @@ def test_dequantize_is_the_way_back_and_is_traced() -> None:
     assert jax.tree.structure(shapes) == jax.tree.structure(after)
 
 
-def test_what_quantize_cannot_do_is_named() -> None:
+def test_invalid_arguments_of_quantize_are_refused() -> None:
     with pytest.raises(breccia.OptionError, match=r"quantize: no leaf is chosen, of 1 in the tree\.$"):
         breccia_jax.quantize({"bias": jnp.ones(4)}, MXFP8)
     with pytest.raises(breccia.OptionError, match="filter, which is called with the path and the array of each, chose none"):
@@ -846,12 +848,12 @@ def test_what_quantize_cannot_do_is_named() -> None:
 
 
 def agrees(y: Any, x: Any, kernel: Any) -> bool:
-    """Is `y` the product x @ kernel, whose K terms are summed in FP32 in whatever order, each to 2^-24 of their magnitudes?"""
+    """Is y = x @ kernel up to the error of an FP32 sum of K terms in any order, K * 2^-24 of |x| @ |kernel|?"""
     exact, size = (np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in ((x, kernel), (abs(x), abs(kernel))))
     return bool((np.abs(np.asarray(y) - exact) <= kernel.shape[0] * 2.0**-24 * size).all())
 
 
-def test_flaxs_parameters_are_served() -> None:
+def test_flax_parameters_work() -> None:
     nn = pytest.importorskip("flax.linen")
     model, x = nn.Dense(48, use_bias=False, precision="highest"), rows(8)
     after = breccia_jax.quantize(model.init(jax.random.key(0), x), NVFP4)
@@ -861,7 +863,7 @@ def test_flaxs_parameters_are_served() -> None:
     assert agrees(y, x, breccia.dequantize(kernel))
 
 
-def test_equinoxs_modules_are_served() -> None:
+def test_equinox_modules_work() -> None:
     eqx = pytest.importorskip("equinox")
     after = breccia_jax.quantize(eqx.nn.Linear(64, 48, use_bias=False, key=jax.random.key(0)), MXFP8, axis=-1)
     assert type(after.weight) is breccia.ScaledTensor and (after.weight.axis, after.weight.shape) == (-1, (48, 64))
@@ -883,8 +885,8 @@ def test_the_package_has_the_names_of_its_stub() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4"])
-def test_a_compiled_cast_takes_at_most_three_times_as_long_as_numpys_kernel(name: str) -> None:
-    """By turns, so that what disturbs the one disturbs the other; least over least."""
+def test_a_compiled_cast_takes_at_most_three_times_as_long_as_the_numpy_kernel(name: str) -> None:
+    """Interleaved, so that noise affects both alike; compares the minima."""
     kind = breccia.recipe(name)
     x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
     given, fast = jnp.asarray(x), jax.jit(lambda x: breccia.cast(x, kind))

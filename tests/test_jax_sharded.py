@@ -1,6 +1,6 @@
-"""Arrays over eight devices: codes and scales go together, products stay where they are, and nothing but an amax is exchanged.
+"""Arrays sharded over eight devices: codes and scales share a sharding, products stay local, and only an amax is exchanged.
 
-JAX counts its devices once, so the checks run in a process of their own, which has eight of them on one CPU.
+JAX fixes its number of devices at start, so the checks run in a separate process with eight devices on one CPU.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from conftest import wide
 import breccia
 from breccia.tensors.components import components
 
-#: Eight devices are forced on a process of their own.
+#: The checks run in a separate process with eight devices.
 pytestmark = pytest.mark.rest
 
 COUNT = 8
 BLOCK = breccia.Float8BlockScaling(block_k=32)
-#: Whose scales are those of blocks, and that of one scale, or one of two, for a whole tensor.
+#: Recipes with block scales only, and recipes with a tensor-level scale.
 LOCAL = [BLOCK, breccia.MXFP8BlockScaling(), breccia.INT4Scaling(group_size=32), breccia.MXFP6BlockScaling()]
 WHOLE = [breccia.Float8CurrentScaling(), breccia.NVFP4BlockScaling()]
 X = wide((16, 512), seed=1, exponents=4)
-#: XLA's words for what devices exchange.
+#: XLA's names of collective operations.
 WORDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 EXCHANGE = re.compile(rf"= \w+\[([\d,]*)\]\S* ({WORDS})(?:-start)?\(")
 
@@ -45,19 +45,19 @@ def placed(x: Any, *spec: str | None) -> Any:
 
 
 def exchanged(function: Any, *arguments: Any) -> list[tuple[str, int]]:
-    """(what, how many items) of everything that devices exchange in the compiled function."""
+    """(operation, number of items) of every collective operation in the compiled function."""
     text = function.lower(*arguments).compile().as_text()
     return [(what, int(np.prod([int(n) for n in shape.split(",") if n]))) for shape, what in EXCHANGE.findall(text)]
 
 
 def spread(array: Any) -> tuple[Any, ...]:
-    """The axes of the mesh that an array's axes lie along."""
+    """The mesh axes along which the axes of an array are sharded."""
     found = tuple(array.sharding.spec)
     return found + (None,) * (array.ndim - len(found))
 
 
 def blocks_are_cast_where_they_are() -> None:
-    """Rows and columns, eager and compiled."""
+    """Sharded along rows and columns, eager and compiled."""
     import jax
 
     for recipe in LOCAL:
@@ -97,7 +97,7 @@ def products_stay_where_their_rows_are() -> None:
     y = product(x, everywhere)
     assert spread(y) == ("d", None)
     assert breccia.matmul(x, everywhere.mT).sharding.is_equivalent_to(y.sharding, 2)
-    # Sums of 512 products in FP32, in any order: 2^-24 each of their magnitudes' sum.
+    # Sums of 512 products in FP32 in any order: at most 512 * 2^-24 of the sum of magnitudes.
     bound = 512 * 2.0**-24 * (np.abs(X) @ np.abs(np.asarray(breccia.dequantize(w)).T))
     assert (np.abs(np.asarray(breccia.matmul(x, everywhere.mT)) - np.asarray(alone)) <= bound).all()
 
@@ -168,7 +168,7 @@ CHECKS = [
 
 
 def main() -> None:
-    """Every check, in this process; on standard output what went wrong in each, as JSON."""
+    """Run every check in this process; print the error of each as JSON."""
     import jax
 
     assert len(jax.devices()) == COUNT, jax.devices()
@@ -201,5 +201,5 @@ def outcomes() -> dict[str, str]:
 def test_over_eight_devices(check: Any) -> None:
     pytest.importorskip("jax")
     if check is exported_functions_keep_their_shardings:
-        pytest.importorskip("flatbuffers")  # which jax.export writes with
+        pytest.importorskip("flatbuffers")  # jax.export needs it
     assert outcomes()[check.__name__] == ""

@@ -1,4 +1,4 @@
-"""The conformance kit: each of its laws can fail, and says what it found. Faults are planted one at a time."""
+"""The conformance kit: every law fails for a fault planted against it, with a message about the fault."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ STRAY = Plugin("stray", "stray-breccia", "0.1", "stray_manifest")
 MX = MXFP8BlockScaling()
 
 
-def said(law: Law) -> str:
-    """What becomes of a law: nothing where it holds, why it was skipped, or the message it fails with."""
+def outcome(law: Law) -> str:
+    """The outcome of a law: "" if it holds, the reason if it was skipped, or the message of its failure."""
     try:
         law.check()
     except pytest.skip.Exception as e:
@@ -61,46 +61,46 @@ def said(law: Law) -> str:
 
 
 def here(laws: Iterable[Law]) -> list[Law]:
-    """Those that NumPy alone can be asked about."""
+    """The laws without a framework, or for NumPy."""
     return [law for law in laws if law.place is None or law.place.framework == "numpy"]
 
 
 def verdicts(laws: Iterable[Law]) -> dict[str, str]:
-    """Sentence -> what became of it, of the laws that do not hold."""
-    return {law.sentence: message for law in here(laws) if (message := said(law))}
+    """Sentence -> outcome, for the laws that do not hold."""
+    return {law.sentence: message for law in here(laws) if (message := outcome(law))}
 
 
 def stray(kind: str, *declared: Any, tried: tuple[ScalingRecipe, ...] = ()) -> Subject:
-    """A plug-in that declares this."""
+    """A plug-in that declares these objects."""
     return Subject(STRAY, {kind: list(declared)}, tried)
 
 
-# ---------------------------------------------------------------------------------------------- words of Ops
+# ---------------------------------------------------------------------------------------------- backend primitives
 
-#: (a vocabulary with one fault, what the law says of it).
+#: (primitives with one fault, the message of the law).
 Planted = tuple[Ops, str]
 
 
 @dataclass(frozen=True)
-class Elsewhere(Place):
-    """A place with a vocabulary of its own for NumPy's arrays."""
+class PlaceWithOps(Place):
+    """A place with other primitives for NumPy's arrays."""
 
-    vocabulary: Ops = NUMPY
+    primitives: Ops = NUMPY
 
     @property
     def ops(self) -> Ops:
-        return self.vocabulary
+        return self.primitives
 
 
-def vocabulary(**said_otherwise: Any) -> Ops:
-    """NumPy's, but for these words."""
-    return type("Faulty", (type(NUMPY),), said_otherwise)()
+def primitives(**replaced: Any) -> Ops:
+    """NumPy's primitives, with these replaced."""
+    return type("Faulty", (type(NUMPY),), replaced)()
 
 
 def of_arrays(**operators: Any) -> Ops:
-    """NumPy's, of arrays that have these operators."""
+    """NumPy's primitives, on arrays with these operators."""
     kind = type("Faulty", (np.ndarray,), operators)
-    return vocabulary(from_numpy=lambda _, a, dtype=None: NUMPY.from_numpy(a, dtype).view(kind))
+    return primitives(from_numpy=lambda _, a, dtype=None: NUMPY.from_numpy(a, dtype).view(kind))
 
 
 def plain(a: Any) -> np.ndarray:
@@ -110,25 +110,25 @@ def plain(a: Any) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def through(x: Any, *dtypes: Any) -> np.ndarray:
-    """`x` as FP32, having been of each of these dtypes."""
+    """`x` converted to each of these dtypes in turn, then to FP32."""
     for dtype in (*dtypes, np.float32):
         x = x.astype(dtype)
     return x
 
 
 def quieted(x: np.ndarray) -> np.ndarray:
-    """FP32 with its signalling NaNs made quiet."""
+    """FP32 with signalling NaNs converted to quiet ones."""
     i = x.view(np.int32)
     return np.where((i & MAGNITUDE) > F32_INF, i | 0x00400000, i).view(np.float32)
 
 
 def narrow(x: np.ndarray, dropped: int) -> np.ndarray:
-    """FP32 with as many bits of its mantissa cut off."""
+    """FP32 with the lowest `dropped` bits of the mantissa truncated."""
     return (x.view(np.int32) & -(1 << dropped)).view(np.float32)
 
 
 def toward_zero(self: Any, other: Any) -> np.ndarray:
-    """The product by FP64, cut off."""
+    """The product, rounded toward zero."""
     exact = plain(self).astype(np.float64) * other
     near = exact.astype(np.float32)
     return np.where(np.abs(near.astype(np.float64)) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
@@ -147,12 +147,12 @@ def fused_sum(self: Any, other: Any) -> np.ndarray:
 
 
 def by_value(a: np.ndarray) -> np.ndarray:
-    """E4M3 codes that were FP32 numbers in between."""
+    """E4M3 codes decoded to FP32 and encoded again."""
     return E4M3.encode(NUMPY, E4M3.decode(NUMPY, a.astype(np.int32))).astype(np.uint8) if a.dtype == np.uint8 else a
 
 
 def by_elements(self: Any, other: Any) -> Any:
-    """`==` of FP32 numbers by their bits."""
+    """`==` of FP32 numbers by their bit patterns."""
     mine = plain(self)
     return mine == other if mine.dtype != np.float32 else mine.view(np.int32) == np.float32(other).view(np.int32)
 
@@ -163,18 +163,18 @@ def logical_shift(self: Any, n: Any) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def float_amax(_: Any, i: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The largest by FP32 comparison, NaN passed over."""
+    """The maximum by FP32 comparison, ignoring NaN."""
     return np.fmax.reduce(i.view(np.float32), axis=axes, keepdims=True, initial=np.float32(0)).view(np.int32)
 
 
 def expanded(_: Any, x: np.ndarray) -> np.ndarray:
-    """FP16 without its subnormals."""
+    """FP16 with subnormals flushed to zero."""
     wide = through(x)
     return np.where(np.abs(wide) < 2.0**-14, np.copysign(np.float32(0), wide), wide)
 
 
 def rounded_bf16(_: Any, x: np.ndarray) -> np.ndarray:
-    """BF16 by way of FP16."""
+    """BF16 rounded through FP16."""
     return through((x.astype(np.uint32) << np.uint32(16)).view(np.float32), np.float16) if x.dtype == np.uint16 else through(x)
 
 
@@ -194,80 +194,80 @@ def in_16_bits(_: Any, like: np.ndarray) -> Any:
 
 
 def otherwise(dtype: Any, now: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`from_numpy` or `to_numpy` that does that to arrays of a dtype."""
+    """A `from_numpy` or `to_numpy` that applies `now` to arrays of one dtype."""
     return lambda _, a, codec=None: now(a) if a.dtype == dtype and codec is None else NUMPY.from_numpy(a, codec)
 
 
-TF32 = 13  # bits of a mantissa that tensor cores drop of FP32
+TF32 = 13  # mantissa bits of FP32 that tensor cores drop in TF32
 
-#: Law of words -> what could be wrong with a vocabulary -> that one.
+#: Law of primitives -> fault -> the planted fault.
 FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
     words.bitcasts_are_inverse_and_change_no_bit: {
         "bitcast_to_float flushes subnormals": (
-            vocabulary(bitcast_to_float=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
+            primitives(bitcast_to_float=lambda _, i: np.where((i & F32_INF) == 0, i & ~MAGNITUDE, i).view(np.float32)),
             r"bitcast_to_int\(bitcast_to_float\(i\)\): 0, expected 1, at \[1\]",
         ),
         "bitcast_to_float converts": (
-            vocabulary(bitcast_to_float=lambda _, i: i.astype(np.float32)),
+            primitives(bitcast_to_float=lambda _, i: i.astype(np.float32)),
             r"bitcast_to_int\(bitcast_to_float\(i\)\): \d+, expected 1,",
         ),
         "bitcast_to_float is FP64": (
-            vocabulary(bitcast_to_float=lambda _, i: i.astype(np.float64)),
+            primitives(bitcast_to_float=lambda _, i: i.astype(np.float64)),
             "bitcast_to_float gives float64",
         ),
         "bits makes NaN quiet": (
-            vocabulary(bitcast_to_int=lambda _, x: quieted(x).view(np.int32)),
+            primitives(bitcast_to_int=lambda _, x: quieted(x).view(np.int32)),
             r"2143289345, expected 2139095041",
         ),
-        "bits are 64": (vocabulary(bitcast_to_int=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
+        "bits are 64": (primitives(bitcast_to_int=lambda _, x: x.view(np.int32).astype(np.int64)), "int64, expected int32"),
     },
     words.half_precision_becomes_fp32_exactly: {
-        "FP16 loses its subnormals": (vocabulary(f32=expanded), "float16: 2046 of 65536 differ, the first at"),
+        "FP16 loses its subnormals": (primitives(f32=expanded), "float16: 2046 of 65536 differ, the first at"),
         "BF16 passes through FP16": (
-            vocabulary(
+            primitives(
                 bfloat16="bfloat16",
                 from_numpy=lambda _, a, dtype=None: a if dtype == "bfloat16" else NUMPY.from_numpy(a, dtype),
                 f32=rounded_bf16,
             ),
             r"bfloat16: \d+ of 65536 differ",
         ),
-        "bit patterns are no bit patterns": (vocabulary(is_bit_pattern=lambda _, s: False), "but is_bit_pattern says no"),
+        "bit patterns are no bit patterns": (primitives(is_bit_pattern=lambda _, s: False), "but is_bit_pattern says no"),
     },
     words.to_float_rounds_once_to_the_nearest: {
         "it cuts bits off": (
-            vocabulary(to_float=lambda _, x, dtype: NUMPY.to_float(narrow(x, 13 if dtype == "float16" else 16), dtype)),
+            primitives(to_float=lambda _, x, dtype: NUMPY.to_float(narrow(x, 13 if dtype == "float16" else 16), dtype)),
             r"to_float\(x, 'float16'\): \d+ of \d+ differ",
         ),
         "it rounds twice": (
-            vocabulary(to_float=lambda _, x, dtype: NUMPY.to_float(NUMPY.to_float(narrow(x + x * 2**-10, 11), dtype), dtype)),
+            primitives(to_float=lambda _, x, dtype: NUMPY.to_float(NUMPY.to_float(narrow(x + x * 2**-10, 11), dtype), dtype)),
             r"to_float\(x, 'float16'\): \d+ of \d+ differ",
         ),
         "FP16 subnormals are flushed": (
-            vocabulary(to_float=lambda _, x, dtype: NUMPY.to_float(np.where(np.abs(x) < 2.0**-14, 0 * x, x), dtype)),
+            primitives(to_float=lambda _, x, dtype: NUMPY.to_float(np.where(np.abs(x) < 2.0**-14, 0 * x, x), dtype)),
             r"to_float\(x, 'float16'\): \d+ of \d+ differ.*: 0x[08]0*, expected",
         ),
-        "it stays FP32": (vocabulary(to_float=lambda _, x, dtype: x), r"to_float\(x, 'float16'\) gives float32"),
+        "it stays FP32": (primitives(to_float=lambda _, x, dtype: x), r"to_float\(x, 'float16'\) gives float32"),
     },
     words.stored_words_come_back: {
         "int8 saturates": (
-            vocabulary(store=lambda _, c, d: np.clip(c, -128, 127).astype(np.int8) if d == "int8" else NUMPY.store(c, d)),
+            primitives(store=lambda _, c, d: np.clip(c, -128, 127).astype(np.int8) if d == "int8" else NUMPY.store(c, d)),
             r"load\(store\(codes, 'int8'\)\): 127, expected 128, at \[128\]",
         ),
         "bytes are loaded with a sign": (
-            vocabulary(load=sign_extended),
+            primitives(load=sign_extended),
             r"load\(store\(codes, 'uint8'\)\): -128, expected 128, at \[128\]",
         ),
         "everything is stored in bytes": (
-            vocabulary(store=lambda _, c, d: c.astype(np.uint8)),
+            primitives(store=lambda _, c, d: c.astype(np.uint8)),
             r"store\(codes, 'int8'\) gives uint8",
         ),
     },
     words.take_reads_the_table: {
         "the table is FP32": (
-            vocabulary(take=lambda _, t, c: NUMPY.take(t, c).astype(np.float32).astype(np.int64).astype(np.int32)),
+            primitives(take=lambda _, t, c: NUMPY.take(t, c).astype(np.float32).astype(np.int64).astype(np.int32)),
             r"take: -?\d+, expected",
         ),
-        "it counts from one": (vocabulary(take=lambda _, t, c: NUMPY.take(t, np.maximum(c - 1, 0))), r"take: -?\d+, expected"),
+        "it counts from one": (primitives(take=lambda _, t, c: NUMPY.take(t, np.maximum(c - 1, 0))), r"take: -?\d+, expected"),
     },
     words.integers_wrap_and_shift_as_two_complements: {
         ">> is logical": (of_arrays(__rshift__=logical_shift), r"a >> 1: \d+, expected -1,"),
@@ -285,32 +285,32 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         "> gives integers": (of_arrays(__gt__=lambda a, b: (plain(a) > b).astype(np.int32)), "a > b: int32, expected bool"),
     },
     words.where_minimum_and_maximum_choose: {
-        "where widens": (vocabulary(where=lambda _, c, a, b: np.where(c, a, b).astype(np.int64)), "int64, expected int32"),
+        "where widens": (primitives(where=lambda _, c, a, b: np.where(c, a, b).astype(np.int64)), "int64, expected int32"),
         "where is the wrong way round": (
-            vocabulary(where=lambda _, c, a, b: np.where(c, b, a)),
+            primitives(where=lambda _, c, a, b: np.where(c, b, a)),
             r"where\(a < b, a, b\): -?\d+,",
         ),
         "maximum passes through FP32": (
-            vocabulary(maximum=lambda _, a, b: np.maximum(a.astype(np.float32), b).astype(np.int64).astype(a.dtype)),
+            primitives(maximum=lambda _, a, b: np.maximum(a.astype(np.float32), b).astype(np.int64).astype(a.dtype)),
             r"maximum\(a, b\): -?\d+, expected",
         ),
         "minimum by magnitude": (
-            vocabulary(minimum=lambda _, a, b: np.where(np.abs(a) < np.abs(b), a, b)),
+            primitives(minimum=lambda _, a, b: np.where(np.abs(a) < np.abs(b), a, b)),
             r"minimum\(a, b\): -?\d+, expected",
         ),
     },
     words.the_largest_magnitude_survives_with_its_nan: {
-        "numbers are compared, not bits": (vocabulary(amax=float_amax), r"amax\(i, \(-1,\)\): \d+, expected 21\d+, at"),
+        "numbers are compared, not bits": (primitives(amax=float_amax), r"amax\(i, \(-1,\)\): \d+, expected 21\d+, at"),
         "nothing has no maximum": (
-            vocabulary(amax=lambda _, i, axes: np.max(i, axis=axes, keepdims=True)),
+            primitives(amax=lambda _, i, axes: np.max(i, axis=axes, keepdims=True)),
             "ValueError: zero-size",
         ),
         "axes are dropped": (
-            vocabulary(amax=lambda _, i, axes: np.max(i, axis=axes, initial=0)),
+            primitives(amax=lambda _, i, axes: np.max(i, axis=axes, initial=0)),
             r"shape \(2, 3, 8\), expected",
         ),
         "one axis of two": (
-            vocabulary(amax=lambda _, i, axes: np.max(i, axis=axes[-1:], keepdims=True, initial=0)),
+            primitives(amax=lambda _, i, axes: np.max(i, axis=axes[-1:], keepdims=True, initial=0)),
             r"amax\(i, \(-3, -1\)\): shape \(2, 3, 8, 1\), expected \(2, 1, 8, 1\)",
         ),
     },
@@ -323,121 +323,121 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
         "fused multiply-add": (of_arrays(__mul__=unrounded_product, __add__=fused_sum), "fused into one rounding"),
     },
     words.division_is_ieee_by_arrays_scalars_and_broadcasts: {
-        "by a reciprocal": (vocabulary(div=lambda _, a, b: np.float32(1) / b * a), r"div\(x, y\): \d+ of 300 differ"),
+        "by a reciprocal": (primitives(div=lambda _, a, b: np.float32(1) / b * a), r"div\(x, y\): \d+ of 300 differ"),
         "by a constant's reciprocal": (
-            vocabulary(div=lambda _, a, b: a * np.float32(1 / b) if isinstance(b, float) else NUMPY.div(a, b)),
+            primitives(div=lambda _, a, b: a * np.float32(1 / b) if isinstance(b, float) else NUMPY.div(a, b)),
             r"div\(x, 7\.0\): \d+ of 300 differ",
         ),
         "0 / 0 is 0": (
-            vocabulary(div=lambda _, a, b: np.where(np.equal(b, 0) & np.equal(a, 0), np.float32(0), NUMPY.div(a, b))),
+            primitives(div=lambda _, a, b: np.where(np.equal(b, 0) & np.equal(a, 0), np.float32(0), NUMPY.div(a, b))),
             "div of zeros, Inf and NaN: 4 of 49 differ",
         ),
     },
     words.integers_are_converted_exactly: {
-        "number is FP16": (vocabulary(int_to_float=lambda _, i: through(i, np.float16)), r"int_to_float\(i\): 3 of 603 differ"),
+        "number is FP16": (primitives(int_to_float=lambda _, i: through(i, np.float16)), r"int_to_float\(i\): 3 of 603 differ"),
         "bytes have a sign": (
-            vocabulary(int_to_float=lambda _, i: NUMPY.int_to_float(i.view(np.int8) if i.dtype == np.uint8 else i)),
+            primitives(int_to_float=lambda _, i: NUMPY.int_to_float(i.view(np.int8) if i.dtype == np.uint8 else i)),
             "int_to_float of uint8: 128 of 256 differ",
         ),
         "to_int32 is of 16 bits": (
-            vocabulary(
+            primitives(
                 to_int32=lambda _, x: NUMPY.to_int32(x).astype(np.int16).astype(np.int32) if hasattr(x, "astype") else int(x)
             ),
             r"to_int32\(x\): -1, expected 16777215",
         ),
         "to_int32 leaves Python's numbers": (
-            vocabulary(to_int32=lambda _, x: NUMPY.to_int32(x) if hasattr(x, "astype") else str(x)),
+            primitives(to_int32=lambda _, x: NUMPY.to_int32(x) if hasattr(x, "astype") else str(x)),
             r"to_int32\(7\.0\) is '7\.0'",
         ),
     },
     words.constants_are_exact_and_have_no_axes: {
         "FP16": (
-            vocabulary(constant=lambda _, v, like: through(np.array(v), np.float16)),
+            primitives(constant=lambda _, v, like: through(np.array(v), np.float16)),
             r"constant\(1\.17\S+\): 1 of 1",
         ),
         "an axis": (
-            vocabulary(constant=lambda _, v, like: np.full(1, v, np.float32)),
+            primitives(constant=lambda _, v, like: np.full(1, v, np.float32)),
             r"constant\(0\.0\): shape \(1,\), ",
         ),
     },
     words.matmul_accumulates_in_fp32: {
         "operands of TF32": (
-            vocabulary(matmul=lambda _, a, b: np.matmul(narrow(a, TF32), narrow(b, TF32))),
+            primitives(matmul=lambda _, a, b: np.matmul(narrow(a, TF32), narrow(b, TF32))),
             r"matmul is \d+\.\d times the FP32 bound away",
         ),
         "a product of FP64": (
-            vocabulary(matmul=lambda _, a, b: np.matmul(a.astype(float), b)),
+            primitives(matmul=lambda _, a, b: np.matmul(a.astype(float), b)),
             "matmul: float64, expected float32",
         ),
-        "the transpose": (vocabulary(matmul=lambda _, a, b: np.matmul(a, b).T), r"matmul: shape \(5, 8\), expected \(8, 5\)"),
+        "the transpose": (primitives(matmul=lambda _, a, b: np.matmul(a, b).T), r"matmul: shape \(5, 8\), expected \(8, 5\)"),
     },
     words.shapes_are_numpys: {
-        "pad at the front": (vocabulary(pad=lambda _, a, w: np.pad(a, [(n, 0) for n in w])), "pad: 0, expected"),
+        "pad at the front": (primitives(pad=lambda _, a, w: np.pad(a, [(n, 0) for n in w])), "pad: 0, expected"),
         "swap of the first axes": (
-            vocabulary(swap=lambda _, a: a.swapaxes(0, 1)),
+            primitives(swap=lambda _, a: a.swapaxes(0, 1)),
             r"swap: shape \(3, 2, 4\), expected",
         ),
         "gather in ascending order": (
-            vocabulary(gather=lambda _, a, i, axis: NUMPY.gather(a, tuple(sorted(i)), axis)),
+            primitives(gather=lambda _, a, i, axis: NUMPY.gather(a, tuple(sorted(i)), axis)),
             r"gather: 0, expected 2, at \[0, 0, 0\]",
         ),
         "concat along the last axis always": (
-            vocabulary(concat=lambda _, parts, axis=-1: np.concatenate(parts, -1)),
+            primitives(concat=lambda _, parts, axis=-1: np.concatenate(parts, -1)),
             r"concat along -2: shape \(2, 3, 8\), expected \(2, 6, 4\)",
         ),
     },
     words.float8_is_moved_bit_by_bit: {
         "concat by value": (
-            vocabulary(concat=lambda _, parts, axis=-1: by_value(np.concatenate(parts, axis))),
+            primitives(concat=lambda _, parts, axis=-1: by_value(np.concatenate(parts, axis))),
             "concat of E4M3: 127, expected 255",
         ),
         "gather by value": (
-            vocabulary(gather=lambda _, a, i, axis: by_value(NUMPY.gather(a, i, axis))),
+            primitives(gather=lambda _, a, i, axis: by_value(NUMPY.gather(a, i, axis))),
             "gather of E4M3: 127, expected 255",
         ),
     },
     words.codes_are_packed_lowest_first: {
         "highest first": (
-            vocabulary(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
+            primitives(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c[..., ::-1], bits)),
             r"pack_bits by 4 bits: \d+, expected",
         ),
         "always nibbles": (
-            vocabulary(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c, 4)),
+            primitives(pack_bits=lambda _, c, bits: NUMPY.pack_bits(c, 4)),
             r"pack_bits by 6 bits: \d+, expected",
         ),
         "parted from the highest": (
-            vocabulary(unpack_bits=lambda _, w, bits, count: NUMPY.unpack_bits(w, bits, count)[..., ::-1]),
+            primitives(unpack_bits=lambda _, w, bits, count: NUMPY.unpack_bits(w, bits, count)[..., ::-1]),
             r"unpack_bits by 4 bits: \d+, expected",
         ),
     },
     words.counters_are_the_index_of_each_element: {
-        "16 bits": (vocabulary(counter=in_16_bits), r"counter, low words: -32768, expected 32768, at \[0, 32768\]"),
-        "Fortran's order": (vocabulary(counter=in_fortran_order), r"counter, low words: 15, expected 1, at \[0, 0, 1\]"),
+        "16 bits": (primitives(counter=in_16_bits), r"counter, low words: -32768, expected 32768, at \[0, 32768\]"),
+        "Fortran's order": (primitives(counter=in_fortran_order), r"counter, low words: 15, expected 1, at \[0, 0, 1\]"),
         "high word for low": (
-            vocabulary(counter=lambda _, like: NUMPY.counter(like)[::-1]),
+            primitives(counter=lambda _, like: NUMPY.counter(like)[::-1]),
             "counter, low words: 0, expected 1",
         ),
     },
     words.seeds_are_two_words: {
         "the high word is lost": (
-            vocabulary(words=lambda _, seed: (NUMPY.words(seed)[0], 0)),
+            primitives(words=lambda _, seed: (NUMPY.words(seed)[0], 0)),
             r"words\(9223372036854775813\) are \[5, 0\]",
         ),
     },
     words.any_reads_truth: {
-        "NumPy's own truth": (vocabulary(any=lambda _, c: np.any(c)), "is not True"),
-        "all": (vocabulary(any=lambda _, c: bool(np.all(c))), "is not True"),
-        "always": (vocabulary(any=lambda _, c: True), "is not False"),
+        "NumPy's own truth": (primitives(any=lambda _, c: np.any(c)), "is not True"),
+        "all": (primitives(any=lambda _, c: bool(np.all(c))), "is not True"),
+        "always": (primitives(any=lambda _, c: True), "is not False"),
     },
     words.assign_writes_in_place_or_refuses: {
         "the copy is written": (
-            vocabulary(assign=lambda _, out, v: np.copyto(out.copy(), v)),
+            primitives(assign=lambda _, out, v: np.copyto(out.copy(), v)),
             r"assign\(out, value\): 3 of 4 differ",
         ),
     },
     words.a_native_cast_is_the_contracts: {
         "overflow is Inf": (
-            vocabulary(
+            primitives(
                 native_cast=lambda _, y, codec: (
                     plain(y).astype(np.float16).view(np.uint16).astype(np.int32) if codec == F16 else None
                 ),
@@ -445,76 +445,76 @@ FAULTS: dict[Callable[[Place], None], dict[str, Planted]] = {
             r"native_cast\(y, F16\): \d+ of 302 differ, the first at .*: 0x[7f]c00, expected 0x[7f]bff",
         ),
         "-0 is lost": (
-            vocabulary(native_cast=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
+            primitives(native_cast=lambda _, y, codec: NUMPY.where(y == 0, 0, codec.encode(NUMPY, y))),
             r"native_cast\(y, E4M3\): 1 of 302 differ, the first at \[301\]: 0x0, expected 0x80",
         ),
     },
     words.arrays_come_and_go_unchanged: {
         "FP16 is widened on the way out": (
-            vocabulary(to_numpy=lambda _, a: through(a) if a.dtype == np.float16 else NUMPY.to_numpy(a)),
+            primitives(to_numpy=lambda _, a: through(a) if a.dtype == np.float16 else NUMPY.to_numpy(a)),
             r"float16 there and back: \d+ of 32 differ",
         ),
         "uint16 is widened on the way in": (
-            vocabulary(from_numpy=otherwise(np.uint16, lambda a: a.astype(np.int32))),
+            primitives(from_numpy=otherwise(np.uint16, lambda a: a.astype(np.int32))),
             "a NumPy uint16 array becomes int32",
         ),
         "FP32 NaN are made quiet": (
-            vocabulary(from_numpy=otherwise(np.float32, quieted)),
+            primitives(from_numpy=otherwise(np.float32, quieted)),
             r"float32 there and back: 1 of 16 differ.*: 0x7fc00001, expected 0x7f800001",
         ),
     },
     words.axes_are_put_in_any_order: {
-        "axes are reversed": (vocabulary(transpose=lambda _, a, axes: np.transpose(a)), r"transpose by \(1, 0, 2\): shape"),
+        "axes are reversed": (primitives(transpose=lambda _, a, axes: np.transpose(a)), r"transpose by \(1, 0, 2\): shape"),
         "the order is undone": (
-            vocabulary(transpose=lambda _, a, axes: np.transpose(a, np.argsort(axes))),
+            primitives(transpose=lambda _, a, axes: np.transpose(a, np.argsort(axes))),
             r"transpose by \(0, 3, 1, 2\): shape",
         ),
     },
     words.groups_of_rows_have_each_their_matrix: {
         "the last group has the other rows too": (
-            vocabulary(grouped_matmul=lambda _, a, b, ends: NUMPY.grouped_matmul(a, b, np.append(ends[:-1], len(a)))),
+            primitives(grouped_matmul=lambda _, a, b, ends: NUMPY.grouped_matmul(a, b, np.append(ends[:-1], len(a)))),
             r"groups that end at \[2, 2, 5\]: \d+ of 35 differ",
         ),
         "all groups have the first matrix": (
-            vocabulary(grouped_matmul=lambda _, a, b, ends: NUMPY.grouped_matmul(a, b[:1], ends[-1:])),
+            primitives(grouped_matmul=lambda _, a, b, ends: NUMPY.grouped_matmul(a, b[:1], ends[-1:])),
             r"groups that end at \[2, 2, 5\]: \d+ of 35 differ",
         ),
     },
     words.portable_arrays_come_back: {
-        "the highest bit is lost": (vocabulary(portable=lambda _, a: a & 0x7F), r"uint8: 128 of 256 differ"),
+        "the highest bit is lost": (primitives(portable=lambda _, a: a & 0x7F), r"uint8: 128 of 256 differ"),
         "they come back as int32": (
-            vocabulary(from_portable=lambda _, a, dtype: a.astype(np.int32)),
+            primitives(from_portable=lambda _, a, dtype: a.astype(np.int32)),
             "uint8 came back as int32",
         ),
-        "items have four bytes": (vocabulary(itemsize=lambda _, a: 4), "an item of uint8 is said to have 4 bytes"),
+        "items have four bytes": (primitives(itemsize=lambda _, a: 4), "an item of uint8 is said to have 4 bytes"),
     },
 }
 
 
 @pytest.mark.parametrize("law", words.WORDS, ids=lambda law: law.__name__)
-def test_a_law_of_words_holds_for_numpy_and_has_a_fault_planted_against_it(law: Callable[[Place], None]) -> None:
+def test_a_law_of_primitives_holds_for_numpy_and_has_a_planted_fault(law: Callable[[Place], None]) -> None:
     assert FAULTS.get(law), "plant a fault that this law reports"
-    law(Elsewhere("elsewhere"))
+    law(PlaceWithOps("elsewhere"))
 
 
 @pytest.mark.parametrize(
     ("law", "fault"), [pytest.param(law, f, id=f"{law.__name__}-{f}") for law, faults in FAULTS.items() for f in faults]
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_a_law_of_words_reports_the_fault_planted_against_it(law: Callable[[Place], None], fault: str) -> None:
+def test_a_law_of_primitives_reports_its_planted_fault(law: Callable[[Place], None], fault: str) -> None:
     ops, message = FAULTS[law][fault]
-    (found,) = each("ops", "elsewhere", (law,), place=Elsewhere("numpy", vocabulary=ops))
-    assert re.search(message, said(found)), said(found)
+    (found,) = each("ops", "elsewhere", (law,), place=PlaceWithOps("numpy", primitives=ops))
+    assert re.search(message, outcome(found)), outcome(found)
 
 
 def flushing(self: Any, other: Any) -> Any:
-    """A product as XLA gives it: zero of its sign below 2^-126."""
+    """A product as in XLA: subnormal results become zeros of the same sign."""
     product = plain(self) * other
     return np.where(np.abs(product) < np.float32(2.0**-126), np.copysign(np.float32(0), product), product).view(type(self))
 
 
-def test_zeros_for_subnormals_are_allowed_and_counted_where_a_place_flushes_and_nowhere_else() -> None:
-    xla = Elsewhere("xla", vocabulary=of_arrays(__mul__=flushing))
+def test_flushed_subnormals_are_allowed_and_counted_only_where_a_place_flushes() -> None:
+    xla = PlaceWithOps("xla", primitives=of_arrays(__mul__=flushing))
     exact = np.array([2.0**-130, -(2.0**-130), 1.5], np.float32)
     lost = np.array([0.0, -0.0, 1.5], np.float32)
     assert xla.flushes and not Place("numpy").flushes
@@ -529,7 +529,7 @@ def test_zeros_for_subnormals_are_allowed_and_counted_where_a_place_flushes_and_
         expect_numbers("decoded", xla, xla.array(lost * 0), np.abs(exact) * np.array([1, -1, 1], np.float32))
 
 
-def test_another_dtype_or_shape_of_numbers_is_named() -> None:
+def test_a_wrong_dtype_or_shape_of_numbers_is_reported() -> None:
     for found, message in (
         (np.ones(3, np.float16), "decoded: float16, expected float32"),
         (np.ones(3, np.float64), "decoded: float64, expected float32"),
@@ -539,84 +539,88 @@ def test_another_dtype_or_shape_of_numbers_is_named() -> None:
             expect_numbers("decoded", Place("numpy"), found, np.ones(3, np.float32))
 
 
-def test_a_framework_whose_arrays_are_anothers_is_reported() -> None:
+def test_a_framework_whose_arrays_belong_to_another_is_reported() -> None:
     declared = frameworks.framework_of(np.ones(1))
     words.its_arrays_are_known(declared, Place("numpy"))
     with pytest.raises(AssertionError, match="an array of it is taken for one of numpy"):
         words.its_arrays_are_known(replace(declared, name="acme"), Place("numpy"))
-    monkeyed = vocabulary(from_numpy=lambda _, a, dtype=None: a.astype(np.float16))
+    monkeyed = primitives(from_numpy=lambda _, a, dtype=None: a.astype(np.float16))
     with pytest.raises(AssertionError, match="its float32 is called 'float16'"):
-        words.its_arrays_are_known(declared, Elsewhere("numpy", vocabulary=monkeyed))
+        words.its_arrays_are_known(declared, PlaceWithOps("numpy", primitives=monkeyed))
 
 
 # ---------------------------------------------------------------------------------------------- codecs
 
 
-class Told(Minifloat):
-    """E4M3 under a name of its own; kinds of it go wrong."""
+class RenamedE4M3(Minifloat):
+    """E4M3 under another name; subclasses have one fault each."""
 
     @classmethod
-    def made(cls, **fields: Any) -> Told:
+    def made(cls, **fields: Any) -> RenamedE4M3:
         return cls(**{f: getattr(E4M3, f) for f in E4M3.__dataclass_fields__} | {"name": "A8"} | fields)
 
 
-class NanOfFive(Told):
+class NanOfFive(RenamedE4M3):
     @property
     def nan_code(self) -> int:
         return 5
 
 
-class Truncates(Told):
+class Truncates(RenamedE4M3):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
         return super().encode(ops, ops.bitcast_to_float(ops.bitcast_to_int(y) & -(1 << 20)), word)
 
 
-class TiesAway(Told):
+class TiesAway(RenamedE4M3):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
         i = ops.bitcast_to_int(y)
         ordinary = ((i & MAGNITUDE) >= 0x3C000000) & ((i & MAGNITUDE) < 0x43000000)  # 2^-7 .. 128
         return super().encode(ops, ops.bitcast_to_float(ops.where(ordinary & (word is None), i + 1, i)), word)
 
 
-class LosesMinusZero(Told):
+class LosesMinusZero(RenamedE4M3):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
         code = super().encode(ops, y, word)
         return ops.where(code == 0x80, 0, code)
 
 
-class Overflows(Told):
+class Overflows(RenamedE4M3):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
         return ops.where(
             (ops.bitcast_to_int(y) & MAGNITUDE) > 0x43E80000, 0x7F, super().encode(ops, y, word)
         )  # beyond 464: NaN
 
 
-class NanIsLargest(Told):
+class NanIsLargest(RenamedE4M3):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
         code = super().encode(ops, y, word)
         return ops.where(code == 0x7F, 0x7E, code)
 
 
-class IgnoresRandomBits(Told):
+class IgnoresRandomBits(RenamedE4M3):
     def encode(self, ops: Ops, y: Any, word: Any = None) -> Any:
         return super().encode(ops, y)
 
 
-class ReadsNoSubnormals(Told):
+class ReadsNoSubnormals(RenamedE4M3):
     def decode(self, ops: Ops, codes: Any) -> Any:
         return super().decode(ops, ops.where((codes & 0x78) == 0, 0, codes))
 
 
-class Unchecked(Told):
-    """Declares what `Minifloat` itself refuses: a class of a plug-in may."""
+class Unchecked(RenamedE4M3):
+    """Skips the checks of `Minifloat`, as a plug-in's class may."""
 
     def __post_init__(self) -> None:
         pass
 
 
 CODEC_FAULTS: dict[str, tuple[Codec, str, str]] = {
-    "no source": (Told.made(source=" "), "it_says_what_it_is", r"codec 'A8' has no source=; say where the format is defined"),
-    "None for a source": (Told.made(source=None), "it_says_what_it_is", r"codec 'A8' has no source="),
+    "no source": (
+        RenamedE4M3.made(source=" "),
+        "it_says_what_it_is",
+        r"codec 'A8' has no source=; say where the format is defined",
+    ),
+    "None for a source": (RenamedE4M3.made(source=None), "it_says_what_it_is", r"codec 'A8' has no source="),
     "a smaller maximum": (Unchecked.made(largest=440.0), "it_says_what_it_is", r"max is 440\.0, its largest number 448\.0"),
     "a larger maximum": (Unchecked.made(largest=480.0), "it_says_what_it_is", r"max is 480\.0, its largest number 448\.0"),
     "an infinite maximum": (Unchecked.made(largest=float("inf")), "it_says_what_it_is", r"codec 'A8': max is inf"),
@@ -649,11 +653,11 @@ CODEC_FAULTS: dict[str, tuple[Codec, str, str]] = {
 def test_the_laws_of_codecs_report(fault: str) -> None:
     codec, sentence, message = CODEC_FAULTS[fault]
     laws = [law for law in here(codecs.laws(stray("codecs", codec))) if law.sentence == sentence]
-    assert [bool(re.search(message, said(law))) for law in laws] == [True], [said(law) for law in laws]
+    assert [bool(re.search(message, outcome(law))) for law in laws] == [True], [outcome(law) for law in laws]
 
 
-@pytest.mark.parametrize("codec", [Told.made(), E8M0, INT4, NF4, F16, F32], ids=lambda codec: codec.name)
-def test_the_laws_of_codecs_hold_for_a_sound_one(codec: Codec) -> None:
+@pytest.mark.parametrize("codec", [RenamedE4M3.made(), E8M0, INT4, NF4, F16, F32], ids=lambda codec: codec.name)
+def test_the_laws_of_codecs_hold_for_a_correct_one(codec: Codec) -> None:
     assert verdicts(codecs.laws(stray("codecs", codec))) == {}
 
 
@@ -661,7 +665,7 @@ def test_the_laws_of_codecs_hold_for_a_sound_one(codec: Codec) -> None:
 
 
 class ForF32(Linear):
-    """`linear` for FP32 scales of E4M3 alone, which keeps these tests short; kinds of it go wrong."""
+    """`linear` only for FP32 scales of E4M3, which keeps these tests short; subclasses have one fault each."""
 
     def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         if (codec, element) != (F32, E4M3):
@@ -672,27 +676,27 @@ class ForF32(Linear):
         return code
 
 
-class Jagged(ForF32):
+class NotMonotone(ForF32):
     def wrong(self, ops: Ops, code: Any) -> Any:
         return code ^ 1
 
 
-class Nought(ForF32):
+class ZeroScale(ForF32):
     def wrong(self, ops: Ops, code: Any) -> Any:
         return code * 0
 
 
-class Endless(ForF32):
+class InfiniteScale(ForF32):
     def wrong(self, ops: Ops, code: Any) -> Any:
         return ops.where(code > 0x7A000000, F32_INF, code)
 
 
-class Elsewise(ForF32):
+class OtherOutsideNumpy(ForF32):
     def wrong(self, ops: Ops, code: Any) -> Any:
         return code if ops is NUMPY else code + 1
 
 
-class NoughtInE4M3(Rule):
+class ZeroScaleInE4M3(Rule):
     def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         if (codec, element) != (E4M3, E4M3):
             raise RecipeError("for E4M3 only")
@@ -712,20 +716,24 @@ class BelowE8M0(BeyondE8M0):
     code = -1
 
 
-class Choosy(Rule):
+class AcceptsNothing(Rule):
     def scale(self, ops: Ops, statistic: Any, codec: Codec, element: Codec, qmax: float, global_scale: Any) -> Any:
         raise RecipeError("not this one either")
 
 
 POSITIVE, ASCENDING = "scales_are_positive_numbers", "a_larger_amax_never_gets_a_smaller_scale"
 RULE_FAULTS: dict[str, tuple[Rule, str, str]] = {
-    "not monotone": (Jagged("jagged"), ASCENDING, r"rule 'jagged' in F32 for E4M3: the scale falls at amax \[\d\S+\]"),
-    "zero": (Nought("nought"), POSITIVE, r"rule 'nought' in F32 for E4M3: scales \[0\.0, 0\.0, 0\.0\]"),
-    "zero where small blocks may be": (NoughtInE4M3("nought"), POSITIVE, r"in E4M3 for E4M3: scale 0 for amax 3\.402\S+e\+38"),
-    "infinite": (Endless("endless"), POSITIVE, r"rule 'endless' in F32 for E4M3: scales \[inf, inf, inf\]"),
+    "not monotone": (NotMonotone("jagged"), ASCENDING, r"rule 'jagged' in F32 for E4M3: the scale falls at amax \[\d\S+\]"),
+    "zero": (ZeroScale("nought"), POSITIVE, r"rule 'nought' in F32 for E4M3: scales \[0\.0, 0\.0, 0\.0\]"),
+    "zero in E4M3": (
+        ZeroScaleInE4M3("nought"),
+        POSITIVE,
+        r"in E4M3 for E4M3: scale 0 for amax 3\.402\S+e\+38",
+    ),
+    "infinite": (InfiniteScale("endless"), POSITIVE, r"rule 'endless' in F32 for E4M3: scales \[inf, inf, inf\]"),
     "codes of more bits": (BeyondE8M0("beyond"), POSITIVE, r"\['0x12c', '0x12c', '0x12c'\] are no codes of 8 bits"),
     "negative codes": (BelowE8M0("below"), POSITIVE, r"\['0xffffffff', .* are no codes of 8 bits"),
-    "serves no codec": (Choosy("choosy"), "it_accepts_some_codec", "rule 'choosy' raises RecipeError for every codec"),
+    "accepts no codec": (AcceptsNothing("choosy"), "it_accepts_some_codec", "rule 'choosy' raises RecipeError for every codec"),
 }
 
 
@@ -736,32 +744,32 @@ def test_the_laws_of_rules_report(fault: str) -> None:
     assert re.search(message, found[sentence]), found
 
 
-def test_the_laws_of_rules_hold_for_a_sound_one_and_say_what_the_oracle_does_not_know() -> None:
+def test_the_laws_of_rules_hold_for_a_correct_one_and_skip_what_the_oracle_does_not_know() -> None:
     found = verdicts(rules.laws(stray("rules", ForF32("mine"))))
     assert found == {
         "scales_are_the_oracles": "skipped: the oracle does not know ForF32; other frameworks are held to NumPy's scales"
     }
 
 
-def test_a_rule_of_other_scales_on_another_framework_is_reported() -> None:
-    place = Elsewhere("elsewhere", vocabulary=vocabulary())
+def test_a_rule_with_other_scales_on_another_framework_is_reported() -> None:
+    place = PlaceWithOps("elsewhere", primitives=primitives())
     rules.scales_are_the_oracles(ForF32("mine"), place)
     with pytest.raises(AssertionError, match=r"elsewise in F32 for E4M3, against NumPy: \d+ of \d+ differ"):
-        rules.scales_are_the_oracles(Elsewise("elsewise"), place)
+        rules.scales_are_the_oracles(OtherOutsideNumpy("elsewise"), place)
 
 
-def test_a_rule_that_the_oracle_knows_is_held_to_the_oracle() -> None:
-    by_reciprocals = vocabulary(div=lambda _, a, b: a * np.float32(1 / b))
+def test_a_rule_that_the_oracle_knows_is_compared_with_the_oracle() -> None:
+    by_reciprocals = primitives(div=lambda _, a, b: a * np.float32(1 / b))
     with pytest.raises(AssertionError, match=r"linear in \w+ for \w+: \d+ of \d+ differ"):
-        rules.scales_are_the_oracles(LINEAR, Elsewhere("numpy", vocabulary=by_reciprocals))
+        rules.scales_are_the_oracles(LINEAR, PlaceWithOps("numpy", primitives=by_reciprocals))
 
 
-# ---------------------------------------------------------------------------------------------- a registry of core and one
+# ---------------------------------------------------------------------------------------------- a registry with one plug-in
 
 
 @pytest.fixture
 def declare() -> Iterator[Callable[..., list[Law]]]:
-    """Registers core and a plug-in "stray", alone, for one test; gives the laws about what stray declares, on NumPy."""
+    """Register only core and a plug-in "stray" for one test; returns the laws for stray's declarations, on NumPy."""
 
     def declaring(*tried: ScalingRecipe, **declared: list[Any]) -> list[Law]:
         registered(ModuleType("stray_manifest"), **declared)
@@ -772,7 +780,7 @@ def declare() -> Iterator[Callable[..., list[Law]]]:
 
 
 def registered(module: ModuleType, **declared: list[Any]) -> Registry:
-    """The current registry, of core and of a plug-in whose hooks return this."""
+    """A registry with core and a plug-in whose hooks return `declared`; it becomes the current one."""
 
     def hook(found: list[Any]) -> Any:
         return hookimpl(lambda: found)
@@ -802,7 +810,7 @@ class Stray(ScalingRecipe):
 
 @dataclass(frozen=True)
 class Sourceless(Stray):
-    """Where it is from, nobody says."""
+    """It has no source."""
 
     source = ""
 
@@ -827,7 +835,7 @@ class Needing(ScalingRecipe):
 
 @dataclass(frozen=True)
 class NeedingInSecret(Needing):
-    """Nor does its fingerprint tell it."""
+    """Its fingerprint lacks the field too."""
 
     block: int = field(metadata={"affects_bytes": False})
 
@@ -842,7 +850,7 @@ class Forgetful(Stray):
 
 @dataclass(frozen=True)
 class Unpicklable(Stray):
-    """Its pickle is another one."""
+    """Its pickle restores a different recipe."""
 
     def __reduce__(self) -> Any:
         return type(self), (99,)
@@ -850,14 +858,14 @@ class Unpicklable(Stray):
 
 @dataclass(frozen=True)
 class Secretive(Stray):
-    """Its fingerprint hides its block."""
+    """Its fingerprint lacks its block."""
 
     block: int = field(default=16, metadata={"affects_bytes": False})
 
 
 @dataclass(frozen=True)
 class Unhashed(Stray):
-    """Two of the same are two."""
+    """Equal recipes have different hashes."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -871,7 +879,7 @@ class Twice(Linear):
 
 
 @dataclass(frozen=True)
-class Unheard(Stray):
+class UnknownRule(Stray):
     """Its rule is of a class of its own."""
 
     rules = (Twice("twice"),)
@@ -899,37 +907,37 @@ RECIPE_FAULTS: dict[str, tuple[type[ScalingRecipe], tuple[ScalingRecipe, ...], s
 @pytest.mark.parametrize("fault", RECIPE_FAULTS)
 def test_the_laws_of_recipes_report(declare: Callable[..., list[Law]], fault: str) -> None:
     kind, tried, sentence, message = RECIPE_FAULTS[fault]
-    found = [said(law) for law in declare(*tried, recipes=[kind]) if law.sentence == sentence]
+    found = [outcome(law) for law in declare(*tried, recipes=[kind]) if law.sentence == sentence]
     assert any(re.search(message, one) for one in found), found
 
 
-def test_the_laws_of_recipes_hold_for_a_sound_one(declare: Callable[..., list[Law]]) -> None:
+def test_the_laws_of_recipes_hold_for_a_correct_one(declare: Callable[..., list[Law]]) -> None:
     assert verdicts(declare(recipes=[Stray])) == {"files_keep_it": "skipped: breccia-bridges is not installed"}
 
 
-def test_a_needed_field_is_tried_with_the_settings_given(declare: Callable[..., list[Law]]) -> None:
+def test_a_required_field_is_tested_with_the_given_settings(declare: Callable[..., list[Law]]) -> None:
     laws = declare(Needing(8), recipes=[Needing])
     assert {law.subject for law in laws} == {"stray", "stray,block=8"}
     assert verdicts(law for law in laws if law.sentence in (WELL, TRAVELS, ONE)) == {}
 
 
-def test_casts_under_a_rule_that_the_oracle_does_not_know_are_held_to_numpys(
+def test_casts_under_a_rule_that_the_oracle_does_not_know_are_compared_with_numpy(
     declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = verdicts(laws := declare(recipes=[Unheard]))
+    found = verdicts(laws := declare(recipes=[UnknownRule]))
     unknown = "skipped: the oracle does not know Twice; casts are held to NumPy's instead"
     judged = {"a_cast_writes_the_oracles_bytes", "a_stochastic_cast_writes_the_oracles_bytes"}
     judged |= {"any_bit_pattern_is_cast_as_the_oracle_casts_it"}
     assert found == dict.fromkeys(judged, unknown) | {"files_keep_it": "skipped: breccia-bridges is not installed"}
-    monkeypatch.setattr(api, "cast", as_verb(wrong_code))
+    monkeypatch.setattr(api, "cast", as_op(wrong_code))
     assert re.search("^along rows: data: 1 of ", verdicts(laws)["casts_write_the_bytes_of_numpy"])
 
 
-# Kernels with one fault each, which ops are made of too.
+# Kernels with one fault each; some replace public operations too.
 
 
-def as_verb(faulty: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel of an op that casts, called as users call the op."""
+def as_op(faulty: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a kernel of a casting op in the public signature of the op."""
     return lambda x, recipe, **options: faulty(x, recipe, CastOptions(**options))
 
 
@@ -1004,7 +1012,7 @@ def ignores_out_dtype(scaled: ScaledTensor, out_dtype: str = "float32", out: Any
 
 
 def cuts_off(scaled: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
-    """BF16 by its upper half alone."""
+    """BF16 by truncation of FP32."""
     if out_dtype != "bfloat16":
         return reference.dequantize(scaled, out_dtype, out)
     upper = (reference.dequantize(scaled).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -1071,7 +1079,7 @@ def groups_of_first(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", ou
 
 
 def groups_to_the_end(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", out: Any = None) -> Any:
-    """The last group has the rows of none, too."""
+    """Treat rows outside all groups as rows of the last group."""
     ends = offsets.copy()
     ends[-1] = a.shape[0]
     return reference.grouped_matmul(a, b, ends)
@@ -1087,7 +1095,7 @@ def trip_that_writes(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOpti
     return back
 
 
-VERB_FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
+OP_FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
     ("a_cast_writes_the_oracles_bytes", "cast", wrong_code, r"codes: 1 of \d+ differ, the first at \[0, 0\]"),
     ("a_cast_writes_the_oracles_bytes", "cast", wrong_scale, r"scale: 1 of \d+ differ"),
     ("a_cast_writes_the_oracles_bytes", "dequantize", by_halves, r"decoded: \d+ of \d+ differ"),
@@ -1104,21 +1112,21 @@ VERB_FAULTS: list[tuple[str, str, Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("sentence", "verb", "faulty", "message"),
-    VERB_FAULTS,
-    ids=[f"{verb}-{faulty.__name__}-{sentence}" for sentence, verb, faulty, _ in VERB_FAULTS],
+    ("sentence", "op_name", "faulty", "message"),
+    OP_FAULTS,
+    ids=[f"{op_name}-{faulty.__name__}-{sentence}" for sentence, op_name, faulty, _ in OP_FAULTS],
 )
-def test_the_laws_of_recipes_report_a_verb_that_is_wrong(
-    declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch, sentence: str, verb: str, faulty: Any, message: str
+def test_the_laws_of_recipes_report_a_wrong_operation(
+    declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch, sentence: str, op_name: str, faulty: Any, message: str
 ) -> None:
     (law,) = [law for law in declare(recipes=[Stray]) if law.sentence == sentence]
-    assert said(law) == ""
-    monkeypatch.setattr(api, verb, faulty if verb == "dequantize" else as_verb(faulty))
-    assert re.search(message, said(law)), said(law)
+    assert outcome(law) == ""
+    monkeypatch.setattr(api, op_name, faulty if op_name == "dequantize" else as_op(faulty))
+    assert re.search(message, outcome(law)), outcome(law)
 
 
-def test_a_scale_of_the_whole_tensor_is_decoded_by_the_oracle_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NumPy, where the generic algorithm itself is tried."""
+def test_a_tensor_level_scale_is_checked_by_the_oracle_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NumPy, where the generic algorithm itself is tested."""
     sound = breccia.Float8CurrentScaling()
     recipes.every_code_under_every_scale_decodes_as_the_oracle_says(sound, Place("numpy"))
     for module in (api, reference):
@@ -1146,17 +1154,17 @@ def find_another(path: Any) -> dict[str, ScaledTensor]:
 
 
 @pytest.mark.parametrize(("load", "message"), [("find_again", "^$"), ("find_another", "^padding is 1, expected 0$")])
-def test_a_file_that_keeps_a_recipe_badly_is_reported(declare: Callable[..., list[Law]], load: str, message: str) -> None:
+def test_a_file_that_does_not_keep_a_recipe_is_reported(declare: Callable[..., list[Law]], load: str, message: str) -> None:
     files = [Bridge("save_safetensors", f"{__name__}:keep"), Bridge("load_safetensors", f"{__name__}:{load}")]
     (law,) = [law for law in declare(recipes=[Stray], bridges=files) if law.sentence == "files_keep_it"]
-    assert re.search(message, said(law)), said(law)
+    assert re.search(message, outcome(law)), outcome(law)
 
 
-def test_frameworks_are_held_to_numpys_bytes_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frameworks_are_compared_with_numpy_bytes_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     words.bytes_and_numbers_are_numpys(MX, Place("numpy"))
-    for verb, faulty, message in (("cast", as_verb(wrong_scale), "scale: 1 of"), ("dequantize", by_halves, "decoded: ")):
+    for op_name, faulty, message in (("cast", as_op(wrong_scale), "scale: 1 of"), ("dequantize", by_halves, "decoded: ")):
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match=message):
-            patch.setattr(api, verb, faulty)
+            patch.setattr(api, op_name, faulty)
             words.bytes_and_numbers_are_numpys(MX, Place("numpy"))
 
 
@@ -1176,12 +1184,12 @@ def unsure(device: Device) -> None:
 
 
 def surprised(device: Device) -> str | None:
-    """By a device that is not a CPU."""
+    """Raises for a device that is not a CPU."""
     return {"cpu": None}[device.kind]
 
 
 def numbered(device: Device) -> str | None:
-    """By a device without a number, or a capability, where nobody knows it."""
+    """Raises for a device whose capability is unknown."""
     return None if device.kind == "cpu" or device.capability >= (8, 0) else "too old"  # type: ignore[operator]
 
 
@@ -1194,15 +1202,15 @@ def along_k(call: Any) -> str | None:
 
 
 def kernel(target: Callable[..., Any], op: str = "cast", **declared: Any) -> Kernel:
-    """One for MXFP8 on NumPy, named as its function."""
-    served: dict[str, Any] = {"other": MXFP8BlockScaling} if op == "requantize" else {"recipe": MXFP8BlockScaling}
+    """A kernel for MXFP8 on NumPy, named after its function."""
+    recipes: dict[str, Any] = {"other": MXFP8BlockScaling} if op == "requantize" else {"recipe": MXFP8BlockScaling}
     asked = {name: f"{f.__module__}:{f.__name__}" for name, f in declared.items() if isfunction(f)}
     name = f"stray.{target.__name__}"
-    return Kernel(op, "numpy", f"{target.__module__}:{target.__name__}", name, **served | declared | asked)
+    return Kernel(op, "numpy", f"{target.__module__}:{target.__name__}", name, **recipes | declared | asked)
 
 
 def refused(why: str, target: Callable[..., Any]) -> str:
-    """The pattern of what dispatch says of a kernel's result, before a law sees it."""
+    """The error pattern of dispatch, which refuses a kernel's result before a law sees it."""
     came = rf"It came from kernel 'stray\.{target.__name__}' of plug-in 'stray' \(.*test_kit\.py:\d+\)"
     return rf"^KernelError: {re.escape(why)}\. {came}; BRECCIA_BLOCK=stray sets that plug-in aside\.$"
 
@@ -1290,7 +1298,7 @@ KERNEL_FAULTS: dict[str, tuple[Kernel, str, str]] = {
         r"^\w+:numbered\('cuda'\) raised TypeError: '>=' not supported",
     ),
     "what it accepts is wrong too": (kernel(wrong_scale, accepts=along_k), CAST, r"^scale: 1 of \d+ differ"),
-    # Not faults: what cannot be tried says so.
+    # Not faults: laws that cannot be tested are skipped with a reason.
     "it is not available": (kernel(wrong_code, available=missing), CAST, "^skipped: acme_npu is not installed$"),
     "it declines everything": (
         kernel(wrong_code, accepts=nothing),
@@ -1324,7 +1332,7 @@ def sound_cast(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTen
 TRIED = (CAST, CAST_OPTIONS, PAIR, VALUES, VALUE_OPTIONS, AGAIN, PRODUCT, GROUPS, TRIP)
 
 
-def test_the_laws_of_kernels_hold_for_sound_ones(declare: Callable[..., list[Law]]) -> None:
+def test_the_laws_of_kernels_hold_for_correct_ones(declare: Callable[..., list[Law]]) -> None:
     sound = [
         Kernel(op, "numpy", f"breccia.kernels.reference.{MODULES[op]}:{op}", f"stray.{op}", recipe=MXFP8BlockScaling)
         for op in SOUND
@@ -1354,7 +1362,7 @@ SOUND = tuple(MODULES)
 
 
 def reversed_rows(ops: Ops, parts: dict[str, Any], plain: Plain) -> dict[str, Any]:
-    """Scales with their rows in the opposite order, which is its own inverse."""
+    """Scales with their rows reversed; the function is its own inverse."""
     return {name: part[..., ::-1, :] if name == "scale" else part for name, part in parts.items()}
 
 
@@ -1382,7 +1390,7 @@ STORAGE_FAULTS: dict[str, tuple[Storage, str, str]] = {
     "it is never undone": (storage(reversed_rows, as_it_is), UNDONE, r"^scale: \d+ of \d+ differ"),
     "values are others": (storage(reversed_rows, as_it_is), PLAINLY, "^its digest is another$"),
     "a bit is lost on the way in": (storage(with_another_bit, as_it_is), UNDONE, r"^scale: 1 of \d+ differ"),
-    "codes are said to have moved": (
+    "it declares reordered codes that are not": (
         storage(as_it_is, as_it_is, data_axes=1),
         UNDONE,
         r"^(shape is|.*broadcast|.*reshape)",
@@ -1394,28 +1402,28 @@ STORAGE_FAULTS: dict[str, tuple[Storage, str, str]] = {
 def test_the_laws_of_storages_report(fault: str, declare: Callable[..., list[Law]]) -> None:
     faulty, sentence, message = STORAGE_FAULTS[fault]
     laws = [law for law in declare(storages=[faulty]) if law.sentence == sentence and "fp32" not in law.subject]
-    found = [said(law) for law in laws if "mxfp8" in law.subject or ".block" in law.subject]
+    found = [outcome(law) for law in laws if "mxfp8" in law.subject or ".block" in law.subject]
     assert any(re.search(message, text, re.DOTALL) for text in found), found
 
 
-def test_the_laws_of_storages_hold_for_a_sound_one(declare: Callable[..., list[Law]]) -> None:
+def test_the_laws_of_storages_hold_for_a_correct_one(declare: Callable[..., list[Law]]) -> None:
     laws = declare(storages=[storage(reversed_rows, reversed_rows, accepts="breccia.tensors.storage:accepts_blocks")])
     assert {law.sentence for law in laws} >= {UNDONE, PLAINLY}
-    found = {law.subject: said(law) for law in here(laws)}
+    found = {law.subject: outcome(law) for law in here(laws)}
     whole = {subject for subject, text in found.items() if text}
     assert whole and all(found[subject].startswith("skipped: stray_rows holds no tensor") for subject in whole)
     assert any("mxfp8" in subject and not text for subject, text in found.items())
 
 
-def test_a_storage_of_nothing_skips_its_laws(declare: Callable[..., list[Law]]) -> None:
+def test_a_storage_that_no_tensor_can_use_skips_its_laws(declare: Callable[..., list[Law]]) -> None:
     laws = declare(storages=[storage(as_it_is, as_it_is, accepts=f"{__name__}:no_tensors")])
-    texts = {said(law) for law in laws if law.sentence == UNDONE}
+    texts = {outcome(law) for law in laws if law.sentence == UNDONE}
     assert all(text.startswith("skipped: stray_rows holds no tensor of") for text in texts), texts
 
 
 def test_a_result_that_dispatch_does_not_check_is_checked_by_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of core's own kernels."""
-    for sentence, verb, faulty, message in (
+    """Dispatch does not check the results of core's kernels."""
+    for sentence, op_name, faulty, message in (
         (CAST, "cast", lambda x, recipe, **options: x, "'numpy.ndarray' object has no attribute 'recipe'"),
         (VALUES, "dequantize", lambda scaled, **options: halves(scaled), "^decoded: float16, expected float32$"),
         (VALUE_OPTIONS, "dequantize", lambda scaled, **options: by_halves(scaled), "^out_dtype='float16' gave float32$"),
@@ -1427,19 +1435,19 @@ def test_a_result_that_dispatch_does_not_check_is_checked_by_the_law(monkeypatch
         ),
     ):
         with monkeypatch.context() as patch, pytest.raises((AssertionError, AttributeError), match=message):
-            patch.setattr(api, verb, faulty)
-            getattr(products if verb == "matmul" else kernels, sentence)(kernel(sound_cast, verb), MX, Place("numpy"))
+            patch.setattr(api, op_name, faulty)
+            getattr(products if op_name == "matmul" else kernels, sentence)(kernel(sound_cast, op_name), MX, Place("numpy"))
 
 
-def test_a_kernel_that_serves_less_than_it_declares_is_reported(declare: Callable[..., list[Law]]) -> None:
-    """Declared for any first operand, asked with one: dispatch itself must find it."""
+def test_a_kernel_that_runs_for_fewer_calls_than_declared_is_reported(declare: Callable[..., list[Law]]) -> None:
+    """The kernel is declared for one recipe and tested with another: dispatch itself must report it."""
     faulty = kernel(sound_cast)
     declare(kernels=[replace(faulty, recipe=NVFP4BlockScaling)])
     with pytest.raises(AssertionError, match="it has no accepts=, and does not run for this call:\n(.|\n)*for cast of nvfp4"):
         kernels.casts_write_the_bytes_of_the_generic_algorithm(faulty, MX, Place("numpy"))
 
 
-def test_a_kernel_that_must_be_named_is_held_to_that_alone(
+def test_an_opt_in_kernel_is_only_tested_for_running_when_named(
     declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = kernel(wrong_code, opt_in=True)
@@ -1503,16 +1511,16 @@ def crossing(out: Callable[..., Any], back: Callable[..., Any], **declared: Any)
 @pytest.mark.parametrize("fault", BRIDGE_FAULTS)
 def test_the_laws_of_bridges_report(declare: Callable[..., list[Law]], fault: str) -> None:
     out, back, sentence, message = BRIDGE_FAULTS[fault]
-    found = [said(law) for law in declare(bridges=crossing(out, back)) if law.sentence == sentence]
+    found = [outcome(law) for law in declare(bridges=crossing(out, back)) if law.sentence == sentence]
     assert any(re.search(message, one) for one in found), found
 
 
 @pytest.mark.parametrize("out", [to_parts, to_one])
-def test_the_laws_of_bridges_hold_for_sound_ones(declare: Callable[..., list[Law]], out: Callable[..., Any]) -> None:
+def test_the_laws_of_bridges_hold_for_correct_ones(declare: Callable[..., list[Law]], out: Callable[..., Any]) -> None:
     assert verdicts(declare(bridges=crossing(out, from_parts))) == {}
 
 
-def test_a_bridge_to_what_is_absent_must_say_what_to_install(
+def test_a_bridge_to_a_missing_library_must_say_what_to_install(
     declare: Callable[..., list[Law]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     laws = declare(bridges=crossing(to_parts, from_parts, requires=("acme_runtime",), install="acme-runtime"))
@@ -1525,25 +1533,25 @@ def test_a_bridge_to_what_is_absent_must_say_what_to_install(
         (Curt(), " does not say what to install: no"),
     ):
         monkeypatch.setattr(bridges, "facade", facade)
-        assert said(there[0]) == f"breccia.bridges.to_stray{message}"
+        assert outcome(there[0]) == f"breccia.bridges.to_stray{message}"
 
 
 class Curt:
-    """A module of bridges that explains nothing."""
+    """A module whose missing attributes give no explanation."""
 
     def __getattr__(self, name: str) -> Any:
         raise ImportError("no")
 
 
-def test_a_bridge_that_is_no_function_is_reported(declare: Callable[..., list[Law]]) -> None:
+def test_a_bridge_that_is_not_a_function_is_reported(declare: Callable[..., list[Law]]) -> None:
     (law,) = [w for w in declare(bridges=[Bridge("to_stray", f"{__name__}:BACK")]) if w.sentence.startswith("it_is_there")]
-    assert said(law) == "breccia.bridges.to_stray is no function"
+    assert outcome(law) == "breccia.bridges.to_stray is no function"
 
 
 # ---------------------------------------------------------------------------------------------- manifests
 
 
-def test_a_plug_in_that_was_set_aside_has_one_law_which_says_why() -> None:
+def test_a_plug_in_that_was_set_aside_has_one_law_with_the_reason() -> None:
     aside = replace(STRAY, status="set aside", reason="RuntimeError: boom")
     assert verdicts(manifest.laws(Subject(aside, {}))) == {
         "it_is_active": "plug-in 'stray' (stray-breccia 0.1) is set aside: RuntimeError: boom"
@@ -1551,7 +1559,7 @@ def test_a_plug_in_that_was_set_aside_has_one_law_which_says_why() -> None:
     assert len(list(manifest.laws(Subject(aside, {})))) == 1
 
 
-def test_a_plug_in_that_declares_nothing_is_asked_about_its_markers() -> None:
+def test_a_plug_in_without_declarations_has_the_laws_of_its_manifest() -> None:
     with pytest.raises(AssertionError, match="declares nothing; is each hook in stray_manifest marked @breccia.hookimpl"):
         manifest.it_is_active(STRAY)
 
@@ -1571,10 +1579,10 @@ def test_a_manifest_is_imported_alone_in_a_fresh_process(
     (tmp_path / "stray_manifest.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (law,) = [law for law in manifest.laws(Subject(STRAY, {})) if law.sentence.startswith("it_imports")]
-    assert re.search(message, said(law)), said(law)
+    assert re.search(message, outcome(law)), outcome(law)
 
 
-def test_a_hook_that_changes_its_mind_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_returns_something_else_the_second_time_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("stray_manifest")
     monkeypatch.setitem(sys.modules, "stray_manifest", module)
     vars(module)["breccia_codecs"] = lambda: [NF4]
@@ -1586,21 +1594,21 @@ def test_a_hook_that_changes_its_mind_is_reported(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("field", ["target", "available", "accepts", "score", "plan"])
-def test_a_target_that_is_misspelt_is_named(declare: Callable[..., list[Law]], field: str) -> None:
+def test_a_misspelt_object_reference_is_reported(declare: Callable[..., list[Law]], field: str) -> None:
     wrong = {"available": missing, "accepts": along_k, "score": along_k, "plan": along_k}
     laws = declare(kernels=[replace(kernel(sound_cast, **wrong), **{field: f"{__name__}:wrong_cod"})])
-    found = {law.subject: said(law) for law in laws if law.sentence == "the_target_exists"}
+    found = {law.subject: outcome(law) for law in laws if law.sentence == "the_target_exists"}
     assert found.pop(f"stray.sound_cast.{field}").startswith(f"{__name__}:wrong_cod is not to be found: ")
     assert set(found.values()) == {""}
     gone = declare(kernels=[replace(kernel(sound_cast), target="nobody_has_this:cast")])
-    (message,) = [said(law) for law in gone if law.sentence == "the_target_exists"]
+    (message,) = [outcome(law) for law in gone if law.sentence == "the_target_exists"]
     assert message.startswith("nobody_has_this:cast is not to be found: ") and "ModuleNotFoundError" in message
 
 
-# ---------------------------------------------------------------------------------------------- all of them
+# ---------------------------------------------------------------------------------------------- all laws
 
-#: Laws that have tests of their own above, and those of kernels whose faults are in test_kit_kernels.py.
-ALONE = {
+#: Laws with separate tests above, and laws of kernels whose faults are in test_kit_kernels.py.
+TESTED_SEPARATELY = {
     "a_call_without_prefer_finds_one_kernel",
     "accepts_score_and_plan_answer_every_call",
     "declared_storages_are_read_and_written",
@@ -1627,7 +1635,7 @@ ALONE = {
 def test_every_law_has_a_fault_planted_against_it(declare: Callable[..., list[Law]]) -> None:
     sound = [Kernel(op, "numpy", f"breccia.kernels.reference.{MODULES[op]}:{op}", f"stray.{op}") for op in SOUND]
     declare(
-        codecs=[Told.made()],
+        codecs=[RenamedE4M3.made()],
         rules=[ForF32("mine")],
         recipes=[Stray],
         frameworks=[frameworks.Framework("acme", "acme", ("Array",), "acme.ops:OPS")],
@@ -1639,17 +1647,21 @@ def test_every_law_has_a_fault_planted_against_it(declare: Callable[..., list[La
         bridges=crossing(to_parts, from_parts),
     )
     tables = (CODEC_FAULTS, RULE_FAULTS, RECIPE_FAULTS, KERNEL_FAULTS, BRIDGE_FAULTS)
-    planted = {row[-2] for table in tables for row in table.values()} | {row[0] for row in VERB_FAULTS}
-    planted |= {law.__name__ for law in FAULTS} | ALONE
+    planted = {row[-2] for table in tables for row in table.values()} | {row[0] for row in OP_FAULTS}
+    planted |= {law.__name__ for law in FAULTS} | TESTED_SEPARATELY
     assert {law.sentence for law in laws_of("stray")} == planted
 
 
 # ---------------------------------------------------------------------------------------------- conformance()
 
 
-def test_ids_are_distinct_and_stay_the_same(declare: Callable[..., list[Law]]) -> None:
+def test_ids_are_unique_and_stable(declare: Callable[..., list[Law]]) -> None:
     declare(
-        Stray(8), recipes=[Stray], kernels=[kernel(sound_cast)], bridges=crossing(to_parts, from_parts), codecs=[Told.made()]
+        Stray(8),
+        recipes=[Stray],
+        kernels=[kernel(sound_cast)],
+        bridges=crossing(to_parts, from_parts),
+        codecs=[RenamedE4M3.made()],
     )
     for plugin, tried in (("stray", (Stray(8),)), ("core", ())):
         first, second = ([law.id for law in laws_of(plugin, tried)] for _ in range(2))
@@ -1664,8 +1676,8 @@ def test_ids_are_distinct_and_stay_the_same(declare: Callable[..., list[Law]]) -
     }
 
 
-def test_every_framework_is_asked_unless_some_are_chosen(declare: Callable[..., list[Law]]) -> None:
-    declare(codecs=[Told.made()])
+def test_every_framework_is_tested_unless_some_are_selected(declare: Callable[..., list[Law]]) -> None:
+    declare(codecs=[RenamedE4M3.made()])
     (chosen,) = conformance("stray", frameworks="numpy").pytestmark
     everywhere = {law.id for law in laws_of("stray")}
     assert {case.id for case in chosen.args[1]} == everywhere
@@ -1695,9 +1707,9 @@ def test_every_framework_is_asked_unless_some_are_chosen(declare: Callable[..., 
         (lambda: conformance("stray", frameworks=["nunpy"]), UnknownNameError, r"no framework 'nunpy'; did you mean 'numpy'\?"),
         (lambda: conformance("stray", frameworks="nunpy"), UnknownNameError, r"no framework 'nunpy'; did you mean 'numpy'\?"),
     ],
-    ids=["no such plug-in", "a recipe of another plug-in", "a recipe class", "no such framework", "nor that one"],
+    ids=["no such plug-in", "a recipe of another plug-in", "a recipe class", "no such framework", "a framework as a string"],
 )
-def test_what_conformance_cannot_do_is_said(
+def test_invalid_arguments_of_conformance_are_refused(
     declare: Callable[..., list[Law]], asked: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
     declare(recipes=[Stray])
@@ -1720,24 +1732,22 @@ def test_what_conformance_cannot_do_is_said(
         ("\udcff", r"'utf-8' codec can't decode byte 0xff .*\. A line is written"),
     ],
 )
-def test_an_xfail_file_of_another_form_is_refused(
-    declare: Callable[..., list[Law]], tmp_path: Path, listed: str, message: str
-) -> None:
-    declare(codecs=[Told.made()])
+def test_an_invalid_xfail_file_is_refused(declare: Callable[..., list[Law]], tmp_path: Path, listed: str, message: str) -> None:
+    declare(codecs=[RenamedE4M3.made()])
     file = tmp_path / "known.toml"
     file.write_bytes(listed.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: {message}"):
         conformance("stray", xfails=file)
 
 
-def test_an_xfail_file_that_is_missing_is_named(declare: Callable[..., list[Law]], tmp_path: Path) -> None:
-    declare(codecs=[Told.made()])
+def test_a_missing_xfail_file_is_reported(declare: Callable[..., list[Law]], tmp_path: Path) -> None:
+    declare(codecs=[RenamedE4M3.made()])
     with pytest.raises(FileNotFoundError, match="known.toml"):
         conformance("stray", xfails=tmp_path / "known.toml")
 
 
-def test_an_xfail_file_serves_whatever_frameworks_are_chosen(declare: Callable[..., list[Law]], tmp_path: Path) -> None:
-    declare(codecs=[Told.made()])
+def test_an_xfail_file_may_name_frameworks_that_are_not_selected(declare: Callable[..., list[Law]], tmp_path: Path) -> None:
+    declare(codecs=[RenamedE4M3.made()])
     file = tmp_path / "known.toml"
     file.write_text('"codecs/A8/numpy/*" = "soon"\n"codecs/A8/it_*" = "later"\n')
     (parametrize,) = conformance("stray", xfails=file, frameworks=()).pytestmark
@@ -1763,7 +1773,7 @@ def breccia_kernels():
     return [Kernel("cast", "numpy", f"{npu}:cast", "stray.cast", recipe=MXFP8BlockScaling, available=f"{npu}:missing")]
 """
 NPU = "def missing(device):\n    return 'the NPU is out'\n\ndef cast(x, recipe, options):\n    pass\n"
-#: What a run of the laws about it says: those of codecs are 1 + 3 each, of the manifest 3, of targets 2, of the kernel 5.
+#: The counts of a run: 1 + 3 laws per codec, 3 of the manifest, 2 of object references, 5 of the kernel.
 COUNTED = "stray: 14 passed, 3 skipped, 1 xfailed"
 
 
@@ -1781,7 +1791,7 @@ def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(on_disk: Path, folder: Path, source: str, *words: str, code: int = 0) -> str:
-    """What pytest prints about a file of this source, in a process of its own."""
+    """The output of pytest on a file with this source, in a new process."""
     file = folder / "test_it.py"
     file.write_text(f"from breccia.testing import conformance\n{source}\n")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BRECCIA_", "PYTEST_"))}
@@ -1797,14 +1807,14 @@ KNOWN = '"codecs/B8/it_says_what_it_is" = "its manual is not out"\n'
 
 @pytest.mark.rest
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_counts_what_became_of_the_laws_and_says_why(on_disk: Path, tmp_path: Path, workers: int) -> None:
+def test_a_run_prints_the_counts_and_reasons_of_the_laws(on_disk: Path, tmp_path: Path, workers: int) -> None:
     if workers:
         pytest.importorskip("xdist")
     (tmp_path / "known.toml").write_text(KNOWN)
     test = "test_it = conformance('stray', frameworks='numpy', xfails='known.toml')"
     out = ran(on_disk, tmp_path, test, *(("-n", str(workers)) if workers else ()))
     before, _, summary = out.partition("= breccia conformance =")
-    if not workers:  # whose controller collects nothing itself
+    if not workers:  # with workers the controller collects nothing itself
         assert before.startswith(f"conformance of stray\nbreccia {breccia.__version__}, numerics contract 1; plug-ins: core ")
         assert "stray 0.1" in before and re.search(r"^frameworks: .*numpy \d.*; ml_dtypes ", before, re.MULTILINE)
     assert f"\n{COUNTED}\n" in summary and f"breccia {breccia.__version__}, numerics contract 1" in summary
@@ -1813,7 +1823,7 @@ def test_a_run_counts_what_became_of_the_laws_and_says_why(on_disk: Path, tmp_pa
 
 
 @pytest.mark.rest
-def test_a_listed_law_that_holds_fails_the_run_and_so_does_one_that_is_broken(on_disk: Path, tmp_path: Path) -> None:
+def test_a_law_with_an_xfail_that_holds_fails_the_run_as_does_a_broken_law(on_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text('"codecs/A8/it_says_what_it_is" = "thought to be broken"\n')
     out = ran(on_disk, tmp_path, "test_it = conformance('stray', frameworks=(), xfails='known.toml')", code=1)
     assert "[XPASS(strict)] thought to be broken" in out
@@ -1824,10 +1834,10 @@ def test_a_listed_law_that_holds_fails_the_run_and_so_does_one_that_is_broken(on
     assert "kit.py" not in out and "law.py" not in out, "frames of the kit are of no use to its caller"
 
 
-def test_numbers_that_were_flushed_are_counted_over_all_workers(declare: Callable[..., list[Law]]) -> None:
-    """By the reports of the tests, since each worker counts for itself."""
-    declare(codecs=[Told.made()])
-    xla = Elsewhere("xla", vocabulary=of_arrays(__mul__=flushing))
+def test_flushed_numbers_are_summed_over_all_workers(declare: Callable[..., list[Law]]) -> None:
+    """From the test reports, since each worker counts separately."""
+    declare(codecs=[RenamedE4M3.made()])
+    xla = PlaceWithOps("xla", primitives=of_arrays(__mul__=flushing))
     zeros, subnormal = xla.array(np.zeros(2, np.float32)), np.full(2, 2.0**-130, np.float32)
     law = Law("ops", "xla", "numbers_are_read", lambda: expect_numbers("decoded", xla, zeros, subnormal))
     properties: list[tuple[str, Any]] = []
@@ -1840,7 +1850,7 @@ def test_numbers_that_were_flushed_are_counted_over_all_workers(declare: Callabl
 
 
 @pytest.mark.rest
-def test_a_run_without_conformance_tests_says_nothing_of_it(on_disk: Path, tmp_path: Path) -> None:
+def test_a_run_without_conformance_tests_prints_no_summary(on_disk: Path, tmp_path: Path) -> None:
     out = ran(on_disk, tmp_path, "def test_nothing(): pass")
     assert "breccia" not in out and "1 passed" in out
 
@@ -1863,7 +1873,7 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
 
 
 def patterns(numbers: Iterable[float]) -> np.ndarray:
-    """FP32 bit patterns of what are FP32 numbers."""
+    """Bit patterns of the FP32 numbers."""
     return np.array(list(numbers), np.float64).astype(np.float32).view(np.uint32)
 
 
@@ -1883,7 +1893,7 @@ def test_numbers_reach_every_kind_of_fp32_number() -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("recipe", [MX, NVFP4BlockScaling(), breccia.NF4Scaling()], ids=lambda recipe: recipe.name)
-def test_numbers_of_a_recipe_reach_its_values_and_the_midpoints_between_them(recipe: ScalingRecipe) -> None:
+def test_numbers_of_a_recipe_reach_its_values_and_midpoints(recipe: ScalingRecipe) -> None:
     found = set(patterns(abs(v) for v in drawn(strategies.numbers(recipe, finite=True), 1500)).tolist())
     values = sorted({abs(v) for v in oracle.ladder(recipe.format.element)[0]})
     middles = [(a + b) / 2 for a, b in pairwise(values)]
@@ -1899,7 +1909,7 @@ def test_finite_numbers_are_finite(recipe: ScalingRecipe | None) -> None:
     assert np.isfinite(np.concatenate([a.ravel() for a in drawn(strategies.arrays(recipe=recipe, finite=True), 50)])).all()
 
 
-def test_arrays_hold_nan_of_several_payloads() -> None:
+def test_arrays_contain_nans_with_several_payloads() -> None:
     found = np.concatenate(drawn(strategies.arrays((64,)), 200)).view(np.uint32)
     assert {0x7FC00000, 0x7F800001, 0xFFC00000, 0xFF800001} <= set(found.tolist())
 
@@ -1910,7 +1920,7 @@ def test_arrays_hold_nan_of_several_payloads() -> None:
     [(None, {2, 3}), (MX, {2, 3}), (breccia.DelayedScaling(), {1, 2, 3})],
     ids=["any", "mxfp8", "fp8_delayed"],
 )
-def test_shapes_have_the_axes_that_a_recipe_takes_and_are_empty_or_of_one_element_too(
+def test_shapes_have_the_axes_of_a_recipe_and_may_be_empty_or_have_one_element(
     recipe: ScalingRecipe | None, axes: set[int]
 ) -> None:
     found = drawn(strategies.shapes(recipe, max_side=20), 1000)
@@ -1920,13 +1930,13 @@ def test_shapes_have_the_axes_that_a_recipe_takes_and_are_empty_or_of_one_elemen
     assert any(side % 16 for shape in found for side in shape[-1:])
 
 
-def test_arrays_are_of_the_shape_asked_for() -> None:
+def test_arrays_have_the_requested_shape() -> None:
     assert {a.shape for a in drawn(strategies.arrays((3, 5)), 20)} == {(3, 5)}
     assert {a.shape for a in drawn(strategies.arrays(st.sampled_from([(2,), (4, 4)])), 40)} == {(2,), (4, 4)}
     assert {a.dtype for a in drawn(strategies.arrays(), 20)} == {np.dtype(np.float32)}
 
 
-def test_recipes_are_those_given_or_all_defaults() -> None:
+def test_recipes_are_the_given_ones_or_all_defaults() -> None:
     assert (
         {r.name for r in drawn(strategies.recipes(), 300)}
         == {r.name for r in strategies.defaults()}
@@ -1945,7 +1955,7 @@ def test_tensors_are_casts_under_the_recipe(kind: type[ScalingRecipe]) -> None:
 
 
 @pytest.mark.rest
-def test_tensors_of_no_recipe_are_of_several() -> None:
+def test_tensors_without_a_given_recipe_have_several() -> None:
     assert len({scaled.recipe.name for scaled in drawn(strategies.tensors(), 60)}) > 3
 
 
@@ -1959,13 +1969,13 @@ def fresh(script: str) -> str:
     return run.stdout
 
 
-def test_importing_the_kit_alone_imports_no_tool_of_it() -> None:
+def test_importing_the_kit_imports_no_test_tool() -> None:
     script = "import sys, breccia.testing; print(*{'pytest', 'hypothesis', 'numpy'}.intersection(sys.modules))"
     assert fresh(script) == "\n"
 
 
 @pytest.mark.parametrize(("tool", "names"), [("pytest", ["conformance", "Law"]), ("hypothesis", ["strategies"])])
-def test_without_its_tools_the_kit_says_what_to_install_and_the_oracle_works(tool: str, names: list[str]) -> None:
+def test_without_test_tools_the_kit_says_what_to_install_and_the_oracle_works(tool: str, names: list[str]) -> None:
     script = f"""
 import sys
 sys.modules[{tool!r}] = None

@@ -1,4 +1,4 @@
-"""Laws of kernels: operand orders, dtypes, views, storages and dispatch without `prefer=`. One fault is planted at a time."""
+"""Laws of kernels: operand order, dtypes, views, storages and dispatch without `prefer=`. Each kernel here has one fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reads_a_backwards(a: Any, b: Any, bias: Any = None, out_dtype: str = "float3
 
 
 def swaps_operands_that_fit(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
-    """`b.T @ a.T` of plain numbers: the transpose of the product, put back into its shape."""
+    """The transpose of the product, `b.T @ a.T`, reshaped to the shape of the product."""
     left, right = (reference.dequantize(x) if isinstance(x, ScaledTensor) else x for x in (a, b))
     found = reference.matmul(np.swapaxes(right, -1, -2), np.swapaxes(left, -1, -2))
     return reference.result(NUMPY, found.reshape(*found.shape[:-2], *found.shape[:-3:-1]), out_dtype, out)
@@ -69,7 +69,7 @@ def out_stays_empty(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32"
 
 
 def half_is_read_as_bits(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
-    """FP16 by its upper byte, as if it were E5M2."""
+    """FP16 truncated to its upper byte, as if it were E5M2."""
     plain = a if a.dtype != np.float16 else (a.view(np.uint16) & np.uint16(0xFF00)).view(np.float16)
     return reference.matmul(plain, b, bias, out_dtype, out)
 
@@ -86,7 +86,7 @@ def adds_in_half(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", o
 
 
 def takes_b_as_rows(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
-    """Codes by their memory, as if every b were the transpose of what is stored."""
+    """Read codes in memory order, as if every b were a transposed view."""
     values = reference.dequantize(b)
     if b.data.flags.c_contiguous:
         values = values.reshape(*values.shape[:-2], *values.shape[:-3:-1]).swapaxes(-1, -2)
@@ -106,7 +106,7 @@ def cast_by_memory(x: Any, recipe: ScalingRecipe, options: CastOptions) -> Scale
 
 
 def cast_of_bits(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
-    """BF16 by way of FP16."""
+    """BF16 converted through FP16."""
     with np.errstate(over="ignore"):
         return reference.cast(x.astype(np.float32).astype(np.float16) if x.dtype.name == "bfloat16" else x, recipe, options)
 
@@ -116,7 +116,7 @@ def pair_of_first_matrix(x: Any, recipe: ScalingRecipe, options: CastOptions) ->
 
 
 def trip_in_fp32(x: Any, recipe: ScalingRecipe, options: CastOptions) -> Any:
-    """Rounded to BF16 by cutting off."""
+    """Truncated to BF16 instead of rounded."""
     back = reference.dequantize(reference.cast(x, recipe, options))
     if x.dtype.name == "bfloat16":
         back = (back.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -136,14 +136,14 @@ def trip_of_any_number(x: Any, recipe: ScalingRecipe, options: CastOptions) -> A
 
 
 def decodes_by_memory(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
-    """The stored rows, whatever the view."""
+    """Decode the stored rows, also for a transposed view."""
     stored = st if st.data.flags.c_contiguous else st.mT
     found = reference.dequantize(stored, out_dtype).reshape(st.shape)
     return reference.result(NUMPY, NUMPY.f32(found), out_dtype, out)
 
 
 def half_goes_nowhere(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
-    """`out=` is written where it is FP32."""
+    """`out=` is written only if it is FP32."""
     return reference.dequantize(st, out_dtype, out if out_dtype == "float32" else None)
 
 
@@ -177,7 +177,7 @@ def stores_another_bit(x: Any, recipe: ScalingRecipe, options: CastOptions) -> S
 
 
 def reads_as_plain(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
-    """Stored scales in the opposite order of their columns."""
+    """Stored scales with their columns reversed."""
     plain = st.to_plain()
     if st.storage != "plain":
         plain.scale[...] = plain.scale[..., ::-1].copy()
@@ -185,7 +185,7 @@ def reads_as_plain(st: ScaledTensor, out_dtype: str = "float32", out: Any = None
 
 
 def multiplies_as_plain(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
-    """Likewise of a second operand."""
+    """The same for a second operand."""
     plain = b.to_plain()
     if b.storage != "plain":
         plain.data[...] = plain.data[..., ::-1].copy()
@@ -204,7 +204,7 @@ def multiplies(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out
     return reference.matmul(a, b, bias, out_dtype, out)
 
 
-# What kernels say of calls.
+# Results of accepts, score and plan.
 
 
 def upset(call: Any) -> str | None:
@@ -215,8 +215,8 @@ def upset_by_rows(call: Any) -> str | None:
     return {-1: None}[call.option("axis", -1)]
 
 
-def upset_by_what_is_told(call: Any) -> str | None:
-    """It reads the array itself, which `explain` need not have."""
+def upset_by_missing_values(call: Any) -> str | None:
+    """It reads the array itself, which is missing in `explain` by name."""
     return None if call.a.values[0].strides else "no strides"
 
 
@@ -233,7 +233,7 @@ def no_calls(call: Any) -> list[str]:
 
 
 def of_memory(call: Any) -> str | None:
-    """Reads the shape behind the back of dispatch, which remembers a winner by the facts asked about."""
+    """Reads the shape without a fact, so dispatch caches a winner that does not fit."""
     return None if call.values[0].shape[0] == 32 else "of 32 rows only"
 
 
@@ -347,7 +347,7 @@ FAULTS: dict[str, tuple[breccia.Kernel, str, str]] = {
         STORED,
         rf"^matmul of swizzle_128x4 storage is {BEYOND}",
     ),
-    # What kernels say of calls.
+    # Results of accepts, score and plan.
     "accepts fails": (kernel(sound, accepts=upset), ANSWERS, r"upset raised OSError: the driver is upset: cast of mxfp8 \("),
     "accepts fails for one option": (
         kernel(sound, accepts=upset_by_rows),
@@ -355,9 +355,9 @@ FAULTS: dict[str, tuple[breccia.Kernel, str, str]] = {
         r"upset_by_rows raised KeyError: -2: cast of mxfp8 \(.*\), axis=-2$",
     ),
     "accepts needs an array": (
-        kernel(sound, accepts=upset_by_what_is_told),
+        kernel(sound, accepts=upset_by_missing_values),
         ANSWERS,
-        "upset_by_what_is_told raised AttributeError: 'Described' object has no attribute 'strides'",
+        "upset_by_missing_values raised AttributeError: 'Described' object has no attribute 'strides'",
     ),
     "accepts says True": (kernel(sound, accepts=says_yes), ANSWERS, "says_yes gave True: cast of"),
     "score fails": (kernel(sound, score=upset), ANSWERS, "upset raised OSError: the driver is upset"),
@@ -385,7 +385,9 @@ FAULTS: dict[str, tuple[breccia.Kernel, str, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::breccia.PluginWarning")  # dispatch says once that a check fails; the law says it each time
+@pytest.mark.filterwarnings(
+    "ignore::breccia.PluginWarning"
+)  # dispatch warns once that a check fails; the law reports it each time
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_laws_of_kernels_report(declare: Declare, fault: str) -> None:
     faulty, sentence, message = FAULTS[fault]
@@ -394,8 +396,8 @@ def test_the_laws_of_kernels_report(declare: Declare, fault: str) -> None:
     assert re.search(message, found[sentence]), found
 
 
-def test_every_law_planted_against_here_holds_for_a_sound_kernel(declare: Declare) -> None:
-    """Of each op, for a recipe and for plain operands; else a fault might be seen that is none."""
+def test_every_law_tested_here_holds_for_a_correct_kernel(declare: Declare) -> None:
+    """For each op, with a recipe and with plain operands; otherwise a law might report a fault in correct kernels."""
     found = []
     for op in SOUND:
         served = {"other": MXFP8BlockScaling} if op == "requantize" else {"recipe": MXFP8BlockScaling}
@@ -416,7 +418,7 @@ def anything(call: Any) -> None:
     return None
 
 
-def test_two_kernels_of_a_plug_in_that_rank_the_same_are_both_named(declare: Declare) -> None:
+def test_two_kernels_of_a_plug_in_with_equal_rank_are_both_reported(declare: Declare) -> None:
     laws = declare(kernels=[kernel(sound), kernel(sound_too)])
     said = verdicts(law for law in laws if law.sentence == CHOSEN)[CHOSEN]
     way_out = "Name one with prefer=, or set one plug-in aside with BRECCIA_BLOCK=stray."
@@ -428,14 +430,14 @@ def test_two_kernels_of_a_plug_in_that_rank_the_same_are_both_named(declare: Dec
         breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
 
 
-def test_kernels_that_rank_the_same_for_one_recipe_are_found_by_it(declare: Declare) -> None:
-    """The tie is of their family; each is alone with other recipes."""
+def test_kernels_that_tie_for_one_recipe_are_found_with_that_recipe(declare: Declare) -> None:
+    """They tie for NVFP4; calls with other recipes do not find the tie."""
     laws = declare(kernels=[kernel(sound, recipe=NVFP4BlockScaling), kernel(sound_too, recipe=NVFP4BlockScaling)])
     assert "cast of nvfp4 on numpy" in verdicts(law for law in laws if law.sentence == CHOSEN)[CHOSEN]
 
 
 def test_a_kernel_for_plain_operands_has_laws(declare: Declare) -> None:
-    """A kernel of an array by MXFP8 had none, since its first operand has no recipe."""
+    """A kernel for an array by MXFP8 has laws although its first operand has no recipe."""
     laws = declare(kernels=[matmul(doubled_plus_seven)])
     ids = {law.id for law in laws if law.sentence == OF}
     assert ids == {f"kernels/stray.doubled_plus_seven.mxfp8/numpy/{OF}"}

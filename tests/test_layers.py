@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standin
-from conftest import wide
+from conftest import jax_in_rest, wide
 from products import assert_same_product
 
 import breccia
@@ -20,8 +20,7 @@ from breccia.dispatch.registry import Plugin, Registry, _installed
 
 MX, NVFP4 = breccia.MXFP8BlockScaling(), breccia.NVFP4BlockScaling()
 X, W = wide((5, 64), seed=1, exponents=2), wide((8, 64), seed=2, exponents=2)
-#: JAX compiles every op anew.
-FRAMEWORKS = ("numpy", "torch", pytest.param("jax", marks=pytest.mark.rest), "mlx")
+FRAMEWORKS = jax_in_rest(("numpy", "torch", "jax", "mlx"))
 
 
 def registry_with_standin(**environ: str) -> Registry:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import here, recipe_id, special_rows, wide
+from conftest import here, jax_in_rest, recipe_id, special_rows, wide
 
 import breccia
 from breccia import (
@@ -64,17 +64,12 @@ WHOLE = INT4Scaling(group_size=16, scale_dtype="fp32")
 X, W, B = (4, 32), (6, 32), (6,)
 
 
-def but_jax_in_the_rest(*names: str) -> list[Any]:
-    """Frameworks, of which JAX compiles every op for seconds: `make test-all` runs it."""
-    return [pytest.param(name, marks=[pytest.mark.rest] if name == "jax" else []) for name in names]
-
-
-@pytest.fixture(params=but_jax_in_the_rest(*FRAMEWORKS))
+@pytest.fixture(params=jax_in_rest(FRAMEWORKS))
 def place(request: pytest.FixtureRequest) -> Place:
     return here(request.param)
 
 
-@pytest.fixture(params=but_jax_in_the_rest(*DIFFERENTIABLE))
+@pytest.fixture(params=jax_in_rest(DIFFERENTIABLE))
 def tape(request: pytest.FixtureRequest) -> Place:
     """A framework with gradients."""
     return here(request.param)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import recipe_id
+from conftest import jax_in_rest, recipe_id
 
 import breccia
 from breccia import targets
@@ -248,7 +248,7 @@ def assert_backend_agrees(name: str, chosen: list[Vector]) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rest] if n == "jax" else []) for n in BACKENDS])
+@pytest.mark.parametrize("name", jax_in_rest(BACKENDS))
 def test_a_backend_writes_and_decodes_the_vectors(published: list[Vector], name: str) -> None:
     assert_backend_agrees(name, published[:: BACKENDS[name][3]])
 

@@ -1,4 +1,4 @@
-"""Declares a recipe under a name that core has."""
+"""Declares a recipe under a name that core uses."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ api = 1
 
 @dataclass(frozen=True)
 class Another(MXFP8BlockScaling):
-    """MXFP8 once more."""
+    """A second recipe named `mxfp8`."""
 
     name = "mxfp8"
 

@@ -1,4 +1,4 @@
-"""Imports torch in its manifest, and so in every process that uses breccia. What it declares is in order."""
+"""Imports torch in its manifest, and so in every process that uses breccia. Its declarations are valid."""
 
 import torch
 

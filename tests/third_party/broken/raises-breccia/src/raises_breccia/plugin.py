@@ -1,4 +1,4 @@
-"""Raises when it is imported: the file it reads is not there."""
+"""Raises on import: the file it reads does not exist."""
 
 from pathlib import Path
 
