@@ -62,9 +62,9 @@ def test_every_set_is_known_here() -> None:
     assert {p.name for p in SETS.iterdir()} == set(map(str, PUBLISHED)) and max(PUBLISHED) == vectors.VERSION
 
 
-def test_inputs_and_options_are_those_that_are_asked(published: list[Vector]) -> None:
+def test_inputs_and_options_match_the_generator(published: list[Vector]) -> None:
     inputs = ("input", "supplied")
-    for found, wanted in zip(published, vectors.asked(), strict=True):
+    for found, wanted in zip(published, vectors.inputs(), strict=True):
         options = ("recipe", "edge", "dtype", "axis", "rounding", "seed", "shape")
         assert [getattr(found, name) for name in options] == [getattr(wanted, name) for name in options]
         for name in inputs:
@@ -72,8 +72,8 @@ def test_inputs_and_options_are_those_that_are_asked(published: list[Vector]) ->
             assert (a is None) == (b is None) and (a is None or np.array_equal(a, b)), name_of(found)
 
 
-def assert_answered(v: Vector) -> None:
-    again = vectors.answered(Vector(**{f.name: getattr(v, f.name) for f in fields(v) if f.name not in PARTS[2:]}))
+def assert_has_the_oracles_results(v: Vector) -> None:
+    again = vectors.with_results(Vector(**{f.name: getattr(v, f.name) for f in fields(v) if f.name not in PARTS[2:]}))
     assert parts_of(again) == parts_of(v), name_of(v)
 
 
@@ -82,13 +82,13 @@ def test_a_sample_is_what_the_oracle_answers(published: list[Vector]) -> None:
     sample = published[::11]
     assert {v.recipe for v in sample} == {v.recipe for v in published} and {v.edge for v in sample} == set(vectors.EDGES)
     for v in sample:
-        assert_answered(v)
+        assert_has_the_oracles_results(v)
 
 
 @pytest.mark.slow
 def test_all_are_what_the_oracle_answers(published: list[Vector]) -> None:
     for v in published:
-        assert_answered(v)
+        assert_has_the_oracles_results(v)
 
 
 def test_the_files_follow_from_the_vectors(published: list[Vector]) -> None:
@@ -352,7 +352,7 @@ def test_reading_refuses_a_file_that_was_changed(tmp_path: Path) -> None:
     raw = bytearray((folder / vectors.BYTES).read_bytes())
     raw[5000] ^= 1
     (folder / vectors.BYTES).write_bytes(raw)
-    with pytest.raises(breccia.CorruptFileError, match="vectors.bin is not the file index.json was written with; fetch") as e:
+    with pytest.raises(breccia.CorruptFileError, match="vectors.bin does not match its hash in index.json; fetch") as e:
         vectors.read(folder)
     assert e.value.found == {"file": "vectors.bin"}
 
@@ -361,9 +361,7 @@ def test_writing_never_changes_a_set(tmp_path: Path, published: list[Vector]) ->
     made = vectors.files(published[:3])
     assert vectors.write(tmp_path, made) == tmp_path / "1" and vectors.write(tmp_path, made)  # the same bytes again
     other = vectors.files(published[:4])
-    with pytest.raises(
-        FileExistsError, match="vectors.bin holds other bytes than .* A published set never changes: give VERSION"
-    ):
+    with pytest.raises(FileExistsError, match="vectors.bin differs from what .* A published set never changes: set VERSION"):
         vectors.write(tmp_path, other)
     assert {p.name: p.read_bytes() for p in (tmp_path / "1").iterdir()} == made
 
@@ -371,11 +369,11 @@ def test_writing_never_changes_a_set(tmp_path: Path, published: list[Vector]) ->
 def test_the_kit_writes_them_on_request(
     tmp_path: Path, published: list[Vector], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vectors, "asked", lambda: iter(published[:2]))
+    monkeypatch.setattr(vectors, "inputs", lambda: iter(published[:2]))
     monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
     program.main()
     assert capsys.readouterr().out == f"{tmp_path / '1'}\n"
     assert [parts_of(v) for v in vectors.read(tmp_path / "1")] == [parts_of(v) for v in published[:2]]
     (tmp_path / "1" / vectors.TEXT).write_text("mine")
-    with pytest.raises(SystemExit, match=r"error: .*index.txt holds other bytes"):
+    with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):
         program.main()
