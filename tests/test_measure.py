@@ -299,7 +299,7 @@ def test_fail_under_holds_for_what_cannot_be_measured(after: Any, why: str, tmp_
 
 def test_fail_under_refuses_nan(pair: tuple[Path, Path], run: Run) -> None:
     code, out, err = run("compare", *pair, "--fail-under", "nan")
-    assert (code, out) == (2, "") and "--fail-under takes a number of dB; NaN is below none." in err
+    assert (code, out) == (2, "") and "--fail-under takes a number of dB; got NaN." in err
 
 
 def test_fail_under_holds_for_nan(tmp_path: Path, run: Run) -> None:

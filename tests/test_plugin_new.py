@@ -132,8 +132,8 @@ def test_a_name_that_cannot_be_one_is_refused(name: str, tmp_path: Path) -> None
     with pytest.raises(OptionError) as refused:
         write_plugin(name, tmp_path)
     assert str(refused.value) == (
-        "a plug-in's name has small letters a-z, digits and single underscores between them, as in 'acme' or 'acme_npu'; got "
-        f"{name!r}."
+        "a plug-in's name has lowercase letters a-z, digits and single underscores between them, such as 'acme' or "
+        f"'acme_npu'; got {name!r}."
     )
     assert list(tmp_path.iterdir()) == []
 
