@@ -97,7 +97,7 @@ def compilations() -> Iterator[list[str]]:
 # -- trees -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:
+def test_a_scaled_tensor_is_a_pytree_of_its_components(recipe: breccia.ScalingRecipe) -> None:
     st = jax.tree.map(jnp.asarray, breccia.cast(X, recipe))
     leaves, structure = jax.tree.flatten({"w": st, "b": jnp.ones(2)})
     assert len(leaves) == len(components(st)) + 1
@@ -413,7 +413,7 @@ def test_recomputed_functions_have_the_same_gradients() -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @each_kind
-def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(kind: breccia.ScalingRecipe, dtype: Any) -> None:
+def test_cast_ste_returns_the_round_trip_and_passes_gradients_unchanged(kind: breccia.ScalingRecipe, dtype: Any) -> None:
     x = jnp.asarray(wide((6, 70), seed=3, exponents=2)).astype(dtype)
     y, back = jax.vjp(lambda x: breccia.cast_ste(x, kind), x)
     assert same(y, breccia.dequantize(breccia.cast(x, kind), out_dtype=dtype))
@@ -422,7 +422,7 @@ def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(kind: brecc
     assert same(jax.jvp(lambda x: breccia.cast_ste(x, kind), (x,), (upstream,))[1], upstream)
 
 
-def test_the_clipped_gradient_is_zero_outside_the_bounds_alone() -> None:
+def test_the_clipped_gradient_is_zero_only_outside_the_bounds() -> None:
     x = jnp.array([[-500.0, -448.0, -1.0, 0.0, 1.0, 448.0, 449.0, jnp.nan]])
     _, back = jax.vjp(lambda x: breccia.cast_ste_clipped(x, CURRENT), x)
     assert back(jnp.full_like(x, 3.0))[0].tolist() == [[0.0, 3.0, 3.0, 3.0, 3.0, 3.0, 0.0, 0.0]]
@@ -440,7 +440,7 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
 
 @pytest.mark.rest
 @each_kind
-def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(kind: breccia.ScalingRecipe) -> None:
+def test_gradients_are_clipped_where_the_cast_saturates(kind: breccia.ScalingRecipe) -> None:
     """The ends are decoded by NumPy from a tensor of the one code; elements below 2^-126 count as zero, as in the cast."""
     recipe = kind
     st = breccia.cast(X, recipe)
@@ -674,7 +674,7 @@ FLOATS = "cast takes float32, float16, bfloat16; got "
         ("float8_e4m3fn", FLOATS + r"float8_e4m3fn\. Convert it first"),
     ],
 )
-def test_what_cannot_be_cast_is_named_with_the_way_out(dtype: str, message: str) -> None:
+def test_inputs_that_cannot_be_cast_are_named_with_a_remedy(dtype: str, message: str) -> None:
     x = jnp.asarray(ONES).astype(dtype)
     for verb in (breccia.cast, breccia.cast_ste, breccia.cast_ste_clipped):
         with pytest.raises(breccia.UnsupportedError, match=message):

@@ -113,7 +113,7 @@ def test_every_op_reaches_the_kernels_of_its_primitives(framework: str, reached:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_kernel_with_the_better_score_wins_for_few_rows_and_only_there(framework: str, reached: Any) -> None:
+def test_a_kernel_with_a_better_score_for_few_rows_wins_only_for_few_rows(framework: str, reached: Any) -> None:
     weight = breccia.cast(array(W, framework), MX)
     for rows in (1, 2, 15, 16):
         reached(lambda rows=rows: breccia.matmul(array(wide((rows, 64)), framework), weight.mT), matmul_of_few=1)
@@ -121,7 +121,7 @@ def test_a_kernel_with_the_better_score_wins_for_few_rows_and_only_there(framewo
         reached(lambda rows=rows: breccia.matmul(array(wide((rows, 64)), framework), weight.mT), matmul=1)
 
 
-def test_explain_names_what_will_run(registered: bool) -> None:
+def test_explain_names_the_kernel_that_runs(registered: bool) -> None:
     found = breccia.explain("cast_matmul", X, MX, breccia.cast(W, MX).mT)
     if registered:
         assert found.running == "composite.cast_matmul (standin.numpy.cast, standin.numpy.matmul.pair.few)"
@@ -135,7 +135,7 @@ def test_explain_names_what_will_run(registered: bool) -> None:
 # -- torch: gradients, layers, graphs --------------------------------------------------------------------------------
 
 
-def test_torch_layers_multiply_what_they_cast_with_and_without_gradients(reached: Any) -> None:
+def test_torch_layers_use_the_kernels_with_and_without_gradients(reached: Any) -> None:
     torch = pytest.importorskip("torch")
     nn = pytest.importorskip("breccia_torch").nn
     plain = torch.nn.Linear(64, 8)
@@ -163,7 +163,7 @@ def test_torch_layers_multiply_what_they_cast_with_and_without_gradients(reached
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11's own
 @pytest.mark.parametrize("backend", ["aot_eager"])
-def test_compiled_graphs_reach_them_forward_and_backward(reached: Any, backend: str) -> None:
+def test_compiled_torch_graphs_use_the_kernels_forward_and_backward(reached: Any, backend: str) -> None:
     torch = pytest.importorskip("torch")
     breccia_torch = pytest.importorskip("breccia_torch")
     breccia_torch.enable_compile()
@@ -196,7 +196,7 @@ def test_compiled_graphs_reach_them_forward_and_backward(reached: Any, backend: 
     torch._dynamo.reset()
 
 
-def test_models_are_quantized_saved_and_loaded_by_them(reached: Any, tmp_path: Path) -> None:
+def test_quantizing_saving_and_loading_models_uses_the_kernels(reached: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     breccia_torch = pytest.importorskip("breccia_torch")
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
@@ -213,7 +213,7 @@ def test_models_are_quantized_saved_and_loaded_by_them(reached: Any, tmp_path: P
 
 
 @pytest.mark.rest
-def test_jax_reaches_them_inside_jit_and_in_gradients(reached: Any) -> None:
+def test_jax_uses_the_kernels_inside_jit_and_in_gradients(reached: Any) -> None:
     jax = pytest.importorskip("jax")
     x, weight = array(X, "jax"), breccia.cast(array(W, "jax"), MX)
     wide_weight = host(breccia.dequantize(weight))
@@ -233,7 +233,7 @@ def test_jax_reaches_them_inside_jit_and_in_gradients(reached: Any) -> None:
     reached(lambda: breccia_jax.dequantize(tree), dequantize=1)
 
 
-def test_mlx_layers_and_gradients_reach_them(reached: Any) -> None:
+def test_mlx_layers_and_gradients_use_the_kernels(reached: Any) -> None:
     mx = pytest.importorskip("mlx.core")
     nn = pytest.importorskip("mlx.nn")
     breccia_mlx = pytest.importorskip("breccia_mlx")
@@ -250,7 +250,7 @@ def test_mlx_layers_and_gradients_reach_them(reached: Any) -> None:
 # -- bridges ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_converter_casts_with_them(reached: Any, tmp_path: Path) -> None:
+def test_the_converter_uses_the_cast_kernel(reached: Any, tmp_path: Path) -> None:
     bridges = pytest.importorskip("breccia_bridges") and breccia.bridges
     source = tmp_path / "in.safetensors"
     bridges.save_safetensors({"w": W}, source)

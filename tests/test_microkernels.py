@@ -72,7 +72,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
-def test_steps_of_somebody_else_are_called_and_change_no_byte(recipe: ScalingRecipe) -> None:
+def test_microkernels_of_a_plug_in_are_called_and_change_no_byte(recipe: ScalingRecipe) -> None:
     planted = Planted()
     for x in (wide((9, 2048), seed=1, exponents=3), special_rows(608)):
         found, expected = kernels.cast(x, recipe, microkernels=planted.microkernels), reference.cast(x, recipe)
@@ -93,7 +93,7 @@ class LowFloats(Float8BlockScaling):
         return Format(low, (Level(F32, (1, 16)),))
 
 
-def test_every_form_of_codes_is_offered_to_the_steps() -> None:
+def test_microkernels_are_requested_for_every_kind_of_codes() -> None:
     for recipe, form in (
         (MXFP6BlockScaling(), FloatCodes),
         (LowFloats(), FloatCodes),
@@ -110,7 +110,7 @@ def test_every_form_of_codes_is_offered_to_the_steps() -> None:
         assert planted.calls["amax"] > 0
 
 
-def test_steps_write_into_unsigned_bytes_in_one_row_also_where_codes_are_signed() -> None:
+def test_microkernels_write_signed_codes_into_one_row_of_unsigned_bytes() -> None:
     for recipe in (MXINT8BlockScaling(), INT8Scaling()):
         element = recipe.format.element
         rows: list[tuple[str, int, bool]] = []

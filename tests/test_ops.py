@@ -212,30 +212,30 @@ def assert_pair(framework: str, recipe: ScalingRecipe, shape: tuple[int, ...], *
 
 
 @pytest.mark.parametrize(("framework", "recipe"), everywhere(*PAIRED))
-def test_a_pair_is_what_the_oracle_casts_along_either_axis(framework: str, recipe: ScalingRecipe) -> None:
+def test_cast_pair_matches_the_oracle_along_both_axes(framework: str, recipe: ScalingRecipe) -> None:
     assert_pair(framework, recipe, UNEVEN)
 
 
 @pytest.mark.parametrize(("framework", "recipe"), everywhere(*PAIRED[:3], fast_on_jax=0))
-def test_a_pair_rounds_stochastically_by_the_index_of_each_ones_order(framework: str, recipe: ScalingRecipe) -> None:
+def test_a_stochastic_cast_pair_counts_elements_in_the_order_of_each_result(framework: str, recipe: ScalingRecipe) -> None:
     assert_pair(framework, recipe, UNEVEN, rounding="stochastic", seed=2**63 + 5)
 
 
 @pytest.mark.parametrize("framework", [*EAGER, pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", PAIRED, ids=recipe_id)
-def test_a_pair_of_three_axes_turns_the_last_two(framework: str, recipe: ScalingRecipe) -> None:
+def test_cast_pair_of_three_axes_swaps_the_last_two(framework: str, recipe: ScalingRecipe) -> None:
     assert_pair(framework, recipe, (2, 5, 12))
 
 
 @pytest.mark.parametrize("framework", EAGER)
-def test_a_pair_of_any_dtype_and_of_nothing_is_both_casts(framework: str) -> None:
+def test_cast_pair_of_any_dtype_or_an_empty_array_equals_both_casts(framework: str) -> None:
     place, x = here(framework), wide((6, 40), seed=2, exponents=2)
     for array in (narrow(place, x.astype(np.float16), "float16"), place.array(x[:0]), place.array(x[:, :0]), place.array(x).T):
         for st, axis in zip(breccia.cast_pair(array, MXFP8), (-1, -2), strict=True):
             assert bytes_equal(st, breccia.cast(array, MXFP8, axis=axis))
 
 
-def test_a_pair_refuses_what_both_casts_refuse(place: Place) -> None:
+def test_cast_pair_refuses_what_cast_refuses(place: Place) -> None:
     bad = wide((4, 32), seed=3)
     bad[1, 5] = np.nan
     with pytest.raises(breccia.NonFiniteError, match=r"^cast\(nonfinite='raise'\): x holds NaN or Inf\. "):
@@ -251,7 +251,7 @@ def test_a_pair_refuses_what_both_casts_refuse(place: Place) -> None:
 
 
 @pytest.mark.parametrize("framework", EAGER)
-def test_a_pair_of_transposes_is_the_pair_turned_round(framework: str) -> None:
+def test_cast_pair_of_a_transpose_is_the_swapped_pair(framework: str) -> None:
     """Of a recipe whose blocks are squares, so that both have the blocks of the other."""
     place = here(framework)
     x = wide((16, 16), seed=4, exponents=2)
@@ -315,7 +315,7 @@ def test_a_bias_is_added_to_every_matrix_of_a_batch(place: Place) -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("out_dtype", ["float32", "float16"])
-def test_a_product_with_a_bias_is_written_where_it_is_asked_for(framework: str, out_dtype: str) -> None:
+def test_a_product_with_a_bias_is_written_into_out(framework: str, out_dtype: str) -> None:
     place, x, w, bias = here(framework), numbers(X), steps(W, seed=1), numbers(B, seed=2)
     weight = breccia.cast(place.array(w), WHOLE)
     out = narrow(place, np.zeros((4, 6)), out_dtype)
@@ -323,7 +323,7 @@ def test_a_product_with_a_bias_is_written_where_it_is_asked_for(framework: str, 
     assert np.array_equal(place.words(out), rounded(x @ np.rint(w).T + bias, out_dtype))
 
 
-def test_kernels_are_chosen_with_the_bias_in_mind_and_can_be_named(place: Place) -> None:
+def test_kernel_selection_considers_the_bias_and_prefer_names_a_kernel(place: Place) -> None:
     x, w, bias = numbers(X), steps(W, seed=1), numbers(B, seed=2)
     weight = breccia.cast(place.array(w), WHOLE)
     for prefer in ("reference.matmul", "composite.matmul"):
@@ -358,7 +358,7 @@ def test_a_bias_that_does_not_fit_is_refused_by_name(place: Place) -> None:
             verb(here(other).array(np.zeros(B, np.float32)))
 
 
-def test_a_bias_is_an_array_and_no_scaled_tensor(place: Place) -> None:
+def test_a_bias_that_is_a_scaled_tensor_is_refused(place: Place) -> None:
     x, w = place.array(numbers(X)), breccia.cast(place.array(steps(W)), WHOLE)
     bias = breccia.cast(place.array(np.ones(B, np.float32)), Float8CurrentScaling())
     for verb in (lambda: breccia.matmul(x, w.mT, bias=bias), lambda: breccia.cast_matmul(x, WHOLE, w.mT, bias=bias)):
@@ -379,7 +379,7 @@ def test_a_bias_on_another_device_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("framework", "dtype"), everywhere("float16", "float32", "bfloat16"))
-def test_a_product_of_what_is_cast_is_the_product_of_the_cast(framework: str, dtype: str) -> None:
+def test_cast_matmul_equals_matmul_of_the_cast(framework: str, dtype: str) -> None:
     """Bit for bit, with a bias and without, in every dtype: whole numbers after the cast, so no order of summation matters."""
     place, _ = here(framework), numpys(dtype)
     x, w, bias = steps(X, seed=14), steps(W, seed=15), numbers(B, seed=16)
@@ -398,7 +398,7 @@ def test_a_product_of_what_is_cast_is_the_product_of_the_cast(framework: str, dt
 @pytest.mark.parametrize(
     ("framework", "recipe"), everywhere(NVFP4, MXFP8, Float8BlockScaling(block_k=16), NF4Scaling(), fast_on_jax=0)
 )
-def test_a_product_of_what_is_cast_keeps_the_bound(framework: str, recipe: ScalingRecipe) -> None:
+def test_cast_matmul_stays_within_the_error_bound(framework: str, recipe: ScalingRecipe) -> None:
     place = here(framework)
     x, w, bias = wide(X, seed=18, exponents=2), wide(W, seed=19, exponents=2), wide(B, seed=20, exponents=4)
     weight = breccia.cast(place.array(w), MXFP8).mT
@@ -407,7 +407,7 @@ def test_a_product_of_what_is_cast_keeps_the_bound(framework: str, recipe: Scali
     assert not within(y, x, values(w, MXFP8).T, bias), "x itself is not what is multiplied"
 
 
-def test_the_gradients_of_a_product_of_what_is_cast(tape: Place) -> None:
+def test_the_gradients_of_cast_matmul_are_straight_through(tape: Place) -> None:
     """x: straight through its cast, upstream @ the decoded weight. bias: the sum. A plain b: the decoded x, transposed."""
     x, w, bias, upstream = steps(X, seed=21), steps(W, seed=22), numbers(B, seed=23), numbers((4, 6), seed=24)
     array = tape.array
@@ -423,7 +423,7 @@ def test_the_gradients_of_a_product_of_what_is_cast(tape: Place) -> None:
     assert np.array_equal(host(dx), upstream @ b.T) and np.array_equal(host(db), np.rint(x).T @ upstream)
 
 
-def test_the_gradient_of_x_keeps_the_bound_under_recipes_of_any_numbers(tape: Place) -> None:
+def test_the_gradient_of_x_stays_within_the_error_bound_for_any_values(tape: Place) -> None:
     x, w, upstream = wide(X, seed=26, exponents=2), wide(W, seed=27, exponents=2), numbers((4, 6), seed=28)
     weight = breccia.cast(tape.array(w), NVFP4)
     _, (dx,) = pulled(tape, lambda x: breccia.cast_matmul(x, MXFP8, weight.mT), [tape.array(x)], upstream)
@@ -431,7 +431,7 @@ def test_the_gradient_of_x_keeps_the_bound_under_recipes_of_any_numbers(tape: Pl
 
 
 @pytest.mark.parametrize(("framework", "dtype"), everywhere("bfloat16", "float16", among=DIFFERENTIABLE))
-def test_gradients_have_the_dtypes_of_what_they_are_of(framework: str, dtype: str) -> None:
+def test_gradients_have_the_dtypes_of_their_operands(framework: str, dtype: str) -> None:
     tape = here(framework)
     x, w, bias, upstream = steps(X, seed=29), steps(W, seed=30), numbers(B, seed=31), numbers((4, 6), seed=32)
     x = np.rint(x)
@@ -540,7 +540,7 @@ def ends_of(place: Place, ends: Any, dtype: Any = np.int32) -> Any:
 
 
 @pytest.mark.parametrize("which", ENDS)
-def test_each_group_is_multiplied_by_its_own_matrix(place: Place, which: str) -> None:
+def test_grouped_matmul_multiplies_each_group_by_its_matrix(place: Place, which: str) -> None:
     """Held, group by group, to FP64 products of what the oracle decodes; each operand scaled or plain."""
     ends = ENDS[which]
     a, w = wide((M, K), seed=40, exponents=2), wide((E, N, K), seed=41, exponents=2)
@@ -560,7 +560,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(place: Place, which: str) ->
 
 
 @pytest.mark.parametrize(("framework", "out_dtype"), everywhere("float16", "bfloat16", "float32"))
-def test_a_product_by_group_is_rounded_once_to_any_dtype(framework: str, out_dtype: str) -> None:
+def test_grouped_matmul_is_rounded_once_to_any_dtype(framework: str, out_dtype: str) -> None:
     place, _ = here(framework), numpys(out_dtype)
     a, w = steps((M, K), seed=42), steps((E, N, K), seed=43)
     st, weight = breccia.cast(place.array(a), WHOLE), breccia.cast(place.array(w), WHOLE)
@@ -575,14 +575,14 @@ def test_a_product_by_group_is_rounded_once_to_any_dtype(framework: str, out_dty
     [((5, 16, 1, 3), (5,)), ((5, 16, 1, 3), (2,)), ((0, 16, 2, 3), (0, 0)), ((4, 16, 0, 3), ()), ((4, 16, 2, 0), (1, 4))],
     ids=["one expert", "one expert of some rows", "no rows", "no experts", "no columns"],
 )
-def test_few_experts_and_no_rows_are_no_exception(place: Place, shape: tuple[int, ...], ends: tuple[int, ...]) -> None:
+def test_grouped_matmul_works_with_few_experts_and_no_rows(place: Place, shape: tuple[int, ...], ends: tuple[int, ...]) -> None:
     m, k, e, n = shape
     a, b = numbers((m, k)), numbers((e, k, n), seed=1)
     found = breccia.grouped_matmul(place.array(a), place.array(b), ends_of(place, ends))
     assert np.array_equal(host(found), experts(a, b, ends)) and host(found).shape == (m, n)
 
 
-def test_an_expert_that_is_not_finite_touches_its_own_rows_alone(place: Place) -> None:
+def test_a_nonfinite_expert_affects_only_its_own_rows(place: Place) -> None:
     """And rows that are not finite touch themselves; those of no group are zeros whatever they hold."""
     a, b = numbers((M, K), seed=44), numbers((E, K, N), seed=45)
     ends = (2, 4, 6, 8)
@@ -595,7 +595,7 @@ def test_an_expert_that_is_not_finite_touches_its_own_rows_alone(place: Place) -
     assert not found[8].any()
 
 
-def test_offsets_of_64_bits_are_taken_too() -> None:
+def test_64_bit_offsets_are_accepted() -> None:
     a, b = numbers((M, K), seed=46), numbers((E, K, N), seed=47)
     for place in (place for place in map(Place, EAGER) if not place.absence):
         found = breccia.grouped_matmul(place.array(a), place.array(b), ends_of(place, (2, 2, 7, 8), np.int64))
@@ -603,14 +603,14 @@ def test_offsets_of_64_bits_are_taken_too() -> None:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_a_product_by_group_is_written_where_it_is_asked_for(framework: str) -> None:
+def test_grouped_matmul_is_written_into_out(framework: str) -> None:
     place, a, b = here(framework), numbers((M, K), seed=48), numbers((E, K, N), seed=49)
     out = narrow(place, np.ones((M, N)), "float16")
     assert breccia.grouped_matmul(place.array(a), place.array(b), ends_of(place, (1, 1, 5, 6)), "float16", out=out) is out
     assert np.array_equal(place.words(out), rounded(experts(a, b, (1, 1, 5, 6)).astype(np.float32), "float16"))
 
 
-def test_operands_that_are_no_groups_are_refused_by_name(place: Place) -> None:
+def test_operands_that_do_not_fit_grouped_matmul_are_refused_by_name(place: Place) -> None:
     a, b = place.array(numbers((M, K))), place.array(numbers((E, K, N)))
     ends = ends_of(place, (2, 2, 7, 8))
 
@@ -661,7 +661,7 @@ def test_blocks_taller_than_a_row_cannot_be_cut_into_groups(framework: str) -> N
 
 @pytest.mark.rest
 @pytest.mark.parametrize("ends", [(2, 2, 7, 9), (1, 1, 5, 6)], ids=str)
-def test_the_gradients_of_a_product_by_group(tape: Place, ends: tuple[int, ...]) -> None:
+def test_the_gradients_of_grouped_matmul_are_per_group(tape: Place, ends: tuple[int, ...]) -> None:
     """a: each row's by its own matrix; b: of each matrix, over the rows of its group. Rows of no group have none."""
     a, w, upstream = numbers((M, K), seed=50), steps((E, N, K), seed=51), numbers((M, N), seed=52)
     q = np.rint(w).swapaxes(-1, -2)
@@ -681,7 +681,7 @@ def test_the_gradients_of_a_product_by_group(tape: Place, ends: tuple[int, ...])
     assert np.array_equal(host(db), np.stack([rows[start:end].T @ upstream[start:end] for start, end in bounds]))
 
 
-def test_an_infinite_gradient_of_one_group_is_not_another_ones(tape: Place) -> None:
+def test_an_infinite_gradient_stays_within_its_group(tape: Place) -> None:
     a, b, upstream = numbers((M, K), seed=54), numbers((E, K, N), seed=55), numbers((M, N), seed=56)
     ends = (2, 4, 6, 8)
     offsets = ends_of(tape, ends)
@@ -693,7 +693,7 @@ def test_an_infinite_gradient_of_one_group_is_not_another_ones(tape: Place) -> N
     assert np.array_equal(host(db)[[0, 2, 3]], expected[[0, 2, 3]])
 
 
-def test_jax_traces_offsets_and_compiles_once_for_all() -> None:
+def test_jax_traces_offsets_and_compiles_once() -> None:
     place = here("jax")
     import jax
 
@@ -836,7 +836,7 @@ SAVING = ("matmul", "cast_matmul", "grouped_matmul")
 
 
 @pytest.mark.parametrize("name", SAVING)
-def test_what_is_kept_for_the_backward_pass_are_codes(name: str) -> None:
+def test_no_decoded_weight_is_saved_for_the_backward_pass(name: str) -> None:
     """Hooks see every tensor: the operands as they are, and no weight of 32, nor of 16, bits."""
     torch = pytest.importorskip("torch")
     kept: list[Any] = []
@@ -857,7 +857,7 @@ def test_what_is_kept_for_the_backward_pass_are_codes(name: str) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", SAVING)
-def test_memory_of_a_weight_is_free_between_the_passes_where_a_hook_keeps_a_copy(name: str) -> None:
+def test_the_weight_is_freed_between_the_passes_if_a_hook_saves_a_copy(name: str) -> None:
     """Nothing else holds the weight after the forward pass; and gradients are those of the copy."""
     torch = pytest.importorskip("torch")
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -874,7 +874,7 @@ def test_memory_of_a_weight_is_free_between_the_passes_where_a_hook_keeps_a_copy
 
 
 @pytest.mark.parametrize("name", SAVING)
-def test_codes_that_change_before_the_backward_pass_are_noticed(name: str) -> None:
+def test_codes_changed_before_the_backward_pass_raise(name: str) -> None:
     torch = pytest.importorskip("torch")
     for part in ("data", "scale"):
         _, y, st = backward_cases()[name]()
@@ -886,7 +886,7 @@ def test_codes_that_change_before_the_backward_pass_are_noticed(name: str) -> No
     assert np.array_equal(host(found), weight_gradient(name, np.ones((4, 6))))
 
 
-def test_the_bias_of_a_frozen_layer_trains_and_keeps_nothing() -> None:
+def test_the_bias_of_a_frozen_layer_trains_without_saved_tensors() -> None:
     """Where the bias alone needs a gradient, neither the input nor the weight does for it. The sum is rounded once."""
     torch = pytest.importorskip("torch")
     place, x, w = here("torch"), np.abs(steps(X, 84)), np.abs(steps(W, 85))
@@ -915,7 +915,7 @@ def test_the_bias_of_a_frozen_layer_trains_and_keeps_nothing() -> None:
 
 
 @pytest.mark.rest
-def test_the_new_operators_keep_the_rules_of_torch() -> None:
+def test_the_torch_operators_of_products_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()
     recipe = NF4Scaling(block_size=16)  # no float8, on which torch's own checks cannot compute
@@ -973,7 +973,7 @@ def judged_sense(name: str, sense: str) -> tuple[oracle.Written, np.ndarray]:
 
 @pytest.mark.parametrize("sense", ["amax", "divisor"])
 @pytest.mark.parametrize("which", tensors_of_every_size())
-def test_a_tensor_scale_of_another_sense_is_written_and_read_as_the_oracle_says(place: Place, sense: str, which: str) -> None:
+def test_a_global_scale_of_another_convention_matches_the_oracle(place: Place, sense: str, which: str) -> None:
     recipe = NVFP4BlockScaling(global_sense=sense)
     written, decoded = judged_sense(which, sense)
     st = breccia.cast(place.array(tensors_of_every_size()[which]), recipe)
@@ -981,7 +981,7 @@ def test_a_tensor_scale_of_another_sense_is_written_and_read_as_the_oracle_says(
     expect_numbers("decoded", place, breccia.dequantize(st), decoded)
 
 
-def test_the_senses_are_one_scale_told_in_three_ways() -> None:
+def test_the_three_scale_conventions_store_the_same_scale() -> None:
     """A block of 6 times a power of two, under amax 6 * 2^4: the scale is 96 / 2688, and numbers are kept in all three."""
     x = (6 * 2.0 ** np.arange(-2, 5, dtype=np.float32)).repeat(16).reshape(7, 16)
     stored = {s: float(breccia.cast(x, NVFP4BlockScaling(global_sense=s)).global_scale) for s in SENSES}
@@ -991,7 +991,7 @@ def test_the_senses_are_one_scale_told_in_three_ways() -> None:
 
 
 @pytest.mark.parametrize("sense", SENSES)
-def test_a_sense_makes_the_trip_through_json(sense: str) -> None:
+def test_a_scale_convention_round_trips_through_json(sense: str) -> None:
     recipe = NVFP4BlockScaling(global_sense=sense)
     again = ScalingRecipe.from_json(recipe.to_json())
     assert again == recipe and again.global_sense == sense and pickle.loads(pickle.dumps(recipe)) == recipe
@@ -1000,7 +1000,7 @@ def test_a_sense_makes_the_trip_through_json(sense: str) -> None:
     assert (recipe.fingerprint() == NVFP4.fingerprint()) == (sense == "multiplier")
 
 
-def test_the_default_sense_changes_no_byte_of_files_and_digests() -> None:
+def test_the_default_scale_convention_changes_no_byte_of_files_and_digests() -> None:
     """The JSON and fingerprints are those from before the field was added."""
     assert NVFP4.to_json() == (
         '{"fields":{"block_size":16,"fp4_format":"E2M1","scale_format":"E4M3","two_level":true},"name":"nvfp4"}'
@@ -1011,7 +1011,7 @@ def test_the_default_sense_changes_no_byte_of_files_and_digests() -> None:
     assert NVFP4.format.fingerprint() == "250418f63e626686749aaf082b7acff9bb7362f01beffcea85c643d0785a789e"
 
 
-def test_senses_that_cannot_be_are_refused_by_name() -> None:
+def test_invalid_scale_conventions_are_refused_by_name() -> None:
     for sense in ("amax", "divisor"):
         with pytest.raises(RecipeError) as e:
             NVFP4BlockScaling(two_level=False, global_sense=sense)
@@ -1024,7 +1024,7 @@ def test_senses_that_cannot_be_are_refused_by_name() -> None:
         assert str(e.value) == f"global_sense must be one of 'multiplier', 'divisor', 'amax', got {sense!r}"
 
 
-def test_a_kernel_for_nvfp4_is_asked_about_every_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_nvfp4_is_asked_about_every_scale_convention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     npu = ModuleType("sense_npu")
     vars(npu).update(
@@ -1075,7 +1075,7 @@ def history_of(place: Place, count: int, length: int) -> Any:
 
 @pytest.mark.parametrize("length", [40, 64], ids=["full", "filling"])
 @pytest.mark.parametrize("framework", EAGER)
-def test_an_update_says_as_many_words_of_a_long_history_as_of_a_short_one(
+def test_updating_a_long_history_calls_as_many_primitives_as_a_short_one(
     framework: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = here(framework)
@@ -1110,7 +1110,7 @@ def test_torch_runs_as_many_operators_for_a_long_history_as_for_a_short_one() ->
     assert found[0] == found[1] > 0
 
 
-def test_a_history_is_an_array_oldest_first_and_no_longer_than_it_may_be(place: Place) -> None:
+def test_a_history_is_an_array_ordered_oldest_first_with_bounded_length(place: Place) -> None:
     found = breccia.AmaxHistory(DelayedScaling(amax_history_len=3))
     seen: list[float] = []
     for largest in (3.0, 448.0, 0.0, 7.0, 896.0, 1.0):

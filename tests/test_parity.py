@@ -123,7 +123,7 @@ def test_mixed_frameworks_are_refused_by_name() -> None:
         breccia.cast(X, breccia.Float8CurrentScaling(), scale=torch.tensor(1.0))
 
 
-def test_jax_cannot_raise_on_traced_values_and_says_so() -> None:
+def test_nonfinite_raise_on_traced_jax_values_is_refused() -> None:
     jax = pytest.importorskip("jax")
     cast = jax.jit(lambda x: breccia.cast(x, breccia.MXFP8BlockScaling(), nonfinite="raise").data)
     with pytest.raises(breccia.UnsupportedError, match="reads values, which a traced .* nonfinite='propagate'"):
@@ -146,7 +146,7 @@ def quotients() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
-def test_division_is_ieee_also_by_scalars_and_broadcasts(framework: str) -> None:
+def test_division_by_scalars_and_broadcasts_is_ieee(framework: str) -> None:
     """A law of Ops: what NumPy divides, every vocabulary divides, under jit too."""
     convert = converter(framework)
     a, b = quotients()

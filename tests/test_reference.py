@@ -105,7 +105,7 @@ def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: b
 
 
 @pytest.mark.parametrize("sense", ["divisor", "amax"])
-def test_other_senses_of_a_scale_decode_as_the_oracle_decodes_them(sense: str) -> None:
+def test_other_scale_conventions_decode_as_the_oracle_decodes_them(sense: str) -> None:
     from dataclasses import dataclass
 
     from breccia.codecs import E2M1, E4M3, F32

@@ -106,7 +106,7 @@ def test_the_vendors_kernel_says_why_it_does_not_run(acme: Path, tmp_path: Path)
     assert " -> " in out and "acme_breccia/npu.py:" in out
 
 
-def test_the_vendors_kernel_runs_where_its_driver_is(acme: Path, tmp_path: Path) -> None:
+def test_the_vendors_kernel_runs_if_its_driver_is_installed(acme: Path, tmp_path: Path) -> None:
     """A driver that counts: what the kernel hands over reaches it, and what it gives comes back."""
     driver = "from breccia.kernels import reference\ncalls = []\n"
     driver += "def cast(x, recipe, options):\n    calls.append(tuple(x.shape))\n    return reference.cast(x, recipe, options)\n"
@@ -142,7 +142,7 @@ def test_each_broken_plug_in_is_named_with_what_is_wrong(acme: Path, broken: Pat
     assert {p["name"]: p["status"] for p in found if p["name"] in BROKEN} == {name: BROKEN[name][0] for name in BROKEN}
 
 
-def test_doctor_calls_a_plug_in_that_is_set_aside_a_problem_and_a_heavy_one_a_note(broken: Path, tmp_path: Path) -> None:
+def test_doctor_reports_a_plug_in_set_aside_as_a_problem_and_a_heavy_import_as_a_note(broken: Path, tmp_path: Path) -> None:
     out = python("-W", "ignore", "-m", "breccia", "doctor", "--json", path=[broken], cwd=tmp_path, code=1)
     found = {line["subject"]: line for line in json.loads(out) if line["section"] == "plug-ins"}
     assert {name: found[name]["status"] for name in BROKEN} == dict.fromkeys(BROKEN, "problem") | {"heavy": "note"}
@@ -151,7 +151,7 @@ def test_doctor_calls_a_plug_in_that_is_set_aside_a_problem_and_a_heavy_one_a_no
     assert found["raises"]["remedy"] == "pip install --upgrade raises-breccia, or pip uninstall it"
 
 
-def test_each_broken_plug_in_is_warned_of_once(broken: Path, tmp_path: Path) -> None:
+def test_each_broken_plug_in_causes_one_warning(broken: Path, tmp_path: Path) -> None:
     script = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:

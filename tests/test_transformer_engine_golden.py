@@ -46,7 +46,7 @@ def cast(x: np.ndarray, recipe: breccia.ScalingRecipe) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_scales_and_codes_are_theirs_but_where_they_use_fp32_subnormals(
+def test_scales_and_codes_match_transformer_engine_except_for_fp32_subnormals(
     recorded: dict[str, np.ndarray], case: str, dtype: str, quantizer: str
 ) -> None:
     x, their_codes, their_scale = read(recorded, case, dtype, quantizer)
@@ -63,7 +63,7 @@ def test_scales_and_codes_are_theirs_but_where_they_use_fp32_subnormals(
         assert normal.all() and np.array_equal(codes, their_codes)
 
 
-def test_the_recording_has_what_differs_too(recorded: dict[str, np.ndarray]) -> None:
+def test_the_recording_includes_the_differing_cases(recorded: dict[str, np.ndarray]) -> None:
     """So the exceptions above are reached: subnormal scales, and subnormal input under a normal scale."""
     scales = inputs = 0
     for case in ("edge", "rowwide"):
@@ -78,7 +78,7 @@ def test_the_recording_has_what_differs_too(recorded: dict[str, np.ndarray]) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_default_rule_is_another_and_differs_in_the_last_bit(recorded: dict[str, np.ndarray], dtype: str) -> None:
+def test_the_default_rule_differs_from_te_in_the_last_bit(recorded: dict[str, np.ndarray], dtype: str) -> None:
     """Why "te" has a name of its own: amax / 448 against 1 / (448 / amax), each division rounded once.
 
     The two lie within 3 units in the last place of each other: the quotient 448 / amax is off by at most 2^-24 of itself, its

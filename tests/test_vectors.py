@@ -77,7 +77,7 @@ def assert_has_the_oracles_results(v: Vector) -> None:
     assert parts_of(again) == parts_of(v), name_of(v)
 
 
-def test_a_sample_is_what_the_oracle_answers(published: list[Vector]) -> None:
+def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
     """Every eleventh: each recipe and each edge is among them."""
     sample = published[::11]
     assert {v.recipe for v in sample} == {v.recipe for v in published} and {v.edge for v in sample} == set(vectors.EDGES)
@@ -86,7 +86,7 @@ def test_a_sample_is_what_the_oracle_answers(published: list[Vector]) -> None:
 
 
 @pytest.mark.slow
-def test_all_are_what_the_oracle_answers(published: list[Vector]) -> None:
+def test_all_vectors_match_the_oracle(published: list[Vector]) -> None:
     for v in published:
         assert_has_the_oracles_results(v)
 
@@ -96,7 +96,7 @@ def test_the_files_follow_from_the_vectors(published: list[Vector]) -> None:
         assert raw == (FOLDER / name).read_bytes(), name
 
 
-def test_the_text_says_what_the_json_says() -> None:
+def test_the_text_index_matches_the_json_index() -> None:
     """Read as words, by the fields that docs/spec/vectors.md lists."""
     index = json.loads((FOLDER / vectors.INDEX).read_text())
     words = iter((FOLDER / vectors.TEXT).read_text().split())
@@ -121,7 +121,7 @@ def test_the_text_says_what_the_json_says() -> None:
     assert next(words, None) is None
 
 
-def test_fingerprints_of_the_index_are_those_of_its_recipes() -> None:
+def test_fingerprints_in_the_index_match_its_recipes() -> None:
     for r in json.loads((FOLDER / vectors.INDEX).read_text())["recipes"]:
         recipe = breccia.ScalingRecipe.from_json(json.dumps(r["recipe"]))
         assert (recipe.fingerprint(), recipe.format.fingerprint()) == (r["fingerprint"], r["format"]["fingerprint"])
@@ -130,7 +130,7 @@ def test_fingerprints_of_the_index_are_those_of_its_recipes() -> None:
 # -- what they reach -------------------------------------------------------------------------------------------------
 
 
-def test_every_scale_rule_that_a_recipe_takes_is_there_at_every_edge(published: list[Vector]) -> None:
+def test_every_scale_rule_of_every_recipe_is_covered_at_every_edge(published: list[Vector]) -> None:
     found = {(type(v.recipe), v.recipe.rules[-1].name, v.edge) for v in published}
     for kind in RECIPES:
         taken = {kind().rules[-1].name}
@@ -143,7 +143,7 @@ def test_every_scale_rule_that_a_recipe_takes_is_there_at_every_edge(published: 
         assert {(kind, rule, edge) for rule in taken for edge in vectors.EDGES} <= found, kind
 
 
-def test_every_codec_and_offset_is_there(published: list[Vector]) -> None:
+def test_every_codec_and_offset_is_covered(published: list[Vector]) -> None:
     """But UE4M3 and UE5M3, which no recipe of breccia declares."""
     formats = {v.recipe.format for v in published}
     scales = {breccia.codecs.E8M0, breccia.codecs.UE4M3, breccia.codecs.UE5M3}
@@ -152,7 +152,7 @@ def test_every_codec_and_offset_is_there(published: list[Vector]) -> None:
     assert {f.offset for f in formats} == {"none", "zero_point", "bias"} and any(f.global_scale for f in formats)
 
 
-def test_edges_hold_what_they_are_named_for(published: list[Vector]) -> None:
+def test_edges_contain_the_inputs_they_are_named_after(published: list[Vector]) -> None:
     """Of the default MXFP8 recipe: no edge is empty."""
     v = {v.edge: v for v in published if v.recipe == breccia.MXFP8BlockScaling()}
     magnitude = {edge: case.input & 0x7FFFFFFF for edge, case in v.items() if case.dtype == "float32"}
@@ -267,7 +267,7 @@ def test_a_supplied_scale_of_2_to_the_minus_127_is_kept(published: list[Vector],
     assert 0 in np.asarray(v.scale) and not differences(v, framework, ops, None, None)
 
 
-def test_a_wrong_bit_of_any_part_would_be_seen(published: list[Vector]) -> None:
+def test_a_wrong_bit_in_any_array_is_detected(published: list[Vector]) -> None:
     v = next(v for v in published if v.recipe == breccia.NVFP4BlockScaling() and v.edge == "ordinary")
     ops = ops_of(v.input)
     assert differences(v, "numpy", ops, None, None) == []
@@ -325,7 +325,7 @@ def test_the_c_program_finds_no_difference(checker: Path, published: list[Vector
     ],
     ids=lambda v: getattr(v, "name", v),
 )
-def test_the_c_program_sees_a_planted_wrong_byte(
+def test_the_c_program_detects_a_planted_wrong_byte(
     checker: Path, tmp_path: Path, recipe: breccia.ScalingRecipe, part: str
 ) -> None:
     index = json.loads((FOLDER / vectors.INDEX).read_text())
@@ -366,7 +366,7 @@ def test_writing_never_changes_a_set(tmp_path: Path, published: list[Vector]) ->
     assert {p.name: p.read_bytes() for p in (tmp_path / "1").iterdir()} == made
 
 
-def test_the_kit_writes_them_on_request(
+def test_the_command_writes_the_golden_vectors(
     tmp_path: Path, published: list[Vector], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(vectors, "inputs", lambda: iter(published[:2]))

@@ -178,7 +178,7 @@ def test_jax_on_cuda(way: str, kind: breccia.ScalingRecipe, parity: ModuleType) 
 # -- what is drawn, and that a difference is found --------------------------------------------------------------------
 
 
-def test_slabs_reach_what_they_are_named_after(parity: ModuleType) -> None:
+def test_slabs_contain_the_values_they_are_named_after(parity: ModuleType) -> None:
     drawn = {name: x for name, x, _ in parity.draws(MXFP8, 10 * FAST, SLAB)}
     assert {x.dtype.name for x in drawn.values()} == {"float32", "float16", "bfloat16"}
     bits = drawn["bit patterns"].view(np.uint32)
@@ -235,7 +235,7 @@ def test_one_flipped_bit_is_one_differing_byte(framework: str, parity: ModuleTyp
         assert f"astray on cpu, bit patterns: {'decoded to ' if 'float' in part else ''}{part}[0, 0], byte 0: 0x" in fault
 
 
-def test_nan_is_nan_and_no_number(parity: ModuleType) -> None:
+def test_nan_never_equals_a_number(parity: ModuleType) -> None:
     nans = np.uint32([0x7FC00000, 0xFFC00000, 0x7F800001]).view(np.float32)
     tally = parity.Tally()
     tally.add("", parity.Results({}, {"float32": nans}), parity.Results({}, {"float32": np.full(3, np.nan, np.float32)}))
@@ -256,7 +256,7 @@ def decoded_to(parity: ModuleType, *numbers: float) -> Any:
         return parity.Results({}, {"float32": y, "bfloat16": y.astype(ml_dtypes.bfloat16), "float16": y.astype(np.float16)})
 
 
-def test_zeros_in_place_of_numbers_below_the_least_normal_one_are_told_apart(parity: ModuleType) -> None:
+def test_flushed_subnormals_are_counted_separately(parity: ModuleType) -> None:
     below = np.nextafter(np.float32(2.0**-126), np.float32(0))  # to BF16 it rounds to 2^-126, which is a normal number
     exact = decoded_to(parity, 2.0**-127, -(2.0**-130), below, -below, 2.0**-149, 0.0, 2.0**-126)
     zeros = decoded_to(parity, 0.0, -0.0, 0.0, -0.0, 0.0, 0.0, 2.0**-126)
@@ -286,7 +286,7 @@ def test_subnormals_of_fp16_may_not_be_flushed(parity: ModuleType) -> None:
     assert tally.differing == 1 and not tally.flushed
 
 
-def test_a_mapped_way_is_held_to_what_each_array_alone_gives(parity: ModuleType) -> None:
+def test_a_mapped_call_is_compared_with_single_calls(parity: ModuleType) -> None:
     """Arrays cast together round at random by one counter, and have one scale for the tensor."""
     together = {"together": replace(ways_of(parity, "torch", "eager")["eager"], mapped=True)}
 
@@ -298,7 +298,7 @@ def test_a_mapped_way_is_held_to_what_each_array_alone_gives(parity: ModuleType)
     assert differing(MXFP8, "stochastic, ragged") > 0 and differing(breccia.Float8CurrentScaling(), "normal") > 0
 
 
-def test_what_is_missing_or_raises_is_no_parity(parity: ModuleType) -> None:
+def test_missing_results_and_exceptions_break_parity(parity: ModuleType) -> None:
     drawn = list(parity.draws(MXFP8, 1000, SLAB, parity.SLABS[:1]))
     written = parity.eager(MXFP8)
 

@@ -137,7 +137,7 @@ def test_codes_of_any_width_fill_whole_bytes_the_first_in_the_lowest_bits(bits: 
 
 
 @pytest.mark.parametrize("bits", [5, 7])
-def test_a_group_that_no_int32_holds_is_not_joined_in_one(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_wider_than_int32_are_not_packed_in_one_word(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault planted: groups of five and of seven bytes in one word lose their upper codes."""
     monkeypatch.setattr("breccia.kernels.reference.packing._WORD", 8)
     with pytest.raises(AssertionError, match=f"9 codes of {bits} bits"):
@@ -145,7 +145,7 @@ def test_a_group_that_no_int32_holds_is_not_joined_in_one(bits: int, monkeypatch
 
 
 @given(codec=strategies.codecs())
-def test_the_numpy_kernels_leave_widths_and_codecs_that_they_do_not_know(codec: Codec) -> None:
+def test_the_numpy_kernels_decline_unknown_widths_and_codecs(codec: Codec) -> None:
     unsigned = isinstance(codec, Minifloat) and not codec.signed
     if codec.bits not in (4, 6, 8) or unsigned:
         assert code_writer(codec) is None
@@ -213,7 +213,7 @@ def test_nvfp4_under_unsigned_scales_has_the_bytes_of_nvfp4() -> None:
         assert getattr(ours, part).tobytes() == getattr(theirs, part).tobytes()
 
 
-def test_a_supplied_unsigned_scale_that_is_no_number_is_stored_as_nan() -> None:
+def test_an_invalid_supplied_unsigned_scale_is_stored_as_nan() -> None:
     """Zero, NaN, and a byte whose unused top bit is set, which would be a negative E4M3 scale."""
     recipe = recipe_of(E2M1, Level(UE4M3, (1, 16)))
     given_codes = np.array([[0x38, 0x00, 0x7F, 0xB8]], np.uint8)
@@ -224,7 +224,7 @@ def test_a_supplied_unsigned_scale_that_is_no_number_is_stored_as_nan() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_unsigned_elements_hold_no_negative_number(place: Place) -> None:
+def test_unsigned_elements_represent_no_negative_numbers(place: Place) -> None:
     """Numbers below zero become 0, without a sign; under a supplied scale NaN and both infinities become NaN."""
     if place.absence:
         pytest.skip(place.absence)
