@@ -1,4 +1,4 @@
-"""A kernel that a plug-in registers is reached by every op, layer, converter and compiled graph, forward and backward."""
+"""Every op, layer, converter and compiled graph uses a kernel that a plug-in registers, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from breccia.dispatch.registry import Plugin, Registry, _installed
 
 MX, NVFP4 = breccia.MXFP8BlockScaling(), breccia.NVFP4BlockScaling()
 X, W = wide((5, 64), seed=1, exponents=2), wide((8, 64), seed=2, exponents=2)
-#: JAX compiles every op anew.
+#: JAX recompiles every op.
 FRAMEWORKS = ("numpy", "torch", pytest.param("jax", marks=pytest.mark.rest), "mlx")
 
 
@@ -31,7 +31,7 @@ def registry_with_standin(**environ: str) -> Registry:
 
 @pytest.fixture(params=[True, False], ids=["registered", "blocked"])
 def registered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Everything below holds with the plug-in; blocked, all works as well, and nothing of it runs."""
+    """Whether the plug-in is registered. If it is blocked, everything still works and none of its kernels runs."""
     environ = {} if request.param else {"BRECCIA_BLOCK": "standin"}
     monkeypatch.setattr(frameworks, "current", registry_with_standin(**environ))
     standin.calls.clear()
@@ -42,7 +42,7 @@ def registered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def reached(registered: bool) -> Callable[..., Any]:
-    """Call a function; the kernels named ran in it, and no other of the plug-in. JAX may trace a function more than once."""
+    """Call a function and assert that exactly these kernels of the plug-in ran. JAX may trace a function more than once."""
 
     def check(function: Callable[[], Any], **expected: int) -> Any:
         standin.calls.clear()

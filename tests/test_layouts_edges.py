@@ -1,4 +1,4 @@
-"""Layouts and levels of scales: how one is spelled, how many there are, and which are known; storages by name."""
+"""Layouts, scale levels and storages: their repr, their number, and refusal of undeclared ones."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_a_format_has_one_or_two_levels_of_scales() -> None:
             Format(E2M1, levels)
 
 
-# -- layouts that nobody declared ------------------------------------------------------------------------------------
+# -- undeclared layouts ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spiral(PerBlockMN):
-    """A layout of no plug-in. That its scales lie as its base's do is what nobody can know."""
+    """A layout that no plug-in declares. Nothing says that its scales are arranged like those of its base class."""
 
     name = "spiral"
 
 
 @dataclass(frozen=True)
 class Namesake(PerBlockMN):
-    """One that has the name of another class."""
+    """A layout with the name of another class."""
 
 
 def wrapped(layout: Layout) -> ScaledTensor:

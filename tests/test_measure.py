@@ -1,4 +1,4 @@
-"""SQNR, clip and underflow rates and histograms are what their definitions say, whatever the slabs; `breccia compare`."""
+"""SQNR, clip and underflow rates and histograms match their definitions for any slab size; and `breccia compare`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:
 
 
 def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:
-    """`st` with every element's code replaced, packed by shifts of its own."""
+    """`st` with every element's code replaced; packs the codes independently."""
     bits = st.recipe.format.element.bits
     count = math.lcm(bits, 8) // bits
     group = sum(code << (bits * i) for i in range(count)).to_bytes(count * bits // 8, "little")
@@ -49,7 +49,7 @@ def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:
 
 
 def by_definition(x: np.ndarray, st: breccia.ScaledTensor) -> tuple[int, int]:
-    """(clipped, flushed): every code decoded in every block, the ends found by sorting."""
+    """(clipped, flushed), from all decoded codes of every block; sorting finds the extremes."""
     codes = range(1 << st.recipe.format.element.bits)
     values = np.stack([breccia.dequantize(of_one_code(st, code)).astype(np.float64) for code in codes])
     values = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN sorts last
@@ -182,7 +182,7 @@ def test_error_metrics_of_an_empty_tensor_are_lossless_and_add_nothing() -> None
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint, and one with the same names in every other state."""
+    """A checkpoint, and one with the same names in all other states."""
     rng = np.random.default_rng(0)
     w = {name: rng.standard_normal((40, 64)).astype(np.float32) for name in ("fp8", "fp4", "brain", "same", "moved", "gone")}
     others = {"steps": np.arange(3), "odd": np.arange(4), "half": w["fp8"].astype(np.float16)}
@@ -382,7 +382,7 @@ def test_empty_and_scalar_tensors_are_compared(tmp_path: Path, run: Run) -> None
     assert code == 0 and {line.split()[-1] for line in out.splitlines()[2:5]} == {"none", "one", "row"}
 
 
-#: Names that something could obey, each with what is to be printed.
+#: Names that a terminal or markup could interpret -> what must be printed.
 HOSTILE = {
     "a[/]b": "a[/]b",
     "[red]x[/red]": "[red]x[/red]",

@@ -1,4 +1,4 @@
-"""Compiled microkernels given to a cast are called, and the bytes stay those of the oracle."""
+"""A cast calls the microkernels given to it, and still writes the bytes of the oracle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECIPES = [
 
 
 class Planted:
-    """Plain forms of the microkernels, which count their calls. `asked`: the forms of codes that there was to be a step for."""
+    """NumPy versions of the microkernels that count their calls. `asked`: the kinds of codes for which one was requested."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -85,7 +85,7 @@ def test_microkernels_of_a_plug_in_are_called_and_change_no_byte(recipe: Scaling
 
 @dataclass(frozen=True)
 class LowFloats(Float8BlockScaling):
-    """Of a codec whose bias is as great as its exponents."""
+    """A recipe whose codec has a bias as large as its largest exponent."""
 
     @cached_property
     def format(self) -> Format:

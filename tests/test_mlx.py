@@ -1,4 +1,4 @@
-"""MLX on a CPU: the ops under its transformations, gradients, trees of scaled tensors, and what is refused by name."""
+"""MLX on a CPU: ops under its transformations, gradients, trees of scaled tensors, and refused input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUBE = wide((3, 6, 70), seed=51, exponents=20)
 MXFP8 = breccia.MXFP8BlockScaling()
 CURRENT = breccia.Float8CurrentScaling()
 
-#: How a function of arrays is called: as it is, compiled, mapped over a batch of one array, and both.
+#: How a function is called: directly, compiled, under vmap over a batch of one array, or both.
 WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "eager": lambda f: f,
     "compiled": mx.compile,
@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def raw(a: Any) -> np.ndarray:
-    """The bits of an array, NaNs of floats as one."""
+    """The bits of an array, with one bit pattern for all NaNs."""
     a = np.array(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
     if a.dtype.kind != "f":
         return a
@@ -45,7 +45,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def run(way: str, f: Callable[[Any], Any], x: np.ndarray) -> Any:
-    """`f` of `x`; where it is mapped, of the second of a batch whose first one would give other scales."""
+    """`f(x)`. Under vmap, `x` is the second example of a batch whose first example has other scales."""
     if "map" not in way:
         return WAYS[way](f)(mx.array(x))
     batch = np.stack([np.roll(x, 1, axis=0)[::-1] * np.float32(0.5), x], axis=1)
@@ -57,7 +57,7 @@ def run(way: str, f: Callable[[Any], Any], x: np.ndarray) -> Any:
 
 
 OPTIONS = [{}, {"axis": -2}, {"rounding": "stochastic", "seed": 7}]
-#: On a CPU MLX compiles with a C++ compiler, for seconds: all recipes in the slow run, others by few.
+#: On a CPU, MLX compiles with a C++ compiler, which takes seconds: only the slow run has all recipes.
 COMPILED = [pytest.param(way, marks=pytest.mark.slow) if "compiled" in way else way for way in WAYS]
 
 
@@ -107,7 +107,7 @@ def test_half_precision_matches_numpy(way: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("way", COMPILED)
 def test_requantize_and_matmul_match_numpy(way: str) -> None:
-    """Small whole numbers under scales of one, so that products are exact in any order."""
+    """Small integers with scales of 1, so that products are exact in any order."""
     x = np.random.default_rng(0).integers(-7, 8, (8, 64)).astype(np.float32)
     x[:, ::16] = 7.0
     int4 = breccia.INT4Scaling(group_size=16, scale_dtype="fp32")
@@ -131,14 +131,14 @@ def test_vmap_computes_one_per_tensor_scale_per_example() -> None:
 
 @pytest.mark.xfail(strict=True, reason="mx.vmap of & with one operand mapped reads beyond the other in MLX 0.32.4")
 def test_mlx_maps_over_one_operand_of_an_and() -> None:
-    """Why codes pack_bits by `&` or `>>` have one origin (breccia.arrays.ops). Where this passes, that rule can go."""
+    """Why operands of `&` and `>>` in pack_bits derive from one array (breccia.arrays.ops). If this passes, drop that rule."""
     mapped, other = mx.array([[1, 3], [5, 7]]), mx.array([3, 6])
     assert mx.vmap(lambda a: a & other)(mapped).tolist() == [[1, 2], [1, 6]]
     assert mx.vmap(lambda a: other & a)(mapped).tolist() == [[1, 2], [1, 6]]
 
 
 def test_supplied_scales_that_are_not_mapped_apply_to_every_example(recipe: breccia.ScalingRecipe) -> None:
-    """NaN and Inf among the values, which have codes of their own under such scales."""
+    """Values include NaN and Inf, which have their own codes under supplied scales."""
     x = X[:12]
     found = breccia.cast(x, recipe)
     scale = found.scale if found.global_scale is None else found.global_scale
@@ -171,7 +171,7 @@ def test_a_compiled_function_is_traced_once_per_shape() -> None:
 
 
 def test_no_op_evaluates_arrays() -> None:
-    """Inside mx.compile and mx.vmap MLX raises where a value is read; so no op that runs there does."""
+    """MLX raises if a value is read inside mx.compile or mx.vmap, so an op that runs there reads none."""
     w = breccia.cast(mx.array(X[:4, :64]), MXFP8)
 
     def every(x: Any) -> list[Any]:
@@ -235,7 +235,7 @@ def test_gradients_match_torch_for_every_recipe_and_clip(recipe: breccia.Scaling
 
 
 def test_transformations_of_gradients_agree() -> None:
-    """Of a batch: one example after another, against mapped gradients, gradients of maps, tangents, compiled or not."""
+    """Compares per-example gradients with vmap of grad, grad of vmap and jvp, compiled or not."""
     x, scales = mx.array(CUBE), mx.array(np.float32([0.01, 0.02, 0.5]))
 
     def clipped(x: Any, scale: Any) -> Any:
@@ -290,7 +290,7 @@ def test_a_supplied_scale_has_no_gradient() -> None:
 
 
 def test_codes_are_constants_to_mlx_gradients() -> None:
-    """No error, and no gradient: as `breccia.cast` of a torch Parameter has none."""
+    """No error and no gradient, like `breccia.cast` of a torch Parameter."""
     w = mx.array(CUBE[0])
     found = mx.grad(lambda w: (breccia.dequantize(breccia.cast(w, MXFP8)) * w).sum())(w)
     assert same(found, breccia.dequantize(breccia.cast(w, MXFP8)))
@@ -298,7 +298,7 @@ def test_codes_are_constants_to_mlx_gradients() -> None:
 
 
 def whole(shape: tuple[int, int], seed: int) -> Any:
-    """Whole numbers from -7 to 7, each row with a 7, so that INT4 in groups of a row has scales of one."""
+    """Integers from -7 to 7 with a 7 in each row, so that INT4 with one group per row has scales of 1."""
     found = np.random.default_rng(seed).integers(-7, 8, shape).astype(np.float32)
     found[:, 0] = 7
     return mx.array(found)
@@ -306,7 +306,7 @@ def whole(shape: tuple[int, int], seed: int) -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gradient_of_matmul_is_its_derivative(compiled: bool) -> None:
-    """Sums of whole numbers below 2^24 are exact in FP32: no tolerance is needed."""
+    """Sums of integers below 2^24 are exact in FP32, so no tolerance is needed."""
     w, x, g = whole((5, 32), 0), whole((3, 32), 1), whole((3, 5), 2)
     st = breccia.cast(w, breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
     assert st.scale.tolist() == [[1.0]] * 5
@@ -325,7 +325,7 @@ def test_the_gradient_of_matmul_is_its_derivative(compiled: bool) -> None:
 
 
 def test_gradients_reach_both_operands() -> None:
-    """One step by hand: the gradient of sum(ste(x) @ ste(w).T * g) is g @ ste(w) and g.T @ ste(x)."""
+    """Against the formula: the gradient of sum(ste(x) @ ste(w).T * g) is g @ ste(w) and g.T @ ste(x)."""
     x, w, g = whole((3, 32), 4), whole((5, 32), 5), whole((3, 5), 6)
     int4 = breccia.INT4Scaling(group_size=32, scale_dtype="fp32")
     step = mx.value_and_grad(lambda x, w: (breccia.cast_ste(x, int4) @ breccia.cast_ste(w, int4).T * g).sum(), argnums=(0, 1))
@@ -351,7 +351,7 @@ def test_a_tree_of_scaled_tensors_round_trips_through_arrays(recipe: breccia.Sca
 
 def test_transformed_functions_accept_and_return_trees() -> None:
     x, w = mx.array(CUBE), breccia.cast(mx.array(CUBE), breccia.NVFP4BlockScaling())
-    w = breccia.stack(list(w))  # so that each example has its tensor scale
+    w = breccia.stack(list(w))  # one tensor scale per example
     traced: list[Any] = []
 
     def recast(tree: Any, x: Any) -> Any:
@@ -374,7 +374,7 @@ def test_transformed_functions_accept_and_return_trees() -> None:
 
 
 def test_mlx_transformations_do_not_accept_scaled_tensors() -> None:
-    """Which is why there are `to_tree` and `from_tree`: an argument is refused, and a result holds arrays that are none."""
+    """This is why `to_tree` and `from_tree` exist: MLX refuses a ScaledTensor as an argument and returns invalid components."""
     st = breccia.cast(mx.array(CUBE[0]), MXFP8)
     with pytest.raises(ValueError, match="Function arguments must be trees of arrays or constants"):
         mx.compile(breccia.dequantize)(st)

@@ -1,4 +1,4 @@
-"""MLX's own quantized arrays: its words are our bytes, its numbers our numbers, and its product runs where it is named."""
+"""MLX's own quantized arrays: same bytes and values as breccia's, and `mx.quantized_matmul` runs if `prefer=` names it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def affine(bits: int, group_size: int = 64, scale_dtype: str = "fp32") -> brecci
     return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
 
 
-#: Each mode of `mx.quantize`: its options, and the recipe that says the same.
+#: Each mode of `mx.quantize` -> (its options, the equivalent recipe).
 MODES: dict[str, tuple[dict[str, Any], breccia.ScalingRecipe]] = {
     "mxfp4": ({"mode": "mxfp4"}, MXFP4),
     "mxfp8": ({"mode": "mxfp8"}, MXFP8),
@@ -45,13 +45,13 @@ def pointer(a: Any) -> int:
 
 
 def mlxs(st: ScaledTensor) -> np.ndarray:
-    """What MLX decodes a tensor of ours to, in FP32."""
+    """The values that MLX decodes from a breccia tensor, in FP32."""
     w, scales, biases, options = to_mlx(st)
     return np.array(mx.dequantize(w, scales, biases, dtype=mx.float32, **options))
 
 
 def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where two FP32 arrays have equal bits, NaN equal to NaN."""
+    """Mask of equal bits of two FP32 arrays; NaN equals NaN."""
     return (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
 
 
@@ -122,7 +122,7 @@ def test_every_code_under_every_scale_matches_mlx_except_where_documented(recipe
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("float16", "fp16"), ("bfloat16", "bf16")])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_16_bit_scales_are_accepted_and_decoded_in_fp32(dtype: str, scale_dtype: str, bits: int) -> None:
-    """MLX computes in the dtype of the scales; given them in FP32, it computes what we do."""
+    """MLX computes in the dtype of the scales; with FP32 scales it computes the same values as breccia."""
     w, scales, biases = mx.quantize(weight().astype(getattr(mx, dtype)), bits=bits)
     st = from_mlx(w, scales, biases, bits=bits)
     assert st.recipe == affine(bits, 64, scale_dtype) and st.scale is scales
@@ -239,7 +239,7 @@ def test_quantized_matmul_runs_only_when_named_and_says_what_it_accepts() -> Non
 
 
 def test_quantized_matmul_accepts_the_operands_of_matmul() -> None:
-    """Small whole numbers: exact in any order, so equal to the generic product."""
+    """Small integers: exact in any order, so equal to the generic product."""
     rng = np.random.default_rng(0)
     x, w = (mx.array(rng.integers(-3, 4, shape).astype(np.float32)) for shape in ((6, 64), (8, 64)))
     st = breccia.cast(w, MXFP8)
@@ -262,7 +262,7 @@ def test_quantized_matmul_accepts_the_operands_of_matmul() -> None:
 
 
 def test_nan_propagates_through_quantized_matmul() -> None:
-    """A NaN in the weight: E4M3 scales say NaN, and E8M0 ones Inf, which times codes of zero is NaN again."""
+    """A NaN in the weight. MLX reads the E4M3 scale as NaN and the E8M0 scale as Inf, which times a zero code is NaN."""
     w = np.ones((4, 64), np.float32)
     w[2, 40] = np.nan
     for recipe in (MXFP8, MXFP4, NVFP4, affine(4, 32)):

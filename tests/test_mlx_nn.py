@@ -1,4 +1,4 @@
-"""Models of MLX with quantized weights: what is replaced, what stays, saving, loading, training, and what is refused."""
+"""MLX models with quantized weights: replaced layers, saving, loading, training, and refused input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = mx.array([[1, 2, 3], [39, 0, -1]])
 
 
 class Model(nn.Module):
-    """An embedding, a list of layers in a dict, and a head without a bias. Lengths are whole blocks of nothing."""
+    """An embedding, a list of layers in a dict, and a head without a bias. No length is a multiple of a block."""
 
     def __init__(self, dims: int = 72) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_weights_save_and_load(recipe: breccia.ScalingRecipe, model: Model, tmp_
 
 
 def test_weights_of_another_recipe_are_refused_by_name(model: Model, tmp_path: Path) -> None:
-    """Codes of equal shapes that mean something else: signed, and unsigned."""
+    """Codes of equal shapes with different meanings: signed and unsigned."""
     signed, unsigned = breccia.INT4Scaling(group_size=32), breccia.INT4Scaling(group_size=32, signed=False)
     other = copy.deepcopy(model)
     breccia_mlx.quantize(model, signed)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-"""The mutation run: what is mutated, how a mutant is named, and that no survivor passes unseen."""
+"""The mutation run: what is mutated, how mutants are named, and that every survivor is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled microkernels: numbers around every code, sizes that do not agree, and a build without a compiler.
+"""Compiled microkernels: numbers around every code, mismatched sizes, and a build without a compiler.
 
 That casts by them write the bytes of the generic algorithm is shown in test_numpy_kernels.py, beside NumPy's own loops.
 """
@@ -30,7 +30,7 @@ COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and code_wri
 
 
 def around_every_code(codec: Minifloat | Integer) -> np.ndarray:
-    """All numbers of the codec, the ties between them, the FP32 numbers next to these, and numbers beyond the largest."""
+    """All values of the codec, the ties between them, their FP32 neighbours, and numbers beyond the largest."""
     values = np.unique([v for code in range(1 << codec.bits) if np.isfinite(v := codec.value(code))]).astype(np.float32)
     ties = (values[1:] + values[:-1]) / 2
     beside = [np.nextafter(y, np.float32(end)) for y in (values, ties) for end in (-np.inf, np.inf)]
@@ -121,7 +121,7 @@ def test_unaligned_arrays_cast_to_the_same_bytes(recipe: breccia.ScalingRecipe) 
 
 
 def cast_by(explained: breccia.Explanation) -> set[str]:
-    """The kernels of `cast` that a call's plan comes to."""
+    """The `cast` kernels in a call's plan."""
     found: set[str] = set()
     for step in explained.plan:
         if step.winner is not None and step.winner.op == "cast":
@@ -168,7 +168,7 @@ def test_numpy_arrays_and_torch_tensors_use_the_compiled_kernels() -> None:
 
 
 def test_without_the_compiled_extension_the_numpy_kernels_run_and_explain_says_why(tmp_path: Path) -> None:
-    """The distribution as it is where its extension could not be built: its Python files alone."""
+    """The distribution without its compiled extension: only the Python files."""
     package = tmp_path / "breccia_native"
     package.mkdir()
     for path in Path(availability.__file__).parent.glob("*.py"):

@@ -1,4 +1,4 @@
-"""The NumPy kernels at their borders: blocks of any sides, results that lie in the input, what they decline."""
+"""Edge cases of the NumPy kernels: blocks of any shape, `out=` that overlaps the input, and declined calls."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_out_that_overlaps_the_input_is_written_after_the_input_is_read() -> Non
 
 
 def test_out_that_overlaps_the_codes_is_written_after_the_codes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values of the first chunk lie over codes of the next ones."""
+    """The values of the first chunk overlap the codes of the next ones."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     recipe = MXFP8BlockScaling()
     st = reference.cast(wide((64, 128), seed=9, exponents=2), recipe)
@@ -133,7 +133,7 @@ def test_blocks_larger_than_a_chunk_decode_to_the_same_values(recipe: ScalingRec
 
 
 def test_rule_divide_divides_under_two_levels() -> None:
-    """Numbers beside midpoints of codes times the scale: there a product with the reciprocal rounds otherwise."""
+    """Numbers next to midpoints of codes times the scale, where multiplying by the reciprocal rounds differently."""
     recipe = recipe_of(LINEAR, DIVIDE)
     x = wide((64, 256), seed=10, exponents=2)
     first = reference.cast(x, recipe)
@@ -197,7 +197,7 @@ def assert_read_alike(st: ScaledTensor) -> None:
 
 
 def test_5_bit_and_7_bit_codes_match_the_generic_algorithm() -> None:
-    """They are packed eight to as many bytes as they have bits, for which nothing here is made."""
+    """Eight codes fill as many bytes as each has bits; the NumPy kernels have no special case for that."""
     for bits in (5, 7):
         for element in (
             Integer("odd", bits, None, "this test", True),
@@ -251,7 +251,7 @@ def test_blocks_that_span_all_rows_stay_within_each_matrix() -> None:
 
 
 def test_divisor_and_amax_scales_decode_like_the_generic_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As neighbours store them: these bytes were written as multipliers, and mean other numbers here. In blocks, and larger."""
+    """As other libraries store them. Bytes written with multiplier scales decode to other values; blocks small and large."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((4, 1024), seed=22, exponents=2)
     for block in ((1, 32), (2, 16), (1, 1024), TENSOR):
@@ -266,7 +266,7 @@ def test_divisor_and_amax_scales_decode_like_the_generic_algorithm(monkeypatch: 
 
 
 def test_global_scales_per_matrix_decode_like_the_generic_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under blocks smaller than a chunk and larger ones, and in every sense."""
+    """With blocks smaller and larger than a chunk, and every scale convention."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((3, 4, 1024), seed=23, exponents=2)
     scales = np.array([0.5, 3.0, 0.125], np.float32)
@@ -279,12 +279,12 @@ def test_global_scales_per_matrix_decode_like_the_generic_algorithm(monkeypatch:
                 assert_read_alike(ScaledTensor(written.data, written.scale, held, written.layout, **parts))
 
 
-# ------------------------------------------------------------------------------------------------ numbers at the ends
+# ------------------------------------------------------------------------------------------------ smallest and largest numbers
 
 
 @pytest.mark.parametrize("rows", [1, 600])
 def test_subnormal_elements_beside_the_smallest_amax_become_signed_zeros(rows: int) -> None:
-    """Times the reciprocal of such a scale they would be numbers that E5M2 has."""
+    """Multiplied by the reciprocal of such a scale, they would become nonzero E5M2 values."""
     x = np.zeros((rows, 16), np.float32)
     x[:, :3] = np.ldexp(1.0, -95), np.nextafter(np.float32(2.0**-126), np.float32(0)), -(2.0**-127)
     recipe = Float8BlockScaling("E5M2", block_k=16)
@@ -295,7 +295,7 @@ def test_subnormal_elements_beside_the_smallest_amax_become_signed_zeros(rows: i
 
 @pytest.mark.parametrize("rows", [1, 600])
 def test_subnormal_elements_become_zero_under_a_lookup_codec_with_a_large_range(rows: int) -> None:
-    """Times the reciprocal, 2^110, 2^-127 would be the second number of the table."""
+    """Multiplied by the reciprocal 2^110, 2^-127 would become the second value of the table."""
     great = Lookup("great", 4, None, "this test", (0.0, 2.0**-17, 2.0**50, *(-i * 2.0**40 for i in range(1, 14))))
     x = np.zeros((rows, 16), np.float32)
     x[:, :2] = 2.0**-60, 2.0**-127
@@ -313,11 +313,11 @@ def test_a_positive_contraction_axis_means_the_same_axis() -> None:
         assert_same_bytes(found, reference.cast(x, recipe, CastOptions(axis=-2)))
 
 
-# ------------------------------------------------------------------------------------------------ room
+# ------------------------------------------------------------------------------------------------ memory
 
 
 def test_the_workspace_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that nearly fill one, of all rows under one scale, and of an amax of everything."""
+    """For rows that nearly fill a chunk, for all rows under one scale, and for an amax of the whole tensor."""
     sizes: list[int] = []
 
     def buffers(size: int) -> Any:
@@ -373,7 +373,7 @@ def test_a_half_precision_operand_is_converted_to_fp32_in_chunks(monkeypatch: py
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
-    """Shapes of what `matmul` decodes, in tiles of 4 KB."""
+    """The shapes of the tiles that `matmul` decodes, with tiles of 4 KB."""
     shapes: list[Shape] = []
     decode = calls.dequantize
 
@@ -387,7 +387,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
 
 def whole_numbers(shape: Shape, seed: int) -> np.ndarray:
-    """Whole numbers in -8 .. 8, which E4M3 holds and whose products FP32 adds exactly."""
+    """Integers in -8 .. 8, which E4M3 represents exactly and whose products FP32 adds exactly."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 

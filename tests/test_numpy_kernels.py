@@ -106,7 +106,7 @@ def assert_same(found: ScaledTensor, expected: ScaledTensor, what: str = "") -> 
 
 
 def assert_same_values(found: np.ndarray, expected: np.ndarray, what: str = "") -> None:
-    """Equal bits, but that any NaN equals any other."""
+    """Equal bits; any NaN equals any other."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     number = ~np.isnan(expected.astype(np.float32))
     np.testing.assert_array_equal(~np.isnan(found.astype(np.float32)), number, err_msg=what)
@@ -114,13 +114,13 @@ def assert_same_values(found: np.ndarray, expected: np.ndarray, what: str = "") 
     np.testing.assert_array_equal(found, expected, err_msg=what)
 
 
-#: `cast` and `dequantize` of the kernels here, with NumPy's own steps or with compiled ones.
+#: `cast` and `dequantize` of the NumPy kernels, with NumPy or compiled microkernels.
 Cast = Callable[..., ScaledTensor]
 Dequantize = Callable[..., np.ndarray]
 
 
 def kernels_of(distribution: str) -> Any:
-    """The module of kernels, NumPy's own or those with compiled steps."""
+    """The kernel module, with NumPy or compiled microkernels."""
     if distribution == "numpy":
         return kernels
     if reason := pytest.importorskip("breccia_native.availability").missing(Device("cpu")):
@@ -330,7 +330,7 @@ def test_a_cast_needs_at_most_16_mib_beyond_its_result(cast: Cast, kind: str) ->
 
 
 def test_a_cast_under_any_recipe_needs_at_most_16_mib_beyond_its_result(cast: Cast, recipe: ScalingRecipe) -> None:
-    """Also of those whose chunks the generic algorithm takes, which would need a dozen times its input at once."""
+    """Also for recipes whose chunks the generic algorithm casts; in one piece it would need a dozen times its input."""
     x = np.random.default_rng(0).standard_normal((1024, 2048), np.float32)
     cast(x[:64, :128], recipe)
     tracemalloc.start()
@@ -592,11 +592,11 @@ def test_a_forked_child_casts_with_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------ the ops made of both
+# ------------------------------------------------------------------------------------------------ composed ops
 
 
 def test_ops_composed_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, recipe: ScalingRecipe) -> None:
-    """As the table finds their kernels, and made of the kernels here alone."""
+    """With the kernels that dispatch selects, and with only the kernels of this module."""
     x = np.concatenate([wide((6, 96), seed=13, exponents=6), special_rows(96)])
     st = reference.cast(x, recipe)
     ours = reference.Primitives(cast, kernels.dequantize)
@@ -617,13 +617,13 @@ def test_ops_composed_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, re
         breccia.cast_ste_clipped(half, recipe, 2.0, 1.0)
 
 
-# ------------------------------------------------------------------------------------------------ corners, each once a fault
+# ------------------------------------------------------------------------------------------------ regressions
 
 
 def test_decoding_by_tables_of_pairs_works_for_every_shape_and_memory_order(
     dequantize: Dequantize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables of pairs serve large tensors; here all, in small chunks: one row, one column, odd lengths, K in front."""
+    """Large tensors use tables of pairs; here small ones do too: one row, one column, odd lengths, K first."""
     monkeypatch.setattr("breccia.kernels.numpy.decoding._PAIRED", 1)
     for chunk in (64, 256, 1 << 18):
         monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", chunk)
@@ -691,7 +691,7 @@ def test_many_experts_are_decoded_with_little_memory(dequantize: Dequantize) -> 
 
 
 def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
-    """A recipe of a codec nobody knows: bits, bias, range and table drawn, under any level of scales."""
+    """A recipe with a random codec (bits, bias, range, table) and random scale levels."""
     bits = int(rng.choice([4, 6, 8]))
     kind = rng.integers(3 if bits == 4 else 2)
     if kind == 0:
@@ -732,7 +732,7 @@ def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_recipes_match_the_generic_algorithm(dequantize: Dequantize, seed: int) -> None:
-    """What a plug-in may declare: the kernels go by the declarations, or hand over."""
+    """Declarations that a plug-in may make: the kernels follow them, or fall back to the generic algorithm."""
     rng = np.random.default_rng(seed)
     recipe = None
     while recipe is None:
