@@ -1,4 +1,4 @@
-"""Ops that do several things at once, on every framework: pairs of casts, biases, casts in products, products by group.
+"""Combined ops on every framework: cast_pair, matmul with a bias, cast_matmul, grouped_matmul.
 
 Whole numbers are used where results are compared with `==`: sums of them below 2^24 are exact in FP32, in any order. Others are
 held to the bound of FP32 accumulation (see `within`).
@@ -49,23 +49,23 @@ from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written
 from breccia.testing.places import Place
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
-#: Those that have gradients.
+#: Frameworks with gradients.
 DIFFERENTIABLE = FRAMEWORKS[1:]
-#: Those that compile nothing unasked, for what no compiler has a part in.
+#: Frameworks that compile nothing by themselves, for tests without a compiler.
 EAGER = ("numpy", "torch", "mlx")
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
-#: INT4 under a scale of 1.0 wherever the largest magnitude of a group is 7: codes are the nearest whole numbers.
+#: INT4 under a scale of 1.0 wherever the largest magnitude of a group is 7: codes are the nearest integers.
 WHOLE = INT4Scaling(group_size=16, scale_dtype="fp32")
-#: Shapes of inputs, weights and biases. There are few, since JAX compiles for each.
+#: Shapes of inputs, weights and biases. Few, because JAX compiles for each.
 X, W, B = (4, 32), (6, 32), (6,)
 
 
 def but_jax_in_the_rest(*names: str) -> list[Any]:
-    """Frameworks, of which JAX compiles every op for seconds: `make test-all` runs it."""
+    """Frameworks. JAX takes seconds to compile each op, so only `make test-all` runs it."""
     return [pytest.param(name, marks=[pytest.mark.rest] if name == "jax" else []) for name in names]
 
 
@@ -82,14 +82,14 @@ def tape(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset the compiler, so that tests do not share graphs."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
 
 
 def everywhere(*cases: Any, fast_on_jax: int = 1, among: tuple[str, ...] = FRAMEWORKS) -> list[Any]:
-    """(framework, case) for all. JAX compiles each for seconds: the first few run in `make test-all`, the others are slow."""
+    """All (framework, case) pairs. JAX takes seconds per case: `make test-all` runs the first few, the others are slow."""
 
     def param(framework: str, n: int) -> Any:
         marks = [pytest.mark.slow if n >= fast_on_jax else pytest.mark.rest] if framework == "jax" else []
@@ -100,17 +100,17 @@ def everywhere(*cases: Any, fast_on_jax: int = 1, among: tuple[str, ...] = FRAME
 
 
 def host(x: Any) -> np.ndarray:
-    """FP32 or whole numbers of any framework, in FP64."""
+    """An FP32 or integer array of any framework, in FP64."""
     return np.asarray(frameworks.ops_of(x).to_numpy(x), np.float64)
 
 
 def numbers(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Whole numbers from -7 to 7."""
+    """Integers from -7 to 7."""
     return np.random.default_rng(seed).integers(-7, 8, shape).astype(np.float32)
 
 
 def steps(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Numbers between -7 and 7, one 7 in each group of 16: a cast under WHOLE writes the nearest whole number of each."""
+    """Numbers between -7 and 7, one 7 in each group of 16: a cast under WHOLE writes the nearest integers."""
     x = np.random.default_rng(seed).uniform(-7, 7, shape).astype(np.float32)
     x[..., ::16] = 7
     return x
@@ -126,7 +126,7 @@ def bound(a: np.ndarray, b: np.ndarray, rest: Any = 0.0) -> np.ndarray:
 
 
 def within(found: Any, a: np.ndarray, b: np.ndarray, rest: Any = 0.0) -> bool:
-    """Is `found` within the bound of `a @ b + rest`, in FP64?"""
+    """Whether `found` is within the bound of `a @ b + rest`, in FP64."""
     a, b, rest = (np.asarray(x, np.float64) for x in (a, b, rest))
     expected = a @ b + rest
     ours = found if isinstance(found, np.ndarray) else host(found)
@@ -134,12 +134,12 @@ def within(found: Any, a: np.ndarray, b: np.ndarray, rest: Any = 0.0) -> bool:
 
 
 def values(x: np.ndarray, recipe: ScalingRecipe) -> np.ndarray:
-    """What a cast of `x` decodes to, by the oracle."""
+    """The decoded values of a cast of `x`, by the oracle."""
     return oracle.dequantize(oracle.cast(x, recipe), recipe)
 
 
 def numpys(dtype: str) -> Any:
-    """NumPy's dtype of that name. Skips the test where there is none."""
+    """NumPy's dtype of that name. Skips the test if there is none."""
     return pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype
 
 
@@ -150,7 +150,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def narrow(place: Place, x: np.ndarray, dtype: str) -> Any:
-    """An array of a place in a floating dtype, of numbers that it holds exactly."""
+    """An array at a place, in a floating dtype that represents the numbers exactly."""
     words = rounded(x, dtype)
     if place.framework == "numpy":
         return words.view(numpys(dtype))
@@ -158,7 +158,7 @@ def narrow(place: Place, x: np.ndarray, dtype: str) -> Any:
 
 
 def pulled(place: Place, function: Callable[..., Any], arrays: list[Any], upstream: np.ndarray) -> tuple[Any, list[Any]]:
-    """The value of a function and the gradients of its arrays, `upstream` being that of the value."""
+    """The value of a function, and the gradients of its arrays for the upstream gradient `upstream`."""
     if place.framework == "torch":
         import torch
 
@@ -193,14 +193,14 @@ UNEVEN = (11, 21)
 
 @cache
 def judged(shape: tuple[int, ...], recipe: ScalingRecipe, rounding: str, seed: int | None) -> list[oracle.Written]:
-    """What the oracle writes of `wide(shape)` along the last axis, and of its transpose."""
+    """The oracle's casts of `wide(shape)` and of its transpose, along the last axis."""
     x = wide(shape, seed=1, exponents=3)
     turned = np.ascontiguousarray(x.swapaxes(-1, -2))
     return [oracle.cast(each, recipe, rounding=rounding, seed=seed) for each in (x, turned)]
 
 
 def assert_pair(framework: str, recipe: ScalingRecipe, shape: tuple[int, ...], **options: Any) -> None:
-    """A pair is what the oracle writes along either axis, and both casts byte for byte."""
+    """A pair equals the oracle's casts along both axes, and `cast` along each, byte for byte."""
     place, x = here(framework), wide(shape, seed=1, exponents=3)
     along, across = breccia.cast_pair(place.array(x), recipe, **options)
     assert (along.axis, across.axis, along.shape, across.shape) == (-1, -2, shape, shape)
@@ -252,7 +252,7 @@ def test_cast_pair_refuses_what_cast_refuses(place: Place) -> None:
 
 @pytest.mark.parametrize("framework", EAGER)
 def test_cast_pair_of_a_transpose_is_the_swapped_pair(framework: str) -> None:
-    """Of a recipe whose blocks are squares, so that both have the blocks of the other."""
+    """With square blocks, so that both results have the same blocks."""
     place = here(framework)
     x = wide((16, 16), seed=4, exponents=2)
     along, across = breccia.cast_pair(place.array(x), Float8BlockScaling(block_m=8, block_k=8))
@@ -264,7 +264,7 @@ def test_cast_pair_of_a_transpose_is_the_swapped_pair(framework: str) -> None:
 
 
 def test_a_bias_is_one_more_term_of_the_fp32_sum(place: Place) -> None:
-    """Each operand scaled or plain, of numbers that are no whole ones: held to FP64 products of what the oracle decodes."""
+    """Scaled and plain operands with fractional values, against FP64 products of the values that the oracle decodes."""
     x, w, bias = wide(X, seed=5, exponents=2), wide(W, seed=6, exponents=2), wide(B, seed=7, exponents=4)
     st, weight = breccia.cast(place.array(x), MXFP8), breccia.cast(place.array(w), NVFP4)
     p, q = values(x, MXFP8), values(w, NVFP4).T
@@ -380,7 +380,7 @@ def test_a_bias_on_another_device_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("framework", "dtype"), everywhere("float16", "float32", "bfloat16"))
 def test_cast_matmul_equals_matmul_of_the_cast(framework: str, dtype: str) -> None:
-    """Bit for bit, with a bias and without, in every dtype: whole numbers after the cast, so no order of summation matters."""
+    """Bit for bit, with and without a bias, in every dtype. Decoded values are integers, so sums are exact."""
     place, _ = here(framework), numpys(dtype)
     x, w, bias = steps(X, seed=14), steps(W, seed=15), numbers(B, seed=16)
     weight, array = breccia.cast(place.array(w), WHOLE).mT, place.array
@@ -408,7 +408,7 @@ def test_cast_matmul_stays_within_the_error_bound(framework: str, recipe: Scalin
 
 
 def test_the_gradients_of_cast_matmul_are_straight_through(tape: Place) -> None:
-    """x: straight through its cast, upstream @ the decoded weight. bias: the sum. A plain b: the decoded x, transposed."""
+    """x: upstream @ decoded weight, straight through the cast. bias: the sum. A plain b: decoded x.T @ upstream."""
     x, w, bias, upstream = steps(X, seed=21), steps(W, seed=22), numbers(B, seed=23), numbers((4, 6), seed=24)
     array = tape.array
     weight = breccia.cast(array(w), WHOLE)
@@ -460,7 +460,7 @@ def test_the_gradients_of_a_matmul_with_a_bias_sum_over_what_is_broadcast(tape: 
 @pytest.mark.rest
 @pytest.mark.parametrize("verb", ["matmul", "cast_matmul"])
 def test_tangents_of_products_with_a_bias(tape: Place, verb: str) -> None:
-    """Forward mode: d(a @ b + bias) = da @ b + a @ db + dbias, the cast being passed straight through."""
+    """Forward mode: d(a @ b + bias) = da @ b + a @ db + dbias, straight through the cast."""
     x, b, bias = steps(X, seed=33), numbers((32, 6), 34), numbers(B, 35)
     moved = [numbers(a.shape, 36 + n) for n, a in enumerate((x, b, bias))]
 
@@ -541,7 +541,7 @@ def ends_of(place: Place, ends: Any, dtype: Any = np.int32) -> Any:
 
 @pytest.mark.parametrize("which", ENDS)
 def test_grouped_matmul_multiplies_each_group_by_its_matrix(place: Place, which: str) -> None:
-    """Held, group by group, to FP64 products of what the oracle decodes; each operand scaled or plain."""
+    """Scaled and plain operands, each group against the FP64 product of the values that the oracle decodes."""
     ends = ENDS[which]
     a, w = wide((M, K), seed=40, exponents=2), wide((E, N, K), seed=41, exponents=2)
     st, weight = breccia.cast(place.array(a), MXFP8), breccia.cast(place.array(w), MXFP8)
@@ -583,7 +583,7 @@ def test_grouped_matmul_works_with_few_experts_and_no_rows(place: Place, shape: 
 
 
 def test_a_nonfinite_expert_affects_only_its_own_rows(place: Place) -> None:
-    """And rows that are not finite touch themselves; those of no group are zeros whatever they hold."""
+    """Nonfinite rows affect only themselves; rows of no group become zeros whatever their values."""
     a, b = numbers((M, K), seed=44), numbers((E, K, N), seed=45)
     ends = (2, 4, 6, 8)
     expected = experts(a, b, ends)
@@ -662,7 +662,7 @@ def test_blocks_taller_than_a_row_cannot_be_cut_into_groups(framework: str) -> N
 @pytest.mark.rest
 @pytest.mark.parametrize("ends", [(2, 2, 7, 9), (1, 1, 5, 6)], ids=str)
 def test_the_gradients_of_grouped_matmul_are_per_group(tape: Place, ends: tuple[int, ...]) -> None:
-    """a: each row's by its own matrix; b: of each matrix, over the rows of its group. Rows of no group have none."""
+    """a: each row uses its group's matrix. b: each matrix uses the rows of its group. Rows of no group have zero gradients."""
     a, w, upstream = numbers((M, K), seed=50), steps((E, N, K), seed=51), numbers((M, N), seed=52)
     q = np.rint(w).swapaxes(-1, -2)
     offsets, weight = ends_of(tape, ends), breccia.cast(tape.array(w), WHOLE)
@@ -764,7 +764,7 @@ def test_torch_compiles_products_by_group_and_their_gradients() -> None:
 
 
 def test_accumulation_in_fp16_breaks_the_bound_that_fp32_keeps(place: Place) -> None:
-    """2^12 once, then ones, which an accumulator of eleven bits swallows: 4096 terms."""
+    """One term of 2^12 and 4095 terms of 1, which an accumulator with 11 significant bits loses."""
     length = 4096
     a, b, bias = np.ones((4, length), np.float32), np.ones((length, 3), np.float32), np.full(3, 0.5, np.float32)
     a[:, 0] = 4096.0
@@ -778,7 +778,7 @@ def test_accumulation_in_fp16_breaks_the_bound_that_fp32_keeps(place: Place) -> 
     assert not within(total[:1].astype(np.float64), a[:1], b)
 
 
-# -- torch: transforms, what is kept for the backward pass, and torch's own rules ------------------------------------
+# -- torch: transforms, tensors saved for the backward pass, and torch's own checks ----------------------------------
 
 
 def test_functorch_maps_and_differentiates_products_with_a_bias() -> None:
@@ -809,7 +809,7 @@ def test_functorch_maps_and_differentiates_products_with_a_bias() -> None:
 
 
 def backward_cases() -> dict[str, Callable[..., tuple[Any, Any, ScaledTensor]]]:
-    """By op: (what is differentiated, its result) of a scaled weight, and that weight."""
+    """Op -> function that returns (differentiated input, result, scaled weight)."""
     import torch
 
     def made(name: str) -> tuple[Any, Any, ScaledTensor]:
@@ -837,7 +837,7 @@ SAVING = ("matmul", "cast_matmul", "grouped_matmul")
 
 @pytest.mark.parametrize("name", SAVING)
 def test_no_decoded_weight_is_saved_for_the_backward_pass(name: str) -> None:
-    """Hooks see every tensor: the operands as they are, and no weight of 32, nor of 16, bits."""
+    """Hooks see every saved tensor: the operands, and no decoded weight in 32 or 16 bits."""
     torch = pytest.importorskip("torch")
     kept: list[Any] = []
 
@@ -858,7 +858,7 @@ def test_no_decoded_weight_is_saved_for_the_backward_pass(name: str) -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("name", SAVING)
 def test_the_weight_is_freed_between_the_passes_if_a_hook_saves_a_copy(name: str) -> None:
-    """Nothing else holds the weight after the forward pass; and gradients are those of the copy."""
+    """Nothing else refers to the weight after the forward pass; gradients use the copy."""
     torch = pytest.importorskip("torch")
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -887,7 +887,7 @@ def test_codes_changed_before_the_backward_pass_raise(name: str) -> None:
 
 
 def test_the_bias_of_a_frozen_layer_trains_without_saved_tensors() -> None:
-    """Where the bias alone needs a gradient, neither the input nor the weight does for it. The sum is rounded once."""
+    """If only the bias needs a gradient, neither input nor weight is saved. The sum is rounded once."""
     torch = pytest.importorskip("torch")
     place, x, w = here("torch"), np.abs(steps(X, 84)), np.abs(steps(W, 85))
     bias = np.array([0.125, -0.875, 1.5, 2.25, -13.0, 0.625], np.float32)
@@ -939,11 +939,11 @@ def test_the_torch_operators_of_products_pass_opcheck() -> None:
         torch.library.opcheck(ops.grouped_matmul.default, (*plain, *several, offsets, dtype))
 
 
-# -- the sense of NVFP4's tensor scale -------------------------------------------------------------------------------
+# -- the scale convention of NVFP4's global scale --------------------------------------------------------------------
 
 SENSES = ("multiplier", "amax", "divisor")
 LARGEST = np.finfo(np.float32).max
-#: One shape, so that JAX compiles once a sense.
+#: One shape, so that JAX compiles once per scale convention.
 WIDTH = 33
 
 
@@ -1050,7 +1050,7 @@ def test_a_kernel_for_nvfp4_is_asked_about_every_scale_convention(monkeypatch: p
 
 
 class Counted:
-    """A vocabulary that counts the words it says."""
+    """Backend primitives that count their calls."""
 
     def __init__(self, ops: Any) -> None:
         self._ops, self.words = ops, 0
@@ -1068,7 +1068,7 @@ class Counted:
 
 
 def history_of(place: Place, count: int, length: int) -> Any:
-    """A history that holds so many values already."""
+    """A history that already has `count` values."""
     amaxes, scale = place.array(np.arange(1, count + 1, dtype=np.float32)), place.array(np.float32(count / 448))
     return breccia.AmaxHistory(DelayedScaling(amax_history_len=length), amaxes, scale)
 

@@ -1,4 +1,4 @@
-"""The generic algorithm at its borders: blocks of nothing, parts that do not fit, scales that are kept."""
+"""Edge cases of the generic algorithm: empty blocks, components that do not fit, scales that are kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_supplied_scales_of_rows_have_the_axis_that_a_cast_writes() -> None:
 
 
 class Foreign:
-    """An array of a framework that nobody declared: of the right shape and dtype, and no more."""
+    """An array of an undeclared framework: it has only a shape and a dtype."""
 
     def __init__(self, like: Any) -> None:
         self.shape, self.dtype = like.shape, like.dtype

@@ -1,4 +1,4 @@
-"""The registry: what a plug-in may declare, and that a broken one harms nobody. Plug-ins here are distributions on disk."""
+"""The registry: what a plug-in may declare, and isolation of broken ones. Plug-ins here are distributions on disk."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_core_is_itself_a_plug_in() -> None:
 
 
 def test_the_manifest_of_core_is_never_set_aside() -> None:
-    """Without core nothing works: its own fault is an error, not a warning."""
+    """Nothing works without core, so a fault in its manifest is an error, not a warning."""
     core = Plugin("core", "breccia-core", "0", "breccia.dispatch.builtin")
     with pytest.raises(PluginError, match="sets no `api`"):
         Registry([(core, lambda: ModuleType("empty"))], {})
@@ -141,7 +141,7 @@ def test_a_good_plug_in_adds_a_recipe_to_every_backend(install: Install) -> None
 
 
 def test_a_plug_in_of_one_file_declares_scales_without_a_sign(install: Install) -> None:
-    """UE5M3 of breccia's, and a codec of its own for larger scales."""
+    """breccia's UE5M3, and the plug-in's own codec for larger scales."""
     recipes = """
 from breccia.backend import E2M1, UE5M3
 
@@ -180,7 +180,7 @@ def breccia_recipes():
 
 @pytest.mark.together
 def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
-    """So that an absent sibling can be named by what it would bring."""
+    """So that error messages can name the distribution that would provide a missing feature."""
     for sibling in SIBLINGS:
         found = plugin(sibling.plugin)
         assert found.distribution == sibling.distribution
@@ -753,7 +753,7 @@ def test_many_threads_at_first_use_build_one_registry(monkeypatch: pytest.Monkey
 
 @pytest.mark.rest
 def test_readers_during_a_reload_see_a_complete_registry() -> None:
-    """Old or new, never one that is half filled."""
+    """The old or the new registry, never a partly filled one."""
     complete = names()
     stop, torn = threading.Event(), []
 
@@ -774,7 +774,7 @@ def test_readers_during_a_reload_see_a_complete_registry() -> None:
 
 
 def together(count: int, work: Callable[[int], None]) -> list[BaseException]:
-    """What was raised by `count` threads that begin `work`, each with its number, at one moment."""
+    """The exceptions of `count` threads that start `work(number)` at the same moment."""
     start, raised = threading.Barrier(count), list[BaseException]()
 
     def run(number: int) -> None:
@@ -817,7 +817,7 @@ def test_arrays_and_kernels_of_a_plug_in_come_and_go_together(install: Install, 
 
 @pytest.mark.rest
 def test_eight_threads_cast_while_another_reloads() -> None:
-    """Frameworks and table are of one registry at every moment, and no thread sees an error or other bytes."""
+    """Frameworks and table always belong to one registry, and no thread gets an error or different bytes."""
     x = np.linspace(-3, 3, 4 * 32, dtype=np.float32).reshape(4, 32)
     recipe = breccia.MXFP8BlockScaling()
     expected = breccia.cast(x, recipe).digest()
@@ -922,7 +922,7 @@ def test_if_warnings_are_errors_a_failed_tensor_registration_raises_once(install
 
 
 def test_a_tensor_registration_may_use_arrays_of_its_framework(install: Install) -> None:
-    """A registration that looks at an array of its own is not begun again from inside."""
+    """A registration that uses an array of its framework does not start again recursively."""
     module = arrays(
         install, "registered.append(1); import breccia.arrays.frameworks; breccia.arrays.frameworks.framework_of(Array())"
     )

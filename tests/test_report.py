@@ -1,4 +1,4 @@
-"""The page of `--report`: its text without a browser, and what it does in one."""
+"""The page of `--report`: its text without a browser, and its behavior in one."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens the page of some runs; whatever it asks of a network, logs as an error or raises fails the test.
+    """Opens the page of some runs. Any network request, logged error or exception fails the test.
 
     The errors are in `page.errors`, for tests that provoke one.
     """

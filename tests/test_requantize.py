@@ -1,4 +1,4 @@
-"""Requantize: what the declarations promise to be exact is exact over every code and scale, and nothing false is called so."""
+"""Requantize: conversions that are declared exact are exact for every code and scale, and no inexact one is called exact."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same_values(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def checked(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
-    """`st` through the checks of the constructor, as a tensor made of foreign buffers goes."""
+    """`st`, rebuilt by the constructor, which checks it like foreign buffers."""
     parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.shape)
     return breccia.from_buffer(*parts)
 
@@ -190,7 +190,7 @@ def test_biases_that_a_narrower_codec_would_round_are_not_called_exact(narrow: s
 
 
 def test_the_multiplier_of_an_amax_scale_depends_on_the_element_codec() -> None:
-    """The multiplier is amax / qmax: the same amax under E2M1 and E2M3 says two things."""
+    """The multiplier is amax / qmax, so the same amax gives different multipliers under E2M1 and E2M3."""
 
     @dataclass(frozen=True)
     class Foreign(breccia.ScalingRecipe):

@@ -1,4 +1,4 @@
-"""breccia.bridges.save_safetensors and load_safetensors: the same bytes again, in every framework, or a clear refusal."""
+"""breccia.bridges.save_safetensors and load_safetensors: exact round trips in every framework, or a clear error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parts(tensor: breccia.ScaledTensor) -> list[bytes | None]:
 
 
 def cast_on(framework: str, x: np.ndarray, recipe: breccia.ScalingRecipe, axis: int = -1) -> breccia.ScaledTensor:
-    """What `cast` gives on that framework: cast by NumPy, moved part by part (tracing every cast would take JAX minutes)."""
+    """The result of `cast` on a framework: cast by NumPy and then moved, because JAX would take minutes to trace every cast."""
     made = breccia.cast(x, recipe, axis=axis)
     ops, fmt = ops_of(converter(framework)(x)), recipe.format
 
@@ -442,7 +442,7 @@ def test_plain_elements_of_less_than_a_byte_are_refused_with_the_way_to_their_by
 
 
 def good() -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """The config and entries of a tensor in good order: 4 x 64, E4M3, blocks of 32."""
+    """The config and entries of a valid tensor: 4 x 64, E4M3, blocks of 32."""
     entries, config = plan("w", (4, 64), breccia.Float8BlockScaling(block_k=32))
     assert config is not None
     return json.loads(config.to_json()), entries

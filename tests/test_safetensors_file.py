@@ -1,4 +1,4 @@
-"""The safetensors container: what it refuses, what it maps, and that a file is whole or not there."""
+"""The safetensors container: refused files, memory mapping, and atomic writes."""
 
 from __future__ import annotations
 

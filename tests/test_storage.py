@@ -1,4 +1,4 @@
-"""Storages: codes and scales lie elsewhere, and nothing else differs. All that a tensor does goes by the plain one, bit by bit.
+"""Storages rearrange codes and scales and change nothing else: a stored tensor behaves like the plain one, bit by bit.
 
 What a storage holds is found anew below, item by item, from the words of its documentation.
 """
@@ -60,21 +60,21 @@ from breccia.tensors.storage import Storage
 from breccia.testing.laws.recipes import moved
 from breccia.testing.places import Place, words
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
-#: Those that compile nothing unasked.
+#: Frameworks that compile nothing by themselves.
 EAGER = ("numpy", "torch", "mlx")
 STORAGES = ("swizzle_128x4", "column_major", "transposed", "interleaved")
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
 quick = settings(max_examples=8, deadline=None)
-#: One recipe for each way parts lie.
+#: One recipe for each arrangement of components.
 RECIPES = list({(recipe.format, recipe.layout): recipe for recipe in reversed(conftest.RECIPES)}.values())
 
 
 def _slow_on_jax(*few: str) -> list[Any]:
-    """(storage, framework) for all. JAX compiles for seconds what others do at once: it has the few, and the slow suite all."""
+    """All (storage, framework) pairs. JAX compiles for seconds, so it runs `few` storages here and all in the slow suite."""
     return [
         pytest.param(storage, framework, marks=[pytest.mark.slow] if framework == "jax" and storage not in few else [])
         for framework in FRAMEWORKS
@@ -82,7 +82,7 @@ def _slow_on_jax(*few: str) -> list[Any]:
     ]
 
 
-#: One that moves scales, and one that moves codes too; the latter is what compilers have where one is enough.
+#: A storage that moves scales, and one that also moves codes; compiled tests use the latter if one is enough.
 EVERYWHERE = _slow_on_jax("swizzle_128x4", "interleaved")
 ALMOST = _slow_on_jax("interleaved")
 ELSEWHERE = _slow_on_jax()
@@ -96,7 +96,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset the compiler, so that tests do not share graphs."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
@@ -275,12 +275,12 @@ Verb = Callable[[ScaledTensor], Any]
 
 
 def eye(st: ScaledTensor, side: int) -> Any:
-    """The identity, which a product by is exact in any order of summation."""
+    """The identity matrix; products by it are exact in any order of summation."""
     return frameworks.ops_of(st.data).from_numpy(np.eye(side, dtype=np.float32))
 
 
 def unit(st: ScaledTensor, axis: int) -> int:
-    """A length of an axis that whole blocks and bytes make up."""
+    """The smallest length of an axis that fills whole blocks and bytes."""
     m, k = st.layout.block(st.axis)
     if axis == st.axis:
         return math.lcm(k or st.shape[axis], packing(st.recipe.format.element)[0])
@@ -398,7 +398,7 @@ def test_gradients_work_with_a_stored_operand_inside_jit(storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_stored_tensor_is_a_pytree_of_its_components(storage: str) -> None:
-    """What goes through a tree comes out in the storage that it had."""
+    """Tree operations preserve the storage."""
     x = wide((2, 8, 36), seed=5, exponents=2)
 
     def same(found: ScaledTensor, st: ScaledTensor) -> bool:
@@ -519,7 +519,7 @@ def test_options_of_a_cast_work_with_a_storage(storage: str) -> None:
 
 @pytest.mark.parametrize(("storage", "framework"), ELSEWHERE)
 def test_requantize_writes_the_requested_storage(storage: str, framework: str) -> None:
-    """Whatever storage it is given; and plain unless it is asked, under the same recipe too."""
+    """For operands in any storage; the result is plain by default, under the same recipe too."""
     place = here(framework)
     x = wide((9, 35), seed=11, exponents=2)
     st = breccia.cast(place.array(x), MXFP8)
@@ -556,7 +556,7 @@ def test_out_is_written_in_its_storage(storage: str, framework: str) -> None:
     assert bytes_equal(out, breccia.requantize(again, NVFP4))
 
 
-# -- parts that somebody has already ---------------------------------------------------------------------------------
+# -- existing components ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("storage", "framework"), ELSEWHERE)
@@ -703,7 +703,7 @@ def test_an_unknown_storage_is_refused_with_the_nearest_name(place: Place) -> No
 
 @dataclass(frozen=True)
 class Spiral(PerBlockMN):
-    """A layout of no plug-in."""
+    """A layout that no plug-in declares."""
 
     name = "spiral"
 
@@ -842,7 +842,7 @@ seen: Counter[str] = Counter()
 
 
 def backwards(ops: Any, parts: dict[str, Any], plain: Any) -> dict[str, Any]:
-    """Scales of a row from the last to the first; its own inverse."""
+    """Scales of each row in reverse order; its own inverse."""
     columns = plain.scale_shape[-1]
     return {**parts, "scale": ops.gather(parts["scale"], tuple(reversed(range(columns))), -1)}
 
@@ -1041,7 +1041,7 @@ def test_a_storage_that_cannot_work_is_refused_when_it_is_declared(declared: Sto
 
 
 def test_one_scale_per_row_may_be_stored_as_a_column() -> None:
-    """PerChannel's (M, 1): one block a row."""
+    """PerChannel's (M, 1): one block per row."""
     st = breccia.cast(wide((9, 35), seed=20), Float8RowScaling())
     assert np.array_equal(st.to_storage("transposed").scale, np.asarray(st.scale).T)
     assert st.to_storage("column_major").scale.shape == (1, 12), "nine FP32 scales, padded to sixteen bytes"

@@ -1,4 +1,4 @@
-"""Structural ops commute with dequantize, in every framework; tensors compare by value; scales by group index."""
+"""Structural ops commute with dequantize in every framework; comparison by value; scales by group index."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.covering(1)
 
 FRAMEWORKS = ["numpy", "torch", "jax", "mlx"]
 quick = settings(max_examples=12, deadline=None)
-#: One recipe for each way parts lie: the rules by which scales are written make no difference here.
+#: One recipe for each arrangement of components; scale rules make no difference here.
 RECIPES = list({(recipe.format, recipe.layout): recipe for recipe in reversed(conftest.RECIPES)}.values())
 
 
@@ -81,7 +81,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def sound(st: ScaledTensor) -> ScaledTensor:
-    """`st`, its parts passed through the constructor's checks."""
+    """`st`, rebuilt by the constructor, which checks its components."""
     parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     again = ScaledTensor(*parts, shape=st.shape)
     assert (again.shape, again.padding) == (st.shape, st.padding)
@@ -89,7 +89,7 @@ def sound(st: ScaledTensor) -> ScaledTensor:
 
 
 def units(st: ScaledTensor) -> list[int]:
-    """What slices of each axis are multiples of, from the recipe's own words."""
+    """The granularity of slices along each axis, from the recipe's declarations."""
     m, k = st.layout.block(st.axis)
     found = [1] * st.ndim
     found[st.axis] = math.lcm(k or 1, packing(st.recipe.format.element)[0])
@@ -680,7 +680,7 @@ def test_a_group_index_that_does_not_fit_is_refused(make: Any, message: str) -> 
 
 
 def regrouped(groups: int) -> tuple[Any, ...]:
-    """Parts of `grouped`'s tensor under other scales and another index."""
+    """Components of `grouped`'s tensor with other scales and another index."""
     st, _ = grouped()
     layout = PerGroupIndex([k % groups for k in range(12)], groups)
     return st.data, 2 * st.scale[..., :groups], st.recipe, layout, st.zero_point[..., :groups]

@@ -1,4 +1,4 @@
-"""ScaledTensor and the ops at the door: what they hold, and how they refuse what contradicts itself."""
+"""ScaledTensor and the arguments of ops: components, and refusal of contradictory ones."""
 
 from __future__ import annotations
 

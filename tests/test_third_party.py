@@ -1,4 +1,4 @@
-"""A stranger's plug-in: built, installed and held to the laws as its author would; and four broken ones beside it.
+"""A third-party plug-in, built, installed and tested as its author would do; and four broken ones beside it.
 
 Everything runs in processes of its own, which find the distributions in a folder that only they are told of.
 """
@@ -36,7 +36,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Likewise with the broken ones."""
+    """A folder with the broken plug-ins installed."""
     return installed(tmp_path_factory.mktemp("broken"), *(ROOT / "broken" / f"{name}-breccia" for name in BROKEN))
 
 
@@ -107,7 +107,7 @@ def test_the_vendors_kernel_says_why_it_does_not_run(acme: Path, tmp_path: Path)
 
 
 def test_the_vendors_kernel_runs_if_its_driver_is_installed(acme: Path, tmp_path: Path) -> None:
-    """A driver that counts: what the kernel hands over reaches it, and what it gives comes back."""
+    """With a driver that counts calls: it receives the kernel's arguments, and its result is returned."""
     driver = "from breccia.kernels import reference\ncalls = []\n"
     driver += "def cast(x, recipe, options):\n    calls.append(tuple(x.shape))\n    return reference.cast(x, recipe, options)\n"
     (tmp_path / "acme_npu.py").write_text(driver)

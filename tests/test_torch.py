@@ -1,4 +1,4 @@
-"""torch on a CPU: NumPy's kernels on torch's memory, gradients, transforms, and what is refused by name."""
+"""torch on a CPU: zero-copy NumPy kernels, gradients, transforms, and refused input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from breccia.tensors.tensor import FIELDS
 from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
@@ -124,7 +124,7 @@ def test_fake_tensors_have_shapes_and_dtypes_and_no_values(recipe: breccia.Scali
 
 
 def narrowed_like_numpy(device: str) -> None:
-    """torch's conversions against the integer arithmetic: random bits, every number of the codec, and the ties between them."""
+    """torch's conversions against the integer arithmetic: random bits, every value of the codec, and the ties between them."""
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, dtype=np.uint32).view(np.float32)
     for codec in (E4M3, E5M2, F16):
         codes = NUMPY.store(np.arange(1 << codec.bits, dtype=np.int32), f"uint{codec.bits}")
@@ -146,7 +146,7 @@ def test_torchs_own_conversions_write_the_codes_of_the_contract() -> None:
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
 def test_codes_match_numpy_around_every_code(name: str) -> None:
-    """Under given scales, so that numbers lie on, beside and beyond codes."""
+    """With supplied scales, so that inputs are on, next to and beyond the codes."""
     codec = {"E4M3": E4M3, "E5M2": E5M2}[name]
     values = np.array([v for code in range(256) if math.isfinite(v := codec.value(code))], np.float32)
     ties = (np.sort(values)[:-1] + np.sort(values)[1:]) / 2
@@ -242,7 +242,7 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
 
 
 def test_the_gradient_of_matmul_is_its_derivative() -> None:
-    """Sums of whole numbers below 2^24, and steps of a power of two, are exact in FP32: no tolerance is needed."""
+    """Sums of integers below 2^24, scaled by powers of two, are exact in FP32, so no tolerance is needed."""
     whole = torch.arange(-30.0, 34.0).reshape(2, 32)
     w = breccia.cast(whole.sign() * (whole.abs() % 8), breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
     assert w.scale.unique().tolist() == [1.0]
@@ -321,7 +321,7 @@ def test_functorch_transforms_see_one_example_at_a_time() -> None:
 
 
 def test_tables_made_under_a_transform_are_not_cached() -> None:
-    """They would be wrapped, and fail whoever needs them next."""
+    """They would be wrapped tensors, and later calls would fail."""
     x = rows(4, 64)
     st = breccia.cast(x, NVFP4)
     expected = breccia.dequantize(st)
@@ -454,7 +454,7 @@ COMPILED = [
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset the compiler, so that tests do not share graphs."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -503,7 +503,7 @@ def test_dynamic_shapes_are_not_confused_with_integer_fields_of_recipes() -> Non
 
 
 def test_operators_return_contiguous_results(recipe: breccia.ScalingRecipe) -> None:
-    """Of the fake implementation, contiguous: swapped and ragged results are not so by themselves."""
+    """As the fake implementations promise. Swapped results and those with partial blocks are not contiguous by themselves."""
     breccia_torch.enable_compile()
     x = torch.from_numpy(wide((35, 77), seed=12, exponents=2))
     text = recipe.to_json()
@@ -555,7 +555,7 @@ def test_scaled_tensors_can_be_inputs_and_outputs_of_graphs() -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("into", [MXFP8, breccia.MXFP8BlockScaling(scale_rule="floor"), NVFP4, breccia.Float8BlockScaling()])
 def test_compiled_requantize_equals_eager_requantize(into: breccia.ScalingRecipe) -> None:
-    """To the same recipe, to one of the same format, by kept scales, and by way of FP32."""
+    """To the same recipe, to one of the same format, with kept scales, and through FP32."""
     for recipe in (MXFP8, breccia.MXFP4BlockScaling(), breccia.Float8BlockScaling(block_m=4)):
 
         def change(x: Any, recipe: Any = recipe) -> Any:
@@ -569,7 +569,7 @@ def test_compiled_requantize_equals_eager_requantize(into: breccia.ScalingRecipe
 
 
 def test_compiled_matmul_has_the_gradients_of_eager_matmul() -> None:
-    """Of whole numbers, whose sums are exact in any order."""
+    """With integers, whose sums are exact in any order."""
     w = breccia.cast(rows(8, 64).clamp(-7, 7).round(), breccia.INT4Scaling(group_size=64), scale=torch.ones(8, 1).half())
     for dtype in (torch.float32, torch.bfloat16):
         pairs = [[(rows(n, 64) * 3).round().to(dtype).requires_grad_() for n in (5, 8)] for _ in range(2)]

@@ -31,7 +31,7 @@ IDS = torch.tensor([[1, 5, 9, 0], [3, 3, 2, 8]])
 
 
 class Encoder(nn.Module):
-    """Layers of every kind that a model ties, nests or reads from outside; K = 40 leaves blocks of 16 and 32 ragged."""
+    """Tied, nested and externally read layers of every kind; K = 40 leaves partial last blocks of 16 and 32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def test_weights_of_a_plain_file_are_cast_if_the_model_is_quantized(tmp_path: Pa
 
 
 def test_a_converted_checkpoint_loads_into_the_model_it_came_from(tmp_path: Path) -> None:
-    """Embeddings that the file has quantized get its values."""
+    """Embeddings that are quantized in the file get the decoded values."""
     plain = encoder()
     breccia_torch.save_model(plain, tmp_path / "in.safetensors")
     breccia.bridges.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", MXFP8, include=["*"])
@@ -642,7 +642,7 @@ assert "torch._dynamo" not in sys.modules
 
 
 def test_the_functional_layer_matches_if_nothing_is_rounded() -> None:
-    """A weight of whole numbers within INT8 is held exactly, and so is the layer."""
+    """INT8 represents a weight of integers exactly, so the layer's result is exact."""
     plain = nn.Linear(32, 8)
     with torch.no_grad():
         plain.weight.copy_(torch.arange(256.0).reshape(8, 32) % 11 - 5)

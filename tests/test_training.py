@@ -1,4 +1,4 @@
-"""Straight-through gradients train: the first step is the plain network's at the rounded numbers, and the loss comes down."""
+"""Training with straight-through gradients: the first step equals the plain network's at the rounded values; the loss falls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import breccia
 from breccia.arrays.frameworks import ops_of
 from breccia.dispatch.registry import registry
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 #: Two blocks of 128.

@@ -31,7 +31,7 @@ def recorded() -> dict[str, np.ndarray]:
 
 
 def read(recorded: dict[str, np.ndarray], case: str, dtype: str, quantizer: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(FP32 input, their codes, their scales in the shape of ours)."""
+    """(FP32 input, TransformerEngine's codes, its scales in the shape of breccia's)."""
     x = recorded[f"{case}.{dtype}.input"]
     x = x if dtype == "float32" else (x.astype(np.uint32) << 16).view(np.float32)
     scale = recorded[f"{case}.{dtype}.{quantizer}.scale_inv"]
@@ -64,7 +64,7 @@ def test_scales_and_codes_match_transformer_engine_except_for_fp32_subnormals(
 
 
 def test_the_recording_includes_the_differing_cases(recorded: dict[str, np.ndarray]) -> None:
-    """So the exceptions above are reached: subnormal scales, and subnormal input under a normal scale."""
+    """The exceptions above occur: subnormal scales, and subnormal input under a normal scale."""
     scales = inputs = 0
     for case in ("edge", "rowwide"):
         for dtype in ("float32", "bfloat16"):
@@ -92,7 +92,7 @@ def test_the_default_rule_differs_from_te_in_the_last_bit(recorded: dict[str, np
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_power_of_two_scales_are_the_same_under_the_default_rule(recorded: dict[str, np.ndarray], dtype: str) -> None:
-    """They leave no room for rounding: rceil and "te" agree wherever amax is no 448 · 2^n."""
+    """They leave no room for rounding: rceil and "te" agree unless amax is 448 · 2^n."""
     x, their_codes, their_scale = read(recorded, "randn", dtype, "block1d.pow2")
     codes, scale = cast(x, breccia.Float8BlockScaling(power_of_two_scale=True))
     assert np.array_equal(scale.view("u4"), their_scale.view("u4")) and np.array_equal(codes, their_codes)

@@ -1,4 +1,4 @@
-"""Golden vectors are what the oracle makes; every backend writes and decodes them; a C program, made from the pages, agrees."""
+"""Golden vectors match the oracle, every backend writes and decodes them, and a C program written from the pages agrees."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_has_the_oracles_results(v: Vector) -> None:
 
 
 def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
-    """Every eleventh: each recipe and each edge is among them."""
+    """Every eleventh vector, which includes each recipe and each edge."""
     sample = published[::11]
     assert {v.recipe for v in sample} == {v.recipe for v in published} and {v.edge for v in sample} == set(vectors.EDGES)
     for v in sample:
@@ -127,7 +127,7 @@ def test_fingerprints_in_the_index_match_its_recipes() -> None:
         assert (recipe.fingerprint(), recipe.format.fingerprint()) == (r["fingerprint"], r["format"]["fingerprint"])
 
 
-# -- what they reach -------------------------------------------------------------------------------------------------
+# -- coverage --------------------------------------------------------------------------------------------------------
 
 
 def test_every_scale_rule_of_every_recipe_is_covered_at_every_edge(published: list[Vector]) -> None:
@@ -144,7 +144,7 @@ def test_every_scale_rule_of_every_recipe_is_covered_at_every_edge(published: li
 
 
 def test_every_codec_and_offset_is_covered(published: list[Vector]) -> None:
-    """But UE4M3 and UE5M3, which no recipe of breccia declares."""
+    """Except UE4M3 and UE5M3, which no built-in recipe declares."""
     formats = {v.recipe.format for v in published}
     scales = {breccia.codecs.E8M0, breccia.codecs.UE4M3, breccia.codecs.UE5M3}
     assert {f.element for f in formats} == {c for c in CODECS if c.bits <= 8} - scales
@@ -153,7 +153,7 @@ def test_every_codec_and_offset_is_covered(published: list[Vector]) -> None:
 
 
 def test_edges_contain_the_inputs_they_are_named_after(published: list[Vector]) -> None:
-    """Of the default MXFP8 recipe: no edge is empty."""
+    """For the default MXFP8 recipe."""
     v = {v.edge: v for v in published if v.recipe == breccia.MXFP8BlockScaling()}
     magnitude = {edge: case.input & 0x7FFFFFFF for edge, case in v.items() if case.dtype == "float32"}
     decoded = {edge: np.asarray(case.decoded) & 0x7FFFFFFF for edge, case in v.items()}
@@ -189,7 +189,7 @@ BACKENDS: dict[str, tuple[str, tuple[str, ...] | None, str | None, int, int]] = 
 
 
 def need(framework: str, kernels: tuple[str, ...] | None) -> Any:
-    """The framework's vocabulary; skips where it, or the first of the kernels, is not there."""
+    """The framework's backend primitives. Skips if the framework or the first kernel is not available."""
     pytest.importorskip({"mlx": "mlx.core"}.get(framework, framework))
     declared = registry().frameworks.get(framework)
     if declared is None:
@@ -217,7 +217,7 @@ def scale_array(ops: Any, codes: np.ndarray | None, codec: Codec) -> Any:
 
 
 def differences(v: Vector, framework: str, ops: Any, cast: tuple[str, ...] | None, dequantize: str | None) -> list[str]:
-    """The parts that a backend writes or decodes otherwise."""
+    """The arrays that a backend writes or decodes differently."""
     x, supplied = array(ops, v.input, v.dtype), scale_array(ops, v.supplied, v.recipe.format.levels[0].codec)
     options = {"axis": v.axis, "rounding": v.rounding, "seed": v.seed}
     st = breccia.cast(x, v.recipe, scale=supplied, prefer=cast, **options)
@@ -283,7 +283,7 @@ def test_a_wrong_bit_in_any_array_is_detected(published: list[Vector]) -> None:
 
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """examples/vectors.c, compiled by the command in its head."""
+    """examples/vectors.c, compiled with the command in its first lines."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler (cc) on the path")

@@ -1,4 +1,4 @@
-"""Every way that a framework runs in writes NumPy's bytes: on 10^7 values, and on 10^9 in the slow run.
+"""Every execution mode of every framework writes NumPy's bytes: on 10^7 values, and on 10^9 in the slow run.
 
 benchmarks/parity.py draws, runs and compares.
 """
@@ -25,7 +25,7 @@ from breccia.arrays.frameworks import ops_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 #: The first recipe of each name and offset. Each is compiled anew, which takes longer than all its numbers.
@@ -90,7 +90,7 @@ def ways_of(parity: ModuleType, framework: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("framework", ["torch", "mlx"])
 def test_eager(recipe: breccia.ScalingRecipe, framework: str, parity: ModuleType) -> None:
-    """By the kernels that serve a CPU, and by the generic algorithm that serves other devices."""
+    """With the kernels for CPUs, and with the generic algorithm that other devices use."""
     drawn = itertools.chain(parity.small(recipe), parity.draws(recipe, FAST, SLAB))
     assert_parity(parity, framework, recipe, ways_of(parity, framework, "eager", "generic"), drawn, FAST)
 
@@ -248,7 +248,7 @@ def test_nan_never_equals_a_number(parity: ModuleType) -> None:
 
 
 def decoded_to(parity: ModuleType, *numbers: float) -> Any:
-    """What a framework that is told nothing else decodes to these FP32 numbers would return, in all three dtypes."""
+    """The decoded results of a framework for these FP32 numbers, in all three dtypes."""
     import ml_dtypes
 
     y = np.float32(numbers)
@@ -274,7 +274,7 @@ def test_flushed_subnormals_are_counted_separately(parity: ModuleType) -> None:
     ("number", "found"), [(2.0**-127, -0.0), (-(2.0**-127), 0.0), (2.0**-127, 2.0**-128), (2.0**-126, 0.0), (0.0, -0.0)]
 )
 def test_nothing_else_may_be_flushed(number: float, found: float, parity: ModuleType) -> None:
-    """Zeros of the wrong sign, another number, the least normal number."""
+    """Zeros of the wrong sign, another number, the smallest normal number."""
     tally = parity.Tally()
     tally.add("", decoded_to(parity, number), decoded_to(parity, found), "a slab")
     assert tally.differing > 0 and tally.faults and not tally.flushed
