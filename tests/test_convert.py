@@ -556,7 +556,7 @@ def test_a_signal_after_the_output_is_written_says_so(
     monkeypatch.setattr(converter, "_remove", stopped)
     before = signal.getsignal(signal.SIGTERM)
     found = run("convert", source, out, "-r", "mxfp8")
-    assert found == (143, "", f"interrupted; {out}, whole and verified, was written\n")
+    assert found == (143, "", f"interrupted; {out}, complete and verified, was written\n")
     assert entries(tmp_path) == ["model.safetensors", "o.safetensors"]
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -685,7 +685,7 @@ def test_a_converted_folder_reports_that_its_config_has_no_quantization(
     assert text.splitlines()[-1].split(maxsplit=1) == [
         "note",
         "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load this "
-        "folder as it is; load it with breccia.bridges.load_safetensors",
+        "folder; load it with breccia.bridges.load_safetensors",
     ]
     _, text, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8")
     assert "config.json" not in text

@@ -77,10 +77,10 @@ def test_a_framework_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatc
     registry.reload()
     try:
         line = found("frameworks", "torch")
-        assert line.status == NOTE and line.text.endswith(" is installed, and breccia does not support it")
+        assert line.status == NOTE and line.text.endswith(" is installed, but breccia's plug-in for it is not active")
         assert line.remedy == install("breccia-torch")
         assert found("plug-ins", "torch").remedy == "unset BRECCIA_BLOCK"
-        assert found("system", "BRECCIA_BLOCK").text == "is set to 'torch' and steers breccia"
+        assert found("system", "BRECCIA_BLOCK").text == "'torch', which changes what breccia does"
         absent(monkeypatch, "torch")
         assert found("frameworks", "torch").status == MISSING
     finally:
@@ -100,7 +100,7 @@ def test_a_framework_that_fails_to_list_its_devices_is_a_problem(
     try:
         line = found("frameworks", "numpy")
         assert line.status == PROBLEM
-        assert line.text.endswith(f"asking it for its devices failed: {type(error).__name__}: no driver")
+        assert line.text.endswith(f"listing its devices failed: {type(error).__name__}: no driver")
         assert line.remedy == "pip install --force-reinstall numpy"
         assert run("doctor")[0] == 1
     finally:
@@ -112,7 +112,7 @@ def test_a_distribution_of_another_minor_version_is_a_problem(monkeypatch: pytes
     monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))
     line = found("breccia", "breccia-jax")
     assert line.status == PROBLEM
-    assert line.text == f"0.1.9, which does not belong to breccia-core {breccia.__version__}"
+    assert line.text == f"0.1.9, which does not match breccia-core {breccia.__version__}"
     assert line.remedy == install("breccia-jax", "--upgrade")
 
 

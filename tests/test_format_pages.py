@@ -53,7 +53,7 @@ def test_every_recipe_has_a_page_linked_from_the_overview() -> None:
 def test_a_page_has_components_a_worked_block_rules_and_sources(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     names = [name for name, _ in BLOCK.findall(text)]
-    (recipe,) = {name.partition("-")[2] for name in names if name.startswith(("parts-", "worked-"))}
+    (recipe,) = {name.partition("-")[2] for name in names if name.startswith(("components-", "worked-"))}
     assert "\n## MUST and MAY\n" in text and " MUST " in text and "\nSources: " in text
     wanted = {breccia.recipe(recipe).format.element.name} - {"INT8"}  # 8-bit integers need no table
     assert wanted <= {name.removeprefix("codes-") for name in names}

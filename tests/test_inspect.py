@@ -169,7 +169,7 @@ def test_inspect_prints_ranges_and_doubts(tmp_path: Path, run: Run) -> None:
     code, out, err = run("inspect", tmp_path / "m.safetensors", "--scales")
     assert (code, err) == (0, "")
     assert "suspicious: w: scale: 1 of 8 NaN (their blocks contained NaN or Inf)" in out
-    assert " to " in out and "scales, least to largest" in out
+    assert " to " in out and "scales, min to max" in out
     code, out, _ = run("inspect", tmp_path / "m.safetensors")
     assert "suspicious" not in out and "scales, least" not in out
     code, out, _ = run("inspect", tmp_path / "m.safetensors", "--scales", "--json")

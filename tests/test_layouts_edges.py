@@ -1,4 +1,4 @@
-"""Layouts and levels of scales: how one is spelled, how many there are, and which are known; storages by name."""
+"""Layouts, scale levels and storages: their repr, their number, and refusal of undeclared ones."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_a_format_has_one_or_two_levels_of_scales() -> None:
             Format(E2M1, levels)
 
 
-# -- layouts that nobody declared ------------------------------------------------------------------------------------
+# -- undeclared layouts ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spiral(PerBlockMN):
-    """A layout of no plug-in. That its scales lie as its base's do is what nobody can know."""
+    """A layout that no plug-in declares. Nothing says that its scales are arranged like those of its base class."""
 
     name = "spiral"
 
 
 @dataclass(frozen=True)
 class Namesake(PerBlockMN):
-    """One that has the name of another class."""
+    """A layout with the name of another class."""
 
 
 def wrapped(layout: Layout) -> ScaledTensor:
@@ -79,7 +79,7 @@ REFUSALS: dict[str, Callable[[Layout], Any]] = {
 
 @pytest.mark.parametrize("refused", REFUSALS)
 @pytest.mark.parametrize("layout", [Spiral(1, 32), Namesake(1, 32)], ids=lambda layout: type(layout).__name__)
-def test_a_tensor_whose_layout_nobody_declared_is_refused_by_name(layout: Layout, refused: str) -> None:
+def test_a_tensor_with_an_undeclared_layout_is_refused_by_name(layout: Layout, refused: str) -> None:
     with pytest.raises(UnsupportedError) as e:
         REFUSALS[refused](layout)
     assert str(e.value) == (
@@ -89,7 +89,7 @@ def test_a_tensor_whose_layout_nobody_declared_is_refused_by_name(layout: Layout
     assert e.value.found["layout"] == layout
 
 
-def test_a_layout_that_a_plug_in_declares_is_read_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_a_plug_in_declares_is_used_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.registry().declared["breccia_layouts"], "spiral", Spiral)
     st = breccia.cast(X, MXFP8)
     spiral = ScaledTensor(st.data, st.scale, MXFP8, Spiral(1, 32))
@@ -97,7 +97,7 @@ def test_a_layout_that_a_plug_in_declares_is_read_as_it_says(monkeypatch: pytest
     assert Layout.from_json(spiral.layout.to_json()) == Spiral(1, 32)
 
 
-def test_the_layout_below_a_storage_is_looked_at_too() -> None:
+def test_the_layout_below_a_storage_is_checked_too() -> None:
     st = breccia.cast(X, MXFP8).to_storage("transposed")
     with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral,"):
         ScaledTensor(st.data, st.scale, MXFP8, Stored(Spiral(1, 32), "transposed"))
@@ -120,7 +120,7 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("where", UNKNOWN)
-def test_a_storage_that_nobody_declared_is_refused_with_the_nearest_name(where: str) -> None:
+def test_an_undeclared_storage_is_refused_with_the_nearest_name(where: str) -> None:
     with pytest.raises(UnknownNameError) as e:
         UNKNOWN[where]()
     assert str(e.value) == (
@@ -129,7 +129,7 @@ def test_a_storage_that_nobody_declared_is_refused_with_the_nearest_name(where: 
     assert e.value.found["name"] == "swizle_128x4"
 
 
-def test_a_storage_says_its_name_and_gives_the_plain_tensor_back() -> None:
+def test_a_stored_tensor_reports_its_storage_and_converts_back_to_plain() -> None:
     st = breccia.cast(X, MXFP8)
     assert (st.storage, STORED.storage, STORED.to_plain().storage) == ("plain", "swizzle_128x4", "plain")
     assert st.to_plain() is st and st.to_storage("plain") is st and STORED.to_storage("swizzle_128x4") is STORED
@@ -140,7 +140,7 @@ def test_a_storage_says_its_name_and_gives_the_plain_tensor_back() -> None:
     assert STORED.layout.plain == st.layout and st.layout.plain == st.layout
 
 
-def test_a_storage_has_one_layout_below_it_which_is_plain() -> None:
+def test_a_storage_wraps_exactly_one_plain_layout() -> None:
     with pytest.raises(RecipeError, match=r"^Stored: layout must be a plain Layout, got Stored\("):
         replace(STORED.layout, layout=STORED.layout)
     with pytest.raises(RecipeError, match=r"^Stored: layout must be a plain Layout, got 'per_tensor'"):
@@ -149,7 +149,7 @@ def test_a_storage_has_one_layout_below_it_which_is_plain() -> None:
         Stored(PerBlockMN(1, 32), 5)  # type: ignore[arg-type]
 
 
-def test_a_kernel_named_by_prefer_that_cannot_read_a_storage_says_so_and_the_way_out() -> None:
+def test_prefer_of_a_kernel_that_cannot_read_the_storage_raises_with_a_remedy() -> None:
     with pytest.raises(NoKernelError) as e:
         breccia.dequantize(STORED, prefer="numpy.dequantize")
     reason = "reads 'plain' storage, an operand is in 'swizzle_128x4'; st.to_storage('plain') converts it"
@@ -158,7 +158,7 @@ def test_a_kernel_named_by_prefer_that_cannot_read_a_storage_says_so_and_the_way
     assert np.array_equal(plain, breccia.dequantize(STORED)), "and it is one"
 
 
-def test_a_kernel_named_by_prefer_that_cannot_write_a_storage_says_so() -> None:
+def test_prefer_of_a_kernel_that_cannot_write_the_storage_raises() -> None:
     with pytest.raises(NoKernelError) as e:
         breccia.cast(X, MXFP8, storage="swizzle_128x4", prefer="numpy.cast")
     assert "      skipped: writes 'plain' storage, not 'swizzle_128x4'" in str(e.value).splitlines()
@@ -187,6 +187,6 @@ OPS_ON_STORED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("op", OPS_ON_STORED)
-def test_every_op_takes_and_writes_storages_that_no_kernel_knows(op: str) -> None:
+def test_every_op_reads_and_writes_storages_that_no_kernel_declares(op: str) -> None:
     stored, plain = OPS_ON_STORED[op]
     assert np.array_equal(stored(), plain())

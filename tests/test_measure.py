@@ -1,4 +1,4 @@
-"""SQNR, clip and underflow rates and histograms are what their definitions say, whatever the slabs; `breccia compare`."""
+"""SQNR, clip and underflow rates and histograms match their definitions for any slab size; and `breccia compare`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(tmp_path: Path, x: Any, name: str = "w.safetensors") -> Stored:
 
 
 def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:
-    """`st` with every element's code replaced, packed by shifts of its own."""
+    """`st` with every element's code replaced; packs the codes independently."""
     bits = st.recipe.format.element.bits
     count = math.lcm(bits, 8) // bits
     group = sum(code << (bits * i) for i in range(count)).to_bytes(count * bits // 8, "little")
@@ -49,7 +49,7 @@ def of_one_code(st: breccia.ScaledTensor, code: int) -> breccia.ScaledTensor:
 
 
 def by_definition(x: np.ndarray, st: breccia.ScaledTensor) -> tuple[int, int]:
-    """(clipped, flushed): every code decoded in every block, the ends found by sorting."""
+    """(clipped, flushed), from all decoded codes of every block; sorting finds the extremes."""
     codes = range(1 << st.recipe.format.element.bits)
     values = np.stack([breccia.dequantize(of_one_code(st, code)).astype(np.float64) for code in codes])
     values = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN sorts last
@@ -84,7 +84,7 @@ CLIPPING = [
 
 
 @pytest.mark.parametrize("spec", CLIPPING)
-def test_clip_and_underflow_are_what_every_code_decoded_says(spec: str, tmp_path: Path) -> None:
+def test_clip_and_underflow_counts_match_counts_over_all_decoded_codes(spec: str, tmp_path: Path) -> None:
     recipe = breccia.recipe(spec)
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((6, 70)) * 10.0 ** rng.integers(-3, 3, (6, 70))).astype(np.float32)
@@ -126,7 +126,7 @@ def test_blocks_of_nan_are_neither_clipped_nor_flushed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slab", [1, 100, 1000])
-def test_slabs_change_no_count(
+def test_the_slab_size_does_not_change_counts(
     slab: int, recipe: breccia.ScalingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = wide((3, 9, 70), exponents=4)
@@ -168,7 +168,7 @@ def test_a_histogram_counts_each_element_once_before_and_after(tmp_path: Path) -
     assert sum(h.before) == x.size and sum(h.after) + h.outside == x.size
 
 
-def test_fidelity_of_nothing_is_lossless_and_adds_nothing() -> None:
+def test_error_metrics_of_an_empty_tensor_are_lossless_and_add_nothing() -> None:
     assert NOTHING.lossless and NOTHING.sqnr == math.inf and NOTHING.cosine == 1.0
     assert NOTHING.clip_rate is None and NOTHING.underflow_rate == 0.0
     one = ErrorMetrics(4, 2.0, 1.0, 1.5, 2.0, 0.5, 3, 1, 4, 2)
@@ -182,7 +182,7 @@ def test_fidelity_of_nothing_is_lossless_and_adds_nothing() -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint, and one with the same names in every other state."""
+    """A checkpoint, and one with the same names in all other states."""
     rng = np.random.default_rng(0)
     w = {name: rng.standard_normal((40, 64)).astype(np.float32) for name in ("fp8", "fp4", "brain", "same", "moved", "gone")}
     others = {"steps": np.arange(3), "odd": np.arange(4), "half": w["fp8"].astype(np.float16)}
@@ -202,7 +202,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "a.safetensors", tmp_path / "b.safetensors"
 
 
-def test_compare_measures_what_can_be_and_says_why_the_rest_cannot(pair: tuple[Path, Path]) -> None:
+def test_compare_measures_comparable_tensors_and_gives_reasons_for_the_others(pair: tuple[Path, Path]) -> None:
     report = compare(*pair)
     assert {t.name: t.reason for t in report.tensors} == {
         "fp8": "",
@@ -225,7 +225,7 @@ def test_compare_measures_what_can_be_and_says_why_the_rest_cannot(pair: tuple[P
     assert by_name["brain"].measured.clip_rate is None, "no block bounds BF16"
 
 
-def test_compare_finds_what_convert_measured(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+def test_compare_reports_the_metrics_that_convert_measured(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
     from breccia_bridges.convert import convert
 
     save_file({"w": wide((33, 70), exponents=4), "norm": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
@@ -237,14 +237,14 @@ def test_compare_finds_what_convert_measured(recipe: breccia.ScalingRecipe, tmp_
     assert (made.bytes_in, made.bytes_out, made.recipes) == (found.bytes_in, found.bytes_out, found.recipes)
 
 
-def test_compare_of_a_checkpoint_with_itself_differs_in_nothing(pair: tuple[Path, Path], run: Run) -> None:
+def test_compare_of_a_checkpoint_with_itself_finds_no_difference(pair: tuple[Path, Path], run: Run) -> None:
     for path in pair:
         assert {t.reason for t in compare(path, path).tensors} == {EQUAL}
         code, out, err = run("compare", path, path, "--fail-under", "1000")
         assert (code, err) == (0, "") and "nothing differs; " in out
 
 
-def test_compare_prints_a_line_for_each_tensor_and_what_lies_in_one_only(pair: tuple[Path, Path], run: Run) -> None:
+def test_compare_prints_a_line_per_tensor_and_lists_unmatched_tensors(pair: tuple[Path, Path], run: Run) -> None:
     code, out, err = run("compare", *pair)
     assert code == 0
     assert f"warning: in {pair[0]} and not in {pair[1]}: gone." in err
@@ -266,7 +266,7 @@ def test_compare_takes_several_candidates_and_folders(pair: tuple[Path, Path], t
     assert [c["destination"] for c in json.loads(text)["candidates"]] == [str(folder), str(pair[0])]
 
 
-def test_fail_under_exits_with_one_and_names_what_is_below(pair: tuple[Path, Path], run: Run) -> None:
+def test_fail_under_exits_with_1_and_names_the_tensors_below_the_limit(pair: tuple[Path, Path], run: Run) -> None:
     lossy = [t for t in compare(*pair).quantized if t.measured.sqnr < 25]
     words = ", ".join(f"{t.name} ({t.measured.sqnr:.2f} dB)" for t in lossy)
     assert sorted(t.name for t in lossy) == ["fp4", "half"]
@@ -289,7 +289,7 @@ def test_fail_under_exits_with_one_and_names_what_is_below(pair: tuple[Path, Pat
         ({"a": np.ones((2, 3), np.float32), "b": np.arange(3)}, "a (shapes differ: 2x2 and 2x3)"),
     ],
 )
-def test_fail_under_holds_for_what_cannot_be_measured(after: Any, why: str, tmp_path: Path, run: Run) -> None:
+def test_fail_under_fails_for_tensors_that_cannot_be_measured(after: Any, why: str, tmp_path: Path, run: Run) -> None:
     save_file({"a": np.ones((2, 2), np.float32), "b": np.arange(3)}, tmp_path / "a.safetensors")
     save_file(after, tmp_path / "b.safetensors")
     code, out, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--fail-under", "-1000")
@@ -299,10 +299,10 @@ def test_fail_under_holds_for_what_cannot_be_measured(after: Any, why: str, tmp_
 
 def test_fail_under_refuses_nan(pair: tuple[Path, Path], run: Run) -> None:
     code, out, err = run("compare", *pair, "--fail-under", "nan")
-    assert (code, out) == (2, "") and "--fail-under takes a number of dB; NaN is below none." in err
+    assert (code, out) == (2, "") and "--fail-under takes a number of dB; got NaN." in err
 
 
-def test_fail_under_holds_for_nan(tmp_path: Path, run: Run) -> None:
+def test_fail_under_fails_for_nan(tmp_path: Path, run: Run) -> None:
     x = np.full((2, 32), np.nan, np.float32)
     save_file({"w": x}, tmp_path / "a.safetensors")
     save_safetensors({"w": breccia.cast(x, breccia.MXFP8BlockScaling())}, tmp_path / "b.safetensors")
@@ -310,7 +310,7 @@ def test_fail_under_holds_for_nan(tmp_path: Path, run: Run) -> None:
     assert code == 1 and "are below -100 dB: w (nan dB)." in err
 
 
-def test_compare_refuses_checkpoints_of_nothing_in_common(tmp_path: Path, run: Run) -> None:
+def test_compare_refuses_checkpoints_without_common_tensors(tmp_path: Path, run: Run) -> None:
     save_file({"a": np.ones((2, 2), np.float32)}, tmp_path / "a.safetensors")
     save_file({f"b{i}": np.ones((2, 2), np.float32) for i in range(4)}, tmp_path / "b.safetensors")
     code, _, err = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -338,7 +338,7 @@ def test_float8_without_scales_is_not_measured(tmp_path: Path) -> None:
     assert t.reason == "differ, and breccia finds no scales for F8_E4M3"
 
 
-def test_scales_of_either_sign_clip_alike(tmp_path: Path) -> None:
+def test_negative_scales_clip_like_positive_ones(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((8, 16), np.float32)
     st = breccia.cast(x, breccia.INT4Scaling(group_size=16))
     for sign in (0.25, -0.25):
@@ -347,7 +347,7 @@ def test_scales_of_either_sign_clip_alike(tmp_path: Path) -> None:
         assert (found.clipped, found.flushed) == by_definition(x, turned) and found.clipped > 50
 
 
-def test_fp64_is_compared_as_it_is(tmp_path: Path, run: Run) -> None:
+def test_fp64_is_compared_without_conversion(tmp_path: Path, run: Run) -> None:
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     x = np.array([[1 / 3, 1e300, 2.0]])
     save_file({"w": x}, a)
@@ -362,7 +362,7 @@ def test_fp64_is_compared_as_it_is(tmp_path: Path, run: Run) -> None:
     assert t.measured.max_error == abs(1 / 3 - float(np.float32(1 / 3))) and not t.measured.lossless
 
 
-def test_nan_is_said_of_the_side_that_has_it(tmp_path: Path, run: Run) -> None:
+def test_nan_is_reported_for_the_checkpoint_that_has_it(tmp_path: Path, run: Run) -> None:
     x = np.ones((2, 32), np.float32)
     nan = x.copy()
     nan[0, 0] = np.nan
@@ -382,7 +382,7 @@ def test_empty_and_scalar_tensors_are_compared(tmp_path: Path, run: Run) -> None
     assert code == 0 and {line.split()[-1] for line in out.splitlines()[2:5]} == {"none", "one", "row"}
 
 
-#: Names that something could obey, each with what is to be printed.
+#: Names that a terminal or markup could interpret -> what must be printed.
 HOSTILE = {
     "a[/]b": "a[/]b",
     "[red]x[/red]": "[red]x[/red]",
@@ -394,7 +394,7 @@ HOSTILE = {
 }
 
 
-def test_names_are_printed_as_they_are_and_obeyed_by_nothing(tmp_path: Path, run: Run) -> None:
+def test_names_are_printed_literally_and_never_interpreted(tmp_path: Path, run: Run) -> None:
     x = np.random.default_rng(0).standard_normal((4, 32), np.float32)
     source, out = tmp_path / "[red]a.safetensors", tmp_path / "b[bold].safetensors"
     save_file(dict.fromkeys(HOSTILE, x), source)
@@ -406,7 +406,7 @@ def test_names_are_printed_as_they_are_and_obeyed_by_nothing(tmp_path: Path, run
             assert any(line.endswith(f"  {name}") for line in text.split("\n")), name
 
 
-def test_output_that_cannot_be_encoded_is_escaped_and_fails_nothing(tmp_path: Path) -> None:
+def test_output_that_cannot_be_encoded_is_escaped_without_an_error(tmp_path: Path) -> None:
     save_file({"caf\u00e9": np.ones((2, 32), np.float32)}, tmp_path / "a.safetensors")
     words = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "-r", "mxfp8"]
     for command in (words, ["inspect", str(tmp_path / "b.safetensors")]):
@@ -419,7 +419,7 @@ def test_output_that_cannot_be_encoded_is_escaped_and_fails_nothing(tmp_path: Pa
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_nothing_is_cut_at_eighty_columns(pair: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_not_truncated_at_eighty_columns(pair: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run("compare", *pair, pair[1])
     assert "\u2026" not in out and "..." not in out
@@ -441,7 +441,7 @@ def test_nothing_is_cut_at_eighty_columns(pair: tuple[Path, Path], run: Run, mon
     ]
 
 
-def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
+def test_many_files_use_few_file_descriptors(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         for n in range(80):
@@ -457,7 +457,7 @@ def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_name_that_no_encoding_takes_is_printed_too(tmp_path: Path, run: Run) -> None:
+def test_a_name_that_cannot_be_encoded_is_printed_too(tmp_path: Path, run: Run) -> None:
     header = b'{"\\ud800x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
     done = subprocess.run([sys.executable, "-m", "breccia", "inspect", str(tmp_path / "a.safetensors")], capture_output=True)

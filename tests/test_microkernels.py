@@ -1,4 +1,4 @@
-"""Compiled microkernels given to a cast are called, and the bytes stay those of the oracle."""
+"""A cast calls the microkernels given to it, and still writes the bytes of the oracle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECIPES = [
 
 
 class Planted:
-    """Plain forms of the microkernels, which count their calls. `asked`: the forms of codes that there was to be a step for."""
+    """NumPy versions of the microkernels that count their calls. `asked`: the kinds of codes for which one was requested."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
-def test_steps_of_somebody_else_are_called_and_change_no_byte(recipe: ScalingRecipe) -> None:
+def test_microkernels_of_a_plug_in_are_called_and_change_no_byte(recipe: ScalingRecipe) -> None:
     planted = Planted()
     for x in (wide((9, 2048), seed=1, exponents=3), special_rows(608)):
         found, expected = kernels.cast(x, recipe, microkernels=planted.microkernels), reference.cast(x, recipe)
@@ -85,7 +85,7 @@ def test_steps_of_somebody_else_are_called_and_change_no_byte(recipe: ScalingRec
 
 @dataclass(frozen=True)
 class LowFloats(Float8BlockScaling):
-    """Of a codec whose bias is as great as its exponents."""
+    """A recipe whose codec has a bias as large as its largest exponent."""
 
     @cached_property
     def format(self) -> Format:
@@ -93,7 +93,7 @@ class LowFloats(Float8BlockScaling):
         return Format(low, (Level(F32, (1, 16)),))
 
 
-def test_every_form_of_codes_is_offered_to_the_steps() -> None:
+def test_microkernels_are_requested_for_every_kind_of_codes() -> None:
     for recipe, form in (
         (MXFP6BlockScaling(), FloatCodes),
         (LowFloats(), FloatCodes),
@@ -110,7 +110,7 @@ def test_every_form_of_codes_is_offered_to_the_steps() -> None:
         assert planted.calls["amax"] > 0
 
 
-def test_steps_write_into_unsigned_bytes_in_one_row_also_where_codes_are_signed() -> None:
+def test_microkernels_write_signed_codes_into_one_row_of_unsigned_bytes() -> None:
     for recipe in (MXINT8BlockScaling(), INT8Scaling()):
         element = recipe.format.element
         rows: list[tuple[str, int, bool]] = []

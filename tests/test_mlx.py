@@ -1,4 +1,4 @@
-"""MLX on a CPU: the ops under its transformations, gradients, trees of scaled tensors, and what is refused by name."""
+"""MLX on a CPU: ops under its transformations, gradients, trees of scaled tensors, and refused input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUBE = wide((3, 6, 70), seed=51, exponents=20)
 MXFP8 = breccia.MXFP8BlockScaling()
 CURRENT = breccia.Float8CurrentScaling()
 
-#: How a function of arrays is called: as it is, compiled, mapped over a batch of one array, and both.
+#: How a function is called: directly, compiled, under vmap over a batch of one array, or both.
 WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "eager": lambda f: f,
     "compiled": mx.compile,
@@ -32,7 +32,7 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def raw(a: Any) -> np.ndarray:
-    """The bits of an array, NaNs of floats as one."""
+    """The bits of an array, with one bit pattern for all NaNs."""
     a = np.array(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
     if a.dtype.kind != "f":
         return a
@@ -45,7 +45,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def run(way: str, f: Callable[[Any], Any], x: np.ndarray) -> Any:
-    """`f` of `x`; where it is mapped, of the second of a batch whose first one would give other scales."""
+    """`f(x)`. Under vmap, `x` is the second example of a batch whose first example has other scales."""
     if "map" not in way:
         return WAYS[way](f)(mx.array(x))
     batch = np.stack([np.roll(x, 1, axis=0)[::-1] * np.float32(0.5), x], axis=1)
@@ -57,20 +57,18 @@ def run(way: str, f: Callable[[Any], Any], x: np.ndarray) -> Any:
 
 
 OPTIONS = [{}, {"axis": -2}, {"rounding": "stochastic", "seed": 7}]
-#: On a CPU MLX compiles with a C++ compiler, for seconds: all recipes in the slow run, others by few.
+#: On a CPU, MLX compiles with a C++ compiler, which takes seconds: only the slow run has all recipes.
 COMPILED = [pytest.param(way, marks=pytest.mark.slow) if "compiled" in way else way for way in WAYS]
 
 
 @pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_casts_write_and_read_numpys_bytes_however_they_are_called(
-    recipe: breccia.ScalingRecipe, way: str, options: dict[str, Any]
-) -> None:
+def test_casts_match_numpy_under_every_transformation(recipe: breccia.ScalingRecipe, way: str, options: dict[str, Any]) -> None:
     assert_numpys_bytes(recipe, way, options)
 
 
 @pytest.mark.parametrize("way", ["compiled", "compiled map"])
-def test_compiled_casts_write_and_read_numpys_bytes(way: str) -> None:
+def test_compiled_casts_match_numpy(way: str) -> None:
     assert_numpys_bytes(breccia.NVFP4BlockScaling(), way, {})
 
 
@@ -93,7 +91,7 @@ def assert_numpys_bytes(recipe: breccia.ScalingRecipe, way: str, options: dict[s
 
 @pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_read_and_written_as_numpy_does(way: str, dtype: str) -> None:
+def test_half_precision_matches_numpy(way: str, dtype: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = wide((6, 64), seed=52, exponents=4)
     narrow = x.astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
@@ -108,8 +106,8 @@ def test_half_precision_is_read_and_written_as_numpy_does(way: str, dtype: str) 
 
 
 @pytest.mark.parametrize("way", COMPILED)
-def test_requantize_and_matmul_are_numpys_too(way: str) -> None:
-    """Small whole numbers under scales of one, so that products are exact in any order."""
+def test_requantize_and_matmul_match_numpy(way: str) -> None:
+    """Small integers with scales of 1, so that products are exact in any order."""
     x = np.random.default_rng(0).integers(-7, 8, (8, 64)).astype(np.float32)
     x[:, ::16] = 7.0
     int4 = breccia.INT4Scaling(group_size=16, scale_dtype="fp32")
@@ -125,7 +123,7 @@ def test_requantize_and_matmul_are_numpys_too(way: str) -> None:
     assert all(np.array(found[name]).tobytes() == part.tobytes() for name, part in components(expected).items())
 
 
-def test_per_tensor_scales_under_vmap_are_one_for_each_example() -> None:
+def test_vmap_computes_one_per_tensor_scale_per_example() -> None:
     x = np.stack([CUBE[0], 100 * CUBE[1]])
     scales = mx.vmap(lambda x: breccia.cast(x, CURRENT).scale)(mx.array(x))
     assert np.array_equal(np.array(scales), [breccia.cast(a, CURRENT).scale for a in x])
@@ -133,14 +131,14 @@ def test_per_tensor_scales_under_vmap_are_one_for_each_example() -> None:
 
 @pytest.mark.xfail(strict=True, reason="mx.vmap of & with one operand mapped reads beyond the other in MLX 0.32.4")
 def test_mlx_maps_over_one_operand_of_an_and() -> None:
-    """Why codes pack_bits by `&` or `>>` have one origin (breccia.arrays.ops). Where this passes, that rule can go."""
+    """Why operands of `&` and `>>` in pack_bits derive from one array (breccia.arrays.ops). If this passes, drop that rule."""
     mapped, other = mx.array([[1, 3], [5, 7]]), mx.array([3, 6])
     assert mx.vmap(lambda a: a & other)(mapped).tolist() == [[1, 2], [1, 6]]
     assert mx.vmap(lambda a: other & a)(mapped).tolist() == [[1, 2], [1, 6]]
 
 
-def test_supplied_scales_that_are_not_mapped_over_serve_every_example(recipe: breccia.ScalingRecipe) -> None:
-    """NaN and Inf among the values, which have codes of their own under such scales."""
+def test_supplied_scales_that_are_not_mapped_apply_to_every_example(recipe: breccia.ScalingRecipe) -> None:
+    """Values include NaN and Inf, which have their own codes under supplied scales."""
     x = X[:12]
     found = breccia.cast(x, recipe)
     scale = found.scale if found.global_scale is None else found.global_scale
@@ -152,14 +150,14 @@ def test_supplied_scales_that_are_not_mapped_over_serve_every_example(recipe: br
         assert all(np.array_equal(raw(parts[name][n]), raw(mx.array(part))) for name, part in components(expected).items())
 
 
-def test_supplied_scales_are_arguments_like_others() -> None:
+def test_supplied_scales_can_be_mapped_over() -> None:
     x, scales = mx.array(CUBE), mx.array(np.float32([0.5, 2.0, 8.0]))
     codes = mx.vmap(lambda x, s: breccia.cast(x, CURRENT, scale=s).data)(x, scales)
     expected = [breccia.cast(a, CURRENT, scale=np.float32(s)).data for a, s in zip(CUBE, (0.5, 2.0, 8.0), strict=True)]
     assert np.array_equal(np.array(codes), expected)
 
 
-def test_a_compiled_function_is_traced_once_for_a_shape() -> None:
+def test_a_compiled_function_is_traced_once_per_shape() -> None:
     traced: list[tuple[int, ...]] = []
 
     def cast(x: Any) -> Any:
@@ -172,8 +170,8 @@ def test_a_compiled_function_is_traced_once_for_a_shape() -> None:
     assert traced == [(4, 64), (8, 64)]
 
 
-def test_no_verb_evaluates_anything() -> None:
-    """Inside mx.compile and mx.vmap MLX raises where a value is read; so no op that runs there does."""
+def test_no_op_evaluates_arrays() -> None:
+    """MLX raises if a value is read inside mx.compile or mx.vmap, so an op that runs there reads none."""
     w = breccia.cast(mx.array(X[:4, :64]), MXFP8)
 
     def every(x: Any) -> list[Any]:
@@ -188,7 +186,7 @@ def test_no_verb_evaluates_anything() -> None:
 
 
 @pytest.mark.xfail(raises=ValueError, strict=True, reason="mx.compile(shapeless=True): views have no rule in MLX 0.32.4")
-def test_a_function_compiled_without_shapes_takes_any() -> None:
+def test_a_function_compiled_shapeless_accepts_any_shape() -> None:
     compiled = mx.compile(lambda x: breccia.cast(x, MXFP8).data, shapeless=True)
     mx.eval(compiled(mx.ones((4, 64))), compiled(mx.ones((8, 64))))
 
@@ -197,7 +195,7 @@ def test_a_function_compiled_without_shapes_takes_any() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(recipe: breccia.ScalingRecipe, kind: str) -> None:
+def test_cast_ste_returns_the_round_trip_and_passes_gradients_unchanged(recipe: breccia.ScalingRecipe, kind: str) -> None:
     x = mx.array(wide((6, 70), seed=3, exponents=2)).astype(getattr(mx, kind))
     upstream = mx.reshape(mx.arange(x.size), x.shape).astype(x.dtype)
     (y,), (found,) = mx.vjp(lambda x: breccia.cast_ste(x, recipe), [x], [upstream])
@@ -205,7 +203,7 @@ def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(recipe: bre
     assert same(found, upstream)
 
 
-def test_the_clipped_gradient_is_zero_outside_the_bounds_alone() -> None:
+def test_the_clipped_gradient_is_zero_only_outside_the_bounds() -> None:
     x = mx.array([[-500.0, -448.0, -1.0, 0.0, 1.0, 448.0, 449.0, float("nan")]])
 
     def gradient(value: float, *bounds: float, **options: Any) -> list[float]:
@@ -223,7 +221,7 @@ def test_the_clipped_gradient_is_zero_outside_the_bounds_alone() -> None:
         gradient(1.0, clip="block")
 
 
-def test_gradients_are_torchs_for_every_recipe_and_clip(recipe: breccia.ScalingRecipe) -> None:
+def test_gradients_match_torch_for_every_recipe_and_clip(recipe: breccia.ScalingRecipe) -> None:
     torch = pytest.importorskip("torch")
     upstream = np.random.default_rng(1).standard_normal(X.shape).astype(np.float32)
     for options in ({}, {"clip": "scale"}, {"clip_min": -0.25, "clip_max": 2.0}):
@@ -237,7 +235,7 @@ def test_gradients_are_torchs_for_every_recipe_and_clip(recipe: breccia.ScalingR
 
 
 def test_transformations_of_gradients_agree() -> None:
-    """Of a batch: one example after another, against mapped gradients, gradients of maps, tangents, compiled or not."""
+    """Compares per-example gradients with vmap of grad, grad of vmap and jvp, compiled or not."""
     x, scales = mx.array(CUBE), mx.array(np.float32([0.01, 0.02, 0.5]))
 
     def clipped(x: Any, scale: Any) -> Any:
@@ -273,7 +271,7 @@ def test_transformations_of_gradients_agree() -> None:
         assert same(found, expected), name
 
 
-def test_an_input_that_is_not_mapped_gets_the_sum_of_its_gradients() -> None:
+def test_an_unmapped_input_gets_the_sum_of_its_gradients() -> None:
     x, scales = mx.array(CUBE[0]), mx.array(np.float32([0.01, 0.02]))
 
     def clipped(x: Any, scale: Any) -> Any:
@@ -291,8 +289,8 @@ def test_a_supplied_scale_has_no_gradient() -> None:
     assert same(wanted(x, scale)[1], mx.array(0.0))
 
 
-def test_codes_are_constants_to_what_mlx_derives() -> None:
-    """No error, and no gradient: as `breccia.cast` of a torch Parameter has none."""
+def test_codes_are_constants_to_mlx_gradients() -> None:
+    """No error and no gradient, like `breccia.cast` of a torch Parameter."""
     w = mx.array(CUBE[0])
     found = mx.grad(lambda w: (breccia.dequantize(breccia.cast(w, MXFP8)) * w).sum())(w)
     assert same(found, breccia.dequantize(breccia.cast(w, MXFP8)))
@@ -300,15 +298,15 @@ def test_codes_are_constants_to_what_mlx_derives() -> None:
 
 
 def whole(shape: tuple[int, int], seed: int) -> Any:
-    """Whole numbers from -7 to 7, each row with a 7, so that INT4 in groups of a row has scales of one."""
+    """Integers from -7 to 7 with a 7 in each row, so that INT4 with one group per row has scales of 1."""
     found = np.random.default_rng(seed).integers(-7, 8, shape).astype(np.float32)
     found[:, 0] = 7
     return mx.array(found)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_matmuls_gradient_is_the_derivative(compiled: bool) -> None:
-    """Sums of whole numbers below 2^24 are exact in FP32: no tolerance is needed."""
+def test_the_gradient_of_matmul_is_its_derivative(compiled: bool) -> None:
+    """Sums of integers below 2^24 are exact in FP32, so no tolerance is needed."""
     w, x, g = whole((5, 32), 0), whole((3, 32), 1), whole((3, 5), 2)
     st = breccia.cast(w, breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
     assert st.scale.tolist() == [[1.0]] * 5
@@ -326,8 +324,8 @@ def test_matmuls_gradient_is_the_derivative(compiled: bool) -> None:
     assert same(both[0], g @ w) and same(both[1], mx.zeros_like(w)), "codes carry no gradient"
 
 
-def test_training_goes_through_both_operands() -> None:
-    """One step by hand: the gradient of sum(ste(x) @ ste(w).T * g) is g @ ste(w) and g.T @ ste(x)."""
+def test_gradients_reach_both_operands() -> None:
+    """Against the formula: the gradient of sum(ste(x) @ ste(w).T * g) is g @ ste(w) and g.T @ ste(x)."""
     x, w, g = whole((3, 32), 4), whole((5, 32), 5), whole((3, 5), 6)
     int4 = breccia.INT4Scaling(group_size=32, scale_dtype="fp32")
     step = mx.value_and_grad(lambda x, w: (breccia.cast_ste(x, int4) @ breccia.cast_ste(w, int4).T * g).sum(), argnums=(0, 1))
@@ -339,7 +337,7 @@ def test_training_goes_through_both_operands() -> None:
 # -- trees -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tree_of_scaled_tensors_makes_the_trip_through_arrays(recipe: breccia.ScalingRecipe) -> None:
+def test_a_tree_of_scaled_tensors_round_trips_through_arrays(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(mx.array(X), recipe)
     value = {"w": [st, st.mT], "pair": (mx.ones(2), None), "n": 3}
     tree = breccia_mlx.to_tree(value)
@@ -351,9 +349,9 @@ def test_a_tree_of_scaled_tensors_makes_the_trip_through_arrays(recipe: breccia.
     assert breccia_mlx.from_tree({"plain": {"data": 1}}) == {"plain": {"data": 1}}
 
 
-def test_transformed_functions_take_and_give_trees() -> None:
+def test_transformed_functions_accept_and_return_trees() -> None:
     x, w = mx.array(CUBE), breccia.cast(mx.array(CUBE), breccia.NVFP4BlockScaling())
-    w = breccia.stack(list(w))  # so that each example has its tensor scale
+    w = breccia.stack(list(w))  # one tensor scale per example
     traced: list[Any] = []
 
     def recast(tree: Any, x: Any) -> Any:
@@ -375,8 +373,8 @@ def test_transformed_functions_take_and_give_trees() -> None:
     assert same(gradient(x, breccia_mlx.to_tree(w)), mx.grad(lambda x: breccia.matmul(x, w.mT).sum())(x))
 
 
-def test_mlx_itself_knows_no_scaled_tensor() -> None:
-    """Which is why there are `to_tree` and `from_tree`: an argument is refused, and a result holds arrays that are none."""
+def test_mlx_transformations_do_not_accept_scaled_tensors() -> None:
+    """This is why `to_tree` and `from_tree` exist: MLX refuses a ScaledTensor as an argument and returns invalid components."""
     st = breccia.cast(mx.array(CUBE[0]), MXFP8)
     with pytest.raises(ValueError, match="Function arguments must be trees of arrays or constants"):
         mx.compile(breccia.dequantize)(st)
@@ -411,7 +409,7 @@ def test_scales_and_operands_of_another_framework_are_refused() -> None:
         breccia.matmul(x, np.ones((32, 2), np.float32))
 
 
-def test_options_that_read_values_say_so_inside_a_transformation() -> None:
+def test_options_that_read_values_raise_inside_a_transformation() -> None:
     x = mx.ones((2, 32))
     wanted = r"reads values, which arrays do not have inside mx.compile and mx.vmap.*nonfinite='propagate'"
     for way in (mx.compile, mx.vmap):
@@ -423,7 +421,7 @@ def test_options_that_read_values_say_so_inside_a_transformation() -> None:
         mx.grad(lambda x: breccia.cast_ste(x * mx.inf, CURRENT, nonfinite="raise").sum())(x)
 
 
-def test_a_fault_of_mlx_while_a_value_is_read_stays_mlxs() -> None:
+def test_an_mlx_error_while_reading_a_value_is_raised_unchanged() -> None:
     class Broken:
         def item(self) -> bool:
             raise ValueError("out of memory")
@@ -434,7 +432,7 @@ def test_a_fault_of_mlx_while_a_value_is_read_stays_mlxs() -> None:
         ops.any(mx.ones(1))
 
 
-def test_devices_are_mlxs_or_the_cpu() -> None:
+def test_a_device_is_that_of_mlx_or_the_cpu() -> None:
     st = breccia.cast(mx.ones((2, 32)), MXFP8)
     for device in ("cpu", None, mx.cpu, mx.gpu, mx.Device(mx.cpu, 0)):
         assert st.to(device).data is st.data, "all of MLX's devices share memory"
@@ -449,7 +447,7 @@ def test_results_cannot_be_written_in_place() -> None:
         breccia.dequantize(st, out=mx.ones((2, 32)))
 
 
-def test_what_serves_mlx_is_explained() -> None:
+def test_explain_names_the_kernels_that_run_on_mlx() -> None:
     for op in ("cast_ste", "cast_ste_clipped"):
         winner = breccia.explain(op, mx.ones((2, 32)), MXFP8).winner
         assert winner is not None and (winner.name, winner.plugin) == (f"composite.{op}", "core")

@@ -1,4 +1,4 @@
-"""MLX's own quantized arrays: its words are our bytes, its numbers our numbers, and its product runs where it is named."""
+"""MLX's own quantized arrays: same bytes and values as breccia's, and `mx.quantized_matmul` runs if `prefer=` names it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def affine(bits: int, group_size: int = 64, scale_dtype: str = "fp32") -> brecci
     return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
 
 
-#: Each mode of `mx.quantize`: its options, and the recipe that says the same.
+#: Each mode of `mx.quantize` -> (its options, the equivalent recipe).
 MODES: dict[str, tuple[dict[str, Any], breccia.ScalingRecipe]] = {
     "mxfp4": ({"mode": "mxfp4"}, MXFP4),
     "mxfp8": ({"mode": "mxfp8"}, MXFP8),
@@ -45,13 +45,13 @@ def pointer(a: Any) -> int:
 
 
 def mlxs(st: ScaledTensor) -> np.ndarray:
-    """What MLX decodes a tensor of ours to, in FP32."""
+    """The values that MLX decodes from a breccia tensor, in FP32."""
     w, scales, biases, options = to_mlx(st)
     return np.array(mx.dequantize(w, scales, biases, dtype=mx.float32, **options))
 
 
 def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where two FP32 arrays have equal bits, NaN equal to NaN."""
+    """Mask of equal bits of two FP32 arrays; NaN equals NaN."""
     return (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
 
 
@@ -59,7 +59,7 @@ def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_mlx_quantizes_decodes_to_mlxs_own_numbers(mode: str) -> None:
+def test_arrays_quantized_by_mlx_decode_to_the_values_of_mlx(mode: str) -> None:
     options, recipe = MODES[mode]
     parts = mx.quantize(weight(), **options)
     st = from_mlx(*parts, **options)
@@ -69,7 +69,7 @@ def test_what_mlx_quantizes_decodes_to_mlxs_own_numbers(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_words_are_the_same_memory_both_ways(mode: str) -> None:
+def test_the_bridge_is_zero_copy_in_both_directions(mode: str) -> None:
     options, _ = MODES[mode]
     parts = mx.quantize(weight(), **options)
     mx.eval(parts)
@@ -93,13 +93,13 @@ def test_leading_axes_are_kept() -> None:
     assert np.array_equal(mlxs(st), np.array(breccia.dequantize(st)))
 
 
-def test_on_ordinary_data_our_mxfp8_is_mlxs_byte_for_byte() -> None:
+def test_mxfp8_matches_mlx_byte_for_byte_on_normal_data() -> None:
     w = mx.array(np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32))
     assert breccia.bytes_equal(from_mlx(*mx.quantize(w, mode="mxfp8"), mode="mxfp8"), breccia.cast(w, MXFP8))
 
 
 @pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, affine(4, 32), affine(8, 32)], ids=lambda r: f"{r.name}")
-def test_every_code_under_every_scale_is_the_same_number_but_where_it_is_told(recipe: breccia.ScalingRecipe) -> None:
+def test_every_code_under_every_scale_matches_mlx_except_where_documented(recipe: breccia.ScalingRecipe) -> None:
     st = every_decodable(recipe)
     ours = breccia.dequantize(st)
     parts = (mx.array(p) if p is not None else None for p in (st.data, st.scale, st.zero_point))
@@ -121,8 +121,8 @@ def test_every_code_under_every_scale_is_the_same_number_but_where_it_is_told(re
 
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("float16", "fp16"), ("bfloat16", "bf16")])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_scales_of_16_bits_are_wrapped_and_decoded_in_fp32(dtype: str, scale_dtype: str, bits: int) -> None:
-    """MLX computes in the dtype of the scales; given them in FP32, it computes what we do."""
+def test_16_bit_scales_are_accepted_and_decoded_in_fp32(dtype: str, scale_dtype: str, bits: int) -> None:
+    """MLX computes in the dtype of the scales; with FP32 scales it computes the same values as breccia."""
     w, scales, biases = mx.quantize(weight().astype(getattr(mx, dtype)), bits=bits)
     st = from_mlx(w, scales, biases, bits=bits)
     assert st.recipe == affine(bits, 64, scale_dtype) and st.scale is scales
@@ -143,7 +143,7 @@ def test_scales_of_16_bits_are_wrapped_and_decoded_in_fp32(dtype: str, scale_dty
         ({"w": "flat"}, r"w is \(\.\.\., M, K \* bits / 32\); got shape \(1536,\)"),
     ],
 )
-def test_what_is_none_of_mlxs_is_refused(change: dict[str, Any], said: str) -> None:
+def test_arguments_that_do_not_fit_an_mlx_mode_are_refused(change: dict[str, Any], said: str) -> None:
     w, scales = mx.quantize(weight(), mode="mxfp8")
     biases = scales if change.pop("biases", False) else None
     scales = {"float32": scales.astype(mx.float32), "short": scales[:, :7]}.get(change.pop("scales", ""), scales)
@@ -161,7 +161,7 @@ def test_widths_without_a_recipe_are_refused(bits: int) -> None:
         from_mlx(*mx.quantize(weight())[:2])
 
 
-def test_tensors_that_mlx_has_no_mode_for_are_refused_with_the_way_out() -> None:
+def test_tensors_without_an_mlx_mode_are_refused_with_a_remedy() -> None:
     w = weight()
     for recipe in (breccia.NVFP4BlockScaling(), breccia.Float8BlockScaling(), breccia.INT4Scaling(), affine(4, 16)):
         with pytest.raises(
@@ -185,7 +185,7 @@ def test_tensors_that_mlx_has_no_mode_for_are_refused_with_the_way_out() -> None
 
 @pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, breccia.NVFP4BlockScaling(), affine(4), affine(8)], ids=repr)
 @pytest.mark.parametrize(("rows", "length"), [(1, 4096), (3, 512)])
-def test_mlxs_product_keeps_the_bound_with_one_large_and_many_small_terms(
+def test_quantized_matmul_stays_within_the_bound_with_one_large_and_many_small_terms(
     recipe: breccia.ScalingRecipe, rows: int, length: int
 ) -> None:
     """The bound of `matmul`: K + 1 roundings of each term, one more for the tensor scale, against FP64.
@@ -215,7 +215,7 @@ def test_mlxs_product_keeps_the_bound_with_one_large_and_many_small_terms(
     assert (np.abs(total - exact) > bound).any()
 
 
-def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> None:
+def test_quantized_matmul_runs_only_when_named_and_says_what_it_accepts() -> None:
     x, w = mx.ones((2, 256)), weight()
     st = breccia.cast(w, MXFP8)
     explained = breccia.explain("matmul", x, st.mT)
@@ -238,8 +238,8 @@ def test_mlxs_product_runs_only_where_it_is_named_and_says_what_it_takes() -> No
             breccia.matmul(a, b, prefer=QUANTIZED)
 
 
-def test_mlxs_product_takes_what_matmul_takes() -> None:
-    """Small whole numbers: exact in any order, so equal to the generic product."""
+def test_quantized_matmul_accepts_the_operands_of_matmul() -> None:
+    """Small integers: exact in any order, so equal to the generic product."""
     rng = np.random.default_rng(0)
     x, w = (mx.array(rng.integers(-3, 4, shape).astype(np.float32)) for shape in ((6, 64), (8, 64)))
     st = breccia.cast(w, MXFP8)
@@ -261,8 +261,8 @@ def test_mlxs_product_takes_what_matmul_takes() -> None:
         breccia.matmul(x[0], st.mT, prefer=QUANTIZED)
 
 
-def test_faults_show_in_mlxs_product() -> None:
-    """A NaN in the weight: E4M3 scales say NaN, and E8M0 ones Inf, which times codes of zero is NaN again."""
+def test_nan_propagates_through_quantized_matmul() -> None:
+    """A NaN in the weight. MLX reads the E4M3 scale as NaN and the E8M0 scale as Inf, which times a zero code is NaN."""
     w = np.ones((4, 64), np.float32)
     w[2, 40] = np.nan
     for recipe in (MXFP8, MXFP4, NVFP4, affine(4, 32)):
@@ -271,6 +271,6 @@ def test_faults_show_in_mlxs_product() -> None:
 
 
 @pytest.mark.xfail(raises=RuntimeError, strict=True, reason="mx.vmap has no rule for mx.quantized_matmul in MLX 0.32.4")
-def test_mlxs_product_is_mapped_over() -> None:
+def test_quantized_matmul_works_under_vmap() -> None:
     st = breccia.cast(weight(), MXFP8)
     mx.eval(mx.vmap(lambda x: breccia.matmul(x, st.mT, prefer=QUANTIZED))(mx.ones((2, 3, 256))))

@@ -1,4 +1,4 @@
-"""Models of MLX with quantized weights: what is replaced, what stays, saving, loading, training, and what is refused."""
+"""MLX models with quantized weights: replaced layers, saving, loading, training, and refused input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = mx.array([[1, 2, 3], [39, 0, -1]])
 
 
 class Model(nn.Module):
-    """An embedding, a list of layers in a dict, and a head without a bias. Lengths are whole blocks of nothing."""
+    """An embedding, a list of layers in a dict, and a head without a bias. No length is a multiple of a block."""
 
     def __init__(self, dims: int = 72) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
-def test_every_linear_and_embedding_layer_is_replaced_and_computes_on_its_values(
+def test_linear_and_embedding_layers_are_replaced_and_compute_with_the_decoded_weights(
     recipe: breccia.ScalingRecipe, model: Model
 ) -> None:
     """Against the same model with the decoded weights in its own layers.
@@ -82,7 +82,7 @@ def test_every_linear_and_embedding_layer_is_replaced_and_computes_on_its_values
     assert model(IDS).shape == (2, 3, 8)
 
 
-def test_options_of_a_layer_are_the_predicates(model: Model) -> None:
+def test_the_predicate_chooses_the_options_of_a_layer(model: Model) -> None:
     asked: list[str] = []
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -110,7 +110,7 @@ def test_activations_are_cast_row_by_row_and_gradients_pass(model: Model) -> Non
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_results_have_the_dtype_of_the_input_and_are_rounded_once(kind: str, model: Model) -> None:
+def test_results_have_the_input_dtype_and_are_rounded_once(kind: str, model: Model) -> None:
     linear, dtype = model.blocks[0]["up"], getattr(mx, kind)
     linear.set_dtype(dtype)
     layer = ScaledLinear.from_linear(linear, MXFP8)
@@ -122,14 +122,14 @@ def test_results_have_the_dtype_of_the_input_and_are_rounded_once(kind: str, mod
     assert embedding(IDS).dtype == dtype and embedding.to_embedding().weight.dtype == dtype
 
 
-def test_a_single_vector_and_an_empty_batch_go_through(model: Model) -> None:
+def test_layers_accept_a_single_vector_and_an_empty_batch(model: Model) -> None:
     layer = ScaledLinear.from_linear(model.head, MXFP8)
     x = mx.random.normal((5, 72))
     assert layer(x[0]).shape == (8,) and mx.allclose(layer(x[0]), layer(x)[0], rtol=1e-6)
     assert layer(x[:0]).shape == (0, 8) and layer(mx.zeros((2, 0, 72))).shape == (2, 0, 8)
 
 
-def test_the_way_back_is_a_layer_of_the_values(model: Model) -> None:
+def test_dequantizing_a_layer_gives_a_layer_with_the_decoded_weights(model: Model) -> None:
     linear = model.blocks[0]["up"]
     back = ScaledLinear.from_linear(linear, NVFP4).to_linear()
     assert type(back) is nn.Linear and mx.array_equal(back.weight, breccia.dequantize(breccia.cast(linear.weight, NVFP4)))
@@ -143,7 +143,7 @@ def test_the_way_back_is_a_layer_of_the_values(model: Model) -> None:
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_parameters_named_after_the_recipe(recipe: breccia.ScalingRecipe, model: Model) -> None:
+def test_components_are_parameters_named_after_the_recipe(recipe: breccia.ScalingRecipe, model: Model) -> None:
     breccia_mlx.quantize(model, recipe)
     assert breccia.recipe(recipe.spec) == recipe
     st = breccia.cast(mx.ones((8, 72)), recipe)
@@ -166,7 +166,7 @@ def test_weights_save_and_load(recipe: breccia.ScalingRecipe, model: Model, tmp_
 
 
 def test_weights_of_another_recipe_are_refused_by_name(model: Model, tmp_path: Path) -> None:
-    """Codes of equal shapes that mean something else: signed, and unsigned."""
+    """Codes of equal shapes with different meanings: signed and unsigned."""
     signed, unsigned = breccia.INT4Scaling(group_size=32), breccia.INT4Scaling(group_size=32, signed=False)
     other = copy.deepcopy(model)
     breccia_mlx.quantize(model, signed)
@@ -179,7 +179,7 @@ def test_weights_of_another_recipe_are_refused_by_name(model: Model, tmp_path: P
     assert breccia.bytes_equal(other.head.weight.tensor, before), "what does not fit is left out"
 
 
-def test_a_change_of_precision_passes_over_codes_and_scales(recipe: breccia.ScalingRecipe, model: Model) -> None:
+def test_changing_the_dtype_of_a_model_keeps_codes_and_scales(recipe: breccia.ScalingRecipe, model: Model) -> None:
     breccia_mlx.quantize(model, recipe)
     before = {n: breccia.dequantize(m.tensor) for n, m in model.named_modules() if isinstance(m, ScaledWeight)}
     model.set_dtype(mx.bfloat16)
@@ -205,7 +205,7 @@ def test_weights_stay_frozen_and_biases_train(model: Model) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_quantized_model_trains_what_is_left(compiled: bool, model: Model) -> None:
+def test_a_quantized_model_trains_its_remaining_parameters(compiled: bool, model: Model) -> None:
     breccia_mlx.quantize(model, MXFP8, activation=MXFP8)
     optimizer = SGD(learning_rate=0.5)
     target = mx.random.normal((2, 3, 8))
@@ -227,7 +227,7 @@ def test_a_quantized_model_trains_what_is_left(compiled: bool, model: Model) -> 
     assert mx.array_equal(model.head.weight.tensor.data, codes)
 
 
-def test_a_compiled_model_sees_weights_that_are_loaded(model: Model) -> None:
+def test_a_compiled_model_uses_newly_loaded_weights(model: Model) -> None:
     breccia_mlx.quantize(model, NVFP4)
     run = mx.compile(lambda ids: model(ids), inputs=model.state)
     assert mx.array_equal(run(IDS), model(IDS))
@@ -237,7 +237,7 @@ def test_a_compiled_model_sees_weights_that_are_loaded(model: Model) -> None:
     assert mx.array_equal(run(IDS), other(IDS))
 
 
-def test_a_layer_at_two_places_stays_one() -> None:
+def test_a_shared_layer_stays_shared() -> None:
     shared = nn.Linear(32, 32)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     breccia_mlx.quantize(model, MXFP8)
@@ -257,7 +257,7 @@ def test_training_mode_and_copies_are_kept(model: Model) -> None:
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_changes_where_one_layer_cannot_be_replaced(model: Model) -> None:
+def test_if_one_layer_cannot_be_replaced_nothing_changes(model: Model) -> None:
     model.head.weight = model.head.weight.astype(mx.int32)
     before = {path: m for path, m in model.named_modules()}
     with pytest.raises(breccia.UnsupportedError, match=r"^quantize: head\.weight: cast takes float32, .*; got int32"):
@@ -268,7 +268,7 @@ def test_nothing_changes_where_one_layer_cannot_be_replaced(model: Model) -> Non
     assert {path: m for path, m in model.named_modules()}.items() == before.items()
 
 
-def test_what_is_no_such_model_or_layer_is_refused(model: Model) -> None:
+def test_unsupported_models_and_layers_are_refused(model: Model) -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"layers of a model; got a Linear: breccia_mlx\.nn has from_linear"):
         breccia_mlx.quantize(nn.Linear(4, 4), MXFP8)
     with pytest.raises(breccia.UnsupportedError, match=r"layers of a model; got a dict\."):
@@ -296,7 +296,7 @@ def test_what_is_no_such_model_or_layer_is_refused(model: Model) -> None:
     assert type(model.head) is nn.Linear
 
 
-def test_layers_of_other_tensors_and_inputs_are_refused() -> None:
+def test_layers_refuse_unsupported_tensors_and_inputs() -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"takes a ScaledTensor, got array; breccia\.cast makes one"):
         ScaledWeight(mx.ones(3))  # type: ignore[arg-type]
     with pytest.raises(breccia.UnsupportedError, match="takes an MLX ScaledTensor; this one is of numpy"):
@@ -318,7 +318,7 @@ def test_layers_of_other_tensors_and_inputs_are_refused() -> None:
         breccia_mlx.quantise  # noqa: B018
 
 
-def test_mlxs_product_serves_a_layer_that_names_it(model: Model) -> None:
+def test_a_layer_can_name_quantized_matmul(model: Model) -> None:
     plain = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
     named = copy.deepcopy(plain)
     breccia_mlx.quantize(plain, MXFP8)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-"""The mutation run: what is mutated, how a mutant is named, and that no survivor passes unseen."""
+"""The mutation run: what is mutated, how mutants are named, and that every survivor is reported."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def test_the_lines_of_a_diff_are_read_as_one_without_comments() -> None:
     assert (changed(DIFF, "-"), changed(DIFF, "+")) == ("return g( x + 1)", "return None")
 
 
-def test_a_survivor_without_a_justification_is_a_fault() -> None:
+def test_a_survivor_without_a_justification_is_an_error() -> None:
     assert judged([SURVIVOR], [], ["exact.py"]) == ["survived: exact.py: A.f: return x < 3 -> return x <= 3"]
 
 
 @pytest.mark.parametrize("now", ["return x <= 3", "return x<=3", ["return x <= 3"]])
-def test_a_justified_survivor_is_no_fault(now: str | list[str]) -> None:
+def test_a_justified_survivor_is_not_an_error(now: str | list[str]) -> None:
     assert judged([SURVIVOR], [ENTRY | {"now": now}], ["exact.py"]) == []
 
 
 @pytest.mark.parametrize("change", [{"where": "f"}, {"was": "return x < 4"}, {"now": ["return x > 3"]}])
-def test_a_justification_that_matches_no_survivor_is_a_fault(change: dict[str, Any]) -> None:
+def test_a_justification_that_matches_no_survivor_is_an_error(change: dict[str, Any]) -> None:
     unneeded, survived = judged([SURVIVOR], [ENTRY | change], ["exact.py"])
     assert unneeded.startswith("justified, but no survivor: exact.py: ") and survived.startswith("survived: exact.py: A.f")
 
@@ -85,7 +85,7 @@ def test_justifications_of_modules_that_were_not_run_are_left_alone() -> None:
     assert judged([], [ENTRY], ["codecs.py"]) == []
 
 
-def test_a_justification_says_why() -> None:
+def test_a_justification_needs_a_reason() -> None:
     (fault,) = judged([SURVIVOR], [ENTRY | {"why": "dead"}], ["exact.py"])
     assert fault == "say why nobody could notice, not 'dead': exact.py: A.f: return x <= 3"
 
@@ -108,7 +108,7 @@ def test_each_justification_is_about_a_line_that_exists() -> None:
 
 
 @pytest.mark.parametrize("name", ["DropStatement", "FlipMembership"])
-def test_operators_change_what_their_examples_say(name: str) -> None:
+def test_operators_make_the_changes_of_their_examples(name: str) -> None:
     pytest.importorskip("cosmic_ray", reason="cosmic-ray comes with `make mutants`")
     from cosmic_ray.mutating import MutationVisitor
     from mutants.operators import OPERATORS
@@ -127,7 +127,7 @@ sys.exit(mutation.main(["--out", "out", *sys.argv[1:]]))
 SUMS = "def total(n):\n    found = 0\n    while n > 0:\n        found = found + n\n        n = n - 1\n    return found\n"
 
 
-def test_a_run_reports_the_survivor_and_goes_on_from_what_it_kept(tmp_path: Path) -> None:
+def test_a_run_reports_the_survivor_and_resumes_from_saved_results(tmp_path: Path) -> None:
     pytest.importorskip("cosmic_ray", reason="cosmic-ray comes with `make mutants`")
     package, folder = tmp_path / PACKAGE, tmp_path / "tests" / "mutants"
     package.mkdir(parents=True)

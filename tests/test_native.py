@@ -1,4 +1,4 @@
-"""Compiled microkernels: numbers around every code, sizes that do not agree, and a build without a compiler.
+"""Compiled microkernels: numbers around every code, mismatched sizes, and a build without a compiler.
 
 That casts by them write the bytes of the generic algorithm is shown in test_numpy_kernels.py, beside NumPy's own loops.
 """
@@ -30,7 +30,7 @@ COMPUTED = [c for c in CODECS if isinstance(c, Minifloat | Integer) and code_wri
 
 
 def around_every_code(codec: Minifloat | Integer) -> np.ndarray:
-    """All numbers of the codec, the ties between them, the FP32 numbers next to these, and numbers beyond the largest."""
+    """All values of the codec, the ties between them, their FP32 neighbours, and numbers beyond the largest."""
     values = np.unique([v for code in range(1 << codec.bits) if np.isfinite(v := codec.value(code))]).astype(np.float32)
     ties = (values[1:] + values[:-1]) / 2
     beside = [np.nextafter(y, np.float32(end)) for y in (values, ties) for end in (-np.inf, np.inf)]
@@ -41,7 +41,7 @@ def around_every_code(codec: Minifloat | Integer) -> np.ndarray:
 
 @pytest.mark.parametrize("codec", COMPUTED, ids=lambda c: c.name)
 @pytest.mark.parametrize("k", [1, 7, 16, 32, 128, 1025])
-def test_codes_around_every_code_are_those_of_the_codec(codec: Minifloat | Integer, k: int) -> None:
+def test_microkernels_round_numbers_around_every_code_as_the_codec_does(codec: Minifloat | Integer, k: int) -> None:
     y = np.resize(around_every_code(codec), 5 * k * 7)
     inverse = np.ones(35, np.float32)
     inverse[3::5] = 0
@@ -57,7 +57,7 @@ def test_codes_around_every_code_are_those_of_the_codec(codec: Minifloat | Integ
     np.testing.assert_array_equal(codes, expected)
 
 
-def test_a_block_without_a_usable_scale_has_codes_of_zero_whatever_is_in_it() -> None:
+def test_a_block_without_a_usable_scale_has_zero_codes() -> None:
     x = np.array([np.nan, np.inf, -np.inf, -1.0] * 8, np.float32)
     codes = np.full(32, 0xAA, np.uint8)
     write = kernels._scaled(FloatCodes(E4M3))
@@ -67,21 +67,21 @@ def test_a_block_without_a_usable_scale_has_codes_of_zero_whatever_is_in_it() ->
 
 
 @pytest.mark.parametrize("k", [1, 5, 16, 32, 33, 128, 4096])
-def test_amax_is_that_of_the_magnitudes_nan_and_inf_included(k: int) -> None:
+def test_amax_is_over_magnitudes_including_nan_and_inf(k: int) -> None:
     bits = np.random.default_rng(k).integers(0, 1 << 32, 8 * k, dtype=np.uint32)
     found = np.zeros(8, np.uint32)
     microkernels.amax(bits.view(np.float32), k, found)
     np.testing.assert_array_equal(found, (bits & 0x7FFFFFFF).reshape(8, k).max(axis=1))
 
 
-def test_pairs_have_the_first_code_in_the_low_half() -> None:
+def test_packed_pairs_have_the_first_code_in_the_low_nibble() -> None:
     codes = np.random.default_rng(0).integers(0, 16, 2 * 333, dtype=np.uint8)
     data = np.zeros(333, np.uint8)
     microkernels.pairs(codes, data)
     np.testing.assert_array_equal(data, codes[::2] | codes[1::2] << 4)
 
 
-def test_buffers_that_do_not_agree_are_refused_before_anything_is_written() -> None:
+def test_buffers_of_mismatched_sizes_are_refused_before_writing() -> None:
     x, per_block, codes = np.ones(64, np.float32), np.ones(2, np.float32), np.full(64, 7, np.uint8)
     fields = (0, 0, 0, 0, 0)
     wanted = r"aligned FP32 numbers in blocks of k = {} and one number a block; got {} and {} bytes. Call breccia.cast"
@@ -110,7 +110,7 @@ def test_buffers_that_do_not_agree_are_refused_before_anything_is_written() -> N
     assert (codes == 7).all()
 
 
-def test_arrays_that_are_not_aligned_are_cast_all_the_same(recipe: breccia.ScalingRecipe) -> None:
+def test_unaligned_arrays_cast_to_the_same_bytes(recipe: breccia.ScalingRecipe) -> None:
     raw = np.zeros(4 * 64 * 300 + 1, np.uint8)
     x = raw[1:].view(np.float32).reshape(64, 300)
     x[:] = np.random.default_rng(0).standard_normal((64, 300))
@@ -121,7 +121,7 @@ def test_arrays_that_are_not_aligned_are_cast_all_the_same(recipe: breccia.Scali
 
 
 def cast_by(explained: breccia.Explanation) -> set[str]:
-    """The kernels of `cast` that a call's plan comes to."""
+    """The `cast` kernels in a call's plan."""
     found: set[str] = set()
     for step in explained.plan:
         if step.winner is not None and step.winner.op == "cast":
@@ -130,7 +130,7 @@ def cast_by(explained: breccia.Explanation) -> set[str]:
     return found
 
 
-def test_verbs_that_cast_on_the_way_do_it_by_them(recipe: breccia.ScalingRecipe) -> None:
+def test_ops_that_include_a_cast_use_the_compiled_kernels(recipe: breccia.ScalingRecipe) -> None:
     x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
     st = breccia.cast(x, breccia.Float8BlockScaling(), prefer="reference.cast")
     for op, operand, options in (
@@ -152,7 +152,7 @@ def test_verbs_that_cast_on_the_way_do_it_by_them(recipe: breccia.ScalingRecipe)
             np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
-def test_numpy_arrays_and_torchs_tensors_are_served_by_them() -> None:
+def test_numpy_arrays_and_torch_tensors_use_the_compiled_kernels() -> None:
     torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
     found = breccia.explain("cast", x, breccia.NVFP4BlockScaling())
@@ -167,8 +167,8 @@ def test_numpy_arrays_and_torchs_tensors_are_served_by_them() -> None:
     assert st.digest() == breccia.cast(x, breccia.NVFP4BlockScaling(), prefer="reference.cast").digest()
 
 
-def test_without_a_compiler_numpy_serves_and_explain_says_why(tmp_path: Path) -> None:
-    """The distribution as it is where its extension could not be built: its Python files alone."""
+def test_without_the_compiled_extension_the_numpy_kernels_run_and_explain_says_why(tmp_path: Path) -> None:
+    """The distribution without its compiled extension: only the Python files."""
     package = tmp_path / "breccia_native"
     package.mkdir()
     for path in Path(availability.__file__).parent.glob("*.py"):

@@ -1,4 +1,4 @@
-"""The NumPy kernels at their borders: blocks of any sides, results that lie in the input, what they decline."""
+"""Edge cases of the NumPy kernels: blocks of any shape, `out=` that overlaps the input, and declined calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from breccia.tensors.components import PARTS
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 @pytest.mark.parametrize("k", [1, 8, 16, 32, 48, 64])
-def test_blocks_of_any_sides_are_written_and_read_alike(m: int, k: int, axis: int) -> None:
+def test_blocks_of_any_shape_match_the_generic_algorithm(m: int, k: int, axis: int) -> None:
     recipe = Float8BlockScaling(block_m=m, block_k=k)
     for shape in ((12, 192), (9, 100), (2, 5, 64)):
         x = wide(shape, seed=m * k, exponents=4)
@@ -53,7 +53,7 @@ def test_blocks_of_any_sides_are_written_and_read_alike(m: int, k: int, axis: in
 
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()], ids=lambda r: r.name)
-def test_out_is_written_where_it_lies_and_not_copied_into(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_is_written_directly_without_a_copy(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (wide((8, 128), seed=seed, exponents=2) for seed in (1, 2))
     out = kernels.cast(x, recipe)
     expected = reference.cast(y, recipe)
@@ -66,7 +66,7 @@ def test_out_is_written_where_it_lies_and_not_copied_into(recipe: ScalingRecipe,
     assert breccia.bytes_equal(out, expected)
 
 
-def test_out_that_lies_in_the_input_is_written_when_all_is_read() -> None:
+def test_out_that_overlaps_the_input_is_written_after_the_input_is_read() -> None:
     """4 bytes of input make 1 of data, in the last quarter of the same memory."""
     recipe = Float8CurrentScaling()
     memory = wide((64, 128), seed=5, exponents=2)
@@ -77,8 +77,8 @@ def test_out_that_lies_in_the_input_is_written_when_all_is_read() -> None:
     assert breccia.bytes_equal(out, expected)
 
 
-def test_out_that_holds_the_codes_is_written_when_all_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values of the first chunk lie over codes of the next ones."""
+def test_out_that_overlaps_the_codes_is_written_after_the_codes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of the first chunk overlap the codes of the next ones."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     recipe = MXFP8BlockScaling()
     st = reference.cast(wide((64, 128), seed=9, exponents=2), recipe)
@@ -111,7 +111,7 @@ def test_a_global_rule_of_another_kind_is_declined_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("rules", [(RECIP, LINEAR), (LINEAR, DIVIDE), (LINEAR, RECIP)], ids=str)
-def test_the_rules_of_both_levels_are_those_declared(rules: tuple[Rule, Rule]) -> None:
+def test_each_level_uses_its_declared_rule(rules: tuple[Rule, Rule]) -> None:
     recipe = recipe_of(*rules)
     for x in (wide((4, 64), seed=6, exponents=2), wide((64, 512), seed=7, exponents=2)):
         found, expected = kernels.cast(x, recipe), reference.cast(x, recipe)
@@ -124,7 +124,7 @@ def test_the_rules_of_both_levels_are_those_declared(rules: tuple[Rule, Rule]) -
     [INT8Scaling(signed=False, symmetric=False, offset="bias"), INT8Scaling(signed=False, symmetric=False), Float8RowScaling()],
     ids=recipe_id,
 )
-def test_blocks_larger_than_a_chunk_are_read_alike(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_larger_than_a_chunk_decode_to_the_same_values(recipe: ScalingRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     for axis in (-1, -2):
         st = reference.cast(wide((600, 600), seed=8, exponents=2), recipe, CastOptions(axis=axis))
@@ -132,8 +132,8 @@ def test_blocks_larger_than_a_chunk_are_read_alike(recipe: ScalingRecipe, monkey
         np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
 
 
-def test_codes_by_division_are_divided_under_two_levels() -> None:
-    """Numbers beside midpoints of codes times the scale: there a product with the reciprocal rounds otherwise."""
+def test_rule_divide_divides_under_two_levels() -> None:
+    """Numbers next to midpoints of codes times the scale, where multiplying by the reciprocal rounds differently."""
     recipe = recipe_of(LINEAR, DIVIDE)
     x = wide((64, 256), seed=10, exponents=2)
     first = reference.cast(x, recipe)
@@ -150,7 +150,7 @@ def test_codes_by_division_are_divided_under_two_levels() -> None:
 
 @pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
 @pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
-def test_nonfinite_raise_refuses_one_fault(cast: Any, fault: float) -> None:
+def test_nonfinite_raise_refuses_a_single_nonfinite_element(cast: Any, fault: float) -> None:
     x = wide((8, 64), seed=11, exponents=2)
     assert cast(x, MXFP8BlockScaling(), CastOptions(nonfinite="raise")).shape == x.shape
     x[5, 33] = fault
@@ -196,8 +196,8 @@ def assert_read_alike(st: ScaledTensor) -> None:
     np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
 
 
-def test_codes_of_five_and_of_seven_bits_are_written_and_read_as_the_generic_algorithm_does() -> None:
-    """They are packed eight to as many bytes as they have bits, for which nothing here is made."""
+def test_5_bit_and_7_bit_codes_match_the_generic_algorithm() -> None:
+    """Eight codes fill as many bytes as each has bits; the NumPy kernels have no special case for that."""
     for bits in (5, 7):
         for element in (
             Integer("odd", bits, None, "this test", True),
@@ -211,7 +211,7 @@ def test_codes_of_five_and_of_seven_bits_are_written_and_read_as_the_generic_alg
                     assert_read_alike(expected)
 
 
-def test_a_table_of_eight_bits_under_one_scale_is_left_to_the_generic_algorithm() -> None:
+def test_an_8_bit_lookup_codec_under_one_scale_is_left_to_the_generic_algorithm() -> None:
     table = Lookup("table", 8, None, "this test", tuple((code - 100) / 16 for code in range(256)))
     recipe = declared(table, Level(F32, TENSOR))
     x = wide((6, 40), seed=20, exponents=2)
@@ -220,7 +220,7 @@ def test_a_table_of_eight_bits_under_one_scale_is_left_to_the_generic_algorithm(
     assert "no fast form" in str(next(v.reason for v in found.verdicts if v.kernel.name == "numpy.cast"))
 
 
-def test_a_rule_of_float_scales_refuses_powers_of_two() -> None:
+def test_a_rule_for_float_scales_refuses_power_of_two_codecs() -> None:
     recipe = declared(E4M3, Level(E8M0, (1, 16)))
     for cast in (reference.cast, kernels.cast):
         with pytest.raises(RecipeError, match="rule 'linear' writes float scales; E8M0 has powers of two only"):
@@ -241,7 +241,7 @@ class Strips(Layout):
         return ((*shape[:-2], 1, shape[-1] // 16),)
 
 
-def test_blocks_of_all_rows_are_those_of_each_matrix() -> None:
+def test_blocks_that_span_all_rows_stay_within_each_matrix() -> None:
     recipe = declared(E4M3, Level(F32, (None, 16)), within=Strips())
     for shape in ((5, 64), (3, 8, 64), (3, 300, 64)):
         x = wide(shape, seed=21, exponents=4)
@@ -250,8 +250,8 @@ def test_blocks_of_all_rows_are_those_of_each_matrix() -> None:
         assert_same_bytes(kernels.cast(x, recipe), expected)
 
 
-def test_scales_that_divide_and_those_that_name_the_amax_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As neighbours store them: these bytes were written as multipliers, and mean other numbers here. In blocks, and larger."""
+def test_divisor_and_amax_scales_decode_like_the_generic_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other libraries store them. Bytes written with multiplier scales decode to other values; blocks small and large."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((4, 1024), seed=22, exponents=2)
     for block in ((1, 32), (2, 16), (1, 1024), TENSOR):
@@ -265,8 +265,8 @@ def test_scales_that_divide_and_those_that_name_the_amax_are_read_alike(monkeypa
         assert len(seen) == 3
 
 
-def test_global_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under blocks smaller than a chunk and larger ones, and in every sense."""
+def test_global_scales_per_matrix_decode_like_the_generic_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks smaller and larger than a chunk, and every scale convention."""
     monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", 256)
     x = wide((3, 4, 1024), seed=23, exponents=2)
     scales = np.array([0.5, 3.0, 0.125], np.float32)
@@ -279,12 +279,12 @@ def test_global_scales_of_each_matrix_are_read_alike(monkeypatch: pytest.MonkeyP
                 assert_read_alike(ScaledTensor(written.data, written.scale, held, written.layout, **parts))
 
 
-# ------------------------------------------------------------------------------------------------ numbers at the ends
+# ------------------------------------------------------------------------------------------------ smallest and largest numbers
 
 
 @pytest.mark.parametrize("rows", [1, 600])
-def test_subnormal_elements_beside_the_smallest_amax_are_zeros_of_their_sign(rows: int) -> None:
-    """Times the reciprocal of such a scale they would be numbers that E5M2 has."""
+def test_subnormal_elements_beside_the_smallest_amax_become_signed_zeros(rows: int) -> None:
+    """Multiplied by the reciprocal of such a scale, they would become nonzero E5M2 values."""
     x = np.zeros((rows, 16), np.float32)
     x[:, :3] = np.ldexp(1.0, -95), np.nextafter(np.float32(2.0**-126), np.float32(0)), -(2.0**-127)
     recipe = Float8BlockScaling("E5M2", block_k=16)
@@ -294,8 +294,8 @@ def test_subnormal_elements_beside_the_smallest_amax_are_zeros_of_their_sign(row
 
 
 @pytest.mark.parametrize("rows", [1, 600])
-def test_subnormal_elements_are_zeros_in_a_table_of_a_great_range(rows: int) -> None:
-    """Times the reciprocal, 2^110, 2^-127 would be the second number of the table."""
+def test_subnormal_elements_become_zero_under_a_lookup_codec_with_a_large_range(rows: int) -> None:
+    """Multiplied by the reciprocal 2^110, 2^-127 would become the second value of the table."""
     great = Lookup("great", 4, None, "this test", (0.0, 2.0**-17, 2.0**50, *(-i * 2.0**40 for i in range(1, 14))))
     x = np.zeros((rows, 16), np.float32)
     x[:, :2] = 2.0**-60, 2.0**-127
@@ -305,7 +305,7 @@ def test_subnormal_elements_are_zeros_in_a_table_of_a_great_range(rows: int) -> 
     assert (found.data[:, 0] == 2).all()
 
 
-def test_a_contraction_axis_counted_from_the_front_is_that_axis() -> None:
+def test_a_positive_contraction_axis_means_the_same_axis() -> None:
     x = wide((64, 32), seed=24, exponents=4)
     for recipe in (MXFP8BlockScaling(), INT4Scaling(group_size=16)):
         found = kernels.cast(x, recipe, CastOptions(axis=0))
@@ -313,11 +313,11 @@ def test_a_contraction_axis_counted_from_the_front_is_that_axis() -> None:
         assert_same_bytes(found, reference.cast(x, recipe, CastOptions(axis=-2)))
 
 
-# ------------------------------------------------------------------------------------------------ room
+# ------------------------------------------------------------------------------------------------ memory
 
 
-def test_work_space_is_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that nearly fill one, of all rows under one scale, and of an amax of everything."""
+def test_the_workspace_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For rows that nearly fill a chunk, for all rows under one scale, and for an amax of the whole tensor."""
     sizes: list[int] = []
 
     def buffers(size: int) -> Any:
@@ -336,14 +336,14 @@ def test_work_space_is_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) == 256
 
 
-def test_rows_longer_than_the_generic_algorithm_takes_at_a_time_are_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_longer_than_a_chunk_of_the_generic_algorithm_are_processed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.kernels.numpy.casting.GENERIC", 64)
     recipe = Float8RowScaling(scale_rule="divide")
     x = wide((90, 100), seed=26, exponents=4)
     assert_same_bytes(kernels.cast(x, recipe), reference.cast(x, recipe))
 
 
-def test_plans_and_layouts_that_are_remembered_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caches_of_plans_and_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: dict[Any, Any] = {}
     monkeypatch.setattr("breccia.kernels.numpy.plan._plans", plans)
     monkeypatch.setattr("breccia.kernels.numpy.workspace._REMEMBERED", 4)
@@ -358,7 +358,7 @@ def test_plans_and_layouts_that_are_remembered_are_no_more_than_so_many(monkeypa
         assert max(len(plan._layouts) for plan in plans.values()) <= 4
 
 
-def test_a_factor_of_half_precision_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_precision_operand_is_converted_to_fp32_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.kernels.numpy.products.TILE", 1 << 12)
     a, b = np.ones((1024, 256), np.float16), np.ones((256, 8), np.float32)
     tracemalloc.start()
@@ -373,7 +373,7 @@ def test_a_factor_of_half_precision_is_widened_piece_by_piece(monkeypatch: pytes
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
-    """Shapes of what `matmul` decodes, in tiles of 4 KB."""
+    """The shapes of the tiles that `matmul` decodes, with tiles of 4 KB."""
     shapes: list[Shape] = []
     decode = calls.dequantize
 
@@ -387,11 +387,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
 
 def whole_numbers(shape: Shape, seed: int) -> np.ndarray:
-    """Whole numbers in -8 .. 8, which E4M3 holds and whose products FP32 adds exactly."""
+    """Integers in -8 .. 8, which E4M3 represents exactly and whose products FP32 adds exactly."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
-def test_a_weight_that_all_matrices_share_is_decoded_once(decoded: list[Shape]) -> None:
+def test_a_weight_shared_by_all_matrices_is_decoded_once(decoded: list[Shape]) -> None:
     x, w = whole_numbers((3, 2, 64), 1), whole_numbers((64, 64), 2)
     weight = breccia.cast(w, Float8CurrentScaling(), scale=1.0).mT
     np.testing.assert_array_equal(kernels.matmul(x, weight), x @ w.T)
@@ -399,7 +399,7 @@ def test_a_weight_that_all_matrices_share_is_decoded_once(decoded: list[Shape]) 
     assert len(decoded) > 1
 
 
-def test_no_more_of_a_factor_under_one_scale_is_decoded_than_a_tile(decoded: list[Shape]) -> None:
+def test_an_operand_with_one_scale_is_decoded_tile_by_tile(decoded: list[Shape]) -> None:
     x, w = whole_numbers((8, 1024), 3), whole_numbers((3, 1024), 4)
     a, b = (breccia.cast(part, Float8CurrentScaling(), scale=1.0) for part in (x, w))
     np.testing.assert_array_equal(kernels.matmul(a, b.mT), x @ w.T)
@@ -411,7 +411,7 @@ FINE = [Integer("fine", 8, None, "test", True, 30), Lookup("fine", 4, None, "tes
 
 @pytest.mark.parametrize("codec", FINE, ids=lambda codec: type(codec).__name__)
 @pytest.mark.parametrize("level", [Level(F32, TENSOR), Level(F32, (1, 16)), Level(F32, (1, None))], ids=str)
-def test_subnormal_elements_are_zeros_under_codecs_of_steps_as_fine_as_they(codec: Codec, level: Level) -> None:
+def test_subnormal_elements_become_zero_under_codecs_with_equally_fine_steps(codec: Codec, level: Level) -> None:
     """Under a scale near 2^-97 an element below 2^-126 comes to 2^-29, which is a number of such a codec."""
     recipe = declared(codec, level)
     for exponent in (-126, -124, -120, -110):

@@ -106,7 +106,7 @@ def assert_same(found: ScaledTensor, expected: ScaledTensor, what: str = "") -> 
 
 
 def assert_same_values(found: np.ndarray, expected: np.ndarray, what: str = "") -> None:
-    """Equal bits, but that any NaN equals any other."""
+    """Equal bits; any NaN equals any other."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     number = ~np.isnan(expected.astype(np.float32))
     np.testing.assert_array_equal(~np.isnan(found.astype(np.float32)), number, err_msg=what)
@@ -114,13 +114,13 @@ def assert_same_values(found: np.ndarray, expected: np.ndarray, what: str = "") 
     np.testing.assert_array_equal(found, expected, err_msg=what)
 
 
-#: `cast` and `dequantize` of the kernels here, with NumPy's own steps or with compiled ones.
+#: `cast` and `dequantize` of the NumPy kernels, with NumPy or compiled microkernels.
 Cast = Callable[..., ScaledTensor]
 Dequantize = Callable[..., np.ndarray]
 
 
 def kernels_of(distribution: str) -> Any:
-    """The module of kernels, NumPy's own or those with compiled steps."""
+    """The kernel module, with NumPy or compiled microkernels."""
     if distribution == "numpy":
         return kernels
     if reason := pytest.importorskip("breccia_native.availability").missing(Device("cpu")):
@@ -156,7 +156,7 @@ def keep_threads() -> Iterator[None]:
 # -- cast ------------------------------------------------------------------------------------------------------------
 
 
-def test_cast_writes_what_the_generic_algorithm_writes(cast: Cast, recipe: ScalingRecipe) -> None:
+def test_cast_matches_the_generic_algorithm(cast: Cast, recipe: ScalingRecipe) -> None:
     for name, make in INPUTS.items():
         x = make()
         x.setflags(write=False)
@@ -170,7 +170,7 @@ def test_cast_writes_what_the_generic_algorithm_writes(cast: Cast, recipe: Scali
 
 @pytest.mark.usefixtures("small_chunks", "keep_threads")
 @pytest.mark.parametrize("count", [1, 3])
-def test_borders_of_chunks_and_the_number_of_threads_change_no_byte(cast: Cast, recipe: ScalingRecipe, count: int) -> None:
+def test_chunk_borders_and_the_number_of_threads_change_no_byte(cast: Cast, recipe: ScalingRecipe, count: int) -> None:
     breccia.set_num_threads(count)
     for x in (random_bits((12, 320), 1), wide((9, 150), 2, 3), wide((3, 12, 64), 3, 3), special_rows(300)):
         for axis in (-1, -2):
@@ -219,7 +219,7 @@ def test_supplied_scales_per_expert_are_used_as_the_generic_algorithm_uses_them(
             assert_same(cast(view, recipe, CastOptions(scale=scale)), reference.cast(view, recipe, CastOptions(scale=scale)))
 
 
-def test_stochastic_casts_are_those_of_the_generic_algorithm(cast: Cast, recipe: ScalingRecipe) -> None:
+def test_stochastic_casts_match_the_generic_algorithm(cast: Cast, recipe: ScalingRecipe) -> None:
     options: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
     x = wide((4, 64), 1, 3)
     assert_same(cast(x, recipe, CastOptions(**options)), reference.cast(x, recipe, CastOptions(**options)))
@@ -250,7 +250,7 @@ def test_out_is_written_in_place_and_returned(cast: Cast, recipe: ScalingRecipe)
             assert_same(out, reference.cast(x, recipe, CastOptions(axis=axis)))
 
 
-def test_out_of_strided_parts_is_written_too(cast: Cast) -> None:
+def test_out_with_strided_components_is_written_too(cast: Cast) -> None:
     x = wide((8, 64), 1, 3)
     whole = cast(np.ones((8, 128), np.float32), MXFP8BlockScaling())
     out = ScaledTensor(whole.data[:, ::2], whole.scale[:, ::2], whole.recipe, whole.layout)
@@ -295,7 +295,7 @@ def test_flushed_subnormals_change_no_byte(cast: Cast) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_million_numbers_of_all_kinds_are_written_alike(cast: Cast, recipe: ScalingRecipe) -> None:
+def test_a_hundred_million_numbers_of_all_kinds_match_the_generic_algorithm(cast: Cast, recipe: ScalingRecipe) -> None:
     rows = max(2, 100_000_000 // len(RECIPES) // 4096 // 2)
     for seed in range(2):
         x = random_bits((rows, 4096), seed)
@@ -311,7 +311,7 @@ def test_a_hundred_million_numbers_of_all_kinds_are_written_alike(cast: Cast, re
 
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["float32", "transposed", "float16"])
-def test_a_cast_takes_the_memory_of_its_result_and_16_mib(cast: Cast, kind: str) -> None:
+def test_a_cast_needs_at_most_16_mib_beyond_its_result(cast: Cast, kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
     x = x.T if kind == "transposed" else x.astype(kind)
     for recipe in (
@@ -329,8 +329,8 @@ def test_a_cast_takes_the_memory_of_its_result_and_16_mib(cast: Cast, kind: str)
         assert peak <= st.nbytes + 16 * MIB, recipe_id(recipe)
 
 
-def test_a_cast_of_any_recipe_takes_the_memory_of_its_result_and_16_mib(cast: Cast, recipe: ScalingRecipe) -> None:
-    """Also of those whose chunks the generic algorithm takes, which would need a dozen times its input at once."""
+def test_a_cast_under_any_recipe_needs_at_most_16_mib_beyond_its_result(cast: Cast, recipe: ScalingRecipe) -> None:
+    """Also for recipes whose chunks the generic algorithm casts; in one piece it would need a dozen times its input."""
     x = np.random.default_rng(0).standard_normal((1024, 2048), np.float32)
     cast(x[:64, :128], recipe)
     tracemalloc.start()
@@ -345,7 +345,7 @@ def test_a_cast_of_any_recipe_takes_the_memory_of_its_result_and_16_mib(cast: Ca
 # -- dequantize ------------------------------------------------------------------------------------------------------
 
 
-def test_dequantize_reads_what_the_generic_algorithm_reads(dequantize: Dequantize, recipe: ScalingRecipe) -> None:
+def test_dequantize_matches_the_generic_algorithm(dequantize: Dequantize, recipe: ScalingRecipe) -> None:
     for name, make in INPUTS.items():
         st = reference.cast(make(), recipe)
         assert_same_values(dequantize(st), reference.dequantize(st), name)
@@ -358,7 +358,7 @@ def test_dequantize_reads_what_the_generic_algorithm_reads(dequantize: Dequantiz
 
 
 @pytest.mark.parametrize("chunk", [256, workspace.CHUNK])
-def test_every_code_under_every_scale_decodes_alike(
+def test_every_code_under_every_scale_matches_the_generic_algorithm(
     dequantize: Dequantize, recipe: ScalingRecipe, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes and scales of random bytes: NaN, Inf, negative scales, scale 0, E8M0's 0 and 255."""
@@ -372,7 +372,7 @@ def test_every_code_under_every_scale_decodes_alike(
         assert_same_values(dequantize(st), reference.dequantize(st))
 
 
-def test_all_pairs_of_an_8_bit_code_and_an_8_bit_scale_decode_alike(dequantize: Dequantize) -> None:
+def test_all_pairs_of_8_bit_codes_and_scales_match_the_generic_algorithm(dequantize: Dequantize) -> None:
     codes = np.repeat(np.arange(256, dtype=np.uint8)[None], 256, axis=0)
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     for fp8 in ("E4M3", "E5M2"):
@@ -381,7 +381,7 @@ def test_all_pairs_of_an_8_bit_code_and_an_8_bit_scale_decode_alike(dequantize: 
         assert_same_values(dequantize(st), reference.dequantize(st))
 
 
-def test_scales_in_other_forms_decode_alike(dequantize: Dequantize) -> None:
+def test_scales_of_other_shapes_and_dtypes_match_the_generic_algorithm(dequantize: Dequantize) -> None:
     x = wide((6, 64), 1, 3)
     st = kernels.cast(x, INT4Scaling(group_size=64))
     whole_rows = ScaledTensor(st.data, st.scale[:, 0].copy(), st.recipe, breccia.PerChannel())
@@ -425,7 +425,7 @@ def assert_product(a: Any, b: Any, product: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("tile", [1 << 12, products.TILE])
-def test_matmul_is_the_product_of_the_values(recipe: ScalingRecipe, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_multiplies_the_decoded_values(recipe: ScalingRecipe, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("breccia.kernels.numpy.products.TILE", tile)
     x, w = wide((48, 128), 1, 2), wide((80, 128), 2, 2)
     a, b = breccia.cast(x, recipe), breccia.cast(w, recipe).mT
@@ -500,7 +500,7 @@ def test_matmul_makes_no_dense_copy_of_a_large_weight() -> None:
 # -- dispatch --------------------------------------------------------------------------------------------------------
 
 
-def test_numpy_arrays_are_served_by_these_kernels() -> None:
+def test_these_kernels_run_for_numpy_arrays() -> None:
     x = np.ones((4, 64), np.float32)
     st = breccia.cast(x, MXFP8BlockScaling())
     for explanation, name in (
@@ -511,7 +511,7 @@ def test_numpy_arrays_are_served_by_these_kernels() -> None:
         assert explanation.winner is not None and explanation.winner.name == name
 
 
-def test_each_recipe_is_served_or_declined_with_a_reason(recipe: ScalingRecipe) -> None:
+def test_each_recipe_is_accepted_or_declined_with_a_reason(recipe: ScalingRecipe) -> None:
     found = breccia.explain("cast", np.ones((4, 64), np.float32), recipe, prefer="numpy.cast")
     reason = next(v.reason for v in found.verdicts if v.kernel.name == "numpy.cast")
     assert reason is None or "no fast form" in reason
@@ -529,21 +529,21 @@ def test_the_number_of_threads_is_what_was_set() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "two", None])
-def test_a_number_of_threads_that_cannot_be_is_refused(n: Any) -> None:
+def test_an_invalid_number_of_threads_is_refused(n: Any) -> None:
     before = breccia.get_num_threads()
     with pytest.raises(OptionError, match=r"n >= 1|n must be an integer"):
         breccia.set_num_threads(n)
     assert breccia.get_num_threads() == before
 
 
-def test_by_default_there_is_a_thread_for_each_cpu_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_one_thread_per_cpu_available_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_threads", None)
     expected = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert breccia.get_num_threads() == expected
 
 
 @pytest.mark.usefixtures("keep_threads")
-def test_parts_make_up_the_whole_and_come_from_a_pool_that_stays() -> None:
+def test_chunks_cover_the_range_and_run_in_a_persistent_pool() -> None:
     breccia.set_num_threads(3)
     for _ in range(2):
         seen: list[int] = []
@@ -592,11 +592,11 @@ def test_a_forked_child_casts_with_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------ the ops made of both
+# ------------------------------------------------------------------------------------------------ composed ops
 
 
-def test_verbs_made_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, recipe: ScalingRecipe) -> None:
-    """As the table finds their kernels, and made of the kernels here alone."""
+def test_ops_composed_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, recipe: ScalingRecipe) -> None:
+    """With the kernels that dispatch selects, and with only the kernels of this module."""
     x = np.concatenate([wide((6, 96), seed=13, exponents=6), special_rows(96)])
     st = reference.cast(x, recipe)
     ours = reference.Primitives(cast, kernels.dequantize)
@@ -617,13 +617,13 @@ def test_verbs_made_of_cast_and_dequantize_write_the_same_bytes(cast: Cast, reci
         breccia.cast_ste_clipped(half, recipe, 2.0, 1.0)
 
 
-# ------------------------------------------------------------------------------------------------ corners, each once a fault
+# ------------------------------------------------------------------------------------------------ regressions
 
 
-def test_bytes_are_decoded_by_pairs_in_every_shape_and_order_of_memory(
+def test_decoding_by_tables_of_pairs_works_for_every_shape_and_memory_order(
     dequantize: Dequantize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables of pairs serve large tensors; here all, in small chunks: one row, one column, odd lengths, K in front."""
+    """Large tensors use tables of pairs; here small ones do too: one row, one column, odd lengths, K first."""
     monkeypatch.setattr("breccia.kernels.numpy.decoding._PAIRED", 1)
     for chunk in (64, 256, 1 << 18):
         monkeypatch.setattr("breccia.kernels.numpy.workspace.CHUNK", chunk)
@@ -657,7 +657,7 @@ def test_block_scales_that_overflow_under_a_supplied_global_scale_saturate(colum
             assert_same(kernels.cast(x, NVFP4BlockScaling(), CastOptions(scale=scale)), expected)
 
 
-def test_a_caller_who_raises_on_floating_point_flags_is_not_served_any_flag(recipe: ScalingRecipe) -> None:
+def test_no_floating_point_error_is_raised_under_errstate_raise(recipe: ScalingRecipe) -> None:
     x = np.concatenate([wide((4, 64), seed=9, exponents=60), special_rows(64)])
     weight = wide((3, 64), seed=10, exponents=3)
     with np.errstate(all="raise"):
@@ -668,7 +668,7 @@ def test_a_caller_who_raises_on_floating_point_flags_is_not_served_any_flag(reci
             breccia.matmul(breccia.cast(weight, recipe), weight.T)
 
 
-def test_scales_supplied_from_the_tensor_that_is_written_are_read_first() -> None:
+def test_scales_supplied_from_the_out_tensor_are_read_before_writing() -> None:
     x = wide((600, 256), seed=11, exponents=2)
     out = kernels.cast(x, Float8RowScaling())
     scale = out.scale[::-1]
@@ -676,7 +676,7 @@ def test_scales_supplied_from_the_tensor_that_is_written_are_read_first() -> Non
     assert_same(kernels.cast(x, Float8RowScaling(), CastOptions(scale=scale, out=out)), expected)
 
 
-def test_many_experts_are_decoded_in_little_memory(dequantize: Dequantize) -> None:
+def test_many_experts_are_decoded_with_little_memory(dequantize: Dequantize) -> None:
     x = wide((512, 32, 64), seed=12, exponents=2)
     st = kernels.cast(x, Float8CurrentScaling(), CastOptions(scale=np.linspace(0.1, 1, 512, dtype=np.float32)))
     dequantize(st)
@@ -691,7 +691,7 @@ def test_many_experts_are_decoded_in_little_memory(dequantize: Dequantize) -> No
 
 
 def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
-    """A recipe of a codec nobody knows: bits, bias, range and table drawn, under any level of scales."""
+    """A recipe with a random codec (bits, bias, range, table) and random scale levels."""
     bits = int(rng.choice([4, 6, 8]))
     kind = rng.integers(3 if bits == 4 else 2)
     if kind == 0:
@@ -731,8 +731,8 @@ def declared_at_random(rng: np.random.Generator) -> ScalingRecipe:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_recipe_of_declarations_never_seen_is_served_the_same_bytes(dequantize: Dequantize, seed: int) -> None:
-    """What a plug-in may declare: the kernels go by the declarations, or hand over."""
+def test_random_recipes_match_the_generic_algorithm(dequantize: Dequantize, seed: int) -> None:
+    """Declarations that a plug-in may make: the kernels follow them, or fall back to the generic algorithm."""
     rng = np.random.default_rng(seed)
     recipe = None
     while recipe is None:

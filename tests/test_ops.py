@@ -1,4 +1,4 @@
-"""Ops that do several things at once, on every framework: pairs of casts, biases, casts in products, products by group.
+"""Combined ops on every framework: cast_pair, matmul with a bias, cast_matmul, grouped_matmul.
 
 Whole numbers are used where results are compared with `==`: sums of them below 2^24 are exact in FP32, in any order. Others are
 held to the bound of FP32 accumulation (see `within`).
@@ -49,18 +49,18 @@ from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written
 from breccia.testing.places import Place
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
-#: Those that have gradients.
+#: Frameworks with gradients.
 DIFFERENTIABLE = FRAMEWORKS[1:]
-#: Those that compile nothing unasked, for what no compiler has a part in.
+#: Frameworks that compile nothing by themselves, for tests without a compiler.
 EAGER = ("numpy", "torch", "mlx")
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
-#: INT4 under a scale of 1.0 wherever the largest magnitude of a group is 7: codes are the nearest whole numbers.
+#: INT4 under a scale of 1.0 wherever the largest magnitude of a group is 7: codes are the nearest integers.
 WHOLE = INT4Scaling(group_size=16, scale_dtype="fp32")
-#: Shapes of inputs, weights and biases. There are few, since JAX compiles for each.
+#: Shapes of inputs, weights and biases. Few, because JAX compiles for each.
 X, W, B = (4, 32), (6, 32), (6,)
 
 
@@ -77,14 +77,14 @@ def tape(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset the compiler, so that tests do not share graphs."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
 
 
 def everywhere(*cases: Any, fast_on_jax: int = 1, among: tuple[str, ...] = FRAMEWORKS) -> list[Any]:
-    """(framework, case) for all. JAX compiles each for seconds: the first few run in `make test-all`, the others are slow."""
+    """All (framework, case) pairs. JAX takes seconds per case: `make test-all` runs the first few, the others are slow."""
 
     def param(framework: str, n: int) -> Any:
         marks = [pytest.mark.slow if n >= fast_on_jax else pytest.mark.rest] if framework == "jax" else []
@@ -95,17 +95,17 @@ def everywhere(*cases: Any, fast_on_jax: int = 1, among: tuple[str, ...] = FRAME
 
 
 def host(x: Any) -> np.ndarray:
-    """FP32 or whole numbers of any framework, in FP64."""
+    """An FP32 or integer array of any framework, in FP64."""
     return np.asarray(frameworks.ops_of(x).to_numpy(x), np.float64)
 
 
 def numbers(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Whole numbers from -7 to 7."""
+    """Integers from -7 to 7."""
     return np.random.default_rng(seed).integers(-7, 8, shape).astype(np.float32)
 
 
 def steps(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Numbers between -7 and 7, one 7 in each group of 16: a cast under WHOLE writes the nearest whole number of each."""
+    """Numbers between -7 and 7, one 7 in each group of 16: a cast under WHOLE writes the nearest integers."""
     x = np.random.default_rng(seed).uniform(-7, 7, shape).astype(np.float32)
     x[..., ::16] = 7
     return x
@@ -121,7 +121,7 @@ def bound(a: np.ndarray, b: np.ndarray, rest: Any = 0.0) -> np.ndarray:
 
 
 def within(found: Any, a: np.ndarray, b: np.ndarray, rest: Any = 0.0) -> bool:
-    """Is `found` within the bound of `a @ b + rest`, in FP64?"""
+    """Whether `found` is within the bound of `a @ b + rest`, in FP64."""
     a, b, rest = (np.asarray(x, np.float64) for x in (a, b, rest))
     expected = a @ b + rest
     ours = found if isinstance(found, np.ndarray) else host(found)
@@ -129,12 +129,12 @@ def within(found: Any, a: np.ndarray, b: np.ndarray, rest: Any = 0.0) -> bool:
 
 
 def values(x: np.ndarray, recipe: ScalingRecipe) -> np.ndarray:
-    """What a cast of `x` decodes to, by the oracle."""
+    """The decoded values of a cast of `x`, by the oracle."""
     return oracle.dequantize(oracle.cast(x, recipe), recipe)
 
 
 def numpys(dtype: str) -> Any:
-    """NumPy's dtype of that name. Skips the test where there is none."""
+    """NumPy's dtype of that name. Skips the test if there is none."""
     return pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype
 
 
@@ -145,7 +145,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def narrow(place: Place, x: np.ndarray, dtype: str) -> Any:
-    """An array of a place in a floating dtype, of numbers that it holds exactly."""
+    """An array at a place, in a floating dtype that represents the numbers exactly."""
     words = rounded(x, dtype)
     if place.framework == "numpy":
         return words.view(numpys(dtype))
@@ -153,7 +153,7 @@ def narrow(place: Place, x: np.ndarray, dtype: str) -> Any:
 
 
 def pulled(place: Place, function: Callable[..., Any], arrays: list[Any], upstream: np.ndarray) -> tuple[Any, list[Any]]:
-    """The value of a function and the gradients of its arrays, `upstream` being that of the value."""
+    """The value of a function, and the gradients of its arrays for the upstream gradient `upstream`."""
     if place.framework == "torch":
         import torch
 
@@ -188,14 +188,14 @@ UNEVEN = (11, 21)
 
 @cache
 def judged(shape: tuple[int, ...], recipe: ScalingRecipe, rounding: str, seed: int | None) -> list[oracle.Written]:
-    """What the oracle writes of `wide(shape)` along the last axis, and of its transpose."""
+    """The oracle's casts of `wide(shape)` and of its transpose, along the last axis."""
     x = wide(shape, seed=1, exponents=3)
     turned = np.ascontiguousarray(x.swapaxes(-1, -2))
     return [oracle.cast(each, recipe, rounding=rounding, seed=seed) for each in (x, turned)]
 
 
 def assert_pair(framework: str, recipe: ScalingRecipe, shape: tuple[int, ...], **options: Any) -> None:
-    """A pair is what the oracle writes along either axis, and both casts byte for byte."""
+    """A pair equals the oracle's casts along both axes, and `cast` along each, byte for byte."""
     place, x = here(framework), wide(shape, seed=1, exponents=3)
     along, across = breccia.cast_pair(place.array(x), recipe, **options)
     assert (along.axis, across.axis, along.shape, across.shape) == (-1, -2, shape, shape)
@@ -207,30 +207,30 @@ def assert_pair(framework: str, recipe: ScalingRecipe, shape: tuple[int, ...], *
 
 
 @pytest.mark.parametrize(("framework", "recipe"), everywhere(*PAIRED))
-def test_a_pair_is_what_the_oracle_casts_along_either_axis(framework: str, recipe: ScalingRecipe) -> None:
+def test_cast_pair_matches_the_oracle_along_both_axes(framework: str, recipe: ScalingRecipe) -> None:
     assert_pair(framework, recipe, UNEVEN)
 
 
 @pytest.mark.parametrize(("framework", "recipe"), everywhere(*PAIRED[:3], fast_on_jax=0))
-def test_a_pair_rounds_stochastically_by_the_index_of_each_ones_order(framework: str, recipe: ScalingRecipe) -> None:
+def test_a_stochastic_cast_pair_counts_elements_in_the_order_of_each_result(framework: str, recipe: ScalingRecipe) -> None:
     assert_pair(framework, recipe, UNEVEN, rounding="stochastic", seed=2**63 + 5)
 
 
 @pytest.mark.parametrize("framework", [*EAGER, pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", PAIRED, ids=recipe_id)
-def test_a_pair_of_three_axes_turns_the_last_two(framework: str, recipe: ScalingRecipe) -> None:
+def test_cast_pair_of_three_axes_swaps_the_last_two(framework: str, recipe: ScalingRecipe) -> None:
     assert_pair(framework, recipe, (2, 5, 12))
 
 
 @pytest.mark.parametrize("framework", EAGER)
-def test_a_pair_of_any_dtype_and_of_nothing_is_both_casts(framework: str) -> None:
+def test_cast_pair_of_any_dtype_or_an_empty_array_equals_both_casts(framework: str) -> None:
     place, x = here(framework), wide((6, 40), seed=2, exponents=2)
     for array in (narrow(place, x.astype(np.float16), "float16"), place.array(x[:0]), place.array(x[:, :0]), place.array(x).T):
         for st, axis in zip(breccia.cast_pair(array, MXFP8), (-1, -2), strict=True):
             assert bytes_equal(st, breccia.cast(array, MXFP8, axis=axis))
 
 
-def test_a_pair_refuses_what_both_casts_refuse(place: Place) -> None:
+def test_cast_pair_refuses_what_cast_refuses(place: Place) -> None:
     bad = wide((4, 32), seed=3)
     bad[1, 5] = np.nan
     with pytest.raises(breccia.NonFiniteError, match=r"^cast\(nonfinite='raise'\): x holds NaN or Inf\. "):
@@ -246,8 +246,8 @@ def test_a_pair_refuses_what_both_casts_refuse(place: Place) -> None:
 
 
 @pytest.mark.parametrize("framework", EAGER)
-def test_a_pair_of_transposes_is_the_pair_turned_round(framework: str) -> None:
-    """Of a recipe whose blocks are squares, so that both have the blocks of the other."""
+def test_cast_pair_of_a_transpose_is_the_swapped_pair(framework: str) -> None:
+    """With square blocks, so that both results have the same blocks."""
     place = here(framework)
     x = wide((16, 16), seed=4, exponents=2)
     along, across = breccia.cast_pair(place.array(x), Float8BlockScaling(block_m=8, block_k=8))
@@ -259,7 +259,7 @@ def test_a_pair_of_transposes_is_the_pair_turned_round(framework: str) -> None:
 
 
 def test_a_bias_is_one_more_term_of_the_fp32_sum(place: Place) -> None:
-    """Each operand scaled or plain, of numbers that are no whole ones: held to FP64 products of what the oracle decodes."""
+    """Scaled and plain operands with fractional values, against FP64 products of the values that the oracle decodes."""
     x, w, bias = wide(X, seed=5, exponents=2), wide(W, seed=6, exponents=2), wide(B, seed=7, exponents=4)
     st, weight = breccia.cast(place.array(x), MXFP8), breccia.cast(place.array(w), NVFP4)
     p, q = values(x, MXFP8), values(w, NVFP4).T
@@ -310,7 +310,7 @@ def test_a_bias_is_added_to_every_matrix_of_a_batch(place: Place) -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("out_dtype", ["float32", "float16"])
-def test_a_product_with_a_bias_is_written_where_it_is_asked_for(framework: str, out_dtype: str) -> None:
+def test_a_product_with_a_bias_is_written_into_out(framework: str, out_dtype: str) -> None:
     place, x, w, bias = here(framework), numbers(X), steps(W, seed=1), numbers(B, seed=2)
     weight = breccia.cast(place.array(w), WHOLE)
     out = narrow(place, np.zeros((4, 6)), out_dtype)
@@ -318,7 +318,7 @@ def test_a_product_with_a_bias_is_written_where_it_is_asked_for(framework: str, 
     assert np.array_equal(place.words(out), rounded(x @ np.rint(w).T + bias, out_dtype))
 
 
-def test_kernels_are_chosen_with_the_bias_in_mind_and_can_be_named(place: Place) -> None:
+def test_kernel_selection_considers_the_bias_and_prefer_names_a_kernel(place: Place) -> None:
     x, w, bias = numbers(X), steps(W, seed=1), numbers(B, seed=2)
     weight = breccia.cast(place.array(w), WHOLE)
     for prefer in ("reference.matmul", "composite.matmul"):
@@ -353,7 +353,7 @@ def test_a_bias_that_does_not_fit_is_refused_by_name(place: Place) -> None:
             verb(here(other).array(np.zeros(B, np.float32)))
 
 
-def test_a_bias_is_an_array_and_no_scaled_tensor(place: Place) -> None:
+def test_a_bias_that_is_a_scaled_tensor_is_refused(place: Place) -> None:
     x, w = place.array(numbers(X)), breccia.cast(place.array(steps(W)), WHOLE)
     bias = breccia.cast(place.array(np.ones(B, np.float32)), Float8CurrentScaling())
     for verb in (lambda: breccia.matmul(x, w.mT, bias=bias), lambda: breccia.cast_matmul(x, WHOLE, w.mT, bias=bias)):
@@ -374,8 +374,8 @@ def test_a_bias_on_another_device_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("framework", "dtype"), everywhere("float16", "float32", "bfloat16"))
-def test_a_product_of_what_is_cast_is_the_product_of_the_cast(framework: str, dtype: str) -> None:
-    """Bit for bit, with a bias and without, in every dtype: whole numbers after the cast, so no order of summation matters."""
+def test_cast_matmul_equals_matmul_of_the_cast(framework: str, dtype: str) -> None:
+    """Bit for bit, with and without a bias, in every dtype. Decoded values are integers, so sums are exact."""
     place, _ = here(framework), numpys(dtype)
     x, w, bias = steps(X, seed=14), steps(W, seed=15), numbers(B, seed=16)
     weight, array = breccia.cast(place.array(w), WHOLE).mT, place.array
@@ -393,7 +393,7 @@ def test_a_product_of_what_is_cast_is_the_product_of_the_cast(framework: str, dt
 @pytest.mark.parametrize(
     ("framework", "recipe"), everywhere(NVFP4, MXFP8, Float8BlockScaling(block_k=16), NF4Scaling(), fast_on_jax=0)
 )
-def test_a_product_of_what_is_cast_keeps_the_bound(framework: str, recipe: ScalingRecipe) -> None:
+def test_cast_matmul_stays_within_the_error_bound(framework: str, recipe: ScalingRecipe) -> None:
     place = here(framework)
     x, w, bias = wide(X, seed=18, exponents=2), wide(W, seed=19, exponents=2), wide(B, seed=20, exponents=4)
     weight = breccia.cast(place.array(w), MXFP8).mT
@@ -402,8 +402,8 @@ def test_a_product_of_what_is_cast_keeps_the_bound(framework: str, recipe: Scali
     assert not within(y, x, values(w, MXFP8).T, bias), "x itself is not what is multiplied"
 
 
-def test_the_gradients_of_a_product_of_what_is_cast(tape: Place) -> None:
-    """x: straight through its cast, upstream @ the decoded weight. bias: the sum. A plain b: the decoded x, transposed."""
+def test_the_gradients_of_cast_matmul_are_straight_through(tape: Place) -> None:
+    """x: upstream @ decoded weight, straight through the cast. bias: the sum. A plain b: decoded x.T @ upstream."""
     x, w, bias, upstream = steps(X, seed=21), steps(W, seed=22), numbers(B, seed=23), numbers((4, 6), seed=24)
     array = tape.array
     weight = breccia.cast(array(w), WHOLE)
@@ -418,7 +418,7 @@ def test_the_gradients_of_a_product_of_what_is_cast(tape: Place) -> None:
     assert np.array_equal(host(dx), upstream @ b.T) and np.array_equal(host(db), np.rint(x).T @ upstream)
 
 
-def test_the_gradient_of_x_keeps_the_bound_under_recipes_of_any_numbers(tape: Place) -> None:
+def test_the_gradient_of_x_stays_within_the_error_bound_for_any_values(tape: Place) -> None:
     x, w, upstream = wide(X, seed=26, exponents=2), wide(W, seed=27, exponents=2), numbers((4, 6), seed=28)
     weight = breccia.cast(tape.array(w), NVFP4)
     _, (dx,) = pulled(tape, lambda x: breccia.cast_matmul(x, MXFP8, weight.mT), [tape.array(x)], upstream)
@@ -426,7 +426,7 @@ def test_the_gradient_of_x_keeps_the_bound_under_recipes_of_any_numbers(tape: Pl
 
 
 @pytest.mark.parametrize(("framework", "dtype"), everywhere("bfloat16", "float16", among=DIFFERENTIABLE))
-def test_gradients_have_the_dtypes_of_what_they_are_of(framework: str, dtype: str) -> None:
+def test_gradients_have_the_dtypes_of_their_operands(framework: str, dtype: str) -> None:
     tape = here(framework)
     x, w, bias, upstream = steps(X, seed=29), steps(W, seed=30), numbers(B, seed=31), numbers((4, 6), seed=32)
     x = np.rint(x)
@@ -455,7 +455,7 @@ def test_the_gradients_of_a_matmul_with_a_bias_sum_over_what_is_broadcast(tape: 
 @pytest.mark.rest
 @pytest.mark.parametrize("verb", ["matmul", "cast_matmul"])
 def test_tangents_of_products_with_a_bias(tape: Place, verb: str) -> None:
-    """Forward mode: d(a @ b + bias) = da @ b + a @ db + dbias, the cast being passed straight through."""
+    """Forward mode: d(a @ b + bias) = da @ b + a @ db + dbias, straight through the cast."""
     x, b, bias = steps(X, seed=33), numbers((32, 6), 34), numbers(B, 35)
     moved = [numbers(a.shape, 36 + n) for n, a in enumerate((x, b, bias))]
 
@@ -535,8 +535,8 @@ def ends_of(place: Place, ends: Any, dtype: Any = np.int32) -> Any:
 
 
 @pytest.mark.parametrize("which", ENDS)
-def test_each_group_is_multiplied_by_its_own_matrix(place: Place, which: str) -> None:
-    """Held, group by group, to FP64 products of what the oracle decodes; each operand scaled or plain."""
+def test_grouped_matmul_multiplies_each_group_by_its_matrix(place: Place, which: str) -> None:
+    """Scaled and plain operands, each group against the FP64 product of the values that the oracle decodes."""
     ends = ENDS[which]
     a, w = wide((M, K), seed=40, exponents=2), wide((E, N, K), seed=41, exponents=2)
     st, weight = breccia.cast(place.array(a), MXFP8), breccia.cast(place.array(w), MXFP8)
@@ -555,7 +555,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(place: Place, which: str) ->
 
 
 @pytest.mark.parametrize(("framework", "out_dtype"), everywhere("float16", "bfloat16", "float32"))
-def test_a_product_by_group_is_rounded_once_to_any_dtype(framework: str, out_dtype: str) -> None:
+def test_grouped_matmul_is_rounded_once_to_any_dtype(framework: str, out_dtype: str) -> None:
     place, _ = here(framework), numpys(out_dtype)
     a, w = steps((M, K), seed=42), steps((E, N, K), seed=43)
     st, weight = breccia.cast(place.array(a), WHOLE), breccia.cast(place.array(w), WHOLE)
@@ -570,15 +570,15 @@ def test_a_product_by_group_is_rounded_once_to_any_dtype(framework: str, out_dty
     [((5, 16, 1, 3), (5,)), ((5, 16, 1, 3), (2,)), ((0, 16, 2, 3), (0, 0)), ((4, 16, 0, 3), ()), ((4, 16, 2, 0), (1, 4))],
     ids=["one expert", "one expert of some rows", "no rows", "no experts", "no columns"],
 )
-def test_few_experts_and_no_rows_are_no_exception(place: Place, shape: tuple[int, ...], ends: tuple[int, ...]) -> None:
+def test_grouped_matmul_works_with_few_experts_and_no_rows(place: Place, shape: tuple[int, ...], ends: tuple[int, ...]) -> None:
     m, k, e, n = shape
     a, b = numbers((m, k)), numbers((e, k, n), seed=1)
     found = breccia.grouped_matmul(place.array(a), place.array(b), ends_of(place, ends))
     assert np.array_equal(host(found), experts(a, b, ends)) and host(found).shape == (m, n)
 
 
-def test_an_expert_that_is_not_finite_touches_its_own_rows_alone(place: Place) -> None:
-    """And rows that are not finite touch themselves; those of no group are zeros whatever they hold."""
+def test_a_nonfinite_expert_affects_only_its_own_rows(place: Place) -> None:
+    """Nonfinite rows affect only themselves; rows of no group become zeros whatever their values."""
     a, b = numbers((M, K), seed=44), numbers((E, K, N), seed=45)
     ends = (2, 4, 6, 8)
     expected = experts(a, b, ends)
@@ -590,7 +590,7 @@ def test_an_expert_that_is_not_finite_touches_its_own_rows_alone(place: Place) -
     assert not found[8].any()
 
 
-def test_offsets_of_64_bits_are_taken_too() -> None:
+def test_64_bit_offsets_are_accepted() -> None:
     a, b = numbers((M, K), seed=46), numbers((E, K, N), seed=47)
     for place in (place for place in map(Place, EAGER) if not place.absence):
         found = breccia.grouped_matmul(place.array(a), place.array(b), ends_of(place, (2, 2, 7, 8), np.int64))
@@ -598,14 +598,14 @@ def test_offsets_of_64_bits_are_taken_too() -> None:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_a_product_by_group_is_written_where_it_is_asked_for(framework: str) -> None:
+def test_grouped_matmul_is_written_into_out(framework: str) -> None:
     place, a, b = here(framework), numbers((M, K), seed=48), numbers((E, K, N), seed=49)
     out = narrow(place, np.ones((M, N)), "float16")
     assert breccia.grouped_matmul(place.array(a), place.array(b), ends_of(place, (1, 1, 5, 6)), "float16", out=out) is out
     assert np.array_equal(place.words(out), rounded(experts(a, b, (1, 1, 5, 6)).astype(np.float32), "float16"))
 
 
-def test_operands_that_are_no_groups_are_refused_by_name(place: Place) -> None:
+def test_operands_that_do_not_fit_grouped_matmul_are_refused_by_name(place: Place) -> None:
     a, b = place.array(numbers((M, K))), place.array(numbers((E, K, N)))
     ends = ends_of(place, (2, 2, 7, 8))
 
@@ -656,8 +656,8 @@ def test_blocks_taller_than_a_row_cannot_be_cut_into_groups(framework: str) -> N
 
 @pytest.mark.rest
 @pytest.mark.parametrize("ends", [(2, 2, 7, 9), (1, 1, 5, 6)], ids=str)
-def test_the_gradients_of_a_product_by_group(tape: Place, ends: tuple[int, ...]) -> None:
-    """a: each row's by its own matrix; b: of each matrix, over the rows of its group. Rows of no group have none."""
+def test_the_gradients_of_grouped_matmul_are_per_group(tape: Place, ends: tuple[int, ...]) -> None:
+    """a: each row uses its group's matrix. b: each matrix uses the rows of its group. Rows of no group have zero gradients."""
     a, w, upstream = numbers((M, K), seed=50), steps((E, N, K), seed=51), numbers((M, N), seed=52)
     q = np.rint(w).swapaxes(-1, -2)
     offsets, weight = ends_of(tape, ends), breccia.cast(tape.array(w), WHOLE)
@@ -676,7 +676,7 @@ def test_the_gradients_of_a_product_by_group(tape: Place, ends: tuple[int, ...])
     assert np.array_equal(host(db), np.stack([rows[start:end].T @ upstream[start:end] for start, end in bounds]))
 
 
-def test_an_infinite_gradient_of_one_group_is_not_another_ones(tape: Place) -> None:
+def test_an_infinite_gradient_stays_within_its_group(tape: Place) -> None:
     a, b, upstream = numbers((M, K), seed=54), numbers((E, K, N), seed=55), numbers((M, N), seed=56)
     ends = (2, 4, 6, 8)
     offsets = ends_of(tape, ends)
@@ -688,7 +688,7 @@ def test_an_infinite_gradient_of_one_group_is_not_another_ones(tape: Place) -> N
     assert np.array_equal(host(db)[[0, 2, 3]], expected[[0, 2, 3]])
 
 
-def test_jax_traces_offsets_and_compiles_once_for_all() -> None:
+def test_jax_traces_offsets_and_compiles_once() -> None:
     place = here("jax")
     import jax
 
@@ -759,7 +759,7 @@ def test_torch_compiles_products_by_group_and_their_gradients() -> None:
 
 
 def test_accumulation_in_fp16_breaks_the_bound_that_fp32_keeps(place: Place) -> None:
-    """2^12 once, then ones, which an accumulator of eleven bits swallows: 4096 terms."""
+    """One term of 2^12 and 4095 terms of 1, which an accumulator with 11 significant bits loses."""
     length = 4096
     a, b, bias = np.ones((4, length), np.float32), np.ones((length, 3), np.float32), np.full(3, 0.5, np.float32)
     a[:, 0] = 4096.0
@@ -773,7 +773,7 @@ def test_accumulation_in_fp16_breaks_the_bound_that_fp32_keeps(place: Place) -> 
     assert not within(total[:1].astype(np.float64), a[:1], b)
 
 
-# -- torch: transforms, what is kept for the backward pass, and torch's own rules ------------------------------------
+# -- torch: transforms, tensors saved for the backward pass, and torch's own checks ----------------------------------
 
 
 def test_functorch_maps_and_differentiates_products_with_a_bias() -> None:
@@ -804,7 +804,7 @@ def test_functorch_maps_and_differentiates_products_with_a_bias() -> None:
 
 
 def backward_cases() -> dict[str, Callable[..., tuple[Any, Any, ScaledTensor]]]:
-    """By op: (what is differentiated, its result) of a scaled weight, and that weight."""
+    """Op -> function that returns (differentiated input, result, scaled weight)."""
     import torch
 
     def made(name: str) -> tuple[Any, Any, ScaledTensor]:
@@ -831,8 +831,8 @@ SAVING = ("matmul", "cast_matmul", "grouped_matmul")
 
 
 @pytest.mark.parametrize("name", SAVING)
-def test_what_is_kept_for_the_backward_pass_are_codes(name: str) -> None:
-    """Hooks see every tensor: the operands as they are, and no weight of 32, nor of 16, bits."""
+def test_no_decoded_weight_is_saved_for_the_backward_pass(name: str) -> None:
+    """Hooks see every saved tensor: the operands, and no decoded weight in 32 or 16 bits."""
     torch = pytest.importorskip("torch")
     kept: list[Any] = []
 
@@ -852,8 +852,8 @@ def test_what_is_kept_for_the_backward_pass_are_codes(name: str) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", SAVING)
-def test_memory_of_a_weight_is_free_between_the_passes_where_a_hook_keeps_a_copy(name: str) -> None:
-    """Nothing else holds the weight after the forward pass; and gradients are those of the copy."""
+def test_the_weight_is_freed_between_the_passes_if_a_hook_saves_a_copy(name: str) -> None:
+    """Nothing else refers to the weight after the forward pass; gradients use the copy."""
     torch = pytest.importorskip("torch")
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -869,7 +869,7 @@ def test_memory_of_a_weight_is_free_between_the_passes_where_a_hook_keeps_a_copy
 
 
 @pytest.mark.parametrize("name", SAVING)
-def test_codes_that_change_before_the_backward_pass_are_noticed(name: str) -> None:
+def test_codes_changed_before_the_backward_pass_raise(name: str) -> None:
     torch = pytest.importorskip("torch")
     for part in ("data", "scale"):
         _, y, st = backward_cases()[name]()
@@ -881,8 +881,8 @@ def test_codes_that_change_before_the_backward_pass_are_noticed(name: str) -> No
     assert np.array_equal(host(found), weight_gradient(name, np.ones((4, 6))))
 
 
-def test_the_bias_of_a_frozen_layer_trains_and_keeps_nothing() -> None:
-    """Where the bias alone needs a gradient, neither the input nor the weight does for it. The sum is rounded once."""
+def test_the_bias_of_a_frozen_layer_trains_without_saved_tensors() -> None:
+    """If only the bias needs a gradient, neither input nor weight is saved. The sum is rounded once."""
     torch = pytest.importorskip("torch")
     place, x, w = here("torch"), np.abs(steps(X, 84)), np.abs(steps(W, 85))
     bias = np.array([0.125, -0.875, 1.5, 2.25, -13.0, 0.625], np.float32)
@@ -910,7 +910,7 @@ def test_the_bias_of_a_frozen_layer_trains_and_keeps_nothing() -> None:
 
 
 @pytest.mark.rest
-def test_the_new_operators_keep_the_rules_of_torch() -> None:
+def test_the_torch_operators_of_products_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()
     recipe = NF4Scaling(block_size=16)  # no float8, on which torch's own checks cannot compute
@@ -934,11 +934,11 @@ def test_the_new_operators_keep_the_rules_of_torch() -> None:
         torch.library.opcheck(ops.grouped_matmul.default, (*plain, *several, offsets, dtype))
 
 
-# -- the sense of NVFP4's tensor scale -------------------------------------------------------------------------------
+# -- the scale convention of NVFP4's global scale --------------------------------------------------------------------
 
 SENSES = ("multiplier", "amax", "divisor")
 LARGEST = np.finfo(np.float32).max
-#: One shape, so that JAX compiles once a sense.
+#: One shape, so that JAX compiles once per scale convention.
 WIDTH = 33
 
 
@@ -968,7 +968,7 @@ def judged_sense(name: str, sense: str) -> tuple[oracle.Written, np.ndarray]:
 
 @pytest.mark.parametrize("sense", ["amax", "divisor"])
 @pytest.mark.parametrize("which", tensors_of_every_size())
-def test_a_tensor_scale_of_another_sense_is_written_and_read_as_the_oracle_says(place: Place, sense: str, which: str) -> None:
+def test_a_global_scale_of_another_convention_matches_the_oracle(place: Place, sense: str, which: str) -> None:
     recipe = NVFP4BlockScaling(global_sense=sense)
     written, decoded = judged_sense(which, sense)
     st = breccia.cast(place.array(tensors_of_every_size()[which]), recipe)
@@ -976,7 +976,7 @@ def test_a_tensor_scale_of_another_sense_is_written_and_read_as_the_oracle_says(
     expect_numbers("decoded", place, breccia.dequantize(st), decoded)
 
 
-def test_the_senses_are_one_scale_told_in_three_ways() -> None:
+def test_the_three_scale_conventions_store_the_same_scale() -> None:
     """A block of 6 times a power of two, under amax 6 * 2^4: the scale is 96 / 2688, and numbers are kept in all three."""
     x = (6 * 2.0 ** np.arange(-2, 5, dtype=np.float32)).repeat(16).reshape(7, 16)
     stored = {s: float(breccia.cast(x, NVFP4BlockScaling(global_sense=s)).global_scale) for s in SENSES}
@@ -986,7 +986,7 @@ def test_the_senses_are_one_scale_told_in_three_ways() -> None:
 
 
 @pytest.mark.parametrize("sense", SENSES)
-def test_a_sense_makes_the_trip_through_json(sense: str) -> None:
+def test_a_scale_convention_round_trips_through_json(sense: str) -> None:
     recipe = NVFP4BlockScaling(global_sense=sense)
     again = ScalingRecipe.from_json(recipe.to_json())
     assert again == recipe and again.global_sense == sense and pickle.loads(pickle.dumps(recipe)) == recipe
@@ -995,7 +995,7 @@ def test_a_sense_makes_the_trip_through_json(sense: str) -> None:
     assert (recipe.fingerprint() == NVFP4.fingerprint()) == (sense == "multiplier")
 
 
-def test_the_default_sense_changes_no_byte_of_files_and_digests() -> None:
+def test_the_default_scale_convention_changes_no_byte_of_files_and_digests() -> None:
     """The JSON and fingerprints are those from before the field was added."""
     assert NVFP4.to_json() == (
         '{"fields":{"block_size":16,"fp4_format":"E2M1","scale_format":"E4M3","two_level":true},"name":"nvfp4"}'
@@ -1006,7 +1006,7 @@ def test_the_default_sense_changes_no_byte_of_files_and_digests() -> None:
     assert NVFP4.format.fingerprint() == "250418f63e626686749aaf082b7acff9bb7362f01beffcea85c643d0785a789e"
 
 
-def test_senses_that_cannot_be_are_refused_by_name() -> None:
+def test_invalid_scale_conventions_are_refused_by_name() -> None:
     for sense in ("amax", "divisor"):
         with pytest.raises(RecipeError) as e:
             NVFP4BlockScaling(two_level=False, global_sense=sense)
@@ -1019,7 +1019,7 @@ def test_senses_that_cannot_be_are_refused_by_name() -> None:
         assert str(e.value) == f"global_sense must be one of 'multiplier', 'divisor', 'amax', got {sense!r}"
 
 
-def test_a_kernel_for_nvfp4_is_asked_about_every_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_nvfp4_is_asked_about_every_scale_convention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     npu = ModuleType("sense_npu")
     vars(npu).update(
@@ -1045,7 +1045,7 @@ def test_a_kernel_for_nvfp4_is_asked_about_every_sense(monkeypatch: pytest.Monke
 
 
 class Counted:
-    """A vocabulary that counts the words it says."""
+    """Backend primitives that count their calls."""
 
     def __init__(self, ops: Any) -> None:
         self._ops, self.words = ops, 0
@@ -1063,14 +1063,14 @@ class Counted:
 
 
 def history_of(place: Place, count: int, length: int) -> Any:
-    """A history that holds so many values already."""
+    """A history that already has `count` values."""
     amaxes, scale = place.array(np.arange(1, count + 1, dtype=np.float32)), place.array(np.float32(count / 448))
     return breccia.AmaxHistory(DelayedScaling(amax_history_len=length), amaxes, scale)
 
 
 @pytest.mark.parametrize("length", [40, 64], ids=["full", "filling"])
 @pytest.mark.parametrize("framework", EAGER)
-def test_an_update_says_as_many_words_of_a_long_history_as_of_a_short_one(
+def test_updating_a_long_history_calls_as_many_primitives_as_a_short_one(
     framework: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = here(framework)
@@ -1105,7 +1105,7 @@ def test_torch_runs_as_many_operators_for_a_long_history_as_for_a_short_one() ->
     assert found[0] == found[1] > 0
 
 
-def test_a_history_is_an_array_oldest_first_and_no_longer_than_it_may_be(place: Place) -> None:
+def test_a_history_is_an_array_ordered_oldest_first_with_bounded_length(place: Place) -> None:
     found = breccia.AmaxHistory(DelayedScaling(amax_history_len=3))
     seen: list[float] = []
     for largest in (3.0, 448.0, 0.0, 7.0, 896.0, 1.0):

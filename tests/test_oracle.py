@@ -1,4 +1,4 @@
-"""The oracle against ml_dtypes and NumPy: two roads to each number that share nothing."""
+"""The oracle against ml_dtypes and NumPy, which share no code with it."""
 
 from __future__ import annotations
 

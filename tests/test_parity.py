@@ -51,7 +51,7 @@ def assert_equal_values(framework: str, ours: np.ndarray, theirs: np.ndarray) ->
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("framework", "generic"), [("torch", False), ("torch", True), ("jax", False), ("mlx", False)])
 def test_bytes_and_values_equal_numpys(recipe: breccia.ScalingRecipe, framework: str, generic: bool, options: str) -> None:
-    """By the kernels that serve the framework, and by the generic algorithm where that is another."""
+    """With the kernels that dispatch selects, and with the generic algorithm if it is not among them."""
     convert = converter(framework)
     expected = breccia.cast(X, recipe, **OPTIONS[options])
     named = {op: f"reference.{op}" if generic else None for op in ("cast", "dequantize")}
@@ -123,7 +123,7 @@ def test_mixed_frameworks_are_refused_by_name() -> None:
         breccia.cast(X, breccia.Float8CurrentScaling(), scale=torch.tensor(1.0))
 
 
-def test_jax_cannot_raise_on_traced_values_and_says_so() -> None:
+def test_nonfinite_raise_on_traced_jax_values_is_refused() -> None:
     jax = pytest.importorskip("jax")
     cast = jax.jit(lambda x: breccia.cast(x, breccia.MXFP8BlockScaling(), nonfinite="raise").data)
     with pytest.raises(breccia.UnsupportedError, match="reads values, which a traced .* nonfinite='propagate'"):
@@ -131,7 +131,7 @@ def test_jax_cannot_raise_on_traced_values_and_says_so() -> None:
 
 
 def quotients() -> tuple[np.ndarray, np.ndarray]:
-    """Dividends and divisors: random bit patterns whose quotient is no subnormal, and exact, halfway and special ones."""
+    """Dividends and divisors: random bit patterns whose quotient is not subnormal, and exact, halfway and special ones."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32).view(np.float32) for _ in "ab")
     extra = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 7.0, 6.0, 448.0, 3.0, 2.0**-126, 2.0**126, 3e38], np.float32)
@@ -146,8 +146,8 @@ def quotients() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
-def test_division_is_ieee_also_by_scalars_and_broadcasts(framework: str) -> None:
-    """A law of Ops: what NumPy divides, every vocabulary divides, under jit too."""
+def test_division_by_scalars_and_broadcasts_is_ieee(framework: str) -> None:
+    """Every framework's `div` matches NumPy's division, under jit too."""
     convert = converter(framework)
     a, b = quotients()
     ops = ops_of(convert(a))
@@ -171,7 +171,7 @@ def test_division_is_ieee_also_by_scalars_and_broadcasts(framework: str) -> None
 
 
 def test_jax_counters_are_64_bit() -> None:
-    """The index words beyond 2^32 elements, checked on the multiplication they are made of."""
+    """The index words beyond 2^32 elements, checked on the multiplication that computes them."""
     pytest.importorskip("jax")
     import jax.numpy as jnp
 

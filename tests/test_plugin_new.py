@@ -59,7 +59,7 @@ def test_the_skeleton_passes_its_conformance_test(mine: Path) -> None:
     words = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", left_out)
     out = python("-m", "pytest", *words, "tests/test_conformance.py", site=mine.parent / "site", cwd=mine)
     counted = re.search(
-        r"^my_npu: (\d+) passed(, 1 skipped\n  not tried, 1: breccia-bridges is not installed)?$", out, re.MULTILINE
+        r"^my_npu: (\d+) passed(, 1 skipped\n  skipped, 1: breccia-bridges is not installed)?$", out, re.MULTILINE
     )
     assert counted and int(counted[1]) > 15, out
     assert (counted[2] is None) == (find_spec("breccia_bridges") is not None)
@@ -132,8 +132,8 @@ def test_a_name_that_cannot_be_one_is_refused(name: str, tmp_path: Path) -> None
     with pytest.raises(OptionError) as refused:
         write_plugin(name, tmp_path)
     assert str(refused.value) == (
-        "a plug-in's name has small letters a-z, digits and single underscores between them, as in 'acme' or 'acme_npu'; got "
-        f"{name!r}."
+        "a plug-in's name has lowercase letters a-z, digits and single underscores between them, such as 'acme' or "
+        f"'acme_npu'; got {name!r}."
     )
     assert list(tmp_path.iterdir()) == []
 

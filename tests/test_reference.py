@@ -71,7 +71,7 @@ ONE_LEVEL = [r for r in RECIPES if r.format.global_scale is None and r.format.sc
 
 @pytest.mark.parametrize("recipe", ONE_LEVEL, ids=recipe_id)
 def test_supplied_block_scales_are_used_as_the_oracle_uses_them(recipe: breccia.ScalingRecipe) -> None:
-    """Scales of another tensor, with every kind of fault among them, in the form they are stored."""
+    """Stored scales of another tensor, including every kind of invalid scale."""
     x, other = special_rows(48), wide(special_rows(48).shape, seed=9, exponents=20)
     scale = np.array(reference.cast(other, recipe).scale)
     faults = scale.reshape(-1).view(f"u{scale.itemsize}")
@@ -105,7 +105,7 @@ def test_every_code_under_every_scale_decodes_as_the_oracle_decodes_it(recipe: b
 
 
 @pytest.mark.parametrize("sense", ["divisor", "amax"])
-def test_other_senses_of_a_scale_decode_as_the_oracle_decodes_them(sense: str) -> None:
+def test_other_scale_conventions_decode_as_the_oracle_decodes_them(sense: str) -> None:
     from dataclasses import dataclass
 
     from breccia.codecs import E2M1, E4M3, F32

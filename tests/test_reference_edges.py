@@ -1,4 +1,4 @@
-"""The generic algorithm at its borders: blocks of nothing, parts that do not fit, scales that are kept."""
+"""Edge cases of the generic algorithm: empty blocks, components that do not fit, scales that are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = Place("numpy")
 
 
 @pytest.mark.parametrize("offset", ["zero_point", "bias"])
-def test_a_row_of_nothing_has_the_scale_of_zeros(offset: str) -> None:
+def test_an_empty_row_has_the_scale_of_zeros(offset: str) -> None:
     recipe = INT8Scaling(signed=False, symmetric=False, offset=offset)
     x = np.zeros((4, 0), np.float32)
     found = reference.cast(x, recipe)
@@ -44,7 +44,7 @@ def test_supplied_scales_of_rows_have_the_axis_that_a_cast_writes() -> None:
 
 
 class Foreign:
-    """An array of a framework that nobody declared: of the right shape and dtype, and no more."""
+    """An array of an undeclared framework: it has only a shape and a dtype."""
 
     def __init__(self, like: Any) -> None:
         self.shape, self.dtype = like.shape, like.dtype
@@ -56,7 +56,7 @@ class Foreign:
     [(Foreign, "Foreign"), (np.ma.masked_array, "numpy.ma.MaskedArray, not a plain numpy array")],
     ids=["foreign", "masked"],
 )
-def test_out_with_a_part_of_another_framework_is_refused_before_the_first_byte(part: str, kind: Any, found: str) -> None:
+def test_out_with_a_component_of_another_framework_is_refused_before_writing(part: str, kind: Any, found: str) -> None:
     x, recipe = wide((4, 32), seed=2, exponents=2), NVFP4BlockScaling()
     st = reference.cast(np.zeros_like(x), recipe)
     parts = {name: np.array(getattr(st, name)) for name in ("data", "scale", "global_scale")}
@@ -68,7 +68,7 @@ def test_out_with_a_part_of_another_framework_is_refused_before_the_first_byte(p
     assert {name: array.tobytes() for name, array in parts.items()} == before
 
 
-def test_scales_whose_codec_stays_are_kept_to_the_bit_over_finer_blocks() -> None:
+def test_requantizing_to_finer_blocks_keeps_every_scale_bit_of_the_same_codec() -> None:
     """Section 6, of scales that no cast writes: BF16 subnormals, and NaN of other bits."""
     rows, groups = (INT8Scaling(scale_dtype="bf16", group_size=size) for size in (None, 16))
     scale = np.array([[0x0001], [0x007F], [0x3F80], [0x7FC1], [0xFFC0], [0x8001]], np.uint16)
@@ -80,7 +80,7 @@ def test_scales_whose_codec_stays_are_kept_to_the_bit_over_finer_blocks() -> Non
         expect_numbers("decoded", HERE, reference.dequantize(one), oracle.dequantize(written(HERE, st), rows))
 
 
-def test_infinity_is_not_like_nan_and_one_nan_is_like_another() -> None:
+def test_infinity_differs_from_nan_and_all_nans_are_equal() -> None:
     words = np.array([0x7F800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 0xFF800000, 0, 1 << 31, 0x3F800000], np.uint32)
     a, b = (grid.view(np.float32) for grid in np.meshgrid(words, words))
     alike = (a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))

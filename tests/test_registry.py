@@ -1,4 +1,4 @@
-"""The registry: what a plug-in may declare, and that a broken one harms nobody. Plug-ins here are distributions on disk."""
+"""The registry: what a plug-in may declare, and isolation of broken ones. Plug-ins here are distributions on disk."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def fresh(script: str, *path: Path, **environ: str) -> subprocess.CompletedProce
 # -- core ------------------------------------------------------------------------------------------------------------
 
 
-def test_core_is_a_plug_in_of_itself() -> None:
+def test_core_is_itself_a_plug_in() -> None:
     core = breccia.plugins()[0]
     assert (core.name, core.distribution, core.version, core.status) == ("core", "breccia-core", breccia.__version__, "active")
     assert core.module == "breccia.dispatch.builtin"
@@ -114,7 +114,7 @@ def test_core_is_a_plug_in_of_itself() -> None:
 
 
 def test_the_manifest_of_core_is_never_set_aside() -> None:
-    """Without core nothing works: its own fault is an error, not a warning."""
+    """Nothing works without core, so a fault in its manifest is an error, not a warning."""
     core = Plugin("core", "breccia-core", "0", "breccia.dispatch.builtin")
     with pytest.raises(PluginError, match="sets no `api`"):
         Registry([(core, lambda: ModuleType("empty"))], {})
@@ -141,7 +141,7 @@ def test_a_good_plug_in_adds_a_recipe_to_every_backend(install: Install) -> None
 
 
 def test_a_plug_in_of_one_file_declares_scales_without_a_sign(install: Install) -> None:
-    """UE5M3 of breccia's, and a codec of its own for larger scales."""
+    """breccia's UE5M3, and the plug-in's own codec for larger scales."""
     recipes = """
 from breccia.backend import E2M1, UE5M3
 
@@ -180,7 +180,7 @@ def breccia_recipes():
 
 @pytest.mark.together
 def test_the_table_of_siblings_is_what_their_manifests_declare() -> None:
-    """So that an absent sibling can be named by what it would bring."""
+    """So that error messages can name the distribution that would provide a missing feature."""
     for sibling in SIBLINGS:
         found = plugin(sibling.plugin)
         assert found.distribution == sibling.distribution
@@ -505,7 +505,7 @@ def test_a_repaired_plug_in_is_active_after_reload(install: Install, tmp_path: P
     assert plugin("acme").status == "active"
 
 
-def test_a_hook_of_a_later_breccia_may_be_marked_optional(install: Install) -> None:
+def test_a_hook_of_a_later_version_may_be_marked_optional(install: Install) -> None:
     install("acme", HEAD + "@hookimpl(optionalhook=True)\ndef breccia_telemetry():\n    return [1]")
     assert reloaded()[1] == []
     assert plugin("acme").hooks == ("breccia_bridges",)
@@ -532,7 +532,7 @@ def test_declarations_carry_the_name_of_their_plug_in(install: Install) -> None:
     assert next(k for k in found.table.kernels if k.name == "acme.cast").plugin == "acme"
 
 
-def test_of_two_plug_ins_of_one_name_the_second_is_set_aside(install: Install, tmp_path: Path) -> None:
+def test_the_second_of_two_plug_ins_with_one_name_is_set_aside(install: Install, tmp_path: Path) -> None:
     write(tmp_path, "acme", HEAD.replace("leftover", "first"), module="aaa_manifest_", distribution="other")
     install("acme", HEAD)
     _, (message, *more) = reloaded()
@@ -569,7 +569,7 @@ def test_a_name_claimed_by_two_plug_ins_goes_to_the_first_by_name_whatever_the_p
 
 
 @pytest.mark.together
-def test_a_framework_whose_import_is_under_way_is_not_asked_for_what_it_lacks(
+def test_a_partly_imported_framework_is_not_asked_for_missing_attributes(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(
@@ -633,7 +633,7 @@ def test_a_manifest_that_uses_the_registry_it_is_part_of_is_set_aside(tmp_path: 
     assert found["acme"] == "set aside" and not works
 
 
-def test_in_a_fresh_process_a_broken_plug_in_harms_nobody(tmp_path: Path) -> None:
+def test_a_broken_plug_in_does_not_affect_others_in_a_fresh_process(tmp_path: Path) -> None:
     write(tmp_path, "acme", HEAD + "raise RuntimeError('boom')")
     messages, found, works = json.loads(fresh(REPORT, tmp_path).stdout)
     assert messages == ["PluginWarning: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom"]
@@ -666,7 +666,7 @@ def test_core_cannot_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.together
-def test_the_environment_is_told_of_names_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_in_environment_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "bridgs,jax")
     monkeypatch.setenv("BRECCIA_PREFER", "reference.cast,reference.matmull")
     _, (block, prefer, *more) = reloaded()
@@ -697,7 +697,7 @@ print(raised, [p.name for p in breccia.plugins() if p.status == "set aside"])
 """
 
 
-def test_where_warnings_are_errors_one_is_raised_once_and_the_registry_works(tmp_path: Path) -> None:
+def test_if_warnings_are_errors_one_is_raised_once_and_the_registry_works(tmp_path: Path) -> None:
     write(tmp_path, "acme", "raise RuntimeError('boom')")
     assert fresh(ERRORS, tmp_path).stdout == (
         "[\"breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom\"] ['acme']\n"
@@ -752,8 +752,8 @@ def test_many_threads_at_first_use_build_one_registry(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.rest
-def test_readers_during_a_reload_see_a_whole_registry() -> None:
-    """Old or new, never one that is half filled."""
+def test_readers_during_a_reload_see_a_complete_registry() -> None:
+    """The old or the new registry, never a partly filled one."""
     complete = names()
     stop, torn = threading.Event(), []
 
@@ -774,7 +774,7 @@ def test_readers_during_a_reload_see_a_whole_registry() -> None:
 
 
 def together(count: int, work: Callable[[int], None]) -> list[BaseException]:
-    """What was raised by `count` threads that begin `work`, each with its number, at one moment."""
+    """The exceptions of `count` threads that start `work(number)` at the same moment."""
     start, raised = threading.Barrier(count), list[BaseException]()
 
     def run(number: int) -> None:
@@ -792,7 +792,7 @@ def together(count: int, work: Callable[[int], None]) -> list[BaseException]:
     return raised
 
 
-def test_what_is_in_use_is_one_snapshot_that_reload_replaces_whole() -> None:
+def test_the_registry_in_use_is_one_snapshot_that_reload_replaces() -> None:
     old = registry.registry()
     assert frameworks.current is old and framework_of(np.ones(3)) is old.frameworks["numpy"]
     assert old.types[np.ndarray] is old.frameworks["numpy"]
@@ -817,7 +817,7 @@ def test_arrays_and_kernels_of_a_plug_in_come_and_go_together(install: Install, 
 
 @pytest.mark.rest
 def test_eight_threads_cast_while_another_reloads() -> None:
-    """Frameworks and table are of one registry at every moment, and no thread sees an error or other bytes."""
+    """Frameworks and table always belong to one registry, and no thread gets an error or different bytes."""
     x = np.linspace(-3, 3, 4 * 32, dtype=np.float32).reshape(4, 32)
     recipe = breccia.MXFP8BlockScaling()
     expected = breccia.cast(x, recipe).digest()
@@ -864,7 +864,7 @@ def arrays(install: Install, register: str = "pass") -> str:
     return module
 
 
-def test_threads_that_meet_a_frameworks_first_array_make_tensors_known_to_it_once(install: Install) -> None:
+def test_threads_that_share_a_frameworks_first_array_register_tensors_once(install: Install) -> None:
     module = arrays(install, "time.sleep(0.05); registered.append(1)")
     reloaded()
     acme = importlib.import_module(module)
@@ -879,7 +879,7 @@ def test_threads_that_meet_a_frameworks_first_array_make_tensors_known_to_it_onc
     assert acme.registered == [1], "nor does a reload do it again"
 
 
-def test_a_framework_that_is_not_imported_is_made_known_later(install: Install) -> None:
+def test_tensors_are_registered_when_a_framework_is_imported_later(install: Install) -> None:
     module = arrays(install, "registered.append(1)")
     reloaded()
     breccia.cast(np.ones((2, 32), np.float32), breccia.MXFP8BlockScaling())
@@ -889,7 +889,7 @@ def test_a_framework_that_is_not_imported_is_made_known_later(install: Install) 
     assert acme.registered == [1]
 
 
-def test_a_framework_that_cannot_be_told_of_tensors_is_one_warning_and_stops_no_cast(install: Install) -> None:
+def test_a_failed_tensor_registration_warns_once_and_casts_still_work(install: Install) -> None:
     module = arrays(install, "raise RuntimeError('no trees')")
     reloaded()
     acme = importlib.import_module(module)
@@ -910,7 +910,7 @@ def test_a_framework_that_cannot_be_told_of_tensors_is_one_warning_and_stops_no_
     ]
 
 
-def test_where_warnings_are_errors_a_framework_that_cannot_be_told_raises_once(install: Install) -> None:
+def test_if_warnings_are_errors_a_failed_tensor_registration_raises_once(install: Install) -> None:
     module = arrays(install, "raise RuntimeError('no trees')")
     reloaded()
     acme = importlib.import_module(module)
@@ -921,8 +921,8 @@ def test_where_warnings_are_errors_a_framework_that_cannot_be_told_raises_once(i
     assert framework_of(acme.Array()).name == "acme"
 
 
-def test_making_tensors_known_may_use_arrays_of_the_framework(install: Install) -> None:
-    """A registration that looks at an array of its own is not begun again from inside."""
+def test_a_tensor_registration_may_use_arrays_of_its_framework(install: Install) -> None:
+    """A registration that uses an array of its framework does not start again recursively."""
     module = arrays(
         install, "registered.append(1); import breccia.arrays.frameworks; breccia.arrays.frameworks.framework_of(Array())"
     )
@@ -932,7 +932,7 @@ def test_making_tensors_known_may_use_arrays_of_the_framework(install: Install) 
     assert acme.registered == [1]
 
 
-def test_what_runs_once_runs_once_for_each_arguments_and_again_after_an_error() -> None:
+def test_run_once_runs_once_per_arguments_and_again_after_an_error() -> None:
     calls: list[tuple[object, ...]] = []
 
     @targets.once
@@ -958,7 +958,7 @@ def test_unknown_names_are_errors_with_the_nearest_name() -> None:
     assert e.value.found["name"] == "nvpf4"
 
 
-def test_plug_ins_are_values() -> None:
+def test_plugins_returns_a_copy_of_immutable_entries() -> None:
     """`plugins()` hands out a copy of the list of frozen entries."""
     breccia.plugins().clear()
     first = breccia.plugins()[0]

@@ -1,4 +1,4 @@
-"""The page of `--report`: its text without a browser, and what it does in one."""
+"""The page of `--report`: its text without a browser, and its behavior in one."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_name_that_looks_like_markup_stays_text(tmp_path: Path) -> None:
     assert json.loads(page.json)[0]["tensors"][0]["name"] == HOSTILE
 
 
-def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_represent_become_null(tmp_path: Path) -> None:
     odd = run("nvfp4", [tensor("w", math.nan, max_error=math.inf)], sqnr_db=math.nan, cosine=-math.inf)
     page = Parsed(without_library(written(tmp_path, [odd])))
     found = json.loads(page.json, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -162,11 +162,11 @@ def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
     assert "nvfp4 4.500 8.19 kB → 1.15 kB 0.141× 0 B 0 % not finite – 0.1 % 7.12 % w not finite" in page.lines
 
 
-def test_half_a_surrogate_pair_in_a_name_is_written(tmp_path: Path) -> None:
+def test_an_unpaired_surrogate_in_a_name_is_written(tmp_path: Path) -> None:
     assert "a\\ud800b" in written(tmp_path, [run("nvfp4", [tensor("a\ud800b")])])
 
 
-def test_the_summary_says_every_figure_of_a_run(tmp_path: Path) -> None:
+def test_the_summary_contains_every_figure_of_a_run(tmp_path: Path) -> None:
     page = Parsed(without_library(written(tmp_path, two_runs(), title="Two ways")))
     assert page.lines.count("Two ways") == 2
     assert "model.safetensors 6,144 parameters, 24.58 kB" in page.lines
@@ -176,23 +176,23 @@ def test_the_summary_says_every_figure_of_a_run(tmp_path: Path) -> None:
     assert f"breccia {__version__}" in page.lines
 
 
-def test_no_error_at_all_is_an_infinite_sqnr(tmp_path: Path) -> None:
+def test_zero_error_is_shown_as_infinite_sqnr(tmp_path: Path) -> None:
     exact = run("fp8_block", [tensor("w", None, lossless=True)], sqnr_db=None, lossless=True)
     assert "0 % ∞ 0.995000 0.1 % 7.12 % w ∞" in Parsed(without_library(written(tmp_path, [exact]))).lines
 
 
-def test_rates_too_small_to_read_are_said_to_be_below_a_bound(tmp_path: Path) -> None:
+def test_tiny_rates_are_shown_as_below_a_bound(tmp_path: Path) -> None:
     small = run("mxfp8", [tensor("w")], clip_rate=9e-6, underflow_rate=None)
     assert "0.995000 < 0.001 % – w" in Parsed(without_library(written(tmp_path, [small]))).lines
 
 
-def test_a_warning_names_the_runs_that_gave_it_unless_all_did(tmp_path: Path) -> None:
+def test_a_warning_names_its_runs_unless_all_runs_have_it(tmp_path: Path) -> None:
     first, second = two_runs()
     runs = [first | {"warnings": ["everywhere.", "once."]}, second | {"warnings": ["everywhere."]}]
     assert "Warnings everywhere. nvfp4: once. Left out" in Parsed(without_library(written(tmp_path, runs))).lines
 
 
-def test_reasons_are_counted_once_where_all_runs_agree_and_per_run_otherwise(tmp_path: Path) -> None:
+def test_reasons_are_counted_once_if_all_runs_agree_and_per_run_otherwise(tmp_path: Path) -> None:
     agreeing = two_runs()
     assert "Reason Tensors fewer than two axes 1" in Parsed(without_library(written(tmp_path, agreeing))).lines
     differing = [agreeing[0], run("mxfp8", [tensor("w"), kept("a", "empty"), kept("b", "empty")])]
@@ -200,7 +200,7 @@ def test_reasons_are_counted_once_where_all_runs_agree_and_per_run_otherwise(tmp
     assert "Reason nvfp4 mxfp8 fewer than two axes 1 0 empty 0 2" in page.lines
 
 
-def test_colours_stand_out_on_both_grounds() -> None:
+def test_colours_have_enough_contrast_on_both_backgrounds() -> None:
     css = importlib.resources.files("breccia_bridges").joinpath("templates/report.css").read_text(encoding="utf-8")
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in css.split("prefers-color-scheme: dark"))
     for colours in (light, dark):
@@ -257,12 +257,12 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(
         check_report(tmp_path / "report.html")
 
 
-def test_a_report_of_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_report_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="a report needs at least one run; got none"):
         write_report(tmp_path / "report.html", [])
 
 
-def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
 
@@ -309,7 +309,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens the page of some runs; whatever it asks of a network, logs as an error or raises fails the test.
+    """Opens the page of some runs. Any network request, logged error or exception fails the test.
 
     The errors are in `page.errors`, for tests that provoke one.
     """
@@ -393,7 +393,7 @@ def test_a_header_sorts_both_ways_and_missing_figures_come_last(opened: Open) ->
 
 
 @pytest.mark.rest
-def test_the_filter_leaves_rows_whose_name_holds_it(opened: Open) -> None:
+def test_the_filter_keeps_rows_whose_name_contains_it(opened: Open) -> None:
     page = opened(two_runs())
     assert page.locator("#count").inner_text() == "3 tensors"
     page.get_by_label("Names that contain").fill("LAYER.1")
@@ -449,7 +449,7 @@ def test_counts_are_logarithmic_or_linear(opened: Open) -> None:
 
 
 @pytest.mark.rest
-def test_the_bars_show_the_worst_until_all_are_asked_for(opened: Open) -> None:
+def test_the_bars_show_the_worst_tensors_until_all_are_requested(opened: Open) -> None:
     page = opened([run("nvfp4", [tensor(f"w{i}", 30.0 - i / 10) for i in range(41)])])
     bars = page.locator("#bars .barlayer .point")
     assert bars.count() == 20
@@ -541,7 +541,7 @@ def test_two_thousand_tensors_are_sorted_and_filtered(opened: Open) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("runs", [1, 2])
-def test_where_nothing_was_quantized_the_page_says_so(opened: Open, runs: int) -> None:
+def test_the_page_says_that_nothing_was_quantized(opened: Open, runs: int) -> None:
     page = opened([run(f"run{i}", [kept("norm.w"), kept("id", "not floating")]) for i in range(runs)])
     assert page.locator("#tensors-note").inner_text() == "There is no tensor to draw."
     assert page.locator("#bars-note").inner_text() == "There is no tensor to draw."
@@ -552,7 +552,7 @@ def test_where_nothing_was_quantized_the_page_says_so(opened: Open, runs: int) -
 
 
 @pytest.mark.rest
-def test_tensors_without_a_place_on_an_axis_are_told_of(opened: Open) -> None:
+def test_tensors_that_cannot_be_drawn_on_an_axis_are_listed(opened: Open) -> None:
     odd = [tensor("exact", None, lossless=True), tensor("nan", None, max_error=None), tensor("bad", -3.5), tensor("good", 20.0)]
     page = opened([run("one", odd), run("two", odd, sqnr_db=None, lossless=True)])
     assert page.locator("#checkpoints .scatterlayer .point").count() == 1
@@ -564,7 +564,7 @@ def test_tensors_without_a_place_on_an_axis_are_told_of(opened: Open) -> None:
 
 
 @pytest.mark.rest
-def test_a_run_without_tensors_to_draw_gives_way_to_one_that_has_them(opened: Open) -> None:
+def test_switching_to_a_run_with_tensors_draws_them(opened: Open) -> None:
     page = opened([run("none", [kept("norm.w")]), run("some", [tensor("w", histogram=None), tensor("v", 25.0)])])
     assert not page.locator("#bars").is_visible()
     page.get_by_label("some").check()

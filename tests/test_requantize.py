@@ -1,4 +1,4 @@
-"""Requantize: what the declarations promise to be exact is exact over every code and scale, and nothing false is called so."""
+"""Requantize: conversions that are declared exact are exact for every code and scale, and no inexact one is called exact."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same_values(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def checked(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
-    """`st` through the checks of the constructor, as a tensor made of foreign buffers goes."""
+    """`st`, rebuilt by the constructor, which checks it like foreign buffers."""
     parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.shape)
     return breccia.from_buffer(*parts)
 
@@ -116,7 +116,7 @@ def test_exact_means_exact_for_every_pair_and_an_error_means_that_bits_would_cha
     assert exact > len(inputs) * len(PROMISED) and refused > 100
 
 
-def test_the_direct_path_keeps_what_a_way_through_fp32_would_lose() -> None:
+def test_the_direct_path_keeps_values_that_a_path_through_fp32_would_lose() -> None:
     """MXFP4 under 2^-127: its values are FP32 subnormals, which a cast counts as zero."""
     rows = np.full((1, 16), 0x21, np.uint8)
     st = breccia.from_buffer(rows, np.zeros((1, 1), np.uint8), MXFP4BlockScaling(), MXFP4BlockScaling().layout)
@@ -127,7 +127,7 @@ def test_the_direct_path_keeps_what_a_way_through_fp32_would_lose() -> None:
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("shape", [(7, 37), (2, 3, 40), (5, 1), (0, 32), (4, 0)], ids=str)
-def test_kept_tensors_fit_ragged_transposed_and_empty_shapes(shape: tuple[int, ...], axis: int) -> None:
+def test_exact_requantization_works_for_partial_blocks_transposed_and_empty_shapes(shape: tuple[int, ...], axis: int) -> None:
     pairs = [
         (MXFP4BlockScaling(), MXFP8BlockScaling()),
         (MXFP4BlockScaling(), MXFP6BlockScaling()),
@@ -158,14 +158,14 @@ def test_a_recipe_of_the_same_format_relabels_and_copies_nothing() -> None:
     assert kept.data is st.data and kept.scale is st.scale and kept.recipe.scale_rule == "floor"  # type: ignore[attr-defined]
 
 
-def test_scales_that_must_be_powers_of_two_are_not_taken_over_from_others() -> None:
+def test_arbitrary_scales_are_not_kept_where_powers_of_two_are_required() -> None:
     x = wide((4, 64), seed=5, exponents=3)
     powers = Float8BlockScaling(block_k=32, power_of_two_scale=True)
     st = breccia.requantize(breccia.cast(x, Float8BlockScaling(block_k=32)), powers)
     assert (np.frexp(st.scale)[0] == 0.5).all()
 
 
-def test_a_power_of_two_rescale_between_fp32_and_e8m0_scales_is_exact_where_these_scales_allow_it() -> None:
+def test_rescaling_between_fp32_and_e8m0_scales_is_exact_if_the_scales_allow_it() -> None:
     x = wide((64, 64), seed=6, exponents=30)
     powers = Float8BlockScaling(block_k=32, power_of_two_scale=True)
     for source, target in ((powers, MXFP8BlockScaling()), (MXFP8BlockScaling(), powers)):
@@ -189,8 +189,8 @@ def test_biases_that_a_narrower_codec_would_round_are_not_called_exact(narrow: s
     assert same_values(breccia.dequantize(whole), breccia.dequantize(kept))
 
 
-def test_an_amax_scale_means_another_multiplier_under_another_element() -> None:
-    """The multiplier is amax / qmax: the same amax under E2M1 and E2M3 says two things."""
+def test_the_multiplier_of_an_amax_scale_depends_on_the_element_codec() -> None:
+    """The multiplier is amax / qmax, so the same amax gives different multipliers under E2M1 and E2M3."""
 
     @dataclass(frozen=True)
     class Foreign(breccia.ScalingRecipe):
@@ -203,14 +203,14 @@ def test_an_amax_scale_means_another_multiplier_under_another_element() -> None:
     assert not is_exact(Foreign(), Foreign(E2M3)) and is_exact(Foreign(), Foreign())
 
 
-def test_a_vector_has_no_rows_to_scale() -> None:
+def test_a_vector_cannot_have_row_scales() -> None:
     st = breccia.cast(np.ones(32, np.float32), Float8CurrentScaling())
     for target in (Float8RowScaling(), Float8BlockScaling()):
         with pytest.raises(breccia.ShapeError, match=r"requires x.ndim >= 2, got 1 \(shape \(32,\)\); reshape x to \(1, 32\)"):
             breccia.requantize(st, target)
 
 
-def test_a_scale_of_one_number_per_row_stays_what_it_is() -> None:
+def test_scales_of_one_number_per_row_keep_their_shape() -> None:
     x = wide((2, 3, 32), seed=11, exponents=2)
     st = breccia.cast(x, INT8Scaling(scale_dtype="fp16"))
     rows = breccia.from_buffer(st.data, np.ascontiguousarray(st.scale[0, :, 0]), st.recipe, st.layout)
@@ -238,7 +238,7 @@ def test_a_supplied_scale_is_used_and_still_checked() -> None:
         breccia.requantize(st, Float8CurrentScaling(), scale=0.5, require_exact=True)
 
 
-def test_nonfinite_raise_looks_at_kept_tensors_too() -> None:
+def test_nonfinite_raise_checks_exactly_requantized_tensors_too() -> None:
     x = np.ones((1, 64), np.float32)
     x[0, 3] = np.nan
     st = breccia.cast(x, MXFP4BlockScaling())
@@ -247,7 +247,7 @@ def test_nonfinite_raise_looks_at_kept_tensors_too() -> None:
         breccia.requantize(st, MXFP8BlockScaling(), nonfinite="raise")
 
 
-def test_out_takes_what_is_kept() -> None:
+def test_out_receives_an_exact_requantization() -> None:
     st = breccia.cast(wide((4, 64), seed=8), MXFP4BlockScaling())
     out = breccia.cast(np.zeros((4, 64), np.float32), MXFP8BlockScaling())
     assert breccia.requantize(st, MXFP8BlockScaling(), out=out) is out
@@ -279,7 +279,7 @@ def test_every_framework_keeps_the_same_bytes(framework: str) -> None:
     assert breccia.dequantize(kept).shape == x.shape
 
 
-def test_a_promised_pair_works_inside_a_traced_jax_function_and_others_say_why_not() -> None:
+def test_promised_pairs_work_inside_a_traced_jax_function_and_others_raise_with_a_reason() -> None:
     jax = pytest.importorskip("jax")
     x = jax.numpy.asarray(wide((4, 64), seed=10, exponents=3))
 

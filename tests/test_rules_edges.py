@@ -34,7 +34,7 @@ def test_te_clamps_its_multiplier_before_the_margin_and_after_it(margin: int, ex
 
 
 @pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
-def test_a_block_whose_scales_multiply_to_less_than_a_normal_number_has_codes_of_zero(cast: Any) -> None:
+def test_a_block_whose_scale_product_is_below_2_to_the_minus_126_has_zero_codes(cast: Any) -> None:
     """Section 5.3: e = s * g below 2^-126 is not usable.
 
     An amax of 6 * 2^-126 asks for e = 2^-126, and under g = 1.54 * 2^-126 for s = 0.649, which E4M3 rounds to 0.625.
@@ -56,20 +56,20 @@ def test_a_block_whose_scales_multiply_to_less_than_a_normal_number_has_codes_of
             assert 0 < multiplied[2] < 2.0**-126
 
 
-def test_numbers_below_the_smallest_normal_one_are_flushed_and_no_other() -> None:
+def test_only_numbers_below_the_smallest_normal_number_are_flushed() -> None:
     words = np.array([0, 1, 0x7FFFFE, 0x7FFFFF, 0x800000, 0x800001, 0x3F800000], np.uint32)
     x = np.concatenate([words, words | np.uint32(1 << 31)]).view(np.float32)
     assert flushed(NUMPY, x).tolist() == [float(oracle.flush(Fraction(float(v)))) for v in x]
 
 
-def test_a_scale_is_normal_where_its_reciprocal_is_too() -> None:
+def test_a_usable_scale_and_its_reciprocal_are_normal() -> None:
     ends = [2.0**-126, 1.0, 2.0**126]
     beyond = [0.0, -1.0, 2.0**-127, 2.0**126 * (1 + 2.0**-23), 2.0**127, np.inf, -np.inf, np.nan]
     assert normal(np.array(ends + beyond, np.float32)).tolist() == [True] * 3 + [False] * 8
 
 
 @pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
-def test_a_block_whose_scale_underflows_has_codes_of_zero_by_division_too(cast: Any) -> None:
+def test_a_block_whose_scale_underflows_has_zero_codes_under_rule_divide(cast: Any) -> None:
     """Section 5.3 under rule `divide`: x / 0 is not what its elements become."""
 
     @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def test_a_block_whose_scale_underflows_has_codes_of_zero_by_division_too(cast: 
 
 
 @pytest.mark.parametrize("cast", [reference.cast, kernels.cast], ids=["generic", "NumPy"])
-def test_a_block_whose_scales_multiply_to_more_than_two_to_the_126_has_codes_of_zero(cast: Any) -> None:
+def test_a_block_whose_scale_product_is_above_2_to_the_126_has_zero_codes(cast: Any) -> None:
     """The other end of section 5.3. NF4's largest value is 1, so that e = s * g is about as large as the block's amax."""
 
     @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""breccia.bridges.save_safetensors and load_safetensors: the same bytes again, in every framework, or a clear refusal."""
+"""breccia.bridges.save_safetensors and load_safetensors: exact round trips in every framework, or a clear error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parts(tensor: breccia.ScaledTensor) -> list[bytes | None]:
 
 
 def cast_on(framework: str, x: np.ndarray, recipe: breccia.ScalingRecipe, axis: int = -1) -> breccia.ScaledTensor:
-    """What `cast` gives on that framework: cast by NumPy, moved part by part (tracing every cast would take JAX minutes)."""
+    """The result of `cast` on a framework: cast by NumPy and then moved, because JAX would take minutes to trace every cast."""
     made = breccia.cast(x, recipe, axis=axis)
     ops, fmt = ops_of(converter(framework)(x)), recipe.format
 
@@ -94,7 +94,7 @@ def test_a_tensor_of_every_recipe_comes_back_byte_for_byte(
 
 @pytest.mark.parametrize("reader", FRAMEWORKS)
 @pytest.mark.parametrize("writer", FRAMEWORKS)
-def test_what_one_framework_wrote_any_other_reads_with_equal_bytes(
+def test_every_framework_reads_the_same_bytes_from_every_frameworks_file(
     recipe: breccia.ScalingRecipe, writer: str, reader: str, tmp_path: Path
 ) -> None:
     converter(reader)
@@ -103,7 +103,7 @@ def test_what_one_framework_wrote_any_other_reads_with_equal_bytes(
     assert_same(load_safetensors(tmp_path / "f", framework=reader)["w"], tensor)
 
 
-def test_files_of_all_frameworks_are_the_same_file(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
+def test_all_frameworks_write_identical_files(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
     for framework in FRAMEWORKS:
         save_safetensors({"w": cast_on(framework, X, recipe)}, tmp_path / framework)
     files = {(tmp_path / framework).read_bytes() for framework in FRAMEWORKS}
@@ -120,7 +120,7 @@ def test_a_transposed_view_is_stored_contiguously_with_its_axis(framework: str, 
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_plain_arrays_travel_beside_scaled_ones(framework: str, tmp_path: Path) -> None:
+def test_plain_arrays_are_saved_beside_scaled_tensors(framework: str, tmp_path: Path) -> None:
     convert = converter(framework)
     plain = {
         "f32": X,
@@ -170,7 +170,7 @@ def test_mlx_shows_plain_float8_as_its_bytes_and_keeps_bfloat16(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("shape", [(), (3, 5)])
-def test_torchs_wide_dtypes_travel_whole(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_wide_torch_dtypes_are_saved_unchanged(shape: tuple[int, ...], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tensors = {d: torch.ones(shape).to(getattr(torch, d)) for d in ("float64", "int64", "int16", "uint32", "complex64")}
     save_safetensors(tensors, tmp_path / "f")
@@ -180,7 +180,7 @@ def test_torchs_wide_dtypes_travel_whole(shape: tuple[int, ...], tmp_path: Path)
         assert torch.equal(back[name], tensor)
 
 
-def test_scales_kept_in_another_float_dtype_than_the_recipes_come_back_in_it(tmp_path: Path) -> None:
+def test_scales_keep_a_float_dtype_that_differs_from_the_recipe(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     ours = breccia.cast(torch.from_numpy(X), breccia.INT4Scaling(scale_dtype="fp32"))
     kept = breccia.from_buffer(ours.data, ours.scale.to(torch.bfloat16), ours.recipe, ours.layout, shape=ours.shape)
@@ -222,7 +222,7 @@ def test_device_is_passed_on(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the file itself
 
 
-def test_the_files_form_is_the_documented_one(tmp_path: Path) -> None:
+def test_the_file_has_the_documented_form(tmp_path: Path) -> None:
     save_safetensors({"w": breccia.cast(X, breccia.NVFP4BlockScaling())}, tmp_path / "f")
     opened = Container(tmp_path / "f")
     assert {name: (e.dtype, e.shape) for name, e in opened.entries.items()} == {
@@ -279,7 +279,7 @@ def test_a_plan_of_too_few_axes_says_so() -> None:
     assert plan("b", (64,), breccia.Float8CurrentScaling())[0] == {"b.data": ("U8", (64,)), "b.scale": ("F32", ())}
 
 
-def test_tensors_can_be_written_one_by_one_as_they_come_to_be(tmp_path: Path) -> None:
+def test_tensors_can_be_written_one_by_one(tmp_path: Path) -> None:
     recipe = breccia.INT4Scaling(signed=False, symmetric=False)
     described = {"w": plan("w", X.shape, recipe), "b": ({"b": ("F32", (51,))}, None)}
     with open_writer(tmp_path / "f", described, {"k": "v"}, force=False) as writer:
@@ -325,7 +325,7 @@ def test_torch_shares_the_mapping(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == before
 
 
-def test_saving_over_the_file_that_is_mapped_keeps_both_right(tmp_path: Path) -> None:
+def test_saving_over_a_mapped_file_keeps_both_contents_correct(tmp_path: Path) -> None:
     path = tmp_path / "f"
     save_safetensors({"b": X, "c": X + 1}, path)
     mapped = load_safetensors(path)
@@ -364,14 +364,14 @@ def test_an_existing_file_is_replaced_unless_force_is_false(tmp_path: Path) -> N
         ({}, {"x.config": "{}"}, "extra_metadata key 'x.config' is reserved"),
     ],
 )
-def test_names_and_metadata_that_cannot_be_are_refused(tensors: Any, extra: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_names_and_metadata_are_refused(tensors: Any, extra: Any, message: str, tmp_path: Path) -> None:
     made = {"plain": X, "scaled": breccia.cast(X, breccia.Float8CurrentScaling())}
     with pytest.raises(breccia.UnsupportedError, match=message):
         save_safetensors({name: made[kind] for name, kind in tensors.items()}, tmp_path / "f", extra)
     assert not (tmp_path / "f").exists()
 
 
-def test_what_is_no_array_or_has_no_dtype_on_disk_is_refused_by_name(tmp_path: Path) -> None:
+def test_values_without_a_dtype_on_disk_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"tensor 'a' must be an array of .* got list"):
         save_safetensors({"a": [1.0]}, tmp_path / "f")
     with pytest.raises(breccia.UnsupportedError, match=r"tensor 'a': safetensors has no dtype for complex128; it has bool, "):
@@ -442,7 +442,7 @@ def test_plain_elements_of_less_than_a_byte_are_refused_with_the_way_to_their_by
 
 
 def good() -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """The config and entries of a tensor in good order: 4 x 64, E4M3, blocks of 32."""
+    """The config and entries of a valid tensor: 4 x 64, E4M3, blocks of 32."""
     entries, config = plan("w", (4, 64), breccia.Float8BlockScaling(block_k=32))
     assert config is not None
     return json.loads(config.to_json()), entries
@@ -524,7 +524,7 @@ def test_a_config_that_is_wrong_is_refused_naming_file_and_tensor(defect: str, t
     assert refused.value.found["name"] == "w"
 
 
-def test_a_recipe_that_no_plug_in_declares_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_an_undeclared_recipe_is_named_with_a_remedy(tmp_path: Path) -> None:
     write(tmp_path / "f", changed("recipe/name", "acme6"), good()[1])
     with pytest.raises(breccia.CorruptFileError) as refused:
         load_safetensors(tmp_path / "f")
@@ -553,7 +553,7 @@ def test_a_recipe_that_no_plug_in_declares_is_named_with_the_way_out(tmp_path: P
         ({"w": ("F32", (1,))}, "the file has both a scaled and a plain tensor of this name"),
     ],
 )
-def test_parts_that_do_not_fit_their_config_are_refused(entries: Any, message: str, tmp_path: Path) -> None:
+def test_components_that_do_not_fit_their_config_are_refused(entries: Any, message: str, tmp_path: Path) -> None:
     config, there = good()
     write(tmp_path / "f", config, {name: e for name, e in {**there, **entries}.items() if e is not None})
     with pytest.raises(breccia.CorruptFileError, match=f"tensor 'w': .*{message}"):
@@ -574,7 +574,7 @@ def test_a_newer_schema_is_refused_with_what_this_version_reads(tmp_path: Path) 
         assert said in str(refused.value)
 
 
-def test_a_strangers_metadata_is_no_business_of_ours(tmp_path: Path) -> None:
+def test_unrelated_metadata_is_ignored(tmp_path: Path) -> None:
     with Writer(tmp_path / "f", {"b": ("F32", (2,))}, {"schema": "theirs"}) as w:
         w.write("b", bytes(8))
     with Writer(tmp_path / "g", {"b": ("F32", (2,))}, {"model.config": "not JSON"}) as w:
@@ -631,7 +631,7 @@ def test_files_of_breccia_0_1_3_decode_to_what_it_decoded_itself(source: str, fr
         assert raw(breccia.dequantize(tensor)) == expected.array(f"{name}.expected").tobytes(), name
 
 
-def test_recipes_of_breccia_0_1_3_keep_their_meaning() -> None:
+def test_recipes_of_breccia_0_1_3_are_read_with_the_same_meaning() -> None:
     loaded = load_safetensors(OLD / "torch.safetensors")
     found = {name: tensor.recipe for name, tensor in loaded.items()}
     assert found == {
@@ -663,7 +663,7 @@ def test_old_codes_are_packed_with_the_even_index_in_the_low_nibble() -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_an_old_file_saved_again_is_a_file_of_today(framework: str, tmp_path: Path) -> None:
+def test_an_old_file_saved_again_has_the_current_form(framework: str, tmp_path: Path) -> None:
     converter(framework)
     loaded = load_safetensors(OLD / "torch.safetensors", framework=framework)
     save_safetensors(loaded, tmp_path / "f")
@@ -696,6 +696,6 @@ def test_old_files_are_checked_too(tmp_path: Path) -> None:
     assert load_safetensors(tmp_path / "c")["w"].data.tolist() == [[0x21, 0x43]]
 
 
-def test_swapped_arguments_of_save_are_told(tmp_path: Path) -> None:
+def test_swapped_arguments_of_save_are_reported(tmp_path: Path) -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"takes \(tensors, path\): a mapping of names first; got str"):
         save_safetensors(str(tmp_path / "x.safetensors"), {})  # type: ignore[arg-type]

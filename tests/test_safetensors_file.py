@@ -1,4 +1,4 @@
-"""The safetensors container: what it refuses, what it maps, and that a file is whole or not there."""
+"""The safetensors container: refused files, memory mapping, and atomic writes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_broken_file_is_refused_by_name_with_what_was_found(defect: str, tmp_p
     assert any(remedy in str(refused.value) for remedy in ("the file again", "write it again", "download it again"))
 
 
-def test_a_missing_file_and_a_directory_are_the_os_errors_python_users_know(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_directory_raise_the_usual_os_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.safetensors"):
         Container(tmp_path / "absent.safetensors")
     with pytest.raises(IsADirectoryError):
@@ -142,7 +142,7 @@ def test_a_damaged_file_loads_or_is_refused_as_corrupt_and_nothing_else(
         opened.array(name).tobytes()
 
 
-def test_a_whole_file_opens(tmp_path: Path) -> None:
+def test_a_valid_file_opens(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(valid_file())
     opened = Container(str(path))
@@ -171,7 +171,7 @@ def test_arrays_are_mapped_copy_on_write_and_the_file_never_changes(tmp_path: Pa
     assert path.read_bytes() == before
 
 
-def test_unaligned_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_unaligned_tensors_are_read_in_place(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     x = np.array([1.5, -2.0], np.float32)
     path.write_bytes(file_of({"u": entry(shape=[1], offsets=[0, 1]), "x": entry("F32", [2], [1, 9])}, b"u" + x.tobytes()))
@@ -256,7 +256,7 @@ def test_a_tensor_not_written_is_an_error_that_leaves_nothing(tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_wrong_writes_are_refused_and_say_why(tmp_path: Path) -> None:
+def test_invalid_writes_are_refused_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     writer = Writer(path, {"alpha": ("F32", (2,))})
     with pytest.raises(breccia.BrecciaError, match=r"written inside `with Writer\(\.\.\.\) as w:`"):
@@ -282,7 +282,7 @@ def test_an_existing_file_is_kept_without_force_and_replaced_with_it(tmp_path: P
     assert Container(path).entries == {}
 
 
-def test_a_file_that_appeared_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_a_file_created_meanwhile_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     with pytest.raises(FileExistsError), Writer(path, {}):
         path.write_bytes(b"another's")
@@ -290,7 +290,7 @@ def test_a_file_that_appeared_meanwhile_is_kept(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f.safetensors"]
 
 
-def test_a_directory_or_a_missing_one_is_no_place_to_write(tmp_path: Path) -> None:
+def test_writing_to_a_directory_or_into_a_missing_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="it is a directory; give the name of a file"):
         Writer(tmp_path, {}, force=True)
     with (
@@ -325,7 +325,7 @@ def test_the_files_mode_follows_the_umask(tmp_path: Path) -> None:
         ({}, {"k": "x" * 100_000_000}, breccia.UnsupportedError, "readers accept 100000000"),
     ],
 )
-def test_what_no_file_can_declare_is_refused_before_one_is_made(
+def test_undeclarable_tensors_are_refused_before_a_file_is_created(
     tensors: Any, metadata: Any, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -333,7 +333,7 @@ def test_what_no_file_can_declare_is_refused_before_one_is_made(
     assert os.listdir(tmp_path) == []
 
 
-def test_big_endian_hosts_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_endian_hosts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "f").write_bytes(valid_file())
     monkeypatch.setattr(sys, "byteorder", "big")
     for open_it in (lambda: Container(tmp_path / "f"), lambda: Writer(tmp_path / "g", {})):
@@ -341,7 +341,7 @@ def test_big_endian_hosts_are_told_so(tmp_path: Path, monkeypatch: pytest.Monkey
             open_it()
 
 
-def test_a_large_array_is_written_without_a_copy(tmp_path: Path) -> None:
+def test_a_large_array_is_written_zero_copy(tmp_path: Path) -> None:
     import tracemalloc
 
     x = np.ones(1 << 22, np.float32)
@@ -359,7 +359,7 @@ def test_a_large_array_is_written_without_a_copy(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ stock readers
 
 
-def test_stock_numpy_and_torch_readers_see_our_bytes(tmp_path: Path) -> None:
+def test_stock_numpy_and_torch_readers_read_the_same_bytes(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     stock = pytest.importorskip("safetensors")
     x = np.random.default_rng(5).standard_normal((3, 7)).astype(np.float32)

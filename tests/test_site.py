@@ -52,7 +52,7 @@ def page(folder: Path, *blocks: str) -> Path:
 
 
 @pytest.mark.rest
-def test_stale_blocks_are_named_with_what_differs_and_what_mends_them(tmp_path: Path) -> None:
+def test_stale_blocks_are_named_with_the_difference_and_the_remedy(tmp_path: Path) -> None:
     path = page(tmp_path, "layouts", "scale-rules")
     assert generate(tmp_path).returncode == 0
     written = path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_stale_blocks_are_named_with_what_differs_and_what_mends_them(tmp_path: 
     assert generate(tmp_path, "--check").returncode == 0
 
 
-def test_a_block_that_there_is_none_of_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_block_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     page(tmp_path, "suport-matrix")
     done = generate(tmp_path)
     assert done.returncode == 1
@@ -126,7 +126,7 @@ def test_a_kernel_that_moves_changes_the_matrix(module, monkeypatch: pytest.Monk
         listings.support_matrix()
 
 
-def test_a_recipe_and_a_kernel_that_are_added_show_by_themselves(module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_recipe_and_kernel_appear_in_the_pages(module, monkeypatch: pytest.MonkeyPatch) -> None:
     listings = module("listings")
 
     @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def test_a_recipe_and_a_kernel_that_are_added_show_by_themselves(module, monkeyp
     assert "`shift` | `3` | int |" in listings.recipe_fields()
 
 
-def test_fields_say_what_their_class_says_when_it_refuses(module) -> None:
+def test_the_table_of_fields_lists_the_allowed_values(module) -> None:
     fields = module("listings").recipe_fields()
     assert '| `mxfp6` | `MXFP6BlockScaling` | `fp6_format` | `"E2M3"` | `"E2M3"` or `"E3M2"` |' in fields
     assert "| `block_size` | `32` | only 32 by the OCP MX spec |" in fields
@@ -155,7 +155,7 @@ def test_fields_say_what_their_class_says_when_it_refuses(module) -> None:
 
 
 @pytest.mark.rest
-def test_a_session_is_what_the_commands_print_and_names_no_place_of_this_machine(module) -> None:
+def test_a_session_is_the_output_of_its_commands_without_local_paths(module) -> None:
     terminal = module("terminal")
     wanted = [
         terminal.Session("one", ("breccia explain cast nvfp4 --on torch",)),
@@ -170,7 +170,7 @@ def test_a_session_is_what_the_commands_print_and_names_no_place_of_this_machine
         dict(terminal.recorded([terminal.Session("three", ("breccia --version",), status=1)]))
 
 
-def test_times_alone_make_no_session_stale(module) -> None:
+def test_different_times_do_not_make_a_session_stale(module) -> None:
     terminal = module("terminal")
     session = terminal.Session("x", ())
     assert terminal.comparable(session, "done; 0.1 s") == terminal.comparable(session, "done; 12 s")
@@ -201,16 +201,16 @@ def test_links_out_of_docs_lead_to_pages_of_source(module) -> None:
 
 
 @pytest.mark.parametrize("link", ["https://x.org/a", "#here", "spec/numerics.md#codecs", "../absent.py", "../../outside"])
-def test_links_within_docs_and_to_elsewhere_and_to_nothing_stay(link: str, module) -> None:
+def test_internal_external_and_broken_links_are_unchanged(link: str, module) -> None:
     assert module("hooks").rewritten(f"[x]({link})", "cli.md") == f"[x]({link})"
 
 
-def test_what_looks_like_a_link_in_code_stays(module) -> None:
+def test_link_syntax_inside_code_is_unchanged(module) -> None:
     text = "`a[0](../README.md)`\n\n```python\na[0](../README.md)\n```\n"
     assert module("hooks").rewritten(text, "cli.md") == text
 
 
-def test_a_linked_line_is_an_anchor_and_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+def test_a_linked_line_becomes_an_anchor_and_a_broken_link_is_reported(tmp_path: Path) -> None:
     """In a site of one page, under the settings of the real one that matter here."""
     pytest.importorskip("mkdocs")
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

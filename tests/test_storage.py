@@ -1,4 +1,4 @@
-"""Storages: codes and scales lie elsewhere, and nothing else differs. All that a tensor does goes by the plain one, bit by bit.
+"""Storages rearrange codes and scales and change nothing else: a stored tensor behaves like the plain one, bit by bit.
 
 What a storage holds is found anew below, item by item, from the words of its documentation.
 """
@@ -60,21 +60,21 @@ from breccia.tensors.storage import Storage
 from breccia.testing.laws.recipes import moved
 from breccia.testing.places import Place, words
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 FRAMEWORKS = ("numpy", "torch", "jax", "mlx")
-#: Those that compile nothing unasked.
+#: Frameworks that compile nothing by themselves.
 EAGER = ("numpy", "torch", "mlx")
 STORAGES = ("swizzle_128x4", "column_major", "transposed", "interleaved")
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
 quick = settings(max_examples=8, deadline=None)
-#: One recipe for each way parts lie.
+#: One recipe for each arrangement of components.
 RECIPES = list({(recipe.format, recipe.layout): recipe for recipe in reversed(conftest.RECIPES)}.values())
 
 
 def _slow_on_jax(*few: str) -> list[Any]:
-    """(storage, framework) for all. JAX compiles for seconds what others do at once: it has the few, and the slow suite all."""
+    """All (storage, framework) pairs. JAX compiles for seconds, so it runs `few` storages here and all in the slow suite."""
     return [
         pytest.param(storage, framework, marks=[pytest.mark.slow] if framework == "jax" and storage not in few else [])
         for framework in FRAMEWORKS
@@ -82,7 +82,7 @@ def _slow_on_jax(*few: str) -> list[Any]:
     ]
 
 
-#: One that moves scales, and one that moves codes too; the latter is what compilers have where one is enough.
+#: A storage that moves scales, and one that also moves codes; compiled tests use the latter if one is enough.
 EVERYWHERE = _slow_on_jax("swizzle_128x4", "interleaved")
 ALMOST = _slow_on_jax("interleaved")
 ELSEWHERE = _slow_on_jax()
@@ -96,7 +96,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset the compiler, so that tests do not share graphs."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
@@ -210,7 +210,7 @@ def tensors(draw: Any, recipe: ScalingRecipe) -> ScaledTensor:
 @pytest.mark.parametrize(("storage", "recipe"), PAIRS)
 @quick
 @given(data=some.data())
-def test_a_storage_holds_what_it_says_and_gives_every_bit_back(storage: str, recipe: ScalingRecipe, data: Any) -> None:
+def test_a_storage_has_its_documented_form_and_round_trips_every_bit(storage: str, recipe: ScalingRecipe, data: Any) -> None:
     st = data.draw(tensors(recipe))
     stored = st.to_storage(storage)
     assert_stored(Place("numpy"), stored, storage, st)
@@ -241,7 +241,7 @@ def test_jax_stores_the_same_words_with_and_without_jit(storage: str) -> None:
     assert bytes_equal(jax.jit(lambda st: st.to_plain())(st.to_storage(storage)), plain)
 
 
-def test_the_swizzle_lies_as_cublas_draws_it() -> None:
+def test_the_swizzle_matches_the_figure_in_the_cublas_documentation() -> None:
     """A tensor of 130 rows of 5 blocks has 2 x 2 tiles; where some of its scales are, counted by hand from the figure."""
     scale = (np.arange(130 * 5) % 251).astype(np.uint8).reshape(130, 5)
     data = np.zeros((130, 160), np.uint8)
@@ -275,12 +275,12 @@ Verb = Callable[[ScaledTensor], Any]
 
 
 def eye(st: ScaledTensor, side: int) -> Any:
-    """The identity, which a product by is exact in any order of summation."""
+    """The identity matrix; products by it are exact in any order of summation."""
     return frameworks.ops_of(st.data).from_numpy(np.eye(side, dtype=np.float32))
 
 
 def unit(st: ScaledTensor, axis: int) -> int:
-    """A length of an axis that whole blocks and bytes make up."""
+    """The smallest length of an axis that fills whole blocks and bytes."""
     m, k = st.layout.block(st.axis)
     if axis == st.axis:
         return math.lcm(k or st.shape[axis], packing(st.recipe.format.element)[0])
@@ -355,7 +355,7 @@ KINDS: list[ScalingRecipe] = [
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("framework", [*EAGER, pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_stored_tensor_does_what_the_plain_one_does(storage: str, framework: str, verb: str) -> None:
+def test_a_stored_tensor_behaves_like_the_plain_one(storage: str, framework: str, verb: str) -> None:
     place = here(framework)
     for recipe in KINDS if framework != "jax" else KINDS[:1]:
         if can_hold(storage, recipe):
@@ -369,7 +369,7 @@ JITTED = ("dequantize", "matmul of the transpose")
 
 @pytest.mark.rest
 @pytest.mark.parametrize("storage", FEW)
-def test_a_stored_tensor_does_so_inside_jit(storage: str) -> None:
+def test_a_stored_tensor_behaves_like_the_plain_one_inside_jit(storage: str) -> None:
     place = here("jax")
     import jax
 
@@ -384,7 +384,7 @@ def test_a_stored_tensor_does_so_inside_jit(storage: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
-def test_gradients_pass_by_a_stored_tensor_inside_jit(storage: str) -> None:
+def test_gradients_work_with_a_stored_operand_inside_jit(storage: str) -> None:
     place = here("jax")
     import jax
 
@@ -397,8 +397,8 @@ def test_gradients_pass_by_a_stored_tensor_inside_jit(storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_stored_tensor_is_a_tree_of_its_parts(storage: str) -> None:
-    """What goes through a tree comes out in the storage that it had."""
+def test_a_stored_tensor_is_a_pytree_of_its_components(storage: str) -> None:
+    """Tree operations preserve the storage."""
     x = wide((2, 8, 36), seed=5, exponents=2)
 
     def same(found: ScaledTensor, st: ScaledTensor) -> bool:
@@ -424,7 +424,7 @@ def test_a_stored_tensor_is_a_tree_of_its_parts(storage: str) -> None:
 
 
 @pytest.mark.parametrize(("storage", "framework"), ELSEWHERE)
-def test_products_by_group_take_stored_operands(storage: str, framework: str) -> None:
+def test_grouped_matmul_accepts_stored_operands(storage: str, framework: str) -> None:
     place = here(framework)
     x, w = wide((5, 32), seed=6, exponents=1), wide((2, 5, 32), seed=7, exponents=1)
     st, weight = breccia.cast(place.array(x), MXFP8), breccia.cast(place.array(w), MXFP8)
@@ -442,7 +442,7 @@ BRIDGED = [NVFP4, MXFP8, INT4Scaling(group_size=8), Float8BlockScaling(block_k=1
 
 
 @pytest.mark.parametrize(("storage", "framework"), ALMOST)
-def test_the_file_of_a_stored_tensor_is_that_of_the_plain_one(storage: str, framework: str, tmp_path: Path) -> None:
+def test_a_stored_tensor_is_saved_as_the_plain_one(storage: str, framework: str, tmp_path: Path) -> None:
     pytest.importorskip("breccia_bridges")
     place, bridges = here(framework), breccia.bridges
     tensors = {}
@@ -462,7 +462,7 @@ def test_the_file_of_a_stored_tensor_is_that_of_the_plain_one(storage: str, fram
 
 @pytest.mark.parametrize("target", FRAMEWORKS)
 @pytest.mark.parametrize("source", FRAMEWORKS)
-def test_stored_tensors_go_from_one_framework_to_another(source: str, target: str) -> None:
+def test_stored_tensors_convert_between_frameworks(source: str, target: str) -> None:
     pytest.importorskip("breccia_bridges")
     place, bridges = here(source), breccia.bridges
     here(target)
@@ -487,7 +487,7 @@ def test_stored_tensors_go_from_one_framework_to_another(source: str, target: st
 
 
 @pytest.mark.parametrize(("storage", "framework"), EVERYWHERE)
-def test_a_cast_into_a_storage_writes_what_the_conversion_gives(storage: str, framework: str) -> None:
+def test_a_cast_into_a_storage_equals_cast_then_to_storage(storage: str, framework: str) -> None:
     place = here(framework)
     for recipe in KINDS if place.framework != "jax" else KINDS[:1]:
         if can_hold(storage, recipe):
@@ -505,7 +505,7 @@ def test_a_pair_of_casts_into_a_storage_writes_both(storage: str, framework: str
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_options_of_a_cast_hold_in_a_storage_too(storage: str) -> None:
+def test_options_of_a_cast_work_with_a_storage(storage: str) -> None:
     x = wide((9, 35), seed=10, exponents=2)
     plain = breccia.cast(x, MXFP8, rounding="stochastic", seed=5)
     assert_stored(Place("numpy"), breccia.cast(x, MXFP8, rounding="stochastic", seed=5, storage=storage), storage, plain)
@@ -518,8 +518,8 @@ def test_options_of_a_cast_hold_in_a_storage_too(storage: str) -> None:
 
 
 @pytest.mark.parametrize(("storage", "framework"), ELSEWHERE)
-def test_requantize_writes_the_storage_it_is_asked_for(storage: str, framework: str) -> None:
-    """Whatever storage it is given; and plain unless it is asked, under the same recipe too."""
+def test_requantize_writes_the_requested_storage(storage: str, framework: str) -> None:
+    """For operands in any storage; the result is plain by default, under the same recipe too."""
     place = here(framework)
     x = wide((9, 35), seed=11, exponents=2)
     st = breccia.cast(place.array(x), MXFP8)
@@ -556,12 +556,12 @@ def test_out_is_written_in_its_storage(storage: str, framework: str) -> None:
     assert bytes_equal(out, breccia.requantize(again, NVFP4))
 
 
-# -- parts that somebody has already ---------------------------------------------------------------------------------
+# -- existing components ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("storage", "framework"), ELSEWHERE)
 @pytest.mark.parametrize("recipe", [NVFP4, MXFP8, breccia.MXFP6BlockScaling()], ids=recipe_id)
-def test_stored_parts_are_wrapped_with_the_shape_they_are_of(storage: str, framework: str, recipe: ScalingRecipe) -> None:
+def test_stored_components_are_wrapped_with_their_logical_shape(storage: str, framework: str, recipe: ScalingRecipe) -> None:
     """Padding codes included: 35 of four bits fill 18 bytes, and of six bits 27."""
     place = here(framework)
     for axis in (-1, -2):
@@ -597,7 +597,7 @@ BESIDE: dict[str, Callable[[ScaledTensor], tuple[Any, Any]]] = {
 @pytest.mark.parametrize(
     ("storage", "fault"), [*((s, f) for s in STORAGES[:3] for f in CONTRADICTIONS), *(("interleaved", f) for f in BESIDE)]
 )
-def test_stored_parts_that_contradict_each_other_are_refused(storage: str, fault: str, framework: str) -> None:
+def test_stored_components_that_contradict_each_other_are_refused(storage: str, fault: str, framework: str) -> None:
     place = here(framework)
     st = breccia.cast(wide((9, 70), seed=15), NVFP4).to_storage(storage)
     data, scale = (BESIDE if storage == "interleaved" else CONTRADICTIONS)[fault](st)
@@ -648,7 +648,7 @@ REFUSED: list[tuple[str, ScalingRecipe, str]] = [
 @pytest.mark.parametrize(
     ("storage", "recipe", "reason"), REFUSED, ids=lambda v: recipe_id(v) if isinstance(v, ScalingRecipe) else None
 )
-def test_what_a_storage_cannot_hold_is_refused_and_stays(storage: str, recipe: ScalingRecipe, reason: str) -> None:
+def test_a_tensor_that_a_storage_cannot_hold_is_refused_and_unchanged(storage: str, recipe: ScalingRecipe, reason: str) -> None:
     x = wide((8, 48), seed=16)
     st = breccia.cast(x, recipe)
     before = st.digest()
@@ -664,7 +664,7 @@ def test_what_a_storage_cannot_hold_is_refused_and_stays(storage: str, recipe: S
     assert st.digest() == before and st.storage == "plain"
 
 
-def test_scales_that_are_no_matrix_of_blocks_are_refused(place: Place) -> None:
+def test_scales_that_do_not_form_a_matrix_of_blocks_are_refused(place: Place) -> None:
     array = place.array
     codes = array(np.zeros((4, 16), np.uint8))
     rows = ScaledTensor(codes, array(np.ones(4, np.float32)), INT8Scaling(signed=False), PerChannel())
@@ -685,7 +685,7 @@ def test_scales_that_are_no_matrix_of_blocks_are_refused(place: Place) -> None:
         assert str(e.value) == refused(storage, "a matrix has scales of its own order here")
 
 
-def test_a_name_that_no_storage_has_is_refused_with_the_nearest_one(place: Place) -> None:
+def test_an_unknown_storage_is_refused_with_the_nearest_name(place: Place) -> None:
     st = breccia.cast(place.array(wide((4, 32))), MXFP8)
     for verb in (
         lambda: st.to_storage("colum_major"),
@@ -703,12 +703,12 @@ def test_a_name_that_no_storage_has_is_refused_with_the_nearest_one(place: Place
 
 @dataclass(frozen=True)
 class Spiral(PerBlockMN):
-    """A layout of no plug-in."""
+    """A layout that no plug-in declares."""
 
     name = "spiral"
 
 
-def test_a_layout_that_nobody_declared_has_no_storage() -> None:
+def test_an_undeclared_layout_cannot_be_stored() -> None:
     st = breccia.cast(wide((4, 32)), MXFP8)
     for layout in (Spiral(1, 32), Stored(Spiral(1, 32), "transposed")):
         with pytest.raises(UnsupportedError, match=r"^no plug-in declares layout Spiral, so its scale order is unknown\. "):
@@ -740,7 +740,7 @@ def rows(n: int, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("activation", [None, MXFP8], ids=["plain input", "cast input"])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_layer_of_a_stored_weight_gives_what_that_of_the_plain_one_gives(storage: str, activation: Any) -> None:
+def test_a_layer_with_a_stored_weight_equals_one_with_the_plain_weight(storage: str, activation: Any) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch")
     plain, stored = layers(storage, activation=activation)
@@ -762,7 +762,7 @@ def test_a_layer_of_a_stored_weight_gives_what_that_of_the_plain_one_gives(stora
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_state_of_a_stored_weight_is_that_of_the_plain_one(storage: str) -> None:
+def test_the_state_dict_of_a_stored_weight_equals_that_of_the_plain_one(storage: str) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch")
     plain, stored = layers(storage)
@@ -783,7 +783,7 @@ def test_the_state_of_a_stored_weight_is_that_of_the_plain_one(storage: str) -> 
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_file_of_a_model_of_stored_weights_is_that_of_plain_ones(storage: str, tmp_path: Path) -> None:
+def test_a_model_with_stored_weights_is_saved_as_one_with_plain_weights(storage: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     breccia_torch = pytest.importorskip("breccia_torch")
     pytest.importorskip("breccia_bridges")
@@ -802,7 +802,7 @@ def test_the_file_of_a_model_of_stored_weights_is_that_of_plain_ones(storage: st
 
 
 @pytest.mark.parametrize("storage", FEW)
-def test_compiled_graphs_take_stored_tensors(storage: str) -> None:
+def test_compiled_graphs_accept_stored_tensors(storage: str) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()
     plain, stored = layers(storage, activation=MXFP8)
@@ -823,7 +823,7 @@ def test_compiled_graphs_take_stored_tensors(storage: str) -> None:
     assert torch.equal(leaf.grad, other.grad)
 
 
-def test_a_graph_says_that_it_writes_no_storage() -> None:
+def test_writing_a_storage_inside_a_graph_is_refused() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()
     for name, verb in (
@@ -842,7 +842,7 @@ seen: Counter[str] = Counter()
 
 
 def backwards(ops: Any, parts: dict[str, Any], plain: Any) -> dict[str, Any]:
-    """Scales of a row from the last to the first; its own inverse."""
+    """Scales of each row in reverse order; its own inverse."""
     columns = plain.scale_shape[-1]
     return {**parts, "scale": ops.gather(parts["scale"], tuple(reversed(range(columns))), -1)}
 
@@ -920,7 +920,7 @@ def acme(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("framework", EAGER)
 @pytest.mark.parametrize("storage", ["backwards", "panels"])
 @pytest.mark.usefixtures("acme")
-def test_a_storage_of_a_plug_in_is_one_like_breccias_own(storage: str, framework: str) -> None:
+def test_a_storage_of_a_plug_in_works_like_a_built_in_one(storage: str, framework: str) -> None:
     place = here(framework)
     for recipe in (MXFP8, Float8BlockScaling(block_k=16), INT8Scaling()):
         for x, axis in ((cube((2, 9, 40)), -1), (cube((40, 9)), -2)):
@@ -1010,7 +1010,7 @@ def test_a_kernel_that_writes_a_storage_is_chosen_for_it_and_others_are_not(fram
 
 
 @pytest.mark.usefixtures("acme")
-def test_a_tensor_in_a_storage_that_is_gone_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_whose_storage_is_no_longer_declared_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = breccia.cast(wide((4, 32)), MXFP8).to_storage("backwards")
     pickled = pickle.dumps(stored)
     monkeypatch.setattr(frameworks, "current", Registry(_installed(), dict(os.environ)))
@@ -1040,8 +1040,8 @@ def test_a_storage_that_cannot_work_is_refused_when_it_is_declared(declared: Sto
             wrong.check()
 
 
-def test_one_scale_a_row_may_be_stored_as_a_column() -> None:
-    """PerChannel's (M, 1): one block a row."""
+def test_one_scale_per_row_may_be_stored_as_a_column() -> None:
+    """PerChannel's (M, 1): one block per row."""
     st = breccia.cast(wide((9, 35), seed=20), Float8RowScaling())
     assert np.array_equal(st.to_storage("transposed").scale, np.asarray(st.scale).T)
     assert st.to_storage("column_major").scale.shape == (1, 12), "nine FP32 scales, padded to sixteen bytes"

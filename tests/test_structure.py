@@ -1,4 +1,4 @@
-"""Structural ops commute with dequantize, in every framework; tensors compare by value; scales by group index."""
+"""Structural ops commute with dequantize in every framework; comparison by value; scales by group index."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.covering(1)
 
 FRAMEWORKS = ["numpy", "torch", "jax", "mlx"]
 quick = settings(max_examples=12, deadline=None)
-#: One recipe for each way parts lie: the rules by which scales are written make no difference here.
+#: One recipe for each arrangement of components; scale rules make no difference here.
 RECIPES = list({(recipe.format, recipe.layout): recipe for recipe in reversed(conftest.RECIPES)}.values())
 
 
@@ -81,7 +81,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def sound(st: ScaledTensor) -> ScaledTensor:
-    """`st`, its parts passed through the constructor's checks."""
+    """`st`, rebuilt by the constructor, which checks its components."""
     parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
     again = ScaledTensor(*parts, shape=st.shape)
     assert (again.shape, again.padding) == (st.shape, st.padding)
@@ -89,7 +89,7 @@ def sound(st: ScaledTensor) -> ScaledTensor:
 
 
 def units(st: ScaledTensor) -> list[int]:
-    """What slices of each axis are multiples of, from the recipe's own words."""
+    """The granularity of slices along each axis, from the recipe's declarations."""
     m, k = st.layout.block(st.axis)
     found = [1] * st.ndim
     found[st.axis] = math.lcm(k or 1, packing(st.recipe.format.element)[0])
@@ -209,7 +209,7 @@ STRUCTURAL: dict[str, Callable[[ScaledTensor], ScaledTensor]] = {
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("recipe", FEW, ids=recipe_id)
-def test_every_framework_cuts_and_joins_the_same_bytes(recipe: ScalingRecipe, framework: str) -> None:
+def test_every_framework_slices_and_concatenates_the_same_bytes(recipe: ScalingRecipe, framework: str) -> None:
     x = wide((3, 6, 77), seed=3, exponents=3)
     expected = breccia.cast(x, recipe)
     st = moved(expected, framework)
@@ -220,7 +220,7 @@ def test_every_framework_cuts_and_joins_the_same_bytes(recipe: ScalingRecipe, fr
         assert breccia.bytes_equal(found, verb(expected)), name
 
 
-def test_slices_are_views_and_parts_untouched_stay_the_same_objects() -> None:
+def test_slices_are_views_and_unsliced_components_are_the_same_objects() -> None:
     st = breccia.cast(wide((3, 4, 64)), NVFP4BlockScaling())
     part = st[1:, :, 32:]
     assert part.global_scale is st.global_scale
@@ -261,7 +261,7 @@ def test_per_tensor_scales_follow_the_leading_axes() -> None:
     assert same_bits(values(both), np.concatenate([values(prefix), values(grid)], 1))
 
 
-def test_concat_along_a_leading_axis_keeps_each_ones_scale() -> None:
+def test_concat_along_a_leading_axis_keeps_the_scale_of_each_tensor() -> None:
     for recipe in (Float8CurrentScaling(), NVFP4BlockScaling()):
         a, b = (breccia.cast(wide((n, 4, 32), seed=n, exponents=2), recipe) for n in (2, 3))
         joined = sound(breccia.concat([a, b]))
@@ -273,7 +273,7 @@ def test_concat_along_a_leading_axis_keeps_each_ones_scale() -> None:
         )
 
 
-def test_concat_takes_equal_scales_of_different_objects() -> None:
+def test_concat_accepts_equal_scales_in_different_objects() -> None:
     x = wide((4, 32), exponents=2)
     a, b = breccia.cast(x, Float8CurrentScaling()), breccia.cast(-x, Float8CurrentScaling())
     assert a.scale is not b.scale
@@ -304,13 +304,13 @@ def test_the_short_form_of_per_channel_scales_is_kept_where_it_can_be() -> None:
         assert same_bits(values(sound(tall))[:2], np.concatenate([*y, np.stack([y[0][0], y[1][0]])], rows))
 
 
-def test_rows_of_no_elements_have_a_scale_each() -> None:
+def test_empty_rows_have_one_scale_each() -> None:
     st = sound(breccia.cast(np.zeros((3, 0), np.float32), Float8RowScaling()))
     assert st.scale.shape == (3, 1) and st.scale.tolist() == [[1.0]] * 3
     assert breccia.bytes_equal(breccia.concat([st, st]), breccia.cast(np.zeros((6, 0), np.float32), Float8RowScaling()))
 
 
-def test_a_one_dimensional_tensor_is_sliced_joined_and_given_axes() -> None:
+def test_a_one_dimensional_tensor_can_be_sliced_concatenated_and_reshaped() -> None:
     st = breccia.cast(wide((37,), exponents=2), Float8CurrentScaling())
     assert same_bits(values(st[3:30:4]), values(st)[3:30:4])
     assert breccia.bytes_equal(breccia.concat(st.split(10)), st)
@@ -319,7 +319,7 @@ def test_a_one_dimensional_tensor_is_sliced_joined_and_given_axes() -> None:
 
 
 @pytest.mark.rest
-def test_a_traced_tensor_is_cut_and_joined_where_no_value_is_read() -> None:
+def test_traced_tensors_can_be_sliced_and_concatenated_if_no_value_is_read() -> None:
     jax = pytest.importorskip("jax")
     x = wide((2, 4, 64), exponents=2)
 
@@ -470,7 +470,9 @@ def torch_st() -> ScaledTensor:
         (lambda: breccia.bytes_equal(ST, X), TypeError, "bytes_equal compares ScaledTensors; b is ndarray"),  # type: ignore[arg-type]
     ],
 )
-def test_a_cut_or_joint_that_cannot_be_made_says_why_and_what_to_do(call: Any, kind: type[Exception], message: str) -> None:
+def test_an_impossible_slice_or_concat_raises_with_a_reason_and_a_remedy(
+    call: Any, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
     assert isinstance(caught.value, breccia.BrecciaError)
@@ -490,7 +492,7 @@ def rows(layout: breccia.Layout) -> ScaledTensor:
     return ScaledTensor(np.zeros((4, 8), np.uint8), np.ones((4, 1), np.float32), Float8BlockScaling(block_k=8), layout)
 
 
-def test_a_layout_whose_scales_do_not_follow_blocks_is_not_cut() -> None:
+def test_a_layout_whose_scales_do_not_follow_blocks_cannot_be_sliced() -> None:
     st = ScaledTensor.from_parts(ST.data, ST.scale[:, :, :2], ST.recipe, ST.layout, global_scale=ST.global_scale)
     with pytest.raises(LayoutError, match=r"one scale for each block, in the order of blocks; .* stores shape \(3, 4, 2\)"):
         st[0]
@@ -500,7 +502,7 @@ def test_a_layout_whose_scales_do_not_follow_blocks_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
-def test_a_digest_is_the_same_in_every_framework_and_says_bytes_equal(recipe: ScalingRecipe) -> None:
+def test_digests_are_equal_in_every_framework_exactly_if_bytes_are_equal(recipe: ScalingRecipe) -> None:
     x = wide((6, 77), seed=4, exponents=3)
     expected = breccia.cast(x, recipe)
     for framework in FRAMEWORKS[1:]:
@@ -528,7 +530,7 @@ def test_a_digest_hashes_what_its_docstring_says() -> None:
     assert st.digest() == hashlib.sha256(text + stored).hexdigest()
 
 
-def test_tensors_that_differ_in_one_fact_or_bit_are_not_equal() -> None:
+def test_tensors_that_differ_in_metadata_or_one_bit_are_not_equal() -> None:
     st = breccia.cast(wide((4, 32), exponents=2), INT4Scaling(group_size=16, signed=False, symmetric=False))
     parts = (st.data, st.scale, st.recipe, st.layout, st.zero_point)
     flipped = st.data.copy()
@@ -596,7 +598,7 @@ def test_scales_by_group_index_decode_and_multiply(framework: str, axis: int) ->
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_structural_verbs_cut_the_group_index_with_the_codes(axis: int) -> None:
+def test_structural_ops_slice_the_group_index_with_the_codes(axis: int) -> None:
     st, y = grouped(axis=axis)
     k = slice(4, 10)
     cuts = [(1,), (slice(None), slice(2, 4)), (..., k) if axis == -1 else (..., k, slice(None)), (slice(None), slice(0, 0))]
@@ -611,7 +613,7 @@ def test_structural_verbs_cut_the_group_index_with_the_codes(axis: int) -> None:
     assert same_bits(np.ascontiguousarray(values(breccia.stack([st, st], 1))), np.stack([y, y], 1))
 
 
-def test_codes_of_8_bits_are_picked_one_by_one_with_their_groups() -> None:
+def test_8_bit_codes_can_be_indexed_singly_with_their_groups() -> None:
     recipe = INT8Scaling(group_size=4)
     st = ScaledTensor(np.arange(8, dtype=np.int8)[None], np.ones((1, 2), "f4"), recipe, PerGroupIndex([0, 1] * 4, 2))
     assert st.select(1, [3, 0]).layout == PerGroupIndex((1, 0), 2)
@@ -619,7 +621,7 @@ def test_codes_of_8_bits_are_picked_one_by_one_with_their_groups() -> None:
 
 
 @pytest.mark.together
-def test_a_group_index_travels_as_json_and_in_files(tmp_path: Path) -> None:
+def test_a_group_index_round_trips_through_json_and_files(tmp_path: Path) -> None:
     layout = PerGroupIndex(np.array([1, 0, 1]), 2)  # type: ignore[arg-type]
     assert layout == PerGroupIndex([1, 0, 1], 2) and layout.index == (1, 0, 1)  # type: ignore[arg-type]
     assert layout.to_json() == '{"fields":{"groups":2,"index":[1,0,1]},"name":"per_group_index"}'
@@ -634,7 +636,7 @@ def test_a_group_index_travels_as_json_and_in_files(tmp_path: Path) -> None:
         assert breccia.bytes_equal(loaded["w"], st) and breccia.bytes_equal(loaded["wT"], st.mT)
 
 
-def test_what_is_written_goes_into_no_tensor_with_a_group_index() -> None:
+def test_writing_into_a_tensor_with_a_group_index_is_refused() -> None:
     st, y = grouped()
     with pytest.raises(LayoutError, match="out= is .*PerGroupIndex.*but the cast returns .*PerBlockK"):
         breccia.cast(y, GPTQ, out=st)
@@ -678,7 +680,7 @@ def test_a_group_index_that_does_not_fit_is_refused(make: Any, message: str) -> 
 
 
 def regrouped(groups: int) -> tuple[Any, ...]:
-    """Parts of `grouped`'s tensor under other scales and another index."""
+    """Components of `grouped`'s tensor with other scales and another index."""
     st, _ = grouped()
     layout = PerGroupIndex([k % groups for k in range(12)], groups)
     return st.data, 2 * st.scale[..., :groups], st.recipe, layout, st.zero_point[..., :groups]
@@ -692,7 +694,7 @@ def test_a_tensor_has_a_length_and_iterates_over_its_first_axis() -> None:
         _ = 0 in st
 
 
-def test_one_tensor_is_no_list_of_tensors_and_a_dtype_no_device() -> None:
+def test_a_single_tensor_is_refused_as_a_list_and_a_dtype_as_a_device() -> None:
     st = breccia.cast(wide((3, 4, 32), seed=1), breccia.MXFP8BlockScaling())
     for verb in (breccia.concat, breccia.stack):
         with pytest.raises(breccia.UnsupportedError, match=r"a list of ScaledTensors, got one ScaledTensor: \w+\(\[a, b\]\)"):

@@ -1,4 +1,4 @@
-"""ScaledTensor and the ops at the door: what they hold, and how they refuse what contradicts itself."""
+"""ScaledTensor and the arguments of ops: components, and refusal of contradictory ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATA = np.zeros((4, 8), np.uint8)
 ONE = np.float32(1.0)
 
 
-def test_the_parts_of_a_tensor_are_the_callers_own_buffers() -> None:
+def test_a_tensor_holds_the_callers_buffers_zero_copy() -> None:
     st = ScaledTensor(data=DATA, scale=ONE, recipe=Float8CurrentScaling(), layout=PerTensor())
     assert st.data is DATA and st.scale is ONE
     assert (st.shape, st.ndim, st.axis, st.padding) == ((4, 8), 2, -1, 0)
@@ -51,7 +51,7 @@ def test_repr_is_one_line() -> None:
     assert repr(st.mT).endswith("layout=PerBlockK, axis=-2)")
 
 
-def test_a_tensor_is_frozen_and_travels_by_pickle_copy_and_replace() -> None:
+def test_a_tensor_is_frozen_and_supports_pickle_copy_and_replace() -> None:
     st = breccia.cast(wide((3, 5), exponents=2), NVFP4BlockScaling())
     with pytest.raises(dataclasses.FrozenInstanceError):
         st.scale = ONE  # type: ignore[misc]
@@ -119,7 +119,7 @@ SCALE = np.ones((4, 2), np.float32)
         ),
     ],
 )
-def test_parts_that_contradict_each_other_are_refused(arguments: Any, kind: type[Exception], message: str) -> None:
+def test_components_that_contradict_each_other_are_refused(arguments: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         ScaledTensor(*arguments)
     assert isinstance(caught.value, breccia.BrecciaError)
@@ -132,7 +132,7 @@ def test_a_layout_of_whole_rows_is_for_recipes_whose_group_is_free() -> None:
     assert ScaledTensor(DATA, rows.astype("f4"), Float8BlockScaling(), PerChannel()).shape == (4, 8)
 
 
-def test_a_zero_point_that_is_no_number_is_refused() -> None:
+def test_a_zero_point_of_an_unsupported_dtype_is_refused() -> None:
     recipe = INT4Scaling(group_size=16, signed=False, symmetric=False)
     scales = np.ones((4, 1), np.float16)
     for dtype in ("c8", "?", "f8", "i8"):
@@ -140,7 +140,7 @@ def test_a_zero_point_that_is_no_number_is_refused() -> None:
             ScaledTensor(DATA, scales, recipe, recipe.layout, scales.astype(dtype))
 
 
-def test_a_tail_longer_than_the_data_is_refused() -> None:
+def test_padding_longer_than_the_data_is_refused() -> None:
     recipe = INT4Scaling(group_size=4, scale_dtype="fp32")
     with pytest.raises(
         LayoutError, match=r"is not a multiple of packing groups of 2 INT4 codes in 1 bytes along axis -1 \(padding=1\)"
@@ -148,7 +148,7 @@ def test_a_tail_longer_than_the_data_is_refused() -> None:
         ScaledTensor(np.zeros((2, 0), np.uint8), np.ones((2, 0), np.float32), recipe, PerBlockK(4), padding=1)
 
 
-def test_two_level_and_zero_point_parts_are_checked() -> None:
+def test_global_scales_and_zero_points_are_checked() -> None:
     packed, scales = np.zeros((4, 8), np.uint8), np.zeros((4, 1), np.uint8)
     nvfp4 = NVFP4BlockScaling()
     with pytest.raises(LayoutError, match=r"needs a global_scale; got none. Data without it is .*two_level=False"):
@@ -205,7 +205,7 @@ def test_one_scale_per_expert_decodes_along_the_leading_axis() -> None:
     np.testing.assert_array_equal(breccia.dequantize(stacked.mT), breccia.dequantize(stacked).swapaxes(-1, -2))
 
 
-def test_integer_and_float_zero_points_of_others_decode_alike() -> None:
+def test_integer_and_float_zero_points_of_other_libraries_decode_to_the_same_values() -> None:
     recipe = INT4Scaling(group_size=16, signed=False, symmetric=False)
     st = breccia.cast(wide((4, 32), seed=2, exponents=2) + 1, recipe)
     for dtype in (np.int8, np.int32, np.float16, np.float32):
@@ -294,14 +294,14 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.AmaxHistory(BLOCK), TypeError, "AmaxHistory needs a DelayedScaling recipe"),  # type: ignore[arg-type]
     ],
 )
-def test_a_call_that_cannot_be_served_says_why_and_what_to_do(call: Any, kind: type[Exception], message: str) -> None:
+def test_an_impossible_call_raises_with_a_reason_and_a_remedy(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
     assert isinstance(caught.value, breccia.BrecciaError)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf, 2.0**-140])
-def test_a_supplied_scale_that_cannot_scale_shows_as_nan(bad: float) -> None:
+def test_an_unusable_supplied_scale_becomes_nan(bad: float) -> None:
     st = breccia.cast(X, Float8CurrentScaling(), scale=bad)
     assert np.isnan(st.scale) and np.isnan(breccia.dequantize(st)).all()
     st = breccia.cast(X, NVFP4BlockScaling(), scale=bad)
@@ -321,7 +321,7 @@ def test_one_supplied_scale_per_expert_is_used_for_its_expert() -> None:
         assert breccia.dequantize(together).shape == x.shape
 
 
-def test_a_tensors_own_scales_supply_it_again_whatever_their_dtype() -> None:
+def test_a_tensors_own_scales_can_be_supplied_in_any_dtype() -> None:
     x = wide((4, 64), seed=6, exponents=3)
     for dtype in ("fp16", "bf16", "fp32"):
         recipe = INT4Scaling(group_size=16, scale_dtype=dtype)
@@ -349,7 +349,7 @@ def test_a_supplied_block_scale_keeps_the_orientation_of_the_tensor() -> None:
     assert breccia.cast(x, MXFP8BlockScaling(), axis=-2, scale=codes.scale).data.tobytes() == codes.data.tobytes()
 
 
-def test_an_nan_under_a_supplied_scale_marks_integers_block_and_fp8s_element() -> None:
+def test_nan_under_a_supplied_scale_marks_the_block_of_integers_and_the_element_of_fp8() -> None:
     x = X.copy()
     x[1, 3] = np.nan
     st = breccia.cast(x, INT4Scaling(group_size=16), scale=np.full((4, 2), 0.5, np.float16))

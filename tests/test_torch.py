@@ -1,4 +1,4 @@
-"""torch on a CPU: NumPy's kernels on torch's memory, gradients, transforms, and what is refused by name."""
+"""torch on a CPU: zero-copy NumPy kernels, gradients, transforms, and refused input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from breccia.tensors.tensor import FIELDS
 from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 X = np.concatenate([wide((29, 77), seed=40, exponents=30), special_rows(77)])
@@ -48,7 +48,7 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(torch.nan_to_num(a, nan=7e30), torch.nan_to_num(b, nan=7e30)) and torch.equal(a.isnan(), b.isnan())
 
 
-def test_numpys_kernels_serve_tensors_on_a_cpu_and_the_generic_algorithm_others() -> None:
+def test_the_numpy_kernels_run_for_cpu_tensors_and_the_generic_algorithm_for_others() -> None:
     x = torch.ones(4, 32)
     st = breccia.cast(x, MXFP8)
     for op, operands in {"cast": (x, MXFP8), "dequantize": (st,)}.items():
@@ -80,7 +80,7 @@ def test_every_dtype_and_stride_gives_the_bytes_of_the_generic_algorithm(
                 assert a.dtype == b.dtype and same(a, b)
 
 
-def test_supplied_scales_and_out_are_taken_as_tensors(recipe: breccia.ScalingRecipe) -> None:
+def test_supplied_scales_and_out_can_be_tensors(recipe: breccia.ScalingRecipe) -> None:
     x = torch.from_numpy(wide((20, 70), seed=42, exponents=2))
     first = breccia.cast(x, recipe)
     out = breccia.cast(x * 3, recipe)
@@ -124,7 +124,7 @@ def test_fake_tensors_have_shapes_and_dtypes_and_no_values(recipe: breccia.Scali
 
 
 def narrowed_like_numpy(device: str) -> None:
-    """torch's conversions against the integer arithmetic: random bits, every number of the codec, and the ties between them."""
+    """torch's conversions against the integer arithmetic: random bits, every value of the codec, and the ties between them."""
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, dtype=np.uint32).view(np.float32)
     for codec in (E4M3, E5M2, F16):
         codes = NUMPY.store(np.arange(1 << codec.bits, dtype=np.int32), f"uint{codec.bits}")
@@ -145,8 +145,8 @@ def test_torchs_own_conversions_write_the_codes_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
-def test_codes_are_numpys_around_every_code(name: str) -> None:
-    """Under given scales, so that numbers lie on, beside and beyond codes."""
+def test_codes_match_numpy_around_every_code(name: str) -> None:
+    """With supplied scales, so that inputs are on, next to and beyond the codes."""
     codec = {"E4M3": E4M3, "E5M2": E5M2}[name]
     values = np.array([v for code in range(256) if math.isfinite(v := codec.value(code))], np.float32)
     ties = (np.sort(values)[:-1] + np.sort(values)[1:]) / 2
@@ -161,7 +161,7 @@ def test_codes_are_numpys_around_every_code(name: str) -> None:
         assert found.digest() == expected.digest()
 
 
-def test_counters_are_right_where_they_are_made_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_computed_in_pieces_are_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ops, "_SPAN", 8)
     for shape in ((3, 7), (8,), (2, 8), (0, 4)):
         low, high = TORCH.counter(torch.empty(shape))
@@ -172,7 +172,9 @@ def test_counters_are_right_where_they_are_made_of_pieces(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(recipe: breccia.ScalingRecipe, dtype: torch.dtype) -> None:
+def test_cast_ste_returns_the_round_trip_and_passes_gradients_unchanged(
+    recipe: breccia.ScalingRecipe, dtype: torch.dtype
+) -> None:
     x = torch.from_numpy(wide((6, 70), seed=3, exponents=2)).to(dtype).requires_grad_()
     y = breccia.cast_ste(x, recipe)
     assert y.dtype == dtype and same(y.detach(), breccia.dequantize(breccia.cast(x, recipe), out_dtype=dtype))
@@ -181,7 +183,7 @@ def test_cast_ste_is_the_round_trip_and_its_gradient_passes_as_it_is(recipe: bre
     assert torch.equal(found, upstream)
 
 
-def test_the_clipped_gradient_is_zero_outside_the_bounds_alone() -> None:
+def test_the_clipped_gradient_is_zero_only_outside_the_bounds() -> None:
     x = torch.tensor([[-500.0, -448.0, -1.0, 0.0, 1.0, 448.0, 449.0, float("nan")]]).requires_grad_()
     (found,) = torch.autograd.grad(breccia.cast_ste_clipped(x, CURRENT).nansum() * 1.0, x, allow_unused=False)
     (passed,) = torch.autograd.grad(breccia.cast_ste_clipped(x, CURRENT), x, torch.full_like(x, 3.0))
@@ -199,7 +201,7 @@ def test_an_infinite_gradient_outside_the_bounds_is_still_zero() -> None:
     assert found.tolist() == [[torch.inf, 0.0]]
 
 
-def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(recipe: breccia.ScalingRecipe) -> None:
+def test_gradients_are_clipped_where_the_cast_saturates(recipe: breccia.ScalingRecipe) -> None:
     x = torch.from_numpy(X).requires_grad_()
     with torch.no_grad():
         st = breccia.cast(x, recipe)
@@ -219,7 +221,7 @@ def test_the_clip_of_a_blocks_own_scale_is_where_the_cast_saturates(recipe: brec
     assert torch.equal(found, torch.where((x >= low) & (x <= high), 2.0, 0.0))
 
 
-def test_a_scale_that_changes_before_the_backward_pass_is_seen() -> None:
+def test_a_scale_changed_before_the_backward_pass_raises() -> None:
     scale = torch.tensor(1.0)
     x = torch.full((1, 64), 500.0, requires_grad=True)
     y = breccia.cast_ste_clipped(x, CURRENT, clip="scale", scale=scale)
@@ -239,8 +241,8 @@ def test_a_stale_scale_cuts_the_gradients_of_what_it_clips() -> None:
         breccia.cast_ste_clipped(x, CURRENT, 0.0, clip="scale")
 
 
-def test_matmuls_gradient_is_the_derivative() -> None:
-    """Sums of whole numbers below 2^24, and steps of a power of two, are exact in FP32: no tolerance is needed."""
+def test_the_gradient_of_matmul_is_its_derivative() -> None:
+    """Sums of integers below 2^24, scaled by powers of two, are exact in FP32, so no tolerance is needed."""
     whole = torch.arange(-30.0, 34.0).reshape(2, 32)
     w = breccia.cast(whole.sign() * (whole.abs() % 8), breccia.INT4Scaling(group_size=32, scale_dtype="fp32"))
     assert w.scale.unique().tolist() == [1.0]
@@ -252,7 +254,7 @@ def test_matmuls_gradient_is_the_derivative() -> None:
         assert torch.autograd.gradcheck(lambda x: breccia.matmul(w, x.mT), (a,), nondet_tol=0.0, **exact)
 
 
-def test_autocast_changes_no_verb(recipe: breccia.ScalingRecipe) -> None:
+def test_autocast_changes_no_op(recipe: breccia.ScalingRecipe) -> None:
     x = torch.from_numpy(wide((6, 64), seed=8, exponents=1)).requires_grad_()
 
     def every(x: Any) -> list[Any]:
@@ -318,8 +320,8 @@ def test_functorch_transforms_see_one_example_at_a_time() -> None:
     assert torch.equal(tangent, torch.where(x.abs() <= 1, 2.0, 0.0))
 
 
-def test_tables_made_under_a_transform_are_not_kept() -> None:
-    """They would be wrapped, and fail whoever needs them next."""
+def test_tables_made_under_a_transform_are_not_cached() -> None:
+    """They would be wrapped tensors, and later calls would fail."""
     x = rows(4, 64)
     st = breccia.cast(x, NVFP4)
     expected = breccia.dequantize(st)
@@ -356,7 +358,7 @@ FLOATS = r"cast takes float32, float16, bfloat16; got "
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_what_cannot_be_cast_is_named_with_the_way_out(made: Callable[[], Any], message: str) -> None:
+def test_inputs_that_cannot_be_cast_are_named_with_a_remedy(made: Callable[[], Any], message: str) -> None:
     for verb in (breccia.cast, breccia.cast_ste):
         with pytest.raises(TypeError, match=message):
             verb(made(), MXFP8)
@@ -381,7 +383,7 @@ def test_operands_on_two_devices_are_named() -> None:
 # -- trees and checkpoints -------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_made_of_parts_is_a_tree_before_anything_is_cast() -> None:
+def test_a_tensor_made_from_parts_is_a_pytree_before_any_cast() -> None:
     script = (
         "import torch, breccia\n"
         "from torch.utils import _pytree as pytree\n"
@@ -394,7 +396,7 @@ def test_a_tensor_made_of_parts_is_a_tree_before_anything_is_cast() -> None:
     assert done.stdout == "4\n", "data, scale, and the two that this recipe has none of"
 
 
-def test_a_scaled_tensor_is_a_tree_of_its_parts(recipe: breccia.ScalingRecipe) -> None:
+def test_a_scaled_tensor_is_a_pytree_of_its_components(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(torch.from_numpy(X), recipe)
     leaves, spec = pytree.tree_flatten({"w": st, "b": torch.ones(2)})
     assert len([leaf for leaf in leaves if leaf is not None]) == len(components(st)) + 1
@@ -452,7 +454,7 @@ COMPILED = [
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What one test compiled is not another's to run into."""
+    """Reset the compiler, so that tests do not share graphs."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -484,7 +486,7 @@ def test_compiled_casts_give_the_bytes_of_eager_ones_for_every_batch(recipe: bre
         assert torch.equal(y, z)
 
 
-def test_a_dynamic_batch_is_compiled_once_more_and_no_more() -> None:
+def test_a_dynamic_batch_is_recompiled_once() -> None:
     torch._dynamo.utils.counters.clear()
     fast = compiled(lambda x: breccia.dequantize(breccia.cast(x, MXFP8)))
     for n in (4, 5, 6, 7, 8, 9):
@@ -493,15 +495,15 @@ def test_a_dynamic_batch_is_compiled_once_more_and_no_more() -> None:
 
 
 @pytest.mark.rest
-def test_a_graph_of_dynamic_shapes_keeps_the_integers_of_recipes_apart() -> None:
+def test_dynamic_shapes_are_not_confused_with_integer_fields_of_recipes() -> None:
     fast = compiled(lambda x, recipe: breccia.dequantize(breccia.cast(x, recipe)), dynamic=True)
     for recipe in (breccia.INT4Scaling(group_size=16), breccia.INT4Scaling(group_size=32), breccia.DelayedScaling(margin=-2)):
         for n in (4, 6):
             assert same(fast(rows(n, 64), recipe), breccia.dequantize(breccia.cast(rows(n, 64), recipe)))
 
 
-def test_operators_keep_the_strides_that_compilers_count_on(recipe: breccia.ScalingRecipe) -> None:
-    """Of the fake implementation, contiguous: swapped and ragged results are not so by themselves."""
+def test_operators_return_contiguous_results(recipe: breccia.ScalingRecipe) -> None:
+    """As the fake implementations promise. Swapped results and those with partial blocks are not contiguous by themselves."""
     breccia_torch.enable_compile()
     x = torch.from_numpy(wide((35, 77), seed=12, exponents=2))
     text = recipe.to_json()
@@ -536,7 +538,7 @@ def test_options_reach_the_operator() -> None:
         assert breccia.bytes_equal(compiled(trip)(x), trip(x)), options
 
 
-def test_scaled_tensors_pass_into_graphs_and_out_of_them() -> None:
+def test_scaled_tensors_can_be_inputs_and_outputs_of_graphs() -> None:
     w = breccia.cast(rows(8, 64), NVFP4)
 
     def linear(x: Any, w: Any) -> Any:
@@ -552,8 +554,8 @@ def test_scaled_tensors_pass_into_graphs_and_out_of_them() -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("into", [MXFP8, breccia.MXFP8BlockScaling(scale_rule="floor"), NVFP4, breccia.Float8BlockScaling()])
-def test_a_compiled_requantize_is_the_eager_one(into: breccia.ScalingRecipe) -> None:
-    """To the same recipe, to one of the same format, by kept scales, and by way of FP32."""
+def test_compiled_requantize_equals_eager_requantize(into: breccia.ScalingRecipe) -> None:
+    """To the same recipe, to one of the same format, with kept scales, and through FP32."""
     for recipe in (MXFP8, breccia.MXFP4BlockScaling(), breccia.Float8BlockScaling(block_m=4)):
 
         def change(x: Any, recipe: Any = recipe) -> Any:
@@ -566,8 +568,8 @@ def test_a_compiled_requantize_is_the_eager_one(into: breccia.ScalingRecipe) -> 
         compiled(lambda st: breccia.requantize(st, MXFP8, require_exact=True))(breccia.cast(rows(4, 64), NVFP4))
 
 
-def test_a_compiled_matmul_has_the_gradients_of_the_eager_one() -> None:
-    """Of whole numbers, whose sums are exact in any order."""
+def test_compiled_matmul_has_the_gradients_of_eager_matmul() -> None:
+    """With integers, whose sums are exact in any order."""
     w = breccia.cast(rows(8, 64).clamp(-7, 7).round(), breccia.INT4Scaling(group_size=64), scale=torch.ones(8, 1).half())
     for dtype in (torch.float32, torch.bfloat16):
         pairs = [[(rows(n, 64) * 3).round().to(dtype).requires_grad_() for n in (5, 8)] for _ in range(2)]
@@ -595,7 +597,7 @@ def test_vmap_compiles() -> None:
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, MXFP8, NVFP4], ids=lambda r: r.name)
-def test_compiled_gradients_are_those_of_eager_mode(recipe: breccia.ScalingRecipe) -> None:
+def test_compiled_gradients_equal_eager_gradients(recipe: breccia.ScalingRecipe) -> None:
     def loss(x: Any) -> Any:
         clipped = breccia.cast_ste_clipped(x, recipe, -1.0, 0.5) + breccia.cast_ste_clipped(x, recipe, clip="scale")
         return (breccia.cast_ste(x, recipe) ** 2).sum() + (clipped * 3).sum()
@@ -607,7 +609,7 @@ def test_compiled_gradients_are_those_of_eager_mode(recipe: breccia.ScalingRecip
 
 
 @pytest.mark.rest
-def test_operators_keep_the_rules_of_torch() -> None:
+def test_the_torch_operators_pass_opcheck() -> None:
     breccia_torch.enable_compile()
     x = rows(4, 64)
     recipe = breccia.NF4Scaling()  # no float8, on which torch's own checks cannot compute
@@ -628,7 +630,7 @@ def test_operators_keep_the_rules_of_torch() -> None:
         torch.library.opcheck(torch.ops.breccia.cast_ste.default, (x, text, *options, clip, -1.0, 1.0))
 
 
-def test_what_a_graph_cannot_take_is_said() -> None:
+def test_unsupported_calls_inside_a_graph_raise() -> None:
     breccia_torch.enable_compile()
     with pytest.raises(Exception, match="cast: prefer= is not supported inside torch.compile; leave it out"):
         compiled(lambda x: breccia.cast(x, MXFP8, prefer="reference.cast"))(rows(4, 64))
@@ -687,7 +689,7 @@ def test_compiled_cuda_writes_the_same_bytes(recipe: breccia.ScalingRecipe) -> N
 
 
 @on_cuda
-def test_nothing_goes_through_the_host(recipe: breccia.ScalingRecipe) -> None:
+def test_cuda_operations_copy_nothing_through_the_host(recipe: breccia.ScalingRecipe) -> None:
     x = rows(64, 192).cuda().requires_grad_()
     first = breccia.cast(x, recipe)
     breccia.dequantize(breccia.requantize(first, MXFP8))  # tables are made on the device once

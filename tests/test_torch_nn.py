@@ -31,7 +31,7 @@ IDS = torch.tensor([[1, 5, 9, 0], [3, 3, 2, 8]])
 
 
 class Encoder(nn.Module):
-    """Layers of every kind that a model ties, nests or reads from outside; K = 40 leaves blocks of 16 and 32 ragged."""
+    """Tied, nested and externally read layers of every kind; K = 40 leaves partial last blocks of 16 and 32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def linear(rows: int = 6, columns: int = 72, **options: Any) -> nn.Linear:
 # -- one layer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_computes_with_the_values_its_weight_has(recipe: breccia.ScalingRecipe) -> None:
+def test_a_layer_computes_with_its_decoded_weight(recipe: breccia.ScalingRecipe) -> None:
     plain = linear()
     if recipe.name == "fp8_delayed":  # margins that hold no number of this size are for a history to find
         recipe = breccia.DelayedScaling()
@@ -137,7 +137,7 @@ def test_gradients_reach_the_input_and_the_bias() -> None:
         assert [name for name, _ in layer.named_parameters()] == ["bias"]
 
 
-def test_a_layer_is_made_as_linear_layers_are() -> None:
+def test_a_layer_is_constructed_like_a_linear_layer() -> None:
     torch.manual_seed(3)
     plain = nn.Linear(64, 8, dtype=torch.bfloat16)
     torch.manual_seed(3)
@@ -150,7 +150,7 @@ def test_a_layer_is_made_as_linear_layers_are() -> None:
     assert f"(weight): ScaledWeight((8, 64), {MXFP8!r})" in repr(layer)
 
 
-def test_a_change_of_precision_passes_over_codes_and_scales(recipe: breccia.ScalingRecipe) -> None:
+def test_changing_the_dtype_of_a_model_keeps_codes_and_scales(recipe: breccia.ScalingRecipe) -> None:
     layer = ScaledLinear.from_linear(linear(), recipe)
     digest = layer.weight.tensor.digest()
     changes = (nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.float)
@@ -290,7 +290,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_state_dict_goes_from_model_to_model(recipe: breccia.ScalingRecipe, assign: bool) -> None:
+def test_a_state_dict_loads_into_another_model(recipe: breccia.ScalingRecipe, assign: bool) -> None:
     model = quantized(recipe, activation=MXFP8)
     state = saved(model.state_dict())
     assert {"mlp.0.weight.data", "mlp.0.weight.scale", "mlp.0.weight._extra_state", "mlp.0.bias"} <= state.keys()
@@ -302,7 +302,7 @@ def test_a_state_dict_goes_from_model_to_model(recipe: breccia.ScalingRecipe, as
     assert torch.equal(torch.nan_to_num(other(IDS)), torch.nan_to_num(model(IDS)))
 
 
-def test_a_state_of_another_meaning_is_refused() -> None:
+def test_a_state_dict_with_other_metadata_is_refused() -> None:
     state = quantized(MXFP8).state_dict()
     with pytest.raises(RuntimeError, match=r"mlp\.0\.weight: the state has recipe MXFP8.*, and the model recipe NVFP4"):
         quantized(NVFP4).load_state_dict(state)
@@ -315,7 +315,7 @@ def test_a_state_of_another_meaning_is_refused() -> None:
         quantized(MXFP8).load_state_dict(encoder().state_dict())
 
 
-def test_codes_as_bytes_are_taken_as_bytes_and_other_dtypes_are_not() -> None:
+def test_codes_are_accepted_as_bytes_but_not_in_other_dtypes() -> None:
     state = quantized(MXFP8).state_dict()
     as_bytes = {k: v.view(torch.uint8) if v.dtype.is_floating_point and v.itemsize == 1 else v for k, v in state.items()}
     other = quantized(MXFP8, seed=1)
@@ -354,7 +354,7 @@ def test_a_file_says_which_layers_are_quantized(activation: breccia.ScalingRecip
         assert all(breccia.bytes_equal(scaled(other)[n].weight.tensor, m.weight.tensor) for n, m in scaled(model).items())
 
 
-def test_a_plain_file_is_cast_where_the_model_is_quantized(tmp_path: Path) -> None:
+def test_weights_of_a_plain_file_are_cast_if_the_model_is_quantized(tmp_path: Path) -> None:
     breccia_torch.save_model(encoder(), tmp_path / "plain.safetensors")
     model = quantized(seed=1)
     breccia_torch.load_model(model, tmp_path / "plain.safetensors")
@@ -362,7 +362,7 @@ def test_a_plain_file_is_cast_where_the_model_is_quantized(tmp_path: Path) -> No
 
 
 def test_a_converted_checkpoint_loads_into_the_model_it_came_from(tmp_path: Path) -> None:
-    """Embeddings that the file has quantized get its values."""
+    """Embeddings that are quantized in the file get the decoded values."""
     plain = encoder()
     breccia_torch.save_model(plain, tmp_path / "in.safetensors")
     breccia.bridges.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", MXFP8, include=["*"])
@@ -377,7 +377,7 @@ def test_a_converted_checkpoint_loads_into_the_model_it_came_from(tmp_path: Path
     assert other(IDS).shape == plain(IDS).shape
 
 
-def test_names_that_a_model_ties_have_one_tensor_in_the_file(tmp_path: Path) -> None:
+def test_tied_names_share_one_tensor_in_the_file(tmp_path: Path) -> None:
     apart = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     tied[1].weight = tied[0].weight
@@ -402,7 +402,7 @@ def test_blocks_along_the_other_axis_are_refused_before_anything_changes(tmp_pat
         assert [type(m) for m in model] == before and not torch.equal(model[0].bias, torch.ones(32))
 
 
-def test_a_model_on_meta_gets_tensors_of_its_own_dtype_where_it_is_told(tmp_path: Path) -> None:
+def test_a_meta_model_loads_its_own_dtype_onto_the_requested_device(tmp_path: Path) -> None:
     breccia_torch.save_model(nn.Linear(4, 4), tmp_path / "m.safetensors", {"made": "here"})
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt" and file.metadata()["made"] == "here"
@@ -411,7 +411,7 @@ def test_a_model_on_meta_gets_tensors_of_its_own_dtype_where_it_is_told(tmp_path
     assert (model.weight.dtype, model.weight.device.type) == (torch.bfloat16, "cpu")
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_load_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     breccia_torch.save_model(quantized(), path)
     small = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 40)), "extra": nn.Linear(2, 2)})
@@ -430,7 +430,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert not scaled(wrong)
 
 
-def test_state_that_is_no_tensor_has_no_place_in_a_file(tmp_path: Path) -> None:
+def test_state_other_than_tensors_cannot_be_saved(tmp_path: Path) -> None:
     class Talks(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"words": 3}
@@ -470,7 +470,7 @@ def test_a_model_moves_to_cuda_and_back(activation: breccia.ScalingRecipe | None
         assert model.first(torch.ones(2, 40, device="cuda")).dtype == torch.bfloat16
 
 
-def test_the_package_gives_its_names_and_refuses_others() -> None:
+def test_the_package_exports_only_its_public_names() -> None:
     assert set(dir(breccia_torch)) == set(breccia_torch.__all__)
     assert all(getattr(breccia_torch, name) is not None for name in breccia_torch.__all__)
     stub = (Path(breccia_torch.__file__).parent / "__init__.pyi").read_text(encoding="utf-8")
@@ -545,7 +545,7 @@ def normed() -> nn.Module:
         ),
     ],
 )
-def test_what_cannot_be_done_is_named(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_unsupported_calls_raise_with_a_reason(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
 
@@ -607,7 +607,7 @@ def test_an_activation_that_differs_is_refused() -> None:
     assert model.first.activation == NVFP4
 
 
-def test_states_are_compared_by_what_they_mean() -> None:
+def test_state_dicts_are_compared_by_meaning() -> None:
     model = ScaledLinear(32, 8, recipe=MXFP8)
     state = model.state_dict()
 
@@ -624,7 +624,7 @@ def test_states_are_compared_by_what_they_mean() -> None:
 
 
 @pytest.mark.rest
-def test_a_layer_breaks_the_graph_of_a_compiler_that_was_not_told() -> None:
+def test_without_enable_compile_a_layer_breaks_the_graph() -> None:
     script = """
 import warnings
 warnings.simplefilter("ignore")
@@ -649,8 +649,8 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_the_functional_layer_agrees_where_nothing_is_rounded() -> None:
-    """A weight of whole numbers within INT8 is held exactly, and so is the layer."""
+def test_the_functional_layer_matches_if_nothing_is_rounded() -> None:
+    """INT8 represents a weight of integers exactly, so the layer's result is exact."""
     plain = nn.Linear(32, 8)
     with torch.no_grad():
         plain.weight.copy_(torch.arange(256.0).reshape(8, 32) % 11 - 5)

@@ -1,4 +1,4 @@
-"""Straight-through gradients train: the first step is the plain network's at the rounded numbers, and the loss comes down."""
+"""Training with straight-through gradients: the first step equals the plain network's at the rounded values; the loss falls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import breccia
 from breccia.arrays.frameworks import ops_of
 from breccia.dispatch.registry import registry
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 #: Two blocks of 128.
@@ -39,7 +39,7 @@ def rounded(x: Tensor, recipe: breccia.ScalingRecipe) -> Tensor:
 
 
 @pytest.mark.parametrize("name", registry().recipes)
-def test_the_first_gradient_is_that_of_the_plain_network_at_the_rounded_numbers(name: str) -> None:
+def test_the_first_gradient_equals_that_of_the_plain_network_at_the_rounded_values(name: str) -> None:
     recipe, draw = breccia.recipe(name), torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, WIDTH, generator=draw)
     classes = torch.randint(OUTPUTS, (BATCH,), generator=draw)
@@ -205,7 +205,7 @@ def gradients_in_fp64(middle: Any, x: Any, inner: Any, b: Any, target: Any) -> t
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
-def test_first_steps_are_given_the_same_bytes_and_find_the_same_gradients(name: str) -> None:
+def test_first_steps_have_the_same_bytes_and_gradients_on_every_framework(name: str) -> None:
     recipe, (x, a, b, target) = breccia.recipe(name), exact_sums()
     found = {framework: step(recipe, x, a, b, target) for framework, step in FIRST_STEPS.items()}
     gradients = {framework: [ops_of(g).to_numpy(g) for g in of] for framework, (of, _) in found.items()}

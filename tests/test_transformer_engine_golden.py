@@ -31,7 +31,7 @@ def recorded() -> dict[str, np.ndarray]:
 
 
 def read(recorded: dict[str, np.ndarray], case: str, dtype: str, quantizer: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(FP32 input, their codes, their scales in the shape of ours)."""
+    """(FP32 input, TransformerEngine's codes, its scales in the shape of breccia's)."""
     x = recorded[f"{case}.{dtype}.input"]
     x = x if dtype == "float32" else (x.astype(np.uint32) << 16).view(np.float32)
     scale = recorded[f"{case}.{dtype}.{quantizer}.scale_inv"]
@@ -46,7 +46,7 @@ def cast(x: np.ndarray, recipe: breccia.ScalingRecipe) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_scales_and_codes_are_theirs_but_where_they_use_fp32_subnormals(
+def test_scales_and_codes_match_transformer_engine_except_for_fp32_subnormals(
     recorded: dict[str, np.ndarray], case: str, dtype: str, quantizer: str
 ) -> None:
     x, their_codes, their_scale = read(recorded, case, dtype, quantizer)
@@ -63,8 +63,8 @@ def test_scales_and_codes_are_theirs_but_where_they_use_fp32_subnormals(
         assert normal.all() and np.array_equal(codes, their_codes)
 
 
-def test_the_recording_has_what_differs_too(recorded: dict[str, np.ndarray]) -> None:
-    """So the exceptions above are reached: subnormal scales, and subnormal input under a normal scale."""
+def test_the_recording_includes_the_differing_cases(recorded: dict[str, np.ndarray]) -> None:
+    """The exceptions above occur: subnormal scales, and subnormal input under a normal scale."""
     scales = inputs = 0
     for case in ("edge", "rowwide"):
         for dtype in ("float32", "bfloat16"):
@@ -78,7 +78,7 @@ def test_the_recording_has_what_differs_too(recorded: dict[str, np.ndarray]) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_default_rule_is_another_and_differs_in_the_last_bit(recorded: dict[str, np.ndarray], dtype: str) -> None:
+def test_the_default_rule_differs_from_te_in_the_last_bit(recorded: dict[str, np.ndarray], dtype: str) -> None:
     """Why "te" has a name of its own: amax / 448 against 1 / (448 / amax), each division rounded once.
 
     The two lie within 3 units in the last place of each other: the quotient 448 / amax is off by at most 2^-24 of itself, its
@@ -92,7 +92,7 @@ def test_the_default_rule_is_another_and_differs_in_the_last_bit(recorded: dict[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_power_of_two_scales_are_the_same_under_the_default_rule(recorded: dict[str, np.ndarray], dtype: str) -> None:
-    """They leave no room for rounding: rceil and "te" agree wherever amax is no 448 · 2^n."""
+    """They leave no room for rounding: rceil and "te" agree unless amax is 448 · 2^n."""
     x, their_codes, their_scale = read(recorded, "randn", dtype, "block1d.pow2")
     codes, scale = cast(x, breccia.Float8BlockScaling(power_of_two_scale=True))
     assert np.array_equal(scale.view("u4"), their_scale.view("u4")) and np.array_equal(codes, their_codes)

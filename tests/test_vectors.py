@@ -1,4 +1,4 @@
-"""Golden vectors are what the oracle makes; every backend writes and decodes them; a C program, made from the pages, agrees."""
+"""Golden vectors match the oracle, every backend writes and decodes them, and a C program written from the pages agrees."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_every_set_is_known_here() -> None:
     assert {p.name for p in SETS.iterdir()} == set(map(str, PUBLISHED)) and max(PUBLISHED) == vectors.VERSION
 
 
-def test_inputs_and_options_are_those_that_are_asked(published: list[Vector]) -> None:
+def test_inputs_and_options_match_the_generator(published: list[Vector]) -> None:
     inputs = ("input", "supplied")
-    for found, wanted in zip(published, vectors.asked(), strict=True):
+    for found, wanted in zip(published, vectors.inputs(), strict=True):
         options = ("recipe", "edge", "dtype", "axis", "rounding", "seed", "shape")
         assert [getattr(found, name) for name in options] == [getattr(wanted, name) for name in options]
         for name in inputs:
@@ -72,23 +72,23 @@ def test_inputs_and_options_are_those_that_are_asked(published: list[Vector]) ->
             assert (a is None) == (b is None) and (a is None or np.array_equal(a, b)), name_of(found)
 
 
-def assert_answered(v: Vector) -> None:
-    again = vectors.answered(Vector(**{f.name: getattr(v, f.name) for f in fields(v) if f.name not in PARTS[2:]}))
+def assert_has_the_oracles_results(v: Vector) -> None:
+    again = vectors.with_results(Vector(**{f.name: getattr(v, f.name) for f in fields(v) if f.name not in PARTS[2:]}))
     assert parts_of(again) == parts_of(v), name_of(v)
 
 
-def test_a_sample_is_what_the_oracle_answers(published: list[Vector]) -> None:
-    """Every eleventh: each recipe and each edge is among them."""
+def test_a_sample_matches_the_oracle(published: list[Vector]) -> None:
+    """Every eleventh vector, which includes each recipe and each edge."""
     sample = published[::11]
     assert {v.recipe for v in sample} == {v.recipe for v in published} and {v.edge for v in sample} == set(vectors.EDGES)
     for v in sample:
-        assert_answered(v)
+        assert_has_the_oracles_results(v)
 
 
 @pytest.mark.slow
-def test_all_are_what_the_oracle_answers(published: list[Vector]) -> None:
+def test_all_vectors_match_the_oracle(published: list[Vector]) -> None:
     for v in published:
-        assert_answered(v)
+        assert_has_the_oracles_results(v)
 
 
 def test_the_files_follow_from_the_vectors(published: list[Vector]) -> None:
@@ -96,7 +96,7 @@ def test_the_files_follow_from_the_vectors(published: list[Vector]) -> None:
         assert raw == (FOLDER / name).read_bytes(), name
 
 
-def test_the_text_says_what_the_json_says() -> None:
+def test_the_text_index_matches_the_json_index() -> None:
     """Read as words, by the fields that docs/spec/vectors.md lists."""
     index = json.loads((FOLDER / vectors.INDEX).read_text())
     words = iter((FOLDER / vectors.TEXT).read_text().split())
@@ -121,16 +121,16 @@ def test_the_text_says_what_the_json_says() -> None:
     assert next(words, None) is None
 
 
-def test_fingerprints_of_the_index_are_those_of_its_recipes() -> None:
+def test_fingerprints_in_the_index_match_its_recipes() -> None:
     for r in json.loads((FOLDER / vectors.INDEX).read_text())["recipes"]:
         recipe = breccia.ScalingRecipe.from_json(json.dumps(r["recipe"]))
         assert (recipe.fingerprint(), recipe.format.fingerprint()) == (r["fingerprint"], r["format"]["fingerprint"])
 
 
-# -- what they reach -------------------------------------------------------------------------------------------------
+# -- coverage --------------------------------------------------------------------------------------------------------
 
 
-def test_every_scale_rule_that_a_recipe_takes_is_there_at_every_edge(published: list[Vector]) -> None:
+def test_every_scale_rule_of_every_recipe_is_covered_at_every_edge(published: list[Vector]) -> None:
     found = {(type(v.recipe), v.recipe.rules[-1].name, v.edge) for v in published}
     for kind in RECIPES:
         taken = {kind().rules[-1].name}
@@ -143,8 +143,8 @@ def test_every_scale_rule_that_a_recipe_takes_is_there_at_every_edge(published: 
         assert {(kind, rule, edge) for rule in taken for edge in vectors.EDGES} <= found, kind
 
 
-def test_every_codec_and_offset_is_there(published: list[Vector]) -> None:
-    """But UE4M3 and UE5M3, which no recipe of breccia declares."""
+def test_every_codec_and_offset_is_covered(published: list[Vector]) -> None:
+    """Except UE4M3 and UE5M3, which no built-in recipe declares."""
     formats = {v.recipe.format for v in published}
     scales = {breccia.codecs.E8M0, breccia.codecs.UE4M3, breccia.codecs.UE5M3}
     assert {f.element for f in formats} == {c for c in CODECS if c.bits <= 8} - scales
@@ -152,8 +152,8 @@ def test_every_codec_and_offset_is_there(published: list[Vector]) -> None:
     assert {f.offset for f in formats} == {"none", "zero_point", "bias"} and any(f.global_scale for f in formats)
 
 
-def test_edges_hold_what_they_are_named_for(published: list[Vector]) -> None:
-    """Of the default MXFP8 recipe: no edge is empty."""
+def test_edges_contain_the_inputs_they_are_named_after(published: list[Vector]) -> None:
+    """For the default MXFP8 recipe."""
     v = {v.edge: v for v in published if v.recipe == breccia.MXFP8BlockScaling()}
     magnitude = {edge: case.input & 0x7FFFFFFF for edge, case in v.items() if case.dtype == "float32"}
     decoded = {edge: np.asarray(case.decoded) & 0x7FFFFFFF for edge, case in v.items()}
@@ -189,7 +189,7 @@ BACKENDS: dict[str, tuple[str, tuple[str, ...] | None, str | None, int, int]] = 
 
 
 def need(framework: str, kernels: tuple[str, ...] | None) -> Any:
-    """The framework's vocabulary; skips where it, or the first of the kernels, is not there."""
+    """The framework's backend primitives. Skips if the framework or the first kernel is not available."""
     pytest.importorskip({"mlx": "mlx.core"}.get(framework, framework))
     declared = registry().frameworks.get(framework)
     if declared is None:
@@ -217,7 +217,7 @@ def scale_array(ops: Any, codes: np.ndarray | None, codec: Codec) -> Any:
 
 
 def differences(v: Vector, framework: str, ops: Any, cast: tuple[str, ...] | None, dequantize: str | None) -> list[str]:
-    """The parts that a backend writes or decodes otherwise."""
+    """The arrays that a backend writes or decodes differently."""
     x, supplied = array(ops, v.input, v.dtype), scale_array(ops, v.supplied, v.recipe.format.levels[0].codec)
     options = {"axis": v.axis, "rounding": v.rounding, "seed": v.seed}
     st = breccia.cast(x, v.recipe, scale=supplied, prefer=cast, **options)
@@ -267,7 +267,7 @@ def test_a_supplied_scale_of_2_to_the_minus_127_is_kept(published: list[Vector],
     assert 0 in np.asarray(v.scale) and not differences(v, framework, ops, None, None)
 
 
-def test_a_wrong_bit_of_any_part_would_be_seen(published: list[Vector]) -> None:
+def test_a_wrong_bit_in_any_array_is_detected(published: list[Vector]) -> None:
     v = next(v for v in published if v.recipe == breccia.NVFP4BlockScaling() and v.edge == "ordinary")
     ops = ops_of(v.input)
     assert differences(v, "numpy", ops, None, None) == []
@@ -283,7 +283,7 @@ def test_a_wrong_bit_of_any_part_would_be_seen(published: list[Vector]) -> None:
 
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """examples/vectors.c, compiled by the command in its head."""
+    """examples/vectors.c, compiled with the command in its first lines."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler (cc) on the path")
@@ -325,7 +325,7 @@ def test_the_c_program_finds_no_difference(checker: Path, published: list[Vector
     ],
     ids=lambda v: getattr(v, "name", v),
 )
-def test_the_c_program_sees_a_planted_wrong_byte(
+def test_the_c_program_detects_a_planted_wrong_byte(
     checker: Path, tmp_path: Path, recipe: breccia.ScalingRecipe, part: str
 ) -> None:
     index = json.loads((FOLDER / vectors.INDEX).read_text())
@@ -352,7 +352,7 @@ def test_reading_refuses_a_file_that_was_changed(tmp_path: Path) -> None:
     raw = bytearray((folder / vectors.BYTES).read_bytes())
     raw[5000] ^= 1
     (folder / vectors.BYTES).write_bytes(raw)
-    with pytest.raises(breccia.CorruptFileError, match="vectors.bin is not the file index.json was written with; fetch") as e:
+    with pytest.raises(breccia.CorruptFileError, match="vectors.bin does not match its hash in index.json; fetch") as e:
         vectors.read(folder)
     assert e.value.found == {"file": "vectors.bin"}
 
@@ -361,21 +361,19 @@ def test_writing_never_changes_a_set(tmp_path: Path, published: list[Vector]) ->
     made = vectors.files(published[:3])
     assert vectors.write(tmp_path, made) == tmp_path / "1" and vectors.write(tmp_path, made)  # the same bytes again
     other = vectors.files(published[:4])
-    with pytest.raises(
-        FileExistsError, match="vectors.bin holds other bytes than .* A published set never changes: give VERSION"
-    ):
+    with pytest.raises(FileExistsError, match="vectors.bin differs from what .* A published set never changes: set VERSION"):
         vectors.write(tmp_path, other)
     assert {p.name: p.read_bytes() for p in (tmp_path / "1").iterdir()} == made
 
 
-def test_the_kit_writes_them_on_request(
+def test_the_command_writes_the_golden_vectors(
     tmp_path: Path, published: list[Vector], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vectors, "asked", lambda: iter(published[:2]))
+    monkeypatch.setattr(vectors, "inputs", lambda: iter(published[:2]))
     monkeypatch.setattr(sys, "argv", ["breccia.testing", "vectors", str(tmp_path)])
     program.main()
     assert capsys.readouterr().out == f"{tmp_path / '1'}\n"
     assert [parts_of(v) for v in vectors.read(tmp_path / "1")] == [parts_of(v) for v in published[:2]]
     (tmp_path / "1" / vectors.TEXT).write_text("mine")
-    with pytest.raises(SystemExit, match=r"error: .*index.txt holds other bytes"):
+    with pytest.raises(SystemExit, match=r"error: .*index.txt differs from what"):
         program.main()

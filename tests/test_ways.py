@@ -1,4 +1,4 @@
-"""Every way that a framework runs in writes NumPy's bytes: on 10^7 values, and on 10^9 in the slow run.
+"""Every execution mode of every framework writes NumPy's bytes: on 10^7 values, and on 10^9 in the slow run.
 
 benchmarks/parity.py draws, runs and compares.
 """
@@ -25,7 +25,7 @@ from breccia.arrays.frameworks import ops_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
-#: What torch's own modules do when they are imported.
+#: Warnings that torch's own modules raise on import.
 pytestmark = [pytest.mark.filterwarnings("ignore:`torch.jit"), pytest.mark.covering(1)]
 
 #: The first recipe of each name and offset. Each is compiled anew, which takes longer than all its numbers.
@@ -90,7 +90,7 @@ def ways_of(parity: ModuleType, framework: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("framework", ["torch", "mlx"])
 def test_eager(recipe: breccia.ScalingRecipe, framework: str, parity: ModuleType) -> None:
-    """By the kernels that serve a CPU, and by the generic algorithm that serves other devices."""
+    """With the kernels for CPUs, and with the generic algorithm that other devices use."""
     drawn = itertools.chain(parity.small(recipe), parity.draws(recipe, FAST, SLAB))
     assert_parity(parity, framework, recipe, ways_of(parity, framework, "eager", "generic"), drawn, FAST)
 
@@ -178,7 +178,7 @@ def test_jax_on_cuda(way: str, kind: breccia.ScalingRecipe, parity: ModuleType) 
 # -- what is drawn, and that a difference is found --------------------------------------------------------------------
 
 
-def test_slabs_reach_what_they_are_named_after(parity: ModuleType) -> None:
+def test_slabs_contain_the_values_they_are_named_after(parity: ModuleType) -> None:
     drawn = {name: x for name, x, _ in parity.draws(MXFP8, 10 * FAST, SLAB)}
     assert {x.dtype.name for x in drawn.values()} == {"float32", "float16", "bfloat16"}
     bits = drawn["bit patterns"].view(np.uint32)
@@ -235,7 +235,7 @@ def test_one_flipped_bit_is_one_differing_byte(framework: str, parity: ModuleTyp
         assert f"astray on cpu, bit patterns: {'decoded to ' if 'float' in part else ''}{part}[0, 0], byte 0: 0x" in fault
 
 
-def test_nan_is_nan_and_no_number(parity: ModuleType) -> None:
+def test_nan_never_equals_a_number(parity: ModuleType) -> None:
     nans = np.uint32([0x7FC00000, 0xFFC00000, 0x7F800001]).view(np.float32)
     tally = parity.Tally()
     tally.add("", parity.Results({}, {"float32": nans}), parity.Results({}, {"float32": np.full(3, np.nan, np.float32)}))
@@ -248,7 +248,7 @@ def test_nan_is_nan_and_no_number(parity: ModuleType) -> None:
 
 
 def decoded_to(parity: ModuleType, *numbers: float) -> Any:
-    """What a framework that is told nothing else decodes to these FP32 numbers would return, in all three dtypes."""
+    """The decoded results of a framework for these FP32 numbers, in all three dtypes."""
     import ml_dtypes
 
     y = np.float32(numbers)
@@ -256,7 +256,7 @@ def decoded_to(parity: ModuleType, *numbers: float) -> Any:
         return parity.Results({}, {"float32": y, "bfloat16": y.astype(ml_dtypes.bfloat16), "float16": y.astype(np.float16)})
 
 
-def test_zeros_in_place_of_numbers_below_the_least_normal_one_are_told_apart(parity: ModuleType) -> None:
+def test_flushed_subnormals_are_counted_separately(parity: ModuleType) -> None:
     below = np.nextafter(np.float32(2.0**-126), np.float32(0))  # to BF16 it rounds to 2^-126, which is a normal number
     exact = decoded_to(parity, 2.0**-127, -(2.0**-130), below, -below, 2.0**-149, 0.0, 2.0**-126)
     zeros = decoded_to(parity, 0.0, -0.0, 0.0, -0.0, 0.0, 0.0, 2.0**-126)
@@ -274,7 +274,7 @@ def test_zeros_in_place_of_numbers_below_the_least_normal_one_are_told_apart(par
     ("number", "found"), [(2.0**-127, -0.0), (-(2.0**-127), 0.0), (2.0**-127, 2.0**-128), (2.0**-126, 0.0), (0.0, -0.0)]
 )
 def test_nothing_else_may_be_flushed(number: float, found: float, parity: ModuleType) -> None:
-    """Zeros of the wrong sign, another number, the least normal number."""
+    """Zeros of the wrong sign, another number, the smallest normal number."""
     tally = parity.Tally()
     tally.add("", decoded_to(parity, number), decoded_to(parity, found), "a slab")
     assert tally.differing > 0 and tally.faults and not tally.flushed
@@ -286,7 +286,7 @@ def test_subnormals_of_fp16_may_not_be_flushed(parity: ModuleType) -> None:
     assert tally.differing == 1 and not tally.flushed
 
 
-def test_a_mapped_way_is_held_to_what_each_array_alone_gives(parity: ModuleType) -> None:
+def test_a_mapped_call_is_compared_with_single_calls(parity: ModuleType) -> None:
     """Arrays cast together round at random by one counter, and have one scale for the tensor."""
     together = {"together": replace(ways_of(parity, "torch", "eager")["eager"], mapped=True)}
 
@@ -298,7 +298,7 @@ def test_a_mapped_way_is_held_to_what_each_array_alone_gives(parity: ModuleType)
     assert differing(MXFP8, "stochastic, ragged") > 0 and differing(breccia.Float8CurrentScaling(), "normal") > 0
 
 
-def test_what_is_missing_or_raises_is_no_parity(parity: ModuleType) -> None:
+def test_missing_results_and_exceptions_break_parity(parity: ModuleType) -> None:
     drawn = list(parity.draws(MXFP8, 1000, SLAB, parity.SLABS[:1]))
     written = parity.eager(MXFP8)
 

@@ -1,4 +1,4 @@
-"""Elements of 1 to 8 bits, and scales without a sign bit, on every framework: what the oracle writes and reads."""
+"""Elements of 1 to 8 bits and unsigned scales match the oracle on every framework."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check(
 @few
 @given(data=some.data())
 def test_elements_of_any_width_are_written_and_read_as_the_oracle_does(bits: int, data: Any) -> None:
-    """Any codec of the vocabulary under any scales; rows that end within a block and within a group of bytes.
+    """Random codecs under any scales; rows that end within a block and within a group of bytes.
 
     On JAX by the generic algorithm, which its frontend would compile anew for each recipe.
     """
@@ -123,7 +123,7 @@ def test_jax_compiles_codes_of_five_bits() -> None:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_codes_of_any_width_fill_whole_bytes_the_first_in_the_lowest_bits(bits: int, place: Place) -> None:
-    """Expected from one long little-endian number for each row."""
+    """The expected bytes are one long little-endian integer per row."""
     if place.absence:
         pytest.skip(place.absence)
     codec = Integer("wide", bits, None, "this test", False)
@@ -137,15 +137,15 @@ def test_codes_of_any_width_fill_whole_bytes_the_first_in_the_lowest_bits(bits: 
 
 
 @pytest.mark.parametrize("bits", [5, 7])
-def test_a_group_that_no_int32_holds_is_not_joined_in_one(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault planted: groups of five and of seven bytes in one word lose their upper codes."""
+def test_groups_wider_than_int32_are_not_packed_in_one_word(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the fault planted, groups of five and seven bytes in one word lose their upper codes."""
     monkeypatch.setattr("breccia.kernels.reference.packing._WORD", 8)
     with pytest.raises(AssertionError, match=f"9 codes of {bits} bits"):
         test_codes_of_any_width_fill_whole_bytes_the_first_in_the_lowest_bits(bits, Place("numpy"))
 
 
 @given(codec=strategies.codecs())
-def test_the_numpy_kernels_leave_widths_and_codecs_that_they_do_not_know(codec: Codec) -> None:
+def test_the_numpy_kernels_decline_unknown_widths_and_codecs(codec: Codec) -> None:
     unsigned = isinstance(codec, Minifloat) and not codec.signed
     if codec.bits not in (4, 6, 8) or unsigned:
         assert code_writer(codec) is None
@@ -173,7 +173,7 @@ def test_unsigned_scales_decode_to_the_published_numbers(codec: Minifloat, place
 
 @dataclass(frozen=True)
 class Wide4(ScalingRecipe):
-    """FP4 under UE5M3 scales: what a plug-in declares, in one file."""
+    """FP4 under UE5M3 scales, as a plug-in would declare it."""
 
     name: ClassVar[str] = "wide4"
     source: ClassVar[str] = "this test"
@@ -182,7 +182,7 @@ class Wide4(ScalingRecipe):
 
 @dataclass(frozen=True)
 class Two4(ScalingRecipe):
-    """NVFP4 with its block scales declared without a sign."""
+    """NVFP4 with block scales declared unsigned."""
 
     name: ClassVar[str] = "two4"
     source: ClassVar[str] = "this test"
@@ -192,7 +192,7 @@ class Two4(ScalingRecipe):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("recipe", [Wide4(), Two4()], ids=lambda r: r.name)
 def test_blocks_under_unsigned_scales_are_written_and_read_as_the_oracle_does(recipe: ScalingRecipe, place: Place) -> None:
-    """Ordinary blocks, zeros, NaN, Inf, amax far beyond the largest scale and far below the smallest."""
+    """Normal blocks, zeros, NaN, Inf, and amaxes far beyond the largest and far below the smallest scale."""
     if place.absence:
         pytest.skip(place.absence)
     rng = np.random.default_rng(5)
@@ -213,7 +213,7 @@ def test_nvfp4_under_unsigned_scales_has_the_bytes_of_nvfp4() -> None:
         assert getattr(ours, part).tobytes() == getattr(theirs, part).tobytes()
 
 
-def test_a_supplied_unsigned_scale_that_is_no_number_is_stored_as_nan() -> None:
+def test_an_invalid_supplied_unsigned_scale_is_stored_as_nan() -> None:
     """Zero, NaN, and a byte whose unused top bit is set, which would be a negative E4M3 scale."""
     recipe = recipe_of(E2M1, Level(UE4M3, (1, 16)))
     given_codes = np.array([[0x38, 0x00, 0x7F, 0xB8]], np.uint8)
@@ -224,7 +224,7 @@ def test_a_supplied_unsigned_scale_that_is_no_number_is_stored_as_nan() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_unsigned_elements_hold_no_negative_number(place: Place) -> None:
+def test_unsigned_elements_represent_no_negative_numbers(place: Place) -> None:
     """Numbers below zero become 0, without a sign; under a supplied scale NaN and both infinities become NaN."""
     if place.absence:
         pytest.skip(place.absence)
@@ -261,7 +261,7 @@ def test_a_code_times_its_scale_beyond_fp32_is_infinite_with_the_sign_of_the_cod
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_cast_beyond_2_to_the_127_may_decode_to_infinity(place: Place) -> None:
-    """MXFP8: 3.4e38 is rounded up to 256 under the scale 2^120, and 2^128 is no FP32 number."""
+    """MXFP8: 3.4e38 is rounded up to 256 under the scale 2^120, and 2^128 is not an FP32 number."""
     if place.absence:
         pytest.skip(place.absence)
     x = np.zeros((1, 32), np.float32)

@@ -390,11 +390,11 @@ def scale_rules() -> str:
 
 def laws() -> str:
     """The laws of the conformance kit, by what they are about."""
-    from breccia.testing.laws import LAWS, PARTS
+    from breccia.testing.laws import LAWS, SUBMODULES
 
     rows: list[tuple[str, str, str]] = []
     for module in (sys.modules[laws_of.__module__] for laws_of in LAWS):
-        parts = (module, *PARTS.get(module.__name__.rpartition(".")[2], ()))
+        parts = (module, *SUBMODULES.get(module.__name__.rpartition(".")[2], ()))
         listed = [f for part in parts for f in vars(part).values() if inspect.isfunction(f) and f.__module__ == part.__name__]
         sentences = [f for f in listed if not f.__name__.startswith("_") and f.__annotations__.get("return") == "None"]
         kind = module.__name__.rpartition(".")[2]

@@ -1,6 +1,6 @@
-"""What the pages of docs/spec/formats show: the parts of each format, tables of codes, and blocks worked by the oracle.
+"""Tables of docs/spec/formats: the components of each format, tables of codes, and worked blocks.
 
-Values are the oracle's (`breccia.testing.oracle`); parts and sources are read from the declarations.
+Values are computed by the oracle (`breccia.testing.oracle`); components and sources are read from the declarations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from breccia.formats import Format
 from breccia.recipes import ScalingRecipe
 from breccia.testing import oracle, vectors
 
-#: Codes of a row of a table.
+#: Codes per table row.
 WIDE = 8
 #: Recipe and values of a worked block; zeros fill the block.
 WORKED: dict[str, tuple[dict[str, Any], list[float]]] = {
@@ -52,7 +52,7 @@ def decoded(codec: Codec, code: int) -> str:
 
 
 def codes(codec: Codec) -> str:
-    """The numbers of a codec by code; of one with a sign bit those without it."""
+    """The values of a codec by code. If it has a sign bit, only codes without it."""
     half = isinstance(codec, Minifloat) and codec.signed
     every = range(1 << (codec.bits - half))
     digits = math.ceil(codec.bits / 4)
@@ -62,38 +62,41 @@ def codes(codec: Codec) -> str:
     return table(["code", *(f"+{n}" for n in range(WIDE))], rows) + note
 
 
-def parts(name: str) -> str:
-    """What is stored, for a matrix (M, K) with K the contraction axis, and where the format is defined."""
+def components(name: str) -> str:
+    """The stored components of a matrix (M, K), with contraction axis K, and the sources that define the format."""
     kind = registry().recipes[name]
     formats = list(dict.fromkeys(v.format for v in variants(kind)))
     found: dict[tuple[str, str], list[Format]] = {}
     for fmt in formats:
-        for part in fmt.parts:
-            found.setdefault((part, there(part, fmt)), []).append(fmt)
+        for component in fmt.parts:
+            found.setdefault((component, presence(component, fmt)), []).append(fmt)
     rows: list[list[str]] = []
-    for (part, when), holders in found.items():
-        held = dict.fromkeys(f.parts[part] for f in holders)
-        names = either("whole number" if codec is None else codec.name for codec in held)
-        rows.append([f"`{part}`", names, either(map(on_disk, held)), shape(part, holders[0]), when])
+    for (component, when), having in found.items():
+        used = dict.fromkeys(f.parts[component] for f in having)
+        names = either("integer" if codec is None else codec.name for codec in used)
+        rows.append([f"`{component}`", names, either(map(on_disk, used)), shape(component, having[0]), when])
     sources = dict.fromkeys([kind.source, *(f.element.source for f in formats), *(f.scale.codec.source for f in formats)])
-    return table(["part", "codec", "in a file", "shape for (M, K)", "there"], rows) + f"\nSources: {'; '.join(sources)}.\n"
+    return (
+        table(["component", "codec", "in a file", "shape for (M, K)", "present"], rows) + f"\nSources: {'; '.join(sources)}.\n"
+    )
 
 
 def on_disk(codec: Codec | None) -> str:
     return "U8" if codec is None or codec.bits <= 8 else codec.name
 
 
-def there(part: str, fmt: Format) -> str:
-    """When a tensor has the part."""
-    if part == "zero_point":
+def presence(component: str, fmt: Format) -> str:
+    """When a tensor has the component."""
+    if component == "zero_point":
         return f'with `offset="{fmt.offset}"`'
-    return "with two levels" if part == "global_scale" else "always"
+    return "with two levels" if component == "global_scale" else "always"
 
 
-def shape(part: str, fmt: Format) -> str:
-    if part == "global_scale":
+def shape(component: str, fmt: Format) -> str:
+    """The shape of the component for a matrix (M, K)."""
+    if component == "global_scale":
         return "()"
-    if part == "data":
+    if component == "data":
         count, size = vectors.unit(fmt.element)
         return "(M, K)" if count == 1 else f"(M, {size if size > 1 else ''}⌈K/{count}⌉)"
     m, k = fmt.scale.block
@@ -103,7 +106,7 @@ def shape(part: str, fmt: Format) -> str:
 
 
 def worked(name: str) -> str:
-    """One block or two, by the oracle: the scale, and of each number its code, what that stands for, and what it decodes to."""
+    """One or two blocks cast by the oracle: the scale, and the code, its value and the decoded value of each number."""
     fields, values = WORKED[name]
     recipe: ScalingRecipe = registry().recipes[name](**fields)
     fmt, k = recipe.format, recipe.format.scale.block[1] or len(values)
@@ -126,16 +129,16 @@ def worked(name: str) -> str:
     shown = raw if zeros < 4 else raw[:-zeros]
     rest = f" and {zeros} bytes 00" if zeros >= 4 else ""
     said.append(f"- data `{shown.hex(' ').upper()}`{rest}")
-    return f"`{recipe!r}`:\n\n" + table(["x", "code", "stands for", "decodes to"], rows) + "\n" + "\n".join(said) + "\n"
+    return f"`{recipe!r}`:\n\n" + table(["x", "code", "code value", "decodes to"], rows) + "\n" + "\n".join(said) + "\n"
 
 
 def listed(stored: Iterable[int], codec: Codec) -> str:
-    """Codes of scales in hexadecimal, with the numbers they are."""
+    """Codes of scales in hexadecimal, with their values."""
     return ", ".join(f"`{int(c):0{codec.bits // 4}X}` ({decoded(codec, int(c))})" for c in stored)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     **{f"codes-{c.name}": partial(codes, c) for c in codecs.CODECS if c.bits <= 8},
-    **{f"parts-{name}": partial(parts, name) for name in WORKED},
+    **{f"components-{name}": partial(components, name) for name in WORKED},
     **{f"worked-{name}": partial(worked, name) for name in WORKED},
 }

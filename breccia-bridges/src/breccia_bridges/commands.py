@@ -31,7 +31,7 @@ from .report import check_report, write_report
 from .results import Advance, Report
 from .text import named, percent, size, spelled
 
-ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report too.", show_default=False)]
+ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write a report.", show_default=False)]
 
 
 def _recipes() -> str:
@@ -57,9 +57,9 @@ def convert(
         ),
     ],
     include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Names to quantize though kept by default; repeatable.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Also quantize tensors that are kept by default; repeatable.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Names to leave as they are; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Tensors to keep unquantized; repeatable.")] = None,
     report: ReportFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and report sizes, but write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the destination: a file, or a checkpoint folder.")] = False,
@@ -95,7 +95,7 @@ def convert(
 def compare(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="The checkpoint to compare with.", show_default=False)],
     candidates: Annotated[
-        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare.", show_default=False)
+        list[Path], typer.Argument(metavar="CANDIDATE", help="One or more checkpoints to compare.", show_default=False)
     ],
     report: ReportFile = None,
     fail_under: Annotated[
@@ -105,7 +105,7 @@ def compare(
 ) -> None:
     """Compare checkpoints tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
     if fail_under is not None and math.isnan(fail_under):
-        raise typer.BadParameter("--fail-under takes a number of dB; NaN is below none.")
+        raise typer.BadParameter("--fail-under takes a number of dB; got NaN.")
     if report is not None:
         _check_report(report, reference, *candidates)
     found: list[Report] = []
@@ -122,7 +122,7 @@ def compare(
 
 
 def _check_report(report: Path, *others: Path) -> None:
-    """Check before the work that the report can be written."""
+    """Check, before any work, that the report can be written."""
     check_report(report)
     if report.absolute() in [other.absolute() for other in others]:
         raise breccia.UnsupportedError(f"{report} is one of the checkpoints; choose another name for the report.")
@@ -140,7 +140,7 @@ def _finish(found: list[Report], report: Path | None, title: str, as_json: bool)
 
 
 def _refuse_below(found: list[Report], limit: float) -> None:
-    """Raise BrecciaError for tensors below the limit, and for those without an SQNR: NaN, missing, or of another shape."""
+    """Raise BrecciaError if tensors are below the limit or have no SQNR (NaN, missing, or a different shape)."""
     refused: dict[str, list[str]] = {}
     for one in found:
         below = [f"{t.name} ({t.measured.sqnr:.2f} dB)" for t in one.quantized if not t.measured.sqnr >= limit]
@@ -153,7 +153,7 @@ def _refuse_below(found: list[Report], limit: float) -> None:
 
 
 def runs(reports: list[Report]) -> list[dict[str, Any]]:
-    """The page's data for each report: all its fields, a unique label, and histograms."""
+    """The HTML page's data for each report: all its fields, a unique label, and histograms."""
     found: list[dict[str, Any]] = []
     for one, label in zip(reports, _labels(reports), strict=True):
         listed = one.to_dict()
@@ -164,7 +164,7 @@ def runs(reports: list[Report]) -> list[dict[str, Any]]:
 
 
 def _labels(reports: list[Report]) -> list[str]:
-    """The shortest distinct names: recipes, files, or files with their folders; else numbered files."""
+    """The shortest distinct names: recipes, files, or files with their folders; otherwise numbered files."""
     paths = [Path(one.destination) for one in reports]
     files = [path.name.removesuffix(".safetensors") for path in paths]
     recipes = ["+".join(one.recipes) or "unchanged" for one in reports]
@@ -192,7 +192,7 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def _interruptible(destination: Path) -> Generator[None]:
-    """Let SIGTERM and SIGHUP clean up as SIGINT does, and turn all three into one line and exit code 128 + signal."""
+    """Let SIGTERM and SIGHUP clean up as SIGINT does. All three print one line and exit with 128 + signal."""
 
     def stop(number: int, frame: object) -> None:
         raise _Stopped(number)
@@ -206,7 +206,7 @@ def _interruptible(destination: Path) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt as e:
-        wrote = "nothing" if _identity(destination) == before else f"{destination}, whole and verified,"
+        wrote = "nothing" if _identity(destination) == before else f"{destination}, complete and verified,"
         typer.echo(f"interrupted; {wrote} was written", err=True)
         raise typer.Exit(128 + (e.number if isinstance(e, _Stopped) else signal.SIGINT)) from None
     finally:
@@ -245,7 +245,7 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     if (Path(found.destination) / "config.json").exists() and not dry_run:
         rows["note"] = (
             "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load "
-            "this folder as it is; load it with breccia.bridges.load_safetensors"
+            "this folder; load it with breccia.bridges.load_safetensors"
         )
     for name, value in rows.items():
         table.add_row(name, Text(printable(value)))
@@ -277,7 +277,7 @@ def _figures(m: ErrorMetrics, bits: float | None) -> tuple[str, ...]:
 
 
 def _outcome(one: Report) -> str:
-    """One line on a whole checkpoint: its error metrics, and what was not measured."""
+    """One line about a checkpoint: its error metrics, and what was not measured."""
     said = f"{len(one.quantized)} tensors compared"
     if one.quantized:
         said += f": {one.fidelity.sqnr:.2f} dB, cosine {one.fidelity.cosine:.6f}"
@@ -290,15 +290,15 @@ def _outcome(one: Report) -> str:
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder of them.", show_default=False)],
-    scales: Annotated[bool, typer.Option("--scales", help="Read the scales too: their range, and suspicious values.")] = False,
+    scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: their range, and suspicious values.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint, and what is suspicious about its scales, from its headers alone."""
+    """Show the contents of a checkpoint, and suspicious scales, by reading only its headers."""
     rows = inspected(path, scales)
     if as_json:
         print_json({"path": str(path), "bytes": sum(r["bytes"] for r in rows), "tensors": rows})
         return
-    headings = ["stored as", ">bits/param", ">bytes", *(["scales, least to largest"] if scales else []), "shape", "tensor"]
+    headings = ["stored as", ">bits/param", ">bytes", *(["scales, min to max"] if scales else []), "shape", "tensor"]
     lines: list[tuple[str, ...]] = []
     for r in rows:
         bits = f"{8 * r['bytes'] / r['parameters']:.3f}" if r["parameters"] else "–"

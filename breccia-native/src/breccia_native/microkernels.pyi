@@ -1,4 +1,4 @@
-"""The functions of `microkernels.c`. Arguments are contiguous 1-D buffers; ValueError is raised where sizes do not agree."""
+"""The functions of `microkernels.c`. Arguments are contiguous 1-D buffers; ValueError is raised if sizes do not match."""
 
 from typing import Any
 

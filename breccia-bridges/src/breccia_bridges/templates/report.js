@@ -1,12 +1,12 @@
-// Draws the report out of the JSON in this page. What came from a file reaches the page through textContent, and Plotly
-// through literal(): a tensor's name may look like markup.
+// Draws the report from the JSON in this page. Text from a file reaches the page only through textContent, and Plotly only
+// through literal(), because a tensor's name may look like markup.
 "use strict";
 (() => {
   const runs = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const state = { run: runs[0], tensor: null, all: false, sort: { column: "sqnr", descending: false } };
 
-  const SHOWN = 20; // bars, until all are asked for
+  const SHOWN = 20; // bars shown until the user asks for all
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
   const COLOURS = 6;
   const NONE = "–";
@@ -34,22 +34,22 @@
     return rate > 0 && rate < 1e-5 ? "<\u00a00.001\u00a0%" : `${short.format(100 * rate)}\u00a0%`;
   }
 
-  // Of a run or tensor; no error at all is the best, and what is not finite has none.
+  // Accuracy of a run or tensor. No error is best; non-finite values have no accuracy.
   const accuracy = (r) => (r.lossless ? Infinity : r.sqnr_db);
   const decibel = (r) => (r.lossless ? "∞" : r.sqnr_db === null ? "not finite" : fixed(r.sqnr_db, 2));
-  const hasPlace = (r) => Number.isFinite(accuracy(r)); // on an axis
+  const hasPlace = (r) => Number.isFinite(accuracy(r)); // can be drawn on an axis
   const withUnit = (r) => decibel(r) + (hasPlace(r) ? "\u00a0dB" : "");
 
   const literal = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-  // In lines short enough for a label on a phone.
+  // Split into lines short enough for a label on a phone.
   const folded = (text) => (text.match(/.{1,36}/gsu) ?? []).map(literal).join("<br>");
 
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = `14px ${getComputedStyle(document.body).fontFamily}`;
   const widthOf = (text) => pen.measureText(text).width;
 
-  // `text` in `room` pixels. Both ends of a name tell tensors apart: what is cut is its middle.
+  // `text`, shortened to `room` pixels. The middle is cut, because tensor names differ at their ends.
   function shortened(text, room) {
     const width = widthOf(text);
     if (width <= room) return text;
@@ -92,7 +92,7 @@
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom" },
       margin: { l: 48, r: 16, t: 16, b: 48 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
-      dragmode: false, // a finger on a plot scrolls the page
+      dragmode: false, // so that a swipe on a plot scrolls the page
       ...(printing && { width: 680, autosize: false }),
       ...own,
       xaxis: axis(xaxis),
@@ -125,8 +125,8 @@
     return parts.length ? `Not drawn: ${parts.join(", ")} (${what}).` : "";
   }
 
-  // Where the labels of points go, these from top to bottom: of the places around a point the first that lies in the plot
-  // and on nothing else.
+  // Positions for the labels of points, which are given from top to bottom. Each label takes the first position around its
+  // point that is inside the plot and overlaps nothing.
   function placed(points, width, height) {
     const taken = points.map(({ x, y }) => [x - 7, y - 7, x + 7, y + 7]);
     const free = (box) =>
@@ -184,7 +184,7 @@
     });
   }
 
-  // 1, 2 and 5 times powers of ten, or the powers alone where those are many.
+  // 1, 2 and 5 times powers of ten, or only the powers if those are many.
   function sizeTicks([low, high]) {
     const decades = Array.from({ length: Math.ceil(high) - Math.floor(low) + 1 }, (_, i) => Math.floor(low) + i);
     const ticks = decades.flatMap((d) => (high - low > 2 ? [1] : [1, 2, 5]).map((m) => m * 10 ** d));
@@ -238,14 +238,14 @@
     const { ink, run: colour } = theme();
     const finite = shown.map((t) => t.sqnr_db).filter((v) => v !== null);
     const [least, most] = [Math.min(0, ...finite), Math.max(1, ...finite)];
-    const beside = (most - least) * 0.3; // for the figures
-    const narrow = node.clientWidth < 480; // names go above the bars
+    const beside = (most - least) * 0.3; // room for the numbers
+    const narrow = node.clientWidth < 480; // names are drawn above the bars
     const pitch = narrow ? 44 : 24;
     const room = node.clientWidth * (narrow ? 0.9 : 0.5);
-    const lines = Math.max(shown.length, 6); // a hover label needs room, too
+    const lines = Math.max(shown.length, 6); // leaves room for a hover label
     const range = [least && least - beside, most + beside];
     const texts = shown.map((t) => shortened(t.name, room));
-    // Not ticks of the axis: Plotly takes minutes for two thousand of those.
+    // These are not axis ticks, because Plotly takes minutes to draw two thousand of them.
     const names = {
       type: "scatter",
       mode: "text",
@@ -275,7 +275,7 @@
     };
     draw(node, [bars, names], {
       height: pitch * lines + 8,
-      margin: { l: narrow ? 0 : 1.08 * Math.max(...texts.map(widthOf)) + 12, r: 0, t: 0, b: 8 }, // one name is bold
+      margin: { l: narrow ? 0 : 1.08 * Math.max(...texts.map(widthOf)) + 12, r: 0, t: 0, b: 8 }, // 1.08: one name is bold
       hovermode: "y",
       showlegend: false,
       xaxis: { range, visible: false },
@@ -301,7 +301,7 @@
     const step = (high - low) / before.length;
     const x = before.map((_, i) => low + (i + 0.5) * step);
     const most = Math.max(1, ...before, ...after);
-    // On a logarithmic axis an empty bin has no place: it is drawn below the edge.
+    // A logarithmic axis has no place for an empty bin, so it is drawn below the edge.
     const height = (count) => (log ? Math.max(count, 0.1) : count);
     const { ink, run: colour } = theme();
     const filled = {
@@ -345,7 +345,7 @@
 
   // ---------------------------------------------------------------------------------------------- table
 
-  // value: to sort by, null where there is none. text: to show; the name is more than text.
+  // value: the sort key, or null. text: the text to show; the name column shows more than text.
   const NUMBER = "number";
   const COLUMNS = [
     { id: "name", title: "Name", value: (t) => t.name, style: "name" },
@@ -363,9 +363,9 @@
   const natural = new Intl.Collator("en", { numeric: true });
   const compare = (a, b) => (typeof a === "string" ? natural.compare(a, b) : ascending(a, b));
 
-  // Of a tensor in its run.
+  // Identifies a tensor in its run.
   const position = new Map(runs.flatMap((run) => run.tensors.map((t, i) => [t, i])));
-  let rows = []; // of the table, in the order of the run's tensors
+  let rows = []; // table rows, in the order of the run's tensors
 
   function buildHead() {
     const cells = COLUMNS.map(({ id, title, style }) => {
@@ -386,7 +386,7 @@
     $("table").tHead.rows[0].append(...cells);
   }
 
-  // A name, a button where it has a histogram to show; a line may end after its dots.
+  // A tensor's name; a button if the tensor has a histogram. Lines may break after dots.
   function nameOf(t) {
     const node = document.createElement(t.histogram ? "button" : "span");
     if (t.histogram) node.type = "button";
@@ -416,7 +416,7 @@
     const { value } = COLUMNS.find((c) => c.id === column);
     const keyed = rows.map((row, i) => ({ row, key: value(state.run.tensors[i]) }));
     keyed.sort((a, b) => {
-      if (a.key === null || b.key === null) return (a.key === null) - (b.key === null); // missing ones last, both ways
+      if (a.key === null || b.key === null) return (a.key === null) - (b.key === null); // missing values last, in both orders
       return descending ? compare(b.key, a.key) : compare(a.key, b.key);
     });
     const sorted = document.createDocumentFragment();
@@ -496,7 +496,7 @@
   for (const query of ["(prefers-color-scheme: dark)", "(max-width: 44rem)", "(max-width: 64rem)"]) {
     matchMedia(query).addEventListener("change", redraw);
   }
-  // On paper: light, and as wide as a sheet.
+  // When printed: the light theme, as wide as the sheet.
   addEventListener("beforeprint", () => {
     document.documentElement.classList.add("printing");
     redraw();

@@ -1,4 +1,4 @@
-"""A quick benchmark of the ops on this machine. The repository's benchmarks/ compares with other libraries."""
+"""A quick benchmark of the operations on this machine. The repository's benchmarks/ compare with other libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each of `runs` runs of one op; `bytes` counts everything it reads and writes: codes, scales and FP32."""
+    """Seconds of each run of one operation. `bytes` counts all that it reads and writes: codes, scales and FP32."""
 
     recipe: str
     op: str
@@ -41,7 +41,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float, float]:
-        """Least, median and most."""
+        """Minimum, median and maximum."""
         return self.least, statistics.median(self.seconds), max(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
     and compiles, is not timed.
 
     Raises OptionError for a size or number of runs below 1 and for an unknown device, UnknownNameError for an unknown
-    framework, ImportError where it is not installed.
+    framework, ImportError if it is not installed.
     """
     for name, value in (("size", size), ("runs", runs)):
         if whole_number(name, value) < 1:

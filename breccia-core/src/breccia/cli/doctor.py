@@ -1,4 +1,4 @@
-"""Diagnoses the installation: what is installed, missing or wrong, and the commands that fix it."""
+"""Diagnoses the installation: what is installed, missing or wrong, and which commands fix it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..arrays.frameworks import Framework
 from ..dispatch.registry import Plugin, registry
 from ..siblings import CORE, EXTRAS, SIBLINGS, install, unrelated
 
-#: The states of a finding. A problem makes results wrong or a part of breccia unusable.
+#: The states of a finding. A problem makes results wrong, or makes part of breccia unusable.
 OK, MISSING, NOTE, PROBLEM = "ok", "missing", "note", "problem"
 
 
@@ -50,11 +50,11 @@ def _system() -> Iterator[Finding]:
     yield Finding("system", "python", OK, f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}")
     yield Finding("system", "platform", OK, f"{platform.platform()}, {os.cpu_count()} CPUs")
     if sys.byteorder != "little":
-        text = "big-endian: breccia's files are little-endian, and it has no byte swapping"
+        text = "big-endian: breccia's files are little-endian, and breccia does not swap bytes"
         yield Finding("system", "byte order", PROBLEM, text, "use a little-endian host (x86-64, arm64)")
     for name in ("BRECCIA_BLOCK", "BRECCIA_PREFER", "BRECCIA_TRACE", "BRECCIA_CHECK"):
         if os.environ.get(name):
-            yield Finding("system", name, NOTE, f"is set to {os.environ[name]!r} and steers breccia", f"unset {name}")
+            yield Finding("system", name, NOTE, f"{os.environ[name]!r}, which changes what breccia does", f"unset {name}")
 
 
 def _distributions() -> Iterator[Finding]:
@@ -64,14 +64,14 @@ def _distributions() -> Iterator[Finding]:
         if found is None:
             yield Finding("breccia", name, MISSING, "not installed", install(name))
         elif found.rpartition(".")[0] != series:
-            text = f"{found}, which does not belong to breccia-core {__version__}"
+            text = f"{found}, which does not match breccia-core {__version__}"
             yield Finding("breccia", name, PROBLEM, text, install(name, "--upgrade"))
         else:
             yield Finding("breccia", name, OK, found)
 
 
 def _conflicting() -> Iterator[Finding]:
-    """The older, unrelated distribution with the same import name."""
+    """An older, unrelated distribution with the same import name."""
     found = unrelated()
     if found is not None:
         yield Finding("breccia", "breccia", PROBLEM, found.text, found.remedy)
@@ -86,18 +86,18 @@ def _framework(framework: Framework) -> Iterator[Finding]:
     try:
         devices: list[str] = targets.load(framework.devices)() if framework.devices else []
     except (Exception, SystemExit) as e:
-        line = f"{text}, and asking it for its devices failed: {type(e).__name__}: {' '.join(str(e).split())}"
+        line = f"{text}; listing its devices failed: {type(e).__name__}: {' '.join(str(e).split())}"
         yield Finding("frameworks", framework.name, PROBLEM, line, f"pip install --force-reinstall {root}")
         return
     yield Finding("frameworks", framework.name, OK, "; ".join([text, *devices]))
 
 
 def _absent_frameworks(known: dict[str, Framework]) -> Iterator[Finding]:
-    """Frameworks that one of breccia's other distributions supports."""
+    """Frameworks that a breccia distribution which is not active supports."""
     for sibling in SIBLINGS:
         if sibling.arrays and sibling.plugin not in known:
             here = _version(sibling.arrays[0])
-            text = f"{here} is installed, and breccia does not support it" if here else "not installed"
+            text = f"{here} is installed, but breccia's plug-in for it is not active" if here else "not installed"
             yield Finding("frameworks", sibling.plugin, NOTE if here else MISSING, text, sibling.remedy)
 
 
@@ -108,8 +108,8 @@ def _extras() -> Iterator[Finding]:
             text = f"{', '.join(absent)} not installed: {extra.purpose}"
             yield Finding("extras", extra.name, MISSING, text, extra.remedy)
         else:
-            held = ", ".join(f"{module} {_version(module) or ''}".strip() for module in extra.modules)
-            yield Finding("extras", extra.name, OK, f"{held}: {extra.purpose}")
+            found = ", ".join(f"{module} {_version(module) or ''}".strip() for module in extra.modules)
+            yield Finding("extras", extra.name, OK, f"{found}: {extra.purpose}")
 
 
 def _plugins(found: list[Plugin]) -> Iterator[Finding]:

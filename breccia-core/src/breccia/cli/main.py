@@ -41,7 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Shell completion from `names`, which are looked up on use."""
+    """Shell completion from the values of `names`, called when completion runs."""
 
     def offered(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -61,11 +61,11 @@ class _Interrupted(Exception):
 
 
 class _Program(TyperGroup):
-    """All commands, those of plug-ins first. A command's return value is not an exit code."""
+    """All commands; those of plug-ins are listed first. A command's return value is not an exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        ours = [name for name, command in registry().commands.items() if command.plugin == "core"]
-        return sorted(super().list_commands(ctx), key=lambda name: name in ours)
+        core = [name for name, command in registry().commands.items() if command.plugin == "core"]
+        return sorted(super().list_commands(ctx), key=lambda name: name in core)
 
     def invoke(self, ctx: Any) -> None:
         try:
@@ -86,7 +86,7 @@ class _Command(TyperCommand):
 
 
 def application() -> TyperGroup:
-    """The program: all declared commands, and those of distributions not installed, which print how to install them."""
+    """The program: all declared commands, and hidden ones that print how to install the distribution that has them."""
     app = typer.Typer(
         name="breccia",
         cls=_Program,
@@ -98,10 +98,10 @@ def application() -> TyperGroup:
 
     @app.callback()
     def options(  # pyright: ignore[reportUnusedFunction]
-        version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", callback=_version)] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")] = False,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_version)] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show an error's traceback; anywhere on the line.")] = False,
     ) -> None:
-        """Options before the command."""
+        """Options that precede the command."""
 
     program = typer.main.get_command(app)
     assert isinstance(program, TyperGroup)
@@ -118,12 +118,12 @@ def application() -> TyperGroup:
 def run(arguments: list[str] | None = None) -> None:
     """Run the program and exit. KeyboardInterrupt passes through."""
     words = sys.argv[1:] if arguments is None else arguments
-    ours = words[: words.index("--")] if "--" in words else words
-    debug, as_json = "--debug" in ours, "--json" in ours
+    before = words[: words.index("--")] if "--" in words else words
+    debug, as_json = "--debug" in before, "--json" in before
     for stream in (sys.stdout, sys.stderr):  # do not fail on characters that the terminal's encoding lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    rest = [*(word for word in ours if word != "--debug"), *words[len(ours) :]]
+    rest = [*(word for word in before if word != "--debug"), *words[len(before) :]]
     try:
         with warnings.catch_warnings():
             if not debug:
@@ -187,26 +187,28 @@ def print_json(value: Any) -> None:
 
 
 def explain(
-    op: Annotated[str, typer.Argument(metavar="OP", help=f"The op: {', '.join(OPS)}.", autocompletion=_op_names)],
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"The operation: {', '.join(OPS)}.", autocompletion=_op_names)],
     recipes: Annotated[
         list[str],
         typer.Argument(
             metavar="RECIPE",
-            help="Of each operand: a name, or NAME,field=value; `array` for a plain one.",
+            help="Of each operand: NAME or NAME,field=value; `array` if plain.",
             autocompletion=_operand_names,
         ),
     ],
     on: Annotated[
         str,
-        typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
+        typer.Option(
+            metavar="FRAMEWORK", help="A framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
+        ),
     ] = "numpy",
     prefer: Annotated[
         list[str] | None,
-        typer.Option(metavar="KERNEL", help="One to prefer, by name; may be repeated.", autocompletion=_kernel_names),
+        typer.Option(metavar="KERNEL", help="Name of a kernel to prefer; repeatable.", autocompletion=_kernel_names),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which kernel runs for a call, and why the others do not."""
+    """Show which kernel runs for a call, and why the others do not."""
     found = explain_call(op, *recipes, on=on, prefer=prefer)
     if as_json:
         rows = [{"kernel": v.kernel.name, "reason": v.reason, "location": v.location} for v in found.verdicts]
@@ -231,7 +233,7 @@ def _planned(steps: Iterable[Explanation]) -> list[dict[str, Any]]:
 
 
 def plugins(as_json: Json = False) -> None:
-    """List the plug-ins found, what they declare, and what was set aside."""
+    """List the plug-ins found, what they declare, and which were set aside."""
     found = registry().plugins
     if as_json:
         print_json([asdict(p) for p in found])
@@ -243,9 +245,7 @@ def plugins(as_json: Json = False) -> None:
     print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
 
 
-plugin = typer.Typer(
-    name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Start a plug-in of your own."
-)
+plugin = typer.Typer(name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Create a plug-in.")
 
 
 @plugin.callback()
@@ -253,13 +253,15 @@ def _plugin() -> None:  # pyright: ignore[reportUnusedFunction]
     """With a callback, Typer keeps `new` as a subcommand."""
 
 
-@plugin.command("new", short_help="Write one that works, with its test.")
+@plugin.command("new", short_help="Write a working plug-in with its test.")
 def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What breccia calls it, as in 'acme'.", show_default=False)],
-    parent: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where its folder is made.")] = Path("."),
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plug-in, such as 'acme'.", show_default=False)],
+    parent: Annotated[
+        Path, typer.Option("--dir", metavar="FOLDER", help="Folder in which to create the plug-in's folder.")
+    ] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """Write a plug-in that works: a recipe, a kernel for NumPy and their conformance test. Nothing is overwritten."""
+    """Write a working plug-in: a recipe, a NumPy kernel and their conformance test. Nothing is overwritten."""
     folder = write_plugin(name, parent)
     written = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     commands = [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", f"breccia explain dequantize {name}"]
@@ -274,7 +276,7 @@ def new_plugin(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what is installed, what is missing or wrong, and what to type. Exits with 1 where something is wrong."""
+    """Show what is installed, missing or wrong, and the commands that fix it. Exits with 1 if something is wrong."""
     found = examine()
     if as_json:
         print_json([asdict(f) for f in found])
@@ -299,18 +301,20 @@ def bench(
     recipes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RECIPE", help="What to time.", show_default="block mxfp8 nvfp4 int4", autocompletion=recipe_names
+            metavar="RECIPE", help="Recipes to time.", show_default="fp8_block mxfp8 nvfp4 int4", autocompletion=recipe_names
         ),
     ] = None,
     on: Annotated[
         str,
-        typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
+        typer.Option(
+            metavar="FRAMEWORK", help="A framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
+        ),
     ] = "numpy",
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows and columns of the matrix.")] = 4096,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Counted runs of each op.")] = 7,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each operation.")] = 7,
     as_json: Json = False,
 ) -> None:
-    """Time cast, dequantize and matmul on this machine; benchmarks/ of the repository compares with others."""
+    """Time cast, dequantize and matmul on this machine. The repository's benchmarks/ compare with other libraries."""
     from .bench import ROWS, measure
 
     specs = recipes or ["fp8_block", "mxfp8", "nvfp4", "int4"]
@@ -322,8 +326,8 @@ def bench(
     rows = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
     print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), rows)
     Console(soft_wrap=True).print(
-        f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by that, transposed. GB/s: codes, scales and FP32, at the "
-        "least time.",
+        f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by its transpose. GB/s: codes, scales and FP32 at the "
+        "minimum time.",
         highlight=False,
     )
 

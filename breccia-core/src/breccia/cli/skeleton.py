@@ -1,4 +1,4 @@
-"""`breccia plugin new`: writes the distribution of a new plug-in from the files in templates/plugin."""
+"""`breccia plugin new`: writes a new plug-in's distribution from the files in templates/plugin."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 def write_plugin(name: str, parent: Path = Path()) -> Path:
     """Write the distribution `NAME-breccia` into a new folder of that name in `parent`; returns the folder.
 
-    It installs as it is: a recipe, a kernel for NumPy, and the test that checks both with `breccia.testing`.
+    The distribution is installable. It has a recipe, a NumPy kernel, and the test that checks both with `breccia.testing`.
 
-    Raises OptionError for a name that is invalid or taken, FileExistsError where the folder exists.
+    Raises OptionError for a name that is invalid or taken, FileExistsError if the folder exists.
     """
     check_name(name)
     folder = parent / f"{name.replace('_', '-')}-breccia"
@@ -57,8 +57,8 @@ def check_name(name: str) -> None:
     """Raise OptionError unless `name` is valid for a new plug-in, its recipe and its package."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise OptionError(
-            f"a plug-in's name has small letters a-z, digits and single underscores between them, as in 'acme' or 'acme_npu'; "
-            f"got {name!r}.",
+            f"a plug-in's name has lowercase letters a-z, digits and single underscores between them, such as 'acme' or "
+            f"'acme_npu'; got {name!r}.",
             name=name,
         )
     known = registry()

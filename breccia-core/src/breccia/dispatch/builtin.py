@@ -131,9 +131,9 @@ _STORAGES = {
 @hookimpl
 def breccia_cli() -> Iterable[Command]:
     return [
-        Command("explain", "breccia.cli.main:explain", "Say which kernel runs for a call, and why no other does."),
-        Command("plugins", "breccia.cli.main:plugins", "List plug-ins, what they declare, what was set aside."),
+        Command("explain", "breccia.cli.main:explain", "Show which kernel runs for a call, and why the others do not."),
+        Command("plugins", "breccia.cli.main:plugins", "List plug-ins, what they declare, which were set aside."),
         Command("plugin", "breccia.cli.main:plugin", "Start a plug-in: `breccia plugin new NAME`."),
-        Command("doctor", "breccia.cli.main:doctor", "Say what is installed, missing or wrong; what to type."),
+        Command("doctor", "breccia.cli.main:doctor", "Show what is installed, missing or wrong, and how to fix it."),
         Command("bench", "breccia.cli.main:bench", "Time cast, dequantize and matmul on this machine."),
     ]

@@ -1,10 +1,10 @@
 # pyright: reportUnsupportedDunderAll=false
-"""The conformance kit: one line tests a plug-in, whatever it declares.
+"""The conformance kit: one line tests everything that a plug-in declares.
 
     test_conformance = breccia.testing.conformance("acme")
 
-`oracle` judges by exact rationals, `strategies` draws arrays worth testing, `vectors` writes the golden vectors. The kit needs
-the extra `breccia-core[testing]`.
+`oracle` computes expected results in exact rationals, `strategies` draws test arrays, `vectors` writes the golden vectors.
+The kit needs the extra `breccia-core[testing]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: Public name -> module that defines it, and the modules that are public themselves. `__init__.pyi` says the same.
+#: Public name -> module that defines it; and the public modules. Keep in step with `__init__.pyi`.
 _HOMES = {"conformance": "kit", "Law": "laws"}
 _MODULES = ("oracle", "strategies", "vectors")
 

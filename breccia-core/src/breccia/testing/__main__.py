@@ -11,10 +11,12 @@ from . import vectors
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m breccia.testing", description="What the conformance kit can be asked for.")
+    parser = argparse.ArgumentParser(prog="python -m breccia.testing", description="Commands of breccia's conformance kit.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("vectors", help="write the golden vectors, by the oracle (some tens of seconds)")
-    command.add_argument("folder", type=Path, help=f"the folder of all sets; this one is its folder {vectors.VERSION}")
+    command = commands.add_parser("vectors", help="write the golden vectors, computed by the oracle (takes tens of seconds)")
+    command.add_argument(
+        "folder", type=Path, help=f"the folder of all sets; this set is written to its subfolder {vectors.VERSION}"
+    )
     given = parser.parse_args()
     try:
         print(vectors.write(given.folder, vectors.files()))

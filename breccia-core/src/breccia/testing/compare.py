@@ -1,4 +1,4 @@
-"""Bitwise comparisons of the kit, with messages that name the differences."""
+"""The kit's bitwise comparisons, with messages that name the differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tensors.tensor import ScaledTensor
 from . import oracle
 from .places import Place, words
 
-#: By place: decoded numbers below 2^-126 that came back as zeros, which the contract allows under XLA.
+#: By place: how many decoded values below 2^-126 came back as zeros, which the contract allows under XLA.
 flushed: Counter[str] = Counter()
 
 
@@ -38,24 +38,24 @@ def expect_words(what: str, found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def expect_numbers(what: str, place: Place, found: Any, expected: np.ndarray) -> None:
-    """Raise AssertionError unless FP32 `found` of a place has the bits of `expected`.
+    """Raise AssertionError unless FP32 array `found`, at a place, has the bits of `expected`.
 
-    One NaN is like another; and where a place flushes, a zero of its sign does for a number below 2^-126.
+    Any NaN equals any NaN. Where a place flushes, a zero of the same sign equals a number below 2^-126.
     """
-    theirs = np.asarray(expected, np.float32, order="C").view(np.uint32)
-    ours = fp32(what, place, found, theirs.shape).view(np.uint32)
-    a, b = ours & MAGNITUDE, theirs & MAGNITUDE
-    settled = (a > F32_INF) & (b > F32_INF)
+    expected_bits = np.asarray(expected, np.float32, order="C").view(np.uint32)
+    found_bits = fp32(what, place, found, expected_bits.shape).view(np.uint32)
+    a, b = found_bits & MAGNITUDE, expected_bits & MAGNITUDE
+    equal = (a > F32_INF) & (b > F32_INF)
     if place.flushes:
-        lost = (a == 0) & (b > 0) & (b < NORMAL) & (ours >> 31 == theirs >> 31)
+        lost = (a == 0) & (b > 0) & (b < NORMAL) & (found_bits >> 31 == expected_bits >> 31)
         if lost.any():
             flushed[str(place)] += int(lost.sum())
-        settled |= lost
-    expect_words(what, np.where(settled, 0, ours), np.where(settled, 0, theirs))
+        equal |= lost
+    expect_words(what, np.where(equal, 0, found_bits), np.where(equal, 0, expected_bits))
 
 
 def fp32(what: str, place: Place, found: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """FP32 `found` of a place as a NumPy array. Raises AssertionError for another dtype or shape."""
+    """FP32 array `found`, at a place, as a NumPy array. Raises AssertionError for another dtype or shape."""
     expect(dtype_name(found) == "float32", f"{what}: {dtype_name(found)}, expected float32")
     host = place.words(found)
     expect(host.shape == shape, f"{what}: shape {host.shape}, expected {shape}")
@@ -63,16 +63,16 @@ def fp32(what: str, place: Place, found: Any, shape: tuple[int, ...]) -> np.ndar
 
 
 def expect_tensor(place: Place, found: ScaledTensor, expected: ScaledTensor) -> None:
-    """Raise AssertionError unless `found`, of a place, says what `expected`, of NumPy, says, byte for byte."""
+    """Raise AssertionError unless tensor `found`, at a place, equals NumPy tensor `expected` byte for byte."""
     for name in ("recipe", "layout", "axis", "padding", "shape"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
-        expect(ours == theirs, f"{name} is {ours!r}, expected {theirs!r}")
+        value, wanted = getattr(found, name), getattr(expected, name)
+        expect(value == wanted, f"{name} is {value!r}, expected {wanted!r}")
     expect(found.framework == place.framework, f"the result is a {found.framework} tensor, expected one of {place.framework}")
     for name in PARTS:
-        ours, theirs = getattr(found, name), getattr(expected, name)
-        expect((ours is None) == (theirs is None), f"{name} is {ours!r}, expected {theirs!r}")
-        if ours is not None:
-            found_words, expected_words = place.words(ours), words(np.asarray(theirs))
+        value, wanted = getattr(found, name), getattr(expected, name)
+        expect((value is None) == (wanted is None), f"{name} is {value!r}, expected {wanted!r}")
+        if value is not None:
+            found_words, expected_words = place.words(value), words(np.asarray(wanted))
             sizes = found_words.itemsize, expected_words.itemsize
             expect(sizes[0] == sizes[1], f"{name}: items of {sizes[0]} bytes, expected {sizes[1]}")
             expect_words(name, found_words, expected_words)
@@ -80,20 +80,20 @@ def expect_tensor(place: Place, found: ScaledTensor, expected: ScaledTensor) -> 
 
 def expect_written(place: Place, found: ScaledTensor, expected: oracle.Written) -> None:
     """Raise AssertionError unless a tensor with blocks along its last axis holds what the oracle wrote."""
-    ours = written(place, found)
-    expect_words("scale", ours.scale, expected.scale)
-    expect_words("codes", ours.codes, expected.codes)
+    actual = written(place, found)
+    expect_words("scale", actual.scale, expected.scale)
+    expect_words("codes", actual.codes, expected.codes)
     expect(
-        ours.global_scale == expected.global_scale,
-        f"global_scale is {ours.global_scale!r}, expected {expected.global_scale!r} (FP32 bits)",
+        actual.global_scale == expected.global_scale,
+        f"global_scale is {actual.global_scale!r}, expected {expected.global_scale!r} (FP32 bits)",
     )
     if expected.zero_point is not None:
-        expect(ours.zero_point is not None, "zero_point is missing")
-        expect_words("zero_point", np.asarray(ours.zero_point), expected.zero_point)
+        expect(actual.zero_point is not None, "zero_point is missing")
+        expect_words("zero_point", np.asarray(actual.zero_point), expected.zero_point)
 
 
 def written(place: Place, st: ScaledTensor) -> oracle.Written:
-    """What a tensor with blocks along its last axis holds, in the oracle's terms."""
+    """The codes and scales of a tensor with blocks along its last axis, as the oracle writes them."""
     part = {name: place.words(p).astype(np.uint32) for name in PARTS if (p := getattr(st, name)) is not None}
     codes = unpacked(st.recipe.format.element, place.words(st.data), st.shape[-1])
     global_scale = part.get("global_scale")
@@ -101,7 +101,7 @@ def written(place: Place, st: ScaledTensor) -> oracle.Written:
 
 
 def unpacked(codec: Codec, data: np.ndarray, length: int) -> np.ndarray:
-    """Codes, one per item, by reading each row as one long number: another road than the generic algorithm's."""
+    """Codes, one per item. Reads each row as one long integer, independently of the generic algorithm."""
     if codec.bits == 8:
         return data.astype(np.uint32)
     rows = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])

@@ -11,7 +11,7 @@ from ..tensors.tensor import ScaledTensor, from_buffer
 
 
 def wide(shape: tuple[int, ...], seed: int = 0, exponents: int = 60) -> np.ndarray:
-    """FP32 normal numbers times 2^uniform(-exponents, exponents) by row, with zeros of both signs sprinkled in."""
+    """FP32 normal numbers times 2^uniform(-exponents, exponents) per row, with some zeros of both signs."""
     rng = np.random.default_rng(seed)
     scale = np.exp2(rng.uniform(-exponents, exponents, (*shape[:-1], 1)))
     x = (rng.standard_normal(shape) * scale).astype(np.float32)
@@ -23,7 +23,7 @@ def wide(shape: tuple[int, ...], seed: int = 0, exponents: int = 60) -> np.ndarr
 
 
 def special_rows(columns: int) -> np.ndarray:
-    """Rows that each reach one clause of the contract; FP32, shape (rows, columns)."""
+    """Rows that each test one clause of the contract; FP32, shape (rows, columns)."""
     rng = np.random.default_rng(7)
     smooth = rng.standard_normal(columns).astype(np.float32)
     tiny, largest = np.float32(2.0**-126), np.finfo(np.float32).max
@@ -42,7 +42,7 @@ def special_rows(columns: int) -> np.ndarray:
 def every_decodable(recipe: ScalingRecipe, scales: int = 300) -> ScaledTensor:
     """Every element code under many scale codes, including NaN and Inf codes that no cast writes; a NumPy tensor.
 
-    All scale codes of at most 8 bits, or of 16 where `scales` is 2^16; else that many random ones.
+    All scale codes of 8-bit scales, and of 16-bit scales if `scales` is 2^16; otherwise `scales` random codes.
     """
     fmt = recipe.format
     codes = np.arange(1 << fmt.element.bits, dtype=np.int32)

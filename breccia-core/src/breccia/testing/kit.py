@@ -1,4 +1,4 @@
-"""`conformance`: one pytest test for each law about each thing that a plug-in declares."""
+"""`conformance`: one pytest test per law and per declaration of a plug-in."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def conformance(
     frameworks: str | Iterable[str] | None = None,
     xfails: str | PathLike[str] | None = None,
 ) -> Callable[..., None]:
-    """A test function for pytest: the laws of docs/spec/numerics.md, and of the hooks, for all that `plugin` declares.
+    """A pytest test function that checks all declarations of `plugin` against the laws of docs/spec/numerics.md and the hooks.
 
-    Bound to a name that pytest collects, it is one test for each law, thing declared and framework installed:
+    Bind it to a name that pytest collects. It becomes one test per law, declaration and installed framework:
 
         test_conformance = conformance("acme")
 
     plugin: the name of its entry point.
-    recipes: settings to try in addition to the default of each recipe class; needed for classes whose fields have no defaults.
-    frameworks: those to try, with a kind of device if need be ("torch:cuda"); by default all that any plug-in declares.
-    xfails: a TOML file `"law's id" = "reason"` of what is known to fail; `*` stands for any text. It is strict: a listed law
-        that holds fails the run, and so does an id that is no law's.
+    recipes: recipe instances to test besides the default of each class; required for classes whose fields have no defaults.
+    frameworks: the frameworks to test on, optionally with a kind of device ("torch:cuda"). Default: all declared ones.
+    xfails: a TOML file of known failures, one line `"law's id" = "reason"` each; `*` matches any text. It is strict: a listed
+        law that passes is a failure, and an id that matches no law is an error.
 
-    Laws that cannot be tried (framework not installed, kernel not available) are skipped, with the reason.
+    Laws that cannot be tested (framework not installed, kernel not available) are skipped, with the reason.
     Raises UnknownNameError for an undeclared plug-in or framework, ValueError for a malformed xfail file.
     """
     given = tuple(recipes)
@@ -67,7 +67,7 @@ def conformance(
 
 
 def laws_of(plugin: str, recipes: tuple[ScalingRecipe, ...] = (), places: tuple[Place, ...] | None = None) -> Iterator[Law]:
-    """The laws about a plug-in, in the order of its hooks. Raises UnknownNameError where it is not installed."""
+    """The laws about a plug-in, in the order of its hooks. Raises UnknownNameError if it is not installed."""
     found = _plugin(plugin)
     known = registry()
     listed = [declared.partition(":") for declared in found.declares]
@@ -78,7 +78,7 @@ def laws_of(plugin: str, recipes: tuple[ScalingRecipe, ...] = (), places: tuple[
         if type(recipe) not in subject.declared.get("recipes", ()):
             own = [name for kind, _, name in listed if kind == "recipes"]
             raise UnknownNameError(
-                f"recipes=: {recipe!r} is none of plug-in {plugin!r}, which declares {', '.join(own) or 'no recipe'}.",
+                f"recipes=: {recipe!r} is not a recipe of plug-in {plugin!r}, which declares {', '.join(own) or 'no recipe'}.",
                 name=recipe.name,
                 known=own,
             )
@@ -107,7 +107,7 @@ class _Reasons:
         self._path = Path(path)
         try:
             listed = tomllib.loads(self._path.read_text(encoding="utf-8"))
-        except ValueError as e:  # no TOML, or no UTF-8
+        except ValueError as e:  # not TOML, or not UTF-8
             raise ValueError(f'{self._path}: {e}. A line is written "law\'s id" = "reason".') from e
         for pattern, reason in listed.items():
             if not isinstance(reason, str) or not reason.strip():
@@ -121,7 +121,7 @@ class _Reasons:
         return ()
 
     def check(self, ids: list[str]) -> None:
-        """Raise ValueError where a pattern matches no law: the list would hide a fault that comes back under another name."""
+        """Raise ValueError if a pattern matches no law: such a list would hide a failure that returns under another name."""
         for pattern in self._reasons:
             if not any(fnmatchcase(found, pattern) for found in ids):
                 raise ValueError(f"{self._path}: no law has the id {pattern!r}{suggestion(pattern, ids)}")

@@ -1,10 +1,8 @@
-"""The oracle: docs/spec/numerics.md in exact rationals and by enumeration.
+"""The oracle: docs/spec/numerics.md implemented with exact rationals and enumeration.
 
-Slow, and independent on purpose: it reads declarations (codecs, formats, recipes) and shares no arithmetic with
-`breccia.kernels.reference`. Numbers are `fractions.Fraction`; `fl` is the one place where FP32 rounding happens;
-codes are found by searching the list of all values a codec has.
-
-NumPy carries shapes here and nothing else.
+It is slow and deliberately independent: it reads declarations (codecs, formats, recipes) but shares no arithmetic with
+`breccia.kernels.reference`. Numbers are `fractions.Fraction`; only `fl` rounds to FP32; codes are found by searching the
+list of all values of a codec. NumPy arrays only hold inputs and results.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def decode(codec: Codec, code: int) -> float:
     if isinstance(codec, PowerOfTwo):
         return math.nan if code == codec.nan else 2.0 ** (code - codec.bias)
     if not isinstance(codec, Minifloat):
-        return codec.value(code)  # of a plug-in's class: its numbers are what it says they are
+        return codec.value(code)  # a plug-in's class defines its own values
     above, magnitude = divmod(code, 2 ** (codec.exponent_bits + codec.mantissa_bits))
     if above and not codec.signed:  # an unused bit is set
         return math.nan
@@ -100,7 +98,7 @@ def ladder(codec: Codec) -> tuple[list[Fraction], list[int]]:
 
 
 def neighbours(codec: Codec, q: Fraction) -> tuple[Fraction, Fraction]:
-    """The codec's values just below and above `q` (equal if `q` is one), `q` clamped into range."""
+    """The codec's values just below and above `q`, clamped to its range; both are `q` if `q` is a value."""
     values, _ = ladder(codec)
     q = min(max(q, values[0]), values[-1])
     i = bisect_left(values, q)
@@ -191,7 +189,7 @@ def random_word(seed: int, index: int) -> int:
 
 
 def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
-    """Rule `linear` and its kin: the stored scale of a nonzero block."""
+    """Rule `linear` and the rules derived from it: the stored scale of a nonzero block."""
     codec, element, cap = level.codec, fmt.element, Fraction(fmt.qmax(level))
     assert isinstance(codec, Minifloat), codec
     if isinstance(rule, Inverse):
@@ -212,7 +210,7 @@ def linear(rule: Linear, statistic: Fraction, level: Level, fmt: Format, global_
 
 
 def multiplier(rule: Inverse, statistic: Fraction, cap: Fraction) -> Fraction:
-    """Rule `te`: what the elements of a block are multiplied by."""
+    """Rule `te`: the multiplier of a block's elements."""
     m = min(fl_finite(cap / statistic), 1 / MIN_NORMAL) / Fraction(2) ** rule.margin
     m = min(max(fl_finite(m), MIN_NORMAL), 1 / MIN_NORMAL)
     return Fraction(2) ** floor_log2(m) if rule.power_of_two else m
@@ -236,7 +234,7 @@ def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
         return n if amax <= cap * Fraction(2) ** n else n + 1
     if rule.name == "even":
         assert isinstance(element, Minifloat | Integer), element
-        # An integer's bits behind the leading one of its largest value stand for a mantissa.
+        # For an integer codec, the bits after the leading bit of its largest value act as mantissa bits.
         bits = element.mantissa_bits if isinstance(element, Minifloat) else floor_log2(Fraction(element.high))
         step = Fraction(2) ** (floor_log2(amax) - bits)
         amax = math.floor(amax / step + Fraction(1, 2)) * step
@@ -244,21 +242,21 @@ def exponent(rule: Exponent, amax: Fraction, element: Codec) -> int:
 
 
 def global_number(level: Level, fmt: Format, amax: Fraction) -> Fraction:
-    """What a cast stores at a global level with scale convention "amax" or "divisor"; a tensor of zeros stores what means 1."""
+    """The value that a cast stores for a global scale of convention "amax" or "divisor"; a tensor of zeros gets scale 1."""
     qmax = Fraction(fmt.qmax(level))
     number = max(amax, qmax * MIN_NORMAL) if amax else qmax
     return number if level.sense == "amax" else min(fl_finite(qmax / number), 1 / MIN_NORMAL)
 
 
 def multiplied_by(level: Level, fmt: Format, stored: Fraction) -> Fraction:
-    """What a number stored at a global level multiplies by."""
+    """The multiplier that a stored global scale stands for."""
     if level.sense == "amax":
         return fl_finite(stored / Fraction(fmt.qmax(level)))
     return stored if level.sense == "multiplier" else fl_finite(1 / stored)
 
 
 def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, global_scale: Fraction | None) -> int:
-    """The code a nonzero finite block's scale is stored as."""
+    """The stored code of the scale of a nonzero finite block."""
     codec = level.codec
     if isinstance(rule, Linear):
         return linear(rule, statistic, level, fmt, global_scale)
@@ -270,7 +268,7 @@ def stored_scale(rule: Rule, statistic: Fraction, level: Level, fmt: Format, glo
 
 
 def supplied_scale(codec: Codec, code: int) -> int:
-    """A caller's scale as it is stored: NaN where it is not a positive number within the codec's scale range."""
+    """The stored code of a supplied scale: NaN unless it is a positive number within the codec's scale range."""
     value = decode(codec, code)
     low, high = 0.0, math.inf
     if isinstance(codec, Minifloat) and codec.bits > 8:
@@ -283,7 +281,7 @@ def supplied_scale(codec: Codec, code: int) -> int:
 
 
 def zero_scale(codec: Codec) -> int:
-    """The scale of an all-zero block: 1.0 where scales cannot underflow, else the smallest code."""
+    """The scale code of an all-zero block: 1.0 if scales cannot underflow, otherwise the smallest code."""
     return encode(codec, Fraction(1)) if isinstance(codec, Minifloat) and codec.scale_min > 0 else 0
 
 
@@ -292,9 +290,9 @@ def zero_scale(codec: Codec) -> int:
 
 @dataclass
 class Written:
-    """What a cast writes, one code per item: `codes` in logical shape, `scale` in the layout's shape.
+    """The result of a cast, one code per item: `codes` in the logical shape, `scale` in the layout's shape.
 
-    zero_point: as stored; under a bias the codes of the biases, in the scale's codec.
+    zero_point: as stored. With a float bias, the codes of the biases in the scale's codec.
     """
 
     codes: np.ndarray
@@ -325,7 +323,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int | None, int | None]) ->
 
 
 def _tiling(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[list[int], list[int]]:
-    """(sides of a block, blocks along each side); one block spans a side that the block has none for, be it empty."""
+    """(sides of a block, blocks along each axis). A side of None spans its axis with one block, even an empty axis."""
     pairs = list(zip(shape[-2:], block, strict=True))
     return [side or n for n, side in pairs], [-(-n // side) if side else 1 for n, side in pairs]
 
@@ -340,7 +338,7 @@ def cast(
 ) -> Written:
     """`breccia.cast` of an FP32 array along its last axis, element by element.
 
-    `scale` supplies the scale of the first level: an FP32 number where that level is per tensor, else the codes of all scales.
+    `scale` supplies the first level's scale: an FP32 number if that level is per tensor, otherwise the codes of all scales.
     """
     assert x.dtype == np.float32 and x.ndim >= 1, (x.dtype, x.ndim)
     fmt, rules = recipe.format, recipe.rules
@@ -422,7 +420,7 @@ def _position(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class _Units:
-    """How the elements of one block are brought into units of its scale. statistic: None under a supplied scale."""
+    """Divides the elements of one block by its scale, as its rule does. statistic: None under a supplied scale."""
 
     rule: Rule
     level: Level
@@ -433,7 +431,7 @@ class _Units:
 
     @property
     def scale(self) -> Fraction | None:
-        """All levels' scale, or None where it is NaN."""
+        """The scale of all levels together, or None if it is NaN."""
         value = decode(self.level.codec, self.stored)
         if math.isnan(value):
             return None
@@ -441,7 +439,7 @@ class _Units:
 
     @property
     def exact(self) -> bool:
-        """A power of two alone, without an FP32 reciprocal in between?"""
+        """Whether the scale is a single power of two, which needs no FP32 reciprocal."""
         return isinstance(self.level.codec, PowerOfTwo) and self.global_scale is None
 
     @property
@@ -450,7 +448,7 @@ class _Units:
         return scale is not None and (self.exact or MIN_NORMAL <= scale <= 1 / MIN_NORMAL)
 
     def of(self, x: Fraction) -> Fraction:
-        """`x` in units of the scale, as FP32."""
+        """`x` divided by the scale, rounded to FP32."""
         scale = self.scale
         assert scale is not None
         if isinstance(self.rule, Divide):
@@ -486,7 +484,7 @@ def _element_code(
 
 
 def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
-    """FP32 values of `written` (or of any codes and scales of the recipe's format), exact subnormals included."""
+    """FP32 values of `written`, or of any codes and scales of the recipe's format. Subnormals are exact."""
     fmt = recipe.format
     out = np.zeros(written.codes.shape, np.float32)
     for where, members in blocks(written.codes.shape, fmt.scale.block):
@@ -505,7 +503,7 @@ def dequantize(written: Written, recipe: ScalingRecipe) -> np.ndarray:
 
 
 def _apply(v: float, stored: float, level: Level, fmt: Format) -> float:
-    """`v` under one level's stored scale, rounded once to FP32 (IEEE rules for NaN, Inf and signed zero)."""
+    """`v` scaled by one level's stored scale, rounded once to FP32 (IEEE rules for NaN, Inf and signed zero)."""
     if level.sense == "amax":
         stored = _ieee(stored, fmt.qmax(level), divide=True)
     return _ieee(v, stored, divide=level.sense == "divisor")

@@ -1,4 +1,4 @@
-"""The places where laws are tried: a framework and a device."""
+"""Places: the framework and device that a law is tested on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import OptionError
 
 @dataclass(frozen=True)
 class Place:
-    """A framework, and the kind of device its arrays are on; "" is where it puts them of its own accord."""
+    """A framework and a kind of device; "" is the framework's default device."""
 
     framework: str
     device: str = ""
@@ -33,11 +33,11 @@ class Place:
 
     @property
     def absence(self) -> str:
-        """Why nothing can be tried here; empty where it can."""
+        """Why nothing can be tested here; empty if tests can run."""
         return _absence(self)
 
     def array(self, x: np.ndarray, dtype: str | None = None) -> Array:
-        """`x` here; viewed as the dtype named, if given."""
+        """`x` as an array of this place, viewed as `dtype` if given."""
         made = self.ops.from_numpy(np.array(x), dtype)
         return self.ops.to(made, self.device) if self.device else made
 
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def flushes(self) -> bool:
-        """Do FP32 results below 2^-126 come back as zeros here? XLA's do; the contract allows it for decoded values alone."""
+        """Whether FP32 results below 2^-126 become zeros here. XLA's do; the contract allows it for decoded values only."""
         return _flushes(self)
 
 
@@ -57,14 +57,14 @@ def everywhere() -> tuple[Place, ...]:
 
 
 def place(spec: str) -> Place:
-    """The place of "torch", or "torch:cuda". Raises UnknownNameError for a framework that no plug-in declares."""
+    """The place named "torch" or "torch:cuda". Raises UnknownNameError for a framework that no plug-in declares."""
     framework, _, device = spec.partition(":")
     registry().look_up("breccia_frameworks", framework, "framework")
     return Place(framework, device)
 
 
 def places_of(kernel: Kernel, among: Iterable[Place]) -> list[Place]:
-    """Where a kernel is to be tried: on its own kind of device, if it has one."""
+    """The places where a kernel is tested: on its own kind of device, if it declares one."""
     fitting = (p for p in among if kernel.framework in (ANY_FRAMEWORK, p.framework))
     return list(dict.fromkeys(Place(p.framework, kernel.device or p.device) for p in fitting))
 

@@ -1,7 +1,7 @@
 """The report of conformance tests in a pytest run: a header, and the number of laws by outcome.
 
-An entry point of group `pytest11` loads this in every run of an environment that has breccia-core. It imports the standard
-library, and says nothing where no test is of `breccia.testing.conformance`.
+The `pytest11` entry point loads this module in every pytest run where breccia-core is installed. It imports only the standard
+library, and prints nothing unless the run has tests of `breccia.testing.conformance`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections import Counter, defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-#: The property by which reports of these tests are known: the plug-in's name.
+#: Property of a conformance test's report: the plug-in's name.
 PROPERTY = "breccia.conformance"
-#: That of decoded numbers below 2^-126 that came back as zeros: how many, by place.
+#: Property that counts, by place, the decoded values below 2^-126 that came back as zeros.
 FLUSHED = "breccia.flushed"
 
 _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
 def header() -> list[str]:
-    """Versions of breccia and of all whose bytes are compared; the plug-ins; the devices of frameworks that are imported."""
+    """Versions of breccia, the plug-ins and the frameworks; and the devices of imported frameworks."""
     from .. import __version__, targets
     from ..dispatch.registry import registry
 
@@ -41,13 +41,13 @@ def header() -> list[str]:
 
 
 def pytest_report_collectionfinish(items: list[Any]) -> list[str]:
-    """The header, where there are conformance tests."""
+    """The header, if the run has conformance tests."""
     plugins = dict.fromkeys(name for item in items if (name := getattr(getattr(item, "function", None), PROPERTY, None)))
     return [f"conformance of {', '.join(plugins)}", *header()] if plugins else []
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The laws of each plug-in counted; every reason for which one was skipped, and how often."""
+    """The number of laws by plug-in and outcome; and each reason for a skip, with its count."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     reasons: Counter[tuple[str, str]] = Counter()
     flushed: Counter[str] = Counter()
@@ -59,7 +59,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 counts[plugin][outcome] += 1
                 flushed.update(properties.get(FLUSHED, {}))
                 if outcome == "skipped":
-                    reasons["not tried", _reason(report)] += 1
+                    reasons["skipped", _reason(report)] += 1
                 elif outcome == "xfailed":
                     reasons["known to fail", report.wasxfail.removeprefix("reason: ")] += 1
     if not counts:
@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for (what, reason), count in reasons.most_common():
         terminalreporter.line(f"  {what}, {count}: {reason}")
     for place, count in flushed.items():
-        terminalreporter.line(f"  {place}: {count} decoded numbers below 2^-126 came back as zeros, which the contract allows")
+        terminalreporter.line(f"  {place}: {count} decoded values below 2^-126 came back as zeros, which the contract allows")
 
 
 def _reason(report: Any) -> str:

@@ -1,9 +1,9 @@
-"""Hypothesis strategies: numbers, arrays, recipes and tensors worth testing low-precision code on.
+"""Hypothesis strategies that draw numbers, arrays, recipes and tensors for tests of low-precision code.
 
     @given(x=strategies.arrays(recipe=breccia.NVFP4BlockScaling()))
     def test_mine(x): ...
 
-Arrays are NumPy's, FP32; other frameworks take them as they take any. A failing one shrinks towards fewer rows and zeros.
+Arrays are FP32 NumPy arrays; convert them for other frameworks. A failing example shrinks towards fewer rows and zeros.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LAST = F32_INF - 1
 
 
 def numbers(recipe: ScalingRecipe | None = None, finite: bool = False) -> st.SearchStrategy[float]:
-    """FP32 numbers: zeros, ordinary ones, powers of two and what lies beside, the smallest, the largest, subnormals.
+    """FP32 numbers: zeros, numbers near 1, powers of two and their neighbours, the smallest, the largest, subnormals.
 
-    recipe: with it, also the values of its element codec, the midpoints between them, and what lies beside these.
+    recipe: also draws the values of its element codec, the midpoints between them, and the neighbours of both.
     finite: without NaN and Inf.
     """
     return _bits(recipe, finite).map(_number)
 
 
 def shapes(recipe: ScalingRecipe | None = None, max_side: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of one to three axes that `recipe` takes, up to `max_side` along each, partial blocks and empty ones too."""
+    """Shapes of one to three axes that `recipe` accepts, each axis up to `max_side`; some have partial blocks or are empty."""
     flat = recipe is not None and recipe.format.scale.block == TENSOR
     return hnp.array_shapes(min_dims=1 if flat else 2, max_dims=3, min_side=0, max_side=max_side)
 
@@ -49,25 +49,25 @@ def arrays(
     recipe: ScalingRecipe | None = None,
     finite: bool = False,
 ) -> st.SearchStrategy[np.ndarray]:
-    """FP32 arrays of `numbers`; of `shapes`, unless a shape or a strategy of shapes is given."""
+    """FP32 arrays with elements from `numbers`, and shapes from `shapes` unless `shape` gives a shape or a strategy."""
     words = hnp.arrays(np.uint32, shapes(recipe) if shape is None else shape, elements=_bits(recipe, finite), fill=_fill)
     return words.map(_as_numbers)
 
 
 def recipes(among: Sequence[ScalingRecipe] | None = None) -> st.SearchStrategy[ScalingRecipe]:
-    """Recipes: those given, or of every active plug-in those that need no field, at their defaults."""
+    """Recipes: those given, or the `defaults`."""
     return st.sampled_from(tuple(among) if among is not None else defaults())
 
 
 @st.composite
 def tensors(draw: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
-    """What `cast` writes of `arrays` under `recipe`, or under any of `recipes`."""
+    """Tensors that `cast` makes from `arrays` under `recipe`, or under any of `recipes`."""
     chosen = draw(recipes()) if recipe is None else recipe
     return cast(draw(arrays(recipe=chosen)), chosen)
 
 
 def defaults() -> tuple[ScalingRecipe, ...]:
-    """The default instance of every recipe class of every active plug-in that needs no field."""
+    """The default instance of each recipe class of every active plug-in whose fields all have defaults."""
     return tuple(found() for found in registry().recipes.values() if not found.needed_fields())
 
 
@@ -105,12 +105,12 @@ def _as_numbers(words: np.ndarray) -> np.ndarray:
     return words.view(np.float32)
 
 
-# -- codecs that nobody declares yet -----------------------------------------------------------------------------------
+# -- codecs that no plug-in declares -----------------------------------------------------------------------------------
 
 
 @st.composite
 def codecs(draw: Any, bits: int | None = None) -> Codec:
-    """Element codecs of `bits` bits, by default of 1 to 8: integers, minifloats of every split and kind of NaN, tables."""
+    """Element codecs of `bits` bits (default: 1 to 8): integers, minifloats with every split and kind of NaN, tables."""
     width = draw(st.integers(1, 8)) if bits is None else bits
     return draw(draw(st.sampled_from([_integers, _minifloats, _lookups]))(width))
 
@@ -126,14 +126,14 @@ def _minifloats(draw: Any, bits: int) -> Codec:
     signed = bits > 1 and draw(st.booleans())
     mantissa = draw(st.integers(0, bits - signed))
     exponent, top = bits - signed - mantissa, (1 << (bits - signed)) - 1
-    ieee = top + 1 - (1 << mantissa)  # the exponent's bits alone
+    ieee = top + 1 - (1 << mantissa)  # all exponent bits set
     ends: list[tuple[int | None, int | None, int]] = [(None, None, top)]  # (nan, inf, the largest finite code)
     ends += [(top, None, top - 1)] if top > 1 else []
     ends += [(top, ieee, ieee - 1)] if 1 < ieee < top else []
     nan, inf, last = draw(st.sampled_from(ends))
     field, fraction = divmod(last, 1 << mantissa)
-    lowest = max(-20, field - 110)  # the largest number is below 2^111, so that FP32 holds it times a scale's largest
-    finest = 150 - mantissa  # the smallest number is 2^-149 or more
+    lowest = max(-20, field - 110)  # the largest value is below 2^111, so its product with the largest scale fits FP32
+    finest = 150 - mantissa  # the smallest value is at least 2^-149
     bias = draw(st.integers(lowest, max(lowest, min(lowest + 40, finest))))
     largest = float((Fraction(fraction, 1 << mantissa) + (field > 0)) * Fraction(2) ** (max(field, 1) - bias))
     return Minifloat("drawn", bits, None, "drawn", exponent, mantissa, bias, largest, nan, inf, signed=signed)

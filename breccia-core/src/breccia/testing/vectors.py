@@ -1,8 +1,8 @@
-"""Golden vectors: inputs that reach every clause of the contract, the bytes a cast of them writes, and what those decode to.
+"""Golden vectors: inputs that test every clause of the contract, the bytes that a cast writes, and the decoded values.
 
-A set is a folder of three files, for readers in any language (docs/spec/vectors.md): `vectors.bin`, all parts one behind
-another; `index.json`; and `index.txt`, the same facts in fields that scanf reads. Everything in it comes from the oracle and
-from integers: neither the generic algorithm nor a library's random generator has a part in it. A published set never changes.
+A set is a folder of three files, readable from any language (docs/spec/vectors.md): `vectors.bin`, all arrays concatenated;
+`index.json`; and `index.txt`, the same index as fields for scanf. All contents are computed by the oracle and from integers,
+without the generic algorithm or a library's random generator. A published set never changes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ..recipes import (
 )
 from . import oracle
 
-#: Number of the set that is made here, and name of its folder. More recipes or edges make another set beside it.
+#: Number of the set that this module makes, and name of its folder. More recipes or edges need a new set with the next number.
 VERSION = 1
 MADE_BY = "breccia.testing.oracle, which follows docs/spec/numerics.md in exact rationals and by enumeration"
 COMPARISON = "all bits equal, signs of zeros too; decoded: any NaN equals any NaN (0x7FC00000 stands for it)"
 BYTES, INDEX, TEXT = "vectors.bin", "index.json", "index.txt"
-#: Parts of a vector, in the order they lie in the file.
+#: Arrays of a vector, in the order they have in the file.
 PARTS = ("input", "supplied", "data", "scale", "zero_point", "global_scale", "decoded")
 INPUTS = {"float32": 4, "float16": 2, "bfloat16": 2}
-#: Beyond 32 bits, and below 2^53 so that every reader of JSON keeps it.
+#: More than 32 bits, but below 2^53, so that every JSON reader keeps it exactly.
 SEED = 0xDEADBEEFCAFE
 QUIET_NAN = 0x7FC00000
 _FLT_MAX, _MIN_NORMAL = 0x7F7FFFFF, 0x00800000
@@ -57,12 +57,12 @@ _FLT_MAX, _MIN_NORMAL = 0x7F7FFFFF, 0x00800000
 
 @dataclass(frozen=True)
 class Vector:
-    """One cast: what goes in, and what must come out.
+    """One cast: its input and options, and the expected output.
 
     input: bit patterns in the logical shape, uint32 (float32) or uint16.
-    supplied: codes of the scale that is given to the cast, in the shape it is stored in, or None.
+    supplied: codes of the scale supplied to the cast, in the stored shape, or None.
     decoded: FP32 bit patterns in the logical shape. data: packed, as stored.
-    scale, zero_point: codes as stored, in as many bits as their codec has; global_scale: FP32 bits.
+    scale, zero_point: codes as stored, as wide as their codec; global_scale: FP32 bits.
     """
 
     recipe: ScalingRecipe
@@ -85,7 +85,7 @@ class Vector:
         return self.input.shape
 
 
-# ------------------------------------------------------------------------------------------------ what is cast
+# ------------------------------------------------------------------------------------------------ inputs
 
 _RULES = ("linear", "recip", "divide", "te")
 _E8M0_RULES = ("rceil", "floor", "even")
@@ -93,7 +93,7 @@ _FLOATS = ("fp16", "bf16", "fp32")
 
 
 def recipes() -> list[ScalingRecipe]:
-    """Every element codec, scale rule, scale dtype and offset of the built-in recipes, in blocks small enough to read."""
+    """Every element codec, scale rule, scale dtype and offset of the built-in recipes, with small blocks."""
     small: dict[str, Any] = {"block_k": 16}
     found: list[ScalingRecipe] = [DelayedScaling(scale_rule=rule) for rule in _RULES]
     found += [DelayedScaling("E5M2", margin=3), DelayedScaling(margin=-2, scale_rule="te")]
@@ -138,7 +138,7 @@ def _bits(values: Any) -> np.ndarray:
 
 
 def _columns(recipe: ScalingRecipe) -> int:
-    """Two blocks of a row; 24 where blocks are whole rows or tensors."""
+    """The columns of two blocks; 24 if a block is a whole row or tensor."""
     _, k = recipe.format.scale.block
     return 2 * k if k else 24
 
@@ -157,7 +157,7 @@ def _wide(recipe: ScalingRecipe) -> np.ndarray:
 
 
 def _zeros(recipe: ScalingRecipe) -> np.ndarray:
-    """+0 and -0 alone, and beside numbers."""
+    """+0 and -0, in a block of zeros and beside other numbers."""
     x = np.zeros((2, _columns(recipe)), np.uint32)
     x[:, 1::2] = 0x80000000
     x[1, -3] = _bits(-1.5)
@@ -176,7 +176,7 @@ def _ties(recipe: ScalingRecipe) -> np.ndarray:
 
 
 def _subnormals(recipe: ScalingRecipe) -> np.ndarray:
-    """Numbers below 2^-126 beside others, and alone; and the smallest normal ones."""
+    """Numbers below 2^-126, beside larger ones and by themselves; and the smallest normal numbers."""
     x = np.concatenate(
         [_ordinary(recipe)[:1], _drawn(5, (1, _columns(recipe)), -127, -127), _drawn(6, (1, _columns(recipe)), -126, -124)]
     )
@@ -199,13 +199,13 @@ def _inf(recipe: ScalingRecipe) -> np.ndarray:
 
 
 def _amax(*ends: int) -> Callable[[ScalingRecipe], np.ndarray]:
-    """Blocks whose largest magnitudes are FP32 numbers with these bit patterns."""
+    """Blocks whose amaxes are the FP32 numbers with these bit patterns."""
 
     def made(recipe: ScalingRecipe) -> np.ndarray:
         n = _columns(recipe)
         x = np.zeros((1, n), np.uint32)
         for block, end in enumerate(np.resize(ends, 2)):
-            part = _drawn(7 + block, (n // 2,), -3, -1).view(np.float32)  # all below one
+            part = _drawn(7 + block, (n // 2,), -3, -1).view(np.float32)  # magnitudes below 1
             x[0, block * (n // 2) :][: n // 2] = (part * np.uint32(end).view(np.float32)).view(np.uint32)
             x[0, block * (n // 2) + 5] = end
         return x
@@ -213,13 +213,13 @@ def _amax(*ends: int) -> Callable[[ScalingRecipe], np.ndarray]:
     return made
 
 
-def _capacity(recipe: ScalingRecipe) -> np.ndarray:
-    """Blocks whose largest magnitude is the element's largest value, and the FP32 numbers next to it."""
+def _around_qmax(recipe: ScalingRecipe) -> np.ndarray:
+    """Blocks whose amax is the element codec's largest value, or one of the FP32 numbers next to it."""
     at = int(_bits(recipe.format.element.max))
     return np.concatenate([_amax(at, at + 1)(recipe), _amax(at - 1, at + (1 << 19))(recipe)])
 
 
-def _ragged(recipe: ScalingRecipe) -> np.ndarray:
+def _partial_block(recipe: ScalingRecipe) -> np.ndarray:
     return _drawn(9, (2, _rows(recipe), _columns(recipe) - 5), -4, 4)
 
 
@@ -228,14 +228,14 @@ def _along_rows(recipe: ScalingRecipe) -> np.ndarray:
 
 
 def _overflowing(recipe: ScalingRecipe) -> np.ndarray:
-    """Numbers with NaN, Inf and finite overflow among them, for supplied scales."""
+    """Numbers with NaN, Inf and finite values that overflow; for supplied scales."""
     x = _drawn(11, (_rows(recipe), _columns(recipe)), -6, 12).copy()
     x[0, :4] = (QUIET_NAN, 0x7F800000, 0xFF800000, _FLT_MAX)
     return x
 
 
-def _half(dtype: str) -> Callable[[ScalingRecipe], np.ndarray]:
-    """16-bit patterns: any finite ones of medium exponents, and zeros, subnormals and ends among them."""
+def _half_precision(dtype: str) -> Callable[[ScalingRecipe], np.ndarray]:
+    """16-bit patterns: finite numbers with medium exponents, zeros, subnormals, and the smallest normal number."""
     mantissa, bias = (10, 15) if dtype == "float16" else (7, 127)
 
     def made(recipe: ScalingRecipe) -> np.ndarray:
@@ -247,12 +247,12 @@ def _half(dtype: str) -> Callable[[ScalingRecipe], np.ndarray]:
     return made
 
 
-def _good(codec: Codec) -> list[int]:
+def _valid_scales(codec: Codec) -> list[int]:
     return [oracle.encode(codec, Fraction(n, 64)) for n in (64, 3, 37, 500)]
 
 
-def _faulty(codec: Codec) -> list[int]:
-    """NaN, the code of 0, and what else no scale may be."""
+def _invalid_scales(codec: Codec) -> list[int]:
+    """Codes of NaN, 0, and other values that a scale must not have."""
     nan = oracle.nan_code(codec)
     assert nan is not None, codec
     if isinstance(codec, PowerOfTwo):
@@ -263,7 +263,7 @@ def _faulty(codec: Codec) -> list[int]:
     return [nan, 0, oracle.encode(codec, Fraction(1)) | sign, 1, sign]
 
 
-def _supplied(recipe: ScalingRecipe, shape: tuple[int, ...], codes: Callable[[Codec], list[int]]) -> np.ndarray:
+def _supplied_scales(recipe: ScalingRecipe, shape: tuple[int, ...], codes: Callable[[Codec], list[int]]) -> np.ndarray:
     level = recipe.format.levels[0]
     return np.resize(np.array(codes(level.codec), np.uint32), oracle.scale_shape(shape, level.block))
 
@@ -279,29 +279,29 @@ EDGES: dict[str, tuple[Callable[[ScalingRecipe], np.ndarray], dict[str, Any]]] =
     "inf": (_inf, {}),
     "largest": (_amax(_FLT_MAX, _FLT_MAX | 0x80000000), {}),
     "smallest": (_amax(_MIN_NORMAL, _MIN_NORMAL + 1), {}),
-    "capacity": (_capacity, {}),
-    "ragged": (_ragged, {}),
+    "capacity": (_around_qmax, {}),
+    "ragged": (_partial_block, {}),
     "axis=-2": (_along_rows, {"axis": -2}),
     "stochastic": (_ordinary, {"rounding": "stochastic", "seed": SEED}),
-    "supplied": (_overflowing, {"supplied": _good}),
-    "faulty": (_ordinary, {"supplied": _faulty}),
-    "float16": (_half("float16"), {"dtype": "float16"}),
-    "bfloat16": (_half("bfloat16"), {"dtype": "bfloat16"}),
+    "supplied": (_overflowing, {"supplied": _valid_scales}),
+    "faulty": (_ordinary, {"supplied": _invalid_scales}),
+    "float16": (_half_precision("float16"), {"dtype": "float16"}),
+    "bfloat16": (_half_precision("bfloat16"), {"dtype": "bfloat16"}),
 }
 
 
-def asked() -> Iterator[Vector]:
-    """Every vector of the set, without its results."""
+def inputs() -> Iterator[Vector]:
+    """Every vector of the set, without results."""
     for recipe in recipes():
         for edge, (draw, options) in EDGES.items():
             x = draw(recipe)
             given = dict(options)
             if "supplied" in options:
-                given["supplied"] = _supplied(recipe, x.shape, options["supplied"])
+                given["supplied"] = _supplied_scales(recipe, x.shape, options["supplied"])
             yield Vector(recipe, edge, x, **given)
 
 
-# ------------------------------------------------------------------------------------------------ what comes out
+# ------------------------------------------------------------------------------------------------ results
 
 
 def _k_last(a: np.ndarray, axis: int) -> np.ndarray:
@@ -309,20 +309,20 @@ def _k_last(a: np.ndarray, axis: int) -> np.ndarray:
 
 
 def expanded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """FP32 numbers of bit patterns of `dtype`, exactly."""
+    """Bit patterns of `dtype` converted to FP32, exactly."""
     if dtype == "float16":
         return x.view(np.float16).astype(np.float32)
     return (x if dtype == "float32" else x.astype(np.uint32) << 16).view(np.float32)
 
 
 def unit(codec: Codec) -> tuple[int, int]:
-    """(codes, bytes) of the smallest group of whole bytes."""
+    """(codes, bytes) of the smallest group of codes that fills whole bytes."""
     bits = math.lcm(codec.bits, 8)
     return bits // codec.bits, bits // 8
 
 
 def packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
-    """Codes along the last axis as bytes: each row is one little-endian number, code i in its bits from i times their size."""
+    """Codes packed along the last axis: each row is one little-endian integer, with code i at bit i * codec.bits."""
     count, size = unit(codec)
     width = -(-codes.shape[-1] // count) * size
     rows = codes.reshape(-1, codes.shape[-1]).tolist()
@@ -331,8 +331,8 @@ def packed(codes: np.ndarray, codec: Codec) -> np.ndarray:
     return np.frombuffer(joined, np.uint8).reshape(*codes.shape[:-1], width)
 
 
-def answered(v: Vector) -> Vector:
-    """The vector with its results, by the oracle."""
+def with_results(v: Vector) -> Vector:
+    """The vector with its results, computed by the oracle."""
     fmt = v.recipe.format
     x = _k_last(expanded(v.input, v.dtype), v.axis)
     scale: Any = v.supplied
@@ -365,11 +365,11 @@ def _stored(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def files(vectors: Iterable[Vector] | None = None) -> dict[str, bytes]:
-    """The files of a set, by name: of the vectors given, or of all, which takes the oracle some tens of seconds."""
+    """The files of a set, by name. Default: all vectors, which takes the oracle tens of seconds."""
     held, places = bytearray(), dict[bytes, int]()
 
     def place(array: np.ndarray | None) -> tuple[int, int] | None:
-        """(offset, bytes) of a part; equal parts are stored once."""
+        """(offset, bytes) of an array; equal arrays are stored once."""
         if array is None:
             return None
         raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
@@ -379,7 +379,7 @@ def files(vectors: Iterable[Vector] | None = None) -> dict[str, bytes]:
             held.extend(raw)
         return places[raw], len(raw)
 
-    answers = list(map(answered, asked()) if vectors is None else vectors)
+    answers = list(map(with_results, inputs()) if vectors is None else vectors)
     used = {F32, F16, BF16, *(codec for v in answers for codec in _codecs(v.recipe))}
     codecs: list[dict[str, Any]] = []
     for codec in (c for c in CODECS if c in used):
@@ -411,7 +411,7 @@ def _codecs(recipe: ScalingRecipe) -> list[Codec]:
 
 
 def _codec(codec: Codec) -> dict[str, Any]:
-    """What a codec declares."""
+    """The declaration of a codec, for the index."""
     facts: dict[str, Any] = {"name": codec.name, "bits": codec.bits}
     match codec:
         case Minifloat():
@@ -440,7 +440,7 @@ def _f32_bits(value: float) -> int:
 def _recipe(recipe: ScalingRecipe) -> dict[str, Any]:
     fmt = recipe.format
     levels = [{"codec": level.codec.name, "block": list(level.block)} for level in fmt.levels]
-    # Fields at their default are left out, as in fingerprints: later fields, whose defaults keep the bytes, change no set.
+    # Fields at their default are omitted, as in fingerprints, so that fields added later do not change a set.
     named = {"name": recipe.name, "fields": recipe.changed}
     said: dict[str, Any] = {"recipe": named, "rules": [rule.name for rule in recipe.rules], "fingerprint": recipe.fingerprint()}
     return said | {
@@ -457,7 +457,7 @@ def _json(index: dict[str, Any]) -> str:
 
 
 def _text(codecs: list[dict[str, Any]], named: list[ScalingRecipe], cases: list[dict[str, Any]]) -> str:
-    """The index as words between spaces: a line of counts, a line per codec, a line per case. -1 stands for "none"."""
+    """The index as space-separated fields: a line of counts, a line per codec, a line per case. -1 stands for "none"."""
     lines = [f"breccia-vectors {VERSION} {len(codecs)} {len(cases)}"]
     for c in codecs:
         first = c.get("mantissa_bits", c.get("fraction_bits", 0)) if c["kind"] != "table" else c["values"][0]
@@ -484,13 +484,13 @@ def _text(codecs: list[dict[str, Any]], named: list[ScalingRecipe], cases: list[
 
 
 def write(folder: Path, made: dict[str, bytes]) -> Path:
-    """Write a set under `folder`, and say where. Raises FileExistsError rather than change a file of it."""
+    """Write a set under `folder` and return its path. Raises FileExistsError if a file exists with other contents."""
     target = folder / str(VERSION)
     for name, raw in made.items():
         if (target / name).exists() and (target / name).read_bytes() != raw:
             raise FileExistsError(
-                f"{target / name} holds other bytes than the oracle makes now. A published set never changes: give VERSION of "
-                f"breccia.testing.vectors its next number, or remove {target} if nobody has it yet."
+                f"{target / name} differs from what the oracle computes now. A published set never changes: set VERSION of "
+                f"breccia.testing.vectors to the next number, or remove {target} if it is not published yet."
             )
     target.mkdir(parents=True, exist_ok=True)
     for name, raw in made.items():
@@ -499,12 +499,12 @@ def write(folder: Path, made: dict[str, bytes]) -> Path:
 
 
 def read(folder: Path) -> list[Vector]:
-    """The vectors of a set, whose files are checked first. Raises CorruptFileError naming the file that was changed."""
+    """Read a set, after checking the hashes of its files. Raises CorruptFileError that names a changed file."""
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     held = {name: (folder / name).read_bytes() for name in index["files"]}
     for name, raw in held.items():
         if hashlib.sha256(raw).hexdigest() != index["files"][name]["sha256"]:
-            raise CorruptFileError(f"{folder / name} is not the file {INDEX} was written with; fetch the set again.", file=name)
+            raise CorruptFileError(f"{folder / name} does not match its hash in {INDEX}; fetch the set again.", file=name)
     every: list[ScalingRecipe] = [ScalingRecipe.from_json(json.dumps(r["recipe"])) for r in index["recipes"]]
     return [_vector(case, every[int(case["recipe"])], held[BYTES]) for case in index["cases"]]
 

@@ -1,4 +1,4 @@
-"""The laws, a module for each kind of declaration. Each is a function named as the sentence it proves."""
+"""The laws, one module per kind of declaration. Each law is a function; its name is the sentence that it tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from . import bridges, choosing, codecs, frameworks, kernels, manifest, products, recipes, rules, storages
 from .law import Law, Subject
 
-__all__ = ["LAWS", "PARTS", "Law", "Subject"]
+__all__ = ["LAWS", "SUBMODULES", "Law", "Subject"]
 
-#: What gives the laws about a plug-in, kind by kind.
+#: The generators of the laws about a plug-in, one per kind of declaration.
 LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
     manifest.laws,
     codecs.laws,
@@ -21,5 +21,5 @@ LAWS: tuple[Callable[[Subject], Iterator[Law]], ...] = (
     bridges.laws,
 )
 
-#: Modules that hold further laws of a kind.
-PARTS = {"kernels": (choosing, products)}
+#: Kind -> further modules that define its laws.
+SUBMODULES = {"kernels": (choosing, products)}

@@ -1,4 +1,4 @@
-"""Laws of bridges: each is available or says what to install, and round trips are exact byte for byte."""
+"""Laws of bridges: each is available or says what to install, and round trips are exact to the byte."""
 
 from __future__ import annotations
 
@@ -22,53 +22,58 @@ from ..places import Place, everywhere
 from .law import Law, Subject, each
 from .recipes import instances, moved
 
-#: Full blocks and bytes, and a shape with partial last blocks, whose padding could be lost.
-_WHOLE, _RAGGED = (16, 256), (5, 67)
+#: A shape with full blocks and bytes, and one with partial last blocks, whose padding could be lost.
+_FULL, _PARTIAL = (16, 256), (5, 67)
 
 
 def laws(subject: Subject) -> Iterator[Law]:
-    """The laws about the bridges of a plug-in. `to_x` and `from_x` are a pair: what one gives, the other takes."""
+    """The laws about the bridges of a plug-in. `to_x` and `from_x` are a pair: `from_x` takes what `to_x` returns."""
     found = {bridge.name: bridge for bridge in subject.of("bridges")}
     recipes = list(dict.fromkeys([*strategies.defaults(), *instances(subject)]))
     for name, bridge in found.items():
-        yield from each("bridges", name, (it_is_there_or_says_what_to_install,), bridge)
+        yield from each("bridges", name, (it_is_available_or_says_what_to_install,), bridge)
         other = found.get(f"from_{name.removeprefix('to_')}")
         if name.startswith("to_") and other is not None:
-            yield from each("bridges", name, (some_recipe_crosses,), bridge, recipes)
-            checks = (what_it_does_not_refuse_comes_back_byte_for_byte,)
+            yield from each("bridges", name, (it_accepts_some_recipe,), bridge, recipes)
+            checks = (accepted_tensors_round_trip_byte_for_byte,)
             for recipe in recipes:
                 yield from each("bridges", f"{name}.{recipe.spec}", checks, bridge, other, recipe)
 
 
-def it_is_there_or_says_what_to_install(bridge: Bridge) -> None:
+def it_is_available_or_says_what_to_install(bridge: Bridge) -> None:
     absent = [module for module in bridge.requires if not targets.installed(module)]
     if not absent:
-        expect(callable(getattr(facade, bridge.name)), f"breccia.bridges.{bridge.name} is no function")
+        expect(callable(getattr(facade, bridge.name)), f"breccia.bridges.{bridge.name} is not a function")
         return
     try:
         getattr(facade, bridge.name)
     except ImportError as e:
         expect(bridge.install in str(e), f"breccia.bridges.{bridge.name} does not say what to install: {e}")
     else:
-        raise AssertionError(f"breccia.bridges.{bridge.name} needs {absent[0]}, which is absent, and does not say so")
+        raise AssertionError(
+            f"breccia.bridges.{bridge.name} needs {absent[0]}, which is not installed, but raises no ImportError"
+        )
 
 
-def some_recipe_crosses(bridge: Bridge, recipes: list[ScalingRecipe]) -> None:
-    _need(bridge)
+def it_accepts_some_recipe(bridge: Bridge, recipes: list[ScalingRecipe]) -> None:
+    _skip_unless_installed(bridge)
     refusals: list[BrecciaError] = []
     for recipe in recipes:
-        if _sent(bridge, _tensor(recipe, _WHOLE), refusals) is not None:
+        if _exported(bridge, _tensor(recipe, _FULL), refusals) is not None:
             return
     reasons = "; ".join(dict.fromkeys(map(str, refusals)))
     raise AssertionError(f"it refuses every recipe: {reasons[:600]}")
 
 
-def what_it_does_not_refuse_comes_back_byte_for_byte(bridge: Bridge, other: Bridge, recipe: ScalingRecipe) -> None:
-    """A tuple that `to_x` gives is the arguments of `from_x`, a dict at its end their options; it may ask for `framework=`."""
-    _need(bridge)
-    for shape in (_WHOLE, _RAGGED):
+def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, recipe: ScalingRecipe) -> None:
+    """If `to_x` returns a tuple, `from_x` gets its items as arguments, and a dict at its end as options.
+
+    `from_x` may also take `framework=`.
+    """
+    _skip_unless_installed(bridge)
+    for shape in (_FULL, _PARTIAL):
         st = _tensor(recipe, shape)
-        taken = _sent(bridge, st, [])
+        taken = _exported(bridge, st, [])
         if taken is None:
             continue
         place, sent = taken
@@ -78,18 +83,18 @@ def what_it_does_not_refuse_comes_back_byte_for_byte(bridge: Bridge, other: Brid
         if "framework" in inspect.signature(back).parameters:
             options["framework"] = place.framework
         found = back(*arguments, **options)
-        expect(isinstance(found, ScaledTensor), f"{other.name} gave {type(found).__name__}, expected a ScaledTensor")
+        expect(isinstance(found, ScaledTensor), f"{other.name} returned {type(found).__name__}, expected a ScaledTensor")
         expect_tensor(place, found, st)
 
 
-def _need(bridge: Bridge) -> None:
+def _skip_unless_installed(bridge: Bridge) -> None:
     absent = [module for module in bridge.requires if not targets.installed(module)]
     if absent:
         pytest.skip(f"{', '.join(absent)} is not installed")
 
 
-def _sent(bridge: Bridge, st: ScaledTensor, refusals: list[BrecciaError]) -> tuple[Place, Any] | None:
-    """(the first place whose tensors it takes, what `to_x` gives of one there); None if it refuses all."""
+def _exported(bridge: Bridge, st: ScaledTensor, refusals: list[BrecciaError]) -> tuple[Place, Any] | None:
+    """(the first place whose tensors the bridge accepts, what `to_x` returns there); None if it refuses all places."""
     for place in (p for p in everywhere() if not p.absence):
         try:
             return place, targets.load(bridge.target)(moved(st, place))

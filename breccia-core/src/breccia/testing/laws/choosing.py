@@ -1,4 +1,4 @@
-"""Laws of kernel selection: a kernel's answers about calls, and that a call without `prefer=` finds one kernel."""
+"""Laws of kernel selection: a kernel's `accepts`, `score` and `plan`, and that calls without `prefer=` select one kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRODUCTS = ("matmul", "cast_matmul", "grouped_matmul")
 
 
 class _Request(NamedTuple):
-    """A call as dispatch sees it: its operands, and the recipe to write."""
+    """A call as dispatch sees it: its operands and the recipe to write."""
 
     a: Any
     b: Any = None
@@ -52,7 +52,10 @@ def it_says_whether_it_is_available(kernel: Kernel, place: Place) -> None:
             reason = targets.load(kernel.available)(device)
         except Exception as e:  # dispatch skips such a kernel
             raise AssertionError(f"{said} raised {type(e).__name__}: {e}") from e
-        expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{said} gave {reason!r}")
+        expect(
+            reason is None or (isinstance(reason, str) and bool(reason)),
+            f"{said} returned {reason!r}, expected None or a reason",
+        )
 
 
 def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
@@ -62,13 +65,13 @@ def it_runs_only_when_named(kernel: Kernel, place: Place) -> None:
                 found = api.explain(kernel.op, *request.explained)
             except BrecciaError:
                 continue
-            expect(found.winner is None or found.winner.name != kernel.name, f"it is chosen unasked:\n{found}")
+            expect(found.winner is None or found.winner.name != kernel.name, f"it is selected without being named:\n{found}")
 
 
 def accepts_score_and_plan_answer_every_call(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
-    """Of each recipe it is declared for, some shapes, dtypes and options; of operands that `explain` was only told of, too.
+    """For each recipe it is declared for, with several shapes, dtypes and options; and with operands described to `explain`.
 
-    Dispatch skips a kernel whose `accepts` raises, and leaves out a `score` that does: these would go unnoticed otherwise.
+    Dispatch skips a kernel whose `accepts` raises, and ignores a `score` that raises: nothing else would report these faults.
     """
     home = registry().frameworks[place.framework]
     for recipe in (*recipes, None):
@@ -77,13 +80,16 @@ def accepts_score_and_plan_answer_every_call(kernel: Kernel, recipes: Iterable[S
                 pytest.skip(reason)
             for options in _options(kernel.op):
                 real = Call(kernel.op, place.framework, (request.a, request.b, request.recipe, options, home))
-                told = [None if x is None else x.described() for x in (real.a, real.b)]
-                for call in (real, Call(kernel.op, place.framework, (told[0], told[1], request.recipe, options, home))):
-                    _answers(kernel, call)
+                described = [None if x is None else x.described() for x in (real.a, real.b)]
+                for call in (
+                    real,
+                    Call(kernel.op, place.framework, (described[0], described[1], request.recipe, options, home)),
+                ):
+                    _check_answers(kernel, call)
 
 
 def a_call_without_prefer_finds_one_kernel(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> None:
-    """None ranks the same as this one; and what runs, of calls remembered too, is what `explain` says."""
+    """No other kernel has the same rank; and the kernel that runs, for cached calls too, is the one that `explain` names."""
     for recipe in (*recipes, None):
         for a, b, new in _requests(kernel, recipe, place):
             options: Any = NO_OPTIONS if new is None or kernel.op == "cast_matmul" else DEFAULT
@@ -99,28 +105,28 @@ def a_call_without_prefer_finds_one_kernel(kernel: Kernel, recipes: Iterable[Sca
             said = explained.winner.name if explained.winner else "none"
             expect(
                 ran == said or kernel.name not in (ran, said),
-                f"{explained.call} of shape {tuple(a.shape)} ran {ran}, and explain says {said}: what {kernel.name} answers "
-                "depends on more than the facts it asked about",
+                f"{explained.call} of shape {tuple(a.shape)} ran {ran}, but explain names {said}: the answers of {kernel.name} "
+                "depend on more than the facts that it read",
             )
 
 
-# -- what is asked ---------------------------------------------------------------------------------------------------
+# -- the calls -------------------------------------------------------------------------------------------------------
 
 
-#: Shapes of the arrays that calls are about: whole blocks, partial ones, and whole ones of another size.
+#: Shapes of the operands: full blocks, partial blocks, and full blocks in another size.
 _SHAPES = ((32, 256), (9, 67), (64, 128))
 
 
 @cache
 def _operand_of(place: Place, shape: tuple[int, int], recipe: ScalingRecipe | None, grouped: bool = False) -> Any:
-    """An array, or a tensor under the recipe; two matrices for groups. Nobody writes into it."""
+    """An array, or a tensor under the recipe; two matrices for groups. It is cached: do not write into it."""
     x = wide(shape, seed=shape[0], exponents=2)
     x = np.stack([x, x]) if grouped else x
     return place.array(x) if recipe is None else moved(reference.cast(x, recipe), place)
 
 
 def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Iterator[_Request]:
-    """Calls that the kernel is declared for, with this recipe or, where it is None, with plain operands alone."""
+    """Calls that the kernel is declared for, with this recipe, or with plain operands only if it is None."""
     op, first = kernel.op, matches(kernel.recipe, recipe)
     for shape in _SHAPES:
         array = _operand_of(place, shape, None)
@@ -140,7 +146,7 @@ def _requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place) -> Ite
 
 
 def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place, shape: tuple[int, int]) -> Iterator[_Request]:
-    """Those of a product: the recipe by itself, by an array, and an array by it."""
+    """Calls of a product: tensor by tensor, tensor by array, and array by tensor."""
     array = _operand_of(place, shape, None)
     for other in dict.fromkeys((None, recipe)):
         if not matches(kernel.other, other):
@@ -158,7 +164,7 @@ def _product_requests(kernel: Kernel, recipe: ScalingRecipe | None, place: Place
 
 
 def _options(op: str) -> list[Any]:
-    """The defaults, and each option by itself."""
+    """The default options, and each option on its own."""
     if op in PRODUCTS or op == "dequantize":
         given: list[dict[str, Any]] = [{"out_dtype": "bfloat16"}, {"out": np.zeros(())}, {"bias": np.zeros(())}]
         left_out = {"dequantize": ["bias"], "grouped_matmul": ["bias"], "cast_matmul": ["out"]}.get(op, [])
@@ -167,36 +173,39 @@ def _options(op: str) -> list[Any]:
     return [DEFAULT, CastOptions(axis=-2), stochastic, CastOptions(scale=1.0), CastOptions(nonfinite="raise")]
 
 
-def _answers(kernel: Kernel, call: Call) -> None:
-    """Raise AssertionError unless `accepts`, and where that agrees `score` and `plan`, answer as they must."""
-    reason = None if kernel.accepts is None else _answer(kernel.accepts, call)
-    expect(reason is None or (isinstance(reason, str) and bool(reason)), f"{kernel.accepts} gave {reason!r}: {_said(call)}")
+def _check_answers(kernel: Kernel, call: Call) -> None:
+    """Raise AssertionError unless `accepts`, and for accepted calls `score` and `plan`, return valid answers."""
+    reason = None if kernel.accepts is None else _call_hook(kernel.accepts, call)
+    expect(
+        reason is None or (isinstance(reason, str) and bool(reason)),
+        f"{kernel.accepts} gave {reason!r}, expected None or a reason: {_describe(call)}",
+    )
     if reason is not None:
         return
     if kernel.score is not None:
-        score = _answer(kernel.score, call)
+        score = _call_hook(kernel.score, call)
         known = isinstance(score, Real) and not isinstance(score, bool) and not math.isnan(score)
-        expect(known, f"{kernel.score} gave {score!r}, which is no number: {_said(call)}")
+        expect(known, f"{kernel.score} gave {score!r}, expected a number: {_describe(call)}")
     if kernel.plan is not None:
-        plan = _answer(kernel.plan, call)
-        expect(all(isinstance(step, Call) for step in plan), f"{kernel.plan} gave {plan!r}, which are no calls: {_said(call)}")
+        plan = _call_hook(kernel.plan, call)
+        expect(all(isinstance(step, Call) for step in plan), f"{kernel.plan} gave {plan!r}, expected calls: {_describe(call)}")
 
 
-def _answer(target: str, call: Call) -> Any:
+def _call_hook(target: str, call: Call) -> Any:
     try:
         found = targets.load(target)(call)
         return list(found) if hasattr(found, "__next__") else found
     except (Exception, SystemExit) as e:
-        raise AssertionError(f"{target} raised {type(e).__name__}: {e}: {_said(call)}") from e
+        raise AssertionError(f"{target} raised {type(e).__name__}: {e}: {_describe(call)}") from e
 
 
-def _said(call: Call) -> str:
-    """How messages call a call."""
-    operands = " and ".join(_operand(x) for x in (call.a, call.b) if x is not None)
+def _describe(call: Call) -> str:
+    """A call, in messages."""
+    operands = " and ".join(_describe_operand(x) for x in (call.a, call.b) if x is not None)
     options = "".join(f", {name}={value!r}" for name, value in call.options.items())
     return f"{call.op} of {operands}{options}"
 
 
-def _operand(x: Operand) -> str:
+def _describe_operand(x: Operand) -> str:
     recipe = x.recipe
     return f"{'array' if recipe is None else recipe.name} {tuple(x.values[x.slot].shape)}"

@@ -1,4 +1,4 @@
-"""Laws of codecs: their values equal the oracle's, on every framework."""
+"""Laws of codecs: their codes and values equal the oracle's on every framework."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from ..compare import expect, expect_numbers, expect_words
 from ..places import Place
 from .law import Law, Subject, each
 
-#: The maximal number of landmarks to try.
+#: The largest number of landmarks to test.
 _MANY = 2000
 
 
 def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the codecs of a plug-in."""
     for codec in subject.of("codecs"):
-        yield from each("codecs", codec.name, (it_says_what_it_is,), codec)
-        checks = [every_code_is_read_as_its_number, numbers_get_the_nearest_code]
-        if isinstance(codec, Minifloat | Lookup) and codec.bits <= 8:  # integers round by what is added to them: a recipe's law
-            checks.append(random_bits_choose_the_oracles_code)
+        yield from each("codecs", codec.name, (its_declaration_is_complete,), codec)
+        checks = [every_code_decodes_to_its_value, numbers_are_encoded_as_the_nearest_code]
+        if (
+            isinstance(codec, Minifloat | Lookup) and codec.bits <= 8
+        ):  # integer codecs round after the zero point is added, which the laws of recipes test
+            checks.append(stochastic_rounding_matches_the_oracle)
         for place in subject.places:
             yield from each("codecs", codec.name, checks, codec, place=place)
 
 
-def it_says_what_it_is(codec: Codec) -> None:
+def its_declaration_is_complete(codec: Codec) -> None:
     expect(bool(codec.source and codec.source.strip()), f"codec {codec.name!r} has no source=; say where the format is defined")
     expect(1 <= codec.bits <= 32, f"codec {codec.name!r} has {codec.bits} bits")
     expect(math.isfinite(codec.max) and codec.max > 0, f"codec {codec.name!r}: max is {codec.max}")
@@ -39,10 +41,13 @@ def it_says_what_it_is(codec: Codec) -> None:
         expect(math.isnan(value), f"codec {codec.name!r}: nan_code {codec.nan_code:#x} decodes to {value}")
     if codec.bits <= 16:
         largest = max(oracle.ladder(codec)[0])
-        expect(largest == Fraction(codec.max), f"codec {codec.name!r}: max is {codec.max}, its largest number {float(largest)}")
+        expect(
+            largest == Fraction(codec.max),
+            f"codec {codec.name!r}: max is {codec.max}, but its largest value is {float(largest)}",
+        )
 
 
-def every_code_is_read_as_its_number(codec: Codec, place: Place) -> None:
+def every_code_decodes_to_its_value(codec: Codec, place: Place) -> None:
     ops = place.ops
     if codec.bits > 16:
         codes = np.concatenate([_f32_words(), np.arange(0, F32_INF, 9_999_991).astype(np.uint32)])
@@ -55,7 +60,7 @@ def every_code_is_read_as_its_number(codec: Codec, place: Place) -> None:
     expect_words(f"{codec.name} codes, loaded", place.words(ops.load(stored)), codes)
 
 
-def numbers_get_the_nearest_code(codec: Codec, place: Place) -> None:
+def numbers_are_encoded_as_the_nearest_code(codec: Codec, place: Place) -> None:
     y = _landmarks(codec)
     expected = [_nearest(codec, float(v)) for v in y]
     with place.ops.errstate():
@@ -63,14 +68,14 @@ def numbers_get_the_nearest_code(codec: Codec, place: Place) -> None:
     expect_words(f"{codec.name} codes of {len(y)} numbers", place.words(found), np.array(expected, np.uint32))
 
 
-def random_bits_choose_the_oracles_code(codec: Codec, place: Place) -> None:
+def stochastic_rounding_matches_the_oracle(codec: Codec, place: Place) -> None:
     y = _landmarks(codec)
     y = y[np.isfinite(y)]
     words = np.array([oracle.random_word(5, i) for i in range(len(y))], np.uint32)
     expected = [_nearest(codec, float(v), int(w)) for v, w in zip(y, words, strict=True)]
     with place.ops.errstate():
         found = codec.encode(place.ops, place.array(y), place.array(words.view(np.int32)))
-    expect_words(f"{codec.name} codes of {len(y)} numbers by random bits", place.words(found), np.array(expected, np.uint32))
+    expect_words(f"{codec.name} stochastic codes of {len(y)} numbers", place.words(found), np.array(expected, np.uint32))
 
 
 def _nearest(codec: Codec, value: float, word: int | None = None) -> int:
@@ -86,7 +91,7 @@ def _nearest(codec: Codec, value: float, word: int | None = None) -> int:
 
 
 def _landmarks(codec: Codec) -> np.ndarray:
-    """Values of the codec, midpoints between them and what lies beside, far larger and smaller ones; FP32, none subnormal."""
+    """FP32 numbers, none subnormal: values of the codec, midpoints between them, neighbours of both, and far larger numbers."""
     if codec.bits > 16:
         found = _f32_words().view(np.float32)
     else:
@@ -103,12 +108,11 @@ def _landmarks(codec: Codec) -> np.ndarray:
     words = found.view(np.uint32) & MAGNITUDE
     found = found[(words == 0) | (words >= NORMAL)]
     words = found.view(np.uint32) & MAGNITUDE
-    says_nan = codec.nan_code is not None
-    return found if says_nan else found[words < F32_INF]
+    return found if codec.nan_code is not None else found[words < F32_INF]
 
 
 def _f32_words() -> np.ndarray:
-    """FP32 bit patterns: zeros, the ends of the normal numbers, ordinary ones; quiet and signalling NaN, Inf."""
+    """FP32 bit patterns: zeros, the smallest and largest normal numbers, some between; quiet and signalling NaN, Inf."""
     ends = [f32_bits(v) for v in (0.0, 2.0**-126, 1.0, 3.0e38, 0.1, 2.0**127)]
     words = np.array([*ends, F32_INF - 1, F32_INF, 0x7FC00000, 0x7F800001], np.uint32)
     return np.concatenate([words, words | np.uint32(0x80000000)])

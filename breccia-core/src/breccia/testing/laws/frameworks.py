@@ -1,4 +1,4 @@
-"""Laws of a framework: each backend primitive of `Ops`, and every recipe's bytes."""
+"""Laws of a framework: each backend primitive of `Ops`, and the bytes of every recipe."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the frameworks of a plug-in: their backend primitives, and the recipes of all plug-ins."""
     for framework in subject.of("frameworks"):
         for place in (p for p in subject.places if p.framework == framework.name):
-            yield from each("frameworks", framework.name, (its_arrays_are_known,), framework, place=place)
-            yield from each("ops", framework.name, WORDS, place=place)
+            yield from each("frameworks", framework.name, (its_arrays_are_recognized,), framework, place=place)
+            yield from each("ops", framework.name, PRIMITIVES, place=place)
             for recipe in strategies.defaults():
                 what = f"{framework.name}.{recipe.name}"
-                yield from each("frameworks", what, (bytes_and_numbers_are_numpys,), recipe, place=place)
+                yield from each("frameworks", what, (casts_and_decoded_values_match_numpy,), recipe, place=place)
 
 
-def its_arrays_are_known(framework: Framework, place: Place) -> None:
+def its_arrays_are_recognized(framework: Framework, place: Place) -> None:
     x = place.array(np.ones((2, 3), np.float32))
-    expect(framework_of(x) == framework, f"an array of it is taken for one of {framework_of(x).name}")
-    expect(dtype_name(x) == "float32", f"its float32 is called {dtype_name(x)!r}")
+    expect(framework_of(x) == framework, f"its array is recognized as one of {framework_of(x).name}")
+    expect(dtype_name(x) == "float32", f"dtype_name of its float32 array is {dtype_name(x)!r}")
     expect(not framework.kinds or device_of(x) in framework.kinds, f"its array is on {device_of(x)!r}, not {framework.kinds}")
 
 
-def bytes_and_numbers_are_numpys(recipe: ScalingRecipe, place: Place) -> None:
-    """For the generic algorithm, and for the kernels that run there."""
+def casts_and_decoded_values_match_numpy(recipe: ScalingRecipe, place: Place) -> None:
+    """For the generic algorithm and for the kernels that dispatch selects."""
     x = np.concatenate([special_rows(67), wide((9, 67), seed=1)])
     expected = reference.cast(x, recipe)
     numbers = reference.dequantize(expected)
@@ -83,8 +83,8 @@ def _exact(operation: Callable[[Fraction, Fraction], Fraction], a: np.ndarray, b
     return np.array([float(oracle.fl(operation(Fraction(p), Fraction(q)))) for p, q in pairs], np.float32)
 
 
-def _is(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
-    """Integers and truth values, compared as they are."""
+def _expect_equal(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
+    """Raise AssertionError unless an array of integers or booleans equals `expected`, dtype included."""
     host = np.asarray(place.ops.to_numpy(found))
     expect(host.shape == expected.shape, f"{what}: shape {host.shape}, expected {expected.shape}")
     expect(dtype_name(host) == dtype_name(expected), f"{what}: {dtype_name(host)}, expected {dtype_name(expected)}")
@@ -93,15 +93,15 @@ def _is(place: Place, what: str, found: Any, expected: np.ndarray) -> None:
     expect(not different.any(), f"{what}: {host[index]}, expected {expected[index]}, at {list(index)}")
 
 
-# ------------------------------------------------------------------------------------------------ words of bits
+# ------------------------------------------------------------------------------------------------ bit patterns
 
 
 def bitcasts_are_inverse_and_change_no_bit(place: Place) -> None:
     ops, words = place.ops, _words()
     floats = ops.bitcast_to_float(place.array(words))
-    expect(dtype_name(floats) == "float32", f"bitcast_to_float gives {dtype_name(floats)}")
-    _is(place, "bitcast_to_int(bitcast_to_float(i))", ops.bitcast_to_int(floats), words)
-    _is(place, "bits(x)", ops.bitcast_to_int(place.array(words.view(np.float32))), words)
+    expect(dtype_name(floats) == "float32", f"bitcast_to_float returns {dtype_name(floats)}")
+    _expect_equal(place, "bitcast_to_int(bitcast_to_float(i))", ops.bitcast_to_int(floats), words)
+    _expect_equal(place, "bitcast_to_int(x)", ops.bitcast_to_int(place.array(words.view(np.float32))), words)
 
 
 def half_precision_becomes_fp32_exactly(place: Place) -> None:
@@ -114,7 +114,7 @@ def half_precision_becomes_fp32_exactly(place: Place) -> None:
     if ops.bfloat16 == "bfloat16":
         expect_numbers("bfloat16", place, ops.f32(place.array(words, "bfloat16")), wide)
     else:
-        expect(ops.is_bit_pattern(place.array(words)), "BF16 is kept as uint16, but is_bit_pattern says no")
+        expect(ops.is_bit_pattern(place.array(words)), "BF16 is stored as uint16, but is_bit_pattern returns False")
         try:
             with ops.errstate():
                 found = ops.f32(ops.to_float(place.array(wide), "bfloat16"))
@@ -124,7 +124,7 @@ def half_precision_becomes_fp32_exactly(place: Place) -> None:
 
 
 def to_float_rounds_once_to_the_nearest(place: Place) -> None:
-    """Subnormals of FP16 too, which begin below 2^-14."""
+    """Includes FP16 subnormals, which are below 2^-14."""
     ops, x = place.ops, _normal(1, low=-27, high=15)
     x = np.concatenate([x, np.array([0.0, -0.0, 1.0 + 2.0**-11, 1.0 + 2.0**-8, 65504.0, 3.0 * 2.0**-12], np.float32)])
     x = x[np.abs(x) <= 65504]
@@ -135,35 +135,35 @@ def to_float_rounds_once_to_the_nearest(place: Place) -> None:
             found = ops.to_float(place.array(x), name)
         except UnsupportedError:  # NumPy without ml_dtypes
             continue
-        expect(dtype_name(found) == name, f"to_float(x, {name!r}) gives {dtype_name(found)}")
+        expect(dtype_name(found) == name, f"to_float(x, {name!r}) returns {dtype_name(found)}")
         expect_words(f"to_float(x, {name!r})", place.words(found), np.array(expected, np.uint16))
 
 
-def stored_words_come_back(place: Place) -> None:
-    """`load` is the inverse of `store` for each dtype that a codec is stored in, and extends with zeros."""
+def load_is_the_inverse_of_store(place: Place) -> None:
+    """For each dtype that a codec is stored in. `load` extends with zeros."""
     ops = place.ops
     for codec in codecs.CODECS:
         dtype = ops.storage(codec)
         width = min(codec.bits, 32)
         words = _words() if width == 32 else np.arange(1 << width, dtype=np.int32)
         stored = ops.store(place.array(words), dtype)
-        expect(dtype_name(stored) == dtype, f"store(codes, {dtype!r}) gives {dtype_name(stored)}")
-        _is(place, f"load(store(codes, {dtype!r}))", ops.load(stored), words)
+        expect(dtype_name(stored) == dtype, f"store(codes, {dtype!r}) returns {dtype_name(stored)}")
+        _expect_equal(place, f"load(store(codes, {dtype!r}))", ops.load(stored), words)
         there = ops.from_numpy(place.words(stored), dtype if dtype_name(place.words(stored)) != dtype else None)
-        _is(place, f"load(from_numpy(words, {dtype!r}))", ops.load(there), words)
+        _expect_equal(place, f"load(from_numpy(words, {dtype!r}))", ops.load(there), words)
 
 
 def take_reads_the_table(place: Place) -> None:
     table = tuple(int(w) & 0xFFFFFFFF for w in _words(118))
     index = np.random.default_rng(2).integers(0, len(table), (5, 40)).astype(np.int32)
     expected = np.array(table, np.uint32).view(np.int32)[index]
-    _is(place, "take", place.ops.take(table, place.array(index)), expected)
+    _expect_equal(place, "take", place.ops.take(table, place.array(index)), expected)
 
 
 # ------------------------------------------------------------------------------------------------ integers
 
 
-def integers_wrap_and_shift_as_two_complements(place: Place) -> None:
+def integers_wrap_and_shift_in_twos_complement(place: Place) -> None:
     a, b = _integers(3), _integers(4)
     x, y = place.array(a), place.array(b)
     p, q = a.astype(np.int64), b.astype(np.int64)
@@ -191,19 +191,19 @@ def integers_wrap_and_shift_as_two_complements(place: Place) -> None:
     results["a << n"] = (x << place.array(shifts), wrapped(p << shifts))
     results["a >> n"] = (x >> place.array(shifts), a >> shifts)
     for what, (found, expected) in results.items():
-        _is(place, what, found, expected)
+        _expect_equal(place, what, found, expected)
 
 
-def comparisons_are_those_of_numbers(place: Place) -> None:
+def comparisons_match_numpy(place: Place) -> None:
     a, b = _integers(6), _integers(7)
     b[::3] = a[::3]
     for what, compare in _COMPARISONS.items():
-        _is(place, f"a {what} b", compare(place.array(a), place.array(b)), compare(a, b))
-        _is(place, f"a {what} 255", compare(place.array(a), 255), compare(a, 255))
+        _expect_equal(place, f"a {what} b", compare(place.array(a), place.array(b)), compare(a, b))
+        _expect_equal(place, f"a {what} 255", compare(place.array(a), 255), compare(a, 255))
     x = np.array([0.0, -0.0, 1.5, -2.5, np.inf, -np.inf, np.nan, 2.0**-126], np.float32)
     for what, compare in _COMPARISONS.items():
-        _is(place, f"x {what} 1.5", compare(place.array(x), 1.5), compare(x, np.float32(1.5)))
-        _is(place, f"x {what} 0.0", compare(place.array(x), 0.0), compare(x, np.float32(0.0)))
+        _expect_equal(place, f"x {what} 1.5", compare(place.array(x), 1.5), compare(x, np.float32(1.5)))
+        _expect_equal(place, f"x {what} 0.0", compare(place.array(x), 0.0), compare(x, np.float32(0.0)))
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -216,33 +216,35 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def where_minimum_and_maximum_choose(place: Place) -> None:
+def where_minimum_and_maximum_match_numpy(place: Place) -> None:
     ops, a, b = place.ops, _integers(8), _integers(9)
     x, y = place.array(a), place.array(b)
-    _is(place, "where(a < b, a, b)", ops.where(x < y, x, y), np.where(a < b, a, b))
-    _is(place, "where(a < b, a, 0)", ops.where(x < y, x, 0), np.where(a < b, a, 0).astype(np.int32))
-    _is(place, "where(a < b, 5, a)", ops.where(x < y, 5, x), np.where(a < b, 5, a).astype(np.int32))
+    _expect_equal(place, "where(a < b, a, b)", ops.where(x < y, x, y), np.where(a < b, a, b))
+    _expect_equal(place, "where(a < b, a, 0)", ops.where(x < y, x, 0), np.where(a < b, a, 0).astype(np.int32))
+    _expect_equal(place, "where(a < b, 5, a)", ops.where(x < y, 5, x), np.where(a < b, 5, a).astype(np.int32))
     for word, expected in (("minimum", np.minimum), ("maximum", np.maximum)):
         choose = getattr(ops, word)
-        _is(place, f"{word}(a, b)", choose(x, y), expected(a, b))
-        _is(place, f"{word}(a, 100)", choose(x, 100), expected(a, 100).astype(np.int32))
+        _expect_equal(place, f"{word}(a, b)", choose(x, y), expected(a, b))
+        _expect_equal(place, f"{word}(a, 100)", choose(x, 100), expected(a, 100).astype(np.int32))
         p, q = _normal(10), _normal(11)
-        _is(place, f"{word} of FP32", ops.bitcast_to_int(choose(place.array(p), place.array(q))), expected(p, q).view(np.int32))
+        _expect_equal(
+            place, f"{word} of FP32", ops.bitcast_to_int(choose(place.array(p), place.array(q))), expected(p, q).view(np.int32)
+        )
         numbers = expected(p, np.float32(2.5)).view(np.int32)
-        _is(place, f"{word}(x, 2.5)", ops.bitcast_to_int(choose(place.array(p), 2.5)), numbers)
+        _expect_equal(place, f"{word}(x, 2.5)", ops.bitcast_to_int(choose(place.array(p), 2.5)), numbers)
 
 
-def the_largest_magnitude_survives_with_its_nan(place: Place) -> None:
+def amax_reduces_over_axes_and_keeps_nan(place: Place) -> None:
     ops = place.ops
     words = (_words(2 * 3 * 8 * 16)[: 2 * 3 * 8 * 16] & MAGNITUDE).reshape(2, 3, 8, 16)
     for axes in ((-1,), (-3, -1), (0, 1, 2, 3)):
         expected = words.max(axis=axes, keepdims=True)
-        _is(place, f"amax(i, {axes})", ops.amax(place.array(words), axes), expected)
+        _expect_equal(place, f"amax(i, {axes})", ops.amax(place.array(words), axes), expected)
     lone = np.zeros((4, 32), np.int32)
     lone[2, 17] = 0x7F800001
-    _is(place, "amax with one signalling NaN", ops.amax(place.array(lone), (-1,)), lone.max(-1, keepdims=True))
+    _expect_equal(place, "amax with one signalling NaN", ops.amax(place.array(lone), (-1,)), lone.max(-1, keepdims=True))
     nothing = ops.amax(place.array(np.zeros((3, 0), np.int32)), (-1,))
-    _is(place, "amax over nothing", nothing, np.zeros((3, 1), np.int32))
+    _expect_equal(place, "amax over nothing", nothing, np.zeros((3, 1), np.int32))
 
 
 # ------------------------------------------------------------------------------------------------ FP32
@@ -266,7 +268,7 @@ def products_are_not_fused_into_sums(place: Place) -> None:
     expect(bool((found == expected).all()), "a * b + c is fused into one rounding")
 
 
-def division_is_ieee_by_arrays_scalars_and_broadcasts(place: Place) -> None:
+def division_by_arrays_scalars_and_broadcasts_is_ieee(place: Place) -> None:
     ops, a, b = place.ops, _normal(16), _normal(17)
     x = place.array(a)
     expect_numbers("div(x, y)", place, ops.div(x, place.array(b)), _exact(lambda p, q: p / q, a, b))
@@ -288,14 +290,14 @@ def integers_are_converted_exactly(place: Place) -> None:
     ops = place.ops
     i = np.concatenate([np.arange(-300, 300), [2**24 - 1, 1 - 2**24, 65535]]).astype(np.int32)
     expect_words("int_to_float(i)", place.words(ops.int_to_float(place.array(i))), i.astype(np.float32).view(np.uint32))
-    _is(place, "to_int32(x)", ops.to_int32(place.array(i.astype(np.float32))), i)
+    _expect_equal(place, "to_int32(x)", ops.to_int32(place.array(i.astype(np.float32))), i)
     expect(ops.to_int32(7.0) == 7, f"to_int32(7.0) is {ops.to_int32(7.0)!r}")
     bytes_ = np.arange(256, dtype=np.uint8)
     numbers = np.arange(256, dtype=np.float32).view(np.uint32)
     expect_words("int_to_float of uint8", place.words(ops.int_to_float(place.array(bytes_))), numbers)
 
 
-def constants_are_exact_and_have_no_axes(place: Place) -> None:
+def constants_are_exact_0d_arrays(place: Place) -> None:
     like = place.array(np.ones((2, 2), np.float32))
     for value in (0.0, 1.0, 448.0, 2.0**-126, 2.0**126, float(np.float32(0.1))):
         found = place.ops.constant(value, like)
@@ -309,27 +311,27 @@ def matmul_accumulates_in_fp32(place: Place) -> None:
     p, q = a.astype(np.float64), b.astype(np.float64)
     bound = 96 * 2.0**-24 / (1 - 96 * 2.0**-24) * (np.abs(p) @ np.abs(q))
     worst = np.max(np.abs(found - p @ q) / bound)
-    expect(bool(worst <= 1), f"matmul is {worst:.1f} times the FP32 bound away")
+    expect(bool(worst <= 1), f"the error of matmul is {worst:.1f} times the FP32 bound")
 
 
 # ------------------------------------------------------------------------------------------------ shapes
 
 
-def shapes_are_numpys(place: Place) -> None:
+def shape_operations_match_numpy(place: Place) -> None:
     ops, a = place.ops, np.arange(24, dtype=np.int32).reshape(2, 3, 4)
     x = place.array(a)
-    _is(place, "reshape", ops.reshape(x, (4, 1, 6)), a.reshape(4, 1, 6))
-    _is(place, "pad", ops.pad(x, (0, 1, 3)), np.pad(a, [(0, 0), (0, 1), (0, 3)]))
-    _is(place, "swap", ops.swap(x), a.swapaxes(-1, -2))
-    _is(place, "broadcast", ops.broadcast(x[:, :, :1], (2, 3, 5)), np.broadcast_to(a[:, :, :1], (2, 3, 5)))
-    _is(place, "x[..., :2, :3]", x[..., :2, :3], a[..., :2, :3])
+    _expect_equal(place, "reshape", ops.reshape(x, (4, 1, 6)), a.reshape(4, 1, 6))
+    _expect_equal(place, "pad", ops.pad(x, (0, 1, 3)), np.pad(a, [(0, 0), (0, 1), (0, 3)]))
+    _expect_equal(place, "swap", ops.swap(x), a.swapaxes(-1, -2))
+    _expect_equal(place, "broadcast", ops.broadcast(x[:, :, :1], (2, 3, 5)), np.broadcast_to(a[:, :, :1], (2, 3, 5)))
+    _expect_equal(place, "x[..., :2, :3]", x[..., :2, :3], a[..., :2, :3])
     for axis in (-1, -2):
-        _is(place, f"concat along {axis}", ops.concat([x, x], axis), np.concatenate([a, a], axis))
-    _is(place, "gather", ops.gather(x, (2, 0, 0), -1), a[..., [2, 0, 0]])
+        _expect_equal(place, f"concat along {axis}", ops.concat([x, x], axis), np.concatenate([a, a], axis))
+    _expect_equal(place, "gather", ops.gather(x, (2, 0, 0), -1), a[..., [2, 0, 0]])
 
 
-def float8_is_moved_bit_by_bit(place: Place) -> None:
-    """NaN codes that no cast writes come through unchanged."""
+def shape_operations_keep_every_float8_bit(place: Place) -> None:
+    """NaN codes that no cast writes are unchanged, too."""
     ops, words = place.ops, np.arange(256, dtype=np.int32).reshape(4, 64)
     for codec in (codecs.E4M3, codecs.E5M2, codecs.E8M0):
         x = ops.store(place.array(words), ops.storage(codec))
@@ -342,38 +344,38 @@ def float8_is_moved_bit_by_bit(place: Place) -> None:
             "slice": (x[1:3, 7:], words[1:3, 7:]),
         }
         for move, (found, expected) in moves.items():
-            _is(place, f"{move} of {codec.name}", ops.load(found), expected)
+            _expect_equal(place, f"{move} of {codec.name}", ops.load(found), expected)
 
 
-def codes_are_packed_lowest_first(place: Place) -> None:
+def pack_bits_puts_the_first_code_in_the_lowest_bits(place: Place) -> None:
     ops = place.ops
     for bits, count in ((4, 2), (6, 4), (1, 8), (2, 4), (3, 8)):
         codes = np.random.default_rng(20).integers(0, 1 << bits, (3, 5, count)).astype(np.int32)
         expected = np.sum(codes << (np.arange(count) * bits), axis=-1).astype(np.int32)
         word = ops.pack_bits(place.array(codes), bits)
-        _is(place, f"pack_bits by {bits} bits", word, expected)
-        _is(place, f"unpack_bits by {bits} bits", ops.unpack_bits(word, bits, count), codes)
+        _expect_equal(place, f"pack_bits by {bits} bits", word, expected)
+        _expect_equal(place, f"unpack_bits by {bits} bits", ops.unpack_bits(word, bits, count), codes)
 
 
-def counters_are_the_index_of_each_element(place: Place) -> None:
+def counter_gives_the_index_of_each_element(place: Place) -> None:
     like = place.array(np.zeros((3, 5, 7), np.float32))
     low, high = place.ops.counter(like)
-    _is(place, "counter, low words", low, np.arange(105, dtype=np.int32).reshape(3, 5, 7))
-    _is(place, "counter, high words", high, np.zeros((3, 5, 7), np.int32))
+    _expect_equal(place, "counter, low words", low, np.arange(105, dtype=np.int32).reshape(3, 5, 7))
+    _expect_equal(place, "counter, high words", high, np.zeros((3, 5, 7), np.int32))
     low, _ = place.ops.counter(place.array(np.zeros((2, 40_000), np.float32)))  # beyond 16 bits
-    _is(place, "counter, low words", low, np.arange(80_000, dtype=np.int32).reshape(2, 40_000))
+    _expect_equal(place, "counter, low words", low, np.arange(80_000, dtype=np.int32).reshape(2, 40_000))
 
 
-def seeds_are_two_words(place: Place) -> None:
+def seeds_are_split_into_two_words(place: Place) -> None:
     for seed in (0, 1, 2**32 - 1, 2**63 + 5, 2**64 - 1):
         words = [int(w) & 0xFFFFFFFF for w in place.ops.words(seed)]
         expect(words == [seed & 0xFFFFFFFF, seed >> 32], f"words({seed}) are {words}")
 
 
-# ------------------------------------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------------------------------------ other primitives
 
 
-def any_reads_truth(place: Place) -> None:
+def any_returns_a_python_bool(place: Place) -> None:
     ops = place.ops
     expect(ops.any(place.array(np.array([0, 0, 1], np.int32)) == 1) is True, "any of [False, False, True] is not True")
     expect(ops.any(place.array(np.zeros(3, np.int32)) == 1) is False, "any of three False is not False")
@@ -388,8 +390,8 @@ def assign_writes_in_place_or_refuses(place: Place) -> None:
     expect_words("assign(out, value)", place.words(out), np.arange(4, dtype=np.float32).view(np.uint32))
 
 
-def a_native_cast_is_the_contracts(place: Place) -> None:
-    """`native_cast`, if the framework has one: it replaces the codec's integer arithmetic."""
+def native_casts_follow_the_contract(place: Place) -> None:
+    """If the framework has `native_cast`, which replaces the codec's integer arithmetic."""
     ops: Ops = place.ops
     for codec in codecs.CODECS:
         if codec.bits > 16 or not isinstance(codec, codecs.Minifloat):
@@ -401,26 +403,26 @@ def a_native_cast_is_the_contracts(place: Place) -> None:
             expect_words(f"native_cast(y, {codec.name})", place.words(code), np.array(expected, np.uint32))
 
 
-def arrays_come_and_go_unchanged(place: Place) -> None:
+def conversion_from_and_to_numpy_changes_no_bit(place: Place) -> None:
     ops, words = place.ops, _words()
     for dtype in ("uint8", "uint16", "int32", "float32", "float16"):
         host = words.view(np.uint8)[:64].view(dtype)
         there = place.array(host)
         expect(dtype_name(there) == dtype, f"a NumPy {dtype} array becomes {dtype_name(there)}")
-        expect_words(f"{dtype} there and back", place.words(there), host.view(f"u{host.itemsize}"))
+        expect_words(f"{dtype}, converted and back", place.words(there), host.view(f"u{host.itemsize}"))
         moved = ops.to(there, None)
         expect_words(f"{dtype}, to(None)", place.words(moved), host.view(f"u{host.itemsize}"))
 
 
-def axes_are_put_in_any_order(place: Place) -> None:
+def transpose_permutes_axes(place: Place) -> None:
     ops, words = place.ops, _words().reshape(-1)[:360]
     for shape, axes in (((3, 4, 30), (1, 0, 2)), ((2, 3, 4, 15), (0, 3, 1, 2)), ((360,), (0,))):
         expected = words.reshape(shape).transpose(axes)
-        _is(place, f"transpose by {axes}", ops.transpose(place.array(words.reshape(shape)), axes), np.array(expected))
+        _expect_equal(place, f"transpose by {axes}", ops.transpose(place.array(words.reshape(shape)), axes), np.array(expected))
 
 
-def groups_of_rows_have_each_their_matrix(place: Place) -> None:
-    """Integers, whose FP32 sums are exact in any order; an empty group, rows beyond the last group, and no group at all."""
+def grouped_matmul_multiplies_each_group_by_its_matrix(place: Place) -> None:
+    """With integers, whose FP32 sums are exact in any order; an empty group, rows after the last group, and no groups."""
     ops, rng = place.ops, np.random.default_rng(7)
     a = rng.integers(-8, 9, (7, 16)).astype(np.float32)
     for ends in ([2, 2, 5], [0, 0, 7], [7], [0], []):
@@ -433,43 +435,43 @@ def groups_of_rows_have_each_their_matrix(place: Place) -> None:
         expect_numbers(f"groups that end at {ends}", place, found, expected)
 
 
-def portable_arrays_come_back(place: Place) -> None:
+def portable_arrays_round_trip(place: Place) -> None:
     ops, words = place.ops, np.arange(256, dtype=np.uint8)
     for dtype in ("uint8", *(str(c.dtype) for c in (E4M3, E5M2, E8M0) if ops.storage(c) == c.dtype)):
         stored = ops.store(ops.load(place.array(words)), dtype)
         back = ops.from_portable(ops.portable(stored), dtype)
         expect(dtype_name(back) == dtype, f"{dtype} came back as {dtype_name(back)}")
         expect_words(dtype, place.words(back), words)
-        expect(ops.itemsize(stored) == 1, f"an item of {dtype} is said to have {ops.itemsize(stored)} bytes")
+        expect(ops.itemsize(stored) == 1, f"itemsize of {dtype} is {ops.itemsize(stored)}, expected 1")
         pickle.loads(pickle.dumps(ops.portable(stored)))
 
 
-WORDS: tuple[Callable[[Place], None], ...] = (
+PRIMITIVES: tuple[Callable[[Place], None], ...] = (
     bitcasts_are_inverse_and_change_no_bit,
     half_precision_becomes_fp32_exactly,
     to_float_rounds_once_to_the_nearest,
-    stored_words_come_back,
+    load_is_the_inverse_of_store,
     take_reads_the_table,
-    integers_wrap_and_shift_as_two_complements,
-    comparisons_are_those_of_numbers,
-    where_minimum_and_maximum_choose,
-    the_largest_magnitude_survives_with_its_nan,
+    integers_wrap_and_shift_in_twos_complement,
+    comparisons_match_numpy,
+    where_minimum_and_maximum_match_numpy,
+    amax_reduces_over_axes_and_keeps_nan,
     arithmetic_rounds_once,
     products_are_not_fused_into_sums,
-    division_is_ieee_by_arrays_scalars_and_broadcasts,
+    division_by_arrays_scalars_and_broadcasts_is_ieee,
     integers_are_converted_exactly,
-    constants_are_exact_and_have_no_axes,
+    constants_are_exact_0d_arrays,
     matmul_accumulates_in_fp32,
-    shapes_are_numpys,
-    float8_is_moved_bit_by_bit,
-    codes_are_packed_lowest_first,
-    counters_are_the_index_of_each_element,
-    seeds_are_two_words,
-    any_reads_truth,
+    shape_operations_match_numpy,
+    shape_operations_keep_every_float8_bit,
+    pack_bits_puts_the_first_code_in_the_lowest_bits,
+    counter_gives_the_index_of_each_element,
+    seeds_are_split_into_two_words,
+    any_returns_a_python_bool,
     assign_writes_in_place_or_refuses,
-    a_native_cast_is_the_contracts,
-    arrays_come_and_go_unchanged,
-    axes_are_put_in_any_order,
-    groups_of_rows_have_each_their_matrix,
-    portable_arrays_come_back,
+    native_casts_follow_the_contract,
+    conversion_from_and_to_numpy_changes_no_bit,
+    transpose_permutes_axes,
+    grouped_matmul_multiplies_each_group_by_its_matrix,
+    portable_arrays_round_trip,
 )

@@ -1,4 +1,4 @@
-"""A law: a check of one declaration of a plug-in, at one place."""
+"""A law: one check of one declaration of a plug-in, at one place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..places import Place, everywhere
 
 @dataclass(frozen=True)
 class Law:
-    """A sentence about `subject`, one of the `kind` that a plug-in declares; tried at `place`, where it depends on one.
+    """A sentence about `subject`, a declaration of `kind`; tested at `place` if it depends on a framework or device.
 
-    holds: raises AssertionError, saying what was found, where it does not; or skips the test, saying why it cannot be tried.
+    holds: raises AssertionError with what was found if the law does not hold; skips the test if the law cannot be tested here.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Law:
 
     @property
     def id(self) -> str:
-        """Its name in test runs and xfail files."""
+        """The law's name in test runs and xfail files."""
         at = () if self.place is None else (str(self.place),)
         return "/".join((self.kind, self.subject, *at, self.sentence))
 
@@ -43,7 +43,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Subject:
-    """A plug-in under test: what it declares by hook ("codecs", ...), further settings of its recipes to try, and where."""
+    """A plug-in under test: its declarations by hook ("codecs", ...), further recipe instances to test, and the places."""
 
     plugin: Plugin
     declared: dict[str, list[Any]]
@@ -51,14 +51,14 @@ class Subject:
     places: tuple[Place, ...] = field(default_factory=everywhere)
 
     def of(self, kind: str) -> list[Any]:
-        """Its declarations of a kind."""
+        """The plug-in's declarations of a kind."""
         return self.declared.get(kind, [])
 
 
 def each(
     kind: str, subject: str, checks: Iterable[Callable[..., None]], *arguments: Any, place: Place | None = None
 ) -> Iterator[Law]:
-    """A law for each of `checks`, which are called with `arguments`, then the place if there is one."""
+    """One law per check. Each check is called with `arguments`, followed by `place` if given."""
     for check in checks:
         given = arguments if place is None else (*arguments, place)
         yield Law(kind, subject, check.__name__, partial(check, *given), place)

@@ -1,4 +1,4 @@
-"""Laws of a manifest: it loads, imports little, and its object references exist."""
+"""Laws of a manifest: it loads, imports little, and its object references resolve."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ALLOWED = {"breccia", "pluggy"}
 def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the manifest of a plug-in."""
     yield from each("manifest", subject.plugin.name, (it_is_active,), subject.plugin)
-    if subject.plugin.status != "active":  # nothing of it can be tried
+    if subject.plugin.status != "active":  # nothing else can be tested
         return
-    checks = (it_imports_breccia_and_the_standard_library_alone, it_declares_the_same_each_time)
+    checks = (it_imports_only_breccia_and_the_standard_library, it_declares_the_same_each_time)
     yield from each("manifest", subject.plugin.name, checks, subject.plugin)
     for kind in subject.declared:
         for declared in subject.of(kind):
             for field, target in _targets(declared):
-                yield from each(kind, f"{declared.name}.{field}", (the_target_exists,), declared, target)
+                yield from each(kind, f"{declared.name}.{field}", (the_object_reference_exists,), declared, target)
 
 
 def it_is_active(plugin: Plugin) -> None:
@@ -39,8 +39,8 @@ def it_is_active(plugin: Plugin) -> None:
     expect(bool(plugin.declares), f"{plugin.title} declares nothing; is each hook in {plugin.module} marked @breccia.hookimpl?")
 
 
-def it_imports_breccia_and_the_standard_library_alone(plugin: Plugin) -> None:
-    """Each process that uses breccia imports it, whether it needs the plug-in or not."""
+def it_imports_only_breccia_and_the_standard_library(plugin: Plugin) -> None:
+    """Each process that uses breccia imports the manifest, whether it needs the plug-in or not."""
     script = f"import json, sys, breccia.dispatch.registry; before = set(sys.modules); import {plugin.module}; "
     script += "print(json.dumps(sorted({m.partition('.')[0] for m in set(sys.modules) - before})))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -48,11 +48,14 @@ def it_imports_breccia_and_the_standard_library_alone(plugin: Plugin) -> None:
     own = plugin.module.partition(".")[0]
     loaded = json.loads(run.stdout.splitlines()[-1])
     heavy = [m for m in loaded if m not in sys.stdlib_module_names and m not in _ALLOWED | {own}]
-    expect(not heavy, f"importing {plugin.module} also imports {', '.join(heavy)}; move that into the modules its targets name")
+    expect(
+        not heavy,
+        f"importing {plugin.module} also imports {', '.join(heavy)}; import it in the modules that the object references name",
+    )
 
 
 def it_declares_the_same_each_time(plugin: Plugin) -> None:
-    """A registry is read again when the environment changes."""
+    """The registry reads manifests again when the environment changes."""
     manifest = import_module(plugin.module)
     for hook in KINDS:
         implementation = getattr(manifest, hook, None)
@@ -61,8 +64,8 @@ def it_declares_the_same_each_time(plugin: Plugin) -> None:
             expect(first == second, f"{hook} of {plugin.module} returned {first!r}, then {second!r}")
 
 
-def the_target_exists(declared: Any, target: str) -> None:
-    """Found in the source without importing it; or, where there is no Python source, by importing it."""
+def the_object_reference_exists(declared: Any, target: str) -> None:
+    """Located in the Python source without importing it; without source, by importing it."""
     absent = [m for m in declared.requires if not targets.installed(m)] if isinstance(declared, Bridge) else []
     if absent:
         pytest.skip(f"{', '.join(absent)} is not installed")
@@ -71,7 +74,7 @@ def the_target_exists(declared: Any, target: str) -> None:
         try:
             targets.load(target)
         except Exception as e:
-            raise AssertionError(f"{target} is not to be found: {place}; {type(e).__name__}: {e}") from e
+            raise AssertionError(f"{target} cannot be found: {place}; {type(e).__name__}: {e}") from e
 
 
 _TARGETS = (
@@ -92,7 +95,7 @@ _TARGETS = (
 
 
 def _targets(declared: Any) -> Iterator[tuple[str, str]]:
-    """(field, target) of a declaration."""
+    """(field, object reference) pairs of a declaration."""
     for field in _TARGETS:
         value = getattr(declared, field, None)
         if isinstance(value, str) and ":" in value:

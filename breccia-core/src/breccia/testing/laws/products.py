@@ -1,4 +1,4 @@
-"""Laws of products: every order of scaled and plain operands, within the bound of FP32 accumulation."""
+"""Laws of products: every order of scaled and plain operands stays within the error bound of FP32 accumulation."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from ..places import Place
 from .law import Law, each
 from .recipes import moved
 from .trying import (
-    asked,
-    expect_kept,
-    expect_untouched,
+    expect_array_unchanged,
+    expect_tensor_unchanged,
     float_dtypes,
     floats,
     matches,
     numbers,
     rounded,
+    run_alone,
     skip_unless_run,
     storages_of,
     takes_out,
 )
 
-#: M, N and K of the products that are tried.
+#: M, N and K of the tested products.
 _ROWS, _COLUMNS, _LENGTH = 9, 7, 512
-#: Where the groups of `grouped_matmul` end: one is empty, and two rows are of none.
+#: Ends of the groups of `grouped_matmul`: one group is empty, and two rows belong to none.
 _ENDS = (2, 2, 7)
 
 
 def laws(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> Iterator[Law]:
-    """The laws of a kernel of `matmul`, `cast_matmul` or `grouped_matmul`: of each order of operands it is declared for."""
-    both = grouped_products_keep_the_bound if kernel.op == "grouped_matmul" else products_keep_the_bound
+    """The laws of a kernel of `matmul`, `cast_matmul` or `grouped_matmul`, for each order of operands it is declared for."""
+    both = (
+        grouped_products_stay_within_the_error_bound if kernel.op == "grouped_matmul" else products_stay_within_the_error_bound
+    )
     casts = kernel.op == "cast_matmul"
     for recipe in recipes:
         what = f"{kernel.name}.{recipe.spec}"
@@ -52,47 +54,47 @@ def laws(kernel: Kernel, recipes: Iterable[ScalingRecipe], place: Place) -> Iter
         if first and _partner(kernel, recipe) is not None:
             yield from each("kernels", what, [both], kernel, recipe, place=place)
         if first and matches(kernel.other, None):
-            yield from each("kernels", what, [products_by_an_array_keep_the_bound], kernel, recipe, place=place)
+            yield from each("kernels", what, [tensor_times_array_stays_within_the_error_bound], kernel, recipe, place=place)
         if not casts and matches(kernel.recipe, None) and matches(kernel.other, recipe):
-            yield from each("kernels", what, [products_of_an_array_keep_the_bound], kernel, recipe, place=place)
+            yield from each("kernels", what, [array_times_tensor_stays_within_the_error_bound], kernel, recipe, place=place)
     if not casts and matches(kernel.recipe, None) and matches(kernel.other, None):
-        yield from each("kernels", kernel.name, [products_of_arrays_keep_the_bound], kernel, place=place)
+        yield from each("kernels", kernel.name, [array_times_array_stays_within_the_error_bound], kernel, place=place)
 
 
-def products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+def products_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
     """|error| <= n u / (1 - n u) (sum |a||b| + |bias|) + K 2^-126, u = 2^-24: any FP32 order of summation (Higham, 3.1).
 
-    n is K, or K + 1 with a bias. Half a unit in the last place of `out_dtype` comes on top, for the one rounding to it. A
-    product below 2^-126 may come back as zero. One term is large, many are small. The second operand is of the recipe where the
-    kernel takes that, else of another that it takes. `cast_matmul` casts the first operand itself.
+    n is K, or K + 1 with a bias. The bound adds half a unit in the last place of `out_dtype`, for the final rounding, and
+    K 2^-126, because products below 2^-126 may become zero. In each sum one term is large and many are small. The second
+    operand has the same recipe if the kernel accepts it, otherwise another. `cast_matmul` casts the first operand itself.
     """
-    _hold(kernel, place, recipe, _partner(kernel, recipe))
+    _check_bound(kernel, place, recipe, _partner(kernel, recipe))
 
 
-def grouped_products_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    """That of `matmul`, in each group; one group is empty, and rows of no group are zeros."""
-    _hold(kernel, place, recipe, _partner(kernel, recipe))
+def grouped_products_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """The bound of `matmul` in each group. One group is empty; rows that belong to no group are zeros."""
+    _check_bound(kernel, place, recipe, _partner(kernel, recipe))
 
 
-def products_of_an_array_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    """Of a plain first operand, FP32, FP16 or BF16, by a scaled one: the same bound."""
-    _hold(kernel, place, None, recipe)
+def array_times_tensor_stays_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """A plain first operand (FP32, FP16 or BF16) times a scaled one, with the same bound."""
+    _check_bound(kernel, place, None, recipe)
 
 
-def products_by_an_array_keep_the_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
-    """Of a scaled first operand by a plain one: the same bound."""
-    _hold(kernel, place, recipe, None)
+def tensor_times_array_stays_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> None:
+    """A scaled first operand times a plain one, with the same bound."""
+    _check_bound(kernel, place, recipe, None)
 
 
-def products_of_arrays_keep_the_bound(kernel: Kernel, place: Place) -> None:
-    """Of two plain operands: the same bound."""
-    _hold(kernel, place, None, None)
+def array_times_array_stays_within_the_error_bound(kernel: Kernel, place: Place) -> None:
+    """Two plain operands, with the same bound."""
+    _check_bound(kernel, place, None, None)
 
 
-def stored_operands_multiply_alike(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> bool:
-    """Hold a kernel to the bound with its first operand, and then its second, in each storage that it reads.
+def stored_operands_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> bool:
+    """Check the bound with the first operand, then the second, in each storage that the kernel reads.
 
-    Gives whether it took any.
+    Returns whether the kernel ran at all.
     """
     tried = False
     pairs: list[tuple[ScalingRecipe | None, ScalingRecipe | None]] = []
@@ -105,8 +107,8 @@ def stored_operands_multiply_alike(kernel: Kernel, recipe: ScalingRecipe, place:
     for first, second in pairs:
         if grouped and first is not None and first.layout.block(-1)[0] not in (1, None):
             continue
-        a = _Operand.made(place, left, None if casts else first, case.dtype, "rows")
-        b = _Operand.made(place, right, second, case.dtype, "rows")
+        a = _Operand.create(place, left, None if casts else first, case.dtype, "rows")
+        b = _Operand.create(place, right, second, case.dtype, "rows")
         stored = b if second is not None else a
         if stored.st is None:
             continue
@@ -116,7 +118,7 @@ def stored_operands_multiply_alike(kernel: Kernel, recipe: ScalingRecipe, place:
             x, y = (o.array.to_storage(name) if o is stored else o.array for o in (a, b))
             more: tuple[Any, ...] = (place.array(np.array(_ENDS, np.int32)),) if grouped else ()
             operands = (x, *([written] if written else []), _swapped(place, y), *more)
-            found = asked(kernel, getattr(api, kernel.op), *operands)
+            found = run_alone(kernel, getattr(api, kernel.op), *operands)
             if found is not None:
                 tried = True
                 _expect_within(
@@ -125,15 +127,15 @@ def stored_operands_multiply_alike(kernel: Kernel, recipe: ScalingRecipe, place:
     return tried
 
 
-# -- what is tried ---------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Case:
     """Options and orientations of one product.
 
-    dtype: of plain operands. a, b: how an operand lies: with its blocks along K and K last in memory ("rows"), as the transpose
-    of what has K first ("view"), or with its blocks along the other axis ("across"). marked: a NaN in the first operand.
+    dtype: of plain operands. a, b: orientation of an operand: blocks along K, K last in memory ("rows"); a transposed view of
+    an array with K first ("view"); or blocks along the other axis ("across"). marked: the first operand has a NaN.
     """
 
     dtype: str = "float32"
@@ -145,16 +147,16 @@ class _Case:
     lead: tuple[int, ...] = ()
     marked: bool = False
 
-    def says(self, op: str) -> str:
-        """How messages call it."""
+    def description(self, op: str) -> str:
+        """The case, in messages."""
         said = [op + " with a bias" * self.bias]
         said += [f"{name}={value!r}" for name, value in (("out_dtype", self.out_dtype),) if value != "float32"]
         said += ["out="] * self.out + [f"plain operands {self.dtype}"] * (self.dtype != "float32")
-        said += [f"a lies as {self.a!r}"] * (self.a != "rows") + [f"b lies as {self.b!r}"] * (self.b != "rows")
+        said += [f"orientation of a {self.a!r}"] * (self.a != "rows") + [f"orientation of b {self.b!r}"] * (self.b != "rows")
         return ", ".join(said + ["several matrices"] * bool(self.lead))
 
 
-#: Every value of each field, and most pairs of them.
+#: Every value of each field, and most pairs of values.
 _CASES = (
     _Case(),
     _Case(bias=True, marked=True),
@@ -164,12 +166,12 @@ _CASES = (
 )
 
 
-def _hold(kernel: Kernel, place: Place, first: ScalingRecipe | None, second: ScalingRecipe | None) -> None:
-    """Hold a kernel to the bound in all cases, for operands under these recipes; None is a plain one."""
+def _check_bound(kernel: Kernel, place: Place, first: ScalingRecipe | None, second: ScalingRecipe | None) -> None:
+    """Check the bound in all cases, for operands under these recipes (None: a plain operand)."""
     grouped, casts = kernel.op == "grouped_matmul", kernel.op == "cast_matmul"
     if grouped and first is not None and first.layout.block(-1)[0] not in (1, None):
         pytest.skip(f"groups begin at any row of a, and blocks of {first.spec} are taller than one")
-    served = False
+    ran = False
     for case in _CASES:
         if case.dtype not in float_dtypes(place) or case.out_dtype not in float_dtypes(place):
             continue
@@ -179,8 +181,8 @@ def _hold(kernel: Kernel, place: Place, first: ScalingRecipe | None, second: Sca
         right = _factors((len(_ENDS), _COLUMNS, _LENGTH) if grouped else (*case.lead, _COLUMNS, _LENGTH), seed=1)
         if case.marked:
             left[..., 1, 5] = np.nan
-        a = _Operand.made(place, left, None if casts else first, case.dtype, "rows" if grouped else case.a)
-        b = _Operand.made(place, right, second, case.dtype, case.b)
+        a = _Operand.create(place, left, None if casts else first, case.dtype, "rows" if grouped else case.a)
+        b = _Operand.create(place, right, second, case.dtype, case.b)
         p = reference.dequantize(reference.cast(a.numbers, first)) if casts and first is not None else a.numbers
         operands: tuple[Any, ...] = (a.array, *([first] if casts else []), _swapped(place, b.array))
         bias = np.linspace(-100, 100, _COLUMNS, dtype=np.float32) if case.bias else None
@@ -193,31 +195,31 @@ def _hold(kernel: Kernel, place: Place, first: ScalingRecipe | None, second: Sca
         if grouped:
             operands = (*operands, place.array(np.array(_ENDS, np.int32)))
         before = [place.words(x.array).copy() if x.st is None else None for x in (a, b)]
-        found = asked(kernel, getattr(api, kernel.op), *operands, **options)
+        found = run_alone(kernel, getattr(api, kernel.op), *operands, **options)
         if found is None:
             continue
-        served = True
-        what = case.says(kernel.op)
-        expect(not case.out or found is options["out"], f"{what}: out= was not what it returned")
+        ran = True
+        what = case.description(kernel.op)
+        expect(not case.out or found is options["out"], f"{what}: it did not return out=")
         products, magnitudes = _expected(p, b.numbers, bias, grouped)
         _expect_within(what, place, found, case.out_dtype, products, magnitudes, case.bias)
         for x, words in zip((a, b), before, strict=True):
-            expect_kept(place, x.array, x.st)
+            expect_tensor_unchanged(place, x.array, x.st)
             if words is not None:
-                expect_untouched(place, x.array, words)
-    skip_unless_run(kernel, served)
+                expect_array_unchanged(place, x.array, words)
+    skip_unless_run(kernel, ran)
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """One operand with K last: what the op is given, the tensor of NumPy that it is, and its numbers in FP32."""
+    """One operand with K last: the array or tensor passed to the operation, the NumPy tensor, and its FP32 values."""
 
     array: Any
     st: ScaledTensor | None
     numbers: np.ndarray
 
     @classmethod
-    def made(cls, place: Place, x: np.ndarray, recipe: ScalingRecipe | None, dtype: str, how: str) -> _Operand:
+    def create(cls, place: Place, x: np.ndarray, recipe: ScalingRecipe | None, dtype: str, how: str) -> _Operand:
         if recipe is None:
             known = np.where(np.isnan(x), x, rounded(np.nan_to_num(x), dtype))
             return cls(floats(place, known, dtype, view=how == "view"), None, known)
@@ -230,7 +232,7 @@ class _Operand:
 
 
 def _partner(kernel: Kernel, recipe: ScalingRecipe) -> ScalingRecipe | None:
-    """The recipe of the second operand: the first one's where the kernel takes that, else one that it takes, or None."""
+    """The recipe of the second operand: the first operand's if the kernel accepts it, otherwise another, or None."""
     return next((r for r in (recipe, MXFP8BlockScaling(), *strategies.defaults()) if matches(kernel.other, r)), None)
 
 
@@ -245,11 +247,11 @@ def _factors(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return x
 
 
-# -- what must come back ---------------------------------------------------------------------------------------------
+# -- expected results ------------------------------------------------------------------------------------------------
 
 
 def _expected(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, grouped: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The product, of operands with K last, in FP64; and the sum of its terms' magnitudes."""
+    """The FP64 product of operands with K last, and the sums of the magnitudes of its terms."""
     p, q = a.astype(np.float64), b.astype(np.float64).swapaxes(-1, -2)
     if not grouped:
         added = np.zeros(_COLUMNS) if bias is None else bias.astype(np.float64)
@@ -264,12 +266,12 @@ def _expected(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, grouped: bo
 def _expect_within(
     what: str, place: Place, found: Any, dtype: str, products: np.ndarray, magnitudes: np.ndarray, bias: bool
 ) -> None:
-    """Hold sums of `_LENGTH` products, and a bias, to the bound of any FP32 order of summation and of one rounding."""
+    """Check sums of `_LENGTH` products, and a bias, against the bound of FP32 summation in any order plus one rounding."""
     expect(dtype_name(found) == dtype, f"{what}: {dtype_name(found)}, expected {dtype}")
     expect(tuple(found.shape) == products.shape, f"{what}: shape {tuple(found.shape)}, expected {products.shape}")
     numbers_found = numbers(place, found, dtype).astype(np.float64)
     nan = np.isnan(products)
-    expect(bool((np.isnan(numbers_found) | ~nan).all()), f"{what}: a NaN became a number")
+    expect(bool((np.isnan(numbers_found) | ~nan).all()), f"{what}: a NaN became a finite number")
     n = (_LENGTH + bias) * 2.0**-24
     bound = n / (1 - n) * magnitudes + _LENGTH * 2.0**-126
     bound += _half_unit(np.abs(products) + bound, dtype)
@@ -278,11 +280,11 @@ def _expect_within(
     with np.errstate(invalid="ignore"):
         errors = np.where(nan | none, 0, np.abs(numbers_found - products) / bound)
     worst = float(np.max(np.where(np.isnan(errors), np.inf, errors)))
-    expect(worst <= 1, f"{what} is {worst:.1f} times the bound of FP32 accumulation away")
+    expect(worst <= 1, f"{what}: the error is {worst:.1f} times the bound of FP32 accumulation")
 
 
 def _half_unit(x: np.ndarray, dtype: str) -> np.ndarray | float:
-    """Half a unit in the last place of numbers up to `x` in a dtype; FP32's own is in the bound already."""
+    """Half a unit in the last place, in a dtype, of numbers up to `x`. Zero for FP32, whose rounding the bound includes."""
     if dtype == "float32":
         return 0.0
     bits, least = (11, 2.0**-14) if dtype == "float16" else (8, 2.0**-126)

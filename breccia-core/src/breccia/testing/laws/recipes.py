@@ -1,4 +1,4 @@
-"""Laws of recipes: they serialize, and cast and decode as the oracle does, on every framework."""
+"""Laws of recipes: they serialize, and they cast and decode as the oracle does on every framework."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .law import Law, Subject, each
 _NUMPY = Place("numpy")
 _SEED = 0x9E3779B97F4A7C15
 
-#: What the bytes of every framework are compared under, by name: options of `cast`.
+#: Name -> options of `cast` under which every framework's bytes are compared with NumPy's.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "along rows": {"axis": -2},
     "stochastic": {"rounding": "stochastic", "seed": _SEED},
@@ -43,18 +43,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def laws(subject: Subject) -> Iterator[Law]:
-    """The laws about the recipes of a plug-in: the default of each class, and the settings given."""
+    """The laws about the recipes of a plug-in: the default of each class, and the instances given."""
     for kind in subject.of("recipes"):
-        yield from each("recipes", kind.name, (its_class_is_declared_well,), kind, subject)
+        yield from each("recipes", kind.name, (its_class_is_documented_and_tested,), kind, subject)
     for recipe in instances(subject):
         name = recipe.spec
         alone = (
-            it_travels_as_json_and_pickle,
-            files_keep_it,
+            it_round_trips_through_json_and_pickle,
+            it_round_trips_through_safetensors,
             any_bit_pattern_is_cast_as_the_oracle_casts_it,
         )
         yield from each("recipes", name, alone, recipe)
-        yield from each("recipes", name, (equal_ones_are_one,), recipe, [*strategies.defaults(), *instances(subject)])
+        yield from each(
+            "recipes",
+            name,
+            (equal_recipes_have_equal_hashes_and_fingerprints,),
+            recipe,
+            [*strategies.defaults(), *instances(subject)],
+        )
         for place in subject.places:
             checks = (
                 a_cast_writes_the_oracles_bytes,
@@ -63,13 +69,13 @@ def laws(subject: Subject) -> Iterator[Law]:
                 casts_write_the_bytes_of_numpy,
                 nothing_non_finite_becomes_finite,
                 an_empty_array_stays_empty,
-                requantize_is_numpys,
+                requantize_writes_the_bytes_of_numpy,
             )
             yield from each("recipes", name, checks, recipe, place=place)
 
 
 def instances(subject: Subject) -> list[ScalingRecipe]:
-    """The recipe instances of a plug-in to try."""
+    """The recipe instances of a plug-in to test."""
     defaults = [kind() for kind in subject.of("recipes") if not kind.needed_fields()]
     return list(dict.fromkeys([*defaults, *subject.settings]))
 
@@ -77,42 +83,42 @@ def instances(subject: Subject) -> list[ScalingRecipe]:
 # ------------------------------------------------------------------------------------------------ the declaration
 
 
-def its_class_is_declared_well(kind: type[ScalingRecipe], subject: Subject) -> None:
+def its_class_is_documented_and_tested(kind: type[ScalingRecipe], subject: Subject) -> None:
     expect(bool(kind.source and kind.source.strip()), f"{kind.__name__} has no source; cite where the format is defined")
     expect(bool(kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}(")), f"{kind.__name__} has no docstring")
     tried = [recipe for recipe in instances(subject) if type(recipe) is kind]
     needed = ", ".join(kind.needed_fields())
-    expect(bool(tried), f"{kind.__name__} needs {needed}: no instance is tried; pass conformance(..., recipes=[...])")
+    expect(bool(tried), f"{kind.__name__} needs {needed}: no instance is tested; pass conformance(..., recipes=[...])")
 
 
-def it_travels_as_json_and_pickle(recipe: ScalingRecipe) -> None:
+def it_round_trips_through_json_and_pickle(recipe: ScalingRecipe) -> None:
     read = ScalingRecipe.from_json(recipe.to_json())
     expect(read == recipe, f"from_json(to_json()) gave {read!r}")
-    expect(read.to_json() == recipe.to_json(), "its JSON changes on the way")
+    expect(read.to_json() == recipe.to_json(), "its JSON differs after a round trip")
     every = dataclasses.fields(recipe)  # type: ignore[arg-type]
-    # A field that was added later is left out at its default, which it then keeps for good.
+    # A field that was added later is omitted at its default, so that default must never change.
     fields = {f.name for f in every if not (f.metadata.get("added") and getattr(recipe, f.name) == f.default)}
     absent = sorted(fields - set(json.loads(recipe.to_json())["fields"]))
-    expect(not absent, f"its JSON lacks {', '.join(absent)}: a file would be read with what is then the default")
+    expect(not absent, f"its JSON lacks {', '.join(absent)}: a file would be read with the reader's default")
     for way, back in (("pickle", pickle.loads(pickle.dumps(recipe))), ("deepcopy", copy.deepcopy(recipe))):
         expect(back == recipe and type(back) is type(recipe), f"{way} gave {back!r}")
     expect(api.recipe(recipe.spec) == recipe, f"breccia.recipe({recipe.spec!r}) gave {api.recipe(recipe.spec)!r}")
 
 
-def equal_ones_are_one(recipe: ScalingRecipe, others: list[ScalingRecipe]) -> None:
-    """Files, caches and compiled graphs are found by equality, hash and fingerprint."""
+def equal_recipes_have_equal_hashes_and_fingerprints(recipe: ScalingRecipe, others: list[ScalingRecipe]) -> None:
+    """Files, caches and compiled graphs identify recipes by equality, hash and fingerprint."""
     other = type(recipe).with_fields({f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})  # type: ignore[arg-type]
     expect(other == recipe and hash(other) == hash(recipe), f"{other!r} and {recipe!r} are not equal")
-    expect(other.fingerprint() == recipe.fingerprint(), "equal recipes have two fingerprints")
+    expect(other.fingerprint() == recipe.fingerprint(), "equal recipes have different fingerprints")
     x = wide((6, 64), seed=1, exponents=3)
     for other in others:
         if other.fingerprint() == recipe.fingerprint():
             expect(type(other) is type(recipe), f"{other!r} has the same fingerprint")
-            ours, theirs = (list(map(bytes, components(reference.cast(x, r)).values())) for r in (recipe, other))
-            expect(ours == theirs, f"{other!r} has the same fingerprint and writes other bytes")
+            first, second = (list(map(bytes, components(reference.cast(x, r)).values())) for r in (recipe, other))
+            expect(first == second, f"{other!r} has the same fingerprint but writes different bytes")
 
 
-def files_keep_it(recipe: ScalingRecipe) -> None:
+def it_round_trips_through_safetensors(recipe: ScalingRecipe) -> None:
     bridges = registry().bridges
     if not {"save_safetensors", "load_safetensors"} <= set(bridges):
         pytest.skip("breccia-bridges is not installed")
@@ -128,19 +134,19 @@ def files_keep_it(recipe: ScalingRecipe) -> None:
 
 
 def _need_oracle(recipe: ScalingRecipe) -> None:
-    """Skip where the oracle cannot judge casts: it knows the rules of core by their classes."""
+    """Skip if the oracle cannot compute casts: it knows only the rule classes of breccia-core."""
     for rule in recipe.rules:
         if type(rule) not in {type(known) for known in RULES}:
-            pytest.skip(f"the oracle does not know {type(rule).__name__}; casts are held to NumPy's instead")
+            pytest.skip(f"the oracle does not know {type(rule).__name__}; casts are compared with NumPy's instead")
 
 
 def _awkward() -> np.ndarray:
-    """A shape with partial last blocks for all usual blocks and packings."""
+    """An array whose last blocks are partial for all usual block sizes and packings."""
     return np.concatenate([special_rows(67), wide((9, 67), seed=3, exponents=60), wide((8, 67), seed=4, exponents=2)])
 
 
 def a_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Place) -> None:
-    """And what it writes decodes as the oracle says."""
+    """The result also decodes to the oracle's values."""
     _need_oracle(recipe)
     expected, decoded = _oracles_cast(recipe)
     st = api.cast(place.array(_awkward()), recipe)
@@ -157,15 +163,15 @@ def a_stochastic_cast_writes_the_oracles_bytes(recipe: ScalingRecipe, place: Pla
 
 @cache
 def _oracles_cast(recipe: ScalingRecipe, **options: Any) -> tuple[oracle.Written, np.ndarray]:
-    """What the oracle writes and reads: the same at every place."""
+    """The oracle's cast and its decoded values; they do not depend on the place."""
     expected = oracle.cast(_awkward(), recipe, **options)
     return expected, oracle.dequantize(expected, recipe)
 
 
 def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> None:
-    """By the generic algorithm and by the kernel that runs on NumPy; 25 arrays drawn by Hypothesis.
+    """The generic algorithm and the kernel selected on NumPy, on 25 arrays drawn by Hypothesis.
 
-    A failing one stays as it is: shrinking it would ask the oracle thousands of times, for minutes.
+    Failing examples are not shrunk: that would call the slow oracle thousands of times.
     """
     _need_oracle(recipe)
 
@@ -188,14 +194,14 @@ def any_bit_pattern_is_cast_as_the_oracle_casts_it(recipe: ScalingRecipe) -> Non
 
 
 def every_code_under_every_scale_decodes_as_the_oracle_says(recipe: ScalingRecipe, place: Place) -> None:
-    """Including codes that no cast writes: NaN, Inf and others."""
+    """Includes codes that no cast writes: NaN, Inf and others."""
     st, expected = _every_decodable(recipe)
     expect_numbers("decoded", place, api.dequantize(moved(st, place)), expected)
 
 
 @cache
 def _every_decodable(recipe: ScalingRecipe) -> tuple[ScaledTensor, np.ndarray]:
-    """Codes under scales, and what the oracle reads: the same at every place."""
+    """Codes under scales, and the values that the oracle decodes; they do not depend on the place."""
     st = every_decodable(recipe, scales=60)
     found = written(_NUMPY, st)
     if st.layout.block(-1) == TENSOR:  # a scale for each matrix: the oracle reads one at a time
@@ -211,7 +217,7 @@ def _every_decodable(recipe: ScalingRecipe) -> tuple[ScaledTensor, np.ndarray]:
 
 
 def casts_write_the_bytes_of_numpy(recipe: ScalingRecipe, place: Place) -> None:
-    """Three axes, blocks along rows, random bits, half precision: what the generic algorithm writes on NumPy."""
+    """Three axes, `axis=-2`, stochastic rounding and half precision, compared with the generic algorithm on NumPy."""
     x = wide((3, 10, 37), seed=5, exponents=20)
     for name, options in _OPTIONS.items():
         try:
@@ -238,7 +244,7 @@ def an_empty_array_stays_empty(recipe: ScalingRecipe, place: Place) -> None:
         expect(st.shape == shape and tuple(back.shape) == shape, f"{shape} became {st.shape}, then {tuple(back.shape)}")
 
 
-def requantize_is_numpys(recipe: ScalingRecipe, place: Place) -> None:
+def requantize_writes_the_bytes_of_numpy(recipe: ScalingRecipe, place: Place) -> None:
     st = reference.cast(wide((6, 70), seed=8, exponents=4), recipe)
     there, other = moved(st, place), MXFP8BlockScaling()
     expect(api.requantize(there, recipe) is there, "requantize to the same recipe copies")
@@ -246,7 +252,7 @@ def requantize_is_numpys(recipe: ScalingRecipe, place: Place) -> None:
 
 
 def moved(st: ScaledTensor, place: Place) -> ScaledTensor:
-    """A NumPy tensor here: the same bytes in the dtypes that this framework stores them in."""
+    """A NumPy tensor moved to a place: the same bytes, in the dtypes in which its framework stores them."""
     dtypes = place.ops.dtypes(st.recipe.format)
 
     def there(name: str, part: np.ndarray) -> Any:

@@ -1,4 +1,4 @@
-"""Laws of scale rules: the oracle's scales, on every framework; positive, and never smaller for a larger amax."""
+"""Laws of scale rules: scales match the oracle on every framework, are positive, and never decrease with amax."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SCALES = tuple(codec for codec in CODECS if codec.bits > 8 or codec.name in ("E
 def laws(subject: Subject) -> Iterator[Law]:
     """The laws about the rules of a plug-in."""
     for rule in subject.of("rules"):
-        checks = (it_accepts_some_codec, scales_are_positive_numbers, a_larger_amax_never_gets_a_smaller_scale)
+        checks = (it_accepts_some_codec, scales_are_positive, a_larger_amax_never_gets_a_smaller_scale)
         yield from each("rules", rule.name, checks, rule)
         for place in subject.places:
-            yield from each("rules", rule.name, (scales_are_the_oracles,), rule, place=place)
+            yield from each("rules", rule.name, (scales_match_the_oracle,), rule, place=place)
 
 
 def it_accepts_some_codec(rule: Rule) -> None:
-    expect(bool(list(_served(rule))), f"rule {rule.name!r} raises RecipeError for every codec of scales and elements")
+    expect(bool(list(_supported(rule))), f"rule {rule.name!r} raises RecipeError for every codec of scales and elements")
 
 
-def scales_are_positive_numbers(rule: Rule) -> None:
-    """Zero only where the codec lets a small block underflow to it; the largest block never does."""
-    for codec, element, qmax in _served(rule):
+def scales_are_positive(rule: Rule) -> None:
+    """Zero only if the codec lets the scale of a small block underflow; never for the largest amax."""
+    for codec, element, qmax in _supported(rule):
         numbers = _numbers(rule, codec, element, qmax)
         least = getattr(codec, "scale_min", 0.0)
         bad = numbers[~(np.isfinite(numbers) & (numbers >= least))]
@@ -47,18 +47,18 @@ def scales_are_positive_numbers(rule: Rule) -> None:
 
 
 def a_larger_amax_never_gets_a_smaller_scale(rule: Rule) -> None:
-    for codec, element, qmax in _served(rule):
+    for codec, element, qmax in _supported(rule):
         numbers = _numbers(rule, codec, element, qmax)
         where = _AMAXES[1:][numbers[1:] < numbers[:-1]][:1].tolist()
         expect(not where, f"rule {rule.name!r} in {codec.name} for {element.name}: the scale falls at amax {where}")
 
 
-def scales_are_the_oracles(rule: Rule, place: Place) -> None:
-    """Where the oracle does not know the rule's class: those that the rule itself gives on NumPy."""
+def scales_match_the_oracle(rule: Rule, place: Place) -> None:
+    """If the oracle does not know the rule's class, scales must match those that the rule gives on NumPy."""
     known = any(type(rule) is type(one) for one in RULES)
     if not known and place.framework == "numpy":
-        pytest.skip(f"the oracle does not know {type(rule).__name__}; other frameworks are held to NumPy's scales")
-    for codec, element, qmax in _served(rule):
+        pytest.skip(f"the oracle does not know {type(rule).__name__}; other frameworks are compared with NumPy's scales")
+    for codec, element, qmax in _supported(rule):
         found = _scales(rule, codec, element, qmax, place)
         if known:
             expect_words(
@@ -74,7 +74,7 @@ def scales_are_the_oracles(rule: Rule, place: Place) -> None:
 
 @cache
 def _oracles_scales(rule: Rule, codec: Codec, element: Codec) -> np.ndarray:
-    """The words of the scales of `_CHOSEN`: the same at every place."""
+    """The scale codes for the amaxes `_CHOSEN`; they do not depend on the place."""
     level = Level(codec, TENSOR)
     fmt = Format(element, (level,))
     found = [oracle.stored_scale(rule, Fraction(float(_AMAXES[i])), level, fmt, None) for i in _CHOSEN]
@@ -87,7 +87,7 @@ def _decoded(codec: Codec, code: int) -> float:
 
 
 def _amaxes() -> np.ndarray:
-    """FP32 magnitudes, ascending: powers of two and what lies beside, and mantissas between, from 2^-126 to the largest."""
+    """FP32 magnitudes, ascending: powers of two, their neighbours, and numbers between, from 2^-126 to the largest."""
     rng = np.random.default_rng(3)
     words = [np.uint32(e << 23) + np.uint32(d) for e in range(1, 255) for d in (0, 1, 0x3FFFFF, 0x400000, 0x5FFFFF, 0x600000)]
     words = np.concatenate([words, rng.integers(0x00800000, 0x7F800000, 800, dtype=np.uint32), [np.uint32(0x7F7FFFFF)]])
@@ -95,12 +95,12 @@ def _amaxes() -> np.ndarray:
 
 
 _AMAXES = _amaxes()
-#: Those the oracle is asked about.
+#: Indices of the amaxes that are compared with the oracle, which is slow.
 _CHOSEN = np.arange(0, len(_AMAXES), 23)
 
 
-def _served(rule: Rule) -> Iterator[tuple[Codec, Codec, float]]:
-    """(codec of scales, codec of elements, qmax) that the rule takes."""
+def _supported(rule: Rule) -> Iterator[tuple[Codec, Codec, float]]:
+    """(codec of scales, codec of elements, qmax) that the rule accepts."""
     for codec in _SCALES:
         for element in (c for c in CODECS if c.bits <= 8 and c.name != "E8M0"):
             qmax = Format(element, (Level(codec, TENSOR),)).qmax(Level(codec, TENSOR))
@@ -119,10 +119,10 @@ def _scales(rule: Rule, codec: Codec, element: Codec, qmax: float, place: Place,
 
 
 def _numbers(rule: Rule, codec: Codec, element: Codec, qmax: float) -> np.ndarray:
-    """The scales that the rule gives on NumPy, float64, by ascending amax. Raises AssertionError for what is no code."""
+    """The scales that the rule gives on NumPy, float64, by ascending amax. Raises AssertionError for an invalid code."""
     codes = _scales(rule, codec, element, qmax, Place("numpy"))
     beyond = codes[codes > (1 << codec.bits) - 1]
     what = f"rule {rule.name!r} in {codec.name} for {element.name}"
-    expect(not beyond.size, f"{what}: {list(map(hex, beyond[:3]))} are no codes of {codec.bits} bits")
+    expect(not beyond.size, f"{what}: {list(map(hex, beyond[:3]))} are not {codec.bits}-bit codes")
     words, place = np.unique(codes, return_inverse=True)
     return np.array([_decoded(codec, int(word)) for word in words])[place]

@@ -1,4 +1,4 @@
-"""Helpers of the laws of kernels: calls of a single kernel, and what can be tried at a place."""
+"""Helpers of the laws of kernels: calls of a single kernel, and the features that a place supports."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ..places import Place
 
 
 def matches(declared: type | None, recipe: ScalingRecipe | None) -> bool:
-    """Whether a kernel declared for `declared` takes an operand of `recipe`, or a plain array if that is None."""
+    """Whether a kernel declared for `declared` accepts an operand of `recipe` (None: a plain array)."""
     return declared is None or (declared is NoneType if recipe is None else isinstance(recipe, declared))
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
-    """Every clause of the contract in a shape with partial blocks, and whole blocks of the usual sizes."""
+    """Two arrays: one tests every clause of the contract and has partial blocks; one has full blocks of the usual sizes."""
     return np.concatenate([special_rows(67), wide((5, 67), seed=1)]), wide((16, 256), seed=2, exponents=8)
 
 
-def asked(kernel: Kernel, op: Any, *operands: Any, **options: Any) -> Any:
-    """The result of this kernel alone; None if it declines the call.
+def run_alone(kernel: Kernel, op: Any, *operands: Any, **options: Any) -> Any:
+    """The result of a call run by this kernel; None if the kernel declines it.
 
-    Skips the test if the kernel cannot run on this machine. Raises AssertionError if its check raises, or if it declines
-    the call without having a check.
+    Skips the test if the kernel cannot run on this machine. Raises AssertionError if its `accepts` raises, or if a kernel
+    without `accepts` does not run.
     """
     try:
         return op(*operands, **options, prefer=kernel.name)
@@ -44,7 +44,7 @@ def asked(kernel: Kernel, op: Any, *operands: Any, **options: Any) -> Any:
         if reason is not None:
             pytest.skip(reason)
         if kernel.accepts is None:
-            raise AssertionError(f"it has no accepts=, and does not run for this call:\n{e}") from e
+            raise AssertionError(f"it has no accepts=, but does not run for this call:\n{e}") from e
         for line in str(e).splitlines():
             if f"its check {kernel.accepts} " in line:  # dispatch skips such a kernel, and warns
                 raise AssertionError(line.partition("skipped: ")[2]) from e
@@ -58,18 +58,18 @@ def unavailable(kernel: Kernel, x: Any) -> str | None:
     return targets.load(kernel.available)(place_of(x.data if isinstance(x, ScaledTensor) else x))
 
 
-def skip_unless_run(kernel: Kernel, served: bool) -> None:
+def skip_unless_run(kernel: Kernel, ran: bool) -> None:
     """Skip the test if the kernel never ran in it."""
-    if not served:
+    if not ran:
         pytest.skip(f"{kernel.name} declined every array tried here")
 
 
-# -- what can be tried at a place ------------------------------------------------------------------------------------
+# -- what a place supports -------------------------------------------------------------------------------------------
 
 
 @cache
 def float_dtypes(place: Place) -> tuple[str, ...]:
-    """The input dtypes of the place: NumPy without ml_dtypes has no bfloat16."""
+    """The input dtypes of the place. NumPy without ml_dtypes has no bfloat16."""
     found: list[str] = []
     for dtype in FLOATS:
         try:
@@ -82,7 +82,7 @@ def float_dtypes(place: Place) -> tuple[str, ...]:
 
 @cache
 def takes_out(place: Place) -> bool:
-    """Are arrays of the place mutable, so that `out=` can be given?"""
+    """Whether arrays of the place are mutable, which `out=` requires."""
     one = place.array(np.zeros(1, np.float32))
     try:
         place.ops.assign(one, one)
@@ -92,14 +92,14 @@ def takes_out(place: Place) -> bool:
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """FP32 `x`, free of NaN, rounded to the nearest number of a dtype, ties to even; FP32 again."""
+    """FP32 `x` without NaN, rounded to a dtype (to nearest, ties to even) and converted back to FP32."""
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
     return (half_words(x, dtype).astype(np.uint32) << np.uint32(16)).view(np.float32) if dtype == "bfloat16" else x
 
 
 def half_words(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The bit patterns of FP32 `x`, free of NaN, in "float16" or "bfloat16"."""
+    """The bit patterns of FP32 `x`, without NaN, in "float16" or "bfloat16"."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return x.astype(np.float16).view(np.uint16)
@@ -108,7 +108,7 @@ def half_words(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def numbers(place: Place, a: Any, dtype: str) -> np.ndarray:
-    """An array of the place, of that floating dtype, as FP32 of NumPy."""
+    """An array of the place, of floating dtype `dtype`, as an FP32 NumPy array."""
     words = place.words(a)
     if dtype == "bfloat16":
         return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -116,7 +116,7 @@ def numbers(place: Place, a: Any, dtype: str) -> np.ndarray:
 
 
 def floats(place: Place, x: np.ndarray, dtype: str, view: bool = False) -> Any:
-    """FP32 `x` in a dtype that holds it, at the place; a view of its transpose where `view` says so."""
+    """FP32 `x` at the place, in a dtype that represents it exactly. `view`: as a transposed view."""
     if view:
         return place.ops.swap(floats(place, np.asarray(x.swapaxes(-1, -2), order="C"), dtype))
     there = place.array(x)
@@ -124,27 +124,27 @@ def floats(place: Place, x: np.ndarray, dtype: str, view: bool = False) -> Any:
 
 
 def storages_of(declared: tuple[str, ...], st: ScaledTensor) -> list[str]:
-    """Those among the storages that a kernel declares (all, where it declares any) which hold this tensor."""
-    held: list[str] = []
+    """The declared storages (or all, if `declared` is ANY_STORAGE) that support this tensor."""
+    supported: list[str] = []
     for name in registry().declared["breccia_storages"] if declared == ANY_STORAGE else declared:
         try:
             st.to_storage(name)
         except UnsupportedError:
             continue
-        held.append(name)
-    return held
+        supported.append(name)
+    return supported
 
 
-# -- inputs stay as they were ----------------------------------------------------------------------------------------
+# -- inputs are unchanged --------------------------------------------------------------------------------------------
 
 
-def expect_untouched(place: Place, given: Any, before: np.ndarray) -> None:
-    """Raise AssertionError unless an array has the bit patterns that it had."""
+def expect_array_unchanged(place: Place, given: Any, before: np.ndarray) -> None:
+    """Raise AssertionError unless an array still has the bit patterns `before`."""
     expect(bool((place.words(given) == before).all()), "it writes into its input")
 
 
-def expect_kept(place: Place, given: Any, st: ScaledTensor | None) -> None:
-    """Raise AssertionError unless a tensor of the place is what it was made of; nothing is known of a plain operand."""
+def expect_tensor_unchanged(place: Place, given: Any, st: ScaledTensor | None) -> None:
+    """Raise AssertionError unless the tensor `given` still equals `st`. Does nothing for a plain operand (`st` is None)."""
     if st is None:
         return
     try:

@@ -18,7 +18,7 @@ def accepts(call):
     m, k = call.a.layout.block(call.a.axis)
     if m != 1 or k is None or call.a.layout.partial or call.a.empty:
         return "its codes are not whole blocks of 1 x k"
-    return "it writes FP32, into memory of its own" if call.options else None
+    return "it only returns new FP32 arrays" if call.options else None
 
 
 def dequantize(st, out_dtype, out):
