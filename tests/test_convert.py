@@ -704,8 +704,8 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
         },
         tmp_path / "m.safetensors",
     )
-    words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "--exclude", "out", "-r")
-    code, text, err = run(*words, "int4,scale_dtype=fp32", "--json")
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r")
+    code, text, err = run(*words, "int4,scale_dtype=fp32", "--exclude", "out", "--json")
     report = json.loads(text)
     assert code == 0 and err.count("\n") == 1 and "the last axis of conv.weight (16.00 bits) is shorter than a block" in err
     assert {t["name"]: t["reason"] for t in report["tensors"]} == {
@@ -728,15 +728,36 @@ def test_every_kept_tensor_has_its_reason(tmp_path: Path, run: Run) -> None:
     assert load_safetensors(tmp_path / "o.safetensors")["column"].tobytes() == halves["column"].tobytes()
 
 
-def test_patterns_without_a_tensor_and_conversions_of_nothing_are_warned_of(source: Path, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--include", "lm_hed*"), "the pattern 'lm_hed*' matches no tensor; did you mean 'lm_head*'?"),
+        (("--exclude", "*.mpl.*", "--exclude", "*.mlp.*"), "the pattern '*.mpl.*' matches no tensor; did you mean '*.mlp.*'?"),
+        (
+            ("--include", "embed*,lm_head*"),
+            "the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern.",
+        ),
+        (
+            ("--exclude", "vision*"),
+            "the pattern 'vision*' matches no tensor; `breccia inspect` lists the names, such as embed_tokens.weight, "
+            "layer.0.attention.weight, layer.0.experts and 8 more.",
+        ),
+        (("--include", "lm_hed*", "--exclude", "*.mpl.*"), "lm_head*'? the pattern '*.mpl.*' matches no tensor; did you mean"),
+    ],
+)
+def test_a_pattern_that_matches_no_tensor_is_an_error_before_anything_is_written(
+    options: tuple[str, ...], message: str, source: Path, tmp_path: Path, run: Run
+) -> None:
+    for more in ((), ("--dry-run",)):
+        code, out, err = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8", *options, *more)
+        assert (code, out) == (1, "") and err.startswith("error: ") and message in err
+    assert entries(tmp_path) == ["model.safetensors"]
+
+
+def test_a_conversion_of_nothing_is_warned_of(source: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "o.safetensors"
-    words = ("convert", source, out, "-r", "mxfp8", "--force")
-    code, _, err = run(*words, "--include", "lm_hed*", "--exclude", "*.mpl.*", "--exclude", "*.mlp.*")
-    assert code == 0
-    assert err == "warning: the pattern 'lm_hed*' matches no tensor.\nwarning: the pattern '*.mpl.*' matches no tensor.\n"
-    code, text, err = run(*words, "--exclude", "*", "--json")
+    code, _, err = run("convert", source, out, "-r", "mxfp8", "--exclude", "*", "--json")
     assert (code, err) == (0, "warning: no tensor was quantized; `--json` says why each was kept.\n")
-    assert json.loads(text)["unmatched"] == []
     assert load_safetensors(out)["lm_head.weight"].tobytes() == weights()["lm_head.weight"].tobytes()
 
 
@@ -1174,8 +1195,6 @@ def test_an_element_format_is_answered_with_the_recipes_of_it(source: Path, run:
 def test_what_is_kept_by_default_is_named(source: Path, tmp_path: Path, run: Run) -> None:
     _, out, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "int4")
     assert "by default  kept, unless --include names them: embed_tokens.weight, lm_head.weight" in out
-    _, _, err = run("convert", source, tmp_path / "p.safetensors", "-r", "int4", "--include", "embed*,lm_head*")
-    assert "warning: the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern." in err
 
 
 def test_rows_shorter_than_a_block_are_told(tmp_path: Path, run: Run) -> None:

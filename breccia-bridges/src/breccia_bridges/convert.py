@@ -6,11 +6,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
+from breccia import CorruptFileError, ScalingRecipe, UnknownNameError, UnsupportedError, cast
 from breccia.backend import TENSOR, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
@@ -26,6 +28,7 @@ from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Entry, Writer, byte_count
+from .text import named
 
 #: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
 BY_DEFAULT = "kept by default"
@@ -57,11 +60,33 @@ class _Selection:
         kind = kept_kind(name)
         return f"{BY_DEFAULT} ({kind})" if kind and not _matches(name, self.include) else ""
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of `names`."""
-        names = list(names)
+    def check(self, names: Collection[str]) -> None:
+        """Raise UnknownNameError for patterns that match none of `names`: a misspelled one would change what is quantized."""
         patterns = dict.fromkeys((*self.include, *self.exclude))
-        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        unmatched = [pattern for pattern in patterns if not _matches_any(pattern, names)]
+        if unmatched:
+            raise UnknownNameError(" ".join(_unmatched(pattern, names) for pattern in unmatched), patterns=unmatched)
+
+
+def _unmatched(pattern: str, names: Collection[str]) -> str:
+    """What to do about a pattern that matches no name: the pattern with its unknown words replaced, if that matches one."""
+    words = {word for name in names for word in name.split(".")}
+    literals = [word for word in re.split(r"[.*?\[\],]+", pattern) if word and not any(word in known for known in words)]
+    close = {word: near[0] for word in literals if (near := get_close_matches(word, sorted(words), n=1))}
+    corrected = pattern
+    for word, near in close.items():
+        corrected = corrected.replace(word, near)
+    if corrected != pattern and _matches_any(corrected, names):
+        remedy = f"; did you mean {corrected!r}?"
+    elif "," in pattern:
+        remedy = "; give the option once for each pattern."
+    else:
+        remedy = f"; `breccia inspect` lists the names, such as {named(sorted(names))}."
+    return f"the pattern {pattern!r} matches no tensor{remedy}"
+
+
+def _matches_any(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def convert(
@@ -83,23 +108,23 @@ def convert(
     destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
         file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
         followed.
-    include, exclude: shell-style globs over whole names. Floating tensors of two axes or more are quantized, except
-        embeddings, norms, routers and output heads (`breccia.backend.KEPT`), less `exclude`, plus `include`; `exclude` beats
-        `include`, which beats the default.
+    include, exclude: shell-style globs over whole names; each must match a tensor. Floating tensors of two axes or more are
+        quantized, except embeddings, norms, routers and output heads (`breccia.backend.KEPT`), less `exclude`, plus `include`;
+        `exclude` beats `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
     dry_run: check everything and report sizes from headers alone; write nothing.
     histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
 
-    A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format,
+    A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format;
     UnsupportedError for a source that is already quantized or no checkpoint, and for a destination that is, contains or is in
-    the source; OSError where files cannot be read or written.
+    the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
     """
     src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
     _check_destination(src, files, dst, force)
-    names = _checked_names(src, files)
-    report = Report(str(src), str(Path(destination)), recipe, unmatched=chosen.unmatched(names))
+    chosen.check(_checked_names(src, files))
+    report = Report(str(src), str(Path(destination)), recipe)
     if dry_run:
         for path in files:
             planned = _Plan(path, recipe, chosen)

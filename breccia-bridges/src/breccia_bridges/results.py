@@ -84,14 +84,13 @@ class Report:
     """A checkpoint before and after, with its error metrics.
 
     recipe: the requested one; None where checkpoints were compared.
-    unmatched: patterns of the selection that match no tensor. missing, added: tensors present in only one of two checkpoints.
+    missing, added: tensors present in only one of two checkpoints.
     """
 
     source: str
     destination: str
     recipe: ScalingRecipe | None = None
     tensors: list[TensorReport] = field(default_factory=list[TensorReport])
-    unmatched: list[str] = field(default_factory=list[str])
     missing: list[str] = field(default_factory=list[str])
     added: list[str] = field(default_factory=list[str])
 
@@ -173,7 +172,7 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user, as sentences."""
-        found = [f"the pattern {pattern!r} matches no tensor{_hint(pattern)}." for pattern in self.unmatched]
+        found: list[str] = []
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
                 found.append(f"in {here} and not in {there}: {named(names)}.")
@@ -210,13 +209,8 @@ class Report:
             **(fidelity.to_dict() if known else dict.fromkeys(NOTHING.to_dict())),
             "worst": worst.name if worst else None,
             "kept": self.reasons,
-            "unmatched": self.unmatched,
             "missing": self.missing,
             "added": self.added,
             "warnings": self.warnings,
             "tensors": [t.to_dict() for t in self.tensors],
         }
-
-
-def _hint(pattern: str) -> str:
-    return "; give the option once for each pattern" if "," in pattern else ""
