@@ -675,15 +675,35 @@ def test_a_shard_that_is_quantized_already_is_refused_before_any_work(tmp_path: 
         convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
 
 
-def test_a_converted_folder_says_what_its_config_does_not(sharded: Path, source: Path, tmp_path: Path, run: Run) -> None:
-    _, text, _ = run("convert", sharded, tmp_path / "out", "-r", "mxfp8")
-    assert text.splitlines()[-1].split(maxsplit=1) == [
-        "note",
-        "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load this "
-        "folder as it is; load it with breccia.bridges.load_safetensors",
+def test_config_json_of_a_converted_folder_names_the_recipe_and_what_kept_its_precision(
+    sharded: Path, source: Path, tmp_path: Path, run: Run
+) -> None:
+    config = {"architectures": ["Tiny"], "torch_dtype": "float32", "quantization_config": None, "vocab_size": 50}
+    (sharded / "config.json").write_text(json.dumps(config))
+    (sharded / "config.json").chmod(0o444)
+    _, text, _ = run("convert", sharded, tmp_path / "out", "-r", "mxfp8", "--exclude", "*.brain")
+    assert [line.rstrip().split(maxsplit=1) for line in text.splitlines()[-2:]] == [
+        ["load", "breccia.bridges.load_safetensors(folder), or with breccia-torch[hf] transformers' from_pretrained(folder)"],
+        ["note", "without breccia-torch[hf], transformers only warns, and fills the quantized weights with random numbers"],
     ]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | {
+        "quantization_config": {
+            "quant_method": "breccia",
+            "recipe": breccia.MXFP8BlockScaling().to_dict(),
+            "modules_to_not_convert": ["layer.0.mlp.brain", "lm_head"],
+        }
+    }
+    assert list(written) == list(config), "the order of keys is kept"
+    assert not list((tmp_path / "out").glob("*.tmp"))
     _, text, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8")
-    assert "config.json" not in text
+    assert "transformers" not in text
+
+
+def test_config_json_stays_without_quantization_where_nothing_is_quantized(sharded: Path, tmp_path: Path) -> None:
+    (sharded / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling(), exclude=["*"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"vocab_size": 50}
 
 
 # ------------------------------------------------------------------------------------------------ what is kept, and why

@@ -32,7 +32,8 @@ class TensorReport:
 
     dtype, stored_as: its type before and after, as a dtype of the file or a recipe's name.
     reason: why it was kept, or could not be compared; empty if it was quantized or compared.
-    fidelity, histogram: its error metrics and its elements by value; None unless requested.
+    fidelity, histogram: its error metrics and its elements by value; None unless requested. A kept tensor has metrics if it was
+        decoded.
     """
 
     name: str
@@ -183,6 +184,10 @@ class Report:
                 f"the last axis of {named(wide)} is shorter than a block, so scales take more space than usual; "
                 "--exclude keeps such tensors unquantized."
             )
+        rounded = [t for t in self.kept if t.fidelity and not t.fidelity.lossless]
+        if rounded:
+            dtypes = " or ".join(sorted({t.stored_as for t in rounded}))
+            found.append(f"not quantized, and rounded to {dtypes} when decoded: {named(t.name for t in rounded)}.")
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:
