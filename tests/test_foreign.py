@@ -387,6 +387,18 @@ def test_plain_fp8_without_any_scale_is_kept_as_it_is(tmp_path: Path) -> None:
     assert {t.name: t.reason for t in report.tensors} == {"w": "F8_E4M3 cannot be cast", "v": ""}
 
 
+def test_plain_parameters_with_names_that_other_formats_use_are_no_codes(tmp_path: Path) -> None:
+    tensors = {
+        "attention.W_q": brain(64, 64),
+        "w": brain(64, 64),
+        "w_scale": brain(1),
+        "weight": brain(8, 64),
+        "scales": brain(8),
+    }
+    report = convert(write(tmp_path / "m.safetensors", tensors), tmp_path / "o.safetensors", breccia.MXFP8BlockScaling())
+    assert {t.name for t in report.quantized} == {"attention.W_q", "w", "weight"}
+
+
 def test_every_method_of_transformers_is_known() -> None:
     config = pytest.importorskip("transformers.utils.quantization_config")
     known = {method for form in FORMATS for method in form.methods}

@@ -68,7 +68,9 @@ class Format:
 
 
 #: The one format that `convert` and `compare` decode.
-BLOCK_FP8 = Format("block FP8, as DeepSeek-V3", ("fp8", "mxfp8"), ({"_scale_inv": ()},))
+BLOCK_FP8 = Format(
+    "block FP8, as DeepSeek-V3", ("fp8", "mxfp8"), ({"_scale_inv": (), "": tuple(_FP8)}, {"weight_scale_inv": ()})
+)
 
 #: Formats, the most specific signs first.
 FORMATS = (
@@ -106,21 +108,31 @@ FORMATS = (
         _BY_HAND,
     ),
     Format("torchao", ("torchao",), ({"_weight_qdata": ()},), _BY_HAND),
-    Format("HQQ or SINQ", ("hqq", "sinq"), ({"W_q": ()},)),
+    Format("HQQ or SINQ", ("hqq", "sinq"), ({"W_q": ("U8", "I8", "I16", "I32")},)),
     Format(
         "MLX",
         ("mlx", "metal"),
         ({"scales": (), "weight": ("U32",)},),
         "Wrap its arrays one by one with breccia.bridges.from_mlx, or convert the checkpoint that it was made from.",
     ),
-    Format("Quanto", ("quanto",), ({"weight._data": (), "weight._scale": ()},)),
     Format("EETQ", ("eetq",), ({"weight_scales": (), "weight": ("I8",)},)),
-    Format("AQLM", ("aqlm",), ({"codes": (), "codebooks": ()},)),
-    Format("BitNet", ("bitnet",), ({"weight_scale": (), "weight": ("U8",)},)),
     Format("GPTQ or AWQ of AutoRound", ("auto-round",)),
     *(
         Format(method, (method,))
-        for method in ("fouroversix", "fp_quant", "gemma", "gguf", "higgs", "nvfp4", "quark", "spqr", "vptq")
+        for method in (
+            "aqlm",
+            "bitnet",
+            "fouroversix",
+            "fp_quant",
+            "gemma",
+            "gguf",
+            "higgs",
+            "nvfp4",
+            "quanto",
+            "quark",
+            "spqr",
+            "vptq",
+        )
     ),
     Format(
         "codes with scales, of an unknown program",
