@@ -31,6 +31,7 @@ from breccia_bridges import commands, measure
 from breccia_bridges import convert as converter
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.convert import convert
+from breccia_bridges.huggingface import REFUSAL
 from breccia_bridges.measure import Stored
 from breccia_bridges.results import Report
 from breccia_bridges.safetensors_file import Container, Writer
@@ -678,17 +679,37 @@ def test_a_quantized_shard_is_refused_before_the_conversion(tmp_path: Path) -> N
         convert(folder, tmp_path / "out", breccia.MXFP8BlockScaling(), advance=worked)
 
 
-def test_a_converted_folder_reports_that_its_config_has_no_quantization(
+def test_config_json_of_a_converted_folder_names_the_recipe_and_what_kept_its_precision(
     sharded: Path, source: Path, tmp_path: Path, run: Run
 ) -> None:
-    _, text, _ = run("convert", sharded, tmp_path / "out", "-r", "mxfp8")
-    assert text.splitlines()[-1].split(maxsplit=1) == [
-        "note",
-        "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load this "
-        "folder; load it with breccia.bridges.load_safetensors",
+    config = {"architectures": ["Tiny"], "torch_dtype": "float32", "quantization_config": None, "vocab_size": 50}
+    (sharded / "config.json").write_text(json.dumps(config))
+    (sharded / "config.json").chmod(0o444)
+    _, text, _ = run("convert", sharded, tmp_path / "out", "-r", "mxfp8", "--exclude", "*.brain")
+    assert text.splitlines()[-1].rstrip().split(maxsplit=1) == [
+        "load",
+        "breccia.bridges.load_safetensors(folder); or import breccia_torch.hf (pip install 'breccia-torch[hf]'), then "
+        "transformers' from_pretrained(folder)",
     ]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | {
+        "quantization_config": {
+            "quant_method": "breccia",
+            "recipe": breccia.MXFP8BlockScaling().to_dict(),
+            "modules_to_not_convert": ["layer.0.mlp.brain", "lm_head"],
+        },
+        "transformers_weights": REFUSAL,
+    }
+    assert list(written) == [*config, "transformers_weights"], "the order of keys is kept"
+    assert not list((tmp_path / "out").glob("*.tmp"))
     _, text, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8")
-    assert "config.json" not in text
+    assert "transformers" not in text
+
+
+def test_config_json_stays_without_quantization_where_nothing_is_quantized(sharded: Path, tmp_path: Path) -> None:
+    (sharded / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    convert(sharded, tmp_path / "out", breccia.MXFP8BlockScaling(), exclude=["*"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"vocab_size": 50}
 
 
 # ------------------------------------------------------------------------------------------------ tensors that are kept
@@ -709,8 +730,8 @@ def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
         },
         tmp_path / "m.safetensors",
     )
-    words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "--exclude", "out", "-r")
-    code, text, err = run(*words, "int4,scale_dtype=fp32", "--json")
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r")
+    code, text, err = run(*words, "int4,scale_dtype=fp32", "--exclude", "out", "--json")
     report = json.loads(text)
     assert code == 0 and err.count("\n") == 1 and "the last axis of conv.weight (16.00 bits) is shorter than a block" in err
     assert {t["name"]: t["reason"] for t in report["tensors"]} == {
@@ -733,15 +754,36 @@ def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
     assert load_safetensors(tmp_path / "o.safetensors")["column"].tobytes() == halves["column"].tobytes()
 
 
-def test_patterns_without_a_match_and_empty_conversions_give_a_warning(source: Path, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--include", "lm_hed*"), "the pattern 'lm_hed*' matches no tensor; did you mean 'lm_head*'?"),
+        (("--exclude", "*.mpl.*", "--exclude", "*.mlp.*"), "the pattern '*.mpl.*' matches no tensor; did you mean '*.mlp.*'?"),
+        (
+            ("--include", "embed*,lm_head*"),
+            "the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern.",
+        ),
+        (
+            ("--exclude", "vision*"),
+            "the pattern 'vision*' matches no tensor; `breccia inspect` lists the names, such as embed_tokens.weight, "
+            "layer.0.attention.weight, layer.0.experts and 8 more.",
+        ),
+        (("--include", "lm_hed*", "--exclude", "*.mpl.*"), "lm_head*'? the pattern '*.mpl.*' matches no tensor; did you mean"),
+    ],
+)
+def test_a_pattern_that_matches_no_tensor_is_an_error_before_anything_is_written(
+    options: tuple[str, ...], message: str, source: Path, tmp_path: Path, run: Run
+) -> None:
+    for more in ((), ("--dry-run",)):
+        code, out, err = run("convert", source, tmp_path / "o.safetensors", "-r", "mxfp8", *options, *more)
+        assert (code, out) == (1, "") and err.startswith("error: ") and message in err
+    assert entries(tmp_path) == ["model.safetensors"]
+
+
+def test_a_conversion_of_nothing_is_warned_of(source: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "o.safetensors"
-    words = ("convert", source, out, "-r", "mxfp8", "--force")
-    code, _, err = run(*words, "--include", "lm_hed*", "--exclude", "*.mpl.*", "--exclude", "*.mlp.*")
-    assert code == 0
-    assert err == "warning: the pattern 'lm_hed*' matches no tensor.\nwarning: the pattern '*.mpl.*' matches no tensor.\n"
-    code, text, err = run(*words, "--exclude", "*", "--json")
+    code, _, err = run("convert", source, out, "-r", "mxfp8", "--exclude", "*", "--json")
     assert (code, err) == (0, "warning: no tensor was quantized; `--json` says why each was kept.\n")
-    assert json.loads(text)["unmatched"] == []
     assert load_safetensors(out)["lm_head.weight"].tobytes() == weights()["lm_head.weight"].tobytes()
 
 
@@ -1175,8 +1217,6 @@ def test_an_element_format_in_place_of_a_recipe_lists_its_recipes(source: Path, 
 def test_tensors_kept_by_default_are_listed(source: Path, tmp_path: Path, run: Run) -> None:
     _, out, _ = run("convert", source, tmp_path / "o.safetensors", "-r", "int4")
     assert "by default  kept, unless --include names them: embed_tokens.weight, lm_head.weight" in out
-    _, _, err = run("convert", source, tmp_path / "p.safetensors", "-r", "int4", "--include", "embed*,lm_head*")
-    assert "warning: the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern." in err
 
 
 def test_rows_shorter_than_a_block_give_a_warning(tmp_path: Path, run: Run) -> None:

@@ -75,7 +75,6 @@ def run(label: str, tensors: list[dict[str, Any]], **changed: Any) -> dict[str, 
         "lossless": False,
         "worst": worst and worst["name"],
         "kept": {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
-        "unmatched": [],
         "warnings": [],
         "tensors": tensors,
     } | changed

@@ -25,6 +25,7 @@ from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
 from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
+from .foreign import CONFIG
 from .inspection import inspected
 from .measure import ErrorMetrics
 from .report import check_report, write_report
@@ -242,10 +243,10 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
         rows["dry run"] = f"nothing was written to {found.destination}"
     else:
         rows["verified"] = f"{found.destination}, read back and compared; {seconds:.1f} s"
-    if (Path(found.destination) / "config.json").exists() and not dry_run:
-        rows["note"] = (
-            "config.json was copied unchanged and does not describe the quantized layout yet, so transformers will not load "
-            "this folder; load it with breccia.bridges.load_safetensors"
+    if (Path(found.destination) / CONFIG).exists() and found.quantized and not dry_run:
+        rows["load"] = (
+            "breccia.bridges.load_safetensors(folder); or import breccia_torch.hf (pip install 'breccia-torch[hf]'), then "
+            "transformers' from_pretrained(folder)"
         )
     for name, value in rows.items():
         table.add_row(name, Text(printable(value)))

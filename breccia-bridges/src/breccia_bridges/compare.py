@@ -12,6 +12,7 @@ from breccia import CorruptFileError, UnsupportedError
 from breccia.backend import PARTS
 
 from .checkpoint import checkpoint_files
+from .foreign import BlockFP8, recognized
 from .measure import FLOATING, SLAB, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
 from .safetensors import Config, Undeclared, read_configs
@@ -21,23 +22,30 @@ from .text import named, spelled
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint: its file, its name, and its config if it is scaled."""
+    """One tensor of a checkpoint: its file, its name, and its config if it is scaled.
+
+    blocks: of a weight that another program quantized to block FP8, the checkpoint's weights of this kind.
+    """
 
     container: Container
     name: str
     config: Config | None
     undeclared: Undeclared | None = None
+    blocks: BlockFP8 | None = None
 
     @property
-    def parts(self) -> list[str]:
-        """The names of its entries in the file."""
+    def parts(self) -> dict[str, Container]:
+        """The names of its entries, each with its file."""
+        if self.blocks is not None:
+            return {part: self.blocks.files[part] for part in (self.name, self.blocks.scales[self.name])}
         if self.config is None and self.undeclared is None:
-            return [self.name]
-        return [part for part in (f"{self.name}.{suffix}" for suffix in PARTS) if part in self.container.entries]
+            return {self.name: self.container}
+        names = [f"{self.name}.{suffix}" for suffix in PARTS]
+        return {part: self.container for part in names if part in self.container.entries}
 
     @property
     def nbytes(self) -> int:
-        return sum(self.container.entries[part].nbytes for part in self.parts)
+        return sum(file.entries[part].nbytes for part, file in self.parts.items())
 
     @property
     def shape(self) -> Shape:
@@ -59,7 +67,11 @@ class CheckpointTensor:
     @property
     def readable(self) -> bool:
         """Can its values be decoded?"""
-        return self.config is not None or self.stored_as in FLOATING
+        return self.config is not None or self.blocks is not None or self.stored_as in FLOATING
+
+    def stored(self) -> Stored:
+        """Its values, by slabs."""
+        return Stored(self.container, self.name, self.blocks.tensor(self.name) if self.blocks else self.config)
 
 
 def checkpoint_tensors(path: Path, *, undeclared: bool = False) -> dict[str, CheckpointTensor]:
@@ -85,6 +97,23 @@ def checkpoint_tensors(path: Path, *, undeclared: bool = False) -> dict[str, Che
     return found
 
 
+def _decodable_tensors(path: Path) -> dict[str, CheckpointTensor]:
+    """`checkpoint_tensors`, with weights and scales of block FP8 as one tensor.
+
+    Raises as `recognized` does for checkpoints in other programs' formats.
+    """
+    found = checkpoint_tensors(path)
+    blocks = recognized(path, list({tensor.container.path: tensor.container for tensor in found.values()}.values()))
+    if blocks is None:
+        return found
+    scales = set(blocks.scales.values())
+    return {
+        name: replace(tensor, blocks=blocks) if name in blocks.scales else tensor
+        for name, tensor in found.items()
+        if name not in scales
+    }
+
+
 def compare(
     reference: str | os.PathLike[str],
     candidate: str | os.PathLike[str],
@@ -94,15 +123,16 @@ def compare(
 ) -> Report:
     """Measure the tensors of `candidate` against those of the same name in `reference`.
 
-    Each is a `.safetensors` file or a folder of them, plain or quantized by breccia, in any mixture. Scaled tensors are
-    compared by the FP32 values of `dequantize`. Tensors with equal bytes, and non-floating ones, are listed with the reason why
-    they were not measured.
+    Each is a `.safetensors` file or a folder of them: plain, quantized by breccia, or in block FP8 as DeepSeek-V3, in any
+    mixture. Scaled tensors are compared by the FP32 values of `dequantize`. Tensors with equal bytes, and non-floating ones,
+    are listed with the reason why they were not measured.
     histograms: count the elements of compared tensors by value, in both.
     advance: called with a tensor's name and its bytes in the reference.
 
-    Raises UnsupportedError where the two have no name in common, and as `checkpoint_files` and `Container` do.
+    Raises UnsupportedError where the two have no name in common, and for other formats of quantized checkpoints; and as
+    `checkpoint_files` and `Container` do.
     """
-    before, after = checkpoint_tensors(Path(reference)), checkpoint_tensors(Path(candidate))
+    before, after = _decodable_tensors(Path(reference)), _decodable_tensors(Path(candidate))
     common = [name for name in before if name in after]
     if not common:
         here, there = (named(names) or "none at all" for names in (before, after))
@@ -125,7 +155,7 @@ def _compared(x: CheckpointTensor, y: CheckpointTensor, histograms: bool) -> Ten
     found = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes)
     if found.reason:
         return found
-    a, b = (Stored(t.container, t.name, t.config) for t in (x, y))
+    a, b = x.stored(), y.stored()
     return replace(found, fidelity=measure(a, b), histogram=histogram(a, b) if histograms else None)
 
 
@@ -144,9 +174,11 @@ def _why_not(x: CheckpointTensor, y: CheckpointTensor) -> str:
 
 def _same_bytes(x: CheckpointTensor, y: CheckpointTensor) -> bool:
     """Are all components and configs equal?"""
-    if x.config != y.config or x.stored_as != y.stored_as:
+    if x.config != y.config or x.stored_as != y.stored_as or x.parts.keys() != y.parts.keys():
         return False
-    pairs = [(x.container, y.container, part) for part in x.parts]
+    if x.blocks and y.blocks and x.blocks.block != y.blocks.block:
+        return False
+    pairs = [(file, y.parts[part], part) for part, file in x.parts.items()]
     if any(here.entries[part].nbytes != there.entries[part].nbytes for here, there, part in pairs):
         return False
     return all(_same(here.array(part), there.array(part)) for here, there, part in pairs)

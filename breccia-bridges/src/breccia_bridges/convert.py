@@ -6,11 +6,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,22 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
-from breccia.backend import TENSOR, components, kept_kind
+from breccia import CorruptFileError, ScalingRecipe, UnknownNameError, UnsupportedError, cast
+from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
+from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, BlockFP8, model_configs, read_object, recognized
+from .huggingface import REFUSAL, WEIGHTS, write_json
 from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
-from .safetensors_file import Container, Entry, Writer, byte_count
+from .safetensors_file import Container, Shape, Writer, byte_count
+from .text import named
 
 #: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
 BY_DEFAULT = "kept by default"
 
-_CASTABLE = ("F32", "F16", "BF16")
+_CASTABLE = {codec.name: codec for codec in (F32, F16, BF16)}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
 
 
@@ -44,24 +49,46 @@ class _Selection:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
-    def reason_to_keep(self, name: str, entry: Entry) -> str:
+    def reason_to_keep(self, name: str, dtype: str, shape: Shape) -> str:
         """Why a tensor is kept; empty if it is to be quantized."""
-        if entry.dtype not in _CASTABLE:
-            return f"{entry.dtype} cannot be cast" if entry.dtype.startswith("F") else "not floating"
-        if math.prod(entry.shape) == 0:
+        if dtype not in _CASTABLE:
+            return f"{dtype} cannot be cast" if dtype.startswith("F") else "not floating"
+        if math.prod(shape) == 0:
             return "empty"
-        if len(entry.shape) < 2:
+        if len(shape) < 2:
             return "fewer than two axes"
         if _matches(name, self.exclude):
             return "excluded"
         kind = kept_kind(name)
         return f"{BY_DEFAULT} ({kind})" if kind and not _matches(name, self.include) else ""
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of `names`."""
-        names = list(names)
+    def check(self, names: Collection[str]) -> None:
+        """Raise UnknownNameError for patterns that match none of `names`: a misspelled one would change what is quantized."""
         patterns = dict.fromkeys((*self.include, *self.exclude))
-        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        unmatched = [pattern for pattern in patterns if not _matches_any(pattern, names)]
+        if unmatched:
+            raise UnknownNameError(" ".join(_unmatched(pattern, names) for pattern in unmatched), patterns=unmatched)
+
+
+def _unmatched(pattern: str, names: Collection[str]) -> str:
+    """What to do about a pattern that matches no name: the pattern with its unknown words replaced, if that matches one."""
+    words = {word for name in names for word in name.split(".")}
+    literals = [word for word in re.split(r"[.*?\[\],]+", pattern) if word and not any(word in known for known in words)]
+    close = {word: near[0] for word in literals if (near := get_close_matches(word, sorted(words), n=1))}
+    corrected = pattern
+    for word, near in close.items():
+        corrected = corrected.replace(word, near)
+    if corrected != pattern and _matches_any(corrected, names):
+        remedy = f"; did you mean {corrected!r}?"
+    elif "," in pattern:
+        remedy = "; give the option once for each pattern."
+    else:
+        remedy = f"; `breccia inspect` lists the names, such as {named(sorted(names))}."
+    return f"the pattern {pattern!r} matches no tensor{remedy}"
+
+
+def _matches_any(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def convert(
@@ -79,40 +106,47 @@ def convert(
     """Quantize a checkpoint under `recipe`.
 
     source: a `.safetensors` file, or a folder of them (Hugging Face's layout). Other files of a folder are copied, except
-        weights in other formats, hidden folders and links to folders.
+        weights in other formats, hidden folders and links to folders; config.json gets a `quantization_config` that names the
+        recipe and the modules that keep their precision. Weights in block FP8 with `weight_scale_inv` (DeepSeek-V3) are decoded
+        and quantized again; those that are kept are decoded to the model's dtype by config.json, BF16 by default, which rounds
+        unless their scales are powers of two.
     destination: a file or folder, like `source`. It appears under its name only when everything is written and verified: each
         file is read back, its bytes are compared with those written, and its tensors are decoded. A link is replaced, not
         followed.
-    include, exclude: shell-style globs over whole names. Floating tensors of two axes or more are quantized, except
-        embeddings, norms, routers and output heads (`breccia.backend.KEPT`), less `exclude`, plus `include`; `exclude` beats
-        `include`, which beats the default.
+    include, exclude: shell-style globs over whole names; each must match a tensor. Floating tensors of two axes or more are
+        quantized, except embeddings, norms, routers and output heads (`breccia.backend.KEPT`), less `exclude`, plus `include`;
+        `exclude` beats `include`, which beats the default.
     force: replace an existing file, or a folder that contains a checkpoint; otherwise FileExistsError, before anything is read.
     dry_run: check everything and report sizes from headers alone; write nothing.
     histograms: count the elements of quantized tensors by value, before and after.
     advance: called with a tensor's name and its source bytes after it was written and after it was verified.
 
-    A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format,
-    UnsupportedError for a source that is already quantized or no checkpoint, and for a destination that is, contains or is in
-    the source; OSError where files cannot be read or written.
+    A tensor that would not shrink is kept as it is. Raises CorruptFileError for a source that breaks its format;
+    UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
+    or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
     """
     src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
     _check_destination(src, files, dst, force)
-    names = _checked_names(src, files)
-    report = Report(str(src), str(Path(destination)), recipe, unmatched=chosen.unmatched(names))
+    containers, blocks = _checked(src, files)
+    plans = [_Plan(container, blocks, recipe, chosen) for container in containers]
+    chosen.check([name for planned in plans for name in planned.reasons])
+    report = Report(str(src), str(Path(destination)), recipe)
     if dry_run:
-        for path in files:
-            planned = _Plan(path, recipe, chosen)
+        for planned in plans:
             report.tensors.extend(planned.report(name) for name in planned.reasons)
         return report
     with _staged(dst, force, src.is_dir()) as stage:
         if src.is_dir():
             _copy_companions(src, stage)
-        for path in files:
-            written = stage / path.name if src.is_dir() else stage
-            report.tensors.extend(_convert_file(_Plan(path, recipe, chosen), written, histograms, advance or no_progress))
-        if src.is_dir() and (src / INDEX).exists():
-            _write_index(stage, files)
+        for planned in plans:
+            if planned.reasons or not planned.container.entries:  # a file of scales alone becomes none
+                written = stage / planned.container.path.name if src.is_dir() else stage
+                report.tensors.extend(_convert_file(planned, written, histograms, advance or no_progress))
+        if src.is_dir():
+            _write_config(stage / CONFIG, report)
+            if (src / INDEX).exists():
+                _write_index(stage, [path for path in files if (stage / path.name).exists()])
     return report
 
 
@@ -120,29 +154,51 @@ def convert(
 
 
 class _Plan:
-    """Which tensors of a file are quantized, decided from its header."""
+    """Which tensors of a file are quantized, decided from its header.
 
-    def __init__(self, path: Path, recipe: ScalingRecipe, selection: _Selection) -> None:
-        self.container, self.recipe = Container(path), recipe
+    blocks: how to decode the weights that are block FP8 in the source. Their scales are not planned: they are written with no
+    weight. Such a weight that is kept is written in the dtype of the model's other weights.
+    """
+
+    def __init__(self, container: Container, blocks: BlockFP8 | None, recipe: ScalingRecipe, selection: _Selection) -> None:
+        self.container, self.blocks, self.recipe = container, blocks, recipe
         self.described: dict[str, Described] = {}
         self.reasons: dict[str, str] = {}
-        for name, entry in self.container.entries.items():
-            reason = selection.reason_to_keep(name, entry)
+        scales = set(blocks.scales.values()) if blocks else set[str]()
+        for name, entry in container.entries.items():
+            if name in scales:
+                continue
+            dtype = blocks.dtype if blocks and name in blocks.scales else entry.dtype
+            reason = selection.reason_to_keep(name, dtype, entry.shape)
             if not reason:
                 self.described[name] = plan(name, entry.shape, recipe)
-                if self._size(name) >= entry.nbytes:
+                if self._size(name) >= byte_count(dtype, entry.shape):
                     reason = "would not shrink"
             if reason:
-                self.described[name] = {name: (entry.dtype, entry.shape)}, None
+                self.described[name] = {name: (dtype, entry.shape)}, None
+                reason += f" and decoded to {dtype}" if self.decodes(name) else ""
             self.reasons[name] = reason
+
+    def decodes(self, name: str) -> bool:
+        """Is the tensor block FP8 in the source?"""
+        return self.blocks is not None and name in self.blocks.scales
+
+    def source(self, name: str) -> Stored:
+        """The values of a tensor in the source, by slabs."""
+        return Stored(self.container, name, self.blocks.tensor(name) if self.blocks and self.decodes(name) else None)
+
+    def bytes_in(self, name: str) -> int:
+        if self.blocks and self.decodes(name):
+            return self.blocks.nbytes(name)
+        return self.container.entries[name].nbytes
 
     def _size(self, name: str) -> int:
         return sum(byte_count(*part) for part in self.described[name][0].values())
 
     def report(self, name: str, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
         entry, reason = self.container.entries[name], self.reasons[name]
-        stored_as = entry.dtype if reason else self.recipe.name
-        sizes = entry.nbytes, self._size(name)
+        stored_as = self.described[name][0][name][0] if reason else self.recipe.name
+        sizes = self.bytes_in(name), self._size(name)
         return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts)
 
 
@@ -151,25 +207,37 @@ def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: 
     digests: dict[str, str] = {}
     extra = {k: v for k, v in container.metadata.items() if k not in ("schema", "breccia_version")}
     with open_writer(destination, planned.described, extra) as writer:
-        for name, entry in container.entries.items():
-            if planned.reasons[name]:
+        for name, reason in planned.reasons.items():
+            if reason:
                 with _digested(writer, name, digests) as put:
-                    put(container.array(name))
+                    for piece in _kept(planned, name):
+                        put(piece)
             else:
-                source = _Source(Stored(container, name), planned.recipe)
+                source = _Source(planned.source(name), planned.recipe)
                 _write_scaled(writer, digests, name, list(planned.described[name][0]), source)
-            advance(name, entry.nbytes)
+            advance(name, planned.bytes_in(name))
     written = _reopened(destination, digests)
     configs = read_configs(written)
     reports: list[TensorReport] = []
-    for name, entry in container.entries.items():
-        if planned.reasons[name]:
+    for name, reason in planned.reasons.items():
+        if reason and not planned.decodes(name):
             reports.append(planned.report(name))
         else:
-            x, y = Stored(container, name), Stored(written, name, configs[name])
-            reports.append(planned.report(name, measure(x, y), histogram(x, y) if histograms else None))
-        advance(name, entry.nbytes)
+            x, y = planned.source(name), Stored(written, name, configs.get(name))
+            counts = histogram(x, y) if histograms and not reason else None
+            reports.append(planned.report(name, measure(x, y), counts))
+        advance(name, planned.bytes_in(name))
     return reports
+
+
+def _kept(planned: _Plan, name: str) -> Iterator[np.ndarray]:
+    """The pieces of a tensor that is not quantized: its bytes, or where they are FP8 codes, its values."""
+    if not planned.decodes(name):
+        yield planned.container.array(name)
+        return
+    source, codec = planned.source(name), _CASTABLE[planned.described[name][0][name][0]]
+    for slab in slabs(source.shape, source.unit):
+        yield NUMPY.store(codec.encode(NUMPY, source.values(slab)), NUMPY.storage(codec))
 
 
 def _write_scaled(writer: Writer, digests: dict[str, str], name: str, parts: list[str], source: _Source) -> None:
@@ -236,7 +304,7 @@ class _Source:
         # One slab for per-tensor zero-points, and for per-tensor 8-bit scales, whose zero cannot be supplied.
         one_slab = block == TENSOR and (self.two_level or fmt.offset != "none" or fmt.scale.codec.bits <= 8)
         rows = 1 if block == TENSOR else block[0] or stored.shape[-2]
-        self.slabs = list(slabs(stored.shape, None if one_slab else rows))
+        self.slabs = list(slabs(stored.shape, stored.unit, None if one_slab else rows))
 
     def cast(self) -> Generator[dict[str, np.ndarray]]:
         """The components of the cast tensor in consecutive pieces; per-tensor components come with the first."""
@@ -261,20 +329,25 @@ class _Source:
 # ------------------------------------------------------------------------------------------------ the source, checked
 
 
-def _checked_names(src: Path, files: list[Path]) -> set[str]:
-    """Names of all tensors. Raises where a file is quantized already, or the index and the files contradict each other."""
-    files_of: dict[str, list[str]] = {}
-    for path in files:
-        container = Container(path)
+def _checked(src: Path, files: list[Path]) -> tuple[list[Container], BlockFP8 | None]:
+    """The opened files, and how to decode weights in block FP8.
+
+    Raises where the source is quantized in another way, or the index and the files contradict each other.
+    """
+    containers = [Container(path) for path in files]
+    for container in containers:
         if read_configs(container):
             raise UnsupportedError(
-                f"{path} contains tensors that breccia already quantized; convert the original.", path=str(path)
+                f"{container.path} contains tensors that breccia already quantized; convert the original.",
+                path=str(container.path),
             )
-        for name in container.entries:
-            files_of.setdefault(name, []).append(path.name)
     if src.is_dir() and (src / INDEX).exists():
+        files_of: dict[str, list[str]] = {}
+        for container in containers:
+            for name in container.entries:
+                files_of.setdefault(name, []).append(container.path.name)
         _check_index(src / INDEX, files_of)
-    return set(files_of)
+    return containers, recognized(src, containers)
 
 
 def _check_index(index: Path, files_of: dict[str, list[str]]) -> None:
@@ -415,8 +488,9 @@ def _remove(path: Path) -> None:
 def _copy_companions(src: Path, stage: Path) -> None:
     """Copy config.json, the tokenizer and the other files of the folder.
 
-    Skipped: weights in other formats and their indexes, safetensors files at the top level (those of the index are
-    converted, others duplicate them), hidden folders, links to folders, broken links, and special files.
+    Skipped: files that declare how the source was quantized, weights in other formats and their indexes, safetensors files at
+    the top level (those of the index are converted, others duplicate them), hidden folders, links to folders, broken links,
+    and special files.
     """
     for folder, folders, names in os.walk(src):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -424,6 +498,8 @@ def _copy_companions(src: Path, stage: Path) -> None:
         weights = (*_OTHER_FORMATS, ".safetensors") if inside == Path() else _OTHER_FORMATS
         for name in sorted(names):
             path = Path(folder, name)
+            if inside == Path() and name in QUANTIZATION_FILES:
+                continue
             if path.is_file() and not name.lower().removesuffix(".index.json").endswith(weights):
                 (stage / inside).mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, stage / inside / name)
@@ -437,3 +513,29 @@ def _write_index(stage: Path, files: list[Path]) -> None:
         "weight_map": {name: file for name, (file, _) in sorted(entries.items())},
     }
     (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_config(path: Path, report: Report) -> None:
+    """Replace what a copied config.json says about the quantization; its other keys keep their values and order."""
+    config = read_object(path)
+    if config is None:
+        return
+    for prefix, part in list(model_configs(config)):
+        part.pop("compression_config", None)
+        if prefix:
+            part.pop(QUANTIZATION, None)
+    config[QUANTIZATION] = {
+        "quant_method": OWN,
+        "recipe": report.recipe and report.recipe.to_dict(),
+        "modules_to_not_convert": _modules_kept(report),
+    }
+    config[WEIGHTS] = REFUSAL
+    if not report.quantized:
+        del config[QUANTIZATION], config[WEIGHTS]
+    write_json(path, config)
+
+
+def _modules_kept(report: Report) -> list[str]:
+    """The names of modules with a matrix that keeps its precision, except embeddings and norms."""
+    kept = [t.name for t in report.kept if len(t.shape) > 1 and t.parameters and t.stored_as in _CASTABLE]
+    return sorted(name.removesuffix(".weight") for name in kept if kept_kind(name) not in ("embedding", "norm"))

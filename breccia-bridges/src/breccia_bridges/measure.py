@@ -117,16 +117,18 @@ NOTHING = ErrorMetrics()
 class Stored:
     """A floating tensor of a checkpoint, plain or scaled, read by slabs.
 
+    config: of a scaled tensor in the file; or the scaled tensor itself, made of entries of other names.
+
     Leading axes are flattened into one: a slab is a range of matrices, and a range of their rows.
     """
 
-    def __init__(self, container: Container, name: str, config: Config | None = None) -> None:
+    def __init__(self, container: Container, name: str, config: Config | ScaledTensor | None = None) -> None:
         if config is None:
             self.shape, self.dtype = container.entries[name].shape, container.entries[name].dtype
             self._array, self._scaled = container.array(name).reshape(_stacked(self.shape)), None
             self.unit: int | None = 1
         else:
-            self._scaled = read_tensor(container, name, config)
+            self._scaled = config if isinstance(config, ScaledTensor) else read_tensor(container, name, config)
             self.shape, self.dtype = self._scaled.shape, config.recipe.name
             if self._scaled.ndim > 2:
                 self._scaled = self._scaled.reshape(_stacked(self.shape))

@@ -32,7 +32,8 @@ class TensorReport:
 
     dtype, stored_as: its type before and after, as a dtype of the file or a recipe's name.
     reason: why it was kept, or could not be compared; empty if it was quantized or compared.
-    fidelity, histogram: its error metrics and its elements by value; None unless requested.
+    fidelity, histogram: its error metrics and its elements by value; None unless requested. A kept tensor has metrics if it was
+        decoded.
     """
 
     name: str
@@ -84,14 +85,13 @@ class Report:
     """A checkpoint before and after, with its error metrics.
 
     recipe: the requested one; None where checkpoints were compared.
-    unmatched: patterns of the selection that match no tensor. missing, added: tensors present in only one of two checkpoints.
+    missing, added: tensors present in only one of two checkpoints.
     """
 
     source: str
     destination: str
     recipe: ScalingRecipe | None = None
     tensors: list[TensorReport] = field(default_factory=list[TensorReport])
-    unmatched: list[str] = field(default_factory=list[str])
     missing: list[str] = field(default_factory=list[str])
     added: list[str] = field(default_factory=list[str])
 
@@ -173,7 +173,7 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user, as sentences."""
-        found = [f"the pattern {pattern!r} matches no tensor{_hint(pattern)}." for pattern in self.unmatched]
+        found: list[str] = []
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
                 found.append(f"in {here} and not in {there}: {named(names)}.")
@@ -184,6 +184,10 @@ class Report:
                 f"the last axis of {named(wide)} is shorter than a block, so scales take more space than usual; "
                 "--exclude keeps such tensors unquantized."
             )
+        rounded = [t for t in self.kept if t.fidelity and not t.fidelity.lossless]
+        if rounded:
+            dtypes = " or ".join(sorted({t.stored_as for t in rounded}))
+            found.append(f"not quantized, and rounded to {dtypes} when decoded: {named(t.name for t in rounded)}.")
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:
@@ -210,13 +214,8 @@ class Report:
             **(fidelity.to_dict() if known else dict.fromkeys(NOTHING.to_dict())),
             "worst": worst.name if worst else None,
             "kept": self.reasons,
-            "unmatched": self.unmatched,
             "missing": self.missing,
             "added": self.added,
             "warnings": self.warnings,
             "tensors": [t.to_dict() for t in self.tensors],
         }
-
-
-def _hint(pattern: str) -> str:
-    return "; give the option once for each pattern" if "," in pattern else ""
