@@ -42,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "breccia-bridges": (
         "test_safetensors_file.py",
         "test_convert.py",
+        "test_foreign.py",
         "test_*_bridge.py",
         "test_inspect.py",
         "test_measure.py",
@@ -66,6 +67,7 @@ TOGETHER = (
     "test_doctor.py",
     "test_exports.py",
     "test_format_pages.py",
+    "test_hf.py",
     "test_imports.py",
     "test_interchange.py",
     "test_mutation.py",

@@ -41,6 +41,8 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_triton": ({"triton", "torch", "numpy"}, set()),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
+#: The package of breccia_torch that alone may import transformers.
+HF = "hf"
 #: The same for parts of core; the rest of core imports pluggy only. NumPy is for its backend and the conformance kit.
 FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "arrays.ops": ({"numpy"}, {"ml_dtypes"}),
@@ -135,6 +137,8 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
         top, lazy = next(match, (set[str](), set[str]()))
     else:
         top, lazy = FOREIGN[package]
+        if distribution == "breccia-torch" and name.partition(".")[0] == HF:
+            top = top | {"transformers"}
     return {package, *ours, *top}, {package, *ours, *top, *lazy}
 
 

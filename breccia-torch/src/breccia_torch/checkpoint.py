@@ -182,16 +182,21 @@ def stacked(columns: list[list[Any]], name: str) -> Any:
     Raises UnsupportedError if only some are quantized, and what `breccia.stack` raises.
     """
     scaled = [isinstance(one, ScaledTensor) for column in columns for one in column]
-    if any(scaled) and not all(scaled):
-        raise UnsupportedError(
-            f"{name}: {sum(scaled)} of {len(scaled)} tensors of its experts are quantized; a module of experts has all of them "
-            "quantized, or none. Convert the checkpoint again, with --include or --exclude for all experts.",
-            name=name,
-        )
-    if all(scaled):
+    if any(scaled):
+        check_all_quantized(name, sum(scaled), len(scaled))
         each = [breccia.stack(column) for column in columns]
         return each[0] if len(each) == 1 else breccia.stack(each, axis=1)
     return torch.cat([torch.stack(column) for column in columns], dim=1)
+
+
+def check_all_quantized(name: str, quantized: int, count: int) -> None:
+    """Raise UnsupportedError unless all `count` tensors of a module's experts are quantized."""
+    if quantized < count:
+        raise UnsupportedError(
+            f"{name}: {quantized} of {count} tensors of its experts are quantized; a module of experts has all of them "
+            "quantized, or none. Convert the checkpoint again, with --include or --exclude for all experts.",
+            name=name,
+        )
 
 
 def _same(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import Counter
@@ -22,11 +23,17 @@ from breccia.backend import (
     kept_kind,
     part_shapes,
     suggestion,
+    targets,
 )
 
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
 
 Filter = Callable[[nn.Module, str], bool]
+
+_log = logging.getLogger(__name__)
+#: Object references, loaded for models of transformers alone: what `save_pretrained` needs, and a forward function of experts.
+_ATTACH = "breccia_torch.hf:attach"
+_EXPERTS = "breccia_torch.hf.experts:NAME"
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,10 +120,18 @@ def quantize_(
         weight = ScaledExperts.quantized(getattr(module, parameter), recipe, experts_axis(module))
         replace_experts(module, parameter, weight)
     if hasattr(model, "save_pretrained") and "transformers" in sys.modules and not hasattr(model, "hf_quantizer"):
-        from .hf import attach
-
-        attach(model, recipe=recipe, activation=activation)
+        _attach(model, recipe, activation)
     return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))
+
+
+def _attach(model: nn.Module, recipe: ScalingRecipe, activation: ScalingRecipe | None) -> None:
+    """Make `save_pretrained` and `from_pretrained` work for a quantized model of transformers."""
+    try:
+        attach = targets.load(_ATTACH)
+    except ImportError as e:
+        _log.warning("%s Save this model with breccia_torch.save_model: save_pretrained would lose how it is quantized.", e)
+    else:
+        attach(model, recipe=recipe, activation=activation)
 
 
 # ------------------------------------------------------------------------------------------------ selection
@@ -291,9 +306,7 @@ def replace_experts(module: nn.Module, name: str, weight: ScaledExperts) -> None
     setattr(module, name, weight)
     config = getattr(module, "config", None)
     if "transformers" in sys.modules and hasattr(config, "_experts_implementation") and hasattr(module, "_apply_gate"):
-        from .experts import NAME
-
-        config._experts_implementation = NAME  # pyright: ignore[reportOptionalMemberAccess]
+        config._experts_implementation = targets.load(_EXPERTS)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _is_linear(module: Any) -> bool:

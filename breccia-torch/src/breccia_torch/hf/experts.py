@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import breccia
 
-from .nn import ScaledExperts
+from ..nn import ScaledExperts
 
 #: What transformers calls this implementation: `model.set_experts_implementation("breccia")`.
 NAME = "breccia"

@@ -1,13 +1,4 @@
-"""transformers: `from_pretrained` of converted folders, quantizing while loading, and `save_pretrained`.
-
-Importing this module registers the quantization method "breccia" with transformers.
-
-    import breccia_torch.hf
-    model = AutoModelForCausalLM.from_pretrained("llama-nvfp4")  # written by `breccia convert`
-
-    from breccia_torch.hf import BrecciaConfig
-    model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=BrecciaConfig("nvfp4"))
-"""
+"""The quantizer that transformers calls while it loads and saves models."""
 
 from __future__ import annotations
 
@@ -28,8 +19,8 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -37,10 +28,9 @@ import breccia
 from breccia import bridges
 from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, check_recipe, components
 
-from . import experts as experts
-from .checkpoint import stacked
-from .nn import STATE, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
-from .quantize import expert_parameters, is_conv1d, quantize_, replace, replace_experts, scaled_class
+from ..checkpoint import check_all_quantized, stacked
+from ..nn import STATE, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
+from ..quantize import expert_parameters, is_conv1d, quantize_, replace, replace_experts, scaled_class
 
 METHOD = "breccia"
 
@@ -101,16 +91,23 @@ class BrecciaHfQuantizer(HfQuantizer):
     """Loads the folders that `breccia convert` and `save_pretrained` write, and quantizes models after loading."""
 
     requires_calibration = False
-    quantization_config: BrecciaConfig
-    is_trainable = True  # gradients pass through the layers to adapters
-    is_compileable = True
+    quantization_config: Any
 
     def __init__(self, quantization_config: BrecciaConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._decoded: dict[str, ScaledTensor] = {}
         self._stacked: set[str] = set()
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """True: gradients pass through the layers to their inputs, and so to adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -178,6 +175,7 @@ class BrecciaHfQuantizer(HfQuantizer):
                 "does for experts alone. Convert the checkpoint again, with --exclude for these weights."
             )
         parameter = getattr(module, leaf)
+        check_all_quantized(target, sum(map(len, columns.values())), len(columns) * len(parameter))
         tensor = stacked([[found[name] for name in sorted(found, key=_natural)] for found in columns.values()], target)
         weight = ScaledExperts(tensor, parameter.dtype)
         if weight.shape != tuple(parameter.shape):
@@ -195,7 +193,7 @@ class BrecciaHfQuantizer(HfQuantizer):
         ]
         for conversion in weight_conversions if self._stacked else ():
             if isinstance(conversion, WeightConverter):
-                sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+                sources, targets = conversion.source_patterns, conversion.target_patterns
                 if any(target.endswith(targets[0]) for target in self._stacked):
                     updated += [
                         conversion.copy([f"{s}.{part}" for s in sources], [f"{targets[0]}.{part}"], operations=[_Stack(self)])
@@ -230,7 +228,9 @@ class BrecciaHfQuantizer(HfQuantizer):
         model.__dict__.pop("save_pretrained", None)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: Any
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         """The components as `breccia.bridges.save_safetensors` stores them, and the metadata that describes them."""
         weights = {name: m.tensor.to_plain() for name, m in model.named_modules() if isinstance(m, ScaledWeight)}
         owned = tuple(f"{name}." for name in weights)
@@ -263,7 +263,8 @@ class _Decode(ConversionOps):
     def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **options: Any) -> dict[str, Any]:
         empty = components(self.like)
         held = {part: found[0] for part, found in zip(empty, (input_dict[p] for p in source_patterns), strict=True)}
-        st = self.like._with({part: held[part].view(empty[part].dtype) for part in empty})
+        like, parts = self.like, {part: held[part].view(empty[part].dtype) for part in empty}
+        st = ScaledTensor.from_parts(recipe=like.recipe, layout=like.layout, axis=like.axis, padding=like.padding, **parts)
         name = options["full_layer_name"]
         return {name: breccia.dequantize(st, out_dtype=options["model"].get_parameter(name).dtype)}
 
