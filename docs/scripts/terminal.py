@@ -68,6 +68,8 @@ def sessions() -> list[Session]:
         Session("gate", (f"breccia compare {MODEL} {int4} --fail-under 18", "echo $?"), status=1),
         Session("explain", ("breccia explain cast nvfp4 --on torch",)),
         Session("explain-matmul", ("breccia explain matmul fp8_block fp8_block",)),
+        Session("recipes", ("breccia recipes",)),
+        Session("recipes-nvfp4", ("breccia recipes nvfp4",)),
         Session("json", ("breccia explain dequantize nvfp4 --json",)),
         Session("plugins", ("breccia plugins",)),
         Session("acme-plugins", ("breccia plugins",), beside=ACME),

@@ -132,6 +132,7 @@ _STORAGES = {
 def breccia_cli() -> Iterable[Command]:
     return [
         Command("explain", "breccia.cli.main:explain", "Say which kernel runs for a call, and why no other does."),
+        Command("recipes", "breccia.cli.main:recipes", "List recipes: size, formats, fields and their values."),
         Command("plugins", "breccia.cli.main:plugins", "List plug-ins, what they declare, what was set aside."),
         Command("plugin", "breccia.cli.main:plugin", "Start a plug-in: `breccia plugin new NAME`."),
         Command("doctor", "breccia.cli.main:doctor", "Say what is installed, missing or wrong; what to type."),
