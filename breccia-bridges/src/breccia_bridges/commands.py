@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -27,11 +28,20 @@ from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
 from .inspection import inspected
 from .measure import ErrorMetrics
+from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
 from .report import check_report, write_report
 from .results import Advance, Report
 from .text import named, percent, size, spelled
 
+Top = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Show only the first N tensors; --json has all.", show_default=False)
+]
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report too.", show_default=False)]
+
+
+def _either(keys: type[StrEnum]) -> str:
+    *others, last = keys
+    return f"{', '.join(others)} or {last}"
 
 
 def _recipes() -> str:
@@ -97,6 +107,11 @@ def compare(
     candidates: Annotated[
         list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare.", show_default=False)
     ],
+    sort: Annotated[
+        CompareKey | None,
+        typer.Option(metavar="KEY", help=f"{_either(CompareKey)}; the worst first.", show_default="order of the file"),
+    ] = None,
+    top: Top = None,
     report: ReportFile = None,
     fail_under: Annotated[
         float | None, typer.Option(metavar="DB", help="Exit with 1 if a tensor's SQNR is lower.", show_default=False)
@@ -115,7 +130,7 @@ def compare(
     if as_json:
         print_json({"reference": str(reference), "candidates": [one.to_dict() for one in found]})
     else:
-        _print_comparison(found)
+        _print_comparison(found, sort, top)
     _finish(found, report, f"{reference.name} compared", as_json)
     if fail_under is not None:
         _refuse_below(found, fail_under)
@@ -256,19 +271,29 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")
 
 
-def _print_comparison(found: list[Report]) -> None:
+def _print_comparison(found: list[Report], sort: CompareKey | None, top: int | None) -> None:
     for one in found:
         typer.secho(printable(f"{one.source} -> {one.destination}"), bold=True)
         if one.quantized:
-            rows = [(*_figures(t.measured, t.bits_per_parameter), t.stored_as, t.name) for t in one.quantized]
+            shown = in_order(one.quantized, sort, COMPARED)[:top]
+            rows = [(*_figures(t.measured, t.bits_per_parameter), t.stored_as, t.name) for t in shown]
             print_table((*_FIGURES, "stored as", "tensor"), rows)
+            _print_hidden(len(one.quantized), len(shown))
         typer.echo(printable(_outcome(one)))
+        if one.worst and not one.worst.measured.lossless:
+            typer.echo(printable(f"worst: {one.worst.name}, {one.worst.measured.sqnr:.2f} dB"))
     if len(found) > 1:
         typer.echo()
         unmeasured = ("–",) * len(_FIGURES)
         figures = [_figures(one.fidelity, one.bits_per_parameter) if one.quantized else unmeasured for one in found]
         rows = [(*line, size(one.bytes_out), one.destination) for line, one in zip(figures, found, strict=True)]
         print_table((*_FIGURES, ">size", "all of"), rows)
+
+
+def _print_hidden(count: int, shown: int) -> None:
+    """Say how many rows `--top` left out."""
+    if shown < count:
+        typer.echo(f"{count - shown} of {count} tensors not shown; --top {count} shows all")
 
 
 def _figures(m: ErrorMetrics, bits: float | None) -> tuple[str, ...]:
@@ -291,6 +316,10 @@ def _outcome(one: Report) -> str:
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder of them.", show_default=False)],
     scales: Annotated[bool, typer.Option("--scales", help="Read the scales too: their range, and suspicious values.")] = False,
+    sort: Annotated[
+        InspectKey, typer.Option(metavar="KEY", help=f"{_either(InspectKey)}; the largest first.")
+    ] = InspectKey.NAME,
+    top: Top = None,
     as_json: Json = False,
 ) -> None:
     """Show the contents of a checkpoint, and what is suspicious about its scales, from its headers alone."""
@@ -300,13 +329,14 @@ def inspect(
         return
     headings = ["stored as", ">bits/param", ">bytes", *(["scales, least to largest"] if scales else []), "shape", "tensor"]
     lines: list[tuple[str, ...]] = []
-    for r in rows:
+    for r in in_order(rows, sort, INSPECTED)[:top]:
         bits = f"{8 * r['bytes'] / r['parameters']:.3f}" if r["parameters"] else "–"
         found = r["scales"]
         reach = f"{found['min']:.3g} to {found['max']:.3g}" if found and found["min"] is not None else ""
         shown = [_stored_as(r), bits, size(r["bytes"]), *([reach] if scales else []), spelled(r["shape"]), r["name"]]
         lines.append(tuple(shown))
     print_table(headings, lines)
+    _print_hidden(len(rows), len(lines))
     scaled = [r for r in rows if r["recipe"] or r["scaled_by"]]
     total, parameters = sum(r["bytes"] for r in rows), sum(r["parameters"] for r in rows)
     typer.echo(

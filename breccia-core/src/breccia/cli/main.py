@@ -263,9 +263,7 @@ def _list_recipes(every: list[Listed]) -> None:
     headings = ("recipe", ">bits/value", "element", "block", "scale", "class", "aliases", "distribution")
     rows = [(one.kind.name, *_figures(one), one.kind.__name__, _aliases(one), one.plugin.distribution) for one in every]
     print_table(headings, rows)
-    typer.echo(
-        f"bits/value: codes and scales of a {SIDE}x{SIDE} matrix. + F32: one more scale for the whole tensor.\n"
-    )
+    typer.echo(f"bits/value: codes and scales of a {SIDE}x{SIDE} matrix. + F32: one more scale for the whole tensor.\n")
     lines = [(one.kind.name if n == 0 else "", *line) for one in every for n, line in enumerate(_fields(one))]
     print_table(("recipe", "field", "default", "values"), lines)
     typer.echo("Set fields after the name: fp8_block,block_m=128. `breccia recipes NAME` explains one recipe.")
