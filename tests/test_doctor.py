@@ -64,9 +64,9 @@ def test_an_absent_sibling_is_named_with_the_command_that_brings_it(
 
 
 def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, "plotly")
+    absent(monkeypatch, "jinja2")
     line = found("extras", "breccia-bridges[report]")
-    assert line.status == MISSING and line.text.startswith("plotly not installed: --report")
+    assert line.status == MISSING and line.text.startswith("jinja2 not installed: --report")
     assert line.remedy == install("breccia-bridges[report]")
 
 

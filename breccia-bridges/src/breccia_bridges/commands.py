@@ -29,7 +29,7 @@ from .convert import convert as convert_checkpoint
 from .inspection import inspected
 from .measure import ErrorMetrics
 from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
-from .report import check_report, write_report
+from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report
 from .text import named, percent, size, spelled
 
@@ -168,23 +168,24 @@ def _refuse_below(found: list[Report], limit: float) -> None:
 
 
 def runs(reports: list[Report]) -> list[dict[str, Any]]:
-    """The page's data for each report: all its fields, a unique label, and histograms."""
+    """The page's data for each report: all its fields, a unique label, the fields of its recipes, and histograms."""
     found: list[dict[str, Any]] = []
     for one, label in zip(reports, _labels(reports), strict=True):
         listed = one.to_dict()
         for row, t in zip(listed["tensors"], one.tensors, strict=True):
             row["histogram"] = t.histogram and t.histogram.to_dict()
-        found.append({**listed, "label": label})
+        found.append({**listed, "label": label, "recipe_fields": [recipe_fields(recipe) for recipe in one.used]})
     return found
 
 
 def _labels(reports: list[Report]) -> list[str]:
-    """The shortest distinct names: recipes, files, or files with their folders; else numbered files."""
+    """The shortest distinct names: recipes, with fields, files, or files with their folders; else numbered files."""
     paths = [Path(one.destination) for one in reports]
     files = [path.name.removesuffix(".safetensors") for path in paths]
     recipes = ["+".join(one.recipes) or "unchanged" for one in reports]
+    specs = ["+".join(recipe.spec for recipe in one.used) or "unchanged" for one in reports]
     folders = [f"{path.absolute().parent.name}/{file}" for path, file in zip(paths, files, strict=True)]
-    distinct = next((names for names in (recipes, files, folders) if len(set(names)) == len(names)), None)
+    distinct = next((names for names in (recipes, specs, files, folders) if len(set(names)) == len(names)), None)
     return distinct or [f"{n}: {file}" for n, file in enumerate(files, 1)]
 
 

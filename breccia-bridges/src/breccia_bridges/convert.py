@@ -143,7 +143,8 @@ class _Plan:
         entry, reason = self.container.entries[name], self.reasons[name]
         stored_as = entry.dtype if reason else self.recipe.name
         sizes = entry.nbytes, self._size(name)
-        return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts)
+        recipe = None if reason else self.recipe
+        return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts, recipe)
 
 
 def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: Advance) -> list[TensorReport]:

@@ -78,7 +78,7 @@ EXTRAS = (
     Extra("breccia-core[cli]", ("typer", "rich"), "the program"),
     ML_DTYPES,
     TESTING,
-    Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),
+    Extra("breccia-bridges[report]", ("jinja2",), "--report of convert and compare"),
 )
 
 
