@@ -36,7 +36,7 @@ from .text import named, percent, size, spelled
 Top = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Show only the first N tensors; --json has all.", show_default=False)
 ]
-ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report too.", show_default=False)]
+ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
 
 
 def _either(keys: type[StrEnum]) -> str:
@@ -103,9 +103,11 @@ def convert(
 
 
 def compare(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="The checkpoint to compare with.", show_default=False)],
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", help="The original: a .safetensors file, or a folder.", show_default=False)
+    ],
     candidates: Annotated[
-        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare.", show_default=False)
+        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", show_default=False)
     ],
     sort: Annotated[
         CompareKey | None,
@@ -114,11 +116,11 @@ def compare(
     top: Top = None,
     report: ReportFile = None,
     fail_under: Annotated[
-        float | None, typer.Option(metavar="DB", help="Exit with 1 if a tensor's SQNR is lower.", show_default=False)
+        float | None, typer.Option(metavar="DB", help="Exit with 1 if any tensor's SQNR is lower.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare checkpoints tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
+    """Compare checkpoints with the original, tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
     if fail_under is not None and math.isnan(fail_under):
         raise typer.BadParameter("--fail-under takes a number of dB; NaN is below none.")
     if report is not None:
@@ -316,14 +318,14 @@ def _outcome(one: Report) -> str:
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder of them.", show_default=False)],
-    scales: Annotated[bool, typer.Option("--scales", help="Read the scales too: their range, and suspicious values.")] = False,
+    scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: show their range, and check them.")] = False,
     sort: Annotated[
         InspectKey, typer.Option(metavar="KEY", help=f"{_either(InspectKey)}; the largest first.")
     ] = InspectKey.NAME,
     top: Top = None,
     as_json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint, and what is suspicious about its scales, from its headers alone."""
+    """List the tensors of a checkpoint, and report suspicious scales. Reads only the headers, unless --scales is given."""
     rows = inspected(path, scales)
     if as_json:
         print_json({"path": str(path), "bytes": sum(r["bytes"] for r in rows), "tensors": rows})

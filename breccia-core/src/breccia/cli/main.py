@@ -36,7 +36,7 @@ from ..dispatch.registry import registry
 from ..errors import BrecciaError, PluginError, PluginWarning
 from ..formats import Level
 from ..siblings import SIBLINGS, Sibling
-from .doctor import MISSING, NOTE, OK, PROBLEM, examine
+from .doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from .recipes import SIDE, Listed, covered, listed
 from .skeleton import write_plugin
 
@@ -101,8 +101,8 @@ def application() -> TyperGroup:
 
     @app.callback()
     def options(  # pyright: ignore[reportUnusedFunction]
-        version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", callback=_version)] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")] = False,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_version)] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
     ) -> None:
         """Options before the command."""
 
@@ -195,21 +195,23 @@ def explain(
         list[str],
         typer.Argument(
             metavar="RECIPE",
-            help="Of each operand: a name, or NAME,field=value; `array` for a plain one.",
+            help="Recipe of each operand: NAME or NAME,field=value; `array` if it is not quantized.",
             autocompletion=_operand_names,
         ),
     ],
     on: Annotated[
         str,
-        typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
+        typer.Option(
+            metavar="FRAMEWORK", help="Framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
+        ),
     ] = "numpy",
     prefer: Annotated[
         list[str] | None,
-        typer.Option(metavar="KERNEL", help="One to prefer, by name; may be repeated.", autocompletion=_kernel_names),
+        typer.Option(metavar="KERNEL", help="Prefer the kernel of this name; repeatable.", autocompletion=_kernel_names),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which kernel runs for a call, and why the others do not."""
+    """Show which kernel runs for a call, and why the others do not."""
     found = explain_call(op, *recipes, on=on, prefer=prefer)
     if as_json:
         rows = [{"kernel": v.kernel.name, "reason": v.reason, "location": v.location} for v in found.verdicts]
@@ -328,7 +330,7 @@ _CONVENTIONS = {"multiplier": "multiplies codes", "divisor": "divides codes", "a
 
 
 def plugins(as_json: Json = False) -> None:
-    """List the plug-ins found, what they declare, and what was set aside."""
+    """List the installed plug-ins, what they declare, and why any was set aside."""
     found = registry().plugins
     if as_json:
         print_json([asdict(p) for p in found])
@@ -341,7 +343,7 @@ def plugins(as_json: Json = False) -> None:
 
 
 plugin = typer.Typer(
-    name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Start a plug-in of your own."
+    name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Write a new plug-in."
 )
 
 
@@ -350,13 +352,13 @@ def _plugin() -> None:  # pyright: ignore[reportUnusedFunction]
     """With a callback, Typer keeps `new` as a subcommand."""
 
 
-@plugin.command("new", short_help="Write one that works, with its test.")
+@plugin.command("new", short_help="Write a working plug-in with its test.")
 def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What breccia calls it, as in 'acme'.", show_default=False)],
-    parent: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where its folder is made.")] = Path("."),
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plug-in, such as 'acme'.", show_default=False)],
+    parent: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Folder to create it in.")] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """Write a plug-in that works: a recipe, a kernel for NumPy and their conformance test. Nothing is overwritten."""
+    """Write a working plug-in: a recipe, a NumPy kernel and their conformance test. Never overwrites a file."""
     folder = write_plugin(name, parent)
     written = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     commands = [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", f"breccia explain dequantize {name}"]
@@ -371,7 +373,7 @@ def new_plugin(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what is installed, what is missing or wrong, and what to type. Exits with 1 where something is wrong."""
+    """Check the installation, and print the command that fixes each problem. Exits with 1 if there is a problem."""
     found = examine()
     if as_json:
         print_json([asdict(f) for f in found])
@@ -385,8 +387,16 @@ def doctor(as_json: Json = False) -> None:
                 console.print(Text.assemble("  ", status, f"{f.subject:{width}}  ", f.text), highlight=False)
                 if f.remedy:
                     console.print(f"{'':{width + 12}}{f.remedy}", style="cyan", markup=False, highlight=False)
+        typer.echo(_verdict(found))
     if any(f.status == PROBLEM for f in found):
         raise typer.Exit(1)
+
+
+def _verdict(found: list[Finding]) -> str:
+    """The last line of `doctor`."""
+    problems, absent = (sum(f.status == status for f in found) for status in (PROBLEM, MISSING))
+    said = f"{problems or 'no'} problem{'' if problems == 1 else 's'} found"
+    return f"{said}; what is missing is optional" if absent else said
 
 
 _STYLES = {OK: "green", MISSING: "dim", NOTE: "yellow", PROBLEM: "bold red"}
@@ -396,18 +406,20 @@ def bench(
     recipes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RECIPE", help="What to time.", show_default="block mxfp8 nvfp4 int4", autocompletion=recipe_names
+            metavar="RECIPE", help="Recipes to time.", show_default="fp8_block mxfp8 nvfp4 int4", autocompletion=recipe_names
         ),
     ] = None,
     on: Annotated[
         str,
-        typer.Option(metavar="FRAMEWORK", help="Or FRAMEWORK:DEVICE, as torch:cuda.", autocompletion=framework_names),
+        typer.Option(
+            metavar="FRAMEWORK", help="Framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
+        ),
     ] = "numpy",
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows and columns of the matrix.")] = 4096,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Counted runs of each op.")] = 7,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each op.")] = 7,
     as_json: Json = False,
 ) -> None:
-    """Time cast, dequantize and matmul on this machine; benchmarks/ of the repository compares with others."""
+    """Time cast, dequantize and matmul on this machine. The repository's benchmarks/ compare with other libraries."""
     from .bench import ROWS, measure
 
     specs = recipes or ["fp8_block", "mxfp8", "nvfp4", "int4"]
