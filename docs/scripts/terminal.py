@@ -65,6 +65,7 @@ def sessions() -> list[Session]:
         Session("report", (f"breccia convert {MODEL} {int4} --recipe int4 --report report.html",)),
         Session("compare", (f"breccia compare {MODEL} {nvfp4}",)),
         Session("compare-several", (f"breccia compare {MODEL} {nvfp4} {int4}",)),
+        Session("compare-worst", (f"breccia compare {MODEL} {int4} --sort sqnr --top 3",)),
         Session("gate", (f"breccia compare {MODEL} {int4} --fail-under 18", "echo $?"), status=1),
         Session("explain", ("breccia explain cast nvfp4 --on torch",)),
         Session("explain-matmul", ("breccia explain matmul fp8_block fp8_block",)),
