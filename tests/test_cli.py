@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+from conftest import Run
 
 import breccia
+from breccia.cli.recipes import bits_per_value
+from breccia.codecs import E4M3, F32
+from breccia.dispatch.registry import Plugin, registry
+from breccia.formats import Format, Level
+from breccia.recipes import RECIPES
 from breccia.siblings import install
 
 MANIFEST = """
@@ -157,7 +166,7 @@ def test_the_list_of_plug_ins_prints_reasons_verbatim(acme: Path) -> None:
 # -- help and completion ----------------------------------------------------------------------------------------------
 
 
-OWN_COMMANDS = ("convert", "compare", "inspect", "explain", "plugins", "plugin", "doctor", "bench")
+OWN_COMMANDS = ("convert", "compare", "inspect", "explain", "recipes", "plugins", "plugin", "doctor", "bench")
 
 
 @pytest.mark.together
@@ -309,3 +318,137 @@ def test_a_plug_in_warning_turned_into_an_error_prints_one_line(acme: Path) -> N
     code, _, err = invoke("plugins", path=acme, **environ)
     assert code == 1
     assert err == "error: breccia plug-in 'acme' (acme-breccia 0.1) is set aside: RuntimeError: boom\n"
+
+
+# -- recipes --------------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_lists_every_recipe_with_its_size_and_formats(run: Run) -> None:
+    code, out, _ = run("recipes")
+    lines = out.splitlines()
+    assert code == 0
+    assert [line.split()[0] for line in lines[1 : 1 + len(RECIPES)]] == [r.name for r in RECIPES]
+    assert lines[0].split() == ["recipe", "bits/value", "element", "block", "scale", "class", "aliases", "distribution"]
+    assert "nvfp4 4.500 E2M1 1x16 E4M3 + F32 NVFP4BlockScaling – breccia-core" in " ".join(out.split())
+    assert "fp8_row 8.008 E4M3 row F32 Float8RowScaling row breccia-core" in " ".join(out.split())
+    assert max(map(len, lines)) <= 100
+
+
+def test_recipes_lists_every_field_with_its_default_and_its_values(run: Run) -> None:
+    _, out, _ = run("recipes")
+    fields = out.partition("recipe       field")[2].splitlines()[1:-1]
+    assert len(fields) == sum(len(dataclasses.fields(r)) for r in RECIPES)  # type: ignore[arg-type]
+    said = [" ".join(line.split()) for line in fields]
+    assert "int4 group_size 128 int" in said and "scale_dtype fp16 fp16, bf16 or fp32" in said
+    assert "mxfp8 fp8_format E4M3 E4M3 or E5M2" in said and "block_size 32 only 32" in said
+    assert "int8 group_size null int or null" in said and "two_level true false or true" in said
+    assert "amax_history_len 16 int; does not change the bytes" in said
+
+
+def test_every_value_that_recipes_lists_is_taken_and_no_other(run: Run) -> None:
+    for listed in json.loads(run("recipes", "--json")[1]):
+        for field in listed["fields"]:
+            wrong = "?" if isinstance(field["default"], str) else 10**6
+            if field["choices"]:
+                with pytest.raises(breccia.RecipeError, match=field["name"]):
+                    breccia.recipe(listed["name"], **{field["name"]: wrong})
+            for value in field["choices"]:
+                try:
+                    found = breccia.recipe(listed["name"], **{field["name"]: value})
+                except breccia.RecipeError as e:  # it contradicts the default of another field, as the message says
+                    assert "require" in str(e) or "is for" in str(e)
+                else:
+                    assert getattr(found, field["name"]) == value
+
+
+def test_bits_per_value_are_those_of_a_cast(recipe: breccia.ScalingRecipe) -> None:
+    st = breccia.cast(np.ones((128, 128), np.float32), recipe)
+    assert bits_per_value(recipe, 128) == 8 * st.nbytes / 128**2
+
+
+def test_recipes_of_a_name_explains_it_with_the_fields_given(run: Run) -> None:
+    code, out, _ = run("recipes", "nvfp4", "INT4,group_size=32,symmetric=false,signed=false")
+    nvfp4, _, int4 = out.partition("\n\nint4: INT4Scaling")
+    said = " ".join(nvfp4.split())
+    assert code == 0 and f"nvfp4: NVFP4BlockScaling of breccia-core {breccia.__version__}" in said
+    assert "16 E2M1 elements along K share an E4M3 scale, under one FP32 scale per tensor." in said
+    assert "`two_level=False` omits the FP32 scale" in said
+    assert "bits per value 4.500, scales included, in a 4096x4096 matrix" in said
+    assert "scale E4M3, 8 bits, multiplies codes, one per block of 1x16, by rule linear" in said
+    assert "global scale F32, 32 bits, multiplies codes, one per tensor, by rule linear" in said
+    assert "aliases – source Pretraining Large Language Models with NVFP4" in said
+    said = " ".join(int4.split())
+    assert "bits per value 4.750" in said and "element UINT4, 4 bits" in said and "group_size 32 int" in said
+    assert "offset zero-point, one per block of 1x32" in said
+
+
+def test_recipes_as_json_has_all_that_the_text_has(run: Run) -> None:
+    (found,) = json.loads(run("recipes", "row,scale_rule=te", "--json")[1])
+    fields = found.pop("fields")
+    assert found == {
+        "name": "fp8_row",
+        "class": "Float8RowScaling",
+        "aliases": ["row"],
+        "distribution": "breccia-core",
+        "version": breccia.__version__,
+        "summary": "FP8 with one FP32 scale per row along K: per token for activations, per output channel for weights.",
+        "source": "torchao 0.18, float8 rowwise scaling (PerRow)",
+        "spec": "fp8_row,scale_rule=te",
+        "bits_per_value": 8 + 32 / 4096,
+        "element": {"codec": "E4M3", "bits": 8},
+        "scale": {"codec": "F32", "bits": 32, "block": [1, None], "convention": "multiplier"},
+        "global_scale": None,
+        "offset": "none",
+        "rules": ["te"],
+    }
+    assert fields[2] == {
+        "name": "scale_rule",
+        "type": "str",
+        "value": "te",
+        "default": "linear",
+        "choices": ["linear", "recip", "divide", "te"],
+        "needed": False,
+        "affects_bytes": True,
+    }
+
+
+def test_recipes_of_an_unknown_name_or_field_says_what_there_is(run: Run) -> None:
+    code, out, err = run("recipes", "nvpf4")
+    assert (code, out) == (1, "") and "no recipe 'nvpf4'; did you mean 'nvfp4'? Known: fp8_block, " in err
+    code, out, err = run("recipes", "nvfp4,block=16")
+    assert (code, out) == (1, "") and "recipe 'nvfp4' has no field 'block'" in err and "block_size" in err
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking(breccia.ScalingRecipe):
+    """A recipe whose block has no default.
+
+    Nothing else about it matters.
+    """
+
+    name: ClassVar[str] = "asking"
+    block_size: int
+    hint: str | None = None
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(E4M3, (Level(F32, (1, self.block_size)),))
+
+
+def test_recipes_lists_one_whose_fields_have_no_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry()
+    monkeypatch.setitem(known.declared["breccia_recipes"], "asking", Asking)
+    owner = Plugin("acme", "acme-breccia", "0.1", "acme.plugin", declares=("recipes:asking",))
+    monkeypatch.setattr(known, "plugins", [*known.plugins, owner])
+    code, out, _ = run("recipes")
+    said = " ".join(out.split())
+    assert code == 0 and "asking – – – – Asking – acme-breccia" in said
+    assert "asking block_size (needed) int hint null str or null" in said
+    found = json.loads(run("recipes", "--json")[1])[-1]
+    assert found["bits_per_value"] is None and found["scale"] is None and found["fields"][0]["needed"]
+    assert found["summary"] == "A recipe whose block has no default."
+    code, _, err = run("recipes", "asking")
+    assert code == 1 and "error: recipe 'asking' has no default for block_size; give it a value." in err
+    assert "scale F32, 32 bits, multiplies codes, one per block of 1x64" in " ".join(
+        run("recipes", "asking,block_size=64")[1].split()
+    )

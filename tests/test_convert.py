@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from breccia.siblings import install
 from breccia_bridges import commands, measure
 from breccia_bridges import convert as converter
 from breccia_bridges.checkpoint import INDEX
+from breccia_bridges.compare import compare
 from breccia_bridges.convert import convert
 from breccia_bridges.huggingface import REFUSAL
 from breccia_bridges.measure import Stored
@@ -1135,17 +1138,24 @@ def test_a_dry_run_refuses_to_write_a_report(source: Path, tmp_path: Path, run: 
     assert entries(tmp_path) == ["model.safetensors"]
 
 
+def drawn(page: Path) -> list[dict[str, Any]]:
+    """The runs that the script of a report draws."""
+    found = re.search(r'id="data">([^<]+)<', page.read_text("utf-8"))
+    assert found is not None
+    return json.loads(zlib.decompress(base64.b64decode(found[1])))
+
+
 def test_convert_and_compare_write_reports(source: Path, tmp_path: Path, run: Run) -> None:
     for recipe in ("nvfp4", "mxfp8"):
         code, out, _ = run(
             "convert", source, tmp_path / f"{recipe}.safetensors", "-r", recipe, "--report", tmp_path / f"{recipe}.html"
         )
         assert code == 0 and f"report     {tmp_path / recipe}.html" in out
-        assert "layer.0.mlp.weight" in (tmp_path / f"{recipe}.html").read_text("utf-8")
+        assert {"layer.0.mlp.weight", "step"} < {t["name"] for t in drawn(tmp_path / f"{recipe}.html")[0]["tensors"]}
     candidates = [tmp_path / f"{recipe}.safetensors" for recipe in ("nvfp4", "mxfp8")]
     code, out, _ = run("compare", source, *candidates, "--report", tmp_path / "both.html")
     assert code == 0 and f"report     {tmp_path / 'both.html'}" in out
-    assert (tmp_path / "both.html").stat().st_size > 1e6
+    assert [r["label"] for r in drawn(tmp_path / "both.html")] == ["nvfp4", "mxfp8"]
 
 
 def test_a_report_that_cannot_be_written_stops_the_run_before_it_starts(source: Path, tmp_path: Path, run: Run) -> None:
@@ -1166,7 +1176,20 @@ def test_runs_with_one_recipe_are_labelled_by_their_files(source: Path, tmp_path
     assert listed["step"] is None and sum(listed["layer.0.attention.weight"]["before"]) == 64 * 64
 
 
-def test_labels_are_the_shortest_that_distinguish_the_runs(source: Path, tmp_path: Path) -> None:
+def test_runs_of_one_recipe_with_other_fields_are_labelled_by_their_fields(source: Path, tmp_path: Path) -> None:
+    specs = ["int4,group_size=32", "int4,group_size=64"]
+    files = [tmp_path / f"{n}.safetensors" for n in range(2)]
+    for spec, file in zip(specs, files, strict=True):
+        convert(source, file, breccia.recipe(spec))
+    found = commands.runs([compare(source, file) for file in files])
+    assert [r["label"] for r in found] == specs
+    assert [[used["spec"] for used in r["recipe_fields"]] for r in found] == [[spec] for spec in specs]
+    quantized = [t for t in found[0]["tensors"] if t["quantized"]]
+    assert quantized and {t["spec"] for t in quantized} == {specs[0]}
+    assert {t["spec"] for t in found[0]["tensors"] if not t["quantized"]} == {None}
+
+
+def test_labels_are_the_shortest_that_tell_runs_apart(source: Path, tmp_path: Path) -> None:
     def labels(*destinations: str) -> list[str]:
         reports = [Report(str(source), str(tmp_path / path), breccia.INT4Scaling()) for path in destinations]
         return commands._labels(reports)

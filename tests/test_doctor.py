@@ -49,7 +49,7 @@ def test_a_full_installation_is_listed_with_versions_and_no_problems(run: Run) -
     assert {f.subject for f in examine() if f.section == "extras"} == {extra.name for extra in EXTRAS}
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "breccia-core" in out and "frameworks" in out and PROBLEM not in out
+    assert "breccia-core" in out and "frameworks" in out and f"  {PROBLEM}" not in out and out.endswith("\nno problems found\n")
     code, out, _ = run("doctor", "--json")
     assert code == 0 and {"section", "subject", "status", "text", "remedy"} == set(json.loads(out)[0])
 
@@ -63,24 +63,35 @@ def test_a_missing_distribution_is_reported_with_its_install_command(
     assert (line.status, line.text, line.remedy) == (MISSING, "not installed", install(sibling.distribution))
 
 
-def test_a_missing_extra_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, "plotly")
+def test_an_absent_extra_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "jinja2")
     line = found("extras", "breccia-bridges[report]")
-    assert line.status == MISSING and line.text.startswith("plotly not installed: --report")
+    assert line.status == MISSING and line.text.startswith("jinja2 not installed: --report")
     assert line.remedy == install("breccia-bridges[report]")
 
 
-def test_a_framework_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_line_says_whether_anything_is_wrong(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    absent(monkeypatch, "jinja2")
+    code, out, _ = run("doctor")
+    assert code == 0 and out.endswith("\nno problems found; what is missing is optional\n")
+    monkeypatch.setattr(sys, "byteorder", "big")
+    version = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))
+    code, out, _ = run("doctor")
+    assert code == 1 and out.endswith("\n2 problems found; what is missing is optional\n")
+
+
+def test_a_framework_that_is_there_without_its_plug_in_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRECCIA_BLOCK", "torch")
     from breccia.dispatch import registry
 
     registry.reload()
     try:
         line = found("frameworks", "torch")
-        assert line.status == NOTE and line.text.endswith(" is installed, but breccia's plug-in for it is not active")
+        assert line.status == NOTE and line.text.endswith(" is installed, but breccia-torch, which supports it, is not active")
         assert line.remedy == install("breccia-torch")
         assert found("plug-ins", "torch").remedy == "unset BRECCIA_BLOCK"
-        assert found("system", "BRECCIA_BLOCK").text == "'torch', which changes what breccia does"
+        assert found("system", "BRECCIA_BLOCK").text == "is set to 'torch', which changes how breccia runs"
         absent(monkeypatch, "torch")
         assert found("frameworks", "torch").status == MISSING
     finally:
@@ -100,9 +111,10 @@ def test_a_framework_that_fails_to_list_its_devices_is_a_problem(
     try:
         line = found("frameworks", "numpy")
         assert line.status == PROBLEM
-        assert line.text.endswith(f"listing its devices failed: {type(error).__name__}: no driver")
+        assert line.text.endswith(f"but listing its devices failed: {type(error).__name__}: no driver")
         assert line.remedy == "pip install --force-reinstall numpy"
-        assert run("doctor")[0] == 1
+        code, out, _ = run("doctor")
+        assert code == 1 and "\n1 problem found" in out
     finally:
         targets.load.cache_clear()
 
@@ -112,7 +124,7 @@ def test_a_distribution_of_another_minor_version_is_a_problem(monkeypatch: pytes
     monkeypatch.setattr(doctor, "version", lambda name: "0.1.9" if name == "breccia-jax" else version(name))
     line = found("breccia", "breccia-jax")
     assert line.status == PROBLEM
-    assert line.text == f"0.1.9, which does not match breccia-core {breccia.__version__}"
+    assert line.text == f"0.1.9, but breccia-core is {breccia.__version__}; both must be 0.2.*"
     assert line.remedy == install("breccia-jax", "--upgrade")
 
 

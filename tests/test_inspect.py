@@ -264,3 +264,29 @@ def test_a_tensor_of_an_unknown_recipe_is_shown_with_the_data_in_its_file(tmp_pa
     assert code == 0 and "acme6" in out and "suspicious: w: its recipe 'acme6' is declared by no installed plug-in" in out
     code, _, err = run("compare", path, changed)
     assert code == 1 and f"{changed}: tensor 'w': its recipe 'acme6' is declared by no installed plug-in" in err
+
+
+def test_inspect_sorts_and_shows_the_first_tensors(tmp_path: Path, run: Run) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    tensors = {
+        "b": breccia.cast(x, breccia.NVFP4BlockScaling()),
+        "a": x[:8].copy(),
+        "c": breccia.cast(x, breccia.MXFP8BlockScaling()),
+        "d": np.zeros((0, 4), np.float32),
+    }
+    path = tmp_path / "m.safetensors"
+    save_safetensors(tensors, path)
+
+    def names(*words: str) -> list[str]:
+        code, out, err = run("inspect", path, *words)
+        assert (code, err) == (0, "")
+        return [line.split()[-1] for line in out.splitlines()[1:] if line[0] != " " and "tensors" not in line]
+
+    assert names() == names("--sort", "name") == ["a", "b", "c", "d"]
+    assert names("--sort", "bytes") == ["c", "b", "a", "d"]
+    assert names("--sort", "bits") == ["a", "c", "b", "d"], "a tensor without elements has no bits per parameter"
+    assert names("--sort", "stored-as") == ["a", "d", "c", "b"]
+    assert names("--sort", "bytes", "--top", "2") == ["c", "b"]
+    _, out, _ = run("inspect", path, "--top", "3")
+    assert "1 of 4 tensors not shown; --top 4 shows all\n4 tensors, 2 of them scaled" in out
+    assert run("inspect", path, "--json") == run("inspect", path, "--json", "--sort", "bits", "--top", "1")

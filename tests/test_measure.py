@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from breccia.bridges import save_safetensors
 from breccia_bridges import measure
 from breccia_bridges.compare import checkpoint_tensors, compare
 from breccia_bridges.measure import BINS, NOTHING, ErrorMetrics, Stored, slabs
-from breccia_bridges.results import EQUAL
+from breccia_bridges.order import COMPARED, CompareKey, in_order
+from breccia_bridges.results import EQUAL, TensorReport
 from breccia_bridges.safetensors_file import Container, Writer
 
 
@@ -255,6 +257,80 @@ def test_compare_prints_a_line_per_tensor_and_lists_unmatched_tensors(pair: tupl
     found = json.loads(text)["candidates"][0]
     assert {t["name"]: t["stored_as"] for t in found["tensors"]}["fp4"] == "nvfp4"
     assert found["missing"] == ["gone"] and found["recipe"] is None and "histogram" not in found["tensors"][0]
+
+
+def compared(text: str) -> list[str]:
+    """The names in the table of one comparison, in the order printed."""
+    lines = text.splitlines()[2:]
+    return [line.split()[-1] for line in lines[: next(i for i, line in enumerate(lines) if " tensors " in line)]]
+
+
+@pytest.mark.parametrize(
+    ("key", "figure", "falling"),
+    [
+        ("sqnr", lambda t: t.measured.sqnr, False),
+        ("cosine", lambda t: t.measured.cosine, False),
+        ("max-error", lambda t: t.measured.max_error, True),
+        ("underflow", lambda t: t.measured.underflow_rate, True),
+        ("bits", lambda t: t.bits_per_parameter, True),
+        ("name", lambda t: t.name, False),
+    ],
+)
+def test_compare_sorts_the_worst_first(
+    key: str, figure: Callable[[Any], Any], falling: bool, pair: tuple[Path, Path], run: Run
+) -> None:
+    found = compare(*pair)
+    code, out, _ = run("compare", *pair, "--sort", key)
+    assert code == 0 and compared(out) == [t.name for t in sorted(found.quantized, key=figure, reverse=falling)]
+    assert len({figure(t) for t in found.quantized}) > 2, "an order to see"
+
+
+def test_an_order_puts_nan_first_and_what_is_unknown_last() -> None:
+    def one(name: str, noise: float, bounded: int, clipped: int) -> TensorReport:
+        return TensorReport(name, (4,), "F32", "x", "", 16, 4, ErrorMetrics(4, 1.0, noise, bounded=bounded, clipped=clipped))
+
+    tensors = [one("plain", 0.5, 0, 0), one("few", 0.1, 4, 1), one("nan", math.nan, 4, 0), one("many", 0.2, 4, 3)]
+    assert [t.name for t in in_order(tensors, CompareKey.CLIPPED, COMPARED)] == ["many", "few", "nan", "plain"]
+    assert [t.name for t in in_order(tensors, CompareKey.SQNR, COMPARED)] == ["nan", "plain", "many", "few"]
+    assert [t.name for t in in_order(tensors, None, COMPARED)] == ["plain", "few", "nan", "many"]
+
+
+def test_compare_shows_the_first_tensors_and_says_how_many_it_leaves_out(pair: tuple[Path, Path], run: Run) -> None:
+    worst = compare(*pair).worst
+    assert worst is not None
+    code, out, _ = run("compare", *pair, pair[1], "--sort", "sqnr", "--top", "1")
+    one, _, other = out.partition(f"{pair[0]} -> {pair[1]}")[2].partition(f"{pair[0]} -> {pair[1]}")
+    assert code == 0 and one == other.partition("\n\n")[0] + "\n"
+    assert compared(f"\n{one.lstrip()}") == [worst.name]
+    assert "3 of 4 tensors not shown; --top 4 shows all\n4 tensors compared: " in one
+    assert one.endswith(f"\nworst: {worst.name}, {worst.measured.sqnr:.2f} dB\n")
+    assert "not shown" not in run("compare", *pair, "--top", "4")[1]
+    assert json.loads(run("compare", *pair, "--sort", "sqnr", "--top", "1", "--json")[1]) == json.loads(
+        run("compare", *pair, "--json")[1]
+    ), "JSON has all, in the order of the file"
+
+
+def test_compare_names_no_worst_tensor_where_nothing_is_lost(tmp_path: Path, run: Run) -> None:
+    save_file({"w": np.ones((2, 2), np.float32)}, tmp_path / "a.safetensors")
+    save_file({"w": np.ones((2, 2), np.float16)}, tmp_path / "b.safetensors")
+    code, out, _ = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert code == 0 and "1 tensors compared" in out and "\nworst: " not in out
+
+
+@pytest.mark.parametrize("command", ["compare", "inspect"])
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--sort", "size"], ["'--sort'", "'size' is not one of ", "'bits', 'name'"]),
+        (["--top", "0"], ["'--top'", "1"]),
+        (["--top", "all"], ["'--top'", "integer"]),
+    ],
+)
+def test_a_wrong_order_or_number_of_rows_is_an_invalid_command_line(
+    command: str, words: list[str], wanted: list[str], pair: tuple[Path, Path], run: Run
+) -> None:
+    code, out, err = run(command, *pair[: 2 if command == "compare" else 1], *words)
+    assert (code, out) == (2, "") and all(text in err for text in wanted) and f"See `breccia {command} --help`." in err
 
 
 def test_compare_takes_several_candidates_and_folders(pair: tuple[Path, Path], tmp_path: Path, run: Run) -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import importlib.resources
 import json
 import math
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from breccia import UnsupportedError, __version__
+from breccia import NVFP4BlockScaling, ScalingRecipe, UnsupportedError, __version__
 from breccia.siblings import install
-from breccia_bridges.report import check_report, write_report
+from breccia_bridges.report import check_report, packed, recipe_fields, write_report
 
-pytest.importorskip("plotly", reason="plotly comes with breccia-bridges[report]")
 pytest.importorskip("jinja2", reason="jinja2 comes with breccia-bridges[report]")
+plotly = pytest.importorskip("plotly.offline", reason="plotly comes with breccia-bridges[report]")
 
 HOSTILE = "</script><script>alert(1)</script><b>bold</b><a href='x'>&lt;<img src=x onerror=alert(2)>"
 BINS = 11
@@ -33,6 +37,7 @@ def tensor(name: str, sqnr: float | None = 20.0, **changed: Any) -> dict[str, An
         "shape": [64, 32],
         "dtype": "F32",
         "stored_as": "nvfp4",
+        "spec": None,
         "quantized": True,
         "reason": None,
         "parameters": 2048,
@@ -63,6 +68,7 @@ def run(label: str, tensors: list[dict[str, Any]], **changed: Any) -> dict[str, 
         "destination": f"folder/{label}.safetensors",
         "recipe": {"name": label},
         "recipes": [label],
+        "recipe_fields": [],
         "parameters": sum(t["parameters"] for t in tensors),
         "bytes_in": sum(t["bytes_in"] for t in tensors),
         "bytes_out": sum(t["bytes_out"] for t in tensors),
@@ -92,10 +98,13 @@ def written(tmp_path: Path, runs: list[dict[str, Any]], **options: Any) -> str:
 
 
 def without_library(page: str) -> str:
-    from plotly.offline import get_plotlyjs
+    """The page without plotly.js, which is in it once, compressed."""
+    assert page.count(packed(plotly.get_plotlyjs())) == 1
+    return page.replace(packed(plotly.get_plotlyjs()), "")
 
-    assert page.count(get_plotlyjs()) == 1
-    return page.replace(get_plotlyjs(), "")
+
+def unpacked(text: str) -> str:
+    return zlib.decompress(base64.b64decode(text)).decode()
 
 
 class Parsed(HTMLParser):
@@ -119,7 +128,7 @@ class Parsed(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self._inside == "json":
-            self.json += data
+            self.json += unpacked(data)
         elif self._inside not in ("script", "style"):
             self.text += data
 
@@ -199,7 +208,57 @@ def test_reasons_are_counted_once_if_all_runs_agree_and_per_run_otherwise(tmp_pa
     assert "Reason nvfp4 mxfp8 fewer than two axes 1 0 empty 0 2" in page.lines
 
 
-def test_colours_have_enough_contrast_on_both_backgrounds() -> None:
+def test_the_recipes_are_listed_with_the_fields_that_differ_from_their_defaults(tmp_path: Path) -> None:
+    plain, changed = recipe_fields(NVFP4BlockScaling()), recipe_fields(NVFP4BlockScaling(global_sense="amax"))
+    assert changed["spec"] == "nvfp4,global_sense=amax" and plain["fields"][3] == {
+        "name": "two_level",
+        "value": "true",
+        "default": "true",
+    }
+    first, second = two_runs()
+    runs = [first | {"recipe_fields": [plain, changed]}, second | {"recipe_fields": [plain]}]
+    lines = Parsed(without_library(written(tmp_path, runs))).lines
+    others = "fp4_format = E2M1, block_size = 16, scale_format = E4M3, two_level = true"
+    assert "Recipes Recipe Run Not at default At default nvfp4NVFP4BlockScaling nvfp4, mxfp8 –" in lines
+    assert f"nvfp4,global_sense=amaxNVFP4BlockScaling nvfp4 global_sense = amax (default multiplier) {others} Left out" in lines
+    alone = Parsed(without_library(written(tmp_path, runs[:1]))).lines
+    assert "Recipe Not at default At default nvfp4NVFP4BlockScaling – fp4_format" in alone
+    assert "Not at default" not in Parsed(without_library(written(tmp_path, two_runs()))).lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Needing(ScalingRecipe):
+    name: ClassVar[str] = "needing"
+    block_size: int
+
+
+def test_a_field_without_a_default_is_listed_with_its_value() -> None:
+    assert recipe_fields(Needing(16))["fields"] == [{"name": "block_size", "value": "16", "default": None}]
+
+
+def test_plotly_is_in_the_page_compressed_and_named_with_its_version(tmp_path: Path) -> None:
+    page = written(tmp_path, two_runs())
+    assert unpacked(re.search(r'id="plotly">([^<]+)</script>', page)[1]) == plotly.get_plotlyjs()  # type: ignore[index]
+    assert f"Plots: plotly.js {plotly.get_plotlyjs_version()}, © Plotly, Inc., MIT license." in Parsed(page).lines
+
+
+def test_the_page_of_five_candidates_of_a_model_of_32_layers_adds_less_than_1_mb_to_plotly(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    bell = np.exp(-(np.linspace(-4, 4, 101) ** 2) / 2) * 5e5
+
+    def one(name: str) -> dict[str, Any]:  # no two figures alike, as in real models
+        counts = {side: draw.poisson(bell).tolist() for side in ("before", "after")}
+        sqnr, cosine, error, underflow = draw.random(4).tolist()
+        drawn = {"low": -error, "high": error, "outside": 0, **counts}
+        return tensor(name, 20 + sqnr, cosine=cosine, max_error=error, underflow_rate=underflow, histogram=drawn)
+
+    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    names = [f"model.layers.{n}.{part}.weight" for n in range(32) for part in parts]
+    page = written(tmp_path, [run(f"run{n}", [one(name) for name in names]) for n in range(5)])
+    assert len(without_library(page).encode()) < 1_000_000
+
+
+def test_colours_stand_out_on_both_grounds() -> None:
     css = importlib.resources.files("breccia_bridges").joinpath("templates/report.css").read_text(encoding="utf-8")
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in css.split("prefers-color-scheme: dark"))
     for colours in (light, dark):
@@ -243,15 +302,9 @@ def test_the_folder_of_a_report_must_exist(tmp_path: Path) -> None:
         check_report(path)
 
 
-@pytest.mark.parametrize(
-    ("absent", "named"), [(["plotly"], "plotly"), (["jinja2"], "jinja2"), (["jinja2", "plotly"], "plotly and jinja2")]
-)
-def test_a_missing_extra_is_named_with_the_way_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: list[str], named: str
-) -> None:
-    for module in absent:
-        monkeypatch.setitem(sys.modules, module, None)
-    wanted = f"^--report needs {named}: {re.escape(install('breccia-bridges[report]'))}$"
+def test_a_missing_extra_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    wanted = f"^--report needs jinja2: {re.escape(install('breccia-bridges[report]'))}$"
     with pytest.raises(ImportError, match=wanted):
         check_report(tmp_path / "report.html")
 
@@ -310,12 +363,13 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     """Opens the page of some runs. Any network request, logged error or exception fails the test.
 
-    The errors are in `page.errors`, for tests that provoke one.
+    The errors are in `page.errors`, for tests that provoke one. before: a script that runs before the page's own.
     """
     pages: list[Any] = []
 
-    def open_page(runs: list[dict[str, Any]], **options: Any) -> Any:
+    def open_page(runs: list[dict[str, Any]], before: str = "", **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
+        context.add_init_script(before)
         page = context.new_page()
         page.set_default_timeout(10_000)
         page.errors = []
@@ -334,12 +388,26 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page.on("dialog", lambda dialog: (page.errors.append(f"alert: {dialog.message}"), dialog.dismiss()))
         write_report(tmp_path / "report.html", runs)
         page.goto((tmp_path / "report.html").as_uri())
+        if options.get("java_script_enabled", True) and not before:
+            page.locator("#drawn").wait_for()  # everything is unpacked and drawn
         return page
 
     yield open_page
     for page in pages:
         page.context.close()
         assert page.errors == []
+
+
+#: The names beside the dots, and the dots: the second and third trace of their plot.
+NAMES = "#dots .scatterlayer .trace:nth-child(2) .textpoint text"
+DOTS = "#dots .scatterlayer .trace:nth-child(3) .point"
+
+
+def figures(page: Any) -> list[str]:
+    """What stands beside the dots."""
+    return [
+        text.strip() for text in page.locator("#dots .scatterlayer .trace:nth-child(3) .textpoint text").all_text_contents()
+    ]
 
 
 def column(page: Any, name: str) -> list[str]:
@@ -349,8 +417,8 @@ def column(page: Any, name: str) -> list[str]:
     return cells.all_text_contents()
 
 
-def bar_names(page: Any) -> list[str]:
-    return [text.strip() for text in page.locator("#bars .textpoint text").all_text_contents()]
+def dot_names(page: Any) -> list[str]:
+    return [text.strip() for text in page.locator(NAMES).all_text_contents()]
 
 
 def sort_by(page: Any, name: str) -> None:
@@ -363,9 +431,9 @@ def test_every_run_tensor_and_bin_is_drawn(opened: Open) -> None:
     assert page.locator("#checkpoints .scatterlayer .point").count() == 2
     assert sorted(page.locator("#checkpoints .textpoint").all_text_contents()) == ["mxfp8", "nvfp4"]
     assert page.locator("#tensors .scatterlayer .point").count() == 4
-    assert page.locator("#bars .barlayer .point").count() == 2
-    assert bar_names(page) == ["layer.10.w", "layer.2.w"]
-    assert page.locator("#bars .bartext").all_text_contents() == ["19.50", "21.00"]
+    assert page.locator(DOTS).count() == 2
+    assert dot_names(page) == ["layer.10.w", "layer.2.w"]
+    assert figures(page) == ["19.50", "21.00"]
     assert page.locator("#histogram .barlayer .point").count() == BINS
     assert page.locator("#histogram .scatterlayer .js-line").count() == 1
     assert page.locator("#histogram-note").inner_text() == "3 elements lie outside this range."
@@ -403,24 +471,24 @@ def test_the_filter_keeps_rows_whose_name_contains_it(opened: Open) -> None:
 
 
 @pytest.mark.rest
-def test_choosing_a_run_changes_bars_histogram_and_table_and_keeps_the_tensor(opened: Open) -> None:
+def test_choosing_a_run_changes_dots_histogram_and_table_and_keeps_the_tensor(opened: Open) -> None:
     page = opened(two_runs())
-    before = page.locator("#bars .point path").first.evaluate("bar => getComputedStyle(bar).fill")
+    before = page.locator(DOTS).first.evaluate("bar => getComputedStyle(bar).fill")
     page.get_by_label("mxfp8").check()
-    assert bar_names(page) == ["layer.2.w", "layer.10.w"]
-    assert page.locator("#bars .point path").first.evaluate("bar => getComputedStyle(bar).fill") != before
+    assert dot_names(page) == ["layer.2.w", "layer.10.w"]
+    assert page.locator(DOTS).first.evaluate("bar => getComputedStyle(bar).fill") != before
     assert column(page, "Stored as") == ["mxfp8", "mxfp8", "F32"]
     assert page.locator("#about").inner_text().startswith("64 × 32, mxfp8, 4.500 bits per parameter. SQNR 32.00\xa0dB,")
     assert page.locator("#tensor option:checked").inner_text() == "layer.10.w"
 
 
 @pytest.mark.rest
-def test_a_tensor_is_chosen_in_the_list_the_table_and_the_bars(opened: Open) -> None:
+def test_a_tensor_is_chosen_in_the_list_the_table_and_the_dots(opened: Open) -> None:
     page = opened(two_runs())
 
     def chosen() -> list[str]:
         row = page.locator("#table tr[aria-current='true'] td").first.text_content()
-        bar = page.locator("#bars .textpoint text").filter(has=page.locator("[style*='bold']")).text_content()
+        bar = page.locator(NAMES).filter(has=page.locator("[style*='bold']")).text_content()
         return [page.locator("#tensor option:checked").inner_text(), row, bar.strip()]
 
     assert page.locator("#tensor option").all_text_contents() == ["layer.2.w", "layer.10.w"]
@@ -431,7 +499,7 @@ def test_a_tensor_is_chosen_in_the_list_the_table_and_the_bars(opened: Open) -> 
     assert chosen() == ["layer.10.w"] * 3
     page.get_by_role("button", name="layer.2.w").press("Enter")
     assert chosen() == ["layer.2.w"] * 3
-    page.locator("#bars .point").first.click(force=True)  # Plotly's own layer lies above and finds the bar
+    page.locator(DOTS).first.click(force=True)  # Plotly's own layer lies above and finds the bar
     expect(page.locator("#tensor option:checked")).to_have_text("layer.10.w")
     assert chosen() == ["layer.10.w"] * 3
     page.get_by_role("cell", name="norm.w").click()  # has no histogram
@@ -448,15 +516,62 @@ def test_counts_are_logarithmic_or_linear(opened: Open) -> None:
 
 
 @pytest.mark.rest
-def test_the_bars_show_the_worst_tensors_until_all_are_requested(opened: Open) -> None:
+def test_the_dots_show_the_worst_until_all_are_asked_for(opened: Open) -> None:
     page = opened([run("nvfp4", [tensor(f"w{i}", 30.0 - i / 10) for i in range(41)])])
-    bars = page.locator("#bars .barlayer .point")
-    assert bars.count() == 20
-    assert bar_names(page)[0] == "w40"
+    drawn = page.locator(DOTS)
+    assert drawn.count() == 20
+    assert dot_names(page)[0] == "w40"
     page.get_by_role("button", name="Show all 41").click()
-    assert bars.count() == 41
+    assert drawn.count() == 41
     page.get_by_role("button", name="Show the 20 worst").click()
-    assert bars.count() == 20
+    assert drawn.count() == 20
+
+
+def dots(page: Any) -> dict[str, Any]:
+    """Range and title of the axis of the dots, and their places on it."""
+    read = """() => { const { layout, data } = document.getElementById("dots");
+        return { range: layout.xaxis.range, title: layout.xaxis.title.text, x: data[2].x, symbol: data[2].marker.symbol }; }"""
+    return page.evaluate(read)
+
+
+@pytest.mark.rest
+def test_the_axis_of_the_dots_starts_where_differences_show_and_says_so(opened: Open) -> None:
+    found = dots(opened([run("mxfp8", [tensor("a", 28.0), tensor("b", 31.0), tensor("c", 30.0)])]))
+    low, high = found["range"]
+    assert found["x"] == [28, 30, 31] and 27 < low < 28 and 31 < high < 33
+    assert found["title"] == "SQNR, dB (the axis does not start at 0)"
+
+
+@pytest.mark.rest
+def test_the_axis_of_the_dots_spans_two_decibels_at_least(opened: Open) -> None:
+    low, high = dots(opened([run("mxfp8", [tensor("a", 31.5), tensor("b", 31.6)])]))["range"]
+    assert low < 30.6 and high > 32.5
+    found = dots(opened([run("mxfp8", [tensor("a", -0.5)])]))
+    assert found["range"][0] < -1 and found["title"] == "SQNR, dB"
+
+
+@pytest.mark.rest
+def test_dots_without_a_place_lie_open_at_an_edge(opened: Open) -> None:
+    odd = [tensor("exact", None, lossless=True), tensor("nan", None, max_error=None), tensor("good", 20.0)]
+    found = dots(opened([run("one", odd)]))
+    assert found["symbol"] == ["circle-open", "circle", "circle-open"]
+    assert found["x"][0] == found["range"][0] < found["x"][1] < found["x"][2] < found["range"][1]
+    found = dots(opened([run("one", odd[:2])]))
+    assert found["symbol"] == ["circle-open"] * 2 and found["x"][0] < found["x"][1]
+
+
+@pytest.mark.rest
+def test_a_browser_that_cannot_unpack_the_plots_says_so(opened: Open) -> None:
+    page = opened(two_runs(), before="delete globalThis.DecompressionStream")
+    expect(page.locator("#old")).to_be_visible()
+    assert page.locator("#old").inner_text().startswith("This browser cannot unpack the plots")
+    assert not page.locator("#drawn").is_visible() and "20.25\xa0dB" in page.locator("body").inner_text()
+
+
+@pytest.mark.rest
+def test_a_tensor_is_described_with_the_fields_of_its_recipe(opened: Open) -> None:
+    page = opened([run("nvfp4", [tensor("w", spec="nvfp4,two_level=false")])])
+    assert page.locator("#about").inner_text().startswith("64 × 32, nvfp4,two_level=false, 4.500 bits per parameter.")
 
 
 @pytest.mark.rest
@@ -464,18 +579,18 @@ def test_a_dark_scheme_recolours_page_and_plots(opened: Open) -> None:
     page = opened(two_runs(), color_scheme="light")
 
     def colours() -> list[str]:
-        marks = ("body", "#bars .textpoint text", "#tensors .xtick text", "#histogram .js-line", "#tensors .point")
+        marks = ("body", NAMES, "#tensors .xtick text", "#histogram .js-line", "#tensors .point")
         read = "node => { const s = getComputedStyle(node); return `${s.color} ${s.fill} ${s.stroke} ${s.backgroundColor}`; }"
         return [page.locator(mark).first.evaluate(read) for mark in marks]
 
     light = colours()
     page.emulate_media(color_scheme="dark")
-    expect(page.locator("#bars .textpoint text").first).to_have_css("fill", "rgb(228, 231, 234)")
+    expect(page.locator(NAMES).first).to_have_css("fill", "rgb(228, 231, 234)")
     dark = colours()
     assert all(a != b for a, b in zip(light, dark, strict=True))
     page.evaluate("dispatchEvent(new Event('beforeprint'))")  # paper is white
     assert colours() == light
-    assert page.locator("#bars .main-svg").first.evaluate("svg => svg.clientWidth") == 680
+    assert page.locator("#dots .main-svg").first.evaluate("svg => svg.clientWidth") == 680
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert colours() == dark
 
@@ -493,7 +608,7 @@ def test_on_a_phone_nothing_scrolls_sideways_and_text_is_large_enough(opened: Op
     inside = """() => [...document.querySelectorAll(".textpoint text, .legendtext")]
         .map((e) => e.getBoundingClientRect()).filter((r) => r.left < 0 || r.right > innerWidth).length"""
     assert page.evaluate(inside) == 0
-    assert "…" in page.locator("#bars .textpoint text").first.text_content()
+    assert "…" in page.locator(NAMES).first.text_content()
 
 
 @pytest.mark.rest
@@ -502,9 +617,9 @@ def test_a_hostile_name_is_inert_wherever_it_is_shown(opened: Open) -> None:
     assert column(page, "Name") == [HOSTILE]
     assert page.locator("#tensor option").all_text_contents() == [HOSTILE]
     assert page.locator("#drawn").locator("a[href], img, b").count() == 0
-    page.locator("#bars .point").first.hover(force=True)  # Plotly's own layer lies above and finds the bar
-    assert "<img src=x onerror=alert(2)>" in page.locator("#bars .hoverlayer .hovertext").text_content()
-    assert page.locator("#bars .hoverlayer a").count() == 0
+    page.locator(DOTS).first.hover(force=True)  # Plotly's own layer lies above and finds the bar
+    assert "<img src=x onerror=alert(2)>" in page.locator("#dots .hoverlayer .hovertext").text_content()
+    assert page.locator("#dots .hoverlayer a").count() == 0
 
 
 @pytest.mark.rest
@@ -543,7 +658,7 @@ def test_two_thousand_tensors_are_sorted_and_filtered(opened: Open) -> None:
 def test_the_page_says_that_nothing_was_quantized(opened: Open, runs: int) -> None:
     page = opened([run(f"run{i}", [kept("norm.w"), kept("id", "not floating")]) for i in range(runs)])
     assert page.locator("#tensors-note").inner_text() == "There is no tensor to draw."
-    assert page.locator("#bars-note").inner_text() == "There is no tensor to draw."
+    assert page.locator("#dots-note").inner_text() == "There is no tensor to draw."
     assert page.locator("#about").inner_text() == "There is no histogram to draw."
     assert not page.locator("#tensor").is_visible()
     assert page.locator(".main-svg").count() == 0
@@ -557,26 +672,26 @@ def test_tensors_that_cannot_be_drawn_on_an_axis_are_listed(opened: Open) -> Non
     assert page.locator("#checkpoints .scatterlayer .point").count() == 1
     assert page.locator("#checkpoints-note").inner_text() == "Not drawn: 1 without any error (runs)."
     assert page.locator("#tensors-note").inner_text() == "Not drawn: 2 without any error, 2 not finite (tensors)."
-    assert bar_names(page) == ["nan", "bad", "good", "exact"]
-    assert page.locator("#bars .bartext").all_text_contents() == ["not finite", "−3.50", "20.00", "∞"]
+    assert dot_names(page) == ["nan", "bad", "good", "exact"]
+    assert figures(page) == ["not finite", "−3.50", "20.00", "∞"]
     assert column(page, "SQNR, dB") == ["−3.50", "20.00", "∞", "not finite"]
 
 
 @pytest.mark.rest
 def test_switching_to_a_run_with_tensors_draws_them(opened: Open) -> None:
     page = opened([run("none", [kept("norm.w")]), run("some", [tensor("w", histogram=None), tensor("v", 25.0)])])
-    assert not page.locator("#bars").is_visible()
+    assert not page.locator("#dots").is_visible()
     page.get_by_label("some").check()
-    assert page.locator("#bars .barlayer .point").count() == 2
+    assert page.locator(DOTS).count() == 2
     assert page.locator("#tensor option:checked").inner_text() == "v"  # the worst has no histogram
     page.get_by_label("none").check()
     assert not page.locator("#histogram").is_visible()
-    assert not page.locator("#bars").is_visible()
+    assert not page.locator("#dots").is_visible()
 
 
 @pytest.mark.rest
 def test_an_empty_name_and_an_empty_shape_are_shown(opened: Open) -> None:
     page = opened([run("nvfp4", [tensor("", shape=[], parameters=1)])])
     assert page.locator("#about").inner_text().startswith("scalar, nvfp4, ")
-    assert bar_names(page) == [""]
+    assert dot_names(page) == [""]
     assert column(page, "Shape") == ["scalar"]

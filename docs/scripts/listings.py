@@ -20,6 +20,7 @@ from blocks import table
 
 from breccia import targets
 from breccia.arrays.frameworks import Device, Framework
+from breccia.cli.recipes import covered
 from breccia.codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
 from breccia.dispatch.call import NO_OPTIONS, Call
 from breccia.dispatch.explanation import Explanation
@@ -29,7 +30,7 @@ from breccia.dispatch.kernel import CASTS, OPS
 from breccia.dispatch.registry import registry
 from breccia.dispatch.table import Table
 from breccia.errors import RecipeError
-from breccia.formats import Block, Level
+from breccia.formats import Level
 from breccia.options import DEFAULT
 from breccia.recipes import ScalingRecipe
 from breccia.tensors.grids import packing
@@ -279,7 +280,7 @@ def formats() -> str:
                 f"`{kind.__name__}`",
                 either(f.element.name for f in every),
                 either(f.scale.codec.name for f in every),
-                covered(fmt.scale.block),
+                covered(fmt.scale.block).replace("x", "×"),
                 NONE if set(global_scales) == {"none"} else either(global_scales),
                 NONE if {f.offset for f in every} == {"none"} else either(f.offset.replace("_", "-") for f in every),
                 "one in a byte" if (codes, size) == (1, 1) else f"{codes} in {size} byte{'s' if size > 1 else ''}",
@@ -287,16 +288,6 @@ def formats() -> str:
             ]
         )
     return table(headings, rows)
-
-
-def covered(block: Block) -> str:
-    match block:
-        case (None, None):
-            return "tensor"
-        case (1, None):
-            return "row"
-        case (m, k):
-            return "×".join("all" if side is None else str(side) for side in (m, k))
 
 
 def per_element(level: Level) -> float:
@@ -327,7 +318,7 @@ def values(kind: type[ScalingRecipe], field: dataclasses.Field[Any]) -> list[Any
     default = getattr(kind(), field.name)
     if isinstance(default, bool):
         return [not default]
-    return [v for v in re.findall(r"'([^']+)'", allowed(kind, field)) if v != default] if isinstance(default, str) else []
+    return [v for v in field.metadata.get("choices", ()) if v != default]
 
 
 def allowed(kind: type[ScalingRecipe], field: dataclasses.Field[Any]) -> str:

@@ -41,6 +41,7 @@ def main(report: Path) -> None:
             context = browser.new_context(**settings)
             page = context.new_page()
             page.goto(report.resolve().as_uri())
+            page.locator("#drawn").wait_for()
             top = page.locator(first).evaluate("node => node.getBoundingClientRect().top + scrollY") - MARGIN
             bottom = page.locator(last).evaluate("node => node.getBoundingClientRect().bottom + scrollY") + MARGIN
             width = settings["viewport"]["width"]

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -28,11 +29,20 @@ from .convert import convert as convert_checkpoint
 from .foreign import CONFIG
 from .inspection import inspected
 from .measure import ErrorMetrics
-from .report import check_report, write_report
+from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
+from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report
 from .text import named, percent, size, spelled
 
-ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write a report.", show_default=False)]
+Top = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Show only the first N tensors; --json has all.", show_default=False)
+]
+ReportFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Also write an HTML report.", show_default=False)]
+
+
+def _either(keys: type[StrEnum]) -> str:
+    *others, last = keys
+    return f"{', '.join(others)} or {last}"
 
 
 def _recipes() -> str:
@@ -94,17 +104,24 @@ def convert(
 
 
 def compare(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="The checkpoint to compare with.", show_default=False)],
-    candidates: Annotated[
-        list[Path], typer.Argument(metavar="CANDIDATE", help="One or more checkpoints to compare.", show_default=False)
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", help="The original: a .safetensors file, or a folder.", show_default=False)
     ],
+    candidates: Annotated[
+        list[Path], typer.Argument(metavar="CANDIDATE", help="One or several to compare with it.", show_default=False)
+    ],
+    sort: Annotated[
+        CompareKey | None,
+        typer.Option(metavar="KEY", help=f"{_either(CompareKey)}; the worst first.", show_default="order of the file"),
+    ] = None,
+    top: Top = None,
     report: ReportFile = None,
     fail_under: Annotated[
-        float | None, typer.Option(metavar="DB", help="Exit with 1 if a tensor's SQNR is lower.", show_default=False)
+        float | None, typer.Option(metavar="DB", help="Exit with 1 if any tensor's SQNR is lower.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare checkpoints tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
+    """Compare checkpoints with the original, tensor by tensor: SQNR, cosine, largest error, clip and underflow rate."""
     if fail_under is not None and math.isnan(fail_under):
         raise typer.BadParameter("--fail-under takes a number of dB; got NaN.")
     if report is not None:
@@ -116,7 +133,7 @@ def compare(
     if as_json:
         print_json({"reference": str(reference), "candidates": [one.to_dict() for one in found]})
     else:
-        _print_comparison(found)
+        _print_comparison(found, sort, top)
     _finish(found, report, f"{reference.name} compared", as_json)
     if fail_under is not None:
         _refuse_below(found, fail_under)
@@ -154,23 +171,24 @@ def _refuse_below(found: list[Report], limit: float) -> None:
 
 
 def runs(reports: list[Report]) -> list[dict[str, Any]]:
-    """The HTML page's data for each report: all its fields, a unique label, and histograms."""
+    """The page's data for each report: all its fields, a unique label, the fields of its recipes, and histograms."""
     found: list[dict[str, Any]] = []
     for one, label in zip(reports, _labels(reports), strict=True):
         listed = one.to_dict()
         for row, t in zip(listed["tensors"], one.tensors, strict=True):
             row["histogram"] = t.histogram and t.histogram.to_dict()
-        found.append({**listed, "label": label})
+        found.append({**listed, "label": label, "recipe_fields": [recipe_fields(recipe) for recipe in one.used]})
     return found
 
 
 def _labels(reports: list[Report]) -> list[str]:
-    """The shortest distinct names: recipes, files, or files with their folders; otherwise numbered files."""
+    """The shortest distinct names: recipes, with fields, files, or files with their folders; else numbered files."""
     paths = [Path(one.destination) for one in reports]
     files = [path.name.removesuffix(".safetensors") for path in paths]
     recipes = ["+".join(one.recipes) or "unchanged" for one in reports]
+    specs = ["+".join(recipe.spec for recipe in one.used) or "unchanged" for one in reports]
     folders = [f"{path.absolute().parent.name}/{file}" for path, file in zip(paths, files, strict=True)]
-    distinct = next((names for names in (recipes, files, folders) if len(set(names)) == len(names)), None)
+    distinct = next((names for names in (recipes, specs, files, folders) if len(set(names)) == len(names)), None)
     return distinct or [f"{n}: {file}" for n, file in enumerate(files, 1)]
 
 
@@ -257,19 +275,29 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")
 
 
-def _print_comparison(found: list[Report]) -> None:
+def _print_comparison(found: list[Report], sort: CompareKey | None, top: int | None) -> None:
     for one in found:
         typer.secho(printable(f"{one.source} -> {one.destination}"), bold=True)
         if one.quantized:
-            rows = [(*_figures(t.measured, t.bits_per_parameter), t.stored_as, t.name) for t in one.quantized]
+            shown = in_order(one.quantized, sort, COMPARED)[:top]
+            rows = [(*_figures(t.measured, t.bits_per_parameter), t.stored_as, t.name) for t in shown]
             print_table((*_FIGURES, "stored as", "tensor"), rows)
+            _print_hidden(len(one.quantized), len(shown))
         typer.echo(printable(_outcome(one)))
+        if one.worst and not one.worst.measured.lossless:
+            typer.echo(printable(f"worst: {one.worst.name}, {one.worst.measured.sqnr:.2f} dB"))
     if len(found) > 1:
         typer.echo()
         unmeasured = ("–",) * len(_FIGURES)
         figures = [_figures(one.fidelity, one.bits_per_parameter) if one.quantized else unmeasured for one in found]
         rows = [(*line, size(one.bytes_out), one.destination) for line, one in zip(figures, found, strict=True)]
         print_table((*_FIGURES, ">size", "all of"), rows)
+
+
+def _print_hidden(count: int, shown: int) -> None:
+    """Say how many rows `--top` left out."""
+    if shown < count:
+        typer.echo(f"{count - shown} of {count} tensors not shown; --top {count} shows all")
 
 
 def _figures(m: ErrorMetrics, bits: float | None) -> tuple[str, ...]:
@@ -291,23 +319,28 @@ def _outcome(one: Report) -> str:
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file, or a folder of them.", show_default=False)],
-    scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: their range, and suspicious values.")] = False,
+    scales: Annotated[bool, typer.Option("--scales", help="Also read the scales: show their range, and check them.")] = False,
+    sort: Annotated[
+        InspectKey, typer.Option(metavar="KEY", help=f"{_either(InspectKey)}; the largest first.")
+    ] = InspectKey.NAME,
+    top: Top = None,
     as_json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint, and suspicious scales, by reading only its headers."""
+    """List the tensors of a checkpoint, and report suspicious scales. Reads only the headers, unless --scales is given."""
     rows = inspected(path, scales)
     if as_json:
         print_json({"path": str(path), "bytes": sum(r["bytes"] for r in rows), "tensors": rows})
         return
     headings = ["stored as", ">bits/param", ">bytes", *(["scales, min to max"] if scales else []), "shape", "tensor"]
     lines: list[tuple[str, ...]] = []
-    for r in rows:
+    for r in in_order(rows, sort, INSPECTED)[:top]:
         bits = f"{8 * r['bytes'] / r['parameters']:.3f}" if r["parameters"] else "–"
         found = r["scales"]
         reach = f"{found['min']:.3g} to {found['max']:.3g}" if found and found["min"] is not None else ""
         shown = [_stored_as(r), bits, size(r["bytes"]), *([reach] if scales else []), spelled(r["shape"]), r["name"]]
         lines.append(tuple(shown))
     print_table(headings, lines)
+    _print_hidden(len(rows), len(lines))
     scaled = [r for r in rows if r["recipe"] or r["scaled_by"]]
     total, parameters = sum(r["bytes"] for r in rows), sum(r["parameters"] for r in rows)
     typer.echo(

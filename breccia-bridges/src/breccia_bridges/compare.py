@@ -152,7 +152,8 @@ def compare(
 
 
 def _compared(x: CheckpointTensor, y: CheckpointTensor, histograms: bool) -> TensorReport:
-    found = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes)
+    recipe = y.config and y.config.recipe
+    found = TensorReport(x.name, x.shape, x.stored_as, y.stored_as, _why_not(x, y), x.nbytes, y.nbytes, recipe=recipe)
     if found.reason:
         return found
     a, b = x.stored(), y.stored()

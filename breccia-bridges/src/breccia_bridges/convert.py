@@ -198,8 +198,8 @@ class _Plan:
     def report(self, name: str, fidelity: ErrorMetrics | None = None, counts: Histogram | None = None) -> TensorReport:
         entry, reason = self.container.entries[name], self.reasons[name]
         stored_as = self.described[name][0][name][0] if reason else self.recipe.name
-        sizes = self.bytes_in(name), self._size(name)
-        return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts)
+        sizes, recipe = (self.bytes_in(name), self._size(name)), None if reason else self.recipe
+        return TensorReport(name, entry.shape, entry.dtype, stored_as, reason, *sizes, fidelity, counts, recipe)
 
 
 def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: Advance) -> list[TensorReport]:

@@ -34,5 +34,5 @@ def breccia_cli() -> Iterable[Command]:
     return [
         Command("convert", "breccia_bridges.commands:convert", "Quantize a checkpoint: a .safetensors file or a folder."),
         Command("compare", "breccia_bridges.commands:compare", "Compare checkpoints tensor by tensor."),
-        Command("inspect", "breccia_bridges.commands:inspect", "Show what a checkpoint holds, and suspicious scales."),
+        Command("inspect", "breccia_bridges.commands:inspect", "List a checkpoint's tensors, and suspicious scales."),
     ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import json
 import math
 import os
 import secrets
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -12,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from breccia import UnsupportedError, __version__
-from breccia.backend import install
+from breccia import ScalingRecipe, UnsupportedError, __version__
+from breccia.backend import install, spelled
 
 from .text import percent, size
 
@@ -60,8 +64,8 @@ def write_report(
 ) -> None:
     """Write the page of one or several runs over one checkpoint; replaces an existing page.
 
-    runs: results of `Report.to_dict`, with a label, recipes, warnings and, per tensor, a histogram or None. The output is
-        deterministic.
+    runs: results of `Report.to_dict`, with a label, the fields of its recipes (`recipe_fields`), and a histogram or None per
+        tensor. The same runs give the same bytes under one version of zlib.
     """
     check_report(path)
     if not runs:
@@ -78,8 +82,7 @@ def write_report(
 
 def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     env = Environment(
         loader=PackageLoader("breccia_bridges"),
@@ -88,7 +91,6 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     env.filters.update(
         size=partial(size, space=NO_BREAK), percent=partial(percent, space=NO_BREAK), decibel=_decibel, breakable=_breakable
     )
@@ -101,11 +103,44 @@ def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         # One column is enough where all runs kept the same tensors.
         kept=shown[:1] if all(run["kept"] == shown[0]["kept"] for run in shown) else shown,
         reasons=list(dict.fromkeys(reason for run in shown for reason in run["kept"])),
+        recipes=_recipes(shown),
         warnings=_warnings(shown),
         quantized=[{t["name"]: t for t in run["tensors"] if t["quantized"]} for run in shown],
-        drawn=[{key: run[key] for key in _DRAWN} for run in shown],
-        plotly=Markup(str(get_plotlyjs())),
+        drawn=packed(json.dumps([{key: run[key] for key in _DRAWN} for run in shown], allow_nan=False, separators=(",", ":"))),
+        plotly=packed(str(get_plotlyjs())),
+        plotly_version=str(get_plotlyjs_version()),
     )
+
+
+def packed(text: str) -> str:
+    """`text` compressed, as base64: a third of its size or less, and no character of it means anything in HTML.
+
+    The page's script unpacks it with the browser's DecompressionStream, which reads zlib's format as "deflate".
+    """
+    return base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+
+
+def _recipes(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each recipe once, with its fields and the labels of the runs that use it."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for recipe in run["recipe_fields"]:
+            found.setdefault(recipe["spec"], {**recipe, "runs": []})["runs"].append(run["label"])
+    return list(found.values())
+
+
+def recipe_fields(recipe: ScalingRecipe) -> dict[str, Any]:
+    """A recipe as the page shows it: its spec, its class, and each field with its default, spelled as on the command line."""
+    fields = dataclasses.fields(recipe)  # type: ignore[arg-type]
+    listed = [
+        {
+            "name": f.name,
+            "value": spelled(getattr(recipe, f.name)),
+            "default": None if f.default is dataclasses.MISSING else spelled(f.default),
+        }
+        for f in fields
+    ]
+    return {"spec": recipe.spec, "class": type(recipe).__name__, "fields": listed}
 
 
 def _warnings(runs: list[dict[str, Any]]) -> dict[str, str]:

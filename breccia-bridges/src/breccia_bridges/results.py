@@ -34,6 +34,7 @@ class TensorReport:
     reason: why it was kept, or could not be compared; empty if it was quantized or compared.
     fidelity, histogram: its error metrics and its elements by value; None unless requested. A kept tensor has metrics if it was
         decoded.
+    recipe: the one it is stored under; None for a plain tensor.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TensorReport:
     bytes_out: int
     fidelity: ErrorMetrics | None = None
     histogram: Histogram | None = None
+    recipe: ScalingRecipe | None = None
 
     @property
     def quantized(self) -> bool:
@@ -71,6 +73,7 @@ class TensorReport:
             "shape": list(self.shape),
             "dtype": self.dtype,
             "stored_as": self.stored_as,
+            "spec": self.recipe and self.recipe.spec,
             "quantized": self.quantized,
             "reason": self.reason or None,
             "parameters": self.parameters,
@@ -107,6 +110,11 @@ class Report:
     def recipes(self) -> list[str]:
         """The recipes of the quantized tensors, most common first."""
         return [name for name, _ in Counter(t.stored_as for t in self.quantized).most_common()]
+
+    @property
+    def used(self) -> list[ScalingRecipe]:
+        """The recipes of the quantized tensors with their fields, most common first."""
+        return [recipe for recipe, _ in Counter(t.recipe for t in self.quantized if t.recipe).most_common()]
 
     @property
     def reasons(self) -> dict[str, int]:

@@ -90,7 +90,7 @@ _HOMES: dict[str, str] = {
         ),
         "recipes",
     ),
-    **dict.fromkeys(("Declared", "InternedKey", "rebuilt"), "declared"),
+    **dict.fromkeys(("Declared", "InternedKey", "rebuilt", "spelled"), "declared"),
     **dict.fromkeys(("keeps_parts",), "kernels.exact"),
     **dict.fromkeys(("pack",), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.

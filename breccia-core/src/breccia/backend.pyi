@@ -41,6 +41,7 @@ from .codecs import PowerOfTwo as PowerOfTwo
 from .declared import Declared as Declared
 from .declared import InternedKey as InternedKey
 from .declared import rebuilt as rebuilt
+from .declared import spelled as spelled
 from .dispatch import calls as calls
 from .dispatch.call import Call as Call
 from .dispatch.call import Operand as Operand

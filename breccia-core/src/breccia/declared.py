@@ -58,7 +58,7 @@ class Declared:
     @property
     def spec(self) -> str:
         """A one-line form for the command line and `breccia.recipe`: "fp8_block,block_m=128,power_of_two_scale=true"."""
-        return ",".join([self.name, *(f"{name}={_spelled(value)}" for name, value in self.changed.items())])
+        return ",".join([self.name, *(f"{name}={spelled(value)}" for name, value in self.changed.items())])
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., "fields": {...}}`, ready for `json.dumps`.
@@ -100,18 +100,21 @@ class Declared:
 
     @classmethod
     def with_fields(cls, fields: dict[str, Any]) -> Self:
-        """An instance from field values by name. Raises RecipeError naming an unknown field."""
+        """An instance from field values by name. Raises RecipeError naming an unknown field, or those without a value."""
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in fields:
             if key not in known:
                 raise RecipeError(
                     f"{cls.kind} {cls.name!r} has no field {key!r}{suggestion(key, known)}", field=key, known=known
                 )
+        if missing := [name for name in cls.needed_fields() if name not in fields]:
+            without = " and ".join(missing)
+            raise RecipeError(f"{cls.kind} {cls.name!r} has no default for {without}; give it a value.", missing=missing)
         return cls(**fields)
 
 
-def _spelled(value: Any) -> str:
-    """A field's value: strings unchanged, others as JSON."""
+def spelled(value: Any) -> str:
+    """A field's value as the command line takes it: strings unchanged, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -7,7 +7,7 @@ framework can then cast, decode and multiply it, and the conformance kit tests i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -94,6 +94,26 @@ def _check_fixed(recipe: str, field: str, value: object, fixed: object, by: str 
         raise RecipeError(f"{recipe} {field} is fixed at {fixed!r}{by}, got {value!r}", **{field: value})
 
 
+def one_of(allowed: Iterable[object], by: str = "") -> dict[str, Any]:
+    """Metadata of a recipe's field that takes only these values; `check_choices` checks it, and `breccia recipes` lists them.
+
+    by: for a single value, what fixes it.
+    """
+    return {"choices": tuple(allowed), "by": by}
+
+
+def check_choices(recipe: ScalingRecipe) -> None:
+    """Raise RecipeError for a field whose value is not among the choices that it declares with `one_of`."""
+    for f in dataclasses.fields(recipe):  # type: ignore[arg-type]
+        value, choices = getattr(recipe, f.name), f.metadata.get("choices", ())
+        if len(choices) == 1:
+            _check_fixed(
+                type(recipe).__name__.removesuffix("BlockScaling"), f.name, value, choices[0], f.metadata.get("by", "")
+            )
+        elif choices:
+            _check_one_of(f.name, value, choices)
+
+
 def _fp8_rule(scale_rule: str, power_of_two_scale: bool) -> Rule:
     """The rule of FP8 recipes with FP32 scales; "linear" and "te" support power-of-two scales."""
     if not power_of_two_scale:
@@ -109,9 +129,8 @@ class _FP8Blocks(ScalingRecipe):
     scale_rule: str
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        check_choices(self)
         check_type(type(self).__name__, "power_of_two_scale", self.power_of_two_scale, bool)
-        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
         if self.power_of_two_scale and self.scale_rule not in (LINEAR.name, TE.name):
             raise RecipeError(
                 f"power_of_two_scale=True requires scale_rule='linear' or 'te', got {self.scale_rule!r}",
@@ -138,8 +157,7 @@ class _MX(ScalingRecipe):
     scale_rule: str
 
     def __post_init__(self) -> None:
-        _check_fixed(type(self).__name__.removesuffix("BlockScaling"), "block_size", self.block_size, 32, " by the OCP MX spec")
-        _check_one_of("scale_rule", self.scale_rule, _E8M0_RULES)
+        check_choices(self)
 
     @property
     def element(self) -> Codec:
@@ -170,9 +188,7 @@ class _Integers(ScalingRecipe):
         owner = type(self).__name__
         check_type(owner, "signed", self.signed, bool)
         check_type(owner, "symmetric", self.symmetric, bool)
-        _check_one_of("scale_dtype", self.scale_dtype, _SCALE_FLOATS)
-        _check_one_of("scale_rule", self.scale_rule, _INTEGER_RULES)
-        _check_one_of("offset", self.offset, ("zero_point", "bias"))
+        check_choices(self)
         width = f"INT{self.codecs[0].bits}"
         if not self.symmetric and self.signed:
             raise RecipeError(
@@ -208,14 +224,13 @@ class DelayedScaling(ScalingRecipe):
     name: ClassVar[str] = "fp8_delayed"
     aliases: ClassVar[tuple[str, ...]] = ("delayed",)
     source: ClassVar[str] = "TransformerEngine 2.x, common.recipe.DelayedScaling"
-    fp8_format: str = "E4M3"
+    fp8_format: str = field(default="E4M3", metadata=one_of(_FP8))
     amax_history_len: int = field(default=16, metadata={"affects_bytes": False})
     margin: int = 0
-    scale_rule: str = "linear"
+    scale_rule: str = field(default="linear", metadata=one_of(_FP8_RULES))
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
-        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
+        check_choices(self)
         check_type("DelayedScaling", "amax_history_len", self.amax_history_len, int)
         check_type("DelayedScaling", "margin", self.margin, int)
         if not -126 <= self.margin <= 126:
@@ -244,12 +259,11 @@ class Float8CurrentScaling(ScalingRecipe):
     name: ClassVar[str] = "fp8_current"
     aliases: ClassVar[tuple[str, ...]] = ("current",)
     source: ClassVar[str] = "TransformerEngine 2.x, common.recipe.Float8CurrentScaling"
-    fp8_format: str = "E4M3"
-    scale_rule: str = "linear"
+    fp8_format: str = field(default="E4M3", metadata=one_of(_FP8))
+    scale_rule: str = field(default="linear", metadata=one_of(_FP8_RULES))
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
-        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
+        check_choices(self)
 
     @cached_property
     def format(self) -> Format:
@@ -270,9 +284,9 @@ class Float8RowScaling(_FP8Blocks):
     name: ClassVar[str] = "fp8_row"
     aliases: ClassVar[tuple[str, ...]] = ("row",)
     source: ClassVar[str] = "torchao 0.18, float8 rowwise scaling (PerRow)"
-    fp8_format: str = "E4M3"
+    fp8_format: str = field(default="E4M3", metadata=one_of(_FP8))
     power_of_two_scale: bool = False
-    scale_rule: str = "linear"
+    scale_rule: str = field(default="linear", metadata=one_of(_FP8_RULES))
 
     @property
     def block(self) -> Block:
@@ -290,11 +304,11 @@ class Float8BlockScaling(_FP8Blocks):
     name: ClassVar[str] = "fp8_block"
     aliases: ClassVar[tuple[str, ...]] = ("block",)
     source: ClassVar[str] = "DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.3.2"
-    fp8_format: str = "E4M3"
+    fp8_format: str = field(default="E4M3", metadata=one_of(_FP8))
     block_k: int = 128
     block_m: int = 1
     power_of_two_scale: bool = False
-    scale_rule: str = "linear"
+    scale_rule: str = field(default="linear", metadata=one_of(_FP8_RULES))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,13 +329,9 @@ class MXFP8BlockScaling(_MX):
 
     name: ClassVar[str] = "mxfp8"
     source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
-    fp8_format: str = "E4M3"
-    block_size: int = 32
-    scale_rule: str = "rceil"
-
-    def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
-        super().__post_init__()
+    fp8_format: str = field(default="E4M3", metadata=one_of(_FP8))
+    block_size: int = field(default=32, metadata=one_of((32,), by=" by the OCP MX spec"))
+    scale_rule: str = field(default="rceil", metadata=one_of(_E8M0_RULES))
 
     @property
     def element(self) -> Codec:
@@ -337,13 +347,9 @@ class MXFP6BlockScaling(_MX):
 
     name: ClassVar[str] = "mxfp6"
     source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
-    fp6_format: str = "E2M3"
-    block_size: int = 32
-    scale_rule: str = "rceil"
-
-    def __post_init__(self) -> None:
-        _check_one_of("fp6_format", self.fp6_format, _FP6)
-        super().__post_init__()
+    fp6_format: str = field(default="E2M3", metadata=one_of(_FP6))
+    block_size: int = field(default=32, metadata=one_of((32,), by=" by the OCP MX spec"))
+    scale_rule: str = field(default="rceil", metadata=one_of(_E8M0_RULES))
 
     @property
     def element(self) -> Codec:
@@ -356,8 +362,8 @@ class MXFP4BlockScaling(_MX):
 
     name: ClassVar[str] = "mxfp4"
     source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
-    block_size: int = 32
-    scale_rule: str = "rceil"
+    block_size: int = field(default=32, metadata=one_of((32,), by=" by the OCP MX spec"))
+    scale_rule: str = field(default="rceil", metadata=one_of(_E8M0_RULES))
 
     @property
     def element(self) -> Codec:
@@ -374,8 +380,8 @@ class MXINT8BlockScaling(_MX):
 
     name: ClassVar[str] = "mxint8"
     source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification v1.0, section 5"
-    block_size: int = 32
-    scale_rule: str = "rceil"
+    block_size: int = field(default=32, metadata=one_of((32,), by=" by the OCP MX spec"))
+    scale_rule: str = field(default="rceil", metadata=one_of(_E8M0_RULES))
 
     @property
     def element(self) -> Codec:
@@ -393,18 +399,15 @@ class NVFP4BlockScaling(ScalingRecipe):
 
     name: ClassVar[str] = "nvfp4"
     source: ClassVar[str] = "Pretraining Large Language Models with NVFP4 (arXiv:2509.25149), section 2"
-    fp4_format: str = "E2M1"
-    block_size: int = 16
-    scale_format: str = "E4M3"
+    fp4_format: str = field(default="E2M1", metadata=one_of(("E2M1",)))
+    block_size: int = field(default=16, metadata=one_of((16,)))
+    scale_format: str = field(default="E4M3", metadata=one_of(("E4M3",)))
     two_level: bool = True
-    global_sense: str = field(default="multiplier", metadata={"added": True})
+    global_sense: str = field(default="multiplier", metadata={"added": True, **one_of(SENSES)})
 
     def __post_init__(self) -> None:
-        _check_fixed("NVFP4", "fp4_format", self.fp4_format, "E2M1")
-        _check_fixed("NVFP4", "block_size", self.block_size, 16)
-        _check_fixed("NVFP4", "scale_format", self.scale_format, "E4M3")
+        check_choices(self)
         check_type("NVFP4BlockScaling", "two_level", self.two_level, bool)
-        _check_one_of("global_sense", self.global_sense, SENSES)
         if not self.two_level and self.global_sense != "multiplier":
             raise RecipeError(
                 f"global_sense={self.global_sense!r} is that of the tensor's FP32 scale, absent with two_level=False; "
@@ -434,10 +437,10 @@ class INT4Scaling(_Integers):
     codecs: ClassVar[tuple[Codec, Codec]] = (UINT4, INT4)
     group_size: int = 128
     signed: bool = True
-    scale_dtype: str = "fp16"
+    scale_dtype: str = field(default="fp16", metadata=one_of(_SCALE_FLOATS))
     symmetric: bool = True
-    scale_rule: str = "linear"
-    offset: str = "zero_point"
+    scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
+    offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")))
 
     def __post_init__(self) -> None:
         check_positive("INT4Scaling", "group_size", self.group_size)
@@ -457,10 +460,10 @@ class INT8Scaling(_Integers):
     codecs: ClassVar[tuple[Codec, Codec]] = (UINT8, INT8)
     group_size: int | None = None
     signed: bool = True
-    scale_dtype: str = "fp32"
+    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS))
     symmetric: bool = True
-    scale_rule: str = "linear"
-    offset: str = "zero_point"
+    scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
+    offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")))
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
@@ -475,11 +478,11 @@ class NF4Scaling(ScalingRecipe):
     name: ClassVar[str] = "nf4"
     source: ClassVar[str] = "QLoRA (arXiv:2305.14314), section 3"
     block_size: int = 64
-    scale_dtype: str = "fp32"
+    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS))
 
     def __post_init__(self) -> None:
         check_positive("NF4Scaling", "block_size", self.block_size)
-        _check_one_of("scale_dtype", self.scale_dtype, _SCALE_FLOATS)
+        check_choices(self)
 
     @cached_property
     def format(self) -> Format:

@@ -75,7 +75,7 @@ class Extra:
 ML_DTYPES = Extra("breccia-core[ml-dtypes]", ("ml_dtypes",), "bfloat16 and float8 arrays in NumPy")
 TESTING = Extra("breccia-core[testing]", ("pytest", "hypothesis"), "the conformance kit")
 EXTRAS = (
-    Extra("breccia-core[cli]", ("typer", "rich"), "the program"),
+    Extra("breccia-core[cli]", ("typer", "rich"), "the `breccia` command"),
     ML_DTYPES,
     TESTING,
     Extra("breccia-bridges[report]", ("plotly", "jinja2"), "--report of convert and compare"),

@@ -1,12 +1,27 @@
-// Draws the report from the JSON in this page. Text from a file reaches the page only through textContent, and Plotly only
-// through literal(), because a tensor's name may look like markup.
+// Draws the report out of the JSON in this page, with plotly.js, both compressed in it. What came from a file reaches the page through textContent, and Plotly
+// through literal(): a tensor's name may look like markup.
 "use strict";
-(() => {
-  const runs = JSON.parse(document.getElementById("data").textContent);
+(async () => {
   const $ = (id) => document.getElementById(id);
+
+  // The text in an element: base64 of zlib's format, which browsers call "deflate".
+  async function unpacked(id) {
+    const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+  }
+
+  if (typeof DecompressionStream === "undefined" || !Array.prototype.toSorted) {
+    $("old").hidden = false;
+    return;
+  }
+  const library = document.createElement("script");
+  library.textContent = await unpacked("plotly");
+  document.head.append(library); // runs it
+  const runs = JSON.parse(await unpacked("data"));
   const state = { run: runs[0], tensor: null, all: false, sort: { column: "sqnr", descending: false } };
 
-  const SHOWN = 20; // bars shown until the user asks for all
+  const SHOWN = 20; // dots, until all are asked for
+  const SPAN = 2; // dB that the axis shows at least: smaller differences do not matter
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
   const COLOURS = 6;
   const NONE = "–";
@@ -46,8 +61,10 @@
   const folded = (text) => (text.match(/.{1,36}/gsu) ?? []).map(literal).join("<br>");
 
   const pen = document.createElement("canvas").getContext("2d");
-  pen.font = `14px ${getComputedStyle(document.body).fontFamily}`;
-  const widthOf = (text) => pen.measureText(text).width;
+  function widthOf(text, weight = "normal") {
+    pen.font = `${weight} 14px ${getComputedStyle(document.body).fontFamily}`;
+    return pen.measureText(text).width;
+  }
 
   // `text`, shortened to `room` pixels. The middle is cut, because tensor names differ at their ends.
   function shortened(text, room) {
@@ -226,60 +243,77 @@
     });
   }
 
-  function drawBars() {
-    const node = $("bars");
+  // Dots and not bars: differences of a few dB show only on an axis that need not start at zero.
+  function drawDots() {
+    const node = $("dots");
     const tensors = worstFirst(quantized(state.run));
     const shown = state.all ? tensors : tensors.slice(0, SHOWN);
     $("all").hidden = tensors.length <= SHOWN;
     $("all").textContent = state.all ? `Show the ${SHOWN} worst` : `Show all ${grouped.format(tensors.length)}`;
-    note("bars-note", tensors.length ? "" : "There is no tensor to draw.");
+    note("dots-note", tensors.length ? "" : "There is no tensor to draw.");
     node.hidden = !tensors.length;
     if (!tensors.length) return;
-    const { ink, run: colour } = theme();
-    const finite = shown.map((t) => t.sqnr_db).filter((v) => v !== null);
-    const [least, most] = [Math.min(0, ...finite), Math.max(1, ...finite)];
-    const beside = (most - least) * 0.3; // room for the numbers
-    const narrow = node.clientWidth < 480; // names are drawn above the bars
+    const { ink, line, run: colour } = theme();
+    const finite = shown.filter(hasPlace).map(accuracy);
+    const middle = finite.length ? (Math.min(...finite) + Math.max(...finite)) / 2 : 0;
+    const [least, most] = padded([...finite, middle - SPAN / 2, middle + SPAN / 2], 0.1);
+    const range = [least, most + (most - least) * 0.25]; // with room for the figures
+    const narrow = node.clientWidth < 480; // names go above the dots
     const pitch = narrow ? 44 : 24;
     const room = node.clientWidth * (narrow ? 0.9 : 0.5);
-    const lines = Math.max(shown.length, 6); // leaves room for a hover label
-    const range = [least && least - beside, most + beside];
+    const lines = Math.max(shown.length, 6); // a hover label needs room, too
     const texts = shown.map((t) => shortened(t.name, room));
-    // These are not axis ticks, because Plotly takes minutes to draw two thousand of them.
+    const guides = {
+      type: "scatter",
+      mode: "lines",
+      x: shown.flatMap(() => [...range, null]),
+      y: shown.flatMap((_, i) => [i, i, null]),
+      line: { color: line, width: 1 },
+      hoverinfo: "skip",
+    };
+    // Not ticks of the axis: Plotly takes minutes for two thousand of those.
     const names = {
       type: "scatter",
       mode: "text",
       x: shown.map(() => range[0]),
-      y: shown.map((_, i) => (narrow ? i - 0.24 : i)),
+      y: shown.map((_, i) => (narrow ? i - 0.36 : i)),
       text: shown.map((t, i) => (t === state.tensor ? `<b>${literal(texts[i])}</b>` : literal(texts[i])) + (narrow ? "" : "\u2002")),
       textposition: narrow ? "middle right" : "middle left",
       textfont: { color: ink },
       cliponaxis: false,
       hoverinfo: "skip",
     };
-    const bars = {
-      type: "bar",
-      orientation: "h",
-      x: shown.map((t) => (t.lossless ? most : (t.sqnr_db ?? 0))),
+    const dots = {
+      type: "scatter",
+      mode: "markers+text",
+      x: shown.map((t) => (hasPlace(t) ? accuracy(t) : t.lossless ? most : least)), // at the edges: their figures say so
       y: shown.map((_, i) => i),
-      width: narrow ? 0.34 : 0.62,
-      offset: narrow ? 0.08 : -0.31,
-      marker: { color: colour(state.run), line: { color: ink, width: shown.map((t) => (t === state.tensor ? 2 : 0)) } },
-      text: shown.map(decibel),
-      textposition: "outside",
-      constraintext: "none",
+      marker: {
+        color: colour(state.run),
+        size: 11,
+        symbol: shown.map((t) => (hasPlace(t) ? "circle" : "circle-open")),
+        line: { color: shown.map((t) => (t === state.tensor ? ink : colour(state.run))), width: 2 },
+      },
+      text: shown.map((t) => `\u2002${decibel(t)}`),
+      textposition: "middle right",
+      textfont: { color: ink },
       cliponaxis: false,
       hovertext: shown.map((t) => `<b>${folded(t.name)}</b><br>${shape(t)}, ${withUnit(t)}`),
       hoverinfo: "text",
       customdata: shown.map((t) => position.get(t)),
     };
-    draw(node, [bars, names], {
-      height: pitch * lines + 8,
-      margin: { l: narrow ? 0 : 1.08 * Math.max(...texts.map(widthOf)) + 12, r: 0, t: 0, b: 8 }, // 1.08: one name is bold
+    draw(node, [guides, names, dots], {
+      height: pitch * lines + 64,
+      margin: { l: narrow ? 8 : Math.max(...texts.map((text) => widthOf(text, "bold"))) + 12, r: 8, t: 56, b: 8 }, // one name is bold
       hovermode: "y",
       showlegend: false,
-      xaxis: { range, visible: false },
-      yaxis: { range: [lines - 0.5, -0.5], visible: false },
+      xaxis: {
+        title: { text: `SQNR, dB${range[0] > 0 ? " (the axis does not start at 0)" : ""}` },
+        side: "top",
+        range,
+        nticks: 5,
+      },
+      yaxis: { range: [lines - 0.5, -0.75], visible: false },
     });
     node.removeAllListeners("plotly_click");
     node.on("plotly_click", ({ points }) => chooseTensor(points[0].customdata));
@@ -291,7 +325,7 @@
     node.hidden = !t;
     $("choice").hidden = !t;
     $("about").textContent = t
-      ? `${shape(t)}, ${t.stored_as}, ${fixed(bits(t), 3)} bits per parameter. SQNR ${withUnit(t)}, ` +
+      ? `${shape(t)}, ${t.spec ?? t.stored_as}, ${fixed(bits(t), 3)} bits per parameter. SQNR ${withUnit(t)}, ` +
         `largest error ${scientific(t.max_error)}, ${percent(t.clip_rate)} clipped, ${percent(t.underflow_rate)} underflow.`
       : "There is no histogram to draw.";
     const outside = t?.histogram.outside;
@@ -467,14 +501,14 @@
     const index = state.tensor ? position.get(state.tensor) : -1;
     if (state.tensor) $("tensor").value = index;
     rows.forEach((row, i) => (row.ariaCurrent = i === index ? "true" : null));
-    drawBars();
+    drawDots();
     drawHistogram();
   }
 
   function redraw() {
     drawCheckpoints();
     drawTensors();
-    drawBars();
+    drawDots();
     drawHistogram();
   }
 
@@ -491,7 +525,7 @@
   $("table").tBodies[0].addEventListener("click", (event) => chooseTensor(event.target.closest("tr").dataset.index));
   $("all").addEventListener("click", () => {
     state.all = !state.all;
-    drawBars();
+    drawDots();
   });
   for (const query of ["(prefers-color-scheme: dark)", "(max-width: 44rem)", "(max-width: 64rem)"]) {
     matchMedia(query).addEventListener("change", redraw);

@@ -54,7 +54,9 @@ def _system() -> Iterator[Finding]:
         yield Finding("system", "byte order", PROBLEM, text, "use a little-endian host (x86-64, arm64)")
     for name in ("BRECCIA_BLOCK", "BRECCIA_PREFER", "BRECCIA_TRACE", "BRECCIA_CHECK"):
         if os.environ.get(name):
-            yield Finding("system", name, NOTE, f"{os.environ[name]!r}, which changes what breccia does", f"unset {name}")
+            yield Finding(
+                "system", name, NOTE, f"is set to {os.environ[name]!r}, which changes how breccia runs", f"unset {name}"
+            )
 
 
 def _distributions() -> Iterator[Finding]:
@@ -64,7 +66,7 @@ def _distributions() -> Iterator[Finding]:
         if found is None:
             yield Finding("breccia", name, MISSING, "not installed", install(name))
         elif found.rpartition(".")[0] != series:
-            text = f"{found}, which does not match breccia-core {__version__}"
+            text = f"{found}, but breccia-core is {__version__}; both must be {series}.*"
             yield Finding("breccia", name, PROBLEM, text, install(name, "--upgrade"))
         else:
             yield Finding("breccia", name, OK, found)
@@ -86,7 +88,7 @@ def _framework(framework: Framework) -> Iterator[Finding]:
     try:
         devices: list[str] = targets.load(framework.devices)() if framework.devices else []
     except (Exception, SystemExit) as e:
-        line = f"{text}; listing its devices failed: {type(e).__name__}: {' '.join(str(e).split())}"
+        line = f"{text}, but listing its devices failed: {type(e).__name__}: {' '.join(str(e).split())}"
         yield Finding("frameworks", framework.name, PROBLEM, line, f"pip install --force-reinstall {root}")
         return
     yield Finding("frameworks", framework.name, OK, "; ".join([text, *devices]))
@@ -97,7 +99,11 @@ def _absent_frameworks(known: dict[str, Framework]) -> Iterator[Finding]:
     for sibling in SIBLINGS:
         if sibling.arrays and sibling.plugin not in known:
             here = _version(sibling.arrays[0])
-            text = f"{here} is installed, but breccia's plug-in for it is not active" if here else "not installed"
+            text = (
+                f"{here} is installed, but {sibling.distribution}, which supports it, is not active"
+                if here
+                else "not installed"
+            )
             yield Finding("frameworks", sibling.plugin, NOTE if here else MISSING, text, sibling.remedy)
 
 

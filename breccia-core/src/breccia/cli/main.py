@@ -28,13 +28,16 @@ from typer.core import TyperCommand, TyperGroup
 from .. import __version__, targets
 from ..api import PLAIN_OPERAND, recipe
 from ..api import explain as explain_call
+from ..declared import spelled
 from ..dispatch.explanation import Explanation
 from ..dispatch.hookspecs import Command
 from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
 from ..errors import BrecciaError, PluginError, PluginWarning
+from ..formats import Level
 from ..siblings import SIBLINGS, Sibling
-from .doctor import MISSING, NOTE, OK, PROBLEM, examine
+from .doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
+from .recipes import SIDE, Listed, covered, listed
 from .skeleton import write_plugin
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -99,7 +102,7 @@ def application() -> TyperGroup:
     @app.callback()
     def options(  # pyright: ignore[reportUnusedFunction]
         version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_version)] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show an error's traceback; anywhere on the line.")] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
     ) -> None:
         """Options that precede the command."""
 
@@ -192,19 +195,19 @@ def explain(
         list[str],
         typer.Argument(
             metavar="RECIPE",
-            help="Of each operand: NAME or NAME,field=value; `array` if plain.",
+            help="Recipe of each operand: NAME or NAME,field=value; `array` if it is not quantized.",
             autocompletion=_operand_names,
         ),
     ],
     on: Annotated[
         str,
         typer.Option(
-            metavar="FRAMEWORK", help="A framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
+            metavar="FRAMEWORK", help="Framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
         ),
     ] = "numpy",
     prefer: Annotated[
         list[str] | None,
-        typer.Option(metavar="KERNEL", help="Name of a kernel to prefer; repeatable.", autocompletion=_kernel_names),
+        typer.Option(metavar="KERNEL", help="Prefer the kernel of this name; repeatable.", autocompletion=_kernel_names),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -232,8 +235,102 @@ def _planned(steps: Iterable[Explanation]) -> list[dict[str, Any]]:
     ]
 
 
+def recipes(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Explain these: a name, or NAME,field=value.",
+            show_default="all",
+            autocompletion=recipe_names,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the recipes: bits per value, formats, fields and the values they take. With names, explain these."""
+    found = registry()
+    chosen = [recipe(name) for name in names or ()]
+    every = [listed(found, type(r), r) for r in chosen] or [listed(found, kind) for kind in found.recipes.values()]
+    if as_json:
+        print_json([one.to_dict() for one in every])
+    elif chosen:
+        for place, one in enumerate(every):
+            typer.echo("\n" * (place > 0), nl=False)
+            _explain_recipe(one)
+    else:
+        _list_recipes(every)
+
+
+def _list_recipes(every: list[Listed]) -> None:
+    headings = ("recipe", ">bits/value", "element", "block", "scale", "class", "aliases", "distribution")
+    rows = [(one.kind.name, *_figures(one), one.kind.__name__, _aliases(one), one.plugin.distribution) for one in every]
+    print_table(headings, rows)
+    typer.echo(f"bits/value: codes and scales of a {SIDE}x{SIDE} matrix. + F32: one more scale for the whole tensor.\n")
+    lines = [(one.kind.name if n == 0 else "", *line) for one in every for n, line in enumerate(_fields(one))]
+    print_table(("recipe", "field", "default", "values"), lines)
+    typer.echo("Set fields after the name: fp8_block,block_m=128. `breccia recipes NAME` explains one recipe.")
+
+
+def _figures(one: Listed) -> tuple[str, str, str, str]:
+    """Bits per value, element, block and scale; unknown where a field has no default."""
+    if one.recipe is None:
+        return "–", "–", "–", "–"
+    fmt = one.recipe.format
+    scales = " + ".join(level.codec.name for level in reversed(fmt.levels))
+    return f"{one.bits_per_value:.3f}", fmt.element.name, covered(fmt.scale.block), scales
+
+
+def _aliases(one: Listed) -> str:
+    return ", ".join(one.kind.aliases) or "–"
+
+
+def _fields(one: Listed) -> list[tuple[str, str, str]]:
+    """Name, value and possible values of each field."""
+    return [(f.name, "(needed)" if one.recipe is None and f.needed else spelled(f.value), f.takes) for f in one.fields]
+
+
+def _explain_recipe(one: Listed) -> None:
+    typer.secho(printable(f"{one.kind.name}: {one.kind.__name__} of {one.plugin.distribution} {one.plugin.version}"), bold=True)
+    for line in one.doc.splitlines():
+        typer.echo(printable(line))
+    assert one.recipe is not None, "a recipe that was asked for is complete"
+    fmt = one.recipe.format
+    named = [rule.name for rule in one.recipe.rules]
+    rows = {
+        "bits per value": f"{one.bits_per_value:.3f}, scales included, in a {SIDE}x{SIDE} matrix",
+        "element": f"{fmt.element.name}, {fmt.element.bits} bits",
+        "scale": f"{_level(fmt.scale)}, one per {_block(fmt.scale)}, by rule {named[-1]}",
+    }
+    if fmt.global_scale is not None:
+        rows["global scale"] = f"{_level(fmt.global_scale)}, one per tensor, by rule {named[0]}"
+    if fmt.offset != "none":
+        rows["offset"] = f"{fmt.offset.replace('_', '-')}, one per {_block(fmt.scale)}"
+    rows |= {"aliases": _aliases(one), "source": one.kind.source or "–"}
+    width = max(map(len, rows))
+    typer.echo()
+    for name, text in rows.items():
+        typer.echo(printable(f"{name:{width}}  {text}"))
+    typer.echo()
+    print_table(("field", "value", "values"), _fields(one))
+
+
+def _block(level: Level) -> str:
+    """The elements that share its scale: "tensor", "row" or "block of 1x128"."""
+    found = covered(level.block)
+    return f"block of {found}" if "x" in found else found
+
+
+def _level(level: Level) -> str:
+    """The codec of a scale, and its convention."""
+    codec = level.codec
+    return f"{codec.name}, {codec.bits} bits, {_CONVENTIONS.get(level.sense, level.sense)}"
+
+
+_CONVENTIONS = {"multiplier": "multiplies codes", "divisor": "divides codes", "amax": "holds the block's amax"}
+
+
 def plugins(as_json: Json = False) -> None:
-    """List the plug-ins found, what they declare, and which were set aside."""
+    """List the installed plug-ins, what they declare, and why any was set aside."""
     found = registry().plugins
     if as_json:
         print_json([asdict(p) for p in found])
@@ -245,7 +342,9 @@ def plugins(as_json: Json = False) -> None:
     print_table(("plug-in", "distribution", "version", "status", "declares"), rows)
 
 
-plugin = typer.Typer(name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Create a plug-in.")
+plugin = typer.Typer(
+    name="plugin", add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Write a new plug-in."
+)
 
 
 @plugin.callback()
@@ -256,12 +355,10 @@ def _plugin() -> None:  # pyright: ignore[reportUnusedFunction]
 @plugin.command("new", short_help="Write a working plug-in with its test.")
 def new_plugin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plug-in, such as 'acme'.", show_default=False)],
-    parent: Annotated[
-        Path, typer.Option("--dir", metavar="FOLDER", help="Folder in which to create the plug-in's folder.")
-    ] = Path("."),
+    parent: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Folder to create it in.")] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """Write a working plug-in: a recipe, a NumPy kernel and their conformance test. Nothing is overwritten."""
+    """Write a working plug-in: a recipe, a NumPy kernel and their conformance test. Never overwrites a file."""
     folder = write_plugin(name, parent)
     written = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     commands = [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", f"breccia explain dequantize {name}"]
@@ -276,7 +373,7 @@ def new_plugin(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Show what is installed, missing or wrong, and the commands that fix it. Exits with 1 if something is wrong."""
+    """Check the installation, and print the command that fixes each problem. Exits with 1 if there is a problem."""
     found = examine()
     if as_json:
         print_json([asdict(f) for f in found])
@@ -290,8 +387,16 @@ def doctor(as_json: Json = False) -> None:
                 console.print(Text.assemble("  ", status, f"{f.subject:{width}}  ", f.text), highlight=False)
                 if f.remedy:
                     console.print(f"{'':{width + 12}}{f.remedy}", style="cyan", markup=False, highlight=False)
+        typer.echo(_verdict(found))
     if any(f.status == PROBLEM for f in found):
         raise typer.Exit(1)
+
+
+def _verdict(found: list[Finding]) -> str:
+    """The last line of `doctor`."""
+    problems, absent = (sum(f.status == status for f in found) for status in (PROBLEM, MISSING))
+    said = f"{problems or 'no'} problem{'' if problems == 1 else 's'} found"
+    return f"{said}; what is missing is optional" if absent else said
 
 
 _STYLES = {OK: "green", MISSING: "dim", NOTE: "yellow", PROBLEM: "bold red"}
@@ -307,11 +412,11 @@ def bench(
     on: Annotated[
         str,
         typer.Option(
-            metavar="FRAMEWORK", help="A framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
+            metavar="FRAMEWORK", help="Framework, or FRAMEWORK:DEVICE such as torch:cuda.", autocompletion=framework_names
         ),
     ] = "numpy",
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows and columns of the matrix.")] = 4096,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each operation.")] = 7,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each op.")] = 7,
     as_json: Json = False,
 ) -> None:
     """Time cast, dequantize and matmul on this machine. The repository's benchmarks/ compare with other libraries."""

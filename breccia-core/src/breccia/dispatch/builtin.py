@@ -131,9 +131,10 @@ _STORAGES = {
 @hookimpl
 def breccia_cli() -> Iterable[Command]:
     return [
-        Command("explain", "breccia.cli.main:explain", "Show which kernel runs for a call, and why the others do not."),
-        Command("plugins", "breccia.cli.main:plugins", "List plug-ins, what they declare, which were set aside."),
-        Command("plugin", "breccia.cli.main:plugin", "Start a plug-in: `breccia plugin new NAME`."),
-        Command("doctor", "breccia.cli.main:doctor", "Show what is installed, missing or wrong, and how to fix it."),
+        Command("explain", "breccia.cli.main:explain", "Show which kernel runs for a call, and why."),
+        Command("recipes", "breccia.cli.main:recipes", "List recipes: size, formats, fields and their values."),
+        Command("plugins", "breccia.cli.main:plugins", "List plug-ins: what they declare, and why one is set aside."),
+        Command("plugin", "breccia.cli.main:plugin", "Write a new plug-in: `breccia plugin new NAME`."),
+        Command("doctor", "breccia.cli.main:doctor", "Check the installation, and print how to fix it."),
         Command("bench", "breccia.cli.main:bench", "Time cast, dequantize and matmul on this machine."),
     ]
