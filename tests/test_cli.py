@@ -20,7 +20,7 @@ from breccia.cli.recipes import bits_per_value
 from breccia.codecs import E4M3, F32
 from breccia.dispatch.registry import Plugin, registry
 from breccia.formats import Format, Level
-from breccia.recipes import RECIPES
+from breccia.recipes import RECIPES, choices_of
 from breccia.siblings import install
 
 MANIFEST = """
@@ -417,6 +417,18 @@ def test_recipes_of_an_unknown_name_or_field_says_what_there_is(run: Run) -> Non
     assert (code, out) == (1, "") and "no recipe 'nvpf4'; did you mean 'nvfp4'? Known: fp8_block, " in err
     code, out, err = run("recipes", "nvfp4,block=16")
     assert (code, out) == (1, "") and "recipe 'nvfp4' has no field 'block'" in err and "block_size" in err
+
+
+@dataclasses.dataclass(frozen=True)
+class Flooring(breccia.MXFP4BlockScaling):
+    scale_rule: str = "floor"
+
+
+def test_a_subclass_that_changes_a_default_keeps_the_values_that_the_field_takes() -> None:
+    assert choices_of(Flooring, "scale_rule") == (("rceil", "floor", "even"), "")
+    assert choices_of(Flooring, "block_size") == ((32,), " by the OCP MX spec")
+    with pytest.raises(breccia.RecipeError, match="scale_rule must be one of 'rceil', 'floor', 'even', got 'up'"):
+        Flooring(scale_rule="up")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from breccia.dispatch.table import Table
 from breccia.errors import RecipeError
 from breccia.formats import Level
 from breccia.options import DEFAULT
-from breccia.recipes import ScalingRecipe
+from breccia.recipes import ScalingRecipe, choices_of
 from breccia.tensors.grids import packing
 from breccia.tensors.storage import Storage
 
@@ -318,7 +318,7 @@ def values(kind: type[ScalingRecipe], field: dataclasses.Field[Any]) -> list[Any
     default = getattr(kind(), field.name)
     if isinstance(default, bool):
         return [not default]
-    return [v for v in field.metadata.get("choices", ()) if v != default]
+    return [v for v in choices_of(kind, field.name)[0] if v != default]
 
 
 def allowed(kind: type[ScalingRecipe], field: dataclasses.Field[Any]) -> str:

@@ -102,14 +102,24 @@ def one_of(allowed: Iterable[object], by: str = "") -> dict[str, Any]:
     return {"choices": tuple(allowed), "by": by}
 
 
+def choices_of(kind: type[ScalingRecipe], name: str) -> tuple[tuple[Any, ...], str]:
+    """The values that a field takes and what fixes a single one; () for any value.
+
+    A subclass that redeclares a field to change its default keeps the choices, unless it declares others.
+    """
+    for base in kind.__mro__:
+        declared: dict[str, dataclasses.Field[Any]] = base.__dict__.get("__dataclass_fields__", {})
+        if name in declared and "choices" in declared[name].metadata:
+            return declared[name].metadata["choices"], declared[name].metadata.get("by", "")
+    return (), ""
+
+
 def check_choices(recipe: ScalingRecipe) -> None:
-    """Raise RecipeError for a field whose value is not among the choices that it declares with `one_of`."""
+    """Raise RecipeError for a field whose value is not among its choices."""
     for f in dataclasses.fields(recipe):  # type: ignore[arg-type]
-        value, choices = getattr(recipe, f.name), f.metadata.get("choices", ())
+        value, (choices, by) = getattr(recipe, f.name), choices_of(type(recipe), f.name)
         if len(choices) == 1:
-            _check_fixed(
-                type(recipe).__name__.removesuffix("BlockScaling"), f.name, value, choices[0], f.metadata.get("by", "")
-            )
+            _check_fixed(type(recipe).__name__.removesuffix("BlockScaling"), f.name, value, choices[0], by)
         elif choices:
             _check_one_of(f.name, value, choices)
 

@@ -12,7 +12,7 @@ from ..codecs import Codec
 from ..declared import spelled
 from ..dispatch.registry import Plugin, Registry
 from ..formats import Block
-from ..recipes import ScalingRecipe
+from ..recipes import ScalingRecipe, choices_of
 from ..tensors.grids import part_shapes
 
 #: Rows and columns of the matrix that sizes are given for. Built-in blocks divide it, so it has no padding.
@@ -92,16 +92,16 @@ def listed(found: Registry, kind: type[ScalingRecipe], recipe: ScalingRecipe | N
     if recipe is None and not kind.needed_fields():
         recipe = kind()
     owner = next(p for p in found.plugins if f"recipes:{kind.name}" in p.declares)
-    return Listed(kind, owner, tuple(_field(f, recipe) for f in dataclasses.fields(kind)), recipe)  # type: ignore[arg-type]
+    return Listed(kind, owner, tuple(_field(kind, f, recipe) for f in dataclasses.fields(kind)), recipe)  # type: ignore[arg-type]
 
 
-def _field(f: dataclasses.Field[Any], recipe: ScalingRecipe | None) -> Field:
+def _field(owner: type[ScalingRecipe], f: dataclasses.Field[Any], recipe: ScalingRecipe | None) -> Field:
     default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
     needed = default is dataclasses.MISSING
     default = None if needed else default
     value = getattr(recipe, f.name) if recipe else default
     kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
-    choices = (False, True) if kind == "bool" else tuple(f.metadata.get("choices", ()))
+    choices = (False, True) if kind == "bool" else choices_of(owner, f.name)[0]
     return Field(f.name, kind, value, default, choices, needed, f.metadata.get("affects_bytes", True))
 
 
