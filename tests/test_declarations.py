@@ -392,7 +392,9 @@ def test_layouts_accept_the_shapes_they_stand_for(layout: Layout, shape: Any, sc
     ("layout", "shape", "scale_shape", "message"),
     [
         (PerTensor(), (4, 8), (1,), r"PerTensor requires a scalar scale \(ndim=0\).*got ndim=1 with shape=\(1,\); reshape"),
-        (PerBlockK(4), (8,), (2,), r"PerBlockK requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
+        (PerBlockMN(2, 4), (8,), (2,), r"PerBlockMN requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
+        (PerBlockK(4), (8,), (1, 2), r"PerBlockK: scale.shape must be \(2,\), got \(1, 2\)"),
+        (PerChannel(), (8,), (8,), r"PerChannel: scale.shape must be \(1,\), got \(8,\)"),
         (PerBlockK(4), (3, 9), (3, 3), r"data.shape\[-1\]=9 must be divisible by block_size=4; pass partial=True"),
         (PerBlockK(4, partial=True), (3, 8), (3, 2), r"partial=True, but shape \(3, 8\) divides evenly into blocks"),
         (PerBlockK(4), (3, 8), (3, 3), r"PerBlockK: scale.shape must be \(3, 2\), got \(3, 3\)"),

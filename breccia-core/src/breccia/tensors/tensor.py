@@ -21,6 +21,7 @@ from .grids import (
     Cut,
     check_axis,
     check_cut,
+    expanded,
     inferred,
     kept,
     packing,
@@ -207,8 +208,9 @@ class ScaledTensor:
         """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Components are views where possible.
 
         Leading axes take any index. The last two keep whole blocks and whole bytes of packed codes: if such a unit is longer
-        than one element, a slice must start and stop at its multiples or at the end. An integer drops its axis; for the last
-        two axes this requires 8-bit codes and per-tensor scales.
+        than one element, a slice must start and stop at its multiples or at the end. An integer drops its axis: any axis that
+        blocks do not run along, where they are one row high (`st[0]` is the first row of a matrix); the contraction axis
+        only under per-tensor scales and 8-bit codes. Blocks of what is left run along its last axis.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
         """
@@ -306,20 +308,32 @@ class ScaledTensor:
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
         """Apply `cuts`, one per axis."""
         self = self.to_plain()
+        drops = any(isinstance(cut, int) for cut in cuts[-2:])
+        self = self._with_column_scales() if drops else self
         shape, grids = self.shape, part_grids(self)
         check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
             check_cut(cut, axis, length, whole_unit(grids.values(), axis))
         ops = ops_of(self.data)
         parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in components(self).items()}
-        if any(isinstance(cut, int) for cut in cuts[-2:]):
-            return self._with(parts, axis=-1)  # one scale covers all, whichever axis remains
         along, length = cuts[self.axis], shape[self.axis]
-        assert not isinstance(along, int)
+        if isinstance(along, int):
+            return self._with(parts, axis=-1)  # one scale covers all, whichever axis remains
         left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
         layout = self.layout if along == range(length) else self.layout.along(along)
         to_the_end = isinstance(along, range) and along.stop == length
-        return self._with(parts, layout=layout.fitted(left, self.axis), padding=self.padding if to_the_end else 0)
+        axis = -1 if drops else self.axis
+        return self._with(parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
+
+    def _with_column_scales(self) -> ScaledTensor:
+        """The tensor with PerChannel's scales (M,) as (..., M, 1), from which rows can be taken."""
+        block, shape = self.layout.block(self.axis), self.shape
+        if block != (1, None) or len(self.scale.shape) == len(shape):
+            return self
+        ops, parts = ops_of(self.data), components(self)
+        scales = {name: part for name, part in parts.items() if name in ("scale", "zero_point")}
+        wide = {name: expanded(ops, part, len(shape[:-2]), shape, self.axis, block) for name, part in scales.items()}
+        return self._with(parts | wide)
 
     def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
         """A copy with exactly these components, and other fields changed."""
