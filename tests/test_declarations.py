@@ -106,7 +106,7 @@ def test_the_spec_of_a_recipe_is_read_as_that_recipe(recipe: breccia.ScalingReci
         (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len must be int, got 2.0"),  # type: ignore[arg-type]
         (lambda: DelayedScaling(margin=127), r"margin must lie in -126..126 .* got 127"),
         (lambda: DelayedScaling(margin=True), "margin must be int, got True"),
-        (lambda: Float8CurrentScaling("e4m3"), "fp8_format must be 'E4M3' or 'E5M2', got 'e4m3'"),
+        (lambda: Float8CurrentScaling("E4M4"), "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'"),
         (lambda: Float8BlockScaling(block_k=0), "block_k must be > 0, got 0"),
         (lambda: Float8BlockScaling(block_m=-1), "block_m must be > 0, got -1"),
         (lambda: Float8BlockScaling(power_of_two_scale=1), "power_of_two_scale must be bool, got 1"),  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
 )
+from breccia.backend import as_recipe, output_dtype, registry
 
 #: One recipe for each way components are stored, whose blocks are one row high.
 ROWS = [r for r in {(r.format, r.layout): r for r in reversed(RECIPES)}.values() if r.format.scale.block[0] in (1, None)]
@@ -113,3 +115,138 @@ def test_a_traced_tensor_gives_its_rows() -> None:
     x = wide((3, 64), seed=8)
     row = jax.jit(lambda x: breccia.dequantize(breccia.cast(x, NVFP4BlockScaling())[1]))(x)
     assert same_bits(np.asarray(row), values(breccia.cast(x, NVFP4BlockScaling()))[1])
+
+
+# ------------------------------------------------------------------------------------------------ names of recipes and dtypes
+
+X = wide((4, 64), seed=9, exponents=2)
+
+
+def test_a_name_is_taken_where_a_recipe_is() -> None:
+    mx, spec = MXFP8BlockScaling(), "fp8_block,block_k=32"
+    st = breccia.cast(X, "mxfp8")
+    assert st.recipe == mx and breccia.bytes_equal(st, breccia.cast(X, mx))
+    assert breccia.cast(X, spec).recipe == Float8BlockScaling(block_k=32)
+    assert [t.recipe for t in breccia.cast_pair(X, "MXFP8")] == [mx, mx]
+    assert breccia.requantize(st, "nvfp4").recipe == NVFP4BlockScaling()
+    assert same_bits(breccia.cast_ste(X, "mxfp8"), values(st))
+    assert same_bits(breccia.cast_ste_clipped(X, "mxfp8", clip="scale"), values(st))
+    assert same_bits(breccia.cast_matmul(X, "mxfp8", st.mT), breccia.matmul(st, st.mT))
+    assert breccia.from_buffer(st.data, st.scale, "mxfp8", st.layout).recipe == mx
+    assert breccia.AmaxHistory("fp8_delayed,margin=1").recipe == breccia.DelayedScaling(margin=1)  # type: ignore[arg-type]
+    with pytest.raises(breccia.UnknownNameError, match="no recipe 'nvfp5'; did you mean 'nvfp4'"):
+        breccia.requantize(st, "nvfp5")
+    with pytest.raises(breccia.UnsupportedError, match=r"got MXFP8BlockScaling; did you mean MXFP8BlockScaling\(\)"):
+        breccia.cast(X, MXFP8BlockScaling)  # type: ignore[arg-type]
+
+
+def test_a_name_is_read_once() -> None:
+    assert as_recipe("int4,group_size=32") is as_recipe("int4,group_size=32")
+    for n in range(300):
+        as_recipe(f"int4,group_size={n + 1}")
+    assert len(registry().specs) <= 256
+    mine = INT4Scaling()
+    assert as_recipe(mine) is mine
+
+
+def test_bridges_and_trees_take_names(tmp_path: Path) -> None:
+    breccia.bridges.save_safetensors({"w": X}, tmp_path / "w.safetensors")
+    report = breccia.bridges.convert(tmp_path / "w.safetensors", tmp_path / "q.safetensors", "mxfp8")
+    assert report.recipe == MXFP8BlockScaling()
+    mlx = pytest.importorskip("mlx.nn")
+    breccia_mlx = pytest.importorskip("breccia_mlx")
+    model = mlx.Sequential(mlx.Linear(64, 32), mlx.Linear(32, 64))
+    breccia_mlx.quantize(
+        model, "nvfp4", activation="mxfp8", class_predicate=lambda path, _: {"recipe": "int4"} if "0" in path else True
+    )
+    first, second = model.layers
+    assert (first.weight.recipe, second.weight.recipe, first.activation) == (
+        INT4Scaling(),
+        NVFP4BlockScaling(),
+        MXFP8BlockScaling(),
+    )
+
+
+def test_jax_reads_names_under_jit_and_in_trees() -> None:
+    jax, breccia_jax = pytest.importorskip("jax"), pytest.importorskip("breccia_jax")
+    y = jax.jit(lambda x: breccia.dequantize(breccia.cast(x, "mxfp8"), out_dtype="bf16"))(X)
+    assert y.dtype == jax.numpy.bfloat16 and same_bits(np.asarray(y, "f4"), values(breccia.cast(X, "mxfp8")))
+    assert breccia_jax.quantize({"w": jax.numpy.asarray(X.repeat(16, 0))}, "mxfp8")["w"].recipe == MXFP8BlockScaling()
+
+
+@pytest.mark.rest
+def test_torch_compiles_calls_with_names() -> None:
+    torch, breccia_torch = pytest.importorskip("torch"), pytest.importorskip("breccia_torch")
+    breccia_torch.enable_compile()
+    x = torch.from_numpy(X)
+
+    def call(x: Any) -> Any:
+        st = breccia.cast(x, "mxfp8")
+        again = breccia.dequantize(breccia.requantize(st, "fp8_block,block_k=32"), out_dtype="bf16")
+        return again + breccia.cast_ste(x, "int4")
+
+    def constructing(x: Any) -> Any:
+        return breccia.dequantize(breccia.cast(x, breccia.INT4Scaling(group_size=32, scale_dtype="bfloat16")), out_dtype="half")
+
+    for function in (call, constructing):
+        assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x))
+
+
+def spellings(framework: str) -> list[Any]:
+    """How users of the framework write BF16."""
+    names = {"numpy": "ml_dtypes", "torch": "torch", "jax": "jax.numpy", "mlx": "mlx.core"}
+    module = pytest.importorskip(names[framework])
+    return ["bf16", "bfloat16", "BF16", module.bfloat16, *([np.dtype(module.bfloat16)] if framework == "numpy" else [])]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dtypes_are_taken_in_every_spelling(framework: str) -> None:
+    for spelling in spellings(framework):
+        assert output_dtype(spelling) == "bfloat16"
+        assert INT4Scaling(scale_dtype=spelling) == INT4Scaling(scale_dtype="bf16")
+    assert {output_dtype(d) for d in ("fp16", "half", "float16", np.float16, np.dtype("f2"))} == {"float16"}
+    assert {output_dtype(d) for d in ("fp32", "single", "FP32", np.float32)} == {"float32"}
+    assert INT4Scaling(scale_dtype="float32").scale_dtype == "fp32"
+    for wrong in ("float", "fp8", np.float64, None):
+        with pytest.raises(breccia.UnsupportedError, match="out_dtype is one of float32"):
+            output_dtype(wrong)
+
+
+def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
+    for given, wanted in (
+        (MXFP8BlockScaling("e5m2", scale_rule="EVEN"), MXFP8BlockScaling("E5M2", scale_rule="even")),
+        (NVFP4BlockScaling(fp4_format="e2m1", global_sense="Amax"), NVFP4BlockScaling(global_sense="amax")),
+        (INT4Scaling(scale_dtype="bfloat16"), INT4Scaling(scale_dtype="bf16")),
+        (breccia.NF4Scaling(scale_dtype="float16"), breccia.NF4Scaling(scale_dtype="fp16")),
+    ):
+        assert given == wanted and hash(given) == hash(wanted) and given.to_json() == wanted.to_json()
+        assert given.fingerprint() == wanted.fingerprint() and given.spec == wanted.spec
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (
+            lambda: MXFP8BlockScaling("E4M4"),
+            ValueError,
+            "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'?",
+        ),
+        (
+            lambda: MXFP8BlockScaling(scale_rule="flor"),
+            ValueError,
+            "'rceil', 'floor', 'even', got 'flor'; did you mean 'floor'",
+        ),
+        (
+            lambda: INT4Scaling(scale_dtype="float64"),
+            ValueError,
+            "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 'float64'",
+        ),
+        (lambda: INT4Scaling(scale_dtype=16), ValueError, "scale_dtype must be one of 'fp16', 'bf16', 'fp32', got 16"),  # type: ignore[arg-type]
+        (lambda: Float8BlockScaling(blok_k=64), TypeError, "Float8BlockScaling has no field 'blok_k'; did you mean 'block_k'"),  # type: ignore[call-arg]
+        (lambda: breccia.PerBlockK(blok_size=64), TypeError, "PerBlockK has no field 'blok_size'; did you mean 'block_size'"),  # type: ignore[call-arg]
+        (lambda: Float8BlockScaling("E4M3", 1, 2, False, "te", 6), TypeError, "takes from 1 to 6 positional arguments"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_misspelled_field_gets_the_nearest_name(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()

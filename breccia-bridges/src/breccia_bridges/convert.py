@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
-from breccia.backend import TENSOR, components, kept_kind
+from breccia.backend import TENSOR, as_recipe, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
@@ -67,7 +67,7 @@ class _Selection:
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -95,6 +95,7 @@ def convert(
     UnsupportedError for a source that is already quantized or no checkpoint, and for a destination that is, contains or is in
     the source; OSError where files cannot be read or written.
     """
+    recipe = as_recipe(recipe)
     src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
     _check_destination(src, files, dst, force)

@@ -29,7 +29,6 @@ _HOMES: dict[str, str] = {
             "cast_ste_clipped",
             "explain",
             "plugins",
-            "recipe",
         ),
         "api",
     ),
@@ -37,6 +36,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("concat", "stack"), "tensors.structure"),
     **dict.fromkeys(
         (
+            "recipe",
             "ScalingRecipe",
             "DelayedScaling",
             "Float8CurrentScaling",

@@ -18,7 +18,6 @@ from .api import explain as explain
 from .api import grouped_matmul as grouped_matmul
 from .api import matmul as matmul
 from .api import plugins as plugins
-from .api import recipe as recipe
 from .api import requantize as requantize
 from .arrays.frameworks import Device as Device
 from .arrays.frameworks import Framework as Framework
@@ -73,6 +72,7 @@ from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
+from .recipes import recipe as recipe
 from .tensors.history import AmaxHistory as AmaxHistory
 from .tensors.storage import Storage as Storage
 from .tensors.structure import concat as concat

@@ -86,6 +86,7 @@ _HOMES: dict[str, str] = {
             "MXFP8BlockScaling",
             "NVFP4BlockScaling",
             "ScalingRecipe",
+            "as_recipe",
             "check_recipe",
         ),
         "recipes",

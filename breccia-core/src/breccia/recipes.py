@@ -7,14 +7,34 @@ framework can then cast, decode and multiply it, and the conformance kit tests i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from .codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Codec
-from .declared import Declared, check_positive, check_type
-from .errors import RecipeError, UnsupportedError
+from . import targets
+from .codecs import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    INT4,
+    INT8,
+    MXINT8,
+    NF4,
+    UINT4,
+    UINT8,
+    Codec,
+    Integer,
+    Minifloat,
+)
+from .declared import Declared, check_positive, check_type, settle
+from .errors import RecipeError, UnknownNameError, UnsupportedError
 from .formats import NUMERICS, SENSES, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
@@ -22,6 +42,7 @@ from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, In
 _FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}
 _FP6: dict[str, Codec] = {"E2M3": E2M3, "E3M2": E3M2}
 _SCALE_FLOATS: dict[str, Codec] = {"fp16": F16, "bf16": BF16, "fp32": F32}
+_SCALE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "single": "fp32"}
 _FP8_RULES: dict[str, Any] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, TE)}
 _INTEGER_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, HALF_RANGE)}
 _E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)}
@@ -75,6 +96,26 @@ class ScalingRecipe(Declared):
         return sha256({"numerics": NUMERICS, "recipe": self.name, "fields": fields})
 
 
+def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
+    """A recipe itself, or the recipe with that name or spec, as `breccia.recipe` reads it.
+
+    A spec is read once for each set of plug-ins. Raises what `breccia.recipe` raises, and UnsupportedError for other types.
+    """
+    if not isinstance(given, str):
+        check_recipe(given)
+        return given
+    known: dict[str, ScalingRecipe] = targets.load(targets.REGISTRY)().specs
+    found = known.get(given)
+    if found is None:
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        found = known[given] = recipe(given)
+    return found
+
+
+_REMEMBERED = 256
+
+
 def check_recipe(recipe: object) -> None:
     """Raise UnsupportedError unless `recipe` is a recipe; a class instead of an instance gets a hint."""
     if not isinstance(recipe, ScalingRecipe):
@@ -83,15 +124,13 @@ def check_recipe(recipe: object) -> None:
         raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found}{hint}")
 
 
-def _check_one_of(field: str, value: object, allowed: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
-        raise RecipeError(f"{field} must be {named}, got {value!r}", **{field: value})
-
-
-def _check_fixed(recipe: str, field: str, value: object, fixed: object, by: str = "") -> None:
-    if value != fixed or type(value) is not type(fixed):
-        raise RecipeError(f"{recipe} {field} is fixed at {fixed!r}{by}, got {value!r}", **{field: value})
+def _check_fixed(recipe: ScalingRecipe, title: str, field: str, fixed: object, by: str = "") -> None:
+    """Raise RecipeError unless the field has its only value; text may be in any case."""
+    value = getattr(recipe, field)
+    if isinstance(value, str) and isinstance(fixed, str) and value.lower() == fixed.lower():
+        object.__setattr__(recipe, field, fixed)
+    elif value != fixed or type(value) is not type(fixed):
+        raise RecipeError(f"{title} {field} is fixed at {fixed!r}{by}, got {value!r}", **{field: value})
 
 
 def _fp8_rule(scale_rule: str, power_of_two_scale: bool) -> Rule:
@@ -109,9 +148,9 @@ class _FP8Blocks(ScalingRecipe):
     scale_rule: str
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        settle(self, "fp8_format", _FP8)
         check_type(type(self).__name__, "power_of_two_scale", self.power_of_two_scale, bool)
-        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
+        settle(self, "scale_rule", _FP8_RULES)
         if self.power_of_two_scale and self.scale_rule not in (LINEAR.name, TE.name):
             raise RecipeError(
                 f"power_of_two_scale=True requires scale_rule='linear' or 'te', got {self.scale_rule!r}",
@@ -138,8 +177,8 @@ class _MX(ScalingRecipe):
     scale_rule: str
 
     def __post_init__(self) -> None:
-        _check_fixed(type(self).__name__.removesuffix("BlockScaling"), "block_size", self.block_size, 32, " by the OCP MX spec")
-        _check_one_of("scale_rule", self.scale_rule, _E8M0_RULES)
+        _check_fixed(self, type(self).__name__.removesuffix("BlockScaling"), "block_size", 32, " by the OCP MX spec")
+        settle(self, "scale_rule", _E8M0_RULES)
 
     @property
     def element(self) -> Codec:
@@ -170,9 +209,9 @@ class _Integers(ScalingRecipe):
         owner = type(self).__name__
         check_type(owner, "signed", self.signed, bool)
         check_type(owner, "symmetric", self.symmetric, bool)
-        _check_one_of("scale_dtype", self.scale_dtype, _SCALE_FLOATS)
-        _check_one_of("scale_rule", self.scale_rule, _INTEGER_RULES)
-        _check_one_of("offset", self.offset, ("zero_point", "bias"))
+        settle(self, "scale_dtype", _SCALE_FLOATS, _SCALE_DTYPES)
+        settle(self, "scale_rule", _INTEGER_RULES)
+        settle(self, "offset", ("zero_point", "bias"))
         width = f"INT{self.codecs[0].bits}"
         if not self.symmetric and self.signed:
             raise RecipeError(
@@ -214,8 +253,8 @@ class DelayedScaling(ScalingRecipe):
     scale_rule: str = "linear"
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
-        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
+        settle(self, "fp8_format", _FP8)
+        settle(self, "scale_rule", _FP8_RULES)
         check_type("DelayedScaling", "amax_history_len", self.amax_history_len, int)
         check_type("DelayedScaling", "margin", self.margin, int)
         if not -126 <= self.margin <= 126:
@@ -248,8 +287,8 @@ class Float8CurrentScaling(ScalingRecipe):
     scale_rule: str = "linear"
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
-        _check_one_of("scale_rule", self.scale_rule, _FP8_RULES)
+        settle(self, "fp8_format", _FP8)
+        settle(self, "scale_rule", _FP8_RULES)
 
     @cached_property
     def format(self) -> Format:
@@ -320,7 +359,7 @@ class MXFP8BlockScaling(_MX):
     scale_rule: str = "rceil"
 
     def __post_init__(self) -> None:
-        _check_one_of("fp8_format", self.fp8_format, _FP8)
+        settle(self, "fp8_format", _FP8)
         super().__post_init__()
 
     @property
@@ -342,7 +381,7 @@ class MXFP6BlockScaling(_MX):
     scale_rule: str = "rceil"
 
     def __post_init__(self) -> None:
-        _check_one_of("fp6_format", self.fp6_format, _FP6)
+        settle(self, "fp6_format", _FP6)
         super().__post_init__()
 
     @property
@@ -400,11 +439,11 @@ class NVFP4BlockScaling(ScalingRecipe):
     global_sense: str = field(default="multiplier", metadata={"added": True})
 
     def __post_init__(self) -> None:
-        _check_fixed("NVFP4", "fp4_format", self.fp4_format, "E2M1")
-        _check_fixed("NVFP4", "block_size", self.block_size, 16)
-        _check_fixed("NVFP4", "scale_format", self.scale_format, "E4M3")
+        _check_fixed(self, "NVFP4", "fp4_format", "E2M1")
+        _check_fixed(self, "NVFP4", "block_size", 16)
+        _check_fixed(self, "NVFP4", "scale_format", "E4M3")
         check_type("NVFP4BlockScaling", "two_level", self.two_level, bool)
-        _check_one_of("global_sense", self.global_sense, SENSES)
+        settle(self, "global_sense", SENSES)
         if not self.two_level and self.global_sense != "multiplier":
             raise RecipeError(
                 f"global_sense={self.global_sense!r} is that of the tensor's FP32 scale, absent with two_level=False; "
@@ -479,11 +518,55 @@ class NF4Scaling(ScalingRecipe):
 
     def __post_init__(self) -> None:
         check_positive("NF4Scaling", "block_size", self.block_size)
-        _check_one_of("scale_dtype", self.scale_dtype, _SCALE_FLOATS)
+        settle(self, "scale_dtype", _SCALE_FLOATS, _SCALE_DTYPES)
 
     @cached_property
     def format(self) -> Format:
         return Format(NF4, (Level(_SCALE_FLOATS[self.scale_dtype], (1, self.block_size)),))
+
+
+def recipe(spec: str, **fields: Any) -> ScalingRecipe:
+    """The recipe with this name, from any plug-in, with the given fields.
+
+    spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
+        "fp8_block,block_m=128,power_of_two_scale=true".
+    Raises UnknownNameError with a suggestion, or RecipeError for a field.
+    """
+    if not isinstance(spec, str):
+        raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
+    name, *settings = (part.strip() for part in spec.split(","))
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
+        fields[field.strip()] = _field_value(value.strip())
+    found = targets.load(targets.REGISTRY)()
+    known: dict[str, type[ScalingRecipe]] = found.recipes
+    spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
+    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
+        raise UnknownNameError(
+            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
+            name=name,
+            known=held,
+        )
+    return found.look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
+
+
+def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
+    """Common names of a recipe's element format; empty if it depends on fields without defaults."""
+    if of.needed_fields():
+        return ()
+    element = of().format.element
+    kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
+    return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
+
+
+def _field_value(text: str) -> Any:
+    """`text` as a number or bool if it spells one, else unchanged."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
 
 
 RECIPES: tuple[type[ScalingRecipe], ...] = (

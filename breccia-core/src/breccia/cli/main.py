@@ -26,13 +26,14 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, targets
-from ..api import PLAIN_OPERAND, recipe
+from ..api import PLAIN_OPERAND
 from ..api import explain as explain_call
 from ..dispatch.explanation import Explanation
 from ..dispatch.hookspecs import Command
 from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
 from ..errors import BrecciaError, PluginError, PluginWarning
+from ..recipes import recipe
 from ..siblings import SIBLINGS, Sibling
 from .doctor import MISSING, NOTE, OK, PROBLEM, examine
 from .skeleton import write_plugin

@@ -14,7 +14,7 @@ from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, PerGroupIndex, Shape, Stored
 from ..options import PLAIN
-from ..recipes import ScalingRecipe
+from ..recipes import ScalingRecipe, as_recipe
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
 from .components import PARTS, check_dropped, components, digest_facts, part_grids, scale_block, stored_parts
 from .grids import (
@@ -64,7 +64,7 @@ class ScaledTensor:
         self,
         data: Any,
         scale: Any,
-        recipe: ScalingRecipe,
+        recipe: ScalingRecipe | str,
         layout: Layout,
         zero_point: Any = None,
         global_scale: Any = None,
@@ -79,7 +79,7 @@ class ScaledTensor:
         if layout is None:
             raise LayoutError("layout is required: a breccia.layouts.Layout such as breccia.PerTensor().")
         if not isinstance(recipe, ScalingRecipe):
-            raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}.")
+            recipe = as_recipe(recipe)
         if not isinstance(layout, Layout):
             raise UnsupportedError(f"layout must be a Layout instance, got {layout!r}.")
         check_layout(layout)
@@ -461,7 +461,7 @@ def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
 def from_buffer(
     data: Any,
     scale: Any,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     layout: Layout,
     zero_point: Any = None,
     global_scale: Any = None,
