@@ -24,7 +24,9 @@ from breccia import (
     ScaledTensor,
     ScalingRecipe,
 )
-from breccia.backend import as_recipe, output_dtype, registry
+from breccia.arrays.frameworks import ops_of
+from breccia.backend import as_recipe, dtype_name, output_dtype, registry
+from breccia.tensors.advice import ADVICE
 
 #: One recipe for each way components are stored, whose blocks are one row high.
 ROWS = [r for r in {(r.format, r.layout): r for r in reversed(RECIPES)}.values() if r.format.scale.block[0] in (1, None)]
@@ -250,3 +252,73 @@ def test_fields_of_recipes_are_taken_in_any_case_and_stored_in_one() -> None:
 def test_a_misspelled_field_gets_the_nearest_name(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()
+
+
+# ------------------------------------------------------------------------------------------------ attributes and printed forms
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_tensor_has_the_attributes_of_an_array(framework: str) -> None:
+    st = moved(breccia.cast(X, NVFP4BlockScaling()), framework)
+    y = breccia.dequantize(st)
+    assert st.dtype == y.dtype and st.dtype != st.data_dtype
+    assert (st.size, st.numel(), st[0].size) == (256, 256, 64)
+    assert breccia.bytes_equal(st.T, st.mT)
+    assert same_bits(ops_of(y).to_numpy(st.dequantize()), values(st))
+    half = st.dequantize(out_dtype="half")
+    assert dtype_name(half) == "float16" and same_bits(ops_of(half).to_numpy(half), values(st).astype("f2"))
+    for wrong in (st.reshape(1, *st.shape), st[0]):
+        with pytest.raises(LayoutError, match=r"T is the transpose of a matrix; .* st.mT swaps the last two axes"):
+            wrong.T  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("numpy", r"breccia.dequantize\(st\).*to_dlpack\(st\), 'numpy'\)"),
+        ("cpu", r"st.to\('cpu'\)"),
+        ("astype", r"breccia.dequantize\(st, out_dtype='float16'\).*breccia.requantize\(st, recipe\)"),
+        ("bfloat16", r"out_dtype='bfloat16'"),
+        ("clone", r"copy.deepcopy\(st\)"),
+        ("requires_grad", r"breccia.cast_ste\(x, recipe\)"),
+        ("view", r"st.reshape\(...\).* st.mT"),
+        ("unsqueeze", r"st.reshape\(1, \*st.shape\)"),
+    ],
+)
+def test_an_attribute_of_arrays_that_is_missing_names_the_call_to_make(name: str, call: str) -> None:
+    st = breccia.cast(X, MXFP8BlockScaling())
+    assert not hasattr(st, name) and getattr(st, name, None) is None
+    with pytest.raises(AttributeError, match=f"^'ScaledTensor' object has no attribute '{name}': .*{call}"):
+        getattr(st, name)
+    with pytest.raises(AttributeError, match="^'ScaledTensor' object has no attribute 'sape'$"):
+        st.sape  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_no_advice_hides_an_attribute() -> None:
+    assert not [name for name in ADVICE if hasattr(ScaledTensor, name)]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_tensor_prints_in_one_line_with_what_a_reader_asks(framework: str) -> None:
+    st = moved(breccia.cast(X, Float8BlockScaling(block_k=32)), framework)
+    assert repr(st) == f"breccia.ScaledTensor('fp8_block,block_k=32', shape=(4, 64), {framework} cpu, 9 bits per value)"
+    stored = st.mT.to_storage("column_major")
+    assert repr(stored).endswith("9 bits per value, axis=-2, storage='column_major')")
+    assert repr(st[:0]).endswith(f"shape=(0, 64), {framework} cpu, - bits per value)")
+    html = stored._repr_html_()
+    assert html.startswith("<table>") and "<td>fp8_block,block_k=32</td>" in html and "<td>column_major</td>" in html
+
+
+def test_the_table_of_a_notebook_is_escaped() -> None:
+    recipe = Float8BlockScaling(block_k=32)
+    object.__setattr__(recipe, "scale_rule", "<b>")
+    st = breccia.cast(X, Float8BlockScaling(block_k=32))
+    other = ScaledTensor.from_parts(st.data, st.scale, recipe, st.layout)
+    assert "<b>" not in other._repr_html_() and "&lt;b&gt;" in other._repr_html_()
+
+
+def test_a_tracer_prints_too() -> None:
+    jax = pytest.importorskip("jax")
+    printed: list[str] = []
+    jax.jit(lambda x: printed.append(repr(breccia.cast(x, "mxfp8"))))(X)
+    assert printed == ["breccia.ScaledTensor('mxfp8', shape=(4, 64), jax cpu, 8.25 bits per value)"]

@@ -45,10 +45,8 @@ def test_the_parts_of_a_tensor_are_the_callers_own_buffers() -> None:
 
 def test_repr_is_one_line() -> None:
     st = breccia.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
-    assert repr(st) == (
-        "breccia.ScaledTensor(shape=(4, 64), data_dtype=uint8, scale_shape=(4, 2), recipe=MXFP8BlockScaling, layout=PerBlockK)"
-    )
-    assert repr(st.mT).endswith("layout=PerBlockK, axis=-2)")
+    assert repr(st) == ("breccia.ScaledTensor('mxfp8', shape=(4, 64), numpy cpu, 8.25 bits per value)")
+    assert repr(st.mT).endswith("8.25 bits per value, axis=-2)")
 
 
 def test_a_tensor_is_frozen_and_travels_by_pickle_copy_and_replace() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import targets
 from ..arrays.frameworks import dtype_name, framework_of, ops_of
@@ -15,6 +16,7 @@ from ..formats import TENSOR
 from ..layouts import Layout, PerGroupIndex, Shape, Stored
 from ..options import PLAIN
 from ..recipes import ScalingRecipe, as_recipe
+from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
 from .components import PARTS, check_dropped, components, digest_facts, part_grids, scale_block, stored_parts
 from .grids import (
@@ -31,6 +33,7 @@ from .grids import (
     reshape_leading,
     whole_unit,
 )
+from .printing import line, table
 from .storing import check_layout, checked_plain, one_scale_per_block, plain_of, storage_of
 
 
@@ -121,6 +124,20 @@ class ScaledTensor:
         return len(self.data.shape) if self.layout.storage == PLAIN else len(self.shape)
 
     @property
+    def size(self) -> int:
+        """The number of logical elements: an int, as in NumPy and JAX, on every framework. `len(st)` is the first length."""
+        return math.prod(self.shape)
+
+    def numel(self) -> int:
+        """The number of logical elements, as in torch."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that `dequantize` returns by default, FP32, as the framework's object; `data_dtype` is that of codes."""
+        return ops_of(self.data).constant(0.0, self.data).dtype
+
+    @property
     def storage(self) -> str:
         """The memory order of codes and scales: "plain", or the name of a registered storage."""
         return self.layout.storage
@@ -164,6 +181,20 @@ class ScaledTensor:
             data = _swapped(data)
         parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.padding)
         return ScaledTensor.from_parts(data, scale, *parts)
+
+    @property
+    def T(self) -> ScaledTensor:
+        """The transpose of a matrix, which is `mT`. Raises LayoutError for other ranks, where NumPy and torch disagree."""
+        if self.ndim != 2:
+            raise LayoutError(
+                f"T is the transpose of a matrix; this tensor has shape {self.shape}. st.mT swaps the last two axes.",
+                shape=self.shape,
+            )
+        return self.mT
+
+    def dequantize(self, *, out_dtype: Any = "float32", out: Any = None, prefer: str | Sequence[str] | None = None) -> Any:
+        """`breccia.dequantize(st)`, with its options."""
+        return targets.load("breccia.api:dequantize")(self, out_dtype=out_dtype, out=out, prefer=prefer)
 
     def to_plain(self) -> ScaledTensor:
         """The same tensor in plain storage: itself, if it is plain."""
@@ -356,13 +387,18 @@ class ScaledTensor:
         raise UnsupportedError("a ScaledTensor is not an array; breccia.dequantize(st) returns its values, st.data its codes.")
 
     def __repr__(self) -> str:
-        axis = "" if self.axis == -1 else f", axis={self.axis}"
-        axis += "" if self.layout.storage == PLAIN else f", storage={self.layout.storage!r}"
-        return (
-            f"breccia.ScaledTensor(shape={self.shape}, data_dtype={self.data_dtype}, "
-            f"scale_shape={tuple(self.scale.shape)}, recipe={type(self.recipe).__name__}, "
-            f"layout={type(self.layout.plain).__name__}{axis})"
-        )
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        return table(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Runs only for missing attributes: an array's get the call to make."""
+            advice = ADVICE.get(name)
+            hint = f": {advice}." if advice else ""
+            raise AttributeError(f"'ScaledTensor' object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
 def restored(
