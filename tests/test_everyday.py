@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,9 @@ def test_bridges_and_trees_take_names(tmp_path: Path) -> None:
     breccia.bridges.save_safetensors({"w": X}, tmp_path / "w.safetensors")
     report = breccia.bridges.convert(tmp_path / "w.safetensors", tmp_path / "q.safetensors", "mxfp8")
     assert report.recipe == MXFP8BlockScaling()
+    assert "1 tensors quantized under mxfp8, 0 kept; 8.25 bits per parameter, SQNR " in repr(report)
+    again = copy.deepcopy(pickle.loads(pickle.dumps(report)))
+    assert again == report and again.recipe == report.recipe
     mlx = pytest.importorskip("mlx.nn")
     breccia_mlx = pytest.importorskip("breccia_mlx")
     model = mlx.Sequential(mlx.Linear(64, 32), mlx.Linear(32, 64))
@@ -322,3 +326,59 @@ def test_a_tracer_prints_too() -> None:
     printed: list[str] = []
     jax.jit(lambda x: printed.append(repr(breccia.cast(x, "mxfp8"))))(X)
     assert printed == ["breccia.ScaledTensor('mxfp8', shape=(4, 64), jax cpu, 8.25 bits per value)"]
+
+
+# ------------------------------------------------------------------------------------------------ error metrics
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("recipe", ["nvfp4", "int4,group_size=16,signed=false,symmetric=false", "fp8_current", "mxfp6"])
+def test_metrics_are_those_of_breccia_compare(recipe: str, framework: str, tmp_path: Path) -> None:
+    x = wide((2, 5, 77), seed=10, exponents=4)
+    st = breccia.cast(x, recipe)
+    breccia.bridges.save_safetensors({"w": x}, tmp_path / "a.safetensors")
+    breccia.bridges.save_safetensors({"w": st}, tmp_path / "b.safetensors")
+    (compared,) = breccia.bridges.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors").tensors
+    assert repr(breccia.bridges.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors")).count("\n") == 0
+    found = breccia.metrics(x, moved(st, framework))
+    assert found == compared.fidelity and found.to_dict() == compared.fidelity.to_dict()
+    assert found.sqnr > 0 and found.count == x.size and found.clip_rate is not None
+    assert breccia.metrics(x, moved(st.mT, framework).mT) == found
+    bf16 = breccia.dequantize(moved(st, framework), out_dtype="bf16")
+    assert breccia.metrics(st, bf16).clip_rate is None and breccia.metrics(bf16, bf16).lossless
+
+
+def test_metrics_add_up_and_print_their_numbers() -> None:
+    x = wide((8, 64), seed=11, exponents=2)
+    st = breccia.cast(x, "nvfp4")
+    whole = breccia.metrics(x, st)
+    assert breccia.metrics(x[0], st[0]).count == 64
+    assert breccia.metrics(x.astype("f8"), st) == whole
+    both = breccia.metrics(x[:4], st[:4]) + breccia.metrics(x[4:], st[4:])
+    assert isinstance(both, breccia.ErrorMetrics) and (both.max_error, both.clipped) == (whole.max_error, whole.clipped)
+    assert (
+        repr(whole)
+        == str(whole)
+        == (
+            f"ErrorMetrics(SQNR {whole.sqnr:.2f} dB, cosine {whole.cosine:.6f}, max error {whole.max_error:.4g}, "
+            f"{whole.clip_rate:.3%} clipped, {whole.underflow_rate:.3%} underflowed, of 512 values)"
+        )
+    )
+    assert "clipped" not in repr(breccia.metrics(x, x)) and "SQNR inf dB" in repr(breccia.metrics(x, x))
+    assert pickle.loads(pickle.dumps(whole)) == copy.deepcopy(whole) == whole
+
+
+def test_metrics_refuse_what_cannot_be_compared() -> None:
+    with pytest.raises(breccia.ShapeError, match=r"reference has \(4, 64\), quantized \(2, 64\)"):
+        breccia.metrics(X, breccia.cast(X[:2], "mxfp8"))
+    with pytest.raises(
+        breccia.UnsupportedError, match="metrics compares ScaledTensors and floating arrays; reference is int32"
+    ):
+        breccia.metrics(X.astype("i4"), X)
+    with pytest.raises(breccia.UnsupportedError, match="quantized must be an array"):
+        breccia.metrics(X, [1.0])
+
+
+def test_an_explanation_shows_its_text() -> None:
+    found = breccia.explain("cast", X, "mxfp8")
+    assert repr(found) == str(found) and "numpy.cast" in repr(found)

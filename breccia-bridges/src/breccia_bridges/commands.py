@@ -26,7 +26,6 @@ from .compare import compare as compare_checkpoints
 from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
 from .inspection import inspected
-from .measure import ErrorMetrics
 from .report import check_report, write_report
 from .results import Advance, Report
 from .text import named, percent, size, spelled
@@ -271,7 +270,7 @@ def _print_comparison(found: list[Report]) -> None:
         print_table((*_FIGURES, ">size", "all of"), rows)
 
 
-def _figures(m: ErrorMetrics, bits: float | None) -> tuple[str, ...]:
+def _figures(m: breccia.ErrorMetrics, bits: float | None) -> tuple[str, ...]:
     cells = (f"{m.sqnr:.2f}", f"{m.cosine:.6f}", f"{m.max_error:.3g}", percent(m.clip_rate), percent(m.underflow_rate))
     return (*cells, "–" if bits is None else f"{bits:.3f}")
 

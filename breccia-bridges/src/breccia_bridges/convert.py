@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ScalingRecipe, UnsupportedError, cast
+from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnsupportedError, cast
 from breccia.backend import TENSOR, as_recipe, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
-from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
+from .measure import Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Entry, Writer, byte_count

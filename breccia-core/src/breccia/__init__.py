@@ -28,6 +28,7 @@ _HOMES: dict[str, str] = {
             "cast_ste",
             "cast_ste_clipped",
             "explain",
+            "metrics",
             "plugins",
         ),
         "api",
@@ -62,6 +63,7 @@ _HOMES: dict[str, str] = {
     "Storage": "tensors.storage",
     **dict.fromkeys(("Bridge", "Command", "hookimpl"), "dispatch.hookspecs"),
     "AmaxHistory": "tensors.history",
+    "ErrorMetrics": "kernels.measuring",
     **dict.fromkeys(("set_num_threads", "get_num_threads"), "kernels.threads"),
     **dict.fromkeys(
         (

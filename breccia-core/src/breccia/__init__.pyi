@@ -17,6 +17,7 @@ from .api import dequantize as dequantize
 from .api import explain as explain
 from .api import grouped_matmul as grouped_matmul
 from .api import matmul as matmul
+from .api import metrics as metrics
 from .api import plugins as plugins
 from .api import requantize as requantize
 from .arrays.frameworks import Device as Device
@@ -50,6 +51,7 @@ from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import Format as Format
 from .formats import Level as Level
+from .kernels.measuring import ErrorMetrics as ErrorMetrics
 from .kernels.threads import get_num_threads as get_num_threads
 from .kernels.threads import set_num_threads as set_num_threads
 from .layouts import Layout as Layout

@@ -6,7 +6,7 @@ docs/spec/numerics.md specifies the results. Where a framework has no frontend f
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .arrays.frameworks import Device, Framework, device_of, framework_of, output_dtype, same_framework
@@ -22,6 +22,9 @@ from .options import DEFAULT, PLAIN, CastOptions
 from .recipes import ScalingRecipe, as_recipe, recipe
 from .tensors.checks import contraction_axis
 from .tensors.tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from .kernels.measuring import ErrorMetrics
 
 
 def cast(
@@ -215,6 +218,20 @@ def cast_ste_clipped(
     options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
     bounds = clip_bounds(recipe, clip_min, clip_max, clip) or "scale"
     return _frontend("cast_ste_clipped", x)(x, recipe, bounds, options, prefer)
+
+
+def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
+    """SQNR, cosine similarity, largest error, clip rate and underflow rate of `quantized` against `reference`.
+
+    Each is a ScaledTensor or an FP64, FP32, FP16 or BF16 array, of one shape and any framework. The numbers are those of
+    `breccia compare` for the same tensors; the clip rate needs a ScaledTensor as `quantized`, whose format has largest values.
+    Adding two results gives the metrics of both tensors together. Values are read, so tensors cannot be traced.
+
+    Raises ShapeError for two shapes, UnsupportedError for other types and dtypes.
+
+        >>> breccia.metrics(w, breccia.cast(w, "nvfp4")).sqnr
+    """
+    return targets.load("breccia.kernels.measuring:metrics")(reference, quantized)
 
 
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None, **options: Any) -> Explanation:

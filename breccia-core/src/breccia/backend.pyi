@@ -64,6 +64,7 @@ from .formats import Block as Block
 from .formats import Format as Format
 from .kernels import checks as checks
 from .kernels import composites as composites
+from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import reference as reference
 from .kernels.exact import keeps_parts as keeps_parts

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 _VALUES = "its values are breccia.dequantize(st)"
-_AS_FLOAT = "codes have no other precision: values of that dtype are breccia.dequantize(st, out_dtype={!r}), another format is "
-_AS_FLOAT += "breccia.requantize(st, recipe)"
+_AS_FLOAT = (
+    "codes have no other precision: values of that dtype are breccia.dequantize(st, out_dtype={!r}), another format is "
+    "breccia.requantize(st, recipe)"
+)
 _FROZEN = "codes take no gradient: breccia.cast_ste(x, recipe) passes one through a cast"
 _SHAPED = "st.reshape(...) changes leading axes, st.mT swaps the last two"
 
