@@ -382,3 +382,44 @@ def test_metrics_refuse_what_cannot_be_compared() -> None:
 def test_an_explanation_shows_its_text() -> None:
     found = breccia.explain("cast", X, "mxfp8")
     assert repr(found) == str(found) and "numpy.cast" in repr(found)
+
+
+# ------------------------------------------------------------------------------------------------ weights of layers, and copies
+
+
+@pytest.mark.parametrize("framework", ["torch", "mlx"])
+def test_ops_accept_the_weight_of_a_quantized_layer(framework: str) -> None:
+    nn = pytest.importorskip(f"breccia_{framework}").nn
+    st = moved(breccia.cast(X, MXFP8BlockScaling()), framework)
+    weight = nn.ScaledWeight(st)
+    assert same_bits(ops_of(st.data).to_numpy(breccia.dequantize(weight)), values(st))
+    assert breccia.requantize(weight, "nvfp4").recipe == NVFP4BlockScaling() and breccia.bytes_equal(weight, st)
+    assert breccia.metrics(X, weight) == breccia.metrics(X, st)
+    product, expected = breccia.matmul(weight, st.mT), breccia.matmul(st, st.mT)
+    assert same_bits(ops_of(product).to_numpy(product), ops_of(expected).to_numpy(expected))
+
+
+def test_an_object_says_which_tensor_it_contains() -> None:
+    class Holder:
+        __scaled_tensor__ = breccia.cast(X, "mxfp8")
+
+    assert same_bits(breccia.dequantize(Holder()), values(Holder.__scaled_tensor__))  # type: ignore[arg-type]
+    for wrong in (object(), X):
+        with pytest.raises(breccia.UnsupportedError, match=f"dequantize takes a ScaledTensor, got {type(wrong).__name__}"):
+            breccia.dequantize(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "mxfp8", "int4,group_size=16,scale_dtype=bf16,signed=false,symmetric=false,offset=bias"]
+)
+def test_tensors_of_every_framework_are_pickled_and_copied(recipe: str, framework: str) -> None:
+    st = moved(breccia.cast(X[:, :37], recipe), framework)
+    for other in (pickle.loads(pickle.dumps(st)), copy.copy(st), copy.deepcopy(st), pickle.loads(pickle.dumps(st.mT)).mT):
+        assert other.framework == framework and breccia.bytes_equal(other, st)
+        assert dtype_name(other.data) == dtype_name(st.data) and dtype_name(other.scale) == dtype_name(st.scale)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
+def test_recipes_are_pickled_and_copied(recipe: ScalingRecipe) -> None:
+    assert pickle.loads(pickle.dumps(recipe)) == copy.copy(recipe) == copy.deepcopy(recipe) == recipe == as_recipe(recipe.spec)

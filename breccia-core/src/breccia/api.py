@@ -21,7 +21,7 @@ from .kernels.checks import check_grouped, check_matmul, clip_bounds
 from .options import DEFAULT, PLAIN, CastOptions
 from .recipes import ScalingRecipe, as_recipe, recipe
 from .tensors.checks import contraction_axis
-from .tensors.tensor import ScaledTensor
+from .tensors.tensor import ScaledTensor, scaled
 
 if TYPE_CHECKING:
     from .kernels.measuring import ErrorMetrics
@@ -92,7 +92,8 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
         are rounded once.
     out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
     """
-    _need_scaled("dequantize", st)
+    if not isinstance(st, ScaledTensor):
+        st = _need_scaled("dequantize", st)
     return _frontend("dequantize", st.data)(st, output_dtype(out_dtype), out, prefer)
 
 
@@ -120,7 +121,8 @@ def requantize(
 
     The other options are those of `cast`.
     """
-    _need_scaled("requantize", st)
+    if not isinstance(st, ScaledTensor):
+        st = _need_scaled("requantize", st)
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     if not isinstance(require_exact, bool):
@@ -137,7 +139,12 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
 
     bias: a floating array of shape (N,), added to the FP32 product before it is rounded to `out_dtype`.
     """
-    framework = same_framework(_arrays(a=a, b=b, bias=bias))
+    try:
+        framework = same_framework(_arrays(a=a, b=b, bias=bias))
+    except UnsupportedError:
+        if scaled(a) is a and scaled(b) is b:
+            raise
+        return matmul(scaled(a), scaled(b), out_dtype, bias=bias, out=out, prefer=prefer)
     check_matmul(a, b, bias)
     return _entry("matmul", framework)(a, b, bias, output_dtype(out_dtype), out, prefer)
 
@@ -393,9 +400,12 @@ def _arrays(**operands: Any) -> dict[str, Any]:
     return {name: x.data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
 
 
-def _need_scaled(op: str, st: Any) -> None:
-    if not isinstance(st, ScaledTensor):
+def _need_scaled(op: str, st: Any) -> ScaledTensor:
+    """The ScaledTensor that `st` contains. Raises UnsupportedError."""
+    found = scaled(st)
+    if not isinstance(found, ScaledTensor):
         raise UnsupportedError(
             f"{op} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
             "breccia.from_buffer."
         )
+    return found

@@ -71,6 +71,11 @@ class ScaledWeight(nn.Module):
         return self._metadata.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
 
     @property
+    def __scaled_tensor__(self) -> ScaledTensor:
+        """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
+        return self.tensor
+
+    @property
     def recipe(self) -> ScalingRecipe:
         return self._metadata.recipe
 

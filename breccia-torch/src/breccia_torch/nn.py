@@ -122,6 +122,11 @@ class ScaledWeight(_WithMetadata):
         return ScaledTensor.from_parts(b["data"], b["scale"], *parts)
 
     @property
+    def __scaled_tensor__(self) -> ScaledTensor:
+        """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
+        return self.tensor
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight in high precision."""
         return self.tensor.shape

@@ -18,7 +18,7 @@ from ..errors import ShapeError, UnsupportedError
 from ..layouts import Shape
 from ..tensors.components import components, part_grids
 from ..tensors.grids import packing, whole_unit
-from ..tensors.tensor import ScaledTensor
+from ..tensors.tensor import ScaledTensor, scaled
 from .reference import pack
 
 #: Elements processed at a time. It bounds memory and does not affect results.
@@ -165,6 +165,7 @@ def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
 
 def _source(name: str, x: Any) -> Source:
     """An array or ScaledTensor of any framework, read as NumPy arrays."""
+    x = scaled(x)
     if isinstance(x, ScaledTensor):
         x = x.to_plain()
         parts: Any = {part: ops_of(a).to_numpy(a) for part, a in components(x).items()}

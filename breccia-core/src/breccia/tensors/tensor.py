@@ -50,6 +50,8 @@ class ScaledTensor:
     shape: the logical shape. Required only where `data` ends in padding codes.
 
     Frozen; equal and hashed by identity; never converts to floating point implicitly (see `breccia.dequantize`).
+    Operations also accept an object that contains a tensor, such as the weight of a quantized layer: its attribute
+    `__scaled_tensor__` returns it.
     Raises TypeError or ValueError (their breccia subclasses) where components contradict each other.
     """
 
@@ -476,6 +478,11 @@ def transposed(layout: Layout) -> Layout:
     return layout.mT
 
 
+def scaled(x: Any) -> Any:
+    """The ScaledTensor that `x` contains, which its attribute `__scaled_tensor__` returns; other values unchanged."""
+    return x if isinstance(x, ScaledTensor) else getattr(x, "__scaled_tensor__", x)
+
+
 def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
     """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit
 
@@ -484,6 +491,7 @@ def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
 
     Raises UnsupportedError unless both are ScaledTensors.
     """
+    a, b = scaled(a), scaled(b)
     for name, st in (("a", a), ("b", b)):
         if not isinstance(st, ScaledTensor):
             raise UnsupportedError(f"bytes_equal compares ScaledTensors; {name} is {type(st).__name__}.")
