@@ -1021,7 +1021,8 @@ def test_senses_that_cannot_be_are_refused_by_name() -> None:
     for sense in ("amx", 3, None):
         with pytest.raises(RecipeError) as e:
             NVFP4BlockScaling(global_sense=sense)  # type: ignore[arg-type]
-        assert str(e.value) == f"global_sense must be one of 'multiplier', 'divisor', 'amax', got {sense!r}"
+        near = "; did you mean 'amax'?" if sense == "amx" else ""
+        assert str(e.value) == f"global_sense must be one of 'multiplier', 'divisor', 'amax', got {sense!r}{near}"
 
 
 def test_a_kernel_for_nvfp4_is_asked_about_every_sense(monkeypatch: pytest.MonkeyPatch) -> None:

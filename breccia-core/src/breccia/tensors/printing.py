@@ -31,7 +31,7 @@ def line(st: ScaledTensor) -> str:
 def description(st: ScaledTensor) -> str:
     """The tensor with the dtypes and shapes that decide whether another one can take its place."""
     parts = ", ".join(f"{name}={dtype_name(part)}{list(part.shape)}" for name, part in components(st).items())
-    return f"ScaledTensor({st.recipe.spec!r}, shape={st.shape}, {parts}, layout={st.layout}, axis={st.axis})"
+    return f"breccia.ScaledTensor({st.recipe.spec!r}, shape={st.shape}, {parts}, layout={st.layout}, axis={st.axis})"
 
 
 def table(st: ScaledTensor) -> str:
