@@ -60,7 +60,7 @@ FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
 ORDER = [
     {"", "backend"},  # the package itself, and the names for other distributions: lazy, they import nothing
     {"errors"},
-    {"siblings", "targets", "declared", "selection"},
+    {"siblings", "targets", "declared", "selection", "error_metrics"},
     {"codec_checks"},
     {"codecs", "rules", "options"},
     {"formats"},

@@ -29,7 +29,7 @@ from breccia import codecs, formats
 from breccia.backend import kept_kind
 from breccia.bridges import load_safetensors
 from breccia.siblings import install
-from breccia_bridges import commands, measure
+from breccia_bridges import commands
 from breccia_bridges import convert as converter
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.compare import compare
@@ -860,7 +860,7 @@ def test_the_slab_size_changes_no_byte(
     tensors = awkward()
     save_file(tensors, tmp_path / "m.safetensors")
     whole = convert(tmp_path / "m.safetensors", tmp_path / "whole.safetensors", recipe)
-    monkeypatch.setattr(measure, "SLAB", slab)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", slab)
     report = convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", recipe)
     loaded = load_safetensors(tmp_path / "o.safetensors")
     for name, x in tensors.items():
@@ -914,7 +914,7 @@ class Columns(breccia.ScalingRecipe):
 def test_third_party_recipes_write_the_same_bytes_in_slabs(
     recipe: breccia.ScalingRecipe, slabs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "SLAB", 64)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 64)
     for i, x in enumerate((wide((3, 10, 40), exponents=3), np.full((3, 10, 40), 1e-6, np.float32))):
         save_file({"w": x}, tmp_path / f"{i}.safetensors")
         pieces = list(converter._Source(Stored(Container(tmp_path / f"{i}.safetensors"), "w"), recipe).cast())
@@ -925,7 +925,7 @@ def test_third_party_recipes_write_the_same_bytes_in_slabs(
 
 
 def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SLAB", 150)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 150)
     save_file({"w": np.ones((6, 10, 16), np.float32), "v": np.ones((6, 5, 8), np.float32)}, tmp_path / "m.safetensors")
     opened, recipe = Container(tmp_path / "m.safetensors"), breccia.Float8BlockScaling(block_k=8, block_m=4)
 
@@ -941,7 +941,7 @@ def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.
 def test_peak_memory_is_bounded_by_the_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = wide((1024, 512), exponents=3)
     save_file({"w": x}, tmp_path / "m.safetensors")
-    monkeypatch.setattr(measure, "SLAB", 1 << 14)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 1 << 14)
     convert(tmp_path / "m.safetensors", tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())  # so that all imports are done
     tracemalloc.start()
     try:

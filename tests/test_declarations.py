@@ -106,7 +106,7 @@ def test_the_text_form_of_a_recipe_parses_as_the_recipe(recipe: breccia.ScalingR
         (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len must be int, got 2.0"),  # type: ignore[arg-type]
         (lambda: DelayedScaling(margin=127), r"margin must lie in -126..126 .* got 127"),
         (lambda: DelayedScaling(margin=True), "margin must be int, got True"),
-        (lambda: Float8CurrentScaling("e4m3"), "fp8_format must be 'E4M3' or 'E5M2', got 'e4m3'"),
+        (lambda: Float8CurrentScaling("E4M4"), "fp8_format must be 'E4M3' or 'E5M2', got 'E4M4'; did you mean 'E4M3'"),
         (lambda: Float8BlockScaling(block_k=0), "block_k must be > 0, got 0"),
         (lambda: Float8BlockScaling(block_m=-1), "block_m must be > 0, got -1"),
         (lambda: Float8BlockScaling(power_of_two_scale=1), "power_of_two_scale must be bool, got 1"),  # type: ignore[arg-type]
@@ -394,7 +394,9 @@ def test_layouts_accept_the_shapes_they_describe(layout: Layout, shape: Any, sca
     ("layout", "shape", "scale_shape", "message"),
     [
         (PerTensor(), (4, 8), (1,), r"PerTensor requires a scalar scale \(ndim=0\).*got ndim=1 with shape=\(1,\); reshape"),
-        (PerBlockK(4), (8,), (2,), r"PerBlockK requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
+        (PerBlockMN(2, 4), (8,), (2,), r"PerBlockMN requires data.ndim >= 2, got ndim=1; reshape it to \(1, 8\)"),
+        (PerBlockK(4), (8,), (1, 2), r"PerBlockK: scale.shape must be \(2,\), got \(1, 2\)"),
+        (PerChannel(), (8,), (8,), r"PerChannel: scale.shape must be \(1,\), got \(8,\)"),
         (PerBlockK(4), (3, 9), (3, 3), r"data.shape\[-1\]=9 must be divisible by block_size=4; pass partial=True"),
         (PerBlockK(4, partial=True), (3, 8), (3, 2), r"partial=True, but shape \(3, 8\) divides evenly into blocks"),
         (PerBlockK(4), (3, 8), (3, 3), r"PerBlockK: scale.shape must be \(3, 2\), got \(3, 3\)"),

@@ -24,6 +24,7 @@ import breccia
 import breccia_torch
 from breccia import ScaledTensor
 from breccia.bridges import convert, load_safetensors, save_safetensors
+from breccia_torch import quantize
 from breccia_torch.hf import BrecciaConfig, BrecciaHfQuantizer
 from breccia_torch.hf.experts import NAME
 from breccia_torch.nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
@@ -317,7 +318,8 @@ def test_an_older_transformers_is_named_and_quantize_warns_about_save_pretrained
     )
     with pytest.raises(ImportError, match=message):
         importlib.import_module("breccia_torch.hf")
-    breccia_torch.quantize_(model("llama"), breccia.MXFP8BlockScaling())
+    monkeypatch.setattr(quantize, "_ATTACH", "breccia_torch.hf.absent:attach")
+    breccia_torch.quantize_(model("llama"), "mxfp8")
     assert "Save this model with breccia_torch.save_model: save_pretrained would lose how it is quantized." in caplog.text
 
 

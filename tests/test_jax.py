@@ -844,7 +844,7 @@ def test_invalid_arguments_of_quantize_are_refused() -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"quantize: steps: cast takes float32"):
         breccia_jax.quantize(params(), MXFP8, lambda path, leaf: path == "steps")
     with pytest.raises(TypeError, match="recipe"):
-        breccia_jax.quantize(params(), "mxfp8")  # type: ignore[arg-type]
+        breccia_jax.quantize(params(), 8)  # type: ignore[arg-type]
 
 
 def agrees(y: Any, x: Any, kernel: Any) -> bool:

@@ -18,10 +18,11 @@ from conftest import Run, special_rows, wide
 from safetensors.numpy import save_file
 
 import breccia
+from breccia import ErrorMetrics
 from breccia.bridges import save_safetensors
 from breccia_bridges import measure
 from breccia_bridges.compare import checkpoint_tensors, compare
-from breccia_bridges.measure import BINS, NOTHING, ErrorMetrics, Stored, slabs
+from breccia_bridges.measure import BINS, NOTHING, Stored, slabs
 from breccia_bridges.order import COMPARED, CompareKey, in_order
 from breccia_bridges.results import EQUAL, TensorReport
 from breccia_bridges.safetensors_file import Container, Writer
@@ -135,7 +136,7 @@ def test_the_slab_size_does_not_change_counts(
     st = breccia.cast(x, recipe)
     pair = stored(tmp_path, x, "x.safetensors"), stored(tmp_path, st, "y.safetensors")
     whole, counts = measure.measure(*pair), measure.histogram(*pair)
-    monkeypatch.setattr(measure, "SLAB", slab)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", slab)
     assert measure.histogram(*pair) == counts
     found = measure.measure(*pair)
     exact = ("count", "max_error", "nonzero", "flushed", "bounded", "clipped")
@@ -145,7 +146,7 @@ def test_the_slab_size_does_not_change_counts(
 
 
 def test_slabs_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SLAB", 50)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 50)
     for shape in [(7,), (), (5, 3), (4, 9, 5), (2, 3, 30, 7), (0, 4), (3, 0, 2)]:
         for units in [(1,), (4,), (3, 2), (1, None)]:
             lead, rows = (1, 1) if len(shape) < 2 else (math.prod(shape[:-2]), shape[-2])

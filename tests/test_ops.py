@@ -1016,7 +1016,8 @@ def test_invalid_scale_conventions_are_refused_by_name() -> None:
     for sense in ("amx", 3, None):
         with pytest.raises(RecipeError) as e:
             NVFP4BlockScaling(global_sense=sense)  # type: ignore[arg-type]
-        assert str(e.value) == f"global_sense must be one of 'multiplier', 'divisor', 'amax', got {sense!r}"
+        near = "; did you mean 'amax'?" if sense == "amx" else ""
+        assert str(e.value) == f"global_sense must be one of 'multiplier', 'divisor', 'amax', got {sense!r}{near}"
 
 
 def test_a_kernel_for_nvfp4_is_asked_about_every_scale_convention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,11 @@ def stretch(draw: Any, length: int, unit: int) -> slice:
 @some.composite
 def indexed(draw: Any, recipe: ScalingRecipe) -> tuple[ScaledTensor, tuple[Any, ...]]:
     st = draw(tensors(recipe))
-    droppable = st.layout.block(st.axis) == TENSOR and packing(recipe.format.element)[0] == 1
+    block, across = st.layout.block(st.axis), st.ndim - 3 - st.axis
+    droppable = {across} if block == TENSOR or block[0] == 1 else set[int]()
     index: list[Any] = []
     for axis, (length, unit) in enumerate(zip(st.shape, units(st), strict=True)):
-        integer = axis < st.ndim - 2 or (droppable and axis == st.ndim - 2)
+        integer = axis < st.ndim - 2 or axis in droppable
         if integer and draw(some.booleans()):
             index.append(draw(some.integers(-length, length - 1)))
         else:
@@ -369,16 +370,16 @@ def torch_st() -> ScaledTensor:
         (lambda: ST[:1.5], TypeError, r"a slice has integers, or nothing, .* got slice\(None, 1.5, None\)"),
         (lambda: ST[::0], ValueError, "a slice's step is not zero"),
         (
-            lambda: ST[0, 1],
+            lambda: breccia.cast(X, Float8BlockScaling(block_m=2))[0, 1],
             LayoutError,
-            r"axis -2 of shape \(3, 4, 64\) cannot be dropped: .* length 1, st\[..., i:i\+1, :\], or",
+            r"axis -2 of shape \(3, 4, 64\) cannot be dropped: .*E4M3 codes need it. Keep it: st\[..., i:i\+2, :\], i a",
         ),
         (
             lambda: ST[..., 1],
             LayoutError,
-            r"axis -1 .* E2M1 codes need it. Keep it with length 1, st\[..., i:i\+1\], or dequant",
+            r"axis -1 .* E2M1 codes need it. Keep it: st\[..., i:i\+16\], i a multiple of 16; or dequant",
         ),
-        (lambda: FP8[0, 0, 0], LayoutError, "axis -2 of .* cannot be dropped"),
+        (lambda: FP8[0, 0, 0], LayoutError, r"axis -2 of .* cannot be dropped.*Keep it: st\[..., i:i\+1, :\]; or dequantize"),
         (lambda: breccia.stack([FP8, FP8])[:, :, 0, 0], LayoutError, "axis -2 of .* cannot be dropped"),
         (lambda: ST[..., 8:], LayoutError, r"axis 2 \(length 64\) .* units of 16 .* multiples of 16 or at the end; got 8:64"),
         (lambda: ST[..., ::2], LayoutError, "A slice of it has step 1 .* got 0:64:2"),

@@ -45,10 +45,8 @@ def test_a_tensor_holds_the_callers_buffers_zero_copy() -> None:
 
 def test_repr_is_one_line() -> None:
     st = breccia.cast(np.ones((4, 64), np.float32), MXFP8BlockScaling())
-    assert repr(st) == (
-        "breccia.ScaledTensor(shape=(4, 64), data_dtype=uint8, scale_shape=(4, 2), recipe=MXFP8BlockScaling, layout=PerBlockK)"
-    )
-    assert repr(st.mT).endswith("layout=PerBlockK, axis=-2)")
+    assert repr(st) == ("breccia.ScaledTensor('mxfp8', shape=(4, 64), numpy cpu, 8.25 bits per value)")
+    assert repr(st.mT).endswith("8.25 bits per value, axis=-2)")
 
 
 def test_a_tensor_is_frozen_and_supports_pickle_copy_and_replace() -> None:
@@ -85,7 +83,8 @@ SCALE = np.ones((4, 2), np.float32)
         ((np.uint8(0), ONE, Float8CurrentScaling(), PerTensor()), ValueError, "data must be at least 1-D, got 0-D"),
         ((DATA, ONE, None, PerTensor()), ValueError, "recipe is required"),
         ((DATA, ONE, Float8CurrentScaling(), None), ValueError, "layout is required"),
-        ((DATA, ONE, "fp8_current", PerTensor()), TypeError, "recipe must be a ScalingRecipe instance, got 'fp8_current'"),
+        ((DATA, ONE, 8, PerTensor()), TypeError, "recipe must be a ScalingRecipe instance, got int"),
+        ((DATA, ONE, "fp8_curent", PerTensor()), ValueError, "no recipe 'fp8_curent'; did you mean 'fp8_current'"),
         ((DATA, ONE, Float8CurrentScaling(), "per_tensor"), TypeError, "layout must be a Layout instance, got 'per_tensor'"),
         ((DATA, SCALE, Float8CurrentScaling(), PerTensor()), ValueError, r"PerTensor requires a scalar scale \(ndim=0\)"),
         ((DATA, SCALE[:, :1], BLOCK, PerBlockK(4)), ValueError, r"scale.shape must be \(4, 2\), got \(4, 1\)"),
@@ -227,7 +226,8 @@ X = np.ones((4, 32), np.float32)
         (lambda: breccia.cast(X.astype("c8"), BLOCK), TypeError, "got complex64"),
         (lambda: breccia.cast([[1.0]], BLOCK), TypeError, r"x must be an array .*; got list. Convert it first: np.asarray"),
         (lambda: breccia.cast(None, BLOCK), TypeError, "got NoneType"),
-        (lambda: breccia.cast(X, "nvfp4"), TypeError, r"got 'nvfp4'; pass breccia.NVFP4BlockScaling\(fp4_format="),
+        (lambda: breccia.cast(X, 4), TypeError, "recipe must be a ScalingRecipe instance, got int"),  # type: ignore[arg-type]
+        (lambda: breccia.cast(X, "nvfp4,block_siz=16"), ValueError, "has no field 'block_siz'; did you mean 'block_size'"),
         (lambda: breccia.cast(breccia.cast(X, BLOCK), BLOCK), TypeError, r"x is a ScaledTensor already: breccia.requantize"),
         (lambda: breccia.cast(BLOCK, X), TypeError, "recipe must be a ScalingRecipe instance, got ndarray"),
         (lambda: np.asarray(breccia.cast(X, BLOCK)), TypeError, r"a ScaledTensor is not an array; breccia.dequantize\(st\)"),
@@ -280,7 +280,7 @@ X = np.ones((4, 32), np.float32)
         (
             lambda: breccia.requantize(breccia.cast(X, BLOCK), None),
             TypeError,
-            "recipe must be a ScalingRecipe instance, got None",
+            "recipe must be a ScalingRecipe instance, got NoneType",
         ),
         (lambda: breccia.matmul(breccia.cast(X, BLOCK), X), ValueError, r"a.shape\[-1\]=32 != b.shape\[-2\]=4 .*w.mT"),
         (lambda: breccia.matmul(X[0], X.T), ValueError, "at least two axes"),

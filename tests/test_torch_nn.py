@@ -224,7 +224,7 @@ def odd_rows() -> nn.Module:
     [
         (lambda: breccia_torch.quantize_(nn.Linear(8, 8), MXFP8), TypeError, r"got a Linear: .*ScaledLinear\.from_linear"),
         (lambda: breccia_torch.quantize_([nn.Linear(8, 8)], MXFP8), TypeError, r"replaces layers of a model; got a list\."),
-        (lambda: breccia_torch.quantize_(encoder(), "mxfp8"), TypeError, "recipe must be a ScalingRecipe instance, got str"),
+        (lambda: breccia_torch.quantize_(encoder(), 8), TypeError, "recipe must be a ScalingRecipe instance, got int"),
         (lambda: breccia_torch.quantize_(encoder(), breccia.INT4Scaling), TypeError, r"did you mean INT4Scaling\(\)\?"),
         (
             lambda: breccia_torch.quantize_(encoder(), MXFP8, lambda _, name: name == "head"),
@@ -263,7 +263,7 @@ def odd_rows() -> nn.Module:
             ValueError,
             r"with blocks along the last axis; got shape \(8, 8\) and axis -2",
         ),
-        (lambda: ScaledLinear(8, 8, recipe=MXFP8, activation="mxfp8"), TypeError, "activation is a ScalingRecipe .*'mxfp8'"),
+        (lambda: ScaledLinear(8, 8, recipe=MXFP8, activation=8), TypeError, "recipe must be a ScalingRecipe instance, got int"),
     ],
 )
 def test_what_cannot_be_quantized_is_named(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
@@ -521,9 +521,9 @@ def normed() -> nn.Module:
         ),
         (lambda: breccia_torch.quantize_(nn.Sequential, MXFP8), TypeError, r"of a model; got the class Sequential\.$"),
         (
-            lambda: breccia_torch.quantize_(encoder(), MXFP8, activation="mxfp8"),
+            lambda: breccia_torch.quantize_(encoder(), MXFP8, activation=8),
             TypeError,
-            "activation is a ScalingRecipe .*'mxfp8'",
+            "recipe must be a ScalingRecipe instance, got int",
         ),
         (
             lambda: breccia_torch.quantize_(nn.Sequential(ScaledLinear(8, 8, recipe=MXFP8)), MXFP8),

@@ -28,7 +28,6 @@ from .convert import BY_DEFAULT
 from .convert import convert as convert_checkpoint
 from .foreign import CONFIG
 from .inspection import inspected
-from .measure import ErrorMetrics
 from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
 from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report
@@ -300,7 +299,7 @@ def _print_hidden(count: int, shown: int) -> None:
         typer.echo(f"{count - shown} of {count} tensors not shown; --top {count} shows all")
 
 
-def _figures(m: ErrorMetrics, bits: float | None) -> tuple[str, ...]:
+def _figures(m: breccia.ErrorMetrics, bits: float | None) -> tuple[str, ...]:
     cells = (f"{m.sqnr:.2f}", f"{m.cosine:.6f}", f"{m.max_error:.3g}", percent(m.clip_rate), percent(m.underflow_rate))
     return (*cells, "–" if bits is None else f"{bits:.3f}")
 

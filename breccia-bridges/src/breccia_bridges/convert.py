@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ScalingRecipe, UnknownNameError, UnsupportedError, cast
-from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, components, kept_kind
+from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnknownNameError, UnsupportedError, cast
+from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, as_recipe, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, BlockFP8, model_configs, read_object, recognized
 from .huggingface import REFUSAL, WEIGHTS, write_json
-from .measure import ErrorMetrics, Histogram, Stored, histogram, measure, slabs
+from .measure import Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Shape, Writer, byte_count
@@ -94,7 +94,7 @@ def _matches_any(pattern: str, names: Iterable[str]) -> bool:
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -125,6 +125,7 @@ def convert(
     UnsupportedError for a source that is quantized in another format or no checkpoint, and for a destination that is, contains
     or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
     """
+    recipe = as_recipe(recipe)
     src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
     _check_destination(src, files, dst, force)

@@ -1,27 +1,23 @@
-"""Error metrics of one tensor against another: FP64 sums, slab by slab, behind SQNR, cosine and rates."""
+"""The tensors of checkpoints, read by slabs for their error metrics, and histograms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from breccia import ScaledTensor, dequantize
-from breccia.backend import BF16, NUMPY, Codec, pack, packing, part_grids, whole_unit
+from breccia import ErrorMetrics
+from breccia.backend import ScaledTensor, measuring
 
 from .safetensors import Config, read_tensor
-from .safetensors_file import Container, Shape
-from .text import number
+from .safetensors_file import Container
 
-#: Elements processed at a time. It bounds memory and does not affect results.
-SLAB = 1 << 20
+SLAB, measure, slabs = measuring.SLAB, measuring.measure, measuring.slabs
 
-#: A range of a tensor's matrices, and a range of their rows.
-Slab = tuple[slice, slice]
+#: The metrics of no elements.
+NOTHING = ErrorMetrics()
 
 #: File dtypes of plain floating-point numbers.
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -43,142 +39,19 @@ class Histogram:
         return {"low": -self.limit, "high": self.limit, "before": self.before, "after": self.after, "outside": self.outside}
 
 
-@dataclass(frozen=True)
-class ErrorMetrics:
-    """Sums over the elements x of a tensor and their counterparts y; adding two gives the metrics of both tensors.
-
-    signal: of x * x. noise: of (x - y)^2. dot: of x * y. energy: of y * y. All in FP64.
-    max_error: largest |x - y|.
-    nonzero: elements x other than 0. flushed: nonzero elements that became 0.
-    bounded: elements whose format has a largest value for their block. clipped: bounded elements that exceed it by more than
-        half of its last step, and so saturated.
-    bad, bad_after: elements x, and elements y, that are NaN or Inf.
-    """
-
-    count: int = 0
-    signal: float = 0.0
-    noise: float = 0.0
-    dot: float = 0.0
-    energy: float = 0.0
-    max_error: float = 0.0
-    nonzero: int = 0
-    flushed: int = 0
-    bounded: int = 0
-    clipped: int = 0
-    bad: int = 0
-    bad_after: int = 0
-
-    def __add__(self, other: ErrorMetrics) -> ErrorMetrics:
-        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        sums["max_error"] = float(np.maximum(self.max_error, other.max_error))  # NaN stays
-        return ErrorMetrics(**sums)
-
-    @property
-    def sqnr(self) -> float:
-        """Signal-to-quantization-noise ratio in dB; inf if lossless, NaN if the tensor is not finite."""
-        if self.noise == 0:
-            return math.inf
-        ratio = self.signal / self.noise
-        return -math.inf if ratio == 0 else 10 * math.log10(ratio)
-
-    @property
-    def cosine(self) -> float:
-        """Cosine similarity of the two, as vectors; 1 if both are zero."""
-        if self.signal == 0 and self.energy == 0:
-            return 1.0
-        product = self.signal * self.energy
-        return self.dot / math.sqrt(product) if product != 0 else 0.0
-
-    @property
-    def clip_rate(self) -> float | None:
-        """Share of elements that saturated; None if no format bounds them."""
-        return self.clipped / self.bounded if self.bounded else None
-
-    @property
-    def underflow_rate(self) -> float:
-        """Share of nonzero elements that became zero."""
-        return self.flushed / self.nonzero if self.nonzero else 0.0
-
-    @property
-    def lossless(self) -> bool:
-        return self.noise == 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Metrics by name, ready for `json.dumps`: non-finite values become None."""
-        figures = {"sqnr_db": self.sqnr, "cosine": self.cosine, "max_error": self.max_error}
-        plain = {name: number(value) for name, value in figures.items()}
-        return {**plain, "clip_rate": self.clip_rate, "underflow_rate": self.underflow_rate, "lossless": self.lossless}
-
-
-#: The metrics of no elements.
-NOTHING = ErrorMetrics()
-
-
-class Stored:
-    """A floating tensor of a checkpoint, plain or scaled, read by slabs.
+class Stored(measuring.Source):
+    """A floating tensor of a checkpoint, plain or scaled. dtype: that of the file, or the recipe's name.
 
     config: of a scaled tensor in the file; or the scaled tensor itself, made of entries of other names.
-
-    Leading axes are flattened into one: a slab is a range of matrices, and a range of their rows.
     """
 
     def __init__(self, container: Container, name: str, config: Config | ScaledTensor | None = None) -> None:
         if config is None:
-            self.shape, self.dtype = container.entries[name].shape, container.entries[name].dtype
-            self._array, self._scaled = container.array(name).reshape(_stacked(self.shape)), None
-            self.unit: int | None = 1
+            self.dtype = container.entries[name].dtype
+            super().__init__(container.array(name).reshape(container.entries[name].shape), self.dtype == "BF16")
         else:
-            self._scaled = config if isinstance(config, ScaledTensor) else read_tensor(container, name, config)
-            self.shape, self.dtype = self._scaled.shape, config.recipe.name
-            if self._scaled.ndim > 2:
-                self._scaled = self._scaled.reshape(_stacked(self.shape))
-            self.unit = _row_unit(self._scaled)
-
-    def values(self, slab: Slab) -> np.ndarray:
-        """The values as FP32 (FP64 unchanged), with three axes."""
-        if self._scaled is None:
-            piece = self._array[slab]
-            if self.dtype == "F64":
-                return piece
-            return BF16.read(NUMPY, piece) if self.dtype == "BF16" else NUMPY.f32(piece)
-        return self._decoded(self._piece(self._scaled, slab))
-
-    def limits(self, slab: Slab) -> tuple[np.ndarray, np.ndarray] | None:
-        """The magnitudes, below and above, beyond which each element of the slab saturates; None for a plain tensor."""
-        if self._scaled is None:
-            return None
-        piece = self._piece(self._scaled, slab)
-        (lowest, below), (highest, above) = _ends(piece.recipe.format.element)
-        low, high = (self._decoded(_of_one_code(piece, code)) for code in (lowest, highest))
-        with np.errstate(over="ignore", invalid="ignore"):  # beyond FP32 nothing saturates
-            ends = low - (high * below - low * below), high + (high * above - low * above)
-        return np.minimum(*ends), np.maximum(*ends)  # a negative scale swaps the two
-
-    def _piece(self, st: ScaledTensor, slab: Slab) -> ScaledTensor:
-        return st[slab] if st.ndim == 3 else st[slab[1]] if st.ndim == 2 else st
-
-    def _decoded(self, st: ScaledTensor) -> np.ndarray:
-        return dequantize(st).reshape(_stacked(st.shape))
-
-
-def slabs(shape: Shape, *units: int | None) -> Iterator[Slab]:
-    """Slabs that cover a tensor, in C order, of about `SLAB` elements and a multiple of `units` rows; one if a unit is None."""
-    matrices, rows, columns = _stacked(shape)
-    if None in units or matrices * rows * columns == 0:
-        yield slice(0, matrices), slice(0, rows)
-        return
-    unit = math.lcm(*(u for u in units if u))
-    across = max(1, SLAB // max(1, rows * columns))
-    down = max(1, SLAB // (unit * columns)) * unit
-    for i in range(0, matrices, across):
-        for j in range(0, rows, down):
-            yield slice(i, min(i + across, matrices)), slice(j, min(j + down, rows))
-
-
-def measure(x: Stored, y: Stored) -> ErrorMetrics:
-    """The error metrics of `y` against `x`, of the same shape."""
-    pieces = slabs(x.shape, x.unit, y.unit)
-    return sum((_error_metrics(x.values(slab), y.values(slab), y.limits(slab)) for slab in pieces), NOTHING)
+            self.dtype = config.recipe.name
+            super().__init__(config if isinstance(config, ScaledTensor) else read_tensor(container, name, config))
 
 
 def histogram(x: Stored, y: Stored) -> Histogram:
@@ -193,62 +66,6 @@ def histogram(x: Stored, y: Stored) -> Histogram:
     return Histogram(limit, before, after, math.prod(x.shape) - sum(after))
 
 
-def _error_metrics(x: np.ndarray, y: np.ndarray, limits: tuple[np.ndarray, np.ndarray] | None) -> ErrorMetrics:
-    clipped = np.zeros(x.shape, bool)
-    with np.errstate(invalid="ignore"):  # NaN exceeds no limit
-        if limits is not None:
-            low, high = limits
-            clipped = ((x < low) | (x > high)) & (low < high)
-    nonzero = x != 0
-    p, q = (a.astype(np.float64).reshape(-1) for a in (x, y))
-    with np.errstate(over="ignore", invalid="ignore"):  # FP64 squares overflow, 0 * Inf is invalid
-        e = p - q
-        sums = {"signal": float(p @ p), "noise": float(e @ e), "dot": float(p @ q), "energy": float(q @ q)}
-    return ErrorMetrics(
-        count=x.size,
-        **sums,
-        max_error=float(np.abs(e).max(initial=0.0)),
-        nonzero=int(nonzero.sum()),
-        flushed=int((nonzero & (y == 0) & ~clipped).sum()),
-        bounded=0 if limits is None else x.size,
-        clipped=int(clipped.sum()),
-        bad=int((~np.isfinite(x)).sum()),
-        bad_after=int((~np.isfinite(y)).sum()),
-    )
-
-
 def _largest(x: np.ndarray) -> float:
     magnitude = np.abs(x)
     return float(magnitude.max(where=np.isfinite(magnitude), initial=0))
-
-
-def _stacked(shape: Shape) -> tuple[int, int, int]:
-    """`shape` as matrices, rows and columns."""
-    *lead, rows, columns = (1, 1, *shape)[-max(2, len(shape)) :]
-    return math.prod(lead), rows, columns
-
-
-def _row_unit(st: ScaledTensor) -> int | None:
-    """The number of rows that share scales or bytes; None for a tensor without rows."""
-    return whole_unit(part_grids(st).values(), st.ndim - 2) if st.ndim > 1 else None
-
-
-@cache
-def _ends(codec: Codec) -> tuple[tuple[int, np.float32], tuple[int, np.float32]]:
-    """The codes of the least and the largest value, each with half of the adjacent step, as a fraction of the whole range."""
-    values = sorted((codec.value(code), code) for code in range(1 << codec.bits) if math.isfinite(codec.value(code)))
-    distinct = sorted({value for value, _ in values})
-    steps = distinct[1] - distinct[0], distinct[-1] - distinct[-2]
-    below, above = (np.float32(step / 2 / (distinct[-1] - distinct[0])) for step in steps)
-    return (values[0][1], below), (values[-1][1], above)
-
-
-def _of_one_code(st: ScaledTensor, code: int) -> ScaledTensor:
-    """The tensor with every code replaced by `code`, under the same scales."""
-    codec = st.recipe.format.element
-    group = pack(NUMPY, np.full((1, packing(codec)[0]), code, np.int32), codec).reshape(-1).astype(np.uint8)
-    length = st.data.shape[st.axis]
-    line = np.tile(group, -(-length // group.size))[:length]
-    data = np.broadcast_to(line if st.axis == -1 else line[:, None], st.data.shape)
-    parts = (data, st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis)
-    return ScaledTensor.from_parts(*parts, padding=st.padding)

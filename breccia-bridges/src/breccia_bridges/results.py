@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from breccia import ScalingRecipe
+from breccia import ErrorMetrics, ScalingRecipe
 
-from .measure import NOTHING, ErrorMetrics, Histogram
+from .measure import NOTHING, Histogram
 from .safetensors import plan
 from .safetensors_file import Shape, byte_count
 from .text import named
@@ -83,7 +83,7 @@ class TensorReport:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """A checkpoint before and after, with its error metrics.
 
@@ -97,6 +97,13 @@ class Report:
     tensors: list[TensorReport] = field(default_factory=list[TensorReport])
     missing: list[str] = field(default_factory=list[str])
     added: list[str] = field(default_factory=list[str])
+
+    def __repr__(self) -> str:
+        under = f" under {', '.join(self.recipes)}" if self.quantized else ""
+        return (
+            f"Report({self.source!r} -> {self.destination!r}: {len(self.quantized)} tensors quantized{under}, {len(self.kept)} "
+            f"kept; {self.bits_per_parameter:.4g} bits per parameter, SQNR {self.sqnr:.2f} dB)"
+        )
 
     @property
     def quantized(self) -> list[TensorReport]:

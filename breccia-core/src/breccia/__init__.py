@@ -28,8 +28,8 @@ _HOMES: dict[str, str] = {
             "cast_ste",
             "cast_ste_clipped",
             "explain",
+            "metrics",
             "plugins",
-            "recipe",
         ),
         "api",
     ),
@@ -37,6 +37,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("concat", "stack"), "tensors.structure"),
     **dict.fromkeys(
         (
+            "recipe",
             "ScalingRecipe",
             "DelayedScaling",
             "Float8CurrentScaling",
@@ -62,6 +63,7 @@ _HOMES: dict[str, str] = {
     "Storage": "tensors.storage",
     **dict.fromkeys(("Bridge", "Command", "hookimpl"), "dispatch.hookspecs"),
     "AmaxHistory": "tensors.history",
+    "ErrorMetrics": "error_metrics",
     **dict.fromkeys(("set_num_threads", "get_num_threads"), "kernels.threads"),
     **dict.fromkeys(
         (

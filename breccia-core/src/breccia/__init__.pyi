@@ -17,8 +17,8 @@ from .api import dequantize as dequantize
 from .api import explain as explain
 from .api import grouped_matmul as grouped_matmul
 from .api import matmul as matmul
+from .api import metrics as metrics
 from .api import plugins as plugins
-from .api import recipe as recipe
 from .api import requantize as requantize
 from .arrays.frameworks import Device as Device
 from .arrays.frameworks import Framework as Framework
@@ -32,6 +32,7 @@ from .dispatch.hookspecs import Bridge as Bridge
 from .dispatch.hookspecs import Command as Command
 from .dispatch.hookspecs import hookimpl as hookimpl
 from .dispatch.kernel import Kernel as Kernel
+from .error_metrics import ErrorMetrics as ErrorMetrics
 from .errors import AmbiguousKernelError as AmbiguousKernelError
 from .errors import BrecciaError as BrecciaError
 from .errors import CorruptFileError as CorruptFileError
@@ -73,6 +74,7 @@ from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
+from .recipes import recipe as recipe
 from .tensors.history import AmaxHistory as AmaxHistory
 from .tensors.storage import Storage as Storage
 from .tensors.structure import concat as concat

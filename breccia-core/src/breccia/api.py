@@ -5,30 +5,31 @@ docs/spec/numerics.md specifies the results. Where a framework has no frontend f
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .arrays.frameworks import Device, Framework, device_of, framework_of, output_dtype, same_framework
-from .codecs import Integer, Minifloat
 from .dispatch import calls
 from .dispatch.call import NO_OPTIONS, Call, Options
 from .dispatch.explanation import Explanation
 from .dispatch.facts import Described
 from .dispatch.kernel import OPS, Prefer
 from .dispatch.registry import Plugin, registry
-from .errors import OptionError, RecipeError, UnknownNameError, UnsupportedError, suggestion
+from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
 from .kernels.checks import check_grouped, check_matmul, clip_bounds
 from .options import DEFAULT, PLAIN, CastOptions
-from .recipes import ScalingRecipe, check_recipe
+from .recipes import ScalingRecipe, as_recipe, recipe
 from .tensors.checks import contraction_axis
-from .tensors.tensor import ScaledTensor
+from .tensors.tensor import ScaledTensor, scaled
+
+if TYPE_CHECKING:
+    from .error_metrics import ErrorMetrics
 
 
 def cast(
     x: Any,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     axis: int = -1,
     scale: Any = None,
@@ -43,6 +44,7 @@ def cast(
 
     x: FP32, FP16 or BF16 array of any installed framework, of any length along each axis (the last block may be partial);
         at least 2-D for block recipes, 1-D for per-tensor ones.
+    recipe: a recipe, or its name or spec as `breccia.recipe` reads it: "nvfp4", "fp8_block,block_m=128".
     axis: the contraction axis blocks run along, the last or the one before it.
     scale: use this scale instead of computing one from `x`; for two-level recipes, the global scale. A number for
         per-tensor scales, or an array as the level is stored (codes, for E8M0 and E4M3), of the layout's shape.
@@ -56,13 +58,15 @@ def cast(
     Raises UnsupportedError (a TypeError) for unsupported types and dtypes, ShapeError or LayoutError (ValueErrors) for
     shapes, NoKernelError where no kernel supports the call.
     """
-    options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, storage, out)
+    if not isinstance(recipe, ScalingRecipe):
+        recipe = as_recipe(recipe)
+    options = _options(x, axis, scale, rounding, seed, nonfinite, storage, out)
     return _frontend("cast", x)(x, recipe, options, prefer)
 
 
 def cast_pair(
     x: Any,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     rounding: str = "nearest",
     seed: int | None = None,
@@ -75,23 +79,27 @@ def cast_pair(
     A backward pass multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a
     kernel may compute both in one read of `x`. Options are those of `cast`.
     """
-    options = _options(x, recipe, -1, None, rounding, seed, nonfinite, storage, None)
+    if not isinstance(recipe, ScalingRecipe):
+        recipe = as_recipe(recipe)
+    options = _options(x, -1, None, rounding, seed, nonfinite, storage, None)
     return _frontend("cast_pair", x)(x, recipe, options, prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
     """The high-precision values of `st`, on the framework and device of its data.
 
-    out_dtype: float32, float16 or bfloat16, as a string, a NumPy dtype or a framework's. FP32 values are rounded once.
+    out_dtype: float32, float16 or bfloat16, as a string ("bf16" and "half" too), a NumPy dtype or a framework's. FP32 values
+        are rounded once.
     out: an array of the result's shape and dtype to write into, for frameworks whose arrays are mutable.
     """
-    _need_scaled("dequantize", st)
+    if not isinstance(st, ScaledTensor):
+        st = _need_scaled("dequantize", st)
     return _frontend("dequantize", st.data)(st, output_dtype(out_dtype), out, prefer)
 
 
 def requantize(
     st: ScaledTensor,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     scale: Any = None,
     rounding: str = "nearest",
@@ -113,12 +121,13 @@ def requantize(
 
     The other options are those of `cast`.
     """
-    _need_scaled("requantize", st)
+    if not isinstance(st, ScaledTensor):
+        st = _need_scaled("requantize", st)
     if not isinstance(recipe, ScalingRecipe):
-        _refuse_recipe(recipe)
+        recipe = as_recipe(recipe)
     if not isinstance(require_exact, bool):
         raise OptionError(f"require_exact is True or False; got {require_exact!r}.", require_exact=require_exact)
-    options = _options(st, recipe, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
+    options = _options(st, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
     return _frontend("requantize", st.data)(st, recipe, options, require_exact, prefer)
 
 
@@ -130,20 +139,27 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
 
     bias: a floating array of shape (N,), added to the FP32 product before it is rounded to `out_dtype`.
     """
-    framework = same_framework(_arrays(a=a, b=b, bias=bias))
+    try:
+        framework = same_framework(_arrays(a=a, b=b, bias=bias))
+    except UnsupportedError:
+        if scaled(a) is a and scaled(b) is b:
+            raise
+        return matmul(scaled(a), scaled(b), out_dtype, bias=bias, out=out, prefer=prefer)
     check_matmul(a, b, bias)
     return _entry("matmul", framework)(a, b, bias, output_dtype(out_dtype), out, prefer)
 
 
 def cast_matmul(
-    x: Any, recipe: ScalingRecipe, b: Any, out_dtype: Any = "float32", *, bias: Any = None, prefer: Prefer = None
+    x: Any, recipe: ScalingRecipe | str, b: Any, out_dtype: Any = "float32", *, bias: Any = None, prefer: Prefer = None
 ) -> Any:
     """`matmul(cast(x, recipe), b)`, with a gradient for `x`: it passes straight through the cast.
 
     Use it for a layer with quantized activations: the kernel for the two recipes multiplies the two ScaledTensors, with or
     without a gradient. x: (..., M, K), blocks along K. The other arguments are those of `matmul`.
     """
-    _check_array(x, recipe)
+    if not isinstance(recipe, ScalingRecipe):
+        recipe = as_recipe(recipe)
+    _check_array(x)
     framework = same_framework(_arrays(x=x, b=b, bias=bias))
     check_matmul(x, b, bias)
     return _entry("cast_matmul", framework)(x, recipe, b, bias, output_dtype(out_dtype), prefer)
@@ -166,7 +182,7 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: Any = "float32", *, 
 
 def cast_ste(
     x: Any,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     axis: int = -1,
     scale: Any = None,
@@ -179,13 +195,15 @@ def cast_ste(
 
     Options are those of `cast`. On NumPy, which has no gradients, it is the round trip.
     """
-    options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, PLAIN, None)
+    if not isinstance(recipe, ScalingRecipe):
+        recipe = as_recipe(recipe)
+    options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
     return _frontend("cast_ste", x)(x, recipe, options, prefer)
 
 
 def cast_ste_clipped(
     x: Any,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     clip_min: float | None = None,
     clip_max: float | None = None,
     *,
@@ -202,9 +220,25 @@ def cast_ste_clipped(
     clip: "element", the range [clip_min, clip_max], by default plus and minus the element codec's largest value; or "scale",
         each block's representable range: the gradient is zero where the cast saturates, and in blocks that decode to NaN.
     """
-    options = _options(x, recipe, axis, scale, rounding, seed, nonfinite, PLAIN, None)
+    if not isinstance(recipe, ScalingRecipe):
+        recipe = as_recipe(recipe)
+    options = _options(x, axis, scale, rounding, seed, nonfinite, PLAIN, None)
     bounds = clip_bounds(recipe, clip_min, clip_max, clip) or "scale"
     return _frontend("cast_ste_clipped", x)(x, recipe, bounds, options, prefer)
+
+
+def metrics(reference: Any, quantized: Any) -> ErrorMetrics:
+    """SQNR, cosine similarity, largest error, clip rate and underflow rate of `quantized` against `reference`.
+
+    Each is a ScaledTensor or an FP64, FP32, FP16 or BF16 array, of one shape and any framework. The numbers are those of
+    `breccia compare` for the same tensors; the clip rate needs a ScaledTensor as `quantized`, whose format has largest values.
+    Adding two results gives the metrics of both tensors together. Values are read, so tensors cannot be traced.
+
+    Raises ShapeError for two shapes, UnsupportedError for other types and dtypes.
+
+        >>> breccia.metrics(w, breccia.cast(w, "nvfp4")).sqnr
+    """
+    return targets.load("breccia.kernels.measuring:metrics")(reference, quantized)
 
 
 def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = None, **options: Any) -> Explanation:
@@ -310,49 +344,6 @@ def plugins() -> list[Plugin]:
     return list(registry().plugins)
 
 
-def recipe(spec: str, **fields: Any) -> ScalingRecipe:
-    """The recipe with this name, from any plug-in, with the given fields.
-
-    spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
-        "fp8_block,block_m=128,power_of_two_scale=true".
-    Raises UnknownNameError with a suggestion, or RecipeError for a field.
-    """
-    if not isinstance(spec, str):
-        raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
-    name, *settings = (part.strip() for part in spec.split(","))
-    for setting in settings:
-        field, equals, value = setting.partition("=")
-        if not equals:
-            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
-        fields[field.strip()] = _field_value(value.strip())
-    known = registry().recipes
-    spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
-    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
-        raise UnknownNameError(
-            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
-            name=name,
-            known=held,
-        )
-    return registry().look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
-
-
-def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
-    """Common names of a recipe's element format; empty if it depends on fields without defaults."""
-    if of.needed_fields():
-        return ()
-    element = of().format.element
-    kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
-    return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
-
-
-def _field_value(text: str) -> Any:
-    """`text` as a number or bool if it spells one, else unchanged."""
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
-
-
 # -- checks of arguments ---------------------------------------------------------------------------------------------
 
 
@@ -369,7 +360,6 @@ def _entry(op: str, framework: Framework) -> Any:
 
 def _options(
     x: Any,
-    recipe: Any,
     axis: int,
     scale: Any,
     rounding: str,
@@ -381,7 +371,7 @@ def _options(
 ) -> CastOptions:
     """The options of an op that casts `x`."""
     if not of_tensor:
-        _check_array(x, recipe)
+        _check_array(x)
     if (
         scale is None
         and out is None
@@ -399,10 +389,8 @@ def _options(
     return options if type(options.axis) is int and axis == options.axis else options.replace(axis=axis)
 
 
-def _check_array(x: Any, recipe: Any) -> None:
-    """Raise unless `x` is an array to cast and `recipe` a recipe."""
-    if not isinstance(recipe, ScalingRecipe):
-        _refuse_recipe(recipe)
+def _check_array(x: Any) -> None:
+    """Raise for a ScaledTensor in place of an array to cast."""
     if isinstance(x, ScaledTensor):
         raise UnsupportedError("x is a ScaledTensor already: breccia.requantize(x, recipe) converts it to another recipe.")
 
@@ -412,15 +400,12 @@ def _arrays(**operands: Any) -> dict[str, Any]:
     return {name: x.data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
 
 
-def _need_scaled(op: str, st: Any) -> None:
-    if not isinstance(st, ScaledTensor):
+def _need_scaled(op: str, st: Any) -> ScaledTensor:
+    """The ScaledTensor that `st` contains. Raises UnsupportedError."""
+    found = scaled(st)
+    if not isinstance(found, ScaledTensor):
         raise UnsupportedError(
             f"{op} takes a ScaledTensor, got {type(st).__name__}; quantize an array with breccia.cast, or wrap buffers with "
             "breccia.from_buffer."
         )
-
-
-def _refuse_recipe(found: Any) -> None:
-    if isinstance(found, str):
-        raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found!r}; pass breccia.{recipe(found)!r}.")
-    check_recipe(found)
+    return found

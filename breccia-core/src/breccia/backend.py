@@ -22,7 +22,7 @@ _HOMES: dict[str, str] = {
     # Calling other kernels, and the generic algorithm: modules.
     "calls": "dispatch",
     "targets": "",
-    **dict.fromkeys(("checks", "composites", "reference"), "kernels"),
+    **dict.fromkeys(("checks", "composites", "measuring", "reference"), "kernels"),
     # Arrays of any framework.
     **dict.fromkeys(
         ("FLOATS", "Framework", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"), "arrays.frameworks"
@@ -86,6 +86,7 @@ _HOMES: dict[str, str] = {
             "MXFP8BlockScaling",
             "NVFP4BlockScaling",
             "ScalingRecipe",
+            "as_recipe",
             "check_recipe",
         ),
         "recipes",

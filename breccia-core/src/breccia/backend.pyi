@@ -65,6 +65,7 @@ from .formats import Block as Block
 from .formats import Format as Format
 from .kernels import checks as checks
 from .kernels import composites as composites
+from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import reference as reference
 from .kernels.exact import keeps_parts as keeps_parts
@@ -88,6 +89,7 @@ from .recipes import MXFP4BlockScaling as MXFP4BlockScaling
 from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
+from .recipes import as_recipe as as_recipe
 from .recipes import check_recipe as check_recipe
 from .selection import KEPT as KEPT
 from .selection import kept_kind as kept_kind

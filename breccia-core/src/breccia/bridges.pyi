@@ -15,7 +15,7 @@ def compare(
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),

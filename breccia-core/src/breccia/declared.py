@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from collections.abc import Collection, Mapping
 from functools import cached_property
+from inspect import signature
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
 
 from . import targets
-from .errors import RecipeError, suggestion
+from .errors import RecipeError, UnsupportedError, did_you_mean, suggestion
 
 
 class InternedKey:
@@ -34,6 +37,13 @@ class Declared:
 
     name: ClassVar[str] = ""
     kind: ClassVar[str] = "declaration"
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Raises UnsupportedError (a TypeError) naming an unknown field, before a constructor that was made for the fields."""
+        for key in given:
+            if key not in getattr(cls, "__dataclass_fields__", given):
+                cls._refuse(key)
+        return object.__new__(cls)
 
     @cached_property
     def interned_key(self) -> InternedKey:
@@ -93,6 +103,13 @@ class Declared:
         return found.with_fields(fields)
 
     @classmethod
+    def _refuse(cls, key: str) -> None:
+        known = signature(cls.__init__).parameters
+        if key not in known and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+            names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+            raise UnsupportedError(f"{cls.__name__} has no field {key!r}{suggestion(key, names)}", field=key, known=names)
+
+    @classmethod
     def needed_fields(cls) -> list[str]:
         """The fields that have no default."""
         fields = (f for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
@@ -125,6 +142,23 @@ def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:
     found = cast("dict[str, Any]", listed)
     name, fields = found.get("name"), found.get("fields")
     return (name if isinstance(name, str) else None), (cast("dict[str, Any]", fields) if isinstance(fields, dict) else None)
+
+
+def settle(declared: Any, field: str, allowed: Collection[str], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Set a field to its spelling in `allowed`, from any case or from an alias. Raises RecipeError for another value.
+
+    aliases: canonical spellings by lower-case ones. They also match objects with such a name, such as dtypes.
+    """
+    value = getattr(declared, field)
+    if isinstance(value, str) and value in allowed:
+        return
+    name = getattr(value, "__name__", None) or getattr(value, "name", None) or value
+    text = value if isinstance(value, str) else str(name).rpartition(".")[2] if aliases else ""
+    found = aliases.get(text.lower()) or next((each for each in allowed if each.lower() == text.lower()), None)
+    if found is None:
+        named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
+        raise RecipeError(f"{field} must be {named}, got {value!r}{did_you_mean(text, allowed)}", **{field: value})
+    object.__setattr__(declared, field, found)
 
 
 def check_type(owner: str, field: str, value: Any, kind: type) -> None:

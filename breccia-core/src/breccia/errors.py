@@ -5,6 +5,7 @@ Programs read the values from the dict `error.found`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -85,8 +86,12 @@ class PluginWarning(UserWarning):
 
 def suggestion(name: str, known: list[str]) -> str:
     """`"; did you mean 'x'?"` for the most similar known name, if any; then the list of known names."""
+    return f"{did_you_mean(name, known) or '.'} Known: {', '.join(sorted(known)) or 'none'}."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the most similar known name; empty if none is similar."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"{hint} Known: {', '.join(sorted(known)) or 'none'}."
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -34,6 +34,8 @@ class Layout(Declared):
     partial: bool
     #: The memory order of codes and scales: "plain", or the name of a registered storage (see `Stored`).
     storage: ClassVar[str] = PLAIN
+    #: The fewest axes of a tensor under this layout.
+    least_ndim: ClassVar[int] = 1
 
     @property
     def plain(self) -> Layout:
@@ -94,9 +96,9 @@ class Layout(Declared):
             )
 
     def _check_ndim(self, shape: Shape, axis: int) -> None:
-        if len(shape) < max(2, -axis):
+        if len(shape) < max(self.least_ndim, -axis):
             raise LayoutError(
-                f"{type(self).__name__} requires data.ndim >= {max(2, -axis)}, got ndim={len(shape)}; "
+                f"{type(self).__name__} requires data.ndim >= {max(self.least_ndim, -axis)}, got ndim={len(shape)}; "
                 f"reshape it to (1, {shape[0] if shape else 1}) first.",
                 shape=shape,
                 axis=axis,
@@ -177,7 +179,7 @@ class PerBlockK(Layout):
 
 @dataclass(frozen=True)
 class PerChannel(Layout):
-    """One scale per row along the contraction axis: shape `(..., M, 1)`, or `(M,)`."""
+    """One scale per row along the contraction axis: shape `(..., M, 1)`, or `(M,)`; `(1,)` for a single row."""
 
     name: ClassVar[str] = "per_channel"
     partial: ClassVar[bool] = False  # type: ignore[misc]
@@ -188,7 +190,7 @@ class PerChannel(Layout):
     def scale_shapes(self, shape: Shape, axis: int = -1) -> tuple[Shape, ...]:
         kept = list(shape)
         kept[axis] = 1
-        return (tuple(kept), (shape[other_axis(axis)],))
+        return (tuple(kept), (shape[other_axis(axis)],)) if len(shape) > 1 else (tuple(kept),)
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class PerBlockMN(Layout):
     """
 
     name: ClassVar[str] = "per_block_mn"
+    least_ndim: ClassVar[int] = 2
     block_m: int = 1
     block_n: int = 32
     partial: bool = False

@@ -7,14 +7,35 @@ framework can then cast, decode and multiply it, and the conformance kit tests i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from .codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Codec
-from .declared import Declared, check_positive, check_type
-from .errors import RecipeError, UnsupportedError
+from . import targets
+from .codecs import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    INT4,
+    INT8,
+    MXINT8,
+    NF4,
+    UINT4,
+    UINT8,
+    Codec,
+    Integer,
+    Minifloat,
+)
+from .declared import Declared, check_positive, check_type, settle
+from .errors import RecipeError, UnknownNameError, UnsupportedError
 from .formats import NUMERICS, SENSES, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
@@ -22,6 +43,7 @@ from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, In
 _FP8: dict[str, Codec] = {"E4M3": E4M3, "E5M2": E5M2}
 _FP6: dict[str, Codec] = {"E2M3": E2M3, "E3M2": E3M2}
 _SCALE_FLOATS: dict[str, Codec] = {"fp16": F16, "bf16": BF16, "fp32": F32}
+_SCALE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "single": "fp32"}
 _FP8_RULES: dict[str, Any] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, TE)}
 _INTEGER_RULES: dict[str, Rule] = {rule.name: rule for rule in (LINEAR, RECIP, DIVIDE, HALF_RANGE)}
 _E8M0_RULES: dict[str, Rule] = {rule.name: rule for rule in (RCEIL, FLOOR, EVEN)}
@@ -75,6 +97,26 @@ class ScalingRecipe(Declared):
         return sha256({"numerics": NUMERICS, "recipe": self.name, "fields": fields})
 
 
+def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
+    """A recipe itself, or the recipe with that name or spec, as `breccia.recipe` reads it.
+
+    A spec is read once for each set of plug-ins. Raises what `breccia.recipe` raises, and UnsupportedError for other types.
+    """
+    if not isinstance(given, str):
+        check_recipe(given)
+        return given
+    known: dict[str, ScalingRecipe] = targets.load(targets.REGISTRY)().specs
+    found = known.get(given)
+    if found is None:
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        found = known[given] = recipe(given)
+    return found
+
+
+_REMEMBERED = 256
+
+
 def check_recipe(recipe: object) -> None:
     """Raise UnsupportedError unless `recipe` is a recipe; a class instead of an instance gets a hint."""
     if not isinstance(recipe, ScalingRecipe):
@@ -83,23 +125,21 @@ def check_recipe(recipe: object) -> None:
         raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {found}{hint}")
 
 
-def _check_one_of(field: str, value: object, allowed: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
-        raise RecipeError(f"{field} must be {named}, got {value!r}", **{field: value})
+def _check_fixed(recipe: ScalingRecipe, title: str, field: str, fixed: object, by: str = "") -> None:
+    """Raise RecipeError unless the field has its only value; text may be in any case."""
+    value = getattr(recipe, field)
+    if isinstance(value, str) and isinstance(fixed, str) and value.lower() == fixed.lower():
+        object.__setattr__(recipe, field, fixed)
+    elif value != fixed or type(value) is not type(fixed):
+        raise RecipeError(f"{title} {field} is fixed at {fixed!r}{by}, got {value!r}", **{field: value})
 
 
-def _check_fixed(recipe: str, field: str, value: object, fixed: object, by: str = "") -> None:
-    if value != fixed or type(value) is not type(fixed):
-        raise RecipeError(f"{recipe} {field} is fixed at {fixed!r}{by}, got {value!r}", **{field: value})
-
-
-def one_of(allowed: Iterable[object], by: str = "") -> dict[str, Any]:
+def one_of(allowed: Iterable[object], by: str = "", aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Metadata of a recipe's field that takes only these values; `check_choices` checks it, and `breccia recipes` lists them.
 
-    by: for a single value, what fixes it.
+    by: for a single value, what fixes it. aliases: canonical spellings by lower-case ones, as `settle` takes them.
     """
-    return {"choices": tuple(allowed), "by": by}
+    return {"choices": tuple(allowed), "by": by, "aliases": aliases or {}}
 
 
 def choices_of(kind: type[ScalingRecipe], name: str) -> tuple[tuple[Any, ...], str]:
@@ -115,13 +155,13 @@ def choices_of(kind: type[ScalingRecipe], name: str) -> tuple[tuple[Any, ...], s
 
 
 def check_choices(recipe: ScalingRecipe) -> None:
-    """Raise RecipeError for a field whose value is not among its choices."""
+    """Set fields with choices to their canonical spelling. Raises RecipeError for a value that is not among the choices."""
     for f in dataclasses.fields(recipe):  # type: ignore[arg-type]
-        value, (choices, by) = getattr(recipe, f.name), choices_of(type(recipe), f.name)
+        choices, by = choices_of(type(recipe), f.name)
         if len(choices) == 1:
-            _check_fixed(type(recipe).__name__.removesuffix("BlockScaling"), f.name, value, choices[0], by)
+            _check_fixed(recipe, type(recipe).__name__.removesuffix("BlockScaling"), f.name, choices[0], by)
         elif choices:
-            _check_one_of(f.name, value, choices)
+            settle(recipe, f.name, choices, f.metadata.get("aliases", {}))
 
 
 def _fp8_rule(scale_rule: str, power_of_two_scale: bool) -> Rule:
@@ -447,7 +487,7 @@ class INT4Scaling(_Integers):
     codecs: ClassVar[tuple[Codec, Codec]] = (UINT4, INT4)
     group_size: int = 128
     signed: bool = True
-    scale_dtype: str = field(default="fp16", metadata=one_of(_SCALE_FLOATS))
+    scale_dtype: str = field(default="fp16", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
     symmetric: bool = True
     scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
     offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")))
@@ -470,7 +510,7 @@ class INT8Scaling(_Integers):
     codecs: ClassVar[tuple[Codec, Codec]] = (UINT8, INT8)
     group_size: int | None = None
     signed: bool = True
-    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS))
+    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
     symmetric: bool = True
     scale_rule: str = field(default="linear", metadata=one_of(_INTEGER_RULES))
     offset: str = field(default="zero_point", metadata=one_of(("zero_point", "bias")))
@@ -488,7 +528,7 @@ class NF4Scaling(ScalingRecipe):
     name: ClassVar[str] = "nf4"
     source: ClassVar[str] = "QLoRA (arXiv:2305.14314), section 3"
     block_size: int = 64
-    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS))
+    scale_dtype: str = field(default="fp32", metadata=one_of(_SCALE_FLOATS, aliases=_SCALE_DTYPES))
 
     def __post_init__(self) -> None:
         check_positive("NF4Scaling", "block_size", self.block_size)
@@ -497,6 +537,50 @@ class NF4Scaling(ScalingRecipe):
     @cached_property
     def format(self) -> Format:
         return Format(NF4, (Level(_SCALE_FLOATS[self.scale_dtype], (1, self.block_size)),))
+
+
+def recipe(spec: str, **fields: Any) -> ScalingRecipe:
+    """The recipe with this name, from any plug-in, with the given fields.
+
+    spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
+        "fp8_block,block_m=128,power_of_two_scale=true".
+    Raises UnknownNameError with a suggestion, or RecipeError for a field.
+    """
+    if not isinstance(spec, str):
+        raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
+    name, *settings = (part.strip() for part in spec.split(","))
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
+        fields[field.strip()] = _field_value(value.strip())
+    found = targets.load(targets.REGISTRY)()
+    known: dict[str, type[ScalingRecipe]] = found.recipes
+    spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
+    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
+        raise UnknownNameError(
+            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
+            name=name,
+            known=held,
+        )
+    return found.look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
+
+
+def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
+    """Common names of a recipe's element format; empty if it depends on fields without defaults."""
+    if of.needed_fields():
+        return ()
+    element = of().format.element
+    kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
+    return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
+
+
+def _field_value(text: str) -> Any:
+    """`text` as a number or bool if it spells one, else unchanged."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
 
 
 RECIPES: tuple[type[ScalingRecipe], ...] = (

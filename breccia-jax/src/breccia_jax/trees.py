@@ -9,7 +9,7 @@ import jax
 from jax import tree_util
 
 import breccia
-from breccia.backend import FLOATS, BrecciaError, OptionError, ScaledTensor, ScalingRecipe, check_recipe, dtype_name
+from breccia.backend import FLOATS, BrecciaError, OptionError, ScaledTensor, ScalingRecipe, as_recipe, dtype_name
 
 from . import container
 
@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 _SIDE = 32
 
 
-def quantize(params: Tree, recipe: ScalingRecipe, filter: Filter | None = None, *, axis: int = -2) -> Tree:
+def quantize(params: Tree, recipe: ScalingRecipe | str, filter: Filter | None = None, *, axis: int = -2) -> Tree:
     """Replace the weights of a tree by ScaledTensors under `recipe`, with blocks along the contraction axis.
 
     filter: called with the path and the array of each leaf, as in filter("params/Dense_0/kernel", leaf); true for those to
@@ -34,7 +34,7 @@ def quantize(params: Tree, recipe: ScalingRecipe, filter: Filter | None = None, 
     Raises what `breccia.cast` raises, naming the leaf; OptionError if no leaf is chosen.
     """
     container.register()
-    check_recipe(recipe)
+    recipe = as_recipe(recipe)
     leaves, structure = tree_util.tree_flatten_with_path(params, is_leaf=_is_scaled)
     chosen = 0
     found: list[Any] = []

@@ -20,7 +20,7 @@ from breccia.backend import (
     ScalingRecipe,
     ShapeError,
     UnsupportedError,
-    check_recipe,
+    as_recipe,
     checks,
     components,
     dtype_name,
@@ -71,6 +71,11 @@ class ScaledWeight(nn.Module):
         return self._metadata.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
 
     @property
+    def __scaled_tensor__(self) -> ScaledTensor:
+        """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
+        return self.tensor
+
+    @property
     def recipe(self) -> ScalingRecipe:
         return self._metadata.recipe
 
@@ -90,8 +95,8 @@ def _as_words(part: Array) -> Array:
 class _Scaled(nn.Module):
     """A layer of one quantized weight (M, K), blocks along K."""
 
-    def _take(self, weight: ScaledWeight, activation: ScalingRecipe | None, prefer: str | None) -> None:
-        check_activation(activation)
+    def _take(self, weight: ScaledWeight, activation: ScalingRecipe | str | None, prefer: str | None) -> None:
+        activation = as_activation(activation)
         if len(weight.shape) != 2 or weight.tensor.axis != -1:
             raise ShapeError(
                 f"a layer has a weight of two axes with blocks along the last one; got shape {weight.shape} and axis "
@@ -136,12 +141,12 @@ class ScaledLinear(_Scaled):
         output_dims: int,
         bias: bool = True,
         *,
-        recipe: ScalingRecipe,
-        activation: ScalingRecipe | None = None,
+        recipe: ScalingRecipe | str,
+        activation: ScalingRecipe | str | None = None,
         prefer: str | None = None,
     ) -> None:
         super().__init__()
-        check_recipe(recipe)
+        recipe = as_recipe(recipe)
         linear = nn.Linear(input_dims, output_dims, bias)
         self._take(ScaledWeight(breccia.cast(linear.weight, recipe)), activation, prefer)
         if bias:
@@ -151,9 +156,9 @@ class ScaledLinear(_Scaled):
     def from_linear(
         cls,
         linear: nn.Linear,
-        recipe: ScalingRecipe,
+        recipe: ScalingRecipe | str,
         *,
-        activation: ScalingRecipe | None = None,
+        activation: ScalingRecipe | str | None = None,
         prefer: str | None = None,
     ) -> ScaledLinear:
         """Quantize `linear`'s weight under `recipe` and keep its bias. Raises what `breccia.cast` raises."""
@@ -191,14 +196,16 @@ class ScaledEmbedding(_Scaled):
     dtype: the dtype name of returned rows, that of the original weight; `set_dtype` of a model does not change it.
     """
 
-    def __init__(self, num_embeddings: int, dims: int, *, recipe: ScalingRecipe, prefer: str | None = None) -> None:
+    def __init__(self, num_embeddings: int, dims: int, *, recipe: ScalingRecipe | str, prefer: str | None = None) -> None:
         super().__init__()
-        check_recipe(recipe)
+        recipe = as_recipe(recipe)
         self._take(ScaledWeight(breccia.cast(nn.Embedding(num_embeddings, dims).weight, recipe)), None, prefer)
         self.dtype = "float32"
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, recipe: ScalingRecipe, *, prefer: str | None = None) -> ScaledEmbedding:
+    def from_embedding(
+        cls, embedding: nn.Embedding, recipe: ScalingRecipe | str, *, prefer: str | None = None
+    ) -> ScaledEmbedding:
         """Quantize `embedding`'s weight under `recipe`. Raises what `breccia.cast` raises."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -241,10 +248,11 @@ def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
     return ScaledTensor.from_parts(w.data[index], recipe=w.recipe, layout=layout, axis=-1, padding=w.padding, **parts)
 
 
-def check_activation(activation: Any) -> None:
-    """Raise UnsupportedError unless it is a recipe, or None."""
-    if activation is not None and not isinstance(activation, ScalingRecipe):
+def as_activation(activation: Any) -> ScalingRecipe | None:
+    """The recipe of activations, which may be given by name, or None. Raises UnsupportedError for anything else."""
+    if activation is not None and not isinstance(activation, ScalingRecipe | str):
         raise UnsupportedError(f"activation is a ScalingRecipe instance or None; got {activation!r}.", activation=activation)
+    return None if activation is None else as_recipe(activation)
 
 
 # ------------------------------------------------------------------------------------------------ quantize
@@ -252,9 +260,9 @@ def check_activation(activation: Any) -> None:
 
 def quantize(
     model: nn.Module,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     *,
-    activation: ScalingRecipe | None = None,
+    activation: ScalingRecipe | str | None = None,
     prefer: str | None = None,
     class_predicate: Predicate | None = None,
 ) -> None:
@@ -269,8 +277,7 @@ def quantize(
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself such a layer, and for a
     chosen module that is not; OptionError for other results of the predicate, and if no layer is chosen.
     """
-    check_recipe(recipe)
-    check_activation(activation)
+    recipe, activation = as_recipe(recipe), as_activation(activation)
     if not isinstance(model, nn.Module) or _makes(model):
         one = ": breccia_mlx.nn has from_linear and from_embedding for a single layer." if _makes(model) else "."
         raise UnsupportedError(f"quantize replaces layers of a model; got a {type(model).__name__}{one}")
@@ -318,8 +325,8 @@ def _check(path: str, module: Any, options: dict[str, Any]) -> None:
             "it in class_predicate.",
             path=path,
         )
-    check_activation(options["activation"])
     try:
+        options["recipe"], options["activation"] = as_recipe(options["recipe"]), as_activation(options["activation"])
         checks.check_cast(module.weight, options["recipe"])
         checks.fitted_layout(options["recipe"], tuple(module.weight.shape), -1)
     except BrecciaError as e:

@@ -22,7 +22,7 @@ from breccia.backend import (
     ScalingRecipe,
     ShapeError,
     UnsupportedError,
-    check_recipe,
+    as_recipe,
     components,
     dtype_name,
 )
@@ -117,6 +117,11 @@ class ScaledWeight(_WithMetadata):
         return ScaledTensor.from_parts(b["data"], b["scale"], *parts)
 
     @property
+    def __scaled_tensor__(self) -> ScaledTensor:
+        """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
+        return self.tensor
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight in high precision."""
         return self.tensor.shape
@@ -205,25 +210,26 @@ class ScaledLinear(_WithMetadata):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: ScalingRecipe,
-        activation: ScalingRecipe | None = None,
+        recipe: ScalingRecipe | str,
+        activation: ScalingRecipe | str | None = None,
     ) -> None:
-        check_recipe(recipe)
         linear = nn.Linear(in_features, out_features, bias, device, dtype)
         self._take(ScaledWeight(breccia.cast(linear.weight.detach(), recipe)), linear.bias, activation)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe: ScalingRecipe, *, activation: ScalingRecipe | None = None) -> Self:
+    def from_linear(
+        cls, linear: nn.Linear, recipe: ScalingRecipe | str, *, activation: ScalingRecipe | str | None = None
+    ) -> Self:
         """Quantize `linear`'s weight under `recipe` and keep its bias. Raises what `breccia.cast` raises."""
         return cls.in_place_of(linear, cls.quantized(linear.weight, recipe), activation)
 
     @classmethod
-    def quantized(cls, weight: Tensor, recipe: ScalingRecipe) -> ScaledWeight:
+    def quantized(cls, weight: Tensor, recipe: ScalingRecipe | str) -> ScaledWeight:
         """A layer's weight under `recipe`, with blocks along the contraction axis."""
         return ScaledWeight(breccia.cast(weight.detach(), recipe, axis=cls.contraction))
 
     @classmethod
-    def in_place_of(cls, linear: nn.Linear, weight: ScaledWeight, activation: ScalingRecipe | None = None) -> Self:
+    def in_place_of(cls, linear: nn.Linear, weight: ScaledWeight, activation: ScalingRecipe | str | None = None) -> Self:
         """A layer with `linear`'s bias and an already quantized weight.
 
         Raises ShapeError unless the weight has the shape of `linear`'s, with blocks along its rows.
@@ -238,12 +244,12 @@ class ScaledLinear(_WithMetadata):
         self._take(weight, linear.bias, activation)
         return self.train(linear.training)
 
-    def _take(self, weight: ScaledWeight, bias: nn.Parameter | None, activation: ScalingRecipe | None) -> None:
+    def _take(self, weight: ScaledWeight, bias: nn.Parameter | None, activation: ScalingRecipe | str | None) -> None:
         super().__init__()
-        check_activation(activation)
         self._check_weight(weight)
         self.in_features, self.out_features = weight.shape if self.contraction == -2 else weight.shape[::-1]
-        self.weight, self.bias, self.activation = weight, bias, activation
+        self.weight, self.bias = weight, bias
+        self.activation = None if activation is None else as_recipe(activation)
 
     def _check_weight(self, weight: ScaledWeight) -> None:
         if len(weight.shape) != 2 or weight.axis != -1:
@@ -331,7 +337,7 @@ class ScaledExperts(ScaledWeight):
         self.dtype = dtype
 
     @classmethod
-    def quantized(cls, weight: Tensor, recipe: ScalingRecipe, axis: int = -1) -> ScaledExperts:
+    def quantized(cls, weight: Tensor, recipe: ScalingRecipe | str, axis: int = -1) -> ScaledExperts:
         """A 3-D parameter under `recipe`, each expert cast alone, with blocks along `axis`."""
         return cls(breccia.stack([breccia.cast(one, recipe, axis=axis) for one in weight.detach()]), weight.dtype)
 
@@ -388,9 +394,3 @@ class ScaledExperts(ScaledWeight):
 
 
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)
-
-
-def check_activation(activation: Any) -> None:
-    """Raise UnsupportedError unless it is a recipe, or None."""
-    if activation is not None and not isinstance(activation, ScalingRecipe):
-        raise UnsupportedError(f"activation is a ScalingRecipe instance or None; got {activation!r}.", activation=activation)

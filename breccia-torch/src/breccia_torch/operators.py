@@ -27,6 +27,7 @@ from breccia.backend import (
     ScalingRecipe,
     Stored,
     UnsupportedError,
+    as_recipe,
     calls,
     checks,
     components,
@@ -438,6 +439,16 @@ def _constant(function: Any) -> Any:
     return torch.compiler.assume_constant_result(function)
 
 
+def _named(recipe: Any) -> Any:
+    """The recipe, of which only the name may have been given."""
+    return _of_name(recipe) if isinstance(recipe, str) else recipe
+
+
+@_constant
+def _of_name(name: str) -> ScalingRecipe:
+    return as_recipe(name)
+
+
 @_constant
 def _names(kind: type) -> tuple[str, ...]:
     """The fields of a recipe or layout class."""
@@ -548,6 +559,7 @@ def cast(
     prefer: Any = None,
 ) -> ScaledTensor:
     """`breccia.cast` under a compiler."""
+    recipe = _named(recipe)
     _plain_call("cast", storage=_other_than_plain(storage), out=out, prefer=prefer)
     kind, fields = type(recipe), _fields(recipe)
     options = _options(x, axis, scale, rounding, seed, nonfinite)
@@ -610,6 +622,7 @@ def cast_pair(
     prefer: Any = None,
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """`breccia.cast_pair` under a compiler."""
+    recipe = _named(recipe)
     _plain_call("cast_pair", storage=_other_than_plain(storage), prefer=prefer)
     kind, fields = type(recipe), _fields(recipe)
     options = _options(x, -1, None, rounding, seed, nonfinite)
@@ -639,6 +652,7 @@ def requantize(
     prefer: Any = None,
 ) -> ScaledTensor:
     """`breccia.requantize` under a compiler."""
+    recipe = _named(recipe)
     given = _other_than_plain(storage)
     _plain_call("requantize", require_exact=require_exact or None, storage=given, out=out, prefer=prefer)
     flat = _flat(st)
@@ -666,6 +680,7 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
 
 def cast_matmul(x: Array, recipe: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, prefer: Any = None) -> Array:
     """`breccia.cast_matmul` under a compiler."""
+    recipe = _named(recipe)
     _plain_call("cast_matmul", prefer=prefer)
     text = _text(type(recipe), _fields(recipe))
     return torch.ops.breccia.cast_matmul(x, text, *_flat(b), _dtype_name(out_dtype), bias)
@@ -689,6 +704,7 @@ def cast_ste(
     prefer: Any = None,
 ) -> Array:
     """`breccia.cast_ste` under a compiler."""
+    recipe = _named(recipe)
     _plain_call("cast_ste", prefer=prefer)
     text = _text(type(recipe), _fields(recipe))
     return torch.ops.breccia.cast_ste(x, text, *_options(x, axis, scale, rounding, seed, nonfinite), "", 0.0, 0.0)
@@ -709,6 +725,7 @@ def cast_ste_clipped(
     prefer: Any = None,
 ) -> Array:
     """`breccia.cast_ste_clipped` under a compiler."""
+    recipe = _named(recipe)
     _plain_call("cast_ste_clipped", prefer=prefer)
     kind, fields = type(recipe), _fields(recipe)
     bounds = _bounds(kind, fields, clip_min, clip_max, clip)

@@ -18,7 +18,7 @@ from breccia.backend import (
     OptionError,
     ScalingRecipe,
     UnsupportedError,
-    check_recipe,
+    as_recipe,
     checks,
     kept_kind,
     part_shapes,
@@ -26,7 +26,7 @@ from breccia.backend import (
     targets,
 )
 
-from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
+from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -61,12 +61,12 @@ class QuantizeSummary:
 
 def quantize_(
     model: nn.Module,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     filter_fn: Filter | None = None,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    activation: ScalingRecipe | None = None,
+    activation: ScalingRecipe | str | None = None,
 ) -> QuantizeSummary:
     """Quantize the linear layers and the experts of `model` under `recipe`, in place.
 
@@ -88,8 +88,8 @@ def quantize_(
     chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; OptionError if no
     layer is chosen, and for patterns that match no weight or come with filter_fn.
     """
-    check_recipe(recipe)
-    check_activation(activation)
+    recipe = as_recipe(recipe)
+    activation = None if activation is None else as_recipe(activation)
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
         way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
         raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")

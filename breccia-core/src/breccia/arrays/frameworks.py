@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Floating dtypes `cast` reads and `dequantize` writes, by the names common to all frameworks.
 FLOATS = ("float32", "float16", "bfloat16")
+#: Other spellings of these names.
+FLOAT_ALIASES = {"fp32": "float32", "single": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ def output_dtype(dtype: Any) -> str:
     if type(dtype) is str and dtype in FLOATS:
         return dtype
     name = dtype.__name__ if isinstance(dtype, type) else dtype_name(dtype)
+    name = FLOAT_ALIASES.get(name.lower(), name)
     if name not in FLOATS:
         raise UnsupportedError(f"out_dtype is one of {', '.join(FLOATS)} in any framework's spelling; got {dtype!r}.")
     return name

@@ -26,7 +26,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, targets
-from ..api import PLAIN_OPERAND, recipe
+from ..api import PLAIN_OPERAND
 from ..api import explain as explain_call
 from ..declared import spelled
 from ..dispatch.explanation import Explanation
@@ -35,6 +35,7 @@ from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
 from ..errors import BrecciaError, PluginError, PluginWarning
 from ..formats import Level
+from ..recipes import recipe
 from ..siblings import SIBLINGS, Sibling
 from .doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from .recipes import SIDE, Listed, covered, listed

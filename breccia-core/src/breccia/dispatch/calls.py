@@ -14,6 +14,7 @@ from ..errors import BrecciaError
 from ..options import DEFAULT, CastOptions
 from ..recipes import ScalingRecipe
 from ..targets import load
+from ..tensors.components import is_row
 from ..tensors.tensor import ScaledTensor
 from .call import NO_OPTIONS, Options
 from .kernel import Prefer
@@ -52,6 +53,8 @@ def cast_pair(
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
     """The values of `st` in the floating dtype named."""
+    if st.data.ndim == 1 and is_row(st):
+        return load("breccia.kernels.composites:dequantize_row")(st, out_dtype, out, prefer)
     options = NO_OPTIONS if out is None and out_dtype == "float32" else _given(out_dtype=out_dtype, out=out)
     chosen = registry().table.choose("dequantize", framework_of(st.data).name, st, None, None, options, prefer)
     found = _run(chosen, st, out_dtype, out)
@@ -69,6 +72,8 @@ def requantize(
     prefer: Prefer = None,
 ) -> ScaledTensor:
     """`st` under another recipe, blocks along the same axis; `options.axis` is ignored."""
+    if st.data.ndim == 1 and is_row(st):
+        return load("breccia.kernels.composites:requantize_row")(st, recipe, options, require_exact, prefer)
     given: Any = options if not require_exact else Options(options.given(), require_exact=True)
     chosen = registry().table.choose("requantize", framework_of(st.data).name, st, None, recipe, given, prefer)
     found = _run(chosen, st, recipe, options, require_exact)

@@ -24,7 +24,7 @@ class Verdict:
         return targets.locate(self.kernel.target)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The result of `breccia.explain`: print it, or read its fields.
 
@@ -88,3 +88,5 @@ class Explanation:
         if self.fault:
             lines.append(f"  {self.fault}")
         return "\n".join(lines)
+
+    __repr__ = __str__

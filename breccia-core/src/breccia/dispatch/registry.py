@@ -159,6 +159,8 @@ class Registry:
         prefer = _list(environ.get("BRECCIA_PREFER", ""))
         tracing = environ.get("BRECCIA_TRACE", "") not in ("", "0")
         auditing = environ.get("BRECCIA_CHECK", "") not in ("", "0")
+        #: The recipes of specs read so far; see `recipes.as_recipe`.
+        self.specs: dict[str, ScalingRecipe] = {}
         #: The framework of each type of array met so far; see `frameworks.framework_of`.
         self.types: dict[type, Framework] = {}
         self.table = Table(self.declared["breccia_kernels"].values(), prefer, tracing, self.frameworks, auditing)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays.frameworks import dtype_name
+from ..arrays.frameworks import dtype_name, ops_of
 from ..dispatch import calls
+from ..dispatch.kernel import Prefer
 from ..options import DEFAULT, PLAIN, CastOptions
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
@@ -26,6 +27,20 @@ def requantize(
 ) -> ScaledTensor:
     """`reference.requantize` on the kernels of `dequantize` and `cast`."""
     return reference.requantize(st, recipe, options, require_exact, FOUND)
+
+
+def dequantize_row(st: ScaledTensor, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    """`dequantize` of a 1-D tensor of blocks, as a matrix of one row: kernels receive matrices."""
+    row = calls.dequantize(st.reshape(1, *st.shape), out_dtype, None, prefer)[0]
+    return reference.result(ops_of(row), row, "float32", out)
+
+
+def requantize_row(
+    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions, require_exact: bool, prefer: Prefer
+) -> ScaledTensor:
+    """`requantize` of a 1-D tensor of blocks, likewise. A supplied `scale` has the shape of the matrix's."""
+    row = calls.requantize(st.reshape(1, *st.shape), recipe, options.replace(out=None), require_exact, prefer)[0]
+    return reference.assigned(options.out, row)
 
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:

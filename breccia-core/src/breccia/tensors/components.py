@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ..arrays.frameworks import ops_of
 from ..errors import LayoutError
 from ..formats import TENSOR, Block
-from .grids import Cut, Grid, data_grid, packing, scale_grid
+from ..layouts import other_axis
+from ..options import PLAIN
+from .grids import Cut, Grid, data_grid, packing, scale_grid, whole_unit
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -25,6 +27,11 @@ def components(st: ScaledTensor) -> dict[str, Any]:
 def scale_block(st: ScaledTensor, name: str) -> Block:
     """The block covered by each item of the component `name` (scale, zero_point or global_scale)."""
     return TENSOR if name == "global_scale" else st.layout.block(st.axis)
+
+
+def is_row(st: ScaledTensor) -> bool:
+    """Whether the tensor is one row with its own blocks: 1-D. Kernels decode it as a matrix of one row."""
+    return len(st.data.shape) == 1 and st.layout.storage == PLAIN and st.layout.block() != TENSOR
 
 
 def part_grids(st: ScaledTensor) -> dict[str, Grid]:
@@ -48,20 +55,29 @@ def part_grids(st: ScaledTensor) -> dict[str, Grid]:
 
 
 def check_dropped(st: ScaledTensor, cuts: tuple[Cut, ...], grids: dict[str, Grid]) -> None:
-    """Raise LayoutError where an integer index would drop an axis that codes or scales need."""
+    """Raise LayoutError where an integer index would drop an axis that codes or scales need.
+
+    The contraction axis can be dropped under one scale and 8-bit codes, the other one where blocks are one row high.
+    """
     dropped = [axis for axis in (-2, -1)[-len(cuts) :] if isinstance(cuts[axis], int)]
     if not dropped:
         return
     left = sum(not isinstance(cut, int) for cut in cuts)
-    one_scale = st.layout.block(st.axis) == TENSOR and packing(st.recipe.format.element) == (1, 1)
-    spans = max(sum(not isinstance(cuts[along.axis], int) for along in grid) for name, grid in grids.items() if name != "data")
-    if left and one_scale and spans <= max(left - 2, 0):
+    block, codec = st.layout.block(st.axis), st.recipe.format.element
+    free = {st.axis: block == TENSOR and packing(codec) == (1, 1), other_axis(st.axis): block == TENSOR or block[0] == 1}
+    needed = [axis for axis in dropped if not free[axis]]
+    # A scale of whole matrices follows leading axes, one of which becomes the rows of a matrix.
+    whole = [grid for name, grid in grids.items() if name != "data" and scale_block(st, name) == TENSOR]
+    spans = max((sum(not isinstance(cuts[along.axis], int) for along in grid) for grid in whole), default=0)
+    if left >= st.layout.least_ndim and not needed and spans <= max(left - 2, 0):
         return
-    axis = dropped[0]
-    keep = "st[..., i:i+1, :]" if axis == -2 else "st[..., i:i+1]"
+    axis = (needed or dropped)[0]
+    unit = whole_unit(grids.values(), len(cuts) + axis)
+    cut = "i:i+1" if unit == 1 else f"i:i+{unit}"
+    keep = f"st[..., {cut}, :]" if axis == -2 else f"st[..., {cut}]"
     raise LayoutError(
-        f"axis {axis} of shape {st.shape} cannot be dropped: {st.layout} and {st.recipe.format.element.name} codes need it. "
-        f"Keep it with length 1, {keep}, or dequantize first.",
+        f"axis {axis} of shape {st.shape} cannot be dropped: {st.layout} and {codec.name} codes need it. "
+        f"Keep it: {keep}{', i a multiple of ' + str(unit) if unit > 1 else ''}; or dequantize first.",
         axis=axis,
         shape=st.shape,
     )

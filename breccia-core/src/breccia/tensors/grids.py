@@ -204,7 +204,7 @@ def spanned(stored: int, ndim: int, block: Block) -> int:
     """The number of leading axes that a scale of `stored` axes spans; -1 for PerChannel's (M,), which spans none."""
     if block == TENSOR:
         return stored
-    return ndim - 2 if stored == ndim else -1
+    return max(ndim - 2, 0) if stored == ndim else -1
 
 
 def expanded(ops: Ops, scale: Array, lead: int, shape: Shape, axis: int, block: Block) -> Array:

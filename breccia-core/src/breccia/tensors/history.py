@@ -8,7 +8,7 @@ from typing import Any
 from ..arrays.frameworks import ops_of
 from ..codecs import F32_INF, MAGNITUDE, NORMAL
 from ..errors import UnsupportedError
-from ..recipes import DelayedScaling
+from ..recipes import DelayedScaling, as_recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class AmaxHistory:
     scale: Any = 1.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.recipe, str):
+            object.__setattr__(self, "recipe", as_recipe(self.recipe))
         if not isinstance(self.recipe, DelayedScaling):
             raise UnsupportedError(f"AmaxHistory needs a DelayedScaling recipe, got {self.recipe!r}.")
 

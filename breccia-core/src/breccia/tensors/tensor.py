@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import targets
 from ..arrays.frameworks import dtype_name, framework_of, ops_of
@@ -14,13 +15,15 @@ from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, PerGroupIndex, Shape, Stored
 from ..options import PLAIN
-from ..recipes import ScalingRecipe
+from ..recipes import ScalingRecipe, as_recipe
+from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
 from .components import PARTS, check_dropped, components, digest_facts, part_grids, scale_block, stored_parts
 from .grids import (
     Cut,
     check_axis,
     check_cut,
+    expanded,
     inferred,
     kept,
     packing,
@@ -30,6 +33,7 @@ from .grids import (
     reshape_leading,
     whole_unit,
 )
+from .printing import line, table
 from .storing import check_layout, checked_plain, one_scale_per_block, plain_of, storage_of
 
 
@@ -46,6 +50,8 @@ class ScaledTensor:
     shape: the logical shape. Required only where `data` ends in padding codes.
 
     Frozen; equal and hashed by identity; never converts to floating point implicitly (see `breccia.dequantize`).
+    Operations also accept an object that contains a tensor, such as the weight of a quantized layer: its attribute
+    `__scaled_tensor__` returns it.
     Raises TypeError or ValueError (their breccia subclasses) where components contradict each other.
     """
 
@@ -63,7 +69,7 @@ class ScaledTensor:
         self,
         data: Any,
         scale: Any,
-        recipe: ScalingRecipe,
+        recipe: ScalingRecipe | str,
         layout: Layout,
         zero_point: Any = None,
         global_scale: Any = None,
@@ -78,7 +84,7 @@ class ScaledTensor:
         if layout is None:
             raise LayoutError("layout is required: a breccia.layouts.Layout such as breccia.PerTensor().")
         if not isinstance(recipe, ScalingRecipe):
-            raise UnsupportedError(f"recipe must be a ScalingRecipe instance, got {recipe!r}.")
+            recipe = as_recipe(recipe)
         if not isinstance(layout, Layout):
             raise UnsupportedError(f"layout must be a Layout instance, got {layout!r}.")
         check_layout(layout)
@@ -118,6 +124,20 @@ class ScaledTensor:
     @property
     def ndim(self) -> int:
         return len(self.data.shape) if self.layout.storage == PLAIN else len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of logical elements: an int, as in NumPy and JAX, on every framework. `len(st)` is the first length."""
+        return math.prod(self.shape)
+
+    def numel(self) -> int:
+        """The number of logical elements, as in torch."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that `dequantize` returns by default, FP32, as the framework's object; `data_dtype` is that of codes."""
+        return ops_of(self.data).constant(0.0, self.data).dtype
 
     @property
     def storage(self) -> str:
@@ -164,6 +184,20 @@ class ScaledTensor:
         parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.padding)
         return ScaledTensor.from_parts(data, scale, *parts)
 
+    @property
+    def T(self) -> ScaledTensor:
+        """The transpose of a matrix, which is `mT`. Raises LayoutError for other ranks, where NumPy and torch disagree."""
+        if self.ndim != 2:
+            raise LayoutError(
+                f"T is the transpose of a matrix; this tensor has shape {self.shape}. st.mT swaps the last two axes.",
+                shape=self.shape,
+            )
+        return self.mT
+
+    def dequantize(self, *, out_dtype: Any = "float32", out: Any = None, prefer: str | Sequence[str] | None = None) -> Any:
+        """`breccia.dequantize(st)`, with its options."""
+        return targets.load("breccia.api:dequantize")(self, out_dtype=out_dtype, out=out, prefer=prefer)
+
     def to_plain(self) -> ScaledTensor:
         """The same tensor in plain storage: itself, if it is plain."""
         layout = self.layout
@@ -207,8 +241,9 @@ class ScaledTensor:
         """The tensor at a basic index: integers, slices, an Ellipsis, or a tuple of them. Components are views where possible.
 
         Leading axes take any index. The last two keep whole blocks and whole bytes of packed codes: if such a unit is longer
-        than one element, a slice must start and stop at its multiples or at the end. An integer drops its axis; for the last
-        two axes this requires 8-bit codes and per-tensor scales.
+        than one element, a slice must start and stop at its multiples or at the end. An integer drops its axis: any axis that
+        blocks do not run along, where they are one row high (`st[0]` is the first row of a matrix); the contraction axis
+        only under per-tensor scales and 8-bit codes. Blocks of what is left run along its last axis.
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
         """
@@ -306,20 +341,32 @@ class ScaledTensor:
     def _cut(self, cuts: tuple[Cut, ...]) -> ScaledTensor:
         """Apply `cuts`, one per axis."""
         self = self.to_plain()
+        drops = any(isinstance(cut, int) for cut in cuts[-2:])
+        self = self._with_column_scales() if drops else self
         shape, grids = self.shape, part_grids(self)
         check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
             check_cut(cut, axis, length, whole_unit(grids.values(), axis))
         ops = ops_of(self.data)
         parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in components(self).items()}
-        if any(isinstance(cut, int) for cut in cuts[-2:]):
-            return self._with(parts, axis=-1)  # one scale covers all, whichever axis remains
         along, length = cuts[self.axis], shape[self.axis]
-        assert not isinstance(along, int)
+        if isinstance(along, int):
+            return self._with(parts, axis=-1)  # one scale covers all, whichever axis remains
         left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
         layout = self.layout if along == range(length) else self.layout.along(along)
         to_the_end = isinstance(along, range) and along.stop == length
-        return self._with(parts, layout=layout.fitted(left, self.axis), padding=self.padding if to_the_end else 0)
+        axis = -1 if drops else self.axis
+        return self._with(parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
+
+    def _with_column_scales(self) -> ScaledTensor:
+        """The tensor with PerChannel's scales (M,) as (..., M, 1), from which rows can be taken."""
+        block, shape = self.layout.block(self.axis), self.shape
+        if block != (1, None) or len(self.scale.shape) == len(shape):
+            return self
+        ops, parts = ops_of(self.data), components(self)
+        scales = {name: part for name, part in parts.items() if name in ("scale", "zero_point")}
+        wide = {name: expanded(ops, part, len(shape[:-2]), shape, self.axis, block) for name, part in scales.items()}
+        return self._with(parts | wide)
 
     def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
         """A copy with exactly these components, and other fields changed."""
@@ -342,13 +389,18 @@ class ScaledTensor:
         raise UnsupportedError("a ScaledTensor is not an array; breccia.dequantize(st) returns its values, st.data its codes.")
 
     def __repr__(self) -> str:
-        axis = "" if self.axis == -1 else f", axis={self.axis}"
-        axis += "" if self.layout.storage == PLAIN else f", storage={self.layout.storage!r}"
-        return (
-            f"breccia.ScaledTensor(shape={self.shape}, data_dtype={self.data_dtype}, "
-            f"scale_shape={tuple(self.scale.shape)}, recipe={type(self.recipe).__name__}, "
-            f"layout={type(self.layout.plain).__name__}{axis})"
-        )
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        return table(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Runs only for missing attributes: an array's get the call to make."""
+            advice = ADVICE.get(name)
+            hint = f": {advice}." if advice else ""
+            raise AttributeError(f"'ScaledTensor' object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
 def restored(
@@ -426,6 +478,11 @@ def transposed(layout: Layout) -> Layout:
     return layout.mT
 
 
+def scaled(x: Any) -> Any:
+    """The ScaledTensor that `x` contains, which its attribute `__scaled_tensor__` returns; other values unchanged."""
+    return x if isinstance(x, ScaledTensor) else getattr(x, "__scaled_tensor__", x)
+
+
 def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
     """Whether `a` and `b`, of any frameworks, are the same tensor bit by bit
 
@@ -434,6 +491,7 @@ def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
 
     Raises UnsupportedError unless both are ScaledTensors.
     """
+    a, b = scaled(a), scaled(b)
     for name, st in (("a", a), ("b", b)):
         if not isinstance(st, ScaledTensor):
             raise UnsupportedError(f"bytes_equal compares ScaledTensors; {name} is {type(st).__name__}.")
@@ -447,7 +505,7 @@ def bytes_equal(a: ScaledTensor, b: ScaledTensor) -> bool:
 def from_buffer(
     data: Any,
     scale: Any,
-    recipe: ScalingRecipe,
+    recipe: ScalingRecipe | str,
     layout: Layout,
     zero_point: Any = None,
     global_scale: Any = None,

@@ -26,10 +26,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import breccia
 from breccia import bridges
-from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, check_recipe, components
+from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, as_recipe, components
 
 from ..checkpoint import check_all_quantized, stacked
-from ..nn import STATE, ScaledExperts, ScaledLinear, ScaledWeight, check_activation
+from ..nn import STATE, ScaledExperts, ScaledLinear, ScaledWeight
 from ..quantize import expert_parameters, is_conv1d, quantize_, replace, replace_experts, scaled_class
 
 METHOD = "breccia"
@@ -65,14 +65,13 @@ class BrecciaConfig(QuantizationConfigMixin):
                 unknown=tuple(unknown),
             )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]
-        self.recipe, self.activation = _recipe(recipe), _recipe(activation)
-        check_recipe(self.recipe)
-        check_activation(self.activation)
+        self.recipe, self.activation = _recipe(recipe), None if activation is None else _recipe(activation)
         self.modules_to_not_convert = modules_to_not_convert
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds."""
-        found = {"quant_method": METHOD, "breccia_version": breccia.__version__, "recipe": self.recipe.to_dict()}
+        found: dict[str, Any] = {"quant_method": METHOD, "breccia_version": breccia.__version__}
+        found["recipe"] = self.recipe.to_dict()
         if self.activation is not None:
             found["activation"] = self.activation.to_dict()
         if self.modules_to_not_convert:
@@ -80,10 +79,8 @@ class BrecciaConfig(QuantizationConfigMixin):
         return found
 
 
-def _recipe(found: Any) -> Any:
-    if isinstance(found, str):
-        return breccia.recipe(found)
-    return ScalingRecipe.from_json(json.dumps(found)) if isinstance(found, dict) else found
+def _recipe(found: Any) -> ScalingRecipe:
+    return ScalingRecipe.from_json(json.dumps(found)) if isinstance(found, dict) else as_recipe(found)
 
 
 @register_quantizer(METHOD)

@@ -16,6 +16,7 @@ from ...rules import flushed, saturated
 from ...tensors.checks import check_codes, contraction_axis
 from ...tensors.components import PARTS
 from ...tensors.grids import packing
+from ...tensors.printing import description
 from ...tensors.tensor import ScaledTensor
 from ..checks import check_cast, fitted_layout
 from .packing import pack
@@ -240,7 +241,8 @@ def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
         for _, a, b in parts
     )
     if not fits:
-        raise LayoutError(f"out= is {out!r}, but the cast returns {written!r}; allocate it with the same call once.")
+        asked, found = description(out), description(written)
+        raise LayoutError(f"out= is {asked}, but the cast returns {found}; allocate it with the same call once.")
     same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
     for _, a, b in parts:
         if b is not None:
