@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import breccia
 from breccia.arrays.frameworks import dtype_name, ops_of
-from breccia.bridges import load_safetensors, save_safetensors
+from breccia.backend import components
+from breccia.bridges import load_safetensors, safetensors_metadata, save_safetensors
 from breccia_bridges.safetensors import (
     Config,
     describe,
@@ -358,7 +360,7 @@ def test_an_existing_file_is_replaced_unless_force_is_false(tmp_path: Path) -> N
         (
             {},
             {"schema": "7"},
-            "extra_metadata key 'schema' is reserved: schema, breccia_version and all keys that end",
+            "extra_metadata key 'schema' is reserved: schema, breccia_version, breccia_scope and all keys that end",
         ),
         ({}, {"breccia_version": "7"}, "extra_metadata key 'breccia_version' is reserved"),
         ({}, {"x.config": "{}"}, "extra_metadata key 'x.config' is reserved"),
@@ -699,3 +701,24 @@ def test_old_files_are_checked_too(tmp_path: Path) -> None:
 def test_swapped_arguments_of_save_are_reported(tmp_path: Path) -> None:
     with pytest.raises(breccia.UnsupportedError, match=r"takes \(tensors, path\): a mapping of names first; got str"):
         save_safetensors(str(tmp_path / "x.safetensors"), {})  # type: ignore[arg-type]
+
+
+def test_components_may_be_in_different_files_where_the_configs_are_about_the_checkpoint(tmp_path: Path) -> None:
+    """As in shards that transformers writes, which are cut between any two tensors."""
+    values = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    scaled = breccia.cast(values, "nvfp4")
+    metadata = safetensors_metadata({"w": scaled, "v": scaled})
+    assert metadata["breccia_scope"] == "checkpoint"
+    held = {part: a.view("u1") if part == "scale" else a for part, a in components(scaled).items()}
+    parts = {f"{name}.{part}": a for name in "wv" for part, a in held.items()}
+    save_file({"w.data": parts["w.data"], "v.data": parts["v.data"]}, tmp_path / "a.safetensors", metadata)
+    rest = {n: a for n, a in parts.items() if not n.endswith("data")}
+    save_file(rest, tmp_path / "b.safetensors", metadata)
+    save_file({"plain": np.ones(3, np.float32)}, tmp_path / "c.safetensors", metadata)
+    found = load_safetensors(tmp_path)
+    assert set(found) == {"w", "v", "plain"}
+    assert breccia.bytes_equal(found["w"], scaled) and breccia.bytes_equal(found["v"], scaled)
+    assert set(load_safetensors(tmp_path / "c.safetensors")) == {"plain"}
+    message = r"a\.safetensors: tensor '[wv]': it has a config, but the file has no .\.scale"
+    with pytest.raises(breccia.CorruptFileError, match=message):
+        load_safetensors(tmp_path / "a.safetensors")

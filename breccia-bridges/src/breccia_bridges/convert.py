@@ -206,7 +206,7 @@ class _Plan:
 def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: Advance) -> list[TensorReport]:
     container = planned.container
     digests: dict[str, str] = {}
-    extra = {k: v for k, v in container.metadata.items() if k not in ("schema", "breccia_version")}
+    extra = {k: v for k, v in container.metadata.items() if k not in ("schema", "breccia_version", "breccia_scope")}
     with open_writer(destination, planned.described, extra) as writer:
         for name, reason in planned.reasons.items():
             if reason:

@@ -52,8 +52,9 @@ from .safetensors_file import DTYPES, Container, Entry, Shape, Writer, check_tex
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
-_RESERVED = ("schema", "breccia_version")
-#: The metadata's "scope" where its configs are about all files of a checkpoint, not about one file.
+_SCOPE = "breccia_scope"
+_RESERVED = ("schema", "breccia_version", _SCOPE)
+#: The metadata's scope where its configs are about all files of a checkpoint, not about one file.
 CHECKPOINT = "checkpoint"
 _ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
 
@@ -227,10 +228,10 @@ def open_writer(
 def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]:
     """The metadata of files whose tensors another library writes: `{name}.data`, `{name}.scale`, ..., in plain storage.
 
-    Every file of the checkpoint gets all of it ("scope": "checkpoint"), whichever components it holds.
+    Every file of the checkpoint gets all of it ("breccia_scope": "checkpoint"), whichever components it holds.
     """
     configs = {name: config for name, st in tensors.items() if (config := describe(name, st)[1]) is not None}
-    return _metadata(configs, {"scope": CHECKPOINT})
+    return _metadata(configs, {}) | {_SCOPE: CHECKPOINT}
 
 
 def write_tensor(writer: Writer, name: str, tensor: ScaledTensor | Array) -> None:
@@ -306,7 +307,7 @@ class _Files:
 def opened(path: Path) -> list[Any]:
     """The containers of a file or a folder: one for each file; one for all where their configs are about the checkpoint."""
     containers = [Container(file) for file in (checkpoint_files(path) if path.is_dir() else [path])]
-    if len(containers) > 1 and any(one.metadata.get("scope") == CHECKPOINT for one in containers):
+    if len(containers) > 1 and any(one.metadata.get(_SCOPE) == CHECKPOINT for one in containers):
         return [_Files(path, containers)]
     return containers
 
@@ -363,7 +364,7 @@ def read_configs(container: Container, undeclared: dict[str, Undeclared] | None 
             schema=schema,
         )
     configs: dict[str, Config] = {}
-    if metadata.get("scope") == CHECKPOINT:
+    if metadata.get(_SCOPE) == CHECKPOINT:
         names = [name for name in names if any(f"{name}.{part}" in entries for part in PARTS)]
     owners = _owners(names)
     for name in names:
