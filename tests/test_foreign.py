@@ -16,7 +16,6 @@ from conftest import Run
 
 import breccia
 from breccia.bridges import compare, convert, load_safetensors
-from breccia_bridges import measure
 from breccia_bridges.checkpoint import INDEX
 from breccia_bridges.foreign import FORMATS
 from breccia_bridges.inspection import inspected
@@ -121,7 +120,7 @@ def sharded(path: Path, tensors: dict[str, Entry]) -> Path:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F8_E8M0", "U8"])
 def test_block_fp8_is_quantized_again_from_its_decoded_values(dtype: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(measure, "SLAB", 1 << 14)  # several slabs for each tensor
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 1 << 14)  # several slabs for each tensor
     tensors, recipe = deepseek(dtype), breccia.NVFP4BlockScaling()
     report = convert(sharded(tmp_path / "ds", tensors), tmp_path / "out", recipe)
     loaded = load_safetensors(tmp_path / "out")
@@ -215,7 +214,7 @@ def test_other_block_sizes_come_from_config_json(tmp_path: Path) -> None:
 def test_memory_stays_that_of_a_slab_of_whole_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"w": codes(2048, 512), "w_scale_inv": scales("F32", 16, 4)}
     path = write(tmp_path / "m.safetensors", tensors)
-    monkeypatch.setattr(measure, "SLAB", 1 << 16)
+    monkeypatch.setattr("breccia.kernels.measuring.SLAB", 1 << 16)
     convert(path, tmp_path / "o.safetensors", breccia.NVFP4BlockScaling())  # imports what it needs
     tracemalloc.start()
     try:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import PARTS
+from breccia.backend import PARTS, measuring
 
 from .checkpoint import checkpoint_files
 from .foreign import BlockFP8, recognized
-from .measure import FLOATING, SLAB, Stored, histogram, measure
+from .measure import FLOATING, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
 from .safetensors import Config, Undeclared, read_configs
 from .safetensors_file import Container, Shape
@@ -187,4 +187,5 @@ def _same_bytes(x: CheckpointTensor, y: CheckpointTensor) -> bool:
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     a, b = (array.reshape(-1).view(np.uint8) for array in (a, b))
-    return all(np.array_equal(a[i : i + SLAB], b[i : i + SLAB]) for i in range(0, a.size, SLAB))
+    step = measuring.SLAB
+    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.size, step))

@@ -14,7 +14,7 @@ from breccia.backend import ScaledTensor, measuring
 from .safetensors import Config, read_tensor
 from .safetensors_file import Container
 
-SLAB, measure, slabs = measuring.SLAB, measuring.measure, measuring.slabs
+measure, slabs = measuring.measure, measuring.slabs
 
 #: The metrics of no elements.
 NOTHING = ErrorMetrics()
