@@ -539,7 +539,7 @@ def test_the_axis_of_the_dots_starts_where_differences_show_and_says_so(opened: 
     found = dots(opened([run("mxfp8", [tensor("a", 28.0), tensor("b", 31.0), tensor("c", 30.0)])]))
     low, high = found["range"]
     assert found["x"] == [28, 30, 31] and 27 < low < 28 and 31 < high < 33
-    assert found["title"] == "SQNR, dB (the axis does not start at 0)"
+    assert found["title"] == "SQNR, dB (not from 0)"
 
 
 @pytest.mark.rest

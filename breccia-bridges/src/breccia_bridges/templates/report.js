@@ -308,7 +308,7 @@
       hovermode: "y",
       showlegend: false,
       xaxis: {
-        title: { text: `SQNR, dB${range[0] > 0 ? " (the axis does not start at 0)" : ""}` },
+        title: { text: `SQNR, dB${range[0] > 0 ? " (not from 0)" : ""}` },
         side: "top",
         range,
         nticks: 5,
