@@ -5,7 +5,7 @@ DEMO := .venv-demo
 BENCH := .venv-bench
 MUTANTS := .venv-mutants
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native -e "./breccia-bridges[report]"
+SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native
 # mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
