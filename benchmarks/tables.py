@@ -161,7 +161,8 @@ def times(result: Result, op: str) -> Table:
         note += f" (×{extrapolated:g}): ×{extrapolated:g} from {slab}×{size}, measured on that slab of rows and multiplied."
     if result.get("pairs"):
         note += (
-            f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {len(result['pairs'][0]['ratios'])} interleaved calls."
+            f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {len(result['pairs'][0]['ratios'])} "
+            "interleaved calls."
         )
     note += unsteady(result)
     headings = ("recipe", versioned(result, OURS), "last / first", *(versioned(result, n) for n in rivals))
