@@ -161,7 +161,8 @@ def times(result: Result, op: str) -> Table:
         note += f" (×{extrapolated:g}): ×{extrapolated:g} from {slab}×{size}, measured on that slab of rows and multiplied."
     if result.get("pairs"):
         note += (
-            f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {len(result['pairs'][0]['ratios'])} calls by turns."
+            f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {len(result['pairs'][0]['ratios'])} "
+            "interleaved calls."
         )
     note += unsteady(result)
     headings = ("recipe", versioned(result, OURS), "last / first", *(versioned(result, n) for n in rivals))
@@ -366,7 +367,7 @@ def training(result: Result) -> Table:
         f"{options['classes']} classes in {options['width']} dimensions, {options['steps']} steps of {options['batch']} "
         f"samples. Percent of {options['test']:,} others, over seeds from 0 on. Differences are in "
         "percentage points, between runs of the same seed; ± one standard error of their mean. The benchmark fails where the "
-        "mean of a recipe that is held to a bound is further from FP32's. Who knew how the data are drawn would be right in "
+        "mean of a recipe that is held to a bound is further from FP32's. The Bayes-optimal classifier scores "
         f"{percent(statistics.mean(result['best']))} %."
     )
     return Table("training", headings, tuple(rows), note)

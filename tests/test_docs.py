@@ -13,6 +13,7 @@ import tomllib
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,8 @@ LANGUAGES = ("python", "console", "json", "toml", "text")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\2[`~]*$", re.DOTALL | re.MULTILINE)
 #: A call of print, on one line or as the formatter breaks it, and the comment after it.
 PRINTED = re.compile(r"^( *)print\((?:.*|\n(?:\1 +.*\n)+\1)\)  # (?:prints )?(.+)$", re.MULTILINE)
+#: Before a block of Python that needs a package which not every environment of the tests has: it runs where it is installed.
+NEEDS = re.compile(r"<!-- needs: (\w+) -->\s*\Z")
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?(?: [^)]*)?\)")
 
 
@@ -40,12 +43,15 @@ class Fence:
     language: str
     text: str
     line: int
+    needs: str | None = None
 
 
 def fences(page: Path) -> Iterator[Fence]:
     text = page.read_text(encoding="utf-8")
     for found in FENCE.finditer(text):
-        yield Fence(found[3].strip(), textwrap.dedent(found[4]), text.count("\n", 0, found.start()) + 1)
+        needs = NEEDS.search(text, 0, found.start())
+        line = text.count("\n", 0, found.start()) + 1
+        yield Fence(found[3].strip(), textwrap.dedent(found[4]), line, needs and needs[1])
 
 
 def every(language: str) -> list[pytest.ParameterSet]:
@@ -116,7 +122,7 @@ def test_python_blocks_of_a_page_run_and_print_the_output_shown(
     np.random.seed(0)
     namespace = {"__name__": "__main__"}
     for fence in fences(page):
-        if fence.language != "python":
+        if fence.language != "python" or (fence.needs and find_spec(fence.needs) is None):
             continue
         place = f"{page}:{fence.line}"
         exec(compile("\n" * fence.line + fence.text, str(page), "exec"), namespace)

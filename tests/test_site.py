@@ -182,6 +182,14 @@ def test_different_times_do_not_make_a_session_stale(module) -> None:
     assert terminal.comparable(volatile, " nvfp4  1.2") != terminal.comparable(volatile, " mxfp8  1.2")
 
 
+def test_another_heading_makes_a_session_stale_but_another_width_does_not(module) -> None:
+    terminal = module("terminal")
+    bench = terminal.Session("x", (), volatile=True)
+    shown = terminal.comparable(bench, " recipe  op  min ms\n nvfp4  1.2")
+    assert shown == terminal.comparable(bench, " recipe  op   min ms\n nvfp4  13")
+    assert shown != terminal.comparable(bench, " recipe  op  least ms\n nvfp4  1.2")
+
+
 def test_the_model_of_the_sessions_is_the_same_every_time(module) -> None:
     terminal = module("terminal")
     first, second = terminal.model(), terminal.model()

@@ -6,6 +6,7 @@ the ones they have as long as nothing else changes.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -22,9 +23,12 @@ import numpy as np
 
 import breccia
 from breccia.dispatch.registry import registry
+from breccia_bridges.safetensors_file import Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "model.safetensors"
+#: Folders of quantized checkpoints: block FP8 as DeepSeek-V3 has it, and GPTQ.
+DEEPSEEK, GPTQ = "ds", "gptq"
 HIDDEN, MLP, WORDS, LAYERS = 256, 512, 1000, 2
 #: The distribution of the tutorial, and broken ones.
 THIRD_PARTY = ROOT / "tests" / "third_party"
@@ -38,8 +42,8 @@ OUTLIERS = 24
 class Session:
     """Commands of one block, run one after another in the folder that the sessions before it left.
 
-    status: what the first of them exits with. volatile: the output tells of the machine, and is compared by the first column
-        of what is not indented.
+    status: what the first of them exits with. volatile: the output tells of the machine. Of it, lines without digits, such as
+        headings, are compared whole, others by their first column, and indented lines not at all.
     """
 
     name: str
@@ -62,6 +66,8 @@ def sessions() -> list[Session]:
         Session("convert", (f"breccia convert {MODEL} {nvfp4} --recipe nvfp4",)),
         Session("inspect-converted", (f"breccia inspect {nvfp4}",)),
         Session("scales", (f"breccia inspect {nvfp4} --scales",)),
+        Session("deepseek", (f"breccia convert {DEEPSEEK} ds-nvfp4 --recipe nvfp4",)),
+        Session("gptq", (f"breccia convert {GPTQ} out --recipe int4",), status=1),
         Session("report", (f"breccia convert {MODEL} {int4} --recipe int4 --report report.html",)),
         Session("compare", (f"breccia compare {MODEL} {nvfp4}",)),
         Session("compare-several", (f"breccia compare {MODEL} {nvfp4} {int4}",)),
@@ -103,11 +109,50 @@ def model() -> dict[str, np.ndarray]:
     return tensors | {"norm.weight": np.ones(HIDDEN, np.float16)}
 
 
+def quantized_model(folder: Path, config: dict[str, object], tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    """A checkpoint folder of another library. tensors: dtype in the file and array, by name."""
+    folder.mkdir()
+    with Writer(folder / MODEL, {name: (dtype, array.shape) for name, (dtype, array) in tensors.items()}) as file:
+        for name, (_, array) in tensors.items():
+            file.write(name, array)
+    said = {"model_type": "miniature", "dtype": "float16", "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def deepseek() -> dict[str, tuple[str, np.ndarray]]:
+    """The matrices of the model's layers in tiles of 128x128, the rest as it is; `attn.q` is named `attn.q_proj`."""
+    tensors: dict[str, tuple[str, np.ndarray]] = {}
+    for name, array in model().items():
+        name = re.sub(r"(attn|mlp)\.(\w+)\.", r"\1.\2_proj.", name)
+        if "_proj" not in name:
+            tensors[name] = ("F16", array)
+            continue
+        tile = breccia.cast(array, breccia.Float8BlockScaling(block_m=128))
+        data, scale = breccia.bridges.to_deepseek_v3(tile)
+        tensors |= {name: ("F8_E4M3", data), f"{name}_scale_inv": ("F32", scale)}
+    return tensors
+
+
+def gptq() -> dict[str, tuple[str, np.ndarray]]:
+    """One layer of GPTQ, all zeros: its names and dtypes are what matters."""
+    group = HIDDEN // 128
+    return {
+        "layers.0.mlp.up.qweight": ("I32", np.zeros((HIDDEN // 8, MLP), np.int32)),
+        "layers.0.mlp.up.qzeros": ("I32", np.zeros((group, MLP // 8), np.int32)),
+        "layers.0.mlp.up.scales": ("F16", np.zeros((group, MLP), np.float16)),
+        "layers.0.mlp.up.g_idx": ("I32", np.arange(HIDDEN, dtype=np.int32) // 128),
+        "norm.weight": ("F16", np.ones(HIDDEN, np.float16)),
+    }
+
+
 def recorded(wanted: list[Session]) -> Iterator[tuple[str, str]]:
     """(name, block) of each session. Exits where a command ends otherwise than it should."""
     with tempfile.TemporaryDirectory(prefix="breccia-") as made:
         folder = str(Path(made).resolve())  # as programs name it: on macOS the temporary folder is a link
         breccia.bridges.save_safetensors(model(), Path(folder, MODEL))
+        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        quantized_model(Path(folder, DEEPSEEK), blocks, deepseek())
+        quantized_model(Path(folder, GPTQ), {"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq())
         shutil.copy(THIRD_PARTY / ACME[0] / "tests" / "test_conformance.py", folder)
         for session in wanted:
             path = [installed(name, Path(made, "site", name)) for name in session.beside]
@@ -170,6 +215,8 @@ def plain(output: str, folder: str) -> str:
 def comparable(session: Session, block: str) -> str:
     """What of a block must be the same whenever and wherever the session is run."""
     if session.volatile:
-        rows = [line for line in block.strip().splitlines() if not line.startswith("  ")]
-        return "\n".join(re.sub(r"[\d.]+", "#", line.strip().partition("  ")[0]) for line in rows)
+        rows = [line.strip() for line in block.strip().splitlines() if not line.startswith("  ")]
+        return "\n".join(
+            re.sub(r"[\d.]+", "#", row.partition("  ")[0]) if re.search(r"\d", row) else " ".join(row.split()) for row in rows
+        )
     return re.sub(r"\b\d+(\.\d+)?(?= (s|ms|µs|ns)\b)", "#", block.strip())
