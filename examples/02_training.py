@@ -13,7 +13,7 @@ from torch import nn
 
 import breccia
 
-FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 128, 128, 8, 256, 60
+FEATURES, HIDDEN, CLASSES = 128, 128, 8
 
 
 class RoundedLinear(nn.Linear):
@@ -39,8 +39,8 @@ def trained(recipe: str | None) -> tuple[float, float]:
     model = nn.Sequential(RoundedLinear(FEATURES, HIDDEN), nn.ReLU(), RoundedLinear(HIDDEN, CLASSES))
     model[0].recipe = model[2].recipe = recipe
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    for _ in range(STEPS):
-        x, classes = batch(BATCH)
+    for _ in range(60):
+        x, classes = batch(256)
         loss = nn.functional.cross_entropy(model(x), classes)
         optimizer.zero_grad()
         loss.backward()
@@ -54,6 +54,7 @@ def main() -> None:
     reference, *others = [(recipe, *trained(recipe)) for recipe in (None, "mxfp8", "nvfp4", "mxfp4")]
     for recipe, loss, accuracy in (reference, *others):
         print(f"{recipe or 'FP32':<6} loss {loss:.4f}, accuracy {accuracy:.1%}")
+    # Two accuracies near 88 % on 4096 points differ by chance with a standard deviation of 0.7 points; 3 points are four of it.
     print("every recipe is within 3 percentage points of FP32:", all(abs(o[2] - reference[2]) < 0.03 for o in others))
 
 
