@@ -39,9 +39,10 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 )
 def test_an_example_runs_and_prints_what_it_promises(path: Path, tmp_path: Path) -> None:
     needs, line = EXPECTED[path.stem]
-    missing = [m for need in needs for m in (need, FRAMEWORKS.get(need, need)) if find_spec(m) is None]
+    wanted = {*needs, *(FRAMEWORKS[need] for need in needs if need in FRAMEWORKS)}
+    missing = sorted(module for module in wanted if find_spec(module) is None)
     if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed")
+        pytest.skip(f"not installed: {', '.join(missing)}")
     done = subprocess.run(
         [sys.executable, str(path)],
         cwd=tmp_path,
