@@ -65,6 +65,7 @@ TOGETHER = (
     "test_dlpack.py",
     "test_docs.py",
     "test_doctor.py",
+    "test_examples.py",
     "test_exports.py",
     "test_format_pages.py",
     "test_hf.py",
