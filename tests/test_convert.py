@@ -764,7 +764,7 @@ def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
         (("--exclude", "*.mpl.*", "--exclude", "*.mlp.*"), "the pattern '*.mpl.*' matches no tensor; did you mean '*.mlp.*'?"),
         (
             ("--include", "embed*,lm_head*"),
-            "the pattern 'embed*,lm_head*' matches no tensor; give the option once for each pattern.",
+            "the pattern 'embed*,lm_head*' matches no tensor; give each pattern separately.",
         ),
         (
             ("--exclude", "vision*"),

@@ -86,7 +86,8 @@ def test_dir_of_a_facade_equals_all(module: ModuleType) -> None:
 @pytest.mark.together
 def test_dir_of_the_bridges_lists_what_plug_ins_declare() -> None:
     declared = {b.name: b.plugin for b in breccia.dispatch.registry.registry().bridges.values()}
-    assert dir(breccia.bridges) == breccia.bridges.__all__ == sorted(declared)
+    assert dir(breccia.bridges) == sorted(declared)
+    assert set(breccia.bridges.__all__) <= declared.keys()
     assert {name for name, plugin in declared.items() if plugin == "bridges"} == stubbed(breccia.bridges)
 
 
@@ -201,6 +202,28 @@ def test_core_gets_the_names_of_bridges_only_from_plug_ins(monkeypatch: pytest.M
     assert breccia.bridges.__all__ == dir(breccia.bridges) == ["to_acme"]
     with pytest.raises(AttributeError, match=r"^no bridge 'save_safetensors' in any installed plug-in. Known: to_acme"):
         breccia.bridges.save_safetensors  # noqa: B018
+
+
+def test_import_star_takes_the_bridges_whose_requirements_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridges = (Bridge("to_acme", "json:dumps"), Bridge("from_acme", "acme:f", requires=("acme_missing",), install="acme"))
+    monkeypatch.setattr(
+        breccia.bridges, "registry", fake((Plugin("acme", "acme", "0.1", "manifest"), declares("breccia_bridges", *bridges)))
+    )
+    names: dict[str, Any] = {}
+    exec("from breccia.bridges import *", names)
+    assert names.keys() - {"__builtins__"} == {"to_acme"}
+    assert dir(breccia.bridges) == ["from_acme", "to_acme"], "dir lists all"
+
+
+def test_import_star_works_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = breccia.targets.installed
+    monkeypatch.setattr(breccia.targets, "installed", lambda module: module != "mlx" and installed(module))
+    assert set(dir(breccia.bridges)) - set(breccia.bridges.__all__) == {"from_mlx", "to_mlx"}
+    exec("from breccia.bridges import *", {})
+    with pytest.raises(
+        ImportError, match=r"^breccia\.bridges\.to_mlx needs mlx, which is not installed: pip install breccia-mlx"
+    ):
+        breccia.bridges.to_mlx  # noqa: B018
 
 
 @pytest.mark.parametrize("module", ["torchao_missing", "torchao_missing.quantization"])

@@ -307,6 +307,62 @@ def test_one_tensor_is_read_without_the_others(framework: str, tmp_path: Path) -
     assert read.framework == framework
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two files."""
+    scaled = breccia.cast(X, breccia.NVFP4BlockScaling())
+    save_safetensors({"layers.0.weight": scaled, "layers.0.bias": X[0]}, tmp_path / "0.safetensors")
+    save_safetensors({"layers.1.weight": scaled, "norm[0]": X[1], "norm0": X[2]}, tmp_path / "1.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["norm0"], ["norm0"]),
+        (["layers.*.weight"], ["layers.0.weight", "layers.1.weight"]),
+        (["norm[0]"], ["norm0", "norm[0]"]),
+        (("layers.1.weight", "*.bias", "layers.1.*"), ["layers.0.bias", "layers.1.weight"]),
+        ("*.bias", ["layers.0.bias"]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_only_the_named_tensors_are_loaded(names: Any, expected: list[str], folder: Path) -> None:
+    every, loaded = load_safetensors(folder), load_safetensors(folder, names=names)
+    assert sorted(loaded) == expected and list(loaded) == [name for name in every if name in loaded]
+    for name, tensor in loaded.items():
+        if isinstance(tensor, breccia.ScaledTensor):
+            assert_same(tensor, every[name])
+        else:
+            assert raw(tensor) == raw(every[name])
+
+
+def test_of_files_without_the_named_tensors_only_the_header_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[str] = []
+    inner = Container._mapped
+    monkeypatch.setattr(Container, "_mapped", lambda self: (mapped.append(self.path.name), inner(self))[1])
+    load_safetensors(folder, names=["layers.1.*"])
+    assert set(mapped) == {"1.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["norm0", "layers.0.wieght"], "the pattern 'layers.0.wieght' matches no tensor; did you mean 'layers.0.weight'?"),
+        (["layer.*.wait"], "the pattern 'layer.*.wait' matches no tensor; `breccia inspect` lists the names, such as "
+            "layers.0.bias, layers.0.weight, layers.1.weight and 2 more."),
+        (["norm0,norm1"], "the pattern 'norm0,norm1' matches no tensor; give each pattern separately."),
+        (["layers.0.weight.data"], "the pattern 'layers.0.weight.data' matches no tensor; `breccia inspect` lists the names, "
+            "such as layers.0.bias, layers.0.weight, layers.1.weight and 2 more."),
+    ],
+)  # fmt: skip
+def test_a_name_without_a_tensor_is_refused_with_close_names(names: list[str], message: str, folder: Path) -> None:
+    with pytest.raises(breccia.UnknownNameError) as e:
+        load_safetensors(folder, names=names)
+    assert str(e.value) == message and e.value.found == {"patterns": names[-1:]}
+
+
 def test_numpy_loads_are_mapped_and_copy_on_write(tmp_path: Path) -> None:
     save_safetensors({"w": breccia.cast(X, breccia.Float8BlockScaling()), "b": X}, tmp_path / "f")
     before = (tmp_path / "f").read_bytes()
@@ -425,11 +481,35 @@ def test_scaled_tensors_need_no_ml_dtypes(
 
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
-def test_a_dtype_the_framework_would_narrow_is_refused_not_narrowed(framework: str, tmp_path: Path) -> None:
-    converter(framework)
-    save_safetensors({"positions": np.arange(3, dtype=np.float64)}, tmp_path / "f")
-    with pytest.raises(breccia.UnsupportedError, match=f"'positions' is F64, and {framework} makes float32 of float64 arrays"):
-        load_safetensors(tmp_path / "f", framework=framework)
+def test_arrays_that_the_framework_would_narrow_stay_numpy_arrays_with_one_warning(framework: str, tmp_path: Path) -> None:
+    kind = type(converter(framework)(X))
+    wide = {"positions": np.arange(3) / 3, "eps": np.float64(1e-300).reshape(())}
+    ids = {"ids": np.array([2**40, -1]), "seeds": np.array([2**63], np.uint64)} if framework == "jax" else {}
+    save_safetensors({**wide, **ids, "b": X, "n": np.arange(3, dtype=np.int32)}, tmp_path / "f")
+    with pytest.warns(breccia.DtypeWarning) as caught:
+        loaded = load_safetensors(tmp_path / "f", framework=framework)
+    for name, array in {**wide, **ids}.items():
+        assert type(loaded[name]) is np.ndarray and loaded[name].dtype == array.dtype
+        assert loaded[name].tobytes() == array.tobytes()
+    assert isinstance(loaded["b"], kind) and isinstance(loaded["n"], kind)
+    said = {
+        "jax": "positions (float64), eps (float64), ids (int64) and 1 more; they stay NumPy arrays. JAX keeps 64-bit dtypes "
+        "after jax.config.update('jax_enable_x64', True).",
+        "mlx": "positions (float64), eps (float64); they stay NumPy arrays.",
+    }
+    assert [str(w.message) for w in caught] == [f"{tmp_path / 'f'}: {framework} would narrow {said[framework]}"]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("error")
+def test_jax_with_64_bits_loads_64_bit_arrays(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    arrays = {"positions": np.arange(3) / 3, "ids": np.array([2**40, -1]), "seeds": np.array([2**63], np.uint64)}
+    save_safetensors(arrays, tmp_path / "f")
+    with jax.enable_x64(True):
+        loaded = load_safetensors(tmp_path / "f", framework="jax")
+    for name, array in arrays.items():
+        assert isinstance(loaded[name], jax.Array) and loaded[name].dtype == array.dtype and raw(loaded[name]) == raw(array)
 
 
 def test_plain_elements_of_less_than_a_byte_are_refused_with_the_way_to_their_bytes(tmp_path: Path) -> None:

@@ -568,6 +568,52 @@ def test_compiled_requantize_equals_eager_requantize(into: breccia.ScalingRecipe
         compiled(lambda st: breccia.requantize(st, MXFP8, require_exact=True))(breccia.cast(rows(4, 64), NVFP4))
 
 
+@pytest.mark.rest
+def test_without_enable_compile_an_op_breaks_the_graph_and_the_error_names_it() -> None:
+    script = """
+import torch, breccia
+def trip(x): return breccia.dequantize(breccia.cast(x, "mxfp8"))
+x = torch.randn(3, 64)
+assert torch.equal(torch.compile(trip, backend="eager")(x), trip(x))
+torch._dynamo.reset()
+try:
+    torch.compile(trip, fullgraph=True, backend="eager")(x)
+except Exception as e:
+    assert "call breccia_torch.enable_compile() once, before torch.compile; then graphs contain the op" in str(e), e
+else:
+    raise SystemExit("no error")
+import breccia_torch
+breccia_torch.enable_compile()
+assert torch.equal(torch.compile(trip, fullgraph=True, backend="eager")(x), trip(x))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
+def test_compiled_requantize_takes_a_row_of_a_matrix() -> None:
+    row = breccia.cast(rows(4, 120), MXFP8)[0]
+    for into in (MXFP8, NVFP4, CURRENT, breccia.INT4Scaling(group_size=32)):
+
+        def change(st: Any, into: Any = into) -> Any:
+            return breccia.requantize(st, into)
+
+        found, expected = compiled(change)(row), change(row)
+        assert breccia.bytes_equal(found, expected)
+        assert (found.layout, found.padding, found.shape) == (expected.layout, expected.padding, expected.shape)
+        torch._dynamo.reset()
+
+
+def test_compiled_ops_take_the_weight_of_a_layer() -> None:
+    """Its attribute `__scaled_tensor__` is read."""
+    layer = breccia_torch.nn.ScaledLinear.from_linear(torch.nn.Linear(64, 8), MXFP8)
+
+    def uses(x: Any) -> Any:
+        values = breccia.dequantize(layer.weight), breccia.dequantize(breccia.requantize(layer.weight, NVFP4))
+        return *values, breccia.matmul(layer.weight, x.mT)
+
+    x = rows(3, 64)
+    assert all(map(torch.equal, compiled(uses)(x), uses(x)))
+
+
 def test_compiled_matmul_has_the_gradients_of_eager_matmul() -> None:
     """With integers, whose sums are exact in any order."""
     w = breccia.cast(rows(8, 64).clamp(-7, 7).round(), breccia.INT4Scaling(group_size=64), scale=torch.ones(8, 1).half())

@@ -6,31 +6,28 @@ import hashlib
 import json
 import math
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnknownNameError, UnsupportedError, cast
+from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnsupportedError, cast
 from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, as_recipe, components, kept_kind
 
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, BlockFP8, model_configs, read_object, recognized
 from .huggingface import REFUSAL, WEIGHTS, write_json
 from .measure import Histogram, Stored, histogram, measure, slabs
+from .patterns import check_patterns, matches
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Shape, Writer, byte_count
-from .text import named
 
 #: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
 BY_DEFAULT = "kept by default"
@@ -57,38 +54,14 @@ class _Selection:
             return "empty"
         if len(shape) < 2:
             return "fewer than two axes"
-        if _matches(name, self.exclude):
+        if matches(name, self.exclude):
             return "excluded"
         kind = kept_kind(name)
-        return f"{BY_DEFAULT} ({kind})" if kind and not _matches(name, self.include) else ""
+        return f"{BY_DEFAULT} ({kind})" if kind and not matches(name, self.include) else ""
 
     def check(self, names: Collection[str]) -> None:
         """Raise UnknownNameError for patterns that match none of `names`: a misspelled one would change what is quantized."""
-        patterns = dict.fromkeys((*self.include, *self.exclude))
-        unmatched = [pattern for pattern in patterns if not _matches_any(pattern, names)]
-        if unmatched:
-            raise UnknownNameError(" ".join(_unmatched(pattern, names) for pattern in unmatched), patterns=unmatched)
-
-
-def _unmatched(pattern: str, names: Collection[str]) -> str:
-    """What to do about a pattern that matches no name: the pattern with its unknown words replaced, if that matches one."""
-    words = {word for name in names for word in name.split(".")}
-    literals = [word for word in re.split(r"[.*?\[\],]+", pattern) if word and not any(word in known for known in words)]
-    close = {word: near[0] for word in literals if (near := get_close_matches(word, sorted(words), n=1))}
-    corrected = pattern
-    for word, near in close.items():
-        corrected = corrected.replace(word, near)
-    if corrected != pattern and _matches_any(corrected, names):
-        remedy = f"; did you mean {corrected!r}?"
-    elif "," in pattern:
-        remedy = "; give the option once for each pattern."
-    else:
-        remedy = f"; `breccia inspect` lists the names, such as {named(sorted(names))}."
-    return f"the pattern {pattern!r} matches no tensor{remedy}"
-
-
-def _matches_any(pattern: str, names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
+        check_patterns((*self.include, *self.exclude), names)
 
 
 def convert(
@@ -247,10 +220,6 @@ def _write_scaled(writer: Writer, digests: dict[str, str], name: str, parts: lis
         for pieces in source.cast():
             for part, piece in pieces.items():
                 puts[f"{name}.{part}"](piece)
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from breccia import __version__
+from breccia import DtypeWarning, __version__
 from breccia.backend import (
     ML_DTYPES,
     PARTS,
@@ -48,7 +49,9 @@ from breccia.backend import (
 )
 
 from .checkpoint import checkpoint_files
+from .patterns import check_patterns, matches
 from .safetensors_file import DTYPES, Container, Entry, Shape, Writer, check_text
+from .text import named
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
@@ -265,30 +268,58 @@ def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[s
 
 
 def load_safetensors(
-    path: str | os.PathLike[str], *, framework: str = "numpy", device: Any = None
+    path: str | os.PathLike[str], *, names: Sequence[str] | None = None, framework: str = "numpy", device: Any = None
 ) -> dict[str, ScaledTensor | Array]:
     """Scaled tensors and plain arrays of a safetensors file, or of a checkpoint folder of them, by name.
 
+    names: the tensors to read, as names or shell-style globs over whole names; by default all. Of files without any of them
+        only the header is read.
     framework: of the returned arrays; "numpy" maps the file and reads on access (copy-on-write: the file never changes).
     device: the device to put them on, in that framework's spelling.
 
     Any safetensors file loads; without breccia's configs it gives plain arrays only. Plain BF16 and float8 arrays need
     ml_dtypes on NumPy; MLX, which has no float8, shows those as uint8.
 
+    Plain arrays whose dtype the framework would narrow stay NumPy arrays, and one DtypeWarning names them: 64-bit dtypes on
+    JAX without jax_enable_x64, float64 on MLX.
+
     Raises CorruptFileError where the file, or a config in it, contradicts itself; UnknownNameError for a framework no plug-in
-    declares; UnsupportedError if the framework lacks the dtype of a plain array.
+    declares and for a name or glob that matches no tensor; UnsupportedError if the framework and NumPy lack the dtype of a
+    plain array.
     """
     target = _Target.of(framework, device)
+    chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)
+    held = [(container, read_configs(container)) for container in opened(Path(path))]
+    listed = [(name, container, configs) for container, configs in held for name in _names(container, configs)]
+    if chosen is not None:
+        check_patterns(chosen, {name for name, *_ in listed})
     out: dict[str, ScaledTensor | Array] = {}
-    for container in opened(Path(path)):
-        configs = read_configs(container)
-        owners = _owners(configs)
-        for entry in container.entries:
-            if entry not in owners:
-                out[entry] = target.plain(container, entry)
-            elif owners[entry] not in out:
-                out[owners[entry]] = _scaled(container, owners[entry], configs[owners[entry]], target)
+    left: dict[str, str] = {}
+    for name, container, configs in listed:
+        if chosen is not None and not matches(name, chosen):
+            continue
+        if name in configs:
+            out[name] = _scaled(container, name, configs[name], target)
+        elif target.narrowed(container, name):
+            out[name] = container.array(name)
+            left[name] = out[name].dtype.name
+        else:
+            out[name] = target.plain(container, name)
+    if left:
+        hint = " JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True)." if framework == "jax" else ""
+        shown = named([f"{name} ({dtype})" for name, dtype in left.items()])
+        warnings.warn(
+            f"{path}: {framework} would narrow {shown}; they stay NumPy arrays.{hint}",
+            DtypeWarning,
+            stacklevel=2,
+        )
     return out
+
+
+def _names(container: Container, configs: Mapping[str, Config]) -> list[str]:
+    """The tensors of a file, in the order of its header."""
+    owners = _owners(configs)
+    return list(dict.fromkeys(owners.get(entry, entry) for entry in container.entries))
 
 
 class _Files:
@@ -551,11 +582,18 @@ class _Target:
             raise self._unavailable(container, name, f"{self.framework} makes {dtype_name(out)} of {wanted} arrays")
         return out
 
+    def narrowed(self, container: Container, name: str) -> bool:
+        """Would the framework change the array's dtype, which NumPy has?"""
+        found = container.entries[name].dtype
+        bits, dtype = DTYPES[found]
+        if self.framework == "numpy" or bits < 8 or found in _DTYPE_NAMES:
+            return False
+        return dtype_name(self.ops.from_numpy(np.empty(0, dtype))) != dtype
+
     def _unavailable(self, container: Container, name: str, why: str, first: str = "") -> UnsupportedError:
         other = "framework='torch'" if self.framework != "torch" else "framework='numpy'"
-        hint = " (JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True))" if self.framework == "jax" else ""
         return UnsupportedError(
-            f"{container.path}: tensor {name!r} is {container.entries[name].dtype}, and {why}{hint}. Remedy: {first}load with "
+            f"{container.path}: tensor {name!r} is {container.entries[name].dtype}, and {why}. Remedy: {first}load with "
             f"{other}, or take its bytes: breccia_bridges.safetensors_file.Container(path).array({name!r}).",
             name=name,
             dtype=container.entries[name].dtype,

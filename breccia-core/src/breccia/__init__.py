@@ -81,6 +81,7 @@ _HOMES: dict[str, str] = {
             "AmbiguousKernelError",
             "KernelError",
             "DialectError",
+            "DtypeWarning",
             "CorruptFileError",
             "PluginError",
             "PluginWarning",

@@ -37,6 +37,7 @@ from .errors import AmbiguousKernelError as AmbiguousKernelError
 from .errors import BrecciaError as BrecciaError
 from .errors import CorruptFileError as CorruptFileError
 from .errors import DialectError as DialectError
+from .errors import DtypeWarning as DtypeWarning
 from .errors import InexactError as InexactError
 from .errors import KernelError as KernelError
 from .errors import LayoutError as LayoutError

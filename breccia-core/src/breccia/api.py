@@ -409,3 +409,11 @@ def _need_scaled(op: str, st: Any) -> ScaledTensor:
             "breccia.from_buffer."
         )
     return found
+
+
+# Dynamo reads these attributes: an op breaks the graph, and under fullgraph=True the error says what to do.
+for _op in (cast, cast_pair, dequantize, requantize, matmul, cast_matmul, grouped_matmul, cast_ste, cast_ste_clipped):
+    _op.__dict__.update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="call breccia_torch.enable_compile() once, before torch.compile; then graphs contain the op",
+    )

@@ -6,17 +6,20 @@ Names are looked up on first use, so importing this module is cheap and has no d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .dispatch.registry import registry
 from .errors import suggestion
 from .siblings import BRIDGES
 
+if TYPE_CHECKING:
+    from .dispatch.hookspecs import Bridge
+
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return __dir__()
+    if name == "__all__":  # `import *` takes what can be imported; `dir` also shows what another library would add
+        return [bridge for bridge, declared in sorted(registry().bridges.items()) if not _missing(declared)]
     if name.startswith("_"):
         raise AttributeError(f"module 'breccia.bridges' has no attribute {name!r}")
     found = registry()
@@ -29,13 +32,16 @@ def __getattr__(name: str) -> Any:
         )
     if bridge is None:
         raise AttributeError(f"no bridge {name!r} in any installed plug-in{suggestion(name, __dir__())}")
-    missing = [module for module in bridge.requires if not targets.installed(module)]
-    if missing:
+    if missing := _missing(bridge):
         raise ImportError(
             f"breccia.bridges.{name} needs {', '.join(missing)}, which is not installed: pip install {bridge.install}.",
             name=missing[0],
         )
     return targets.load(bridge.target)
+
+
+def _missing(bridge: Bridge) -> list[str]:
+    return [module for module in bridge.requires if not targets.installed(module)]
 
 
 def __dir__() -> list[str]:

@@ -84,6 +84,10 @@ class PluginWarning(UserWarning):
     """One plug-in was set aside, or breaks a rule of manifests; the others work."""
 
 
+class DtypeWarning(UserWarning):
+    """A framework lacks the dtype of some loaded arrays; they stay NumPy arrays, so no value changes."""
+
+
 def suggestion(name: str, known: list[str]) -> str:
     """`"; did you mean 'x'?"` for the most similar known name, if any; then the list of known names."""
     return f"{did_you_mean(name, known) or '.'} Known: {', '.join(sorted(known)) or 'none'}."

@@ -11,6 +11,7 @@ import dataclasses
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from breccia import backend
 from breccia.backend import (
     DEFAULT,
     FIELDS,
+    TENSOR,
     Array,
     Block,
     CastOptions,
@@ -113,7 +115,11 @@ def _requantize(
 @_requantize.register_fake
 def _(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, into: str, *options: Any) -> list[Tensor]:
     given = CastOptions(scale=options[0])
-    found = reference.requantize(_from_parts(parts, recipe, layout, axis, padding), _recipe(into), given)
+    st = _from_parts(parts, recipe, layout, axis, padding)
+    if st.ndim == 1 and st.layout.block() != TENSOR:  # as `composites.requantize_row`
+        found = reference.requantize(st.reshape(1, *st.shape), _recipe(into), given)[0]
+    else:
+        found = reference.requantize(st, _recipe(into), given)
     return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in _parts(found)]
 
 
@@ -471,6 +477,8 @@ def _facts(kind: Any, fields: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[i
 @_constant
 def _fitted(kind: Any, fields: tuple[Any, ...], axis: int, ndim: int, sides: tuple[int, int]) -> Layout:
     """The layout of a cast of `ndim` axes, the last two with lengths equivalent to these."""
+    if ndim == 1 and kind(*fields).layout.block() != TENSOR:  # a row of a matrix, which `requantize` takes
+        return breccia.cast(np.zeros((1, sides[-1]), np.float32), kind(*fields))[0].layout
     return checks.fitted_layout(kind(*fields), (1,) * (ndim - 2) + sides[-min(ndim, 2) :], axis)
 
 
@@ -580,8 +588,14 @@ def _written(parts: list[Tensor], recipe: Any, shape: Any, axis: int) -> ScaledT
     )
 
 
+def _held(x: Any) -> Any:
+    """The ScaledTensor that a layer's weight contains; others unchanged."""
+    return x if isinstance(x, (ScaledTensor, Tensor)) else getattr(x, "__scaled_tensor__", x)
+
+
 def _flat(x: Any) -> tuple[Any, ...]:
     """The operator arguments that describe an operand."""
+    x = _held(x)
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
@@ -652,7 +666,7 @@ def requantize(
     prefer: Any = None,
 ) -> ScaledTensor:
     """`breccia.requantize` under a compiler."""
-    recipe = _named(recipe)
+    st, recipe = _held(st), _named(recipe)
     given = _other_than_plain(storage)
     _plain_call("requantize", require_exact=require_exact or None, storage=given, out=out, prefer=prefer)
     flat = _flat(st)
@@ -756,9 +770,15 @@ def enable_compile() -> None:
     """Let `torch.compile` capture the ops of breccia without graph breaks, with `fullgraph=True` and dynamic batches.
 
     Call it once, before compiling a function that uses them. It loads Dynamo, which takes a second, so `import breccia` does
-    not call it.
+    not call it. Quantized layers need no call.
     """
     for traced in _TRACED:
         torch.compiler.substitute_in_graph(getattr(breccia, traced.__name__))(traced)
     for traced in (fill, logical_shape, transposed):
         torch.compiler.substitute_in_graph(getattr(backend, traced.__name__))(traced)
+
+
+@_constant
+def enable_in_trace() -> None:
+    """`enable_compile`, called by Dynamo while it traces a layer: it substitutes what it reaches afterwards."""
+    enable_compile()
