@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -29,7 +30,7 @@ from breccia import bridges
 from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, UnsupportedError, as_recipe, components
 
 from ..checkpoint import check_all_quantized, stacked
-from ..nn import STATE, ScaledExperts, ScaledLinear, ScaledWeight
+from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..quantize import expert_parameters, is_conv1d, quantize_, replace, replace_experts, scaled_class
 
 METHOD = "breccia"
@@ -215,7 +216,9 @@ class BrecciaHfQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Replace all quantized layers by their decoded values in `dtype`."""
         for name, module in list(model.named_modules()):
-            if isinstance(module, ScaledLinear):
+            if isinstance(module, ScaledConv1D):
+                replace(model, name, _conv1d(module, dtype or torch.float32))
+            elif isinstance(module, ScaledLinear):
                 replace(model, name, module.to_linear(dtype or torch.float32))
             elif isinstance(module, ScaledExperts):
                 values = module.decoded().to(dtype or module.dtype)
@@ -264,6 +267,14 @@ class _Decode(ConversionOps):
         st = ScaledTensor.from_parts(recipe=like.recipe, layout=like.layout, axis=like.axis, padding=like.padding, **parts)
         name = options["full_layer_name"]
         return {name: breccia.dequantize(st, out_dtype=options["model"].get_parameter(name).dtype)}
+
+
+def _conv1d(layer: ScaledConv1D, dtype: torch.dtype) -> Conv1D:
+    """transformers' layer with the decoded weight."""
+    made = Conv1D(layer.out_features, layer.in_features)
+    made.weight = nn.Parameter(breccia.dequantize(layer.weight.tensor, out_dtype=dtype))
+    made.register_parameter("bias", layer.bias)
+    return made.train(layer.training)
 
 
 def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None, **config: Any) -> None:
