@@ -59,7 +59,7 @@ def test_iteration_gives_as_many_rows_as_len(recipe: ScalingRecipe) -> None:
     assert same_bits(values(st.select(-2, 3)), values(st)[3])
 
 
-def test_a_row_is_an_ordinary_tensor(tmp_path: Path) -> None:
+def test_a_row_is_an_ordinary_tensor() -> None:
     st = breccia.cast(wide((4, 77), seed=3), NVFP4BlockScaling())
     row = st[1]
     matrix = row.reshape(1, 77)
@@ -75,6 +75,11 @@ def test_a_row_is_an_ordinary_tensor(tmp_path: Path) -> None:
         breccia.dequantize(row, out=np.empty((1, 77), np.float32))
     with pytest.raises(breccia.ShapeError, match="at least two axes"):
         breccia.matmul(row, st.mT)
+
+
+@pytest.mark.together
+def test_a_row_is_saved_and_loaded(tmp_path: Path) -> None:
+    row = breccia.cast(wide((4, 77), seed=3), NVFP4BlockScaling())[1]
     breccia.bridges.save_safetensors({"row": row}, tmp_path / "w.safetensors")
     assert breccia.bytes_equal(breccia.bridges.load_safetensors(tmp_path / "w.safetensors")["row"], row)
 
@@ -152,6 +157,7 @@ def test_a_name_is_read_once() -> None:
     assert as_recipe(mine) is mine
 
 
+@pytest.mark.together
 def test_bridges_and_trees_take_names(tmp_path: Path) -> None:
     breccia.bridges.save_safetensors({"w": X}, tmp_path / "w.safetensors")
     report = breccia.bridges.convert(tmp_path / "w.safetensors", tmp_path / "q.safetensors", "mxfp8")
@@ -331,6 +337,7 @@ def test_a_tracer_prints_too() -> None:
 # ------------------------------------------------------------------------------------------------ error metrics
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("recipe", ["nvfp4", "int4,group_size=16,signed=false,symmetric=false", "fp8_current", "mxfp6"])
 def test_metrics_are_those_of_breccia_compare(recipe: str, framework: str, tmp_path: Path) -> None:
