@@ -65,6 +65,7 @@ ORDER = [
     {"codecs", "rules", "options"},
     {"formats"},
     {"layouts", "recipes"},
+    {"specs"},
     {"arrays"},
     {"tensors"},
     {"dispatch"},

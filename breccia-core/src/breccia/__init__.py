@@ -37,7 +37,6 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("concat", "stack"), "tensors.structure"),
     **dict.fromkeys(
         (
-            "recipe",
             "ScalingRecipe",
             "DelayedScaling",
             "Float8CurrentScaling",
@@ -54,6 +53,7 @@ _HOMES: dict[str, str] = {
         ),
         "recipes",
     ),
+    "recipe": "specs",
     **dict.fromkeys(("Layout", "PerTensor", "PerBlockK", "PerChannel", "PerBlockMN", "PerGroupIndex", "Stored"), "layouts"),
     **dict.fromkeys(("Format", "Level"), "formats"),
     **dict.fromkeys(("Codec", "Minifloat", "PowerOfTwo", "Integer", "Lookup"), "codecs"),

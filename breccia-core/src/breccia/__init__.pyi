@@ -75,7 +75,7 @@ from .recipes import MXINT8BlockScaling as MXINT8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
-from .recipes import recipe as recipe
+from .specs import recipe as recipe
 from .tensors.history import AmaxHistory as AmaxHistory
 from .tensors.storage import Storage as Storage
 from .tensors.structure import concat as concat

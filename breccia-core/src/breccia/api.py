@@ -19,7 +19,8 @@ from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
 from .kernels.checks import check_grouped, check_matmul, clip_bounds
 from .options import DEFAULT, PLAIN, CastOptions
-from .recipes import ScalingRecipe, as_recipe, recipe
+from .recipes import ScalingRecipe
+from .specs import as_recipe, recipe
 from .tensors.checks import contraction_axis
 from .tensors.tensor import ScaledTensor, scaled
 

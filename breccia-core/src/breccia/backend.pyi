@@ -89,12 +89,12 @@ from .recipes import MXFP4BlockScaling as MXFP4BlockScaling
 from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
-from .recipes import as_recipe as as_recipe
 from .recipes import check_recipe as check_recipe
 from .selection import KEPT as KEPT
 from .selection import kept_kind as kept_kind
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
+from .specs import as_recipe as as_recipe
 from .targets import once as once
 from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS

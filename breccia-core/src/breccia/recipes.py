@@ -7,13 +7,11 @@ framework can then cast, decode and multiply it, and the conformance kit tests i
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from . import targets
 from .codecs import (
     BF16,
     E2M1,
@@ -31,11 +29,9 @@ from .codecs import (
     UINT4,
     UINT8,
     Codec,
-    Integer,
-    Minifloat,
 )
 from .declared import Declared, check_positive, check_type, settle
-from .errors import RecipeError, UnknownNameError, UnsupportedError
+from .errors import RecipeError, UnsupportedError
 from .formats import NUMERICS, SENSES, TENSOR, Block, Format, Level, sha256
 from .layouts import Layout, PerBlockK, PerBlockMN, PerChannel, PerTensor
 from .rules import DIVIDE, EVEN, FLOOR, HALF_RANGE, LINEAR, RCEIL, RECIP, TE, Inverse, Rule
@@ -95,26 +91,6 @@ class ScalingRecipe(Declared):
         affects = {f.name: f.metadata.get("affects_bytes", True) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         fields = {name: value for name, value in self.changed.items() if affects[name]}
         return sha256({"numerics": NUMERICS, "recipe": self.name, "fields": fields})
-
-
-def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
-    """A recipe itself, or the recipe with that name or spec, as `breccia.recipe` reads it.
-
-    A spec is read once for each set of plug-ins. Raises what `breccia.recipe` raises, and UnsupportedError for other types.
-    """
-    if not isinstance(given, str):
-        check_recipe(given)
-        return given
-    known: dict[str, ScalingRecipe] = targets.load(targets.REGISTRY)().specs
-    found = known.get(given)
-    if found is None:
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        found = known[given] = recipe(given)
-    return found
-
-
-_REMEMBERED = 256
 
 
 def check_recipe(recipe: object) -> None:
@@ -537,50 +513,6 @@ class NF4Scaling(ScalingRecipe):
     @cached_property
     def format(self) -> Format:
         return Format(NF4, (Level(_SCALE_FLOATS[self.scale_dtype], (1, self.block_size)),))
-
-
-def recipe(spec: str, **fields: Any) -> ScalingRecipe:
-    """The recipe with this name, from any plug-in, with the given fields.
-
-    spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
-        "fp8_block,block_m=128,power_of_two_scale=true".
-    Raises UnknownNameError with a suggestion, or RecipeError for a field.
-    """
-    if not isinstance(spec, str):
-        raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
-    name, *settings = (part.strip() for part in spec.split(","))
-    for setting in settings:
-        field, equals, value = setting.partition("=")
-        if not equals:
-            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
-        fields[field.strip()] = _field_value(value.strip())
-    found = targets.load(targets.REGISTRY)()
-    known: dict[str, type[ScalingRecipe]] = found.recipes
-    spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
-    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
-        raise UnknownNameError(
-            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
-            name=name,
-            known=held,
-        )
-    return found.look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
-
-
-def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
-    """Common names of a recipe's element format; empty if it depends on fields without defaults."""
-    if of.needed_fields():
-        return ()
-    element = of().format.element
-    kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
-    return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
-
-
-def _field_value(text: str) -> Any:
-    """`text` as a number or bool if it spells one, else unchanged."""
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
 
 
 RECIPES: tuple[type[ScalingRecipe], ...] = (

@@ -35,8 +35,8 @@ from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
 from ..errors import BrecciaError, PluginError, PluginWarning
 from ..formats import Level
-from ..recipes import recipe
 from ..siblings import SIBLINGS, Sibling
+from ..specs import recipe
 from .doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from .recipes import SIDE, Listed, covered, listed
 from .skeleton import write_plugin

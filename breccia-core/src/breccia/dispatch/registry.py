@@ -159,7 +159,7 @@ class Registry:
         prefer = _list(environ.get("BRECCIA_PREFER", ""))
         tracing = environ.get("BRECCIA_TRACE", "") not in ("", "0")
         auditing = environ.get("BRECCIA_CHECK", "") not in ("", "0")
-        #: The recipes of specs read so far; see `recipes.as_recipe`.
+        #: The recipes of specs read so far; see `specs.as_recipe`.
         self.specs: dict[str, ScalingRecipe] = {}
         #: The framework of each type of array met so far; see `frameworks.framework_of`.
         self.types: dict[type, Framework] = {}

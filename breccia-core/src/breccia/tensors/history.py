@@ -8,7 +8,8 @@ from typing import Any
 from ..arrays.frameworks import ops_of
 from ..codecs import F32_INF, MAGNITUDE, NORMAL
 from ..errors import UnsupportedError
-from ..recipes import DelayedScaling, as_recipe
+from ..recipes import DelayedScaling
+from ..specs import as_recipe
 
 
 @dataclass(frozen=True, eq=False)

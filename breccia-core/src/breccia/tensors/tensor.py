@@ -15,7 +15,8 @@ from ..errors import LayoutError, OptionError, UnsupportedError
 from ..formats import TENSOR
 from ..layouts import Layout, PerGroupIndex, Shape, Stored
 from ..options import PLAIN
-from ..recipes import ScalingRecipe, as_recipe
+from ..recipes import ScalingRecipe
+from ..specs import as_recipe
 from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
 from .components import PARTS, check_dropped, components, digest_facts, part_grids, scale_block, stored_parts

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from ... import api, recipes, targets
+from ... import api, specs, targets
 from ...dispatch.registry import registry
 from ...formats import TENSOR
 from ...kernels import reference
@@ -102,7 +102,7 @@ def it_round_trips_through_json_and_pickle(recipe: ScalingRecipe) -> None:
     expect(not absent, f"its JSON lacks {', '.join(absent)}: a file would be read with the reader's default")
     for way, back in (("pickle", pickle.loads(pickle.dumps(recipe))), ("deepcopy", copy.deepcopy(recipe))):
         expect(back == recipe and type(back) is type(recipe), f"{way} gave {back!r}")
-    expect(recipes.recipe(recipe.spec) == recipe, f"breccia.recipe({recipe.spec!r}) gave {recipes.recipe(recipe.spec)!r}")
+    expect(specs.recipe(recipe.spec) == recipe, f"breccia.recipe({recipe.spec!r}) gave {specs.recipe(recipe.spec)!r}")
 
 
 def equal_recipes_have_equal_hashes_and_fingerprints(recipe: ScalingRecipe, others: list[ScalingRecipe]) -> None:

@@ -1,0 +1,75 @@
+"""Recipes by name or spec, as users, files and the command line write them: "nvfp4", "fp8_block,block_m=128"."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from . import targets
+from .codecs import Integer, Minifloat
+from .errors import RecipeError, UnknownNameError, UnsupportedError
+from .recipes import ScalingRecipe, check_recipe
+
+#: Specs that are remembered.
+_REMEMBERED = 256
+
+
+def as_recipe(given: ScalingRecipe | str) -> ScalingRecipe:
+    """A recipe itself, or the recipe with that name or spec, as `breccia.recipe` reads it.
+
+    A spec is read once for each set of plug-ins. Raises what `breccia.recipe` raises, and UnsupportedError for other types.
+    """
+    if not isinstance(given, str):
+        check_recipe(given)
+        return given
+    known: dict[str, ScalingRecipe] = targets.load(targets.REGISTRY)().specs
+    found = known.get(given)
+    if found is None:
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        found = known[given] = recipe(given)
+    return found
+
+
+def recipe(spec: str, **fields: Any) -> ScalingRecipe:
+    """The recipe with this name, from any plug-in, with the given fields.
+
+    spec: a name ("nvfp4") or class name, in any case, or with fields as the command line spells them:
+        "fp8_block,block_m=128,power_of_two_scale=true".
+    Raises UnknownNameError with a suggestion, or RecipeError for a field.
+    """
+    if not isinstance(spec, str):
+        raise UnsupportedError(f"recipe() takes a recipe's name, got {spec!r}.")
+    name, *settings = (part.strip() for part in spec.split(","))
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"recipe {spec!r}: fields are written name=value; got {setting!r}.", setting=setting)
+        fields[field.strip()] = _field_value(value.strip())
+    found = targets.load(targets.REGISTRY)()
+    known: dict[str, type[ScalingRecipe]] = found.recipes
+    spelled = next((n for n, c in known.items() if name.lower() in map(str.lower, (n, c.__name__, *c.aliases))), None)
+    if spelled is None and (held := [n for n, c in known.items() if name.lower() in _element_names(c)]):
+        raise UnknownNameError(
+            f"{name!r} is an element format, not a recipe; its recipes differ in their scales: {', '.join(held)}.",
+            name=name,
+            known=held,
+        )
+    return found.look_up("breccia_recipes", spelled or name, "recipe").with_fields(fields)
+
+
+def _element_names(of: type[ScalingRecipe]) -> tuple[str, ...]:
+    """Common names of a recipe's element format; empty if it depends on fields without defaults."""
+    if of.needed_fields():
+        return ()
+    element = of().format.element
+    kind = "fp" if isinstance(element, Minifloat) else "int" if isinstance(element, Integer) else ""
+    return element.name.lower(), f"{kind}{element.bits}", f"float{element.bits}" if kind == "fp" else ""
+
+
+def _field_value(text: str) -> Any:
+    """`text` as a number or bool if it spells one, else unchanged."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
