@@ -14,6 +14,7 @@ try:
     from .quantizer import BrecciaHfQuantizer as BrecciaHfQuantizer
     from .quantizer import attach as attach
 except ImportError as e:
-    raise ImportError(f"breccia_torch.hf needs transformers 5.23 or newer: pip install 'breccia-torch[hf]' ({e}).") from e
+    wrong = f"breccia_torch.hf needs transformers 5.23 or newer: pip install 'breccia-torch[hf]' ({e})."
+    raise ImportError(wrong, name=e.name, path=e.path) from e
 
 __all__ = ["BrecciaConfig", "BrecciaHfQuantizer", "attach"]
