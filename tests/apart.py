@@ -126,7 +126,8 @@ def third_party(distribution: str, optional: bool) -> list[str]:
     found: list[str] = []
     for name in sorted(with_dependencies(distribution)):
         found += project(name)["dependencies"]
-        found += [need for needs in extras(name).values() for need in needs] if optional else []
+        declared: dict[str, list[str]] = project(name).get("optional-dependencies", {}) if optional else {}
+        found += [need for needs in declared.values() for need in needs]
     return [need for need in found if not need.startswith("breccia-") and bare(need) not in LEFT_OUT]
 
 
