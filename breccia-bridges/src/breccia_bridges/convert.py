@@ -26,7 +26,7 @@ from .huggingface import REFUSAL, WEIGHTS, write_json
 from .measure import Histogram, Stored, histogram, measure, slabs
 from .patterns import check_patterns, matches
 from .results import Advance, Report, TensorReport, no_progress
-from .safetensors import Described, open_writer, plan, read_configs
+from .safetensors import RESERVED, Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Shape, Writer, byte_count
 
 #: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
@@ -179,7 +179,7 @@ class _Plan:
 def _convert_file(planned: _Plan, destination: Path, histograms: bool, advance: Advance) -> list[TensorReport]:
     container = planned.container
     digests: dict[str, str] = {}
-    extra = {k: v for k, v in container.metadata.items() if k not in ("schema", "breccia_version", "breccia_scope")}
+    extra = {k: v for k, v in container.metadata.items() if k not in RESERVED}
     with open_writer(destination, planned.described, extra) as writer:
         for name, reason in planned.reasons.items():
             if reason:

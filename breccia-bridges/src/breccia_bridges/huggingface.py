@@ -6,6 +6,9 @@ import json
 import os
 import secrets
 from pathlib import Path
+from typing import Any
+
+from .foreign import CONFIG, read_object
 
 #: The key under which transformers takes the file name of the weights, and a text that it refuses with an error that shows it.
 #: transformers skips a `quant_method` that nothing registered with a warning, and loads random weights. This keeps it from
@@ -16,12 +19,13 @@ REFUSAL = "the weights are quantized by breccia: pip install 'breccia-torch[hf]'
 
 def refuse_in_transformers(folder: str | os.PathLike[str]) -> None:
     """Make transformers refuse a folder unless `breccia_torch.hf` is imported; does nothing without a config.json."""
-    path = Path(folder, "config.json")
-    if path.is_file():
-        write_json(path, {**json.loads(path.read_text(encoding="utf-8")), WEIGHTS: REFUSAL})
+    path = Path(folder, CONFIG)
+    config = read_object(path)
+    if config is not None:
+        write_json(path, config | {WEIGHTS: REFUSAL})
 
 
-def write_json(path: Path, listed: dict[str, object]) -> None:
+def write_json(path: Path, listed: dict[str, Any]) -> None:
     """Write a JSON file under a temporary name, and rename it."""
     temporary = path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
     temporary.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")

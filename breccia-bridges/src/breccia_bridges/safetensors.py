@@ -56,7 +56,8 @@ from .text import named
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
 _SCOPE = "breccia_scope"
-_RESERVED = ("schema", "breccia_version", _SCOPE)
+#: Keys of the metadata that breccia writes.
+RESERVED = ("schema", "breccia_version", _SCOPE)
 #: The metadata's scope where its configs are about all files of a checkpoint, not about one file.
 CHECKPOINT = "checkpoint"
 _ZERO_POINTS = ("U8", "I8", "I16", "I32", "F16", "BF16", "F32")
@@ -254,10 +255,9 @@ def _flat(array: Array) -> np.ndarray:
 
 def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[str, str]:
     for key in extra:
-        if key in _RESERVED or (isinstance(key, str) and key.endswith(".config")):
+        if key in RESERVED or (isinstance(key, str) and key.endswith(".config")):
             raise UnsupportedError(
-                f"extra_metadata key {key!r} is reserved: {', '.join(_RESERVED)} and all keys that end in '.config'. "
-                "Rename it.",
+                f"extra_metadata key {key!r} is reserved: {', '.join(RESERVED)} and all keys that end in '.config'. Rename it.",
                 key=key,
             )
     reserved = {"schema": SCHEMA, "breccia_version": __version__}
