@@ -406,3 +406,13 @@ def test_experts_of_which_some_are_quantized_are_refused(tmp_path: Path) -> None
         breccia_torch.load_model(model("qwen3_moe"), tmp_path / "scaled")
     with pytest.raises(breccia.UnsupportedError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "scaled")
+
+
+def test_patterns_select_weights_as_in_convert() -> None:
+    found = model("llama")
+    summary = breccia_torch.quantize_(found, "mxfp8", include=["lm_head.*"], exclude=["*.o_proj.weight"])
+    assert "lm_head.weight" in summary.quantized and summary.left["model.layers.0.self_attn.o_proj.weight"] == "excluded"
+    with pytest.raises(breccia.OptionError, match=r"the pattern '\*\.brain' matches no weight of a linear layer or of experts"):
+        breccia_torch.quantize_(model("llama"), "mxfp8", exclude=["*.brain"])
+    with pytest.raises(breccia.OptionError, match=r"takes filter_fn or patterns \(include=, exclude=\), not both"):
+        breccia_torch.quantize_(model("llama"), "mxfp8", lambda *_: True, exclude=["*"])
