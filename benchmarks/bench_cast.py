@@ -1,10 +1,12 @@
 """Time of cast and dequantize of an FP32 matrix on NumPy, torch or JAX: breccia, the older package breccia 0.1.3, and a few
-lines of NumPy with ml_dtypes, or of plain torch. On torch and JAX also breccia on NumPy, on torch breccia under torch.compile.
+lines of NumPy with ml_dtypes, or of plain torch; on torch also torchao, with and without torch.compile. On torch and JAX also
+breccia on NumPy, on torch breccia under torch.compile.
 
-    python benchmarks/bench_cast.py [--framework torch|jax] [--size 4096] [--runs 7] [--rivals all] [--out benchmarks/results]
+    python benchmarks/bench_cast.py [--framework torch|jax] [--size 4096] [--rivals all] [--out benchmarks/results]
 
-One process per rival, breccia first and last in each of its ways so that drift of the machine shows. Ratios are minimum over
-minimum. Results are checked in the same run: quality of every rival, and stored scales and values against ours.
+One process per rival, breccia first and last in each of its ways so that drift of the machine shows. The run is repeated until
+the first and the last pass agree; otherwise nothing is written. Ratios are minimum over minimum. Results are checked in the
+same run: quality of every rival, and stored scales and values against ours.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,14 +36,15 @@ TOLERANCE_DB = 0.5
 SAME_VALUE = 2.0**-22
 
 
-def one(name: str, framework: str, size: int, runs: int, folder: Path) -> dict[str, Any]:
+def one(name: str, framework: str, size: int, runs: int, seconds: float, folder: Path) -> dict[str, Any]:
     """Everything about one rival, measured in this process; its scales and values of the check go to `folder`."""
     rival = rivals.rival(name, framework)
     shapes = ((size, size), (min(SLAB_ROWS, size), size), SMALL)
     x, check, small = (rival.given(common.normal(shape, seed)) for seed, shape in enumerate(shapes))
     rows: list[dict[str, Any]] = []
     sqnr_db: dict[str, float] = {}
-    for recipe in RECIPES:
+    large: list[Callable[[], object]] = []
+    for recipe in rival.recipes:
         cast = rival.cast(recipe)
         st = cast(check)
         written = {"scale": rival.scale(st), "values": rival.dequantize(st)}
@@ -58,16 +62,19 @@ def one(name: str, framework: str, size: int, runs: int, folder: Path) -> dict[s
         whole = st if factor == 1 else rival.taller(st, int(factor))
         tiny = cast(small)
         rival.dequantize(tiny)  # what is compiled is compiled for a shape when it first meets it
-        for op, operand, shape, times, scale in (
-            ("cast", x, slab.shape, common.timed(lambda cast=cast, slab=slab: cast(slab), runs), factor),
-            ("dequantize", whole, x.shape, common.timed(lambda st=whole: rival.dequantize(st), runs), 1.0),
-            ("cast", small, SMALL, common.timed_often(lambda cast=cast: cast(small), runs), 1.0),
-            ("dequantize", tiny, SMALL, common.timed_often(lambda st=tiny: rival.dequantize(st), runs), 1.0),
+        large += [lambda cast=cast, slab=slab: cast(slab), lambda st=whole: rival.dequantize(st)]
+        for op, operand, shape, scale, times in (
+            ("cast", x, slab.shape, factor, {}),
+            ("dequantize", whole, x.shape, 1.0, {}),
+            ("cast", small, SMALL, 1.0, common.timed_often(lambda cast=cast: cast(small), runs)),
+            ("dequantize", tiny, SMALL, 1.0, common.timed_often(lambda st=tiny: rival.dequantize(st), runs)),
         ):
-            times |= common.summary([s * scale for s in times["seconds"]])
             stands_for = SMALL if shape == SMALL else x.shape
             row = {"recipe": recipe, "op": op, "shape": stands_for, "measured_shape": shape, "factor": scale, **times}
             rows.append({**row, "kernel": rival.kernel(op, recipe, operand)})
+    full = [row for row in rows if row["shape"] != SMALL]
+    for row, times in zip(full, common.swept(large, runs, seconds), strict=True):
+        row |= common.summary([s * row["factor"] for s in times["seconds"]])
     return {"rival": name, "version": rival.version, "rows": rows, "sqnr_db": sqnr_db}
 
 
@@ -117,8 +124,8 @@ def checks(passes: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for recipe in RECIPES:
-        sqnr_db = {p["rival"]: p["sqnr_db"][recipe] for p in passes}
-        best = max(sqnr_db, key=lambda name: sqnr_db[name])
+        sqnr_db = {p["rival"]: p["sqnr_db"][recipe] for p in passes if recipe in p["sqnr_db"]}
+        best = max((name for name in sqnr_db if name == OURS or recipe in SAME_SCALE[name]), key=lambda name: sqnr_db[name])
         if sqnr_db[OURS] < sqnr_db[best] - TOLERANCE_DB:
             sys.exit(
                 f"bench_cast: {recipe} decodes with {sqnr_db[OURS]:.2f} dB, while {best} has {sqnr_db[best]:.2f} dB on the "
@@ -176,7 +183,12 @@ def where(framework: str) -> dict[str, Any]:
 def main(
     framework: Annotated[str, typer.Option(help="Whose arrays are cast: numpy, torch or jax (on the CPU).")] = "numpy",
     size: Annotated[int, typer.Option(help="Rows and columns of the matrix; a multiple of 128.")] = 4096,
-    runs: Annotated[int, typer.Option(help="Counted runs of each call, after one that is not.")] = 7,
+    runs: Annotated[int, typer.Option(help="Least counted runs of each call; after each that is not.")] = 7,
+    seconds: Annotated[float, typer.Option(help="Least seconds of the turns of a rival; longer means more runs.")] = 15.0,
+    attempts: Annotated[int, typer.Option(help="How often to repeat the run until the passes of ours agree.")] = 4,
+    drift: Annotated[
+        float, typer.Option(help="The passes agree if the median of the one is at most this multiple of the other's.")
+    ] = tables.DRIFT,
     rivals_: Annotated[
         list[str] | None,
         typer.Option("--rivals", help="Those of RIVALS in rivals.py (one is fetched on first use), all or none; repeatable."),
@@ -193,38 +205,49 @@ def main(
         sys.exit(f"bench_cast: --framework {framework} needs {framework} and breccia-{framework}; pip install both.")
     if size < 128 or size % 128 or (size > SLAB_ROWS and size % SLAB_ROWS):
         sys.exit(f"bench_cast: --size must be 128 or a multiple of {SLAB_ROWS}, so that every rival takes it; got {size}.")
-    if runs < 1:
-        sys.exit(f"bench_cast: --runs must be at least 1, got {runs}.")
+    if runs < 1 or attempts < 1:
+        sys.exit(f"bench_cast: --runs and --attempts must be at least 1, got {runs} and {attempts}.")
     if rival == PAIRS:
         print(json.dumps(pairs(framework, size, runs)))
         return
     if rival:
         if dump is None:
             sys.exit("bench_cast: --rival is how the benchmark calls itself and needs --dump; leave it out.")
-        print(json.dumps(one(rival, framework, size, runs, dump)))
+        print(json.dumps(one(rival, framework, size, runs, seconds, dump)))
         return
     names = chosen(rivals_ or [], framework)
-    provenance = where(framework)
+    benchmark = "cast" if framework == "numpy" else f"cast-{framework}"
+    options = {"size": size, "runs": runs, "seconds": seconds, "drift": drift, "small": SMALL, "slab_rows": SLAB_ROWS}
+    result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": where(framework), "options": options}
+    flags = ["--framework", framework, "--size", str(size), "--runs", str(runs), "--seconds", str(seconds)]
+    for attempt in range(1, attempts + 1):
+        passes, compared = measured(names, flags)
+        result |= {"attempt": attempt, "passes": passes, "checks": compared, "pairs": []}
+        if tables.steady(result):
+            break
+        print(f"attempt {attempt} of {attempts}: {tables.drifted(result)}", file=sys.stderr)
+    if ON_NUMPY in names:
+        print("measuring breccia and breccia-on-numpy by turns", file=sys.stderr)
+        result |= {"pairs": common.child("bench_cast.py", *flags, "--rival", PAIRS)}
+    steady = tables.steady(result)
+    tables.tell(json.loads(json.dumps(result)), out if steady else None, as_json)
+    if not steady:
+        sys.exit(
+            f"bench_cast: {tables.drifted(result)}. Nothing was written: run it again on a machine that does nothing else."
+        )
+
+
+def measured(names: list[str], flags: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The passes of ours and of these rivals, ours first and last, and what they wrote compared."""
     passes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in [OURS, *names, *(way for way in reversed(names) if way in WAYS), OURS]:
             arrays = Path(folder) / name
             arrays.mkdir(exist_ok=True)
-            path = rivals.python_path(name)
-            options = ["--framework", framework, "--size", str(size), "--runs", str(runs), "--rival", name]
             print(f"measuring {name}", file=sys.stderr)
-            passes.append(common.child("bench_cast.py", *options, "--dump", str(arrays), python_path=path))
-        compared = checks(passes, Path(folder))
-    alternating: list[dict[str, Any]] = []
-    if ON_NUMPY in names:
-        print("measuring breccia and breccia-on-numpy by turns", file=sys.stderr)
-        options = ["--framework", framework, "--size", str(size), "--runs", str(runs), "--rival", PAIRS]
-        alternating = common.child("bench_cast.py", *options)
-    benchmark = "cast" if framework == "numpy" else f"cast-{framework}"
-    options = {"size": size, "runs": runs, "small": SMALL, "slab_rows": SLAB_ROWS}
-    result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": provenance, "options": options}
-    result |= {"passes": passes, "checks": compared, "pairs": alternating}
-    tables.tell(json.loads(json.dumps(result)), out, as_json)
+            path = rivals.python_path(name)
+            passes.append(common.child("bench_cast.py", *flags, "--rival", name, "--dump", str(arrays), python_path=path))
+        return passes, checks(passes, Path(folder))
 
 
 if __name__ == "__main__":

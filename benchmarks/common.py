@@ -112,6 +112,20 @@ def timed(call: Callable[[], object], runs: int, warm_up: int = 1) -> dict[str, 
     return summary(seconds)
 
 
+def swept(calls: Sequence[Callable[[], object]], runs: int, at_least_s: float) -> list[dict[str, Any]]:
+    """Times of several calls, taken in turns, so that a machine that slows down for a while slows all of them.
+
+    Each turn makes every call once uncounted and once counted. Turns go on until there are `runs` of them and `at_least_s`
+    seconds have passed.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    until = time.perf_counter() + at_least_s
+    while len(seconds[0]) < runs or time.perf_counter() < until:
+        for call, taken in zip(calls, seconds, strict=True):
+            taken += timed(call, 1)["seconds"]
+    return [summary(taken) for taken in seconds]
+
+
 def timed_often(call: Callable[[], object], runs: int, at_least_s: float = 0.02) -> dict[str, Any]:
     """Seconds per call of a call too short to be timed singly: `runs` loops of `at_least_s` each."""
     timer, calls = timeit.Timer(call), 1

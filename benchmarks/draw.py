@@ -47,6 +47,8 @@ def load(folder: Path) -> dict[str, list[tuple[str, Result]]]:
                 f"draw: {path.name} holds benchmark {name!r} of schema {result.get('schema')!r}; this version draws "
                 f"{', '.join(found)} of schema {common.SCHEMA}. Rerun that benchmark, or take the file away."
             )
+        if "passes" in result and result["options"].get("drift", math.inf) > tables.DRIFT:
+            sys.exit(f"draw: {path.name} was measured with --drift above {tables.DRIFT}; rerun that benchmark without it.")
         found[name].append((path.stem.removeprefix(f"{name}-"), result))
     return found
 

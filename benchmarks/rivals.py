@@ -1,4 +1,4 @@
-"""What is timed against what: breccia, the older package that is also called breccia, and a few lines of NumPy or torch.
+"""What is timed against what: breccia, the older package that is also called breccia, torchao, a few lines of NumPy or torch.
 
 Each runs in a process of its own: two packages of one name cannot meet, and no rival inherits another's heap or caches.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,17 @@ import numpy as np
 from common import HERE
 
 OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "breccia-0.1.3"
+#: torchao as it is, and through torch.compile.
+TORCHAO, TORCHAO_COMPILED = "torchao", "torchao-compiled"
 #: Ours by other ways to the same bytes: NumPy alone, without compiled steps, and graphs of torch.
 ON_NUMPY, COMPILED = "breccia-on-numpy", "breccia-compiled"
 WAYS = (ON_NUMPY, COMPILED)
 #: What runs against ours, by framework.
-RIVALS = {"numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD), "torch": (*WAYS, EAGER, OLD), "jax": (ON_NUMPY,)}
+RIVALS = {
+    "numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD),
+    "torch": (*WAYS, EAGER, TORCHAO, TORCHAO_COMPILED, OLD),
+    "jax": (ON_NUMPY,),
+}
 #: The module that makes the arrays of a framework.
 MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 OLD_VERSION = "0.1.3"
@@ -41,8 +49,10 @@ RECIPES = {
 }
 
 #: Where a rival defines the stored scale as we do, so that its bytes must be ours. The older package rounds the exponent of
-#: an E8M0 scale to nearest, and has no tensor scale in NVFP4.
-SAME_SCALE = {name: tuple(RECIPES) for name in (STRAIGHTFORWARD, EAGER, *WAYS)} | {OLD: ("fp8_current", "fp8_block", "int4")}
+#: an E8M0 scale to nearest, and has no tensor scale in NVFP4. torchao's scale of INT4 is amax / 7.5.
+SAME_SCALE = {name: tuple(RECIPES) for name in (STRAIGHTFORWARD, EAGER, *WAYS)}
+SAME_SCALE |= {OLD: ("fp8_current", "fp8_block", "int4")}
+SAME_SCALE |= dict.fromkeys((TORCHAO, TORCHAO_COMPILED), ("fp8_current", "fp8_block", "mxfp8", "nvfp4"))
 
 #: Casts of the older package with many FP32 temporaries per element (as many as the element has codes, several times): timed
 #: on a slab of rows and multiplied. For two of them it uses torch's own conversion where it has a tensor of torch.
@@ -63,6 +73,8 @@ class Rival:
     scale: Callable[[Any], Array]
     #: A matrix as the rival takes it; its scales and what it decodes must be of that type.
     given: Callable[[np.ndarray], Array] = lambda x: x
+    #: The recipes that it has.
+    recipes: tuple[str, ...] = tuple(RECIPES)
     #: The recipes that it casts as a slab.
     slabs: tuple[str, ...] = ()
     #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab.
@@ -76,8 +88,10 @@ def rival(name: str, framework: str = "numpy") -> Rival:
     made = {
         STRAIGHTFORWARD: straightforward,
         EAGER: eager,
+        TORCHAO: torchao,
+        TORCHAO_COMPILED: torchao_compiled,
         COMPILED: compiled,
-        ON_NUMPY: lambda: packaged(OURS, "numpy", {"prefer": "numpy.cast"}),
+        ON_NUMPY: lambda: packaged(OURS, "numpy", prefer="numpy"),
     }
     return made[name]() if name in made else packaged(name, framework)
 
@@ -85,12 +99,12 @@ def rival(name: str, framework: str = "numpy") -> Rival:
 # ------------------------------------------------------------------------------------------------ the two packages
 
 
-def packaged(name: str, framework: str, options: dict[str, str] | None = None) -> Rival:
+def packaged(name: str, framework: str, prefer: str = "") -> Rival:
     """The package `breccia` that this process imports, on arrays of `framework`. Exits unless it is the one of that name.
 
-    options: of its casts.
+    prefer: the name of the kernels to ask for, up to the op.
     """
-    given = options or {}
+    given = {op: {"prefer": f"{prefer}.{op}"} if prefer else {} for op in ("cast", "dequantize")}
     package, xp = importlib.import_module("breccia"), importlib.import_module(MODULES[framework])
     done = importlib.import_module("jax").block_until_ready if framework == "jax" else lambda result: result
     found = package.__version__
@@ -99,7 +113,7 @@ def packaged(name: str, framework: str, options: dict[str, str] | None = None) -
 
     def cast(recipe: str) -> Callable[[Array], Any]:
         chosen = getattr(package, RECIPES[recipe])()
-        return lambda x: done(package.cast(x, chosen, **given))
+        return lambda x: done(package.cast(x, chosen, **given["cast"]))
 
     def taller(st: Any, n: int) -> Any:
         scale = xp.tile(st.scale, (n, 1)) if st.scale.ndim else st.scale
@@ -107,11 +121,12 @@ def packaged(name: str, framework: str, options: dict[str, str] | None = None) -
 
     def kernel(op: str, recipe: str, operand: Any) -> str | None:
         chosen = getattr(package, RECIPES[recipe])()
-        winner = (package.explain(op, operand, chosen, **given) if op == "cast" else package.explain(op, operand)).winner
+        operands = (operand, chosen) if op == "cast" else (operand,)
+        winner = package.explain(op, *operands, **given[op]).winner
         return winner.name if winner else None
 
     def dequantize(st: Any) -> Array:
-        return done(package.dequantize(st))
+        return done(package.dequantize(st, **given["dequantize"]))
 
     rival = Rival(found, cast, dequantize, lambda st: _codes(st.scale, xp.uint8), xp.asarray)
     if name == OLD:
@@ -121,18 +136,23 @@ def packaged(name: str, framework: str, options: dict[str, str] | None = None) -
 
 def compiled() -> Rival:
     """Ours on torch, each op a graph of its own."""
-    import torch
-
     import breccia_torch
 
-    ours = packaged(OURS, "torch")
     breccia_torch.enable_compile()
+    return _compiled(packaged(OURS, "torch"))
+
+
+def _compiled(rival: Rival) -> Rival:
+    """The rival, its cast and its dequantize each a graph of torch."""
+    import torch
+
+    # One function serves every recipe and shape here; by default Dynamo keeps 8 graphs of a function.
+    torch._dynamo.config.recompile_limit = 64
 
     def cast(recipe: str) -> Callable[[Array], Any]:
-        torch.compiler.reset()  # Dynamo keeps few graphs of one function, and counts those of other recipes
-        return torch.compile(ours.cast(recipe), fullgraph=True)
+        return torch.compile(rival.cast(recipe), fullgraph=True)
 
-    return dataclasses.replace(ours, cast=cast, dequantize=torch.compile(ours.dequantize, fullgraph=True))
+    return dataclasses.replace(rival, cast=cast, dequantize=torch.compile(rival.dequantize, fullgraph=True))
 
 
 def _codes(scale: Array, byte: Any) -> Array:
@@ -168,6 +188,8 @@ def absence(name: str) -> str:
         return f"not fetched yet; --rivals {OLD} fetches it"
     if name == STRAIGHTFORWARD and find_spec("ml_dtypes") is None:
         return "ml_dtypes is not installed; pip install ml_dtypes"
+    if name in (TORCHAO, TORCHAO_COMPILED) and find_spec("torchao") is None:
+        return "torchao is not installed; pip install torchao"
     return ""
 
 
@@ -310,3 +332,48 @@ def eager() -> Rival:
 
     casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
     return Rival(torch.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], u8), torch.asarray)
+
+
+# ------------------------------------------------------------------------------------------------ torchao
+
+
+def torchao() -> Rival:
+    """torchao's tensor classes, with the settings whose scales are those of our recipes. Its INT4 is one code per byte."""
+    import torch
+    from torchao import quantization as q
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    e4m3 = torch.float8_e4m3fn
+
+    def current(x: Array) -> Any:
+        return q.Float8Tensor.from_hp(x, e4m3, q.PerTensor())
+
+    def fp8_blocks(x: Array) -> Any:
+        return q.Float8Tensor.from_hp(x, e4m3, q.PerBlock((1, 128)))
+
+    def mxfp8(x: Array) -> Any:
+        return MXTensor.to_mx(x, e4m3, 32, ScaleCalculationMode.RCEIL)
+
+    def nvfp4(x: Array) -> Any:
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+
+    def int4(x: Array) -> Any:
+        return q.IntxUnpackedToInt8Tensor.from_hp(x, (1, 128), torch.int4)
+
+    def dequantize(tensor: Any) -> Array:
+        return tensor.dequantize()
+
+    casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
+    found = version("torchao")
+    return Rival(found, casts.__getitem__, dequantize, lambda t: _codes(t.scale, torch.uint8), torch.asarray)
+
+
+def torchao_compiled() -> Rival:
+    """torchao, its cast and its dequantize each a graph of torch. torch 2.13 cannot compile E8M0 scales for CPUs."""
+    import torch
+
+    torch._logging.set_logs(inductor=logging.ERROR)  # a traceback for each graph that it cannot cache
+    rival = _compiled(torchao())
+    return dataclasses.replace(rival, recipes=tuple(recipe for recipe in RECIPES if recipe != "mxfp8"))

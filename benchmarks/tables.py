@@ -17,9 +17,12 @@ from rivals import OLD, ON_NUMPY, OURS, WAYS
 
 Result = dict[str, Any]
 
-#: A run whose start found more load than this, or whose two passes of ours differ by more than this factor, says little
-#: about ratios: what disturbs it need not have disturbed everybody alike.
-BUSY, DRIFT = 0.5, 1.25
+#: Two passes of ours whose medians differ by more than this factor say little about ratios: what disturbed one of them need not
+#: have disturbed everybody alike. Such a result is not published.
+DRIFT = 1.15
+
+#: The cell of a recipe that a rival does not have.
+ABSENT = "-"
 
 #: Columns of text where the output is no terminal whose width could be asked.
 WIDE = 180
@@ -123,27 +126,35 @@ def versioned(result: Result, name: str) -> str:
     return name.replace("-", " ") if name in (OLD, *WAYS) else f"{name.replace('-', ' ')} {version}"
 
 
-def unsteady(result: Result) -> str:
-    """What a reader must know who quotes the run; empty where there is nothing."""
-    load = result["provenance"]["load_1m"] or 0.0
+def drifts(result: Result) -> list[float]:
+    """Median of the last pass over that of the first, of every call in every way of ours."""
     ours = [OURS, *(name for name in rivals_of(result) if name in WAYS)]
-    drifts = [
+    return [
         timing(result, name, recipe, op)["drift"]
         for name in ours
         for recipe in recipes_of(result)
         for op in ("cast", "dequantize")
     ]
-    low, high = min(drifts), max(drifts)
-    if load <= BUSY and high <= DRIFT and low >= 1 / DRIFT:
-        return ""
+
+
+def steady(result: Result) -> bool:
+    """Whether the first and the last pass of ours agree."""
+    found = drifts(result)
+    return max(*found, 1 / min(found)) <= result["options"]["drift"]
+
+
+def drifted(result: Result) -> str:
+    """How far the passes of ours are apart."""
+    found = drifts(result)
+    allowed = result["options"]["drift"]
     return (
-        f" **The machine was not steady** (load {load} before the first pass, ours last / first between {low:.2f} and "
-        f"{high:.2f}): ratios hold to about that factor."
+        f"the last pass of breccia took {min(found):.2f} to {max(found):.2f} of the time of its first, where {1 / allowed:.2f} "
+        f"to {allowed:.2f} is allowed"
     )
 
 
 def times(result: Result, op: str) -> Table:
-    """Time at full size and speed-up over each rival."""
+    """Time at full size, and ours over each rival's."""
     rivals = rivals_of(result)
     rows: list[tuple[str, ...]] = []
     extrapolated = 1.0
@@ -152,22 +163,34 @@ def times(result: Result, op: str) -> Table:
         cells = [recipe, trio(ours["trio"], 1e3), f"{ours['drift']:.2f}"]
         for name in rivals:
             theirs = timing(result, name, recipe, op)
+            if theirs is None:
+                cells.append(ABSENT)
+                continue
             extrapolated = max(extrapolated, theirs["factor"])
-            cells.append(trio(theirs["trio"], 1e3) + (f" (×{theirs['factor']:g})" if theirs["factor"] != 1 else ""))
-        rows.append((*cells, *(over(result, name, recipe, op) for name in rivals), ours["kernel"]))
+            slab = f" (×{theirs['factor']:g})" if theirs["factor"] != 1 else ""
+            cells.append(f"{over(result, name, recipe, op)}; {trio(theirs['trio'], 1e3)}{slab}")
+        rows.append((*cells, ours["kernel"]))
     size, slab = result["options"]["size"], result["options"]["slab_rows"]
-    note = f"Milliseconds for {size}×{size} FP32: min / median / max of {result['options']['runs']} runs (ours: of two passes)."
+    note = (
+        f"Milliseconds for {size}×{size} FP32: min / median / max of at least {result['options']['runs']} runs (ours: of two "
+        "passes), and before them how many times faster breccia is."
+    )
     if extrapolated != 1:
-        note += f" (×{extrapolated:g}): ×{extrapolated:g} from {slab}×{size}, measured on that slab of rows and multiplied."
+        note += f" (×{extrapolated:g}): measured on a slab of {slab}×{size} and multiplied."
     if result.get("pairs"):
         note += (
             f" Over {ON_NUMPY.replace('-', ' ')}: median and quartiles of {len(result['pairs'][0]['ratios'])} "
             "interleaved calls."
         )
-    note += unsteady(result)
-    headings = ("recipe", versioned(result, OURS), "last / first", *(versioned(result, n) for n in rivals))
-    headings += (*(f"over {n.replace('-', ' ')}" for n in rivals), "our kernel")
+    note += absent_note(rows)
+    if not steady(result):
+        note += f" The machine was not steady: {drifted(result)}."
+    headings = ("recipe", versioned(result, OURS), "last / first", *(versioned(result, n) for n in rivals), "our kernel")
     return Table(op, headings, tuple(rows), note)
+
+
+def absent_note(rows: Iterable[tuple[str, ...]]) -> str:
+    return f" {ABSENT}: that rival does not have it." if any(ABSENT in row for row in rows) else ""
 
 
 def calls(result: Result) -> Table:
@@ -177,12 +200,13 @@ def calls(result: Result) -> Table:
     for recipe in recipes_of(result):
         cells = [recipe]
         for op in ("cast", "dequantize"):
-            cells += [trio(timing(result, name, recipe, op, small=True)["trio"], 1e6) for name in names]
+            found = [timing(result, name, recipe, op, small=True) for name in names]
+            cells += [trio(one["trio"], 1e6) if one else ABSENT for one in found]
         rows.append(tuple(cells))
     shape = "×".join(map(str, result["options"]["small"]))
     headings = ("recipe", *(f"{op}, {versioned(result, n)}" for op in ("cast", "dequantize") for n in names))
     note = f"Microseconds per call at {shape}, call to result: min / median / max of loops of many calls."
-    return Table(f"one {shape} call", headings, tuple(rows), note)
+    return Table(f"one {shape} call", headings, tuple(rows), note + absent_note(rows))
 
 
 def agreement(result: Result) -> Table:
@@ -190,9 +214,11 @@ def agreement(result: Result) -> Table:
     rivals = [name for name in rivals_of(result) if name not in WAYS]
     rows: list[tuple[str, ...]] = []
     for row in result["checks"]:
-        cells = [row["recipe"], *(f"{row['sqnr_db'][name]:.2f}" for name in (OURS, *rivals))]
+        cells = [row["recipe"]]
+        cells += [f"{row['sqnr_db'][name]:.2f}" if name in row["sqnr_db"] else ABSENT for name in (OURS, *rivals)]
         for part in ("same_scales", "same_values"):
-            cells += [share(row[part][n]) if n in row[part] else "other rule" for n in rivals]
+            other = ("other rule" if name in row["sqnr_db"] else ABSENT for name in rivals)
+            cells += [share(row[part][n]) if n in row[part] else none for n, none in zip(rivals, other, strict=True)]
         rows.append(tuple(cells))
     headings = ("recipe", *(f"SQNR dB, {n.replace('-', ' ')}" for n in (OURS, *rivals)))
     headings += tuple(f"{part} as {n.replace('-', ' ')}" for part in ("same scales", "same values") for n in rivals)
@@ -202,7 +228,7 @@ def agreement(result: Result) -> Table:
     )
     if len(rivals) < len(rivals_of(result)):
         note += " What breccia wrote in its several ways is the same, bit for bit."
-    return Table("what was written", headings, tuple(rows), note)
+    return Table("what was written", headings, tuple(rows), note + absent_note(rows))
 
 
 # ------------------------------------------------------------------------------------------------ small calls
