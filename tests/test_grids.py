@@ -10,14 +10,15 @@ import breccia
 from breccia import Float8CurrentScaling, MXFP8BlockScaling, ScalingRecipe
 from breccia.kernels import reference
 from breccia.options import CastOptions
-from breccia.tensors.grids import part_shapes
+from breccia.tensors.grids import cast_nbytes, part_shapes
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_component_shapes_are_those_of_a_cast(recipe: ScalingRecipe, axis: int) -> None:
+def test_component_shapes_and_bytes_are_those_of_a_cast(recipe: ScalingRecipe, axis: int) -> None:
     st = reference.cast(wide((3, 6, 40), seed=1), recipe, CastOptions(axis=axis))
     written = {name: tuple(part.shape) for name in recipe.format.parts if (part := getattr(st, name)) is not None}
     assert part_shapes(recipe.format, st.layout, (3, 6, 40), axis) == written
+    assert cast_nbytes(recipe.format, st.layout, (3, 6, 40), axis) == st.nbytes
     if axis == -1:
         assert part_shapes(recipe.format, st.layout, (3, 6, 40)) == written
 

@@ -412,7 +412,19 @@ def test_patterns_select_weights_as_in_convert() -> None:
     found = model("llama")
     summary = breccia_torch.quantize_(found, "mxfp8", include=["lm_head.*"], exclude=["*.o_proj.weight"])
     assert "lm_head.weight" in summary.quantized and summary.left["model.layers.0.self_attn.o_proj.weight"] == "excluded"
-    with pytest.raises(breccia.OptionError, match=r"the pattern '\*\.brain' matches no weight of a linear layer or of experts"):
+    message = r"the pattern '\*\.brain' matches no weight of a linear layer or of experts; `model.named_parameters\(\)` lists "
+    with pytest.raises(breccia.UnknownNameError, match=message + "the names, such as lm_head.weight, model.layers.0.mlp"):
         breccia_torch.quantize_(model("llama"), "mxfp8", exclude=["*.brain"])
+    with pytest.raises(breccia.UnknownNameError, match=r"did you mean '\*\.o_proj\.\*'\?"):
+        breccia_torch.quantize_(model("llama"), "mxfp8", include=["*.o_prij.*"])
     with pytest.raises(breccia.OptionError, match=r"takes filter_fn or patterns \(include=, exclude=\), not both"):
         breccia_torch.quantize_(model("llama"), "mxfp8", lambda *_: True, exclude=["*"])
+
+
+def test_a_weight_of_conv1d_is_measured_along_its_contraction_axis() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    # Conv1D(outputs, inputs) holds (inputs, outputs). Two inputs share an FP32 scale: 6 bytes for each output, of BF16 4.
+    layers = torch.nn.ModuleDict({"short": Conv1D(512, 2), "long": Conv1D(2, 512)}).bfloat16()
+    summary = breccia_torch.quantize_(layers, "fp8_block")
+    assert summary.quantized == ("long.weight",) and summary.left["short.weight"] == "would not shrink"

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import breccia
-from breccia.backend import Json, print_json, print_table, printable, recipe_names, registry
+from breccia.backend import Json, abbreviated, print_json, print_table, printable, recipe_names, registry
 
 from .checkpoint import source_bytes
 from .compare import compare as compare_checkpoints
@@ -31,7 +31,7 @@ from .inspection import inspected
 from .order import COMPARED, INSPECTED, CompareKey, InspectKey, in_order
 from .report import check_report, recipe_fields, write_report
 from .results import Advance, Report
-from .text import named, percent, size, spelled
+from .text import percent, size, spelled
 
 Top = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Show only the first N tensors; --json has all.", show_default=False)
@@ -165,7 +165,7 @@ def _refuse_below(found: list[Report], limit: float) -> None:
         if below:
             refused[one.destination] = below
     if refused:
-        said = [f"tensors of {path} are below {limit:g} dB: {named(below, 8)}." for path, below in refused.items()]
+        said = [f"tensors of {path} are below {limit:g} dB: {abbreviated(below, 8)}." for path, below in refused.items()]
         raise breccia.BrecciaError(" ".join(said), limit=limit, below=refused)
 
 
@@ -250,7 +250,7 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     }
     default = [t.name for t in found.kept if t.reason.startswith(BY_DEFAULT)]
     if default:
-        rows["by default"] = f"kept, unless --include names them: {named(default)}"
+        rows["by default"] = f"kept, unless --include names them: {abbreviated(default)}"
     if found.worst is not None:
         m, worst = found.fidelity, found.worst
         rows["SQNR"] = f"{m.sqnr:.2f} dB (cosine {found.cosine:.6f})"

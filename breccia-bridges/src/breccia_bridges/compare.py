@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import PARTS, measuring
+from breccia.backend import PARTS, abbreviated, measuring
 
 from .checkpoint import checkpoint_files
 from .foreign import BlockFP8, recognized
@@ -17,7 +17,7 @@ from .measure import FLOATING, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
 from .safetensors import Config, Undeclared, read_configs
 from .safetensors_file import Container, Shape
-from .text import named, spelled
+from .text import spelled
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def compare(
     before, after = _decodable_tensors(Path(reference)), _decodable_tensors(Path(candidate))
     common = [name for name in before if name in after]
     if not common:
-        here, there = (named(names) or "none at all" for names in (before, after))
+        here, there = (abbreviated(names) or "none at all" for names in (before, after))
         raise UnsupportedError(
             f"{reference} and {candidate} have no tensor in common ({here}; {there}); compare checkpoints of one model."
         )

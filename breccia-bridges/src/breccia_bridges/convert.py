@@ -6,11 +6,9 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from breccia import CorruptFileError, ErrorMetrics, ScalingRecipe, UnsupportedError, cast
-from breccia.backend import BF16, F16, F32, NUMPY, TENSOR, as_recipe, components, kept_kind
+from breccia.backend import BF16, F16, F32, KEPT, NUMPY, TENSOR, Selection, as_recipe, components, kept_kind
 
+from .atomic import temporary_path
 from .checkpoint import INDEX, checkpoint_files, weight_map
 from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, BlockFP8, model_configs, read_object, recognized
 from .huggingface import REFUSAL, WEIGHTS, write_json
 from .measure import Histogram, Stored, histogram, measure, slabs
-from .patterns import check_patterns, matches
 from .results import Advance, Report, TensorReport, no_progress
 from .safetensors import RESERVED, Described, open_writer, plan, read_configs
 from .safetensors_file import Container, Shape, Writer, byte_count
@@ -34,34 +32,6 @@ BY_DEFAULT = "kept by default"
 
 _CASTABLE = {codec.name: codec for codec in (F32, F16, BF16)}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """Selects floating tensors of two axes or more, less those of `breccia.backend.KEPT` and `exclude`, plus `include`.
-
-    Patterns are shell-style globs over whole names. `exclude` beats `include`, which beats the default.
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-
-    def reason_to_keep(self, name: str, dtype: str, shape: Shape) -> str:
-        """Why a tensor is kept; empty if it is to be quantized."""
-        if dtype not in _CASTABLE:
-            return f"{dtype} cannot be cast" if dtype.startswith("F") else "not floating"
-        if math.prod(shape) == 0:
-            return "empty"
-        if len(shape) < 2:
-            return "fewer than two axes"
-        if matches(name, self.exclude):
-            return "excluded"
-        kind = kept_kind(name)
-        return f"{BY_DEFAULT} ({kind})" if kind and not matches(name, self.include) else ""
-
-    def check(self, names: Collection[str]) -> None:
-        """Raise UnknownNameError for patterns that match none of `names`: a misspelled one would change what is quantized."""
-        check_patterns((*self.include, *self.exclude), names)
 
 
 def convert(
@@ -99,7 +69,7 @@ def convert(
     or is in the source; UnknownNameError for a pattern that matches no tensor; OSError where files cannot be read or written.
     """
     recipe = as_recipe(recipe)
-    src, dst, chosen = Path(source), _location(Path(destination)), _Selection(tuple(include), tuple(exclude))
+    src, dst, chosen = Path(source), _location(Path(destination)), Selection(tuple(include), tuple(exclude))
     files = checkpoint_files(src)
     _check_destination(src, files, dst, force)
     containers, blocks = _checked(src, files)
@@ -124,6 +94,15 @@ def convert(
     return report
 
 
+def _not_castable(dtype: str, shape: Shape) -> str:
+    """Why a tensor cannot be quantized; empty for a floating tensor of two axes or more."""
+    if dtype not in _CASTABLE:
+        return f"{dtype} cannot be cast" if dtype.startswith("F") else "not floating"
+    if math.prod(shape) == 0:
+        return "empty"
+    return "fewer than two axes" if len(shape) < 2 else ""
+
+
 # ------------------------------------------------------------------------------------------------ one file
 
 
@@ -134,7 +113,7 @@ class _Plan:
     weight. Such a weight that is kept is written in the dtype of the model's other weights.
     """
 
-    def __init__(self, container: Container, blocks: BlockFP8 | None, recipe: ScalingRecipe, selection: _Selection) -> None:
+    def __init__(self, container: Container, blocks: BlockFP8 | None, recipe: ScalingRecipe, selection: Selection) -> None:
         self.container, self.blocks, self.recipe = container, blocks, recipe
         self.described: dict[str, Described] = {}
         self.reasons: dict[str, str] = {}
@@ -143,7 +122,9 @@ class _Plan:
             if name in scales:
                 continue
             dtype = blocks.dtype if blocks and name in blocks.scales else entry.dtype
-            reason = selection.reason_to_keep(name, dtype, entry.shape)
+            reason = _not_castable(dtype, entry.shape) or selection.reason_to_keep(name)
+            if reason in KEPT:
+                reason = f"{BY_DEFAULT} ({reason})"
             if not reason:
                 self.described[name] = plan(name, entry.shape, recipe)
                 if self._size(name) >= byte_count(dtype, entry.shape):
@@ -403,7 +384,7 @@ def _within(path: Path, folder: Path) -> bool:
 @contextmanager
 def _staged(destination: Path, force: bool, folder: bool) -> Generator[Path]:
     """A temporary path for a file or folder: renamed to `destination` on success, removed on failure."""
-    temporary = destination.parent / f".breccia-{secrets.token_hex(8)}.tmp"
+    temporary = temporary_path(destination)
     stage = temporary / destination.name
     try:
         temporary.mkdir(mode=0o700)

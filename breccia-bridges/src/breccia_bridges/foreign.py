@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from breccia import CorruptFileError, UnsupportedError
-from breccia.backend import BF16, NUMPY, ScaledTensor, suggestion
+from breccia.backend import BF16, NUMPY, ScaledTensor, abbreviated, suggestion
 
 from .deepseek import TILE_M, from_deepseek_v3
 from .safetensors_file import Container, Entry, Shape
-from .text import named, spelled
+from .text import spelled
 
 CONFIG = "config.json"
 #: The key of config.json under which transformers finds the quantization of a checkpoint.
@@ -222,7 +222,7 @@ def _declared(where: str, settings: Any, default: str) -> Declared:
     method = settings.get("quant_method", default)
     known = sorted({method for form in FORMATS for method in form.methods})
     if not method or not isinstance(method, str):
-        wrong = f"has no quant_method; its keys are {named(settings, 8) or 'none'}. Known: {', '.join(known)}."
+        wrong = f"has no quant_method; its keys are {abbreviated(settings, 8) or 'none'}. Known: {', '.join(known)}."
     elif method not in known:
         wrong = f"has quant_method {method!r}, which breccia does not know{suggestion(method, known)}"
     else:

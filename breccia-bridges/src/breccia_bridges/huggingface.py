@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_text
 from .foreign import CONFIG, read_object
 
 #: The key under which transformers takes the file name of the weights, and a text that it refuses with an error that shows it.
@@ -25,8 +25,6 @@ def refuse_in_transformers(folder: str | os.PathLike[str]) -> None:
         write_json(path, config | {WEIGHTS: REFUSAL})
 
 
-def write_json(path: Path, listed: dict[str, Any]) -> None:
-    """Write a JSON file under a temporary name, and rename it."""
-    temporary = path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
-    temporary.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Write a JSON object in the style of transformers."""
+    write_text(path, json.dumps(fields, indent=2) + "\n")

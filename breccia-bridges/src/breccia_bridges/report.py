@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 from breccia import ScalingRecipe, UnsupportedError, __version__
 from breccia.backend import install, spelled
 
+from .atomic import temporary_path, write_text
 from .text import percent, size
 
 _NEEDS = ("plotly", "jinja2")
@@ -46,17 +46,12 @@ def check_report(path: str | os.PathLike[str]) -> None:
         missing = [module for module in _NEEDS if find_spec(module) is None]
         wrong = f"needs {' and '.join(missing)}" if missing else f"cannot use plotly and jinja2 ({type(e).__name__}: {e})"
         raise ImportError(f"--report {wrong}: {install('breccia-bridges[report]')}") from e
-    temporary = _temporary(target)
+    temporary = temporary_path(target)
     try:
         temporary.touch()
         temporary.unlink()
     except OSError as e:
         raise type(e)(f"cannot write {target}: {e.strerror}; choose another folder.") from e
-
-
-def _temporary(target: Path) -> Path:
-    """A temporary path in the folder of the page."""
-    return target.parent / f".breccia-{secrets.token_hex(8)}.tmp"
 
 
 def write_report(
@@ -70,14 +65,7 @@ def write_report(
     check_report(path)
     if not runs:
         raise UnsupportedError("a report needs at least one run; got none.")
-    page, target = _rendered(runs, title), Path(path)
-    temporary = _temporary(target)
-    try:
-        # A name may contain a lone surrogate, which UTF-8 cannot encode.
-        temporary.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(Path(path), _rendered(runs, title))
 
 
 def _rendered(runs: Sequence[Mapping[str, Any]], title: str) -> str:

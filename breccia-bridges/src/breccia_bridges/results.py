@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from breccia import ErrorMetrics, ScalingRecipe
+from breccia.backend import abbreviated
 
 from .measure import NOTHING, Histogram
 from .safetensors import plan
 from .safetensors_file import Shape, byte_count
-from .text import named
 
 #: The reason for not measuring two tensors of the same bytes.
 EQUAL = "same in both"
@@ -191,25 +191,25 @@ class Report:
         found: list[str] = []
         for names, here, there in ((self.missing, self.source, self.destination), (self.added, self.destination, self.source)):
             if names:
-                found.append(f"in {here} and not in {there}: {named(names)}.")
+                found.append(f"in {here} and not in {there}: {abbreviated(names)}.")
         if not self.quantized and self.recipe is not None:
             found.append("no tensor was quantized; `--json` says why each was kept.")
         if self.recipe is not None and (wide := self._wide(self.recipe)):
             found.append(
-                f"the last axis of {named(wide)} is shorter than a block, so scales take more space than usual; "
+                f"the last axis of {abbreviated(wide)} is shorter than a block, so scales take more space than usual; "
                 "--exclude keeps such tensors unquantized."
             )
         rounded = [t for t in self.kept if t.fidelity and not t.fidelity.lossless]
         if rounded:
             dtypes = " or ".join(sorted({t.stored_as for t in rounded}))
-            found.append(f"not quantized, and rounded to {dtypes} when decoded: {named(t.name for t in rounded)}.")
+            found.append(f"not quantized, and rounded to {dtypes} when decoded: {abbreviated(t.name for t in rounded)}.")
         bad = [t.name for t in self.quantized if t.measured.bad]
         worse = [t.name for t in self.quantized if t.measured.bad_after and not t.measured.bad]
         if bad:
             blocks = "; their blocks decode to NaN" if self.recipe is not None else ""
-            found.append(f"NaN or Inf in {self.source}: {named(bad)}{blocks}.")
+            found.append(f"NaN or Inf in {self.source}: {abbreviated(bad)}{blocks}.")
         if worse:
-            found.append(f"NaN or Inf only in {self.destination}: {named(worse)}.")
+            found.append(f"NaN or Inf only in {self.destination}: {abbreviated(worse)}.")
         return found
 
     def to_dict(self) -> dict[str, Any]:

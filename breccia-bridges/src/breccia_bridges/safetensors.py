@@ -38,8 +38,11 @@ from breccia.backend import (
     ShapeError,
     UnknownNameError,
     UnsupportedError,
+    abbreviated,
+    check_patterns,
     components,
     dtype_name,
+    matches,
     ops_of,
     packing,
     part_shapes,
@@ -49,9 +52,7 @@ from breccia.backend import (
 )
 
 from .checkpoint import checkpoint_files
-from .patterns import check_patterns, matches
 from .safetensors_file import DTYPES, Container, Entry, Shape, Writer, check_text
-from .text import named
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
@@ -307,7 +308,7 @@ def load_safetensors(
             out[name] = target.plain(container, name)
     if left:
         hint = " JAX keeps 64-bit dtypes after jax.config.update('jax_enable_x64', True)." if framework == "jax" else ""
-        shown = named([f"{name} ({dtype})" for name, dtype in left.items()])
+        shown = abbreviated([f"{name} ({dtype})" for name, dtype in left.items()])
         warnings.warn(
             f"{path}: {framework} would narrow {shown}; they stay NumPy arrays.{hint}",
             DtypeWarning,

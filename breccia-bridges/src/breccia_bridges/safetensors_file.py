@@ -10,7 +10,6 @@ import json
 import math
 import mmap
 import os
-import secrets
 import struct
 import sys
 import weakref
@@ -25,6 +24,8 @@ from typing import Any, BinaryIO, NoReturn, Self
 import numpy as np
 
 from breccia.backend import BrecciaError, CorruptFileError, ShapeError, UnknownNameError, UnsupportedError, suggestion
+
+from .atomic import temporary_path
 
 Shape = tuple[int, ...]
 #: What `Writer` takes: an array, or anything with the buffer protocol.
@@ -283,7 +284,7 @@ class Writer:
         self._written: set[str] = set()
         self._streamed: set[str] = set()  # open streams
         self._file: BinaryIO | None = None
-        self._temporary = self.path.with_name(f".breccia-{secrets.token_hex(8)}.tmp")
+        self._temporary = temporary_path(self.path)
 
     def __enter__(self) -> Self:
         if not self.path.parent.is_dir():

@@ -28,13 +28,6 @@ def spelled(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def named(names: Iterable[str], shown: int = 3) -> str:
-    """`a, b, c and 4 more`."""
-    listed = list(names)
-    rest = len(listed) - shown
-    return ", ".join(listed[:shown]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def number(value: float | None) -> float | None:
     """`value` if JSON can represent it, else None."""
     return value if value is not None and math.isfinite(value) else None

@@ -44,7 +44,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
     "contraction_axis": "tensors.checks",
     "Metadata": "tensors.metadata",
-    **dict.fromkeys(("packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
+    **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("Layout", "PerBlockK", "Shape", "Stored"), "layouts"),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
     # Formats and recipes.
@@ -106,6 +106,7 @@ _HOMES: dict[str, str] = {
             "ShapeError",
             "UnknownNameError",
             "UnsupportedError",
+            "abbreviated",
             "suggestion",
         ),
         "errors",
@@ -114,7 +115,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("ML_DTYPES", "install"), "siblings"),
     "as_recipe": "specs",
     **dict.fromkeys(("once",), "targets"),
-    **dict.fromkeys(("KEPT", "kept_kind"), "selection"),
+    **dict.fromkeys(("EXCLUDED", "KEPT", "Selection", "check_patterns", "kept_kind", "matches"), "selection"),
     **dict.fromkeys(("Json", "print_json", "print_table", "printable", "recipe_names"), "cli.main"),
 }
 

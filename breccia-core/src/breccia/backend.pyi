@@ -59,6 +59,7 @@ from .errors import OptionError as OptionError
 from .errors import ShapeError as ShapeError
 from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
+from .errors import abbreviated as abbreviated
 from .errors import suggestion as suggestion
 from .formats import TENSOR as TENSOR
 from .formats import Block as Block
@@ -90,8 +91,12 @@ from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
 from .recipes import check_recipe as check_recipe
+from .selection import EXCLUDED as EXCLUDED
 from .selection import KEPT as KEPT
+from .selection import Selection as Selection
+from .selection import check_patterns as check_patterns
 from .selection import kept_kind as kept_kind
+from .selection import matches as matches
 from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .specs import as_recipe as as_recipe
@@ -100,6 +105,7 @@ from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS
 from .tensors.components import components as components
 from .tensors.components import part_grids as part_grids
+from .tensors.grids import cast_nbytes as cast_nbytes
 from .tensors.grids import packed_length as packed_length
 from .tensors.grids import packing as packing
 from .tensors.grids import part_shapes as part_shapes

@@ -93,6 +93,13 @@ def suggestion(name: str, known: list[str]) -> str:
     return f"{did_you_mean(name, known) or '.'} Known: {', '.join(sorted(known)) or 'none'}."
 
 
+def abbreviated(names: Iterable[str], shown: int = 3) -> str:
+    """`a, b, c and 4 more`."""
+    listed = list(names)
+    rest = len(listed) - shown
+    return ", ".join(listed[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the most similar known name; empty if none is similar."""
     from difflib import get_close_matches

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import breccia
 from breccia import bridges
-from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, UnsupportedError
+from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, UnsupportedError, abbreviated
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
-from .quantize import check_replaceable, expert_parameters, is_conv1d, replace, replace_experts, scaled_class
+from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, replace, replace_experts, scaled_class
 
 Path = str | os.PathLike[str]
 
@@ -78,7 +78,8 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
     missing = [entry.names[0] for entry in entries if not any(name in found for name in entry.names)]
     unexpected = [name for name in found if name not in known]
     if strict and (missing or unexpected):
-        said = [f"{what}: {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        both = {"missing": missing, "unexpected": unexpected}
+        said = [f"{what}: {abbreviated(names, 5)}" for what, names in both.items() if names]
         raise UnknownNameError(
             f"{os.fspath(path)} does not match the tensors of this {type(model).__name__}: {'; '.join(said)}. Pass "
             "strict=False to load the matching ones.",
@@ -114,11 +115,6 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
 def _need_module(op: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"{op} takes an nn.Module and a path; got a {type(model).__name__}.")
-
-
-def _some(names: list[str], shown: int = 5) -> str:
-    """The first few names, and the number of the others."""
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
@@ -221,7 +217,7 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
     place: Any = (device or "cpu") if held.device.type == "meta" else held.device
     if isinstance(tensor, ScaledTensor):
         tensor = tensor.to(place)
-        becomes = all((type(module) is nn.Linear or is_conv1d(module)) and leaf == "weight" for module, leaf, _ in places)
+        becomes = all(is_linear(module) and leaf == "weight" for module, leaf, _ in places)
         if not becomes and isinstance(held, Tensor):
             return breccia.dequantize(tensor, out_dtype=held.dtype)
         if tensor.axis != -1 and not all(is_conv1d(module) or isinstance(module, ScaledConv1D) for module, *_ in places):

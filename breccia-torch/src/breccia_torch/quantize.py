@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,12 +15,13 @@ from breccia.backend import (
     BrecciaError,
     OptionError,
     ScalingRecipe,
+    Selection,
     UnsupportedError,
+    abbreviated,
     as_recipe,
+    cast_nbytes,
     checks,
     kept_kind,
-    part_shapes,
-    suggestion,
     targets,
 )
 
@@ -34,6 +33,8 @@ _log = logging.getLogger(__name__)
 #: Object references, loaded for models of transformers alone: what `save_pretrained` needs, and a forward function of experts.
 _ATTACH = "breccia_torch.hf:attach"
 _EXPERTS = "breccia_torch.hf.experts:NAME"
+#: What errors call the weights that patterns select.
+_WEIGHTS = "weight of a linear layer or of experts"
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,16 +86,18 @@ def quantize_(
     quantized, what was left, and why.
 
     Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself a linear layer, and for a
-    chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; OptionError if no
-    layer is chosen, and for patterns that match no weight or come with filter_fn.
+    chosen layer that is tied to an unchosen one, that has hooks, or that does more than a linear layer; UnknownNameError for
+    a pattern that matches no weight; OptionError if no layer is chosen, and for patterns beside filter_fn.
     """
     recipe = as_recipe(recipe)
     activation = None if activation is None else as_recipe(activation)
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
-        way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if _is_linear(model) else "."
+        way = ": breccia_torch.nn.ScaledLinear.from_linear(model, recipe) is its quantized layer." if is_linear(model) else "."
         raise UnsupportedError(f"quantize_ replaces layers of a model; got {_kind(model)}{way}")
+    if filter_fn is not None and (include or exclude):
+        raise OptionError("quantize_ takes filter_fn or patterns (include=, exclude=), not both.")
     before = _bytes(model)
-    layers, experts, left = _selected(model, recipe, _Selection(filter_fn, tuple(include), tuple(exclude)))
+    layers, experts, left = _selected(model, recipe, Selection(tuple(include), tuple(exclude)), filter_fn)
     for name, module in layers.items():  # before anything changes
         check_replaceable(name, module)
         _check_castable(f"{name}.weight", module.weight, recipe, scaled_class(module).contraction)
@@ -137,77 +140,40 @@ def _attach(model: nn.Module, recipe: ScalingRecipe, activation: ScalingRecipe |
 # ------------------------------------------------------------------------------------------------ selection
 
 
-@dataclass
-class _Selection:
-    """Which weights to quantize, and the patterns that have matched one."""
-
-    filter_fn: Filter | None
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    matched: set[str] = field(default_factory=set[str])
-
-    def __post_init__(self) -> None:
-        if self.filter_fn is not None and (self.include or self.exclude):
-            raise OptionError("quantize_ takes filter_fn or patterns (include=, exclude=), not both.")
-
-    def reason_for_module(self, module: nn.Module, name: str) -> str:
-        """Why a module is left as it is; empty if its weights may be quantized."""
-        if self.filter_fn is not None:
-            return "" if self.filter_fn(module, name) else "left out by filter_fn"
-        if isinstance(module, nn.Linear) and not _is_linear(module):
-            return f"{type(module).__name__} is a subclass of nn.Linear"
-        return ""
-
-    def reason_for_weight(self, name: str, weight: Tensor, recipe: ScalingRecipe) -> str:
-        """Why a weight keeps its precision; empty if it is quantized."""
-        if self.filter_fn is not None:
-            return ""
-        excluded, included = self._matches(name, self.exclude), self._matches(name, self.include)
-        if excluded:
-            return "excluded"
-        return ("" if included else kept_kind(name)) or ("would not shrink" if _grows(weight, recipe) else "")
-
-    def check_matched(self, names: Iterable[str]) -> None:
-        """Raise OptionError for a pattern that matched no weight."""
-        for pattern in (*self.include, *self.exclude):
-            if pattern not in self.matched:
-                raise OptionError(
-                    f"quantize_: the pattern {pattern!r} matches no weight of a linear layer or of experts"
-                    f"{suggestion(pattern, list(names))}",
-                    pattern=pattern,
-                )
-
-    def _matches(self, name: str, patterns: tuple[str, ...]) -> bool:
-        found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        self.matched.update(found)
-        return bool(found)
+def _reason_for_module(module: nn.Module, name: str, filter_fn: Filter | None) -> str:
+    """Why a module is left as it is; empty if its weights may be quantized."""
+    if filter_fn is not None:
+        return "" if filter_fn(module, name) else "left out by filter_fn"
+    if isinstance(module, nn.Linear) and not is_linear(module):
+        return f"{type(module).__name__} is a subclass of nn.Linear"
+    return ""
 
 
 def _selected(
-    model: nn.Module, recipe: ScalingRecipe, selection: _Selection
+    model: nn.Module, recipe: ScalingRecipe, selection: Selection, filter_fn: Filter | None
 ) -> tuple[dict[str, Any], dict[str, tuple[nn.Module, str]], dict[str, str]]:
     """The layers to replace by name, the expert parameters by name, and the reasons for the others."""
     layers: dict[str, Any] = {}
     experts: dict[str, tuple[nn.Module, str]] = {}
     left: dict[str, str] = {}
-    module: Any
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear) or is_conv1d(module):
-            found = {f"{name}.weight": "weight"}
-        else:
-            found = {f"{name}.{leaf}".lstrip("."): leaf for leaf in expert_parameters(module)}
-        kept = selection.reason_for_module(module, name) if found else ""
-        for full, leaf in found.items():
-            reason = kept or selection.reason_for_weight(full, getattr(module, leaf), recipe)
+        axes = weights_of(module)
+        kept = _reason_for_module(module, name, filter_fn) if axes else ""
+        for leaf, axis in axes.items():
+            full = f"{name}.{leaf}".lstrip(".")
+            reason = kept
+            if not kept and filter_fn is None:
+                shrinks = _nbytes(getattr(module, leaf), recipe, axis) < getattr(module, leaf).nbytes
+                reason = selection.reason_to_keep(full) or ("" if shrinks else "would not shrink")
             if reason:
                 left[full] = reason
             elif leaf == "weight":
                 layers[name] = module
             else:
                 experts[full] = module, leaf
-    selection.check_matched([*(f"{name}.weight" for name in layers), *experts, *left])
+    selection.check([*(f"{name}.weight" for name in layers), *experts, *left], _WEIGHTS, "`model.named_parameters()`")
     tied = dict(_ties(model, layers))
-    if tied and selection.filter_fn:
+    if tied and filter_fn:
         name, owners = next(iter(tied.items()))
         raise UnsupportedError(
             f"quantize_: {name}.weight is tied to {', '.join(owners)}, which would not be quantized. Leave {name} out or untie "
@@ -224,15 +190,13 @@ def _selected(
     return layers, experts, left
 
 
-def _grows(weight: Tensor, recipe: ScalingRecipe) -> bool:
-    """Whether `weight` takes no fewer bytes under the recipe: its rows are much shorter than a block."""
-    fmt, shape = recipe.format, tuple(weight.shape)
+def _nbytes(weight: Tensor, recipe: ScalingRecipe, axis: int) -> int:
+    """Bytes of `weight` under the recipe; more than its own if its rows are much shorter than a block."""
+    shape = tuple(weight.shape)
     try:
-        shapes = part_shapes(fmt, checks.fitted_layout(recipe, shape, -1), shape)
+        return cast_nbytes(recipe.format, checks.fitted_layout(recipe, shape, axis), shape, axis)
     except BrecciaError:  # reported with the layer's name before anything changes
-        return False
-    sizes = (math.prod(shapes[part]) * (max(codec.bits, 8) // 8 if codec else 1) for part, codec in fmt.parts.items())
-    return sum(sizes) >= weight.nbytes
+        return 0
 
 
 def _others(model: nn.Module, left: Mapping[str, str]) -> dict[str, str]:
@@ -262,12 +226,10 @@ def _bytes(model: nn.Module) -> int:
     return sum(held.values())
 
 
-def _by_reason(left: Mapping[str, str], shown: int = 3) -> Iterator[tuple[str, str]]:
+def _by_reason(left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Each reason with its names: the first few, and the number of the others."""
     for reason in dict.fromkeys(left.values()):
-        names = [name for name, found in left.items() if found == reason]
-        more = f" and {len(names) - shown} more" if len(names) > shown else ""
-        yield reason, ", ".join(names[:shown]) + more
+        yield reason, abbreviated(name for name, found in left.items() if found == reason)
 
 
 def _size(count: int) -> str:
@@ -280,6 +242,18 @@ def _size(count: int) -> str:
 def is_conv1d(module: Any) -> bool:
     """Whether it is transformers' Conv1D, a linear layer whose weight is (in_features, out_features)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: Any) -> bool:
+    """Whether it is an nn.Linear, and of no subclass, or transformers' Conv1D."""
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def weights_of(module: nn.Module) -> dict[str, int]:
+    """Contraction axes by name of the parameters that `quantize_` may quantize: of linear layers and of experts."""
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        return {"weight": scaled_class(module).contraction}
+    return dict.fromkeys(expert_parameters(module), experts_axis(module))
 
 
 def scaled_class(module: nn.Module) -> type[ScaledLinear]:
@@ -307,10 +281,6 @@ def replace_experts(module: nn.Module, name: str, weight: ScaledExperts) -> None
     config = getattr(module, "config", None)
     if "transformers" in sys.modules and hasattr(config, "_experts_implementation") and hasattr(module, "_apply_gate"):
         config._experts_implementation = targets.load(_EXPERTS)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear
 
 
 def _kind(found: Any) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 from breccia import CorruptFileError, ScalingRecipe, cast, dequantize
 from breccia.backend import CODECS, E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NUMPY, Codec, PowerOfTwo
 
+from ..atomic import write_text
 from . import Library, Quantizer, Written, libraries, packed
 
 RESULT, PAGE = "agreement.json", "agreement.md"
@@ -280,16 +281,9 @@ def write(folder: Path, draw: bool = False) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; pass the folder of the page, docs in the repository.")
     if not draw:
-        _put(result, json.dumps(measured(), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    _put(drawn, page(read(result)))
+        write_text(result, json.dumps(measured(), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(drawn, page(read(result)))
     return [result, drawn]
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..declared import spelled
 from ..dispatch.registry import Plugin, Registry
 from ..formats import Block
 from ..recipes import ScalingRecipe, choices_of
-from ..tensors.grids import part_shapes
+from ..tensors.grids import cast_nbytes
 
 #: Rows and columns of the matrix that sizes are given for. Built-in blocks divide it, so it has no padding.
 SIDE = 4096
@@ -107,10 +106,7 @@ def _field(owner: type[ScalingRecipe], f: dataclasses.Field[Any], recipe: Scalin
 
 def bits_per_value(recipe: ScalingRecipe, side: int = SIDE) -> float:
     """Bits of codes, scales and zero-points per value of a `side` x `side` matrix, as `ScaledTensor.nbytes` counts them."""
-    shapes = part_shapes(recipe.format, recipe.layout.fitted((side, side)), (side, side))
-    # Codes are packed into bytes, and zero-points (None) are stored in a byte each.
-    bits = {part: 8 if part == "data" or codec is None else codec.bits for part, codec in recipe.format.parts.items()}
-    return sum(bits[part] * math.prod(shape) for part, shape in shapes.items()) / side**2
+    return 8 * cast_nbytes(recipe.format, recipe.layout.fitted((side, side)), (side, side)) / side**2
 
 
 def covered(block: Block) -> str:

@@ -46,6 +46,15 @@ def part_shapes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> di
     return {name: every[name] for name in fmt.parts}
 
 
+def cast_nbytes(fmt: Format, layout: Layout, shape: Shape, axis: int = -1) -> int:
+    """Bytes of all components of a cast of an array of `shape`, under a layout fitted to it. Raises LayoutError.
+
+    Each item takes whole bytes: codes of less than 8 bits are packed into bytes, and zero-points (no codec) are bytes.
+    """
+    shapes = part_shapes(fmt, layout, shape, axis)
+    return sum(math.prod(shapes[part]) * (max(codec.bits, 8) // 8 if codec else 1) for part, codec in fmt.parts.items())
+
+
 class Along(NamedTuple):
     """A stored axis along the logical axis `axis`: `items` per `codes` positions, or in total (None)."""
 

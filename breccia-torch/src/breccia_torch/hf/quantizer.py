@@ -31,7 +31,7 @@ from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, Uns
 
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
-from ..quantize import expert_parameters, is_conv1d, quantize_, replace, replace_experts, scaled_class
+from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
 
 METHOD = "breccia"
 
@@ -158,7 +158,7 @@ class BrecciaHfQuantizer(HfQuantizer):
             return  # transformers reports it as unexpected
         if leaf in expert_parameters(module):
             replace_experts(module, leaf, ScaledExperts(empty, getattr(module, leaf).dtype))
-        elif leaf == "weight" and (type(module) is nn.Linear or is_conv1d(module)):
+        elif leaf == "weight" and is_linear(module):
             made: Any = scaled_class(module)
             replace(model, owner, made.in_place_of(module, ScaledWeight(empty), self.quantization_config.activation))
         elif hasattr(module, leaf):
@@ -315,10 +315,7 @@ def _saved_name(model: Any, name: str) -> str:
 
 def _weights(model: nn.Module) -> list[str]:
     """Names of the weights that `quantize_` may quantize."""
-    modules = model.named_modules()
-    linear = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear) or is_conv1d(module)]
-    modules = model.named_modules()
-    return linear + [f"{name}.{leaf}" for name, module in modules for leaf in expert_parameters(module)]
+    return [f"{name}.{leaf}" for name, module in model.named_modules() for leaf in weights_of(module)]
 
 
 def _restore_dtypes(model: Any) -> None:
