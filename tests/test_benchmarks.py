@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +19,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
+#: A matrix of 128 rows is cast in microseconds, whose medians say nothing about the machine.
+ONCE = ["--runs", "1", "--seconds", "0", "--attempts", "1", "--drift", "1000"]
 TINY = {
-    "cast": ["--size", "128", "--runs", "1", "--rivals", "ml_dtypes"],
-    "cast-torch": ["--framework", "torch", "--size", "128", "--runs", "1", "--rivals", "breccia-on-numpy"],
+    "cast": ["--size", "128", *ONCE, "--rivals", "ml_dtypes"],
+    "cast-torch": ["--framework", "torch", "--size", "128", *ONCE, "--rivals", "breccia-on-numpy"],
     "memory": ["--size", "128", "--recipes", "nvfp4"],
     "accuracy": ["--size", "64", "--seeds", "2", "--recipes", "mxfp8", "--no-weights", "--jobs", "1"],
     "parity": ["--values", "20000", "--recipes", "mxfp8", "--ways", "eager"],
@@ -79,12 +82,14 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or benchmark == "accuracy")
 
 
-@pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch"])
-def test_the_simple_rivals_write_the_same_scales_and_values(name: str, module) -> None:
+@pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch", "torchao"])
+def test_rivals_write_the_same_scales_and_values(name: str, module) -> None:
+    if why := module("rivals").absence(name):
+        pytest.skip(why)
     rivals, bench = module("rivals"), module("bench_cast")
     ours, theirs = rivals.rival(rivals.OURS), rivals.rival(name)
     x = module("common").normal((16, 512), 0)
-    for recipe in rivals.RECIPES:
+    for recipe in rivals.SAME_SCALE[name]:
         a, b = ours.cast(recipe)(x), theirs.cast(recipe)(theirs.given(x))
         assert bench.equal_share(ours.scale(a), np.asarray(theirs.scale(b)), 0.0) == 1, recipe
         # The rival divides and breccia multiplies by a reciprocal, so a few ties round the other way.
@@ -143,7 +148,7 @@ def test_a_rival_that_returns_arrays_of_another_framework_is_refused(tmp_path: P
     wrong_bit = dataclasses.replace(eager, dequantize=lambda cast: eager.dequantize(cast).numpy())
     monkeypatch.setattr(rivals, "rival", lambda name, framework: wrong_bit)
     with pytest.raises(SystemExit, match="wrong_bit got a matrix of torch and gave values of numpy; leave it out"):
-        bench.one("wrong_bit", "torch", 128, 1, tmp_path)
+        bench.one("wrong_bit", "torch", 128, 1, 0.0, tmp_path)
 
 
 def test_breccia_results_that_differ_by_a_bit_are_refused(tmp_path: Path, module) -> None:
@@ -165,9 +170,64 @@ def test_a_missing_rival_is_skipped_with_a_message(tmp_path: Path, module, monke
     assert bench.chosen([]) == ["breccia-on-numpy", "ml_dtypes"]
     assert "skipped breccia-0.1.3: not fetched yet; --rivals breccia-0.1.3 fetches it" in capsys.readouterr().err
     assert bench.chosen(["all"]) == ["breccia-on-numpy", "ml_dtypes", "breccia-0.1.3"] and bench.chosen(["none"]) == []
-    assert bench.chosen([], "torch") == ["breccia-on-numpy", "breccia-compiled", "eager-torch"]
+    theirs = [name for name in ("torchao", "torchao-compiled") if find_spec("torchao")]
+    assert bench.chosen([], "torch") == ["breccia-on-numpy", "breccia-compiled", "eager-torch", *theirs]
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    assert rivals.absence("torchao") == "torchao is not installed; pip install torchao"
     with pytest.raises(SystemExit, match=r"takes breccia-on-numpy, ml_dtypes, breccia-0\.1\.3, all or none; got 'torch'"):
         bench.chosen(["torch"])
+
+
+def test_calls_are_timed_in_turns(module) -> None:
+    made: list[str] = []
+    times = module("common").swept([lambda: made.append("a"), lambda: made.append("b")], 3, 0.0)
+    assert made == ["a", "a", "b", "b"] * 3  # one uncounted, one counted
+    assert [len(one["seconds"]) for one in times] == [one["runs"] for one in times] == [3, 3]
+    longer = module("common").swept([lambda: time.sleep(0.01)], 1, 0.1)
+    assert longer[0]["runs"] > 2
+
+
+def test_a_result_is_written_only_where_both_passes_of_breccia_agree(tmp_path: Path, module, monkeypatch, capsys) -> None:
+    bench = module("bench_cast")
+    first = bench.one("breccia", "numpy", 128, 1, 0.0, tmp_path)
+    checks = [
+        {"recipe": recipe, "sqnr_db": {"breccia": 30.0}, "same_scales": {}, "same_values": {}} for recipe in bench.RECIPES
+    ]
+
+    def measured(*factors: float) -> None:
+        """Later runs of the benchmark find the last pass to be slower by these factors."""
+        found = iter(factors)
+
+        def one(names: list[str], flags: list[str]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+            factor = next(found)
+            rows = [{**row, "median_s": factor * row["median_s"]} for row in first["rows"]]
+            return json.loads(json.dumps([first, {**first, "rows": rows}])), checks
+
+        monkeypatch.setattr(bench, "measured", one)
+
+    options = {"size": 128, "rivals_": ["none"], "out": tmp_path / "out", "attempts": 2, "drift": 1.15}
+    measured(1.3, 0.8)
+    with pytest.raises(
+        SystemExit, match=r"took 0\.80 to 0\.80 of the time of its first, where 0\.87 to 1\.15 is allowed\. Nothing was"
+    ):
+        bench.main(**options)
+    said = capsys.readouterr()
+    assert "attempt 1 of 2: the last pass of breccia took 1.30 to 1.30" in said.err and "The machine was not steady" in said.out
+    assert not (tmp_path / "out").exists()
+    measured(1.3, 1.1)
+    bench.main(**options)
+    (written,) = (tmp_path / "out").glob("cast-*.json")
+    assert json.loads(written.read_text(encoding="utf-8"))["attempt"] == 2
+    assert "not steady" not in capsys.readouterr().out
+
+
+def test_a_result_of_an_unsteady_machine_is_not_drawn(tmp_path: Path) -> None:
+    (found, *_) = (BENCHMARKS / "results").glob("cast-torch-*.json")
+    result = json.loads(found.read_text(encoding="utf-8"))
+    result["options"]["drift"] = 1.5
+    (tmp_path / found.name).write_text(json.dumps(result), encoding="utf-8")
+    done = run("draw.py", "--check", "--results", str(tmp_path))
+    assert done.returncode and f"{found.name} was measured with --drift above 1.15; rerun that benchmark" in done.stderr
 
 
 def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
@@ -180,7 +240,7 @@ def test_a_rival_is_not_timed_under_the_name_of_another(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["bench_cast.py", "--size", "100"], "--size must be 128 or a multiple of 256"),
-        (["bench_cast.py", "--runs", "0"], "--runs must be at least 1, got 0"),
+        (["bench_cast.py", "--runs", "0"], "--runs and --attempts must be at least 1, got 0 and 4"),
         (["bench_cast.py", "--framework", "mlx"], "--framework takes numpy, torch, jax; got 'mlx'"),
         (["bench_cast.py", "--framework", "torch", "--rivals", "ml_dtypes"], "--rivals takes breccia-on-numpy,"),
         (["bench_memory.py", "--size", "0"], "--size must be at least 1, got 0"),
