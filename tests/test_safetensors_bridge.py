@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 import breccia
 from breccia.arrays.frameworks import dtype_name, ops_of
 from breccia.backend import components
-from breccia.bridges import load_safetensors, safetensors_metadata, save_safetensors
+from breccia.bridges import compare, convert, load_safetensors, safetensors_metadata, save_safetensors
+from breccia_bridges.inspection import inspected
 from breccia_bridges.safetensors import (
     Config,
     describe,
@@ -799,6 +800,27 @@ def test_components_may_be_in_different_files_where_the_configs_are_about_the_ch
     assert set(found) == {"w", "v", "plain"}
     assert breccia.bytes_equal(found["w"], scaled) and breccia.bytes_equal(found["v"], scaled)
     assert set(load_safetensors(tmp_path / "c.safetensors")) == {"plain"}
+    rows = {row["name"]: row for row in inspected(tmp_path)}
+    assert rows["w"]["file"] == "a.safetensors, b.safetensors" and rows["w"]["bytes"] == scaled.nbytes
+    assert rows["plain"]["file"] == "c.safetensors" and set(rows) == {"w", "v", "plain"}
+    save_file({"w": values}, tmp_path.with_suffix(".safetensors"))
+    (measured,) = compare(tmp_path.with_suffix(".safetensors"), tmp_path).tensors
+    assert measured.fidelity == breccia.metrics(values, scaled)
+    with pytest.raises(breccia.UnsupportedError, match="contains tensors that breccia already quantized; convert the original"):
+        convert(tmp_path, tmp_path.with_suffix(".out"), "mxfp8")
     message = r"a\.safetensors: tensor '[wv]': it has a config, but the file has no .\.scale"
     with pytest.raises(breccia.CorruptFileError, match=message):
         load_safetensors(tmp_path / "a.safetensors")
+    save_file({"w.data": parts["w.data"]}, tmp_path / "d.safetensors", metadata)
+    with pytest.raises(breccia.CorruptFileError, match=r"tensor 'w\.data' is in both a\.safetensors and d\.safetensors of"):
+        load_safetensors(tmp_path)
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    scaled = breccia.cast(np.ones((4, 64), np.float32), "nvfp4")
+    save_safetensors({"w": scaled}, tmp_path / "a.safetensors")
+    save_safetensors({"w": np.ones((4, 64), np.float32)}, tmp_path / "b.safetensors")
+    with pytest.raises(
+        breccia.CorruptFileError, match=r"tensor 'w' is in both a\.safetensors and b\.safetensors of .*; pass one"
+    ):
+        load_safetensors(tmp_path)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from breccia import CorruptFileError, UnsupportedError
+from breccia import UnsupportedError
 from breccia.backend import PARTS, abbreviated, measuring
 
 from .checkpoint import checkpoint_files
 from .foreign import BlockFP8, recognized
 from .measure import FLOATING, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
-from .safetensors import Config, Undeclared, read_configs
+from .safetensors import Config, Undeclared, named_tensors, opened
 from .safetensors_file import Container, Shape
 from .text import spelled
 
@@ -42,6 +42,11 @@ class CheckpointTensor:
             return {self.name: self.container}
         names = [f"{self.name}.{suffix}" for suffix in PARTS]
         return {part: self.container for part in names if part in self.container.entries}
+
+    @property
+    def file(self) -> str:
+        """The name of its file; several where a checkpoint was cut between its components."""
+        return ", ".join(dict.fromkeys(file.file_of(part).name for part, file in self.parts.items()))
 
     @property
     def nbytes(self) -> int:
@@ -77,24 +82,12 @@ class CheckpointTensor:
 def checkpoint_tensors(path: Path, *, undeclared: bool = False) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint by name; `undeclared` includes those of unknown recipes.
 
-    Raises CorruptFileError where two files contain the same tensor, and as `read_configs` does.
+    Raises as `checkpoint_files` and `named_tensors` do.
     """
-    found: dict[str, CheckpointTensor] = {}
-    for file in checkpoint_files(path):
-        container = Container(file)
-        unknown: dict[str, Undeclared] = {}
-        configs = read_configs(container, unknown if undeclared else None)
-        scaled = [CheckpointTensor(container, name, configs.get(name), unknown.get(name)) for name in (*configs, *unknown)]
-        owned = {part for tensor in scaled for part in tensor.parts}
-        for name in (*(name for name in container.entries if name not in owned), *configs, *unknown):
-            if name in found:
-                raise CorruptFileError(
-                    f"tensor {name!r} is in both {found[name].container.path.name} and {file.name} of {path}; pass one file or "
-                    "download the folder again.",
-                    name=name,
-                )
-            found[name] = CheckpointTensor(container, name, configs.get(name), unknown.get(name))
-    return found
+    checkpoint_files(path)  # which refuses a path that is no checkpoint
+    unknown: dict[str, Undeclared] = {}
+    listed = named_tensors(path, opened(path), unknown if undeclared else None)
+    return {name: CheckpointTensor(file, name, config, unknown.get(name)) for name, (file, config) in listed.items()}
 
 
 def _decodable_tensors(path: Path) -> dict[str, CheckpointTensor]:

@@ -45,7 +45,7 @@ def inspected(path: Path, scales: bool = False) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": name,
-                "file": tensor.container.path.name,
+                "file": tensor.file,
                 "shape": list(tensor.shape),
                 "stored_as": tensor.stored_as,
                 "recipe": config.recipe.to_dict() if config else listed.get("recipe"),

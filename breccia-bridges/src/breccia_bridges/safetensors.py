@@ -52,7 +52,7 @@ from breccia.backend import (
 )
 
 from .checkpoint import checkpoint_files
-from .safetensors_file import DTYPES, Container, Entry, Shape, Writer, check_text
+from .safetensors_file import DTYPES, Container, Shape, Shards, Writer, check_text, in_both
 
 #: The schema that this version writes and reads, as in the metadata.
 SCHEMA = "1"
@@ -290,17 +290,16 @@ def load_safetensors(
     """
     target = _Target.of(framework, device)
     chosen = None if names is None else (names,) if isinstance(names, str) else tuple(names)
-    held = [(container, read_configs(container)) for container in opened(Path(path))]
-    listed = [(name, container, configs) for container, configs in held for name in _names(container, configs)]
+    listed = named_tensors(Path(path), opened(Path(path)))
     if chosen is not None:
-        check_patterns(chosen, {name for name, *_ in listed})
+        check_patterns(chosen, listed)
     out: dict[str, ScaledTensor | Array] = {}
     left: dict[str, str] = {}
-    for name, container, configs in listed:
+    for name, (container, config) in listed.items():
         if chosen is not None and not matches(name, chosen):
             continue
-        if name in configs:
-            out[name] = _scaled(container, name, configs[name], target)
+        if config is not None:
+            out[name] = _scaled(container, name, config, target)
         elif target.narrowed(container, name):
             out[name] = container.array(name)
             left[name] = out[name].dtype.name
@@ -317,31 +316,33 @@ def load_safetensors(
     return out
 
 
-def _names(container: Container, configs: Mapping[str, Config]) -> list[str]:
-    """The tensors of a file, in the order of its header."""
-    owners = _owners(configs)
-    return list(dict.fromkeys(owners.get(entry, entry) for entry in container.entries))
-
-
-class _Files:
-    """The files of a checkpoint as one container: components of a tensor may be in different files."""
-
-    def __init__(self, path: Path, containers: list[Container]) -> None:
-        self.path = path
-        self.metadata = {key: text for container in containers for key, text in container.metadata.items()}
-        self.entries: dict[str, Entry] = {n: entry for container in containers for n, entry in container.entries.items()}
-        self._files = {name: container for container in containers for name in container.entries}
-
-    def array(self, name: str) -> np.ndarray:
-        return self._files[name].array(name)
-
-
-def opened(path: Path) -> list[Any]:
+def opened(path: Path) -> list[Container]:
     """The containers of a file or a folder: one for each file; one for all where their configs are about the checkpoint."""
     containers = [Container(file) for file in (checkpoint_files(path) if path.is_dir() else [path])]
     if len(containers) > 1 and any(one.metadata.get(_SCOPE) == CHECKPOINT for one in containers):
-        return [_Files(path, containers)]
+        return [Shards(path, containers)]
     return containers
+
+
+def named_tensors(
+    path: Path, containers: Sequence[Container], undeclared: dict[str, Undeclared] | None = None
+) -> dict[str, tuple[Container, Config | None]]:
+    """The tensors of the opened files at `path`, each with its file and, if it is scaled, its config.
+
+    Raises CorruptFileError where two files hold a tensor of the same name, and as `read_configs` does; undeclared: for that.
+    """
+    found: dict[str, tuple[Container, Config | None]] = {}
+    for container in containers:
+        unknown: dict[str, Undeclared] = {}
+        configs = read_configs(container, None if undeclared is None else unknown)
+        owners = _owners((*configs, *unknown))
+        for name in dict.fromkeys(owners.get(entry, entry) for entry in container.entries):
+            if name in found:
+                raise in_both(name, path, found[name][0].path, container.path)
+            found[name] = container, configs.get(name)
+        if undeclared is not None:
+            undeclared |= unknown
+    return found
 
 
 def read_tensor(

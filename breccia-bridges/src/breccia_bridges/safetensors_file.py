@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,15 +131,23 @@ class Container:
         #: The map shared by live arrays. It owns a file descriptor, so it is closed with the last of them.
         self._map: weakref.ref[mmap.mmap] | None = None
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.path
+
+    def entry(self, name: str) -> Entry:
+        """The entry of a tensor. Raises UnknownNameError where there is none of that name."""
+        if name not in self.entries:
+            raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
+        return self.entries[name]
+
     def array(self, name: str) -> np.ndarray:
         """The tensor as a mapped, copy-on-write view: writing to it changes this process's pages, never the file.
 
         BF16 is returned as uint16 bit patterns, 8-bit floats as uint8, smaller floats as flat uint8 bytes.
         Raises UnknownNameError where the file has no tensor of that name, CorruptFileError if it changed since it was opened.
         """
-        if name not in self.entries:
-            raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
-        entry = self.entries[name]
+        entry = self.entry(name)
         bits, dtype = DTYPES[entry.dtype]
         shape = entry.shape if bits >= 8 else (entry.nbytes,)
         return np.ndarray(shape, dtype, buffer=self._mapped(), offset=self._data_start + entry.start)
@@ -252,6 +260,39 @@ class Container:
             end, before = entry.stop, name
         if end != size:
             self._refuse(f"{size - end} bytes after the last tensor belong to none (it ends at {end} of {size}).", _FETCH)
+
+
+class Shards(Container):
+    """The files of a folder as one container: components of a scaled tensor may be in different files.
+
+    Raises CorruptFileError where two files hold a tensor of the same name.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Container]) -> None:
+        self.path, self.metadata, self.entries = path, {}, {}
+        self._files: dict[str, Container] = {}
+        for file in files:
+            self.metadata |= file.metadata
+            for name, entry in file.entries.items():
+                if name in self.entries:
+                    raise in_both(name, path, self._files[name].path, file.path)
+                self.entries[name], self._files[name] = entry, file
+
+    def file_of(self, name: str) -> Path:
+        return self._files[name].path
+
+    def array(self, name: str) -> np.ndarray:
+        self.entry(name)
+        return self._files[name].array(name)
+
+
+def in_both(name: str, path: Path, *files: Path) -> CorruptFileError:
+    """The error for a tensor that two files of the folder `path` hold."""
+    return CorruptFileError(
+        f"tensor {name!r} is in both {' and '.join(file.name for file in files)} of {path}; pass one file or download the "
+        "folder again.",
+        name=name,
+    )
 
 
 class Writer:
