@@ -153,7 +153,7 @@ def _finish(found: list[Report], report: Path | None, title: str, as_json: bool)
     if report is not None:
         write_report(report, runs(found), title=title)
         if not as_json:
-            typer.echo(f"report     {report}")
+            typer.echo(f"{'report':<{_NAMES + 2}}{report}")
 
 
 def _refuse_below(found: list[Report], limit: float) -> None:
@@ -241,6 +241,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(min_width=_NAMES)
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.reasons.items())
     rows = {
         "recipe": f"{found.recipe}",
@@ -269,6 +270,9 @@ def _print_conversion(found: Report, seconds: float, dry_run: bool) -> None:
         table.add_row(name, Text(printable(value)))
     Console(soft_wrap=True).print(table)
 
+
+#: The width of the names beside a conversion's figures, of which "by default" is the longest.
+_NAMES = len("by default")
 
 #: Columns of a comparison; the tensor or file comes last, as it may be long.
 _FIGURES = (">SQNR dB", ">cosine", ">max error", ">clipped", ">underflow", ">bits/param")
