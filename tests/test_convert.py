@@ -753,7 +753,7 @@ def test_every_kept_tensor_has_a_reason(tmp_path: Path, run: Run) -> None:
     halves = {"conv": np.ones((64, 64, 3, 3), np.float16), "column": np.ones((64, 1), np.float16)}
     save_file(halves, tmp_path / "m.safetensors")
     code, text, err = run(*words, "mxfp8", "--force")
-    assert code == 0 and "kept       1 tensors, 128 B in their original precision: 1 would not shrink" in text
+    assert code == 0 and "kept        1 tensors, 128 B in their original precision: 1 would not shrink" in text
     assert load_safetensors(tmp_path / "o.safetensors")["column"].tobytes() == halves["column"].tobytes()
 
 
@@ -795,7 +795,7 @@ def test_values_that_overflow_when_decoded_are_reported(tmp_path: Path, run: Run
     x[0, 1] = 0.0
     save_file({"w": x}, tmp_path / "m.safetensors")
     code, text, _ = run("convert", tmp_path / "m.safetensors", tmp_path / "o.safetensors", "-r", "mxfp8")
-    assert code == 0 and "worst      w: -inf dB" in text
+    assert code == 0 and "worst       w: -inf dB" in text
 
 
 def test_bfloat16_checkpoints_convert_without_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1150,11 +1150,11 @@ def test_convert_and_compare_write_reports(source: Path, tmp_path: Path, run: Ru
         code, out, _ = run(
             "convert", source, tmp_path / f"{recipe}.safetensors", "-r", recipe, "--report", tmp_path / f"{recipe}.html"
         )
-        assert code == 0 and f"report     {tmp_path / recipe}.html" in out
+        assert code == 0 and f"report      {tmp_path / recipe}.html" in out
         assert {"layer.0.mlp.weight", "step"} < {t["name"] for t in drawn(tmp_path / f"{recipe}.html")[0]["tensors"]}
     candidates = [tmp_path / f"{recipe}.safetensors" for recipe in ("nvfp4", "mxfp8")]
     code, out, _ = run("compare", source, *candidates, "--report", tmp_path / "both.html")
-    assert code == 0 and f"report     {tmp_path / 'both.html'}" in out
+    assert code == 0 and f"report      {tmp_path / 'both.html'}" in out
     assert [r["label"] for r in drawn(tmp_path / "both.html")] == ["nvfp4", "mxfp8"]
 
 
