@@ -5,7 +5,8 @@ DEMO := .venv-demo
 BENCH := .venv-bench
 MUTANTS := .venv-mutants
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("breccia needs Python 3.11 or newer; run make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native
+SIBLINGS := -e "./breccia-bridges[report]" -e "./breccia-torch[hf]" -e ./breccia-jax -e ./breccia-mlx -e ./breccia-native \
+	-e ./breccia-triton
 # mkdocs.yml is strict: a warning fails the build (not under --quiet, which hides warnings from the count too). The theme's
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
@@ -85,9 +86,9 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers
 	@# Neighbours, for docs/agreement.md. Not qwix: it brings flax and a store for checkpoints with it.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torchao compressed-tensors gguf
-	@# breccia-triton's dependency is large and needs a GPU to be of use: only its manifest is tested here. Of TransformerEngine
-	@# there are the reference quantizers alone, in Python; `import transformer_engine` says that the library is missing.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps -e ./breccia-triton transformer-engine
+	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
+	@# library is missing.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine
 	touch $@
 
 # Core alone: with a framework or another of breccia's distributions present, other kernels would hide a mutant.

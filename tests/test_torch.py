@@ -56,8 +56,8 @@ def test_the_numpy_kernels_run_for_cpu_tensors_and_the_generic_algorithm_for_oth
         assert winner is not None and winner.name == f"torch.cpu.{op}"
     both = {step.winner.name for step in breccia.explain("requantize", st, NVFP4).plan if step.winner is not None}
     assert both == {"torch.cpu.cast", "torch.cpu.dequantize"}
-    on_cuda = breccia.explain("cast", MXFP8, on="torch:cuda")
-    assert on_cuda.winner is not None and on_cuda.winner.name == "reference.cast"
+    on_cuda = breccia.explain("dequantize", MXFP8, on="torch:cuda")
+    assert on_cuda.winner is not None and on_cuda.winner.name == "reference.dequantize"
     assert "runs on cpu, the data is on cuda" in str(on_cuda)
 
 

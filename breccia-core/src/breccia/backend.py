@@ -21,6 +21,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("CastOptions", "DEFAULT", "PLAIN"), "options"),
     # Calling other kernels, and the generic algorithm: modules.
     "calls": "dispatch",
+    "rules": "",
     "targets": "",
     **dict.fromkeys(("checks", "composites", "measuring", "reference"), "kernels"),
     # Arrays of any framework.
@@ -73,6 +74,8 @@ _HOMES: dict[str, str] = {
             "UE5M3",
             "UINT4",
             "UINT8",
+            "f32",
+            "f32_bits",
         ),
         "codecs",
     ),

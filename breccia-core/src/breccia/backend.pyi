@@ -1,3 +1,4 @@
+from . import rules as rules
 from . import targets as targets
 from .arrays.frameworks import FLOATS as FLOATS
 from .arrays.frameworks import Device as Device
@@ -38,6 +39,8 @@ from .codecs import UINT4 as UINT4
 from .codecs import UINT8 as UINT8
 from .codecs import Codec as Codec
 from .codecs import PowerOfTwo as PowerOfTwo
+from .codecs import f32 as f32
+from .codecs import f32_bits as f32_bits
 from .declared import Declared as Declared
 from .declared import InternedKey as InternedKey
 from .declared import rebuilt as rebuilt

@@ -11,4 +11,15 @@ api = 1
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    return []
+    plans = "breccia_triton.plans"
+    return [
+        Kernel(
+            "cast",
+            "torch",
+            "breccia_triton.cast:cast",
+            "triton.cast",
+            device="cuda",
+            available=f"{plans}:available",
+            accepts=f"{plans}:accepts_cast",
+        )
+    ]

@@ -1,0 +1,129 @@
+"""How a tensor is cut into tiles, one for each program. Imports no framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from breccia.backend import TENSOR, Block
+
+#: The most elements of a tile, which its program holds in registers.
+LARGEST_TILE = 16384
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of down x along blocks, in slots of tall x wide elements (powers of two).
+
+    axis: the contraction axis, 0 for rows or 1 for columns of the matrix in memory. block_rows, block_columns: sides of a
+    block; 0 for the side of the matrix, which one tile covers, or several where the amax of the block is known before.
+    large: whether positions need 64 bits. folded: whether one number counts the programs, as a grid has a limit for each axis.
+    """
+
+    axis: int
+    down: int
+    block_rows: int
+    tall: int
+    along: int
+    block_columns: int
+    wide: int
+    large: bool = False
+    folded: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.down * self.tall
+
+    @property
+    def columns(self) -> int:
+        return self.along * self.wide
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program: 32 elements for each thread, or 64 where blocks run down the columns."""
+        each = 2048 if self.axis == 0 and self.block_rows > 1 and self.block_columns == 1 else 1024
+        return min(16, max(1, self.rows * self.columns // each))
+
+    def counts(self, rows: int, columns: int) -> tuple[int, int]:
+        """The number of tiles along rows and columns of a matrix."""
+
+        def side(extent: int, blocks: int, block: int, slots: int) -> int:
+            return divided_up(extent, slots) if block == 0 else divided_up(divided_up(extent, block), blocks)
+
+        down = side(rows, self.down, self.block_rows, self.tall)
+        return down, side(columns, self.along, self.block_columns, self.wide)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What else a kernel is compiled for.
+
+    source: where the amax of blocks comes from: "tile", or a pass before, for the "tensor", "rows" or "columns"; or "supplied"
+        scales. tensor: one scale for the tensor.
+    ptx: for NVIDIA GPUs. native: the device converts to FP8. stochastic: rounding.
+    subnormals: the input may hold FP32 subnormals. strided: it is not contiguous.
+    finite, steps: the pass for the amax ignores NaN and Inf; tiles of each of its programs.
+    ragged: the last group of packed codes is not full. words: rows of 6-bit codes are whole words of 32 bits.
+    """
+
+    source: str
+    tensor: bool = False
+    ptx: bool = False
+    native: bool = False
+    stochastic: bool = False
+    subnormals: bool = True
+    finite: bool = False
+    steps: int = 1
+    strided: bool = False
+    ragged: bool = False
+    words: bool = False
+
+
+def in_memory(block: Block, axis: int) -> Block:
+    """The (rows, columns) of a block in memory; axis: -1 or -2."""
+    return block if axis == -1 else (block[1], block[0])
+
+
+def divided_up(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tile_of(block: Block, axis: int, rows: int, columns: int) -> tuple[Tile, str] | str:
+    """The tile for blocks of a matrix, and where their amax comes from ("tile", or the axis that a pass before goes along).
+
+    Returns the reason instead where there is no tile. A tile has about 4096 elements, where blocks allow it: enough loads in
+    flight, in few registers. Blocks down the columns have narrow tiles, so that a thread holds many elements of each.
+    """
+    memory_axis = 1 if axis == -1 else 0
+    elements, wide = 4096, 512
+    if block == TENSOR:
+        across = min(power_of_two(columns), elements if rows == 1 else 1024)
+        return Tile(memory_axis, 1, 0, max(1, elements // across), 1, 0, across), "tensor"
+    tall, across = in_memory(block, axis)
+    if tall is not None and across is not None:
+        slots = power_of_two(tall), power_of_two(across)
+        if slots[0] * slots[1] > LARGEST_TILE:
+            return f"blocks of {tall}x{across} do not fit a tile of {LARGEST_TILE} elements"
+        if axis == -2 and across == 1:
+            elements, wide = slots[0] * 64, 64
+        left = max(1, elements // (slots[0] * slots[1]))
+        along = max(1, min(wide // slots[1], left, power_of_two(divided_up(columns, across))))
+        down = max(1, min(left // along, power_of_two(divided_up(rows, tall))))
+        return Tile(memory_axis, down, tall, slots[0], along, across, slots[1]), "tile"
+    if across is None:  # whole rows
+        if tall != 1:
+            return f"blocks of {tall} whole rows have no tile"
+        if (slots := power_of_two(columns)) <= LARGEST_TILE:
+            return Tile(memory_axis, max(1, min(elements // slots, power_of_two(rows))), 1, 1, 1, 0, slots), "tile"
+        return Tile(memory_axis, max(1, elements // 1024), 1, 1, 1, 0, 1024), "rows"
+    if across != 1:
+        return f"blocks of {across} whole columns have no tile"
+    if (slots := power_of_two(rows)) * 32 <= LARGEST_TILE:
+        along = min(max(32, elements // slots), power_of_two(columns))
+        return Tile(memory_axis, 1, 0, slots, along, 1, 1), "tile"
+    return Tile(memory_axis, 1, 0, 64, min(64, power_of_two(columns)), 1, 1), "columns"

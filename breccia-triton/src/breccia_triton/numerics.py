@@ -1,0 +1,464 @@
+"""The arithmetic of casts in Triton: codes, scales and packing, bit for bit as in docs/spec/numerics.md.
+
+Arguments in capitals are constants of `specs`. Kernels are compiled without contraction of products and sums
+(`launch.OPTIONS`): additions here round to codes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+EXPONENT = tl.constexpr(0x7F800000)
+MANTISSA = tl.constexpr(0x007FFFFF)
+NORMAL = tl.constexpr(0x00800000)
+INF = tl.constexpr(0x7F800000)
+LARGEST = tl.constexpr(0x7F7FFFFF)
+LEAST_NORMAL = tl.constexpr(2.0**-126)
+MOST = tl.constexpr(2.0**126)
+#: 1.5 * 2^23: a number added to it is rounded to an integer, which is in its low bits.
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def bits_of(y):
+    """The bits of FP32 numbers, as int32."""
+    return y.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def number(u):
+    """The FP32 numbers of these bits."""
+    return u.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def flushed(y):
+    """`y` with magnitudes below 2^-126 as +0."""
+    return tl.where((bits_of(y) & MAGNITUDE) <= MANTISSA, 0.0, y)
+
+
+@triton.jit
+def saturated(y):
+    """`y` with ±Inf as the largest finite number. NaN stays."""
+    u = bits_of(y)
+    return number(tl.where((u & MAGNITUDE) == INF, (u & -0x80000000) | LARGEST, u))
+
+
+@triton.jit
+def clean(u):
+    """FP32 bits with FP32 subnormals, Inf and NaN as signed zeros, as a number."""
+    magnitude = u & MAGNITUDE
+    return number(tl.where((magnitude >= NORMAL) & (magnitude < INF), u, u & -0x80000000))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(u, AXIS: tl.constexpr, PTX: tl.constexpr):
+    """The largest magnitude of FP32 bits along an axis, as bits: those of NaN and Inf are the largest."""
+    if PTX:  # the absolute value is a part of the instruction
+        return bits_of(tl.reduce(tl.abs(number(u)), AXIS, _larger))
+    else:
+        return tl.max(u & MAGNITUDE, AXIS)
+
+
+@triton.jit
+def quotient(a, B: tl.constexpr, INVERSE: tl.constexpr, PTX: tl.constexpr):
+    """a / B, rounded to nearest, for a constant `B`; with PTX, quotients below 2^-126 are some number below 2^-126.
+
+    INVERSE is 1 / B, rounded to nearest. q = a * INVERSE is within one unit of the quotient, the remainder a - q * B is exact,
+    and q + remainder * INVERSE rounds correctly (Markstein, IA-64 and Elementary Functions, 2000, theorem 8.3).
+    """
+    if PTX and B % 1 == 0:  # else the remainder of a small number may have bits below FP32's last one
+        return _refined(a, B, INVERSE)
+    else:
+        return tl.div_rn(a, tl.zeros_like(a) + B)
+
+
+@triton.jit
+def _refined(a, b, inverse):
+    q = a * inverse
+    return tl.fma(tl.fma(q, -b, a), inverse, q)
+
+
+@triton.jit
+def reciprocal(a, PTX: tl.constexpr):
+    """1 / a, rounded to nearest, for normal `a` with a normal reciprocal."""
+    if PTX:  # what the compiler makes of rcp.rn.f32, without the case of subnormal numbers
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
+        return tl.fma(tl.fma(-a, y, 1.0), y, y)
+    else:
+        return tl.div_rn(tl.zeros_like(a) + 1.0, a)
+
+
+# ------------------------------------------------------------------------------------------------ codes
+
+
+@triton.jit
+def encode(
+    y, word, shift, C: tl.constexpr, FITS: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """int32 codes of finite FP32 `y`, saturating; with FITS, nothing does. word: random, for stochastic rounding. shift: the
+    zero-point, if SHIFTED."""
+    if C.kind == "float":
+        if STOCHASTIC:
+            return _rounded(y, word, C)
+        elif NATIVE and C.name == "E4M3":
+            return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        elif NATIVE and C.name == "E5M2":
+            return y.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+        else:
+            return _nearest(y, C, FITS)
+    elif C.kind == "integer":
+        if SHIFTED:  # it is added to the rounded number, and saturates with it
+            y = tl.minimum(tl.maximum(y, C.low - shift), C.high - shift)
+        else:
+            y = tl.minimum(tl.maximum(y, C.low), C.high)
+        if STOCHASTIC:
+            u = bits_of(y * (1.0 / C.unit))
+            magnitude = u & MAGNITUDE
+            whole = _round_shift(_significand(magnitude), 150 - (magnitude >> 23), word)
+            whole = tl.where(u < 0, -whole, whole)
+        else:
+            whole = bits_of(y + ROUNDER * C.unit)
+        if SHIFTED:
+            whole += shift.to(tl.int32)
+        return whole & ((1 << C.bits) - 1)
+    else:
+        return _place(y, word, C, STOCHASTIC)
+
+
+@triton.jit
+def _nearest(y, C: tl.constexpr, FITS: tl.constexpr):
+    u = bits_of(y)
+    a = u & MAGNITUDE
+    if not FITS:
+        a = tl.minimum(a, C.largest)
+    e = tl.maximum(a & EXPONENT, C.floor) + C.lift
+    code = bits_of(number(a) + number(e)) + (e >> (23 - C.mantissa))
+    return (code & C.magnitude) | ((u >> (32 - C.bits)) & (C.magnitude + 1))
+
+
+@triton.jit
+def _rounded(y, word, C: tl.constexpr):
+    u = bits_of(y)
+    a = tl.minimum(u & MAGNITUDE, C.largest)
+    exponent = a >> 23
+    first: tl.constexpr = C.floor >> 23
+    shift = 23 - C.mantissa + tl.maximum(first - exponent, 0)
+    code = _round_shift(_significand(a), shift, word) + (tl.maximum(exponent - first, 0) << C.mantissa)
+    return code | ((u >> (32 - C.bits)) & (C.magnitude + 1))
+
+
+@triton.jit
+def _significand(magnitude):
+    return tl.where(magnitude < NORMAL, 0, (magnitude & MANTISSA) | NORMAL)
+
+
+@triton.jit
+def _round_shift(m, shift, word):
+    """m / 2^shift, rounded up where the fraction's first 30 bits plus the top 30 of `word` carry."""
+    cut = tl.minimum(shift, 30)
+    m = m >> tl.minimum(shift - cut, 31)
+    random = (word >> (32 - cut).to(tl.uint32)).to(tl.int32, bitcast=True)
+    return (m + (random & ((1 << cut) - 1))) >> cut
+
+
+@triton.jit
+def _place(y, word, C: tl.constexpr, STOCHASTIC: tl.constexpr):
+    place = tl.zeros_like(bits_of(y))
+    if STOCHASTIC:
+        low = tl.zeros_like(y) + C.values[C.order[0]]
+        high = low
+        y = tl.minimum(tl.maximum(y, C.values[C.order[0]]), C.values[C.order[len(C.order) - 1]])
+        for i in tl.static_range(1, len(C.order)):
+            reached = y >= C.values[C.order[i]]
+            place += reached.to(tl.int32)
+            low = tl.where(reached, C.values[C.order[i]], low)
+        for i in tl.static_range(len(C.order) - 1, 0, -1):
+            high = tl.where(y < C.values[C.order[i]], C.values[C.order[i]], high)
+        high = tl.maximum(high, low)
+        f = tl.div_rn(y - low, tl.where(low < high, high - low, 1.0))
+        up = (tl.minimum(f, 1.0) * 1073741824.0).to(tl.int32) + (word >> 2).to(tl.int32, bitcast=True) >= 1073741824
+        place += up.to(tl.int32)
+    else:
+        for i in tl.static_range(len(C.starts)):
+            place += (y >= C.starts[i]).to(tl.int32)
+    codes = tl.zeros_like(place)
+    for i in tl.static_range(len(C.order)):
+        if C.order[i] != i:
+            codes += tl.where(place == i, C.order[i] - i, 0)
+    return place + codes
+
+
+@triton.jit
+def own_codes(code, u, C: tl.constexpr):
+    """Codes with those of NaN and Inf where the FP32 bits `u` are not finite."""
+    magnitude = u & MAGNITUDE
+    if C.inf >= 0:
+        infinite = C.inf | ((u >> (32 - C.bits)) & (C.magnitude + 1))
+    else:
+        infinite = C.nan
+    return tl.where(magnitude < INF, code, tl.where(magnitude > INF, C.nan, infinite))
+
+
+@triton.jit
+def decode(code, C: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 values of int32 codes, exactly."""
+    if C.kind == "float":
+        if NATIVE and C.name == "E4M3":
+            v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif NATIVE and C.name == "E5M2":
+            v = code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
+        else:
+            magnitude = code & C.magnitude
+            mantissa = magnitude & ((1 << C.mantissa) - 1)
+            normal = number((magnitude << (23 - C.mantissa)) + ((127 - C.bias) << 23))
+            tiny = mantissa.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
+            v = tl.where(magnitude == mantissa, tiny, normal)
+            if C.highest < C.magnitude:
+                v = tl.where(magnitude > C.highest, float("nan"), v)
+            if C.inf >= 0:
+                v = tl.where(magnitude == C.inf, float("inf"), v)
+            v = number(bits_of(v) | ((code << (32 - C.bits)) & -0x80000000))
+    elif C.kind == "integer":
+        if C.signed:
+            code = (code << (32 - C.bits)) >> (32 - C.bits)
+        v = code.to(tl.float32) * C.unit
+    else:
+        v = tl.zeros_like(code.to(tl.float32)) + C.values[0]
+        for i in tl.static_range(1, len(C.values)):
+            v = tl.where(code == i, C.values[i], v)
+    return v
+
+
+# ------------------------------------------------------------------------------------------------ scales
+
+
+@triton.jit
+def scale_codes(statistic, outer, S: tl.constexpr, OUTER: tl.constexpr, OUTER_FITS: tl.constexpr, PTX: tl.constexpr):
+    """int32 codes of the scales of blocks: from their amax (or width), under the multiplier `outer` if there is one.
+
+    OUTER_FITS: it is computed from the same tensor, so that no quotient overflows.
+    """
+    if S.rule == "exponent":
+        n = ((bits_of(statistic) + S.carry) >> 23) - S.cap
+        if S.codec.kind == "power":
+            codes = tl.minimum(tl.maximum(n + S.codec.bias, 0), S.nan - 1)
+        else:
+            codes = (tl.minimum(tl.maximum(n, -126), 126) + 127) << 23
+    elif S.rule == "te":
+        codes = encode_scale(reciprocal(te_multiplier(statistic, S), PTX), S)
+    else:
+        if S.reciprocal:
+            t = statistic * S.divisor
+        else:
+            t = quotient(statistic, S.divisor, S.inverse, PTX)
+        t = flushed(t)
+        if S.qmax < 1:
+            t = saturated(t)
+        if OUTER:
+            if OUTER_FITS:
+                # Both times a power of two, where the remainder would have bits below FP32's last one.
+                lift = tl.where(outer < 2.0**-40, 2.0**64, 1.0)
+                t = _refined(t * lift, outer * lift, tl.div_rn(1.0, outer * lift))
+            else:
+                t = saturated(tl.div_rn(t, tl.zeros_like(t) + outer))
+        if S.factor != 1.0:
+            t = saturated(t * S.factor)
+        codes = encode_scale(tl.minimum(tl.maximum(t, S.least), S.most), S)
+    return tl.where(statistic == 0, S.zero, codes)
+
+
+@triton.jit
+def te_multiplier(statistic, S: tl.constexpr):
+    """The multiplier of elements under the rule "te"."""
+    m = tl.div_rn(tl.zeros_like(statistic) + S.qmax, tl.where(statistic == 0, S.qmax, statistic))
+    m = tl.minimum(m, MOST)
+    if S.factor != 1.0:
+        m = m * S.factor
+    m = tl.minimum(tl.maximum(m, LEAST_NORMAL), MOST)
+    if S.power_of_two:
+        m = number(bits_of(m) & INF)
+    return m
+
+
+@triton.jit
+def encode_scale(t, S: tl.constexpr):
+    """int32 codes of finite non-negative numbers, rounded to nearest."""
+    CODEC: tl.constexpr = S.codec
+    if S.codec.kind == "float":
+        return _nearest(t, CODEC, False)
+    elif S.codec.name == "F16":
+        return t.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    elif S.codec.name == "BF16":
+        u = bits_of(t)
+        return (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+    else:
+        return bits_of(t)
+
+
+@triton.jit
+def encode_bias(low, S: tl.constexpr):
+    """int32 codes of finite numbers in a floating codec of 16 or 32 bits, saturating."""
+    if S.codec.name == "F32":
+        return bits_of(low)
+    else:
+        low = tl.minimum(tl.maximum(low, -S.codec.largest), S.codec.largest)
+        return encode_scale(low, S) & 0xFFFF
+
+
+@triton.jit
+def read_scale(codes, S: tl.constexpr):
+    """FP32 values of int32 scale codes."""
+    CODEC: tl.constexpr = S.codec
+    if S.codec.kind == "float":
+        return decode(codes, CODEC, False)
+    elif S.codec.kind == "power":
+        u = tl.where(codes == 0, 0x00400000, codes << 23)
+        return number(tl.where(codes == S.nan, 0x7FC00000, u))
+    elif S.codec.name == "F16":
+        return codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif S.codec.name == "BF16":
+        return number(codes << 16)
+    else:
+        return number(codes)
+
+
+@triton.jit
+def accept_scale(stored, S: tl.constexpr):
+    """int32 codes of supplied scales; NaN for those that are no positive scales."""
+    if S.codec.kind == "power":
+        return stored
+    else:
+        v = read_scale(stored, S)
+        if S.codec.kind == "float":
+            return tl.where(v > 0, stored, S.nan)
+        else:
+            good = (v >= S.least) & (v <= S.most)
+            return tl.where(good, encode_scale(tl.where(good, v, 1.0), S), S.nan)
+
+
+@triton.jit
+def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr):
+    """(what elements are multiplied by, or divided under the rule "divide"; whether the scale is usable) of scale codes."""
+    if S.codec.kind == "power" and not OUTER:
+        # 2^-127, the reciprocal of 2^127, is an FP32 subnormal: products with it are exact, or below every element's step.
+        by = number(tl.where(codes == 254, 0x00400000, (254 - codes) << 23))
+        usable = codes != S.nan
+    else:
+        by = read_scale(codes, S)
+        if OUTER:
+            by = by * outer
+        usable = (by >= LEAST_NORMAL) & (by <= MOST)
+        by = tl.where(usable, by, 1.0)
+        if S.rule != "divide":
+            by = reciprocal(by, PTX)
+    return by, usable
+
+
+@triton.jit
+def scaled(x, by, usable, S: tl.constexpr, SUBNORMALS: tl.constexpr, FLUSHES: tl.constexpr):
+    """Elements in units of their scale; 0 where it is not usable.
+
+    SUBNORMALS: those of `x` count as signed zeros. FLUSHES: by an instruction of NVIDIA GPUs.
+    """
+    if FLUSHES and S.rule != "divide":
+        # Flushes subnormal results too, which round to zero.
+        y = tl.inline_asm_elementwise("mul.ftz.f32 $0, $1, $2;", "=f,f,f", [x, by], tl.float32, True, 1)
+    else:
+        if SUBNORMALS:
+            u = bits_of(x)
+            x = number(tl.where((u & MAGNITUDE) >= NORMAL, u, u & -0x80000000))
+        if S.rule == "divide":
+            y = tl.div_rn(x, by)
+        else:
+            y = x * by
+    return tl.where(usable, y, 0.0)
+
+
+@triton.jit
+def outer_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
+    """int32 codes of the global scale, from the amax (bits) of the finite elements."""
+    a = number(tl.where(amax >= NORMAL, amax, 0))
+    if G.sense == "multiplier":
+        codes = scale_codes(a, 1.0, G, False, False, PTX)
+    else:
+        stored = tl.where(a == 0, G.qmax, tl.maximum(a, G.qmax * 2.0**-126))
+        if G.sense == "divisor":
+            stored = tl.minimum(tl.div_rn(tl.zeros_like(stored) + G.qmax, stored), MOST)
+        codes = bits_of(stored)
+    return codes
+
+
+@triton.jit
+def outer_multiplier(codes, G: tl.constexpr):
+    """The multiplier of a stored global scale."""
+    stored = number(codes)
+    if G.sense == "amax":
+        stored = tl.div_rn(stored, tl.zeros_like(stored) + G.qmax)
+    if G.sense == "divisor":
+        stored = tl.div_rn(tl.zeros_like(stored) + 1.0, stored)
+    return stored
+
+
+# ------------------------------------------------------------------------------------------------ packing
+
+
+@triton.jit
+def packed(codes, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALONG: tl.constexpr):
+    """Codes (ROWS, COLUMNS) in groups along axis ALONG: two of 4 bits in a byte, four of 6 bits in 24 bits of a word."""
+    COUNT: tl.constexpr = 2 if C.bits == 4 else 4
+    if ALONG == 1:
+        groups = tl.reshape(codes, (ROWS, COLUMNS // COUNT, COUNT))
+    else:
+        groups = tl.permute(tl.reshape(codes, (ROWS // COUNT, COUNT, COLUMNS)), (0, 2, 1))
+    if C.bits == 4:
+        low, high = tl.split(groups)
+        return low | (high << 4)
+    else:
+        if ALONG == 1:
+            pairs = tl.reshape(groups, (ROWS, COLUMNS // 4, 2, 2))
+        else:
+            pairs = tl.reshape(groups, (ROWS // 4, COLUMNS, 2, 2))
+        even, odd = tl.split(pairs)
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        return a | (b << 6) | (c << 12) | (d << 18)
+
+
+# ------------------------------------------------------------------------------------------------ random words
+
+
+@triton.jit
+def _round(x, y, R: tl.constexpr):
+    x = x + y
+    return x, ((y << R) | (y >> (32 - R))) ^ x
+
+
+@triton.jit
+def _four_rounds(x, y, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    x, y = _round(x, y, A)
+    x, y = _round(x, y, B)
+    x, y = _round(x, y, C)
+    return _round(x, y, D)
+
+
+@triton.jit
+def random_word(index, low, high):
+    """The first output word of Threefry-2x32 with 20 rounds: key (low, high), counter `index` (int64)."""
+    k0, k1 = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    k2 = k0 ^ k1 ^ 0x1BD11BDA
+    x = (index & 0xFFFFFFFF).to(tl.uint32) + k0
+    y = (index >> 32).to(tl.uint32) + k1
+    x, y = _four_rounds(x, y, 13, 15, 26, 6)
+    x, y = _four_rounds(x + k1, y + k2 + 1, 17, 29, 16, 24)
+    x, y = _four_rounds(x + k2, y + k0 + 2, 13, 15, 26, 6)
+    x, y = _four_rounds(x + k0, y + k1 + 3, 17, 29, 16, 24)
+    x, y = _four_rounds(x + k1, y + k2 + 4, 13, 15, 26, 6)
+    return x + k2

@@ -1,0 +1,225 @@
+"""The constants that kernels are compiled for: codecs, scale levels and rules, as frozen values. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from breccia import Codec, Format, Integer, Level, Lookup, Minifloat, PowerOfTwo, ScalingRecipe
+from breccia.backend import F32_INF, TENSOR, f32, f32_bits, packing, rules
+
+#: Element codecs with a conversion instruction on NVIDIA GPUs from compute capability 8.9 on.
+CONVERTED = ("E4M3", "E5M2")
+#: The smallest step of an element codec: products below 2^-126, which multiplication may flush to zero, then round to zero.
+_FINEST = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A minifloat with p mantissa bits, encoded by adding 2^(23-p) times the binade of |y|.
+
+    The sum's last bit has the weight of the code spacing in that binade, so the hardware rounds to nearest, ties to even. The
+    binade shifted down to bit p is the code's exponent field; `lift` holds the offset that completes the code.
+    floor, largest: bits of FP32. nan, inf: codes, -1 where there is none. highest: the code of the largest finite number.
+    """
+
+    name: str
+    bits: int
+    mantissa: int
+    bias: int
+    floor: int
+    lift: int
+    largest: int
+    magnitude: int
+    highest: int
+    nan: int
+    inf: int
+    kind: str = "float"
+
+
+@dataclass(frozen=True)
+class Integers:
+    """An integer codec: the low bits of y + 1.5 * 2^23 units are the code, rounded by the addition."""
+
+    bits: int
+    low: float
+    high: float
+    unit: float
+    signed: bool
+    nan: int = -1
+    kind: str = "integer"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table codec: the position of a number is the number of `starts` it reaches. order: codes by position."""
+
+    bits: int
+    starts: tuple[float, ...]
+    values: tuple[float, ...]
+    order: tuple[int, ...]
+    nan: int = -1
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A floating codec that frameworks have as a dtype: F32, F16, BF16."""
+
+    name: str
+    bits: int
+    largest: float
+    kind: str = "wide"
+
+
+@dataclass(frozen=True)
+class Powers:
+    """A codec of powers of two."""
+
+    name: str
+    bits: int
+    bias: int
+    kind: str = "power"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One level: its codec and its rule.
+
+    rule: "linear", "divide", "te" or "exponent". divisor: the statistic is divided by it (inverse: its reciprocal); or, with
+    `reciprocal`, multiplied by it. factor: 2^margin. carry, cap: integers of the exponent rules. extreme: a scale may be 2^127,
+    whose reciprocal is subnormal. fits: no element exceeds the
+    largest code by as much as half a step. least, most, zero, nan: of the codec.
+    """
+
+    codec: Floats | Wide | Powers
+    rule: str
+    divisor: float
+    inverse: float
+    reciprocal: bool
+    factor: float
+    power_of_two: bool
+    carry: int
+    cap: int
+    qmax: float
+    least: float
+    most: float
+    zero: int
+    nan: int
+    sense: str
+    fits: bool
+    extreme: bool
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A recipe for kernels: element, scale, global scale or None, offset."""
+
+    element: Floats | Integers | Table
+    scale: Scale
+    outer: Scale | None
+    offset: str
+
+
+class Unsupported(Exception):
+    """A part of a recipe that the kernels do not support; the text is the reason."""
+
+
+@lru_cache(maxsize=256)
+def spec_of(recipe: ScalingRecipe) -> Spec | str:
+    """The constants for a recipe, or why the kernels do not support it."""
+    fmt = recipe.format
+    try:
+        element = _element(fmt.element)
+        outer = None if fmt.global_scale is None else _scale(fmt, fmt.global_scale, recipe.rules[0], True)
+        if outer is not None and fmt.scale.block == TENSOR:
+            raise Unsupported("a tensor scale under another one has no kernel here")
+        scale = _scale(fmt, fmt.scale, recipe.rules[-1], False)
+        if fmt.offset == "bias" and not isinstance(scale.codec, Wide):
+            raise Unsupported(f"it does not write biases of {scale.codec.name}")
+        return Spec(element, scale, outer, fmt.offset)
+    except Unsupported as e:
+        return str(e)
+
+
+def _element(codec: Codec) -> Floats | Integers | Table:
+    if packing(codec)[0] not in (1, 2, 4):
+        raise Unsupported(f"it does not pack codes of {codec.bits} bits")
+    if type(codec) is Minifloat and codec.signed and _floats_apply(codec):
+        return _floats(codec)
+    if type(codec) is Integer and math.ldexp(1.0, -codec.fraction_bits) >= _FINEST:
+        unit = math.ldexp(1.0, -codec.fraction_bits)
+        return Integers(codec.bits, codec.low * unit, codec.high * unit, unit, codec.signed)
+    if type(codec) is Lookup and codec.bits <= 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
+        starts = tuple(map(_number, codec.thresholds[1:]))
+        return Table(codec.bits, starts, tuple(_number(f32_bits(v)) for v in codec.values), codec.order)
+    raise Unsupported(f"it has no formula for codes of {codec.name}")
+
+
+def _floats_apply(codec: Minifloat) -> bool:
+    return codec.bits <= 8 and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16
+
+
+def _floats(codec: Minifloat) -> Floats:
+    p, first = codec.mantissa_bits, 128 - codec.bias
+    lift = ((23 - p) << 23) + (-((first + 23 - p) << p) & 0xFF)
+    nan, inf = (-1 if code is None else code for code in (codec.nan, codec.inf))
+    top = f32_bits(codec.max)
+    return Floats(codec.name, codec.bits, p, codec.bias, first << 23, lift, top, codec.magnitude_mask, codec.highest, nan, inf)
+
+
+def _scale(fmt: Format, level: Level, rule: rules.Rule, outermost: bool) -> Scale:
+    codec, qmax = level.codec, fmt.qmax(level)
+    found: Floats | Wide | Powers
+    least = most = 0.0
+    if type(codec) is PowerOfTwo:
+        found = Powers(codec.name, codec.bits, codec.bias)
+    elif type(codec) is Minifloat and codec.name in ("F32", "F16", "BF16"):
+        least, most = codec.scale_min, codec.scale_max
+        found = Wide(codec.name, codec.bits, codec.max)
+    elif type(codec) is Minifloat and codec.bits == 8 and codec.nan is not None and _floats_apply(codec):
+        least, most = codec.scale_min, codec.scale_max
+        found = _floats(codec)
+    else:
+        raise Unsupported(f"it does not write scales of {codec.name}")
+    if outermost and codec.name != "F32":
+        raise Unsupported(f"it does not write global scales of {codec.name}")
+    made: dict[str, Any] = {"rule": "linear", "divisor": qmax, "reciprocal": False, "factor": 1.0, "power_of_two": False}
+    made |= {"carry": 0, "cap": 0}
+    match rule:
+        case rules.Exponent() if type(rule) is rules.Exponent and not outermost and fmt.global_scale is None:
+            cap = f32_bits(qmax)
+            made |= {"rule": "exponent", "carry": rule.carry(fmt.element, cap), "cap": cap >> 23}
+        case rules.Inverse() if type(rule) is rules.Inverse and not outermost and fmt.global_scale is None:
+            made |= {"rule": "te", "power_of_two": rule.power_of_two, "factor": 2.0**-rule.margin}
+        case rules.Linear() if type(rule) in (rules.Linear, rules.Reciprocal, rules.HalfRange, rules.Divide):
+            made |= {"factor": 2.0**rule.margin}
+            if type(rule) is rules.Reciprocal:
+                made |= {"divisor": f32(1.0 / qmax), "reciprocal": True}
+            elif type(rule) is rules.HalfRange and isinstance(fmt.element, Integer):
+                high, low = fmt.element.high, fmt.element.low
+                made |= {"divisor": math.ldexp(high - low, -1 - fmt.element.fraction_bits)}
+            elif type(rule) is rules.Divide:
+                made |= {"rule": "divide"}
+        case _:
+            raise Unsupported(f"it does not have the scale rule {rule.name!r} here")
+    if made["rule"] != "exponent" and type(codec) is PowerOfTwo:
+        raise Unsupported(f"rule {rule.name!r} writes no powers of two")
+    if made["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
+        raise Unsupported(f"rule {rule.name!r} writes powers of two only")
+    top = ((F32_INF - 1 + made["carry"]) >> 23) - made["cap"]
+    largest = codec.need_nan() - 1 - found.bias if isinstance(found, Powers) else 126
+    made["extreme"] = isinstance(found, Powers) and top >= largest
+    exact = isinstance(rule, rules.Linear) and codec.bits == 32 and rule.margin >= 0 and qmax >= 4
+    made["fits"] = top <= largest if rule.name == rules.RCEIL.name else exact
+    made["inverse"] = f32(1.0 / made["divisor"])
+    return Scale(
+        found, qmax=qmax, least=least, most=most, zero=codec.zero_scale, nan=codec.need_nan(), sense=level.sense, **made
+    )
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]

@@ -1,0 +1,251 @@
+"""The Triton kernels: in Triton's interpreter at small sizes, compiled for GPUs that are not here, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("breccia_triton")
+
+import torch
+
+import breccia
+from breccia.backend import CastOptions, Device, ScaledTensor, components, reference
+from breccia_triton import cast as triton_cast
+from breccia_triton import plans
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = [
+    pytest.mark.together,
+    # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+#: Every recipe, and each field that changes bytes.
+SPECS = [
+    "fp8_block",
+    "fp8_block,fp8_format=E5M2,block_k=32",
+    "fp8_block,block_m=32,block_k=32",
+    "fp8_block,block_m=3,block_k=20",
+    "fp8_block,power_of_two_scale=true",
+    "fp8_block,scale_rule=te",
+    "fp8_block,scale_rule=te,power_of_two_scale=true",
+    "fp8_block,scale_rule=divide",
+    "fp8_block,scale_rule=recip",
+    "fp8_current",
+    "fp8_current,scale_rule=te",
+    "fp8_delayed,margin=2",
+    "fp8_delayed,margin=-3,scale_rule=te",
+    "fp8_row",
+    "fp8_row,fp8_format=E5M2,scale_rule=divide",
+    "mxfp8",
+    "mxfp8,fp8_format=E5M2,scale_rule=even",
+    "mxfp8,scale_rule=floor",
+    "mxfp6",
+    "mxfp6,fp6_format=E3M2,scale_rule=even",
+    "mxfp4",
+    "mxfp4,scale_rule=floor",
+    "mxint8",
+    "mxint8,scale_rule=floor",
+    "nvfp4",
+    "nvfp4,two_level=false",
+    "nvfp4,global_sense=amax",
+    "nvfp4,global_sense=divisor",
+    "int4,group_size=32",
+    "int4,group_size=12,scale_dtype=bf16,scale_rule=half_range",
+    "int4,signed=false,group_size=32",
+    "int4,symmetric=false,signed=false,group_size=32",
+    "int4,symmetric=false,signed=false,group_size=32,offset=bias",
+    "int4,symmetric=false,signed=false,group_size=32,offset=bias,scale_dtype=bf16",
+    "int8",
+    "int8,group_size=20,scale_dtype=fp16",
+    "int8,symmetric=false,signed=false",
+    "int8,symmetric=false,signed=false,offset=bias",
+    "nf4",
+    "nf4,block_size=16,scale_dtype=fp16",
+]
+
+
+def numbers(shape: tuple[int, ...], seed: int = 0, dtype: Any = torch.float32) -> Any:
+    """Rows of very different magnitude, and every special number: both zeros, subnormals, NaN, Inf, the largest."""
+    made = np.random.default_rng(seed)
+    x = made.standard_normal(shape) * np.exp2(made.integers(-20, 20, (*shape[:-1], 1)))
+    flat = x.reshape(-1)
+    special = [0.0, -0.0, 1e-40, -1e-40, 2.0**-126, np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 2.0**-133]
+    at = made.choice(flat.size // 2, len(special), replace=False)
+    flat[at] = special
+    if len(shape) > 1:
+        x[..., -1, :] = 0
+        x[..., -2, :] = np.exp2(-130.0) * made.standard_normal(shape[-1])
+        x[..., -3, :] *= np.exp2(-100.0)
+    return torch.tensor(x.astype(np.float32)).to(dtype).to(DEVICE)
+
+
+def same(found: ScaledTensor, expected: ScaledTensor) -> None:
+    """Compare all components bit by bit, dtypes and shapes included."""
+    a, b = components(found), components(expected)
+    assert list(a) == list(b) and found.layout == expected.layout and found.axis == expected.axis
+    for part in a:
+        assert (a[part].shape, a[part].dtype) == (b[part].shape, b[part].dtype), part
+        x, y = (p.reshape(-1).contiguous().view(torch.uint8).cpu().numpy() for p in (a[part], b[part]))
+        assert np.array_equal(x, y), f"{part}: {np.count_nonzero(x != y)} of {x.size} bytes differ"
+
+
+def check(x: Any, spec: str, generic: bool = False, **options: Any) -> None:
+    """The kernel and the generic algorithm write the same; `generic` says whether the kernel passes the call on to it."""
+    recipe, given = breccia.recipe(spec), CastOptions(**options)
+    triton_cast._prepared.clear()
+    found = triton_cast.cast(x, recipe, given)
+    assert [p.generic for p in triton_cast._prepared.values()] == [generic]
+    same(found, reference.cast(x, recipe, given))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int) -> None:
+    check(numbers((40, 72), seed=1), spec, axis=axis)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_recipe_is_cast_bit_for_bit_on_a_gpu(spec: str, axis: int, dtype: Any) -> None:
+    columns = axis == -2 and spec.startswith("int8,symmetric=false")  # whole columns have to fit a tile here
+    check(numbers((1030, 784), seed=1, dtype=dtype), spec, generic=columns, axis=axis)
+    check(numbers((256, 1024), seed=2, dtype=dtype), spec, axis=axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "mxfp6", "int4,group_size=32", "fp8_current", "int8"])
+def test_halves_are_cast_as_their_fp32_values(spec: str, dtype: Any) -> None:
+    check(numbers((34, 96), seed=2, dtype=dtype), spec)
+
+
+@pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "mxfp4", "fp8_current", "fp8_row", "fp8_block,block_m=32,block_k=32"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_leading_axes_and_strides_are_taken(spec: str, axis: int) -> None:
+    check(numbers((2, 3, 33, 64), seed=3), spec, axis=axis)
+    check(numbers((64, 35), seed=4).mT, spec, axis=axis)
+    check(numbers((3, 40, 80), seed=5)[:, ::2, 8:72], spec, axis=axis)
+    check(numbers((33, 4, 64), seed=6).transpose(0, 1), spec, axis=axis)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (5000,), (1, 1), (1, 5000), (3, 1), (129, 2)])
+def test_shapes_of_few_elements_are_taken(shape: tuple[int, ...]) -> None:
+    x = torch.linspace(-3, 5, int(np.prod(shape))).reshape(shape).to(DEVICE)
+    check(x, "fp8_current")
+    if len(shape) > 1:
+        check(x, "mxfp8")
+        check(x, "nvfp4", axis=-2)
+
+
+@pytest.mark.parametrize("spec", ["fp8_block", "mxfp8", "mxfp6", "nvfp4", "int4,group_size=32", "nf4", "fp8_current", "int8"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_stochastic_rounding_draws_the_same_numbers(spec: str, axis: int) -> None:
+    check(numbers((2, 33, 64), seed=7), spec, axis=axis, rounding="stochastic", seed=2**40 + 5)
+
+
+@pytest.mark.parametrize("spec", ["fp8_block", "fp8_block,fp8_format=E5M2", "mxfp8", "mxfp4", "nvfp4", "int4,group_size=32"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_supplied_scales_are_used_and_faults_marked(spec: str, axis: int) -> None:
+    x, recipe = numbers((40, 96), seed=8), breccia.recipe(spec)
+    made = reference.cast(torch.nan_to_num(x, 1.0, 2.0, -2.0), recipe, CastOptions(axis=axis))
+    check(x, spec, axis=axis, scale=made.scale if made.global_scale is None else made.global_scale)
+
+
+def test_a_supplied_scale_for_the_tensor_needs_no_pass_for_the_amax() -> None:
+    x = numbers((40, 96), seed=9)
+    check(x, "fp8_delayed", scale=torch.tensor(0.037, device=DEVICE))
+    assert next(iter(triton_cast._prepared.values())).amax is None
+    recipe = breccia.recipe("fp8_delayed")
+    same(triton_cast.cast(x, recipe, CastOptions(scale=0.037)), reference.cast(x, recipe, CastOptions(scale=0.037)))
+    for scale in (float("nan"), 0.0, -1.0, 1e-42, float("inf")):
+        check(x, "fp8_delayed", scale=torch.tensor(scale, device=DEVICE))
+
+
+def test_results_are_written_into_out() -> None:
+    x, recipe = numbers((33, 64), seed=10), breccia.recipe("nvfp4")
+    out = triton_cast.cast(torch.ones_like(x), recipe)
+    assert triton_cast.cast(x, recipe, CastOptions(out=out)) is out
+    same(out, reference.cast(x, recipe))
+    other = triton_cast.cast(x.mT.contiguous(), recipe)
+    with pytest.raises(breccia.LayoutError, match="out= is .*, but the cast returns"):
+        triton_cast.cast(x, recipe, CastOptions(out=other))
+
+
+def test_nonfinite_numbers_are_refused_on_request() -> None:
+    with pytest.raises(breccia.NonFiniteError, match="x holds NaN or Inf"):
+        triton_cast.cast(numbers((33, 64)), breccia.recipe("mxfp8"), CastOptions(nonfinite="raise"))
+    check(torch.ones((33, 64), device=DEVICE), "mxfp8", nonfinite="raise")
+
+
+def test_other_calls_go_to_the_generic_algorithm() -> None:
+    check(torch.ones((4, 0), device=DEVICE), "mxfp8", generic=True)
+    check(numbers((40, 128)), "fp8_block,block_k=70000", generic=True)
+    check(numbers((40, 128)), "int4,group_size=31", generic=True)
+    with pytest.raises(breccia.UnsupportedError, match="cast takes float32, float16, bfloat16; got float64"):
+        triton_cast.cast(torch.ones((4, 32), dtype=torch.float64, device=DEVICE), breccia.recipe("mxfp8"))
+
+
+def test_the_reason_names_what_is_not_supported() -> None:
+    def reason(spec: str) -> str:
+        lines = str(breccia.explain("cast", spec, on="torch:cuda")).splitlines()
+        at = next(i for i, line in enumerate(lines) if "breccia_triton" in line)
+        return lines[at + 1] if "->" not in lines[at] else lines[at]
+
+    assert "blocks of 1x70000 do not fit a tile of 16384 elements" in reason("fp8_block,block_k=70000")
+    assert "blocks are not whole groups of packed codes" in reason("int4,group_size=31")
+    assert reason("nvfp4").startswith(" -> triton.cast")
+    assert plans.available(Device("cuda", 0, (9, 0))) is None
+    assert plans.available(Device("cuda", 0, (7, 5))) == "it needs compute capability 8.0; cuda:0 has 7.5"
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter's environment variable is for machines without a GPU")
+def test_without_triton_the_kernel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans.targets, "installed", lambda module: False)
+    assert plans.available(Device("cuda", 0, (9, 0))) == "triton is not installed; pip install triton"
+
+
+COMPILED = """
+import sys, torch, breccia
+from triton.backends.compiler import GPUTarget
+from breccia_triton import cast, launch
+
+name = sys.argv[1]
+target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[2:]), 32)
+made = []
+
+class Compiled(launch.Launcher):
+    def __init__(self, function, arguments, constants, warps):
+        super().__init__(function, arguments, constants, warps, target)
+        made.append(function.__name__)
+
+cast.Launcher = Compiled
+native = not name.startswith("gfx") and int(name[2:]) >= 89
+cast.conversion = lambda device: (native, not name.startswith("gfx"))
+for spec in ("fp8_block", "mxfp6", "nvfp4", "int4,symmetric=false,signed=false", "nf4"):
+    for axis in (-1, -2):
+        x = torch.empty((256, 512), dtype=torch.bfloat16)
+        assert not cast.Prepared(x, breccia.recipe(spec), axis, False, spec == "mxfp6").generic
+print(len(made), "kernels compiled")
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950"])
+def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILED, target], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "12 kernels compiled" in done.stdout, done.stderr[-2000:]
