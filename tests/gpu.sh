@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the GPU suite on a machine with CUDA, torch or JAX, and pytest, against built wheels and nothing else of this repository:
-#   pip wheel --no-deps -w .whl ./breccia-core ./breccia-torch ./breccia-jax ./breccia-bridges && bash tests/gpu.sh .whl
+#   pip wheel --no-deps -w .whl ./breccia-core ./breccia-torch ./breccia-jax ./breccia-bridges ./breccia-triton && bash tests/gpu.sh .whl
 set -euo pipefail
 wheels=$(realpath "${1:?the folder of the wheels}")
 cd "$(dirname "$0")/.."
