@@ -79,8 +79,6 @@ TOGETHER = (
 )
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {"breccia-torch": ("breccia-bridges",), "breccia-mlx": ("breccia-bridges",)}
-#: Dependencies that are not installed, with the reason.
-LEFT_OUT = {"triton": "hundreds of megabytes, and useful only with a GPU"}
 #: Modules that a manifest must not load.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "safetensors", "ml_dtypes", "typer", "rich")
 
@@ -128,7 +126,7 @@ def third_party(distribution: str, optional: bool) -> list[str]:
         found += project(name)["dependencies"]
         declared: dict[str, list[str]] = project(name).get("optional-dependencies", {}) if optional else {}
         found += [need for needs in declared.values() for need in needs]
-    return [need for need in found if not need.startswith("breccia-") and bare(need) not in LEFT_OUT]
+    return [need for need in found if not need.startswith("breccia-")]
 
 
 def bare(requirement: str) -> str:

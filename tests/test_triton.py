@@ -25,7 +25,6 @@ from breccia_triton import plans
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 pytestmark = [
-    pytest.mark.together,
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
