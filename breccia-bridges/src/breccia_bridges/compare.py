@@ -15,7 +15,7 @@ from .checkpoint import checkpoint_files
 from .foreign import BlockFP8, recognized
 from .measure import FLOATING, Stored, histogram, measure
 from .results import EQUAL, Advance, Report, TensorReport, no_progress
-from .safetensors import Config, Undeclared, named_tensors, opened
+from .safetensors import Config, Undeclared, joined, named_tensors
 from .safetensors_file import Container, Shape
 from .text import spelled
 
@@ -84,9 +84,9 @@ def checkpoint_tensors(path: Path, *, undeclared: bool = False) -> dict[str, Che
 
     Raises as `checkpoint_files` and `named_tensors` do.
     """
-    checkpoint_files(path)  # which refuses a path that is no checkpoint
     unknown: dict[str, Undeclared] = {}
-    listed = named_tensors(path, opened(path), unknown if undeclared else None)
+    containers = joined(path, [Container(file) for file in checkpoint_files(path)])
+    listed = named_tensors(path, containers, unknown if undeclared else None)
     return {name: CheckpointTensor(file, name, config, unknown.get(name)) for name, (file, config) in listed.items()}
 
 

@@ -24,7 +24,7 @@ from .foreign import CONFIG, OWN, QUANTIZATION, QUANTIZATION_FILES, BlockFP8, mo
 from .huggingface import REFUSAL, WEIGHTS, write_json
 from .measure import Histogram, Stored, histogram, measure, slabs
 from .results import Advance, Report, TensorReport, no_progress
-from .safetensors import RESERVED, Described, open_writer, opened, plan, read_configs
+from .safetensors import RESERVED, Described, joined, open_writer, plan, read_configs
 from .safetensors_file import Container, Shape, Writer, byte_count
 
 #: How the reason for keeping a tensor of `breccia.backend.KEPT` starts; its kind follows.
@@ -285,13 +285,13 @@ def _checked(src: Path, files: list[Path]) -> tuple[list[Container], BlockFP8 | 
 
     Raises where the source is quantized in another way, or the index and the files contradict each other.
     """
-    for container in opened(src):
+    containers = [Container(path) for path in files]
+    for container in joined(src, containers):
         if read_configs(container):
             raise UnsupportedError(
                 f"{container.path} contains tensors that breccia already quantized; convert the original.",
                 path=str(container.path),
             )
-    containers = [Container(path) for path in files]
     if src.is_dir() and (src / INDEX).exists():
         files_of: dict[str, list[str]] = {}
         for container in containers:

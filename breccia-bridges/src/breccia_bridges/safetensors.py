@@ -317,8 +317,12 @@ def load_safetensors(
 
 
 def opened(path: Path) -> list[Container]:
-    """The containers of a file or a folder: one for each file; one for all where their configs are about the checkpoint."""
-    containers = [Container(file) for file in (checkpoint_files(path) if path.is_dir() else [path])]
+    """The containers of a file or a folder, as `joined` returns them."""
+    return joined(path, [Container(file) for file in (checkpoint_files(path) if path.is_dir() else [path])])
+
+
+def joined(path: Path, containers: list[Container]) -> list[Container]:
+    """The opened files at `path`, or one container for all of them where their configs are about the checkpoint."""
     if len(containers) > 1 and any(one.metadata.get(_SCOPE) == CHECKPOINT for one in containers):
         return [Shards(path, containers)]
     return containers

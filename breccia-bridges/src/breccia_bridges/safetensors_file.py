@@ -136,7 +136,7 @@ class Container:
         return self.path
 
     def entry(self, name: str) -> Entry:
-        """The entry of a tensor. Raises UnknownNameError where there is none of that name."""
+        """The entry of a tensor. Raises UnknownNameError for a name that the container does not have."""
         if name not in self.entries:
             raise UnknownNameError(f"{self.path} has no tensor {name!r}{suggestion(name, list(self.entries))}", name=name)
         return self.entries[name]
