@@ -238,7 +238,7 @@ def main(
 
 
 def measured(names: list[str], flags: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The passes of ours and of these rivals, ours first and last, and what they wrote compared."""
+    """Measure breccia and these rivals, breccia first and last. Returns the passes and the comparison of their results."""
     passes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in [OURS, *names, *(way for way in reversed(names) if way in WAYS), OURS]:

@@ -17,8 +17,8 @@ from rivals import OLD, ON_NUMPY, OURS, WAYS
 
 Result = dict[str, Any]
 
-#: Two passes of ours whose medians differ by more than this factor say little about ratios: what disturbed one of them need not
-#: have disturbed everybody alike. Such a result is not published.
+#: The largest accepted ratio between the medians of breccia's first and last pass. If they differ by more, the machine was
+#: disturbed, perhaps for some rivals and not for others, and the result is not published.
 DRIFT = 1.15
 
 #: The cell of a recipe that a rival does not have.
@@ -127,7 +127,7 @@ def versioned(result: Result, name: str) -> str:
 
 
 def drifts(result: Result) -> list[float]:
-    """Median of the last pass over that of the first, of every call in every way of ours."""
+    """The median of breccia's last pass over that of its first, for every call and every way to run it."""
     ours = [OURS, *(name for name in rivals_of(result) if name in WAYS)]
     return [
         timing(result, name, recipe, op)["drift"]
@@ -138,13 +138,13 @@ def drifts(result: Result) -> list[float]:
 
 
 def steady(result: Result) -> bool:
-    """Whether the first and the last pass of ours agree."""
+    """Whether breccia's first and last pass agree."""
     found = drifts(result)
     return max(*found, 1 / min(found)) <= result["options"]["drift"]
 
 
 def drifted(result: Result) -> str:
-    """How far the passes of ours are apart."""
+    """How much breccia's first and last pass differ."""
     found = drifts(result)
     allowed = result["options"]["drift"]
     return (

@@ -163,8 +163,8 @@ def _selected(
             full = f"{name}.{leaf}".lstrip(".")
             reason = kept
             if not kept and filter_fn is None:
-                shrinks = _nbytes(getattr(module, leaf), recipe, axis) < getattr(module, leaf).nbytes
-                reason = selection.reason_to_keep(full) or ("" if shrinks else "would not shrink")
+                grows = "would not shrink"
+                reason = selection.reason_to_keep(full) or (grows if _grows(getattr(module, leaf), recipe, axis) else "")
             if reason:
                 left[full] = reason
             elif leaf == "weight":
@@ -190,13 +190,13 @@ def _selected(
     return layers, experts, left
 
 
-def _nbytes(weight: Tensor, recipe: ScalingRecipe, axis: int) -> int:
-    """Bytes of `weight` under the recipe; more than its own if its rows are much shorter than a block."""
+def _grows(weight: Tensor, recipe: ScalingRecipe, axis: int) -> bool:
+    """Whether `weight` takes no fewer bytes under the recipe: its rows are much shorter than a block."""
     shape = tuple(weight.shape)
     try:
-        return cast_nbytes(recipe.format, checks.fitted_layout(recipe, shape, axis), shape, axis)
+        return cast_nbytes(recipe.format, checks.fitted_layout(recipe, shape, axis), shape, axis) >= weight.nbytes
     except BrecciaError:  # reported with the layer's name before anything changes
-        return 0
+        return False
 
 
 def _others(model: nn.Module, left: Mapping[str, str]) -> dict[str, str]:
