@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("breccia_triton")
 import torch
 
 import breccia
-from breccia.backend import CastOptions, Device, ScaledTensor, components, reference
+from breccia.backend import E2M3, F32, CastOptions, Device, ScaledTensor, components, reference
 from breccia_triton import cast as triton_cast
 from breccia_triton import plans
 
@@ -138,6 +139,28 @@ def test_leading_axes_and_strides_are_taken(spec: str, axis: int) -> None:
     check(numbers((64, 35), seed=4).mT, spec, axis=axis)
     check(numbers((3, 40, 80), seed=5)[:, ::2, 8:72], spec, axis=axis)
     check(numbers((33, 4, 64), seed=6).transpose(0, 1), spec, axis=axis)
+
+
+@dataclass(frozen=True)
+class Six(breccia.ScalingRecipe):
+    """6-bit codes in blocks whose codes are no whole words of 32 bits."""
+
+    name = "six"
+    block_size: int = 20
+
+    @property
+    def format(self) -> breccia.Format:
+        return breccia.Format(E2M3, (breccia.Level(F32, (1, self.block_size)),))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("block_size", [4, 8, 20, 48])
+def test_six_bit_codes_are_packed_in_blocks_of_any_whole_groups(block_size: int, axis: int) -> None:
+    x, recipe = numbers((80, 160), seed=11), Six(block_size)
+    triton_cast._prepared.clear()
+    found = triton_cast.cast(x, recipe, CastOptions(axis=axis))
+    assert [p.generic for p in triton_cast._prepared.values()] == [False]
+    same(found, reference.cast(x, recipe, CastOptions(axis=axis)))
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (5000,), (1, 1), (1, 5000), (3, 1), (129, 2)])

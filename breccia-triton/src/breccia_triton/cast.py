@@ -14,6 +14,7 @@ import torch
 from breccia.backend import (
     DEFAULT,
     TENSOR,
+    Block,
     CastOptions,
     ScaledTensor,
     ScalingRecipe,
@@ -25,9 +26,10 @@ from breccia.backend import (
 from breccia_torch.ops import TORCH, need_dense
 
 from .casting import amax_kernel, cast_kernel
-from .geometry import Tile, Variant, in_memory, power_of_two, tile_of
+from .geometry import Tile, Variant, divided_up, in_memory, power_of_two
 from .launch import INTERPRETED, Argument, Launcher, type_of
-from .specs import CONVERTED, Spec, spec_of
+from .plans import tiled
+from .specs import CONVERTED
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -91,19 +93,16 @@ class Prepared:
     def __init__(self, x: Any, recipe: ScalingRecipe, axis: int, supplied: bool, stochastic: bool) -> None:
         self.recipe, self.axis, self.shape = recipe, axis, tuple(x.shape)
         self.generic = True
-        spec = spec_of(recipe)
-        if isinstance(spec, str) or x.numel() == 0:
+        if x.numel() == 0:
             return
         fmt, self.layout = recipe.format, checks.fitted_layout(recipe, self.shape, axis)
         block = self.layout.block(axis)
         count = packing(fmt.element)[0]
-        self.matrices, self.rows, self.columns = matrices, rows, columns = self._matrix(x, spec, block, stochastic)
-        found = tile_of(block, axis, rows, columns)
-        if isinstance(found, str) or (block != TENSOR and (block[1] or 0) % count):
+        self.matrices, self.rows, self.columns = matrices, rows, columns = self._matrix(x, fmt.element.bits, block, stochastic)
+        found = tiled(recipe, block, axis, rows, columns)
+        if isinstance(found, str):
             return
-        tile, source = found
-        if spec.offset != "none" and source != "tile":
-            return
+        spec, tile, source = found
         if supplied and fmt.global_scale is None and source != "tile" and spec.element.nan < 0:
             return
         self.generic = False
@@ -131,8 +130,8 @@ class Prepared:
             self.amax_shape = (1, 1, x.numel()) if whole == "tensor" and not strided else (matrices, rows, columns)
             tile_1 = _amax_tile(whole, *self.amax_shape[1:], large)
             tiles = self.amax_shape[0] * math.prod(tile_1.counts(*self.amax_shape[1:]))
-            steps = power_of_two(-(-tiles // _PROGRAMS)) if whole == "tensor" else 1
-            self.amax_programs = (-(-tiles // steps), 1, 1)
+            steps = power_of_two(divided_up(tiles, _PROGRAMS)) if whole == "tensor" else 1
+            self.amax_programs = (divided_up(tiles, steps), 1, 1)
             self.amax_length = 1 if whole == "tensor" else matrices * (rows if whole == "rows" else columns)
             self.amax = Launcher(
                 amax_kernel,
@@ -166,7 +165,7 @@ class Prepared:
             arguments["supplied"] = Argument(_POINTERS[self.scale_dtype.itemsize])
         if stochastic:
             arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
-        self.groups = -(-(columns if axis == -1 else rows) // count)
+        self.groups = divided_up(columns if axis == -1 else rows, count)
         arguments |= {**integers, "groups": Argument("i32", self.groups % 16 == 0), **strides}
         made = Variant(
             kind,
@@ -174,21 +173,21 @@ class Prepared:
             native=element,
             stochastic=stochastic,
             ragged=self.padding > 0,
-            words=columns % 16 == 0,
+            words=fmt.element.bits == 6 and not any(n % 16 for n in (columns, tile.block_columns, tile.wide)),
             **common,
         )
         self.cast = Launcher(cast_kernel, arguments, {"S": spec, "G": tile, "V": made}, tile.warps)
         self.stochastic = stochastic
 
-    def _matrix(self, x: Any, spec: Spec, block: Any, stochastic: bool) -> tuple[int, int, int]:
-        """(matrices, rows, columns): leading axes count as rows where that keeps the blocks."""
+    def _matrix(self, x: Any, bits: int, block: Block, stochastic: bool) -> tuple[int, int, int]:
+        """(matrices, rows, columns): leading axes count as rows where that keeps the blocks. bits: of a code."""
         shape = self.shape
         if len(shape) == 1:
             return 1, 1, shape[0]
         lead, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
         if block == TENSOR:
-            plain = self.axis == -1 or (not stochastic and spec.element.bits == 8)
-            if x.is_contiguous() and plain and spec.element.bits == 8 and x.numel() < _LARGE:
+            ordered = self.axis == -1 or not stochastic  # random words follow the order of elements with K last
+            if x.is_contiguous() and ordered and bits == 8 and x.numel() < _LARGE:
                 return 1, 1, x.numel()
             merged = self.axis == -1
         else:

@@ -105,7 +105,7 @@ def loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_
 
 @triton.jit
 def amax_kernel(x, amax, rows, columns, matrices, stride_matrix, stride_row, stride_column, G: tl.constexpr, V: tl.constexpr):
-    """FP32 bits of the largest magnitude: of the tensor, a part for each program; or of each row or column, by maxima."""
+    """FP32 bits of the largest magnitude of the tensor, or of each row or column, into zeros."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if G.large:
         pid, programs = pid.to(tl.int64), programs.to(tl.int64)
@@ -296,7 +296,7 @@ def write(
         z = encode(shift, 0, 0, ELEMENT, False, V.native, False, False)
         z = tl.where(usable, z, 0)
         y = saturated(scaled(clean(u), by_element, usable_element, SCALE, False, False))
-        code = encode(y, word, spread(decode(z, ELEMENT, False), G), ELEMENT, False, V.native, V.stochastic, True)
+        code = encode(y, word, spread(decode(z, ELEMENT), G), ELEMENT, False, V.native, V.stochastic, True)
         tl.store(zero_point + at, z.to(tl.uint8), mask=owner)
     elif S.offset == "bias":
         bias = encode_bias(low, SCALE)

@@ -72,7 +72,7 @@ def quotient(a, B: tl.constexpr, INVERSE: tl.constexpr, PTX: tl.constexpr):
     """a / B, rounded to nearest, for a constant `B`; with PTX, quotients below 2^-126 are some number below 2^-126.
 
     INVERSE is 1 / B, rounded to nearest. q = a * INVERSE is within one unit of the quotient, the remainder a - q * B is exact,
-    and q + remainder * INVERSE rounds correctly (Markstein, IA-64 and Elementary Functions, 2000, theorem 8.3).
+    and q + remainder * INVERSE then rounds correctly (Markstein's theorem on division with a fused multiply-add).
     """
     if PTX and B % 1 == 0:  # else the remainder of a small number may have bits below FP32's last one
         return _refined(a, B, INVERSE)
@@ -208,24 +208,19 @@ def own_codes(code, u, C: tl.constexpr):
 
 
 @triton.jit
-def decode(code, C: tl.constexpr, NATIVE: tl.constexpr):
+def decode(code, C: tl.constexpr):
     """FP32 values of int32 codes, exactly."""
     if C.kind == "float":
-        if NATIVE and C.name == "E4M3":
-            v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        elif NATIVE and C.name == "E5M2":
-            v = code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
-        else:
-            magnitude = code & C.magnitude
-            mantissa = magnitude & ((1 << C.mantissa) - 1)
-            normal = number((magnitude << (23 - C.mantissa)) + ((127 - C.bias) << 23))
-            tiny = mantissa.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
-            v = tl.where(magnitude == mantissa, tiny, normal)
-            if C.highest < C.magnitude:
-                v = tl.where(magnitude > C.highest, float("nan"), v)
-            if C.inf >= 0:
-                v = tl.where(magnitude == C.inf, float("inf"), v)
-            v = number(bits_of(v) | ((code << (32 - C.bits)) & -0x80000000))
+        magnitude = code & C.magnitude
+        mantissa = magnitude & ((1 << C.mantissa) - 1)
+        normal = number((magnitude << (23 - C.mantissa)) + ((127 - C.bias) << 23))
+        tiny = mantissa.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
+        v = tl.where(magnitude == mantissa, tiny, normal)
+        if C.highest < C.magnitude:
+            v = tl.where(magnitude > C.highest, float("nan"), v)
+        if C.inf >= 0:
+            v = tl.where(magnitude == C.inf, float("inf"), v)
+        v = number(bits_of(v) | ((code << (32 - C.bits)) & -0x80000000))
     elif C.kind == "integer":
         if C.signed:
             code = (code << (32 - C.bits)) >> (32 - C.bits)
@@ -318,7 +313,7 @@ def read_scale(codes, S: tl.constexpr):
     """FP32 values of int32 scale codes."""
     CODEC: tl.constexpr = S.codec
     if S.codec.kind == "float":
-        return decode(codes, CODEC, False)
+        return decode(codes, CODEC)
     elif S.codec.kind == "power":
         u = tl.where(codes == 0, 0x00400000, codes << 23)
         return number(tl.where(codes == S.nan, 0x7FC00000, u))

@@ -91,8 +91,8 @@ class Scale:
 
     rule: "linear", "divide", "te" or "exponent". divisor: the statistic is divided by it (inverse: its reciprocal); or, with
     `reciprocal`, multiplied by it. factor: 2^margin. carry, cap: integers of the exponent rules. extreme: a scale may be 2^127,
-    whose reciprocal is subnormal. fits: no element exceeds the
-    largest code by as much as half a step. least, most, zero, nan: of the codec.
+    whose reciprocal is subnormal. fits: no element exceeds the largest code by as much as half a step. least, most, zero, nan:
+    of the codec.
     """
 
     codec: Floats | Wide | Powers
