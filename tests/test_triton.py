@@ -19,13 +19,16 @@ pytest.importorskip("breccia_triton")
 import torch
 
 import breccia
-from breccia.backend import E2M3, F32, CastOptions, Device, ScaledTensor, components, reference
+from breccia import backend
+from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, ScaledTensor, components, reference
+from breccia.kernels.reference.packing import pack
 from breccia_triton import cast as triton_cast
-from breccia_triton import plans
+from breccia_triton import decode, plans
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 pytestmark = [
+    *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     # Triton's interpreter computes with NumPy, which warns of Inf - Inf and of NaN; GPUs do not.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -106,7 +109,7 @@ def check(x: Any, spec: str, generic: bool = False, **options: Any) -> None:
     recipe, given = breccia.recipe(spec), CastOptions(**options)
     triton_cast._prepared.clear()
     found = triton_cast.cast(x, recipe, given)
-    assert [p.generic for p in triton_cast._prepared.values()] == [generic]
+    assert [p.reason is not None for p in triton_cast._prepared.values()] == [generic]
     same(found, reference.cast(x, recipe, given))
 
 
@@ -159,7 +162,7 @@ def test_six_bit_codes_are_packed_in_blocks_of_any_whole_groups(block_size: int,
     x, recipe = numbers((80, 160), seed=11), Six(block_size)
     triton_cast._prepared.clear()
     found = triton_cast.cast(x, recipe, CastOptions(axis=axis))
-    assert [p.generic for p in triton_cast._prepared.values()] == [False]
+    assert [p.reason for p in triton_cast._prepared.values()] == [None]
     same(found, reference.cast(x, recipe, CastOptions(axis=axis)))
 
 
@@ -189,7 +192,7 @@ def test_supplied_scales_are_used_and_faults_marked(spec: str, axis: int) -> Non
 def test_a_supplied_scale_for_the_tensor_needs_no_pass_for_the_amax() -> None:
     x = numbers((40, 96), seed=9)
     check(x, "fp8_delayed", scale=torch.tensor(0.037, device=DEVICE))
-    assert next(iter(triton_cast._prepared.values())).amax is None
+    assert next(iter(triton_cast._prepared.values())).passes == {}
     recipe = breccia.recipe("fp8_delayed")
     same(triton_cast.cast(x, recipe, CastOptions(scale=0.037)), reference.cast(x, recipe, CastOptions(scale=0.037)))
     for scale in (float("nan"), 0.0, -1.0, 1e-42, float("inf")):
@@ -220,6 +223,183 @@ def test_other_calls_go_to_the_generic_algorithm() -> None:
         triton_cast.cast(torch.ones((4, 32), dtype=torch.float64, device=DEVICE), breccia.recipe("mxfp8"))
 
 
+def same_values(found: Any, expected: Any) -> None:
+    """Compare arrays bit by bit, all NaNs as equal."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    word = torch.int32 if found.dtype == torch.float32 else torch.int16
+    different = (found.contiguous().view(word) != expected.contiguous().view(word)) & ~(found.isnan() & expected.isnan())
+    assert not different.any(), f"{int(different.sum())} of {different.numel()} values differ"
+
+
+def check_decoded(st: ScaledTensor, dtype: str = "float32", generic: bool = False) -> None:
+    decode._prepared.clear()
+    found = decode.dequantize(st, dtype)
+    assert [p.reason is not None for p in decode._prepared.values()] == [generic]
+    same_values(found, reference.dequantize(st, dtype))
+
+
+def check_op(op: str, x: Any, spec: str, generic: bool = False, **options: Any) -> None:
+    """An op of the Triton kernels and the generic one return the same; `generic` says whether it is passed on."""
+    recipe, given = breccia.recipe(spec), CastOptions(**options)
+    triton_cast._prepared.clear()
+    found = getattr(triton_cast, op)(x, recipe, given)
+    assert [p.reason is not None for p in triton_cast._prepared.values() if p.op == op] == [generic]
+    expected = getattr(reference, op)(x, recipe, given)
+    if op == "cast_ste":
+        same_values(found, expected)
+    else:
+        for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (found, expected)), strict=True):
+            same(a, b)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_recipe_is_decoded_bit_for_bit(spec: str, axis: int) -> None:
+    st = reference.cast(numbers((40, 72), seed=21), breccia.recipe(spec), CastOptions(axis=axis))
+    check_decoded(st)
+    check_decoded(st.mT)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "spec", ["fp8_block", "mxfp8", "nvfp4", "int4,symmetric=false,signed=false,group_size=32", "fp8_current"]
+)
+def test_values_are_rounded_once_to_the_dtype_of_the_result(spec: str, dtype: str) -> None:
+    check_decoded(reference.cast(numbers((34, 96), seed=22), breccia.recipe(spec)), dtype)
+
+
+@pytest.mark.parametrize("codec", ["E4M3", "E5M2", "E2M1", "E2M3", "E3M2"])
+@pytest.mark.parametrize("scales", ["E8M0", "UE4M3", "UE5M3", "E4M3"])
+def test_every_code_and_scale_is_decoded(codec: str, scales: str) -> None:
+    if not ON_GPU and scales == "UE5M3" and codec not in ("E4M3", "E2M1"):
+        pytest.skip("the same arithmetic")
+
+    @dataclass(frozen=True)
+    class Any256(breccia.ScalingRecipe):
+        name = f"{codec}_{scales}".lower()
+
+        @property
+        def format(self) -> breccia.Format:
+            return breccia.Format(getattr(backend, codec), (breccia.Level(getattr(backend, scales), (1, 32)),))
+
+    element = getattr(backend, codec)
+    codes = torch.arange(256, dtype=torch.int32).reshape(1, 256) & ((1 << element.bits) - 1)
+    data = torch.tensor(pack(NUMPY, codes.numpy(), element))
+    scale = torch.arange(256, dtype=torch.uint8).reshape(256, 1).expand(256, 8).contiguous()
+    recipe = Any256()
+    st = ScaledTensor.from_parts(
+        data.expand(256, -1).contiguous().to(DEVICE), scale.to(DEVICE), recipe, breccia.PerBlockK(32), None, None, -1, 0
+    )
+    check_decoded(st)
+
+
+@pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "mxfp6", "mxfp4", "int4,group_size=32", "fp8_row", "fp8_current"])
+def test_tensors_of_leading_axes_slices_and_stacks_are_decoded(spec: str) -> None:
+    recipe = breccia.recipe(spec)
+    for axis in (-1, -2):
+        st = reference.cast(numbers((2, 3, 36, 64), seed=23), recipe, CastOptions(axis=axis))
+        check_decoded(st)
+        check_decoded(st[1])
+        check_decoded(st[:, 1], generic=not st[:, 1].data.is_contiguous())
+    if recipe.format.global_scale is None:
+        each = [reference.cast(numbers((33, 64), seed=n), recipe) for n in range(3)]
+        check_decoded(breccia.stack(each))
+
+
+def test_values_are_written_into_out() -> None:
+    st = reference.cast(numbers((33, 64), seed=24), breccia.recipe("nvfp4"))
+    out = torch.empty((33, 64), dtype=torch.bfloat16, device=DEVICE)
+    assert decode.dequantize(st, "bfloat16", out) is out
+    same_values(out, reference.dequantize(st, "bfloat16"))
+    columns = torch.empty((64, 33), device=DEVICE).mT
+    assert decode.dequantize(st, "float32", columns) is columns
+    same_values(columns, reference.dequantize(st))
+    with pytest.raises(breccia.ShapeError, match="out= must have shape"):
+        decode.dequantize(st, "float32", torch.empty((33, 65), device=DEVICE))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_round_trip_is_that_of_cast_and_dequantize(spec: str, axis: int) -> None:
+    check_op("cast_ste", numbers((40, 72), seed=25), spec, axis=axis)
+
+
+@pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "fp8_delayed", "mxfp6"])
+def test_round_trips_take_every_option(spec: str) -> None:
+    x = numbers((2, 33, 64), seed=26, dtype=torch.bfloat16)
+    check_op("cast_ste", x, spec, rounding="stochastic", seed=3)
+    check_op("cast_ste", x.mT, spec)
+    same_values(triton_cast.cast_ste_clipped(x, breccia.recipe(spec), (-1, 1)), reference.cast_ste(x, breccia.recipe(spec)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_both_orientations_are_written_from_one_read(spec: str) -> None:
+    whole = spec.startswith("int8,symmetric=false")
+    other = "block_k=20" in spec or "group_size=12" in spec or "group_size=20" in spec
+    check_op("cast_pair", numbers((40, 72), seed=27), spec, generic=whole or other)
+
+
+@pytest.mark.parametrize("spec", ["fp8_block", "fp8_row", "nvfp4", "mxfp6", "fp8_current"])
+def test_pairs_take_leading_axes_strides_and_rounding(spec: str) -> None:
+    check_op("cast_pair", numbers((2, 3, 33, 64), seed=28, dtype=torch.bfloat16), spec)
+    check_op("cast_pair", numbers((64, 36), seed=29).mT, spec, rounding="stochastic", seed=9)
+
+
+REQUANTIZED = [
+    ("fp8_block", "mxfp8"),
+    ("mxfp8", "fp8_block"),
+    ("mxfp4", "nvfp4"),
+    ("nvfp4", "fp8_block"),
+    ("mxfp6", "int4,group_size=32"),
+    ("int4,symmetric=false,signed=false,group_size=32", "mxfp6"),
+    ("fp8_block,block_m=32,block_k=32", "fp8_block,block_m=3,block_k=20"),
+    ("fp8_block,block_m=3,block_k=20", "nvfp4"),
+    ("fp8_current", "fp8_row,fp8_format=E5M2"),
+    ("fp8_row", "fp8_current"),
+    ("nf4", "fp8_delayed"),
+]
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("old", "new"), REQUANTIZED)
+def test_requantize_decodes_and_casts_in_one_kernel(old: str, new: str, axis: int) -> None:
+    st = reference.cast(numbers((2, 40, 80), seed=30), breccia.recipe(old), CastOptions(axis=axis))
+    check_op("requantize", st, new)
+
+
+def test_requantize_keeps_codes_and_refuses_as_the_generic_algorithm() -> None:
+    st = reference.cast(numbers((40, 64), seed=31), breccia.recipe("mxfp4"))
+    check_op("requantize", st, "mxfp8", generic=True)
+    with pytest.raises(breccia.InexactError):
+        triton_cast.requantize(st, breccia.recipe("fp8_current"), CastOptions(), require_exact=True)
+    with pytest.raises(breccia.NonFiniteError):
+        triton_cast.requantize(st, breccia.recipe("nvfp4"), CastOptions(nonfinite="raise"))
+
+
+@pytest.mark.parametrize("shape", [(40, 160), (2, 3, 130, 160), (256, 128)])
+@pytest.mark.parametrize("storage", plans.STORAGES)
+@pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "fp8_block", "int4,symmetric=false,signed=false,group_size=32"])
+def test_scales_are_written_and_read_in_storages(spec: str, storage: str, shape: tuple[int, ...]) -> None:
+    recipe, x = breccia.recipe(spec), numbers(shape, seed=32)
+    if storage == "swizzle_128x4" and recipe.format.scale.codec.bits != 8:
+        with pytest.raises(breccia.UnsupportedError, match="the order is one of bytes"):
+            triton_cast.cast(x, recipe, CastOptions(storage=storage))
+        return
+    for axis in (-1, -2):
+        triton_cast._prepared.clear()
+        found = triton_cast.cast(x, recipe, CastOptions(axis=axis, storage=storage))
+        assert [p.reason for p in triton_cast._prepared.values()] == [None]
+        expected = reference.cast(x, recipe, CastOptions(axis=axis)).to_storage(storage)
+        same(found, expected)
+        check_decoded(found)
+    for found, axis in zip(triton_cast.cast_pair(x, recipe, CastOptions(storage=storage)), (-1, -2), strict=True):
+        same(found, reference.cast(x, recipe, CastOptions(axis=axis)).to_storage(storage))
+    again = triton_cast.requantize(expected, breccia.recipe("mxfp6"), CastOptions(storage="transposed"))
+    same(again, reference.requantize(expected, breccia.recipe("mxfp6")).to_storage("transposed"))
+
+
 def test_the_reason_names_what_is_not_supported() -> None:
     def reason(spec: str) -> str:
         lines = str(breccia.explain("cast", spec, on="torch:cuda")).splitlines()
@@ -241,8 +421,9 @@ def test_without_triton_the_kernel_says_what_to_install(monkeypatch: pytest.Monk
 
 COMPILED = """
 import sys, torch, breccia
+from breccia.backend import CastOptions, reference
 from triton.backends.compiler import GPUTarget
-from breccia_triton import cast, launch
+from breccia_triton import cast, decode, launch, operands
 
 name = sys.argv[1]
 target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[2:]), 32)
@@ -253,13 +434,20 @@ class Compiled(launch.Launcher):
         super().__init__(function, arguments, constants, warps, target)
         made.append(function.__name__)
 
-cast.Launcher = Compiled
+cast.Launcher = decode.Launcher = Compiled
 native = not name.startswith("gfx") and int(name[2:]) >= 89
-cast.conversion = lambda device: (native, not name.startswith("gfx"))
+cast.conversion = operands.conversion = lambda device: (native, not name.startswith("gfx"))
+x = torch.ones((256, 512), dtype=torch.bfloat16)
 for spec in ("fp8_block", "mxfp6", "nvfp4", "int4,symmetric=false,signed=false", "nf4"):
+    recipe = breccia.recipe(spec)
     for axis in (-1, -2):
-        x = torch.empty((256, 512), dtype=torch.bfloat16)
-        assert not cast.Prepared(x, breccia.recipe(spec), axis, False, spec == "mxfp6").generic
+        options = CastOptions(rounding="stochastic", seed=1) if spec == "mxfp6" else CastOptions()
+        assert cast.Prepared("cast", x, recipe, axis, options).reason is None
+    for op in ("cast_pair", "cast_ste"):
+        assert cast.Prepared(op, x, recipe, -1, CastOptions()).reason is None
+    st = reference.cast(x, recipe)
+    assert decode.Prepared(st, "bfloat16").reason is None
+    assert cast.Prepared("requantize", st, breccia.recipe("mxfp8,fp8_format=E5M2"), -1, CastOptions()).reason is None
 print(len(made), "kernels compiled")
 """
 
@@ -270,4 +458,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILED, target], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "12 kernels compiled" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "34 kernels compiled" in done.stdout, done.stderr[-2000:]

@@ -94,7 +94,7 @@ _HOMES: dict[str, str] = {
         "recipes",
     ),
     **dict.fromkeys(("Declared", "InternedKey", "rebuilt", "spelled"), "declared"),
-    **dict.fromkeys(("keeps_parts",), "kernels.exact"),
+    **dict.fromkeys(("keeps_parts", "renames"), "kernels.exact"),
     **dict.fromkeys(("pack",), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),

@@ -73,6 +73,7 @@ from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import reference as reference
 from .kernels.exact import keeps_parts as keeps_parts
+from .kernels.exact import renames as renames
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
 from .kernels.numpy.codes import Microkernels as Microkernels

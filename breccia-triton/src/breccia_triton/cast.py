@@ -1,4 +1,4 @@
-"""`cast` on CUDA tensors of torch: shapes, allocations and launches around the kernels of `casting`."""
+"""`cast`, `cast_pair`, `cast_ste` and `requantize` on CUDA tensors of torch: launches around the kernels of `casting`."""
 
 # pyright: basic, reportMissingImports=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -13,191 +13,254 @@ import torch
 
 from breccia.backend import (
     DEFAULT,
+    PLAIN,
     TENSOR,
     Block,
     CastOptions,
     ScaledTensor,
     ScalingRecipe,
+    calls,
     checks,
-    packing,
-    part_shapes,
     reference,
+    renames,
 )
 from breccia_torch.ops import TORCH, need_dense
 
-from .casting import amax_kernel, cast_kernel
-from .geometry import Tile, Variant, divided_up, in_memory, power_of_two
-from .launch import INTERPRETED, Argument, Launcher, type_of
-from .plans import tiled
-from .specs import CONVERTED
+from .casting import amax_kernel, cast_kernel, pair_kernel
+from .geometry import Tile, Variant, divided_up, pair_of, power_of_two
+from .launch import Argument, Launcher, type_of
+from .operands import FLOATS, LARGE, POINTERS, Codes, Numbers, Written, addresses, conversion, grid_of, matrices_of
+from .plans import readable, tiled, writes
+from .specs import CONVERTED, Spec, spec_of
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_POINTERS = {1: "*u8", 2: "*i16", 4: "*i32"}
 #: Programs of the pass for the amax of a tensor: enough to fill a GPU, few enough for one atomic operation each.
 _PROGRAMS = 1024
-#: The most programs along the second and third axis of a grid.
-_GRID = 65535
-#: Tensors of fewer elements have positions of 32 bits, past the end of the last tile too.
-_LARGE = 2**31 - 2**20
 #: Prepared calls are remembered up to this many.
 _REMEMBERED = 4096
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
+    x = _readable(x, recipe)
+    prepared = _found("cast", x, recipe, options)
+    if prepared is None:
+        return _generic(x, recipe, options)
+    return prepared(x, options)
+
+
+def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
+    """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
+    x = _readable(x, recipe)
+    prepared = _found("cast_ste", x, recipe, options)
+    if prepared is None:
+        return reference.cast_ste(x, recipe, options)
+    return prepared(x, options)
+
+
+def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
+    """`cast_ste`: a clip affects only the gradient."""
+    return cast_ste(x, recipe, options)
+
+
+def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
+    """`cast_pair` as documented: the input is read once, and once before for an amax that no tile holds."""
+    x = _readable(x, recipe)
+    prepared = _found("cast_pair", x, recipe, options)
+    if prepared is None:
+        return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
+    return prepared(x, options)
+
+
+def requantize(
+    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
+) -> ScaledTensor:
+    """`requantize` as `breccia.requantize` documents it, for values that are cast: decoded in registers."""
+    data = st.data
+    if data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous() and options.scale is None:
+        # A transposed view: so is the result.
+        turned = options if options.out is None else options.replace(out=options.out.mT)
+        return requantize(st.mT, recipe, turned, require_exact).mT
+    prepared = None if require_exact else _found("requantize", st, recipe, options)
+    if prepared is None:
+        return reference.requantize(st, recipe, options, require_exact, reference.Primitives(calls.cast, calls.dequantize))
+    return prepared(st, options)
+
+
+def _readable(x: Any, recipe: ScalingRecipe) -> Any:
     need_dense(x)
-    if x.is_neg():  # an imaginary part may have torch's negative bit, which its memory lacks
-        x = x.resolve_neg()
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         checks.check_cast(x, recipe)
-    if options is not DEFAULT:
-        if options.nonfinite == "raise":
-            reference.refuse_nonfinite(TORCH, TORCH.f32(x))
-        if options.out is not None:
-            written = cast(x, recipe, options.replace(out=None))
-            return reference.assign(TORCH, options.out, written)
-    contiguous, address = x.is_contiguous(), x.data_ptr()
-    supplied = options.scale is not None
-    stochastic = options.rounding == "stochastic"
-    device = x.device
+    return x.resolve_neg() if x.is_neg() else x  # an imaginary part may have torch's negative bit, which its memory lacks
+
+
+def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Prepared | None:
+    """The prepared call for these arguments, or None where the generic algorithm runs."""
+    scaled = op == "requantize"
+    array = x.data if scaled else x
+    axis = x.axis if scaled else options.axis
+    if options is not DEFAULT and options.nonfinite == "raise":
+        reference.refuse_nonfinite(TORCH, TORCH.f32(array) if not scaled else calls.dequantize(x))
+    contiguous, device = array.is_contiguous(), array.device
     key = (
-        recipe.interned_key, x.shape, x.dtype, device, options.axis, contiguous or x.stride(), address % 16 == 0, supplied,
-        stochastic,
+        op, recipe.interned_key, array.shape, array.dtype, device, axis, contiguous or array.stride(),
+        array.data_ptr() % 16 == 0, options is DEFAULT or (options.scale is not None, options.rounding, options.storage),
+        scaled and (x.recipe.interned_key, x.layout.interned_key, x.padding, tuple(x.scale.shape)),
     )  # fmt: skip
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= _REMEMBERED:
             _prepared.clear()
-        prepared = _prepared[key] = Prepared(x, recipe, options.axis, supplied, stochastic)
-    if prepared.generic or (supplied and not prepared.takes(options.scale, device)):
+        prepared = _prepared[key] = Prepared(op, x, recipe, axis, options)
+    if prepared.reason is not None or (options.scale is not None and not prepared.takes(options.scale, device)):
+        return None
+    return prepared
+
+
+def _generic(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
+    if options.storage == PLAIN:
         return reference.cast(x, recipe, options)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return prepared(x, options)
-    return prepared(x, options)
-
-
-def conversion(device: torch.device) -> tuple[bool, bool]:
-    """(whether a device has instructions that convert to FP8, whether it is NVIDIA's)."""
-    nvidia = not INTERPRETED and device.type == "cuda" and torch.version.cuda is not None
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9), nvidia
+    written = reference.cast(x, recipe, options.replace(storage=PLAIN, out=None)).to_storage(options.storage)
+    return reference.assigned(options.out, written)
 
 
 _prepared: dict[Any, Prepared] = {}
 
 
 class Prepared:
-    """What calls of one recipe, shape, dtype, device and set of options have in common."""
+    """What calls of one op, recipe, shape, dtype, device and set of options have in common.
 
-    def __init__(self, x: Any, recipe: ScalingRecipe, axis: int, supplied: bool, stochastic: bool) -> None:
-        self.recipe, self.axis, self.shape = recipe, axis, tuple(x.shape)
-        self.generic = True
-        if x.numel() == 0:
-            return
-        fmt, self.layout = recipe.format, checks.fitted_layout(recipe, self.shape, axis)
-        block = self.layout.block(axis)
-        count = packing(fmt.element)[0]
-        self.matrices, self.rows, self.columns = matrices, rows, columns = self._matrix(x, fmt.element.bits, block, stochastic)
-        found = tiled(recipe, block, axis, rows, columns)
-        if isinstance(found, str):
-            return
-        spec, tile, source = found
-        if supplied and fmt.global_scale is None and source != "tile" and spec.element.nan < 0:
-            return
-        self.generic = False
-        self.two_level = spec.outer is not None
-        tensor = block == TENSOR
-        dtypes = {name: getattr(torch, dtype) for name, dtype in TORCH.dtypes(fmt).items()}
-        shapes = part_shapes(fmt, self.layout, self.shape, axis)
-        self.parts = [(name, shapes[name], dtypes[name]) for name in fmt.parts]
-        self.padding = -self.shape[axis] % count
-        self.scale_shape = () if self.two_level else shapes["scale"]
-        self.scale_dtype = torch.float32 if self.two_level else dtypes["scale"]
-        whole = "tensor" if tensor or self.two_level else source if source != "tile" else ""
-        amax_pass = bool(whole) and not supplied
-        large = max(x.numel(), _span(x)) >= _LARGE
-        native, ptx = conversion(x.device)
-        strided = not self._flat(x).is_contiguous()
-        common = {"subnormals": x.dtype != torch.float16, "strided": strided, "ptx": ptx}
-        integers = {"rows": Argument("i32"), "columns": Argument("i32", columns % 16 == 0)}
-        inputs = {"x": Argument(type_of(x.dtype), x.data_ptr() % 16 == 0)}
-        strides = {name: Argument("i64") for name in ("stride_matrix", "stride_row", "stride_column")} if strided else {}
-        self.strided, self.contiguous = strided, x.is_contiguous()
-        # The pass for the amax.
-        self.amax: Launcher | None = None
-        if amax_pass:
-            self.amax_shape = (1, 1, x.numel()) if whole == "tensor" and not strided else (matrices, rows, columns)
-            tile_1 = _amax_tile(whole, *self.amax_shape[1:], large)
-            tiles = self.amax_shape[0] * math.prod(tile_1.counts(*self.amax_shape[1:]))
-            steps = power_of_two(divided_up(tiles, _PROGRAMS)) if whole == "tensor" else 1
-            self.amax_programs = (divided_up(tiles, steps), 1, 1)
-            self.amax_length = 1 if whole == "tensor" else matrices * (rows if whole == "rows" else columns)
-            self.amax = Launcher(
-                amax_kernel,
-                {
-                    **inputs,
-                    "amax": Argument("*i32", True),
-                    "rows": Argument("i32"),
-                    "columns": Argument("i64" if large else "i32", self.amax_shape[2] % 16 == 0),
-                    "matrices": Argument("i32"),
-                    **strides,
-                },
-                {"G": tile_1, "V": Variant(whole, finite=self.two_level, steps=steps, **common)},
-                8,
-            )
-        # The cast.
-        kind = "supplied" if supplied else "tile" if self.two_level else "tensor" if tensor else source
-        down, along = tile.counts(rows, columns)
-        folded = max(down, matrices) > _GRID
-        self.programs = (matrices * down * along, 1, 1) if folded else (along, down, matrices)
-        tile = replace(tile, large=large, folded=folded)
-        element = fmt.element.name in CONVERTED and native
-        arguments = dict(inputs)
-        arguments |= {name: Argument(_POINTERS[dtypes[name].itemsize], True) for name in ("data", "scale")}
-        if spec.offset != "none":
-            arguments["zero_point"] = Argument(_POINTERS[dtypes["zero_point"].itemsize], True)
-        if self.two_level:
-            arguments["outer"] = Argument("*i32", True)
-        if amax_pass:
-            arguments["amax"] = Argument("*i32", True)
-        if supplied:
-            arguments["supplied"] = Argument(_POINTERS[self.scale_dtype.itemsize])
-        if stochastic:
-            arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
-        self.groups = divided_up(columns if axis == -1 else rows, count)
-        arguments |= {**integers, "groups": Argument("i32", self.groups % 16 == 0), **strides}
-        made = Variant(
-            kind,
-            tensor,
-            native=element,
-            stochastic=stochastic,
-            ragged=self.padding > 0,
-            words=fmt.element.bits == 6 and not any(n % 16 for n in (columns, tile.block_columns, tile.wide)),
-            **common,
-        )
-        self.cast = Launcher(cast_kernel, arguments, {"S": spec, "G": tile, "V": made}, tile.warps)
-        self.stochastic = stochastic
+    `reason` says why the kernels do not apply, or is None.
+    """
 
-    def _matrix(self, x: Any, bits: int, block: Block, stochastic: bool) -> tuple[int, int, int]:
-        """(matrices, rows, columns): leading axes count as rows where that keeps the blocks. bits: of a code."""
-        shape = self.shape
-        if len(shape) == 1:
-            return 1, 1, shape[0]
-        lead, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
-        if block == TENSOR:
-            ordered = self.axis == -1 or not stochastic  # random words follow the order of elements with K last
-            if x.is_contiguous() and ordered and bits == 8 and x.numel() < _LARGE:
-                return 1, 1, x.numel()
-            merged = self.axis == -1
+    def __init__(self, op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> None:
+        self.op, self.recipe, self.axis = op, recipe, axis
+        self.supplied, self.stochastic = options.scale is not None, options.rounding == "stochastic"
+        self.storage = options.storage
+        self.reason = self._prepare(x, tuple(x.shape))
+
+    def _prepare(self, x: Any, shape: tuple[int, ...]) -> str | None:
+        recipe, axis, fmt = self.recipe, self.axis, self.recipe.format
+        if 0 in shape:
+            return "an empty tensor"
+        spec = spec_of(recipe)
+        if isinstance(spec, str):
+            return spec
+        layout = checks.fitted_layout(recipe, shape, axis)
+        block = layout.block(axis)
+        self.device = x.data.device
+        if self.storage != PLAIN and (len(shape) < 2 or not writes(spec, block, self.storage)):
+            return f"it does not write these scales in storage {self.storage!r}"
+        self.input: Numbers | Codes
+        if isinstance(x, ScaledTensor):
+            if not self.supplied and renames(x.recipe, x.layout.plain, axis, recipe):
+                return "codes are translated, and nothing is cast"
+            source = readable(x)
+            if isinstance(source, str):
+                return source
+            self.input = Codes(x, source, merged=False)
+            if self.input.reason is not None:
+                return self.input.reason
+            matrices, rows, columns = self.input.matrices, self.input.rows, self.input.columns
         else:
-            tall = in_memory(block, self.axis)[0]
-            merged = self.axis == -1 and tall is not None and rows % tall == 0
-        return (1, lead * rows, columns) if merged else (lead, rows, columns)
+            matrices, rows, columns = self._matrix(x, fmt.element.bits, block)
+            self.input = Numbers(x, matrices, rows, columns)
+        self.matrices, self.rows, self.columns = matrices, rows, columns
+        self.two_level = spec.outer is not None
+        self.tensor = block == TENSOR
+        self.native, self.ptx = conversion(self.device)
+        large = self.input.large
+        # Tiles, and where the amax comes from.
+        if self.op == "cast_pair":
+            pair = pair_of(block, rows, columns)
+            if isinstance(pair, str):
+                return pair
+            if spec.offset != "none" and any(source != "tile" for _, source in pair):
+                return "blocks with an offset have to fit a tile"
+            oriented = list(zip(pair, (-1, -2), strict=True))
+        else:
+            found = tiled(recipe, block, axis, rows, columns)
+            if isinstance(found, str):
+                return found
+            oriented = [((found[1], found[2]), axis)]
+        if self.supplied and fmt.global_scale is None and oriented[0][0][1] != "tile" and spec.element.nan < 0:
+            return "a supplied scale for blocks that do not fit a tile marks their faults"
+        self.programs, folded = grid_of(oriented[0][0][0], matrices, rows, columns)
+        self.passes: dict[str, _Pass] = {}
+        self.written: list[Written] = []
+        constants: dict[str, Any] = {"S": spec, "F": None}
+        arguments = dict(self.input.arguments)
+        tail: dict[str, Argument] = {}
+        self.amax_of: list[str] = []
+        for ((tile, source), along), prefix, names in zip(oriented, ("", "other_"), ("GV", "HW"), strict=False):
+            whole = "tensor" if self.tensor or self.two_level else source if source != "tile" else ""
+            whole = "" if self.supplied else whole
+            if whole:
+                self.amax_of.append(whole)
+                if whole not in self.passes:
+                    self.passes[whole] = _Pass(self, x, whole, spec)
+            written = Written(recipe, shape, along, self.storage, rows, columns)
+            tile = replace(tile, large=large, folded=folded, backward=bool(self.passes))
+            constants[names[0]] = tile
+            constants[names[1]] = self._variant(spec, tile, source, written)
+            self.written.append(written)
+            if self.op == "cast_ste":
+                arguments["data"] = Argument(type_of(x.dtype), True)
+            else:
+                arguments |= written.arguments(prefix)
+            if whole:
+                tail[f"{prefix}amax"] = Argument("*i32", True)
+            groups = f"{prefix}groups"
+            constants.setdefault("groups", []).append((groups, written.groups))
+        groups = constants.pop("groups")
+        first = self.written[0]
+        self.scale_shape = () if self.two_level else first.scale_shape
+        self.scale_dtype = torch.float32 if self.two_level else first.dtypes["scale"]
+        arguments |= tail
+        if self.supplied:
+            arguments["supplied"] = Argument(POINTERS[self.scale_dtype.itemsize])
+        if self.stochastic:
+            arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
+        arguments |= {"rows": Argument("i32"), "columns": Argument("i32", columns % 16 == 0)}
+        arguments |= {name: Argument("i32", n % 16 == 0) for name, n in groups}
+        if "x_groups" in arguments:
+            arguments["x_groups"] = arguments.pop("x_groups")
+        arguments |= self.input.strides
+        self.integers = [rows, columns, *(n for _, n in groups), *self.input.groups]
+        kernel = pair_kernel if self.op == "cast_pair" else cast_kernel
+        if kernel is pair_kernel:
+            del constants["F"]
+        else:
+            constants["F"] = self.input.source(constants["G"])
+        self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
+        return None
 
-    def _flat(self, x: Any) -> Any:
-        """`x` with its leading axes merged as the kernels see them: a view where there is one."""
-        return x.reshape(self.matrices, self.rows, self.columns)
+    def _matrix(self, x: Any, bits: int, block: Block) -> tuple[int, int, int]:
+        """(matrices, rows, columns) of an array of numbers. bits: of a code."""
+        ordered = self.axis == -1 or not self.stochastic  # random words follow the order of elements with K last
+        one_row = block == TENSOR and self.op != "cast_pair" and ordered and bits == 8
+        if one_row and x.is_contiguous() and x.numel() < LARGE:
+            return 1, 1, x.numel()
+        if self.op == "cast_pair" or self.storage != PLAIN:
+            return matrices_of(tuple(x.shape), block, -2)
+        return matrices_of(tuple(x.shape), block, self.axis)
+
+    def _variant(self, spec: Spec, tile: Tile, source: str, written: Written) -> Variant:
+        """What the kernel is compiled for, of one orientation."""
+        kind = "supplied" if self.supplied else "tile" if self.two_level else source
+        return Variant(
+            kind,
+            self.tensor,
+            ptx=self.ptx,
+            native=self.recipe.format.element.name in CONVERTED and self.native,
+            stochastic=self.stochastic,
+            subnormals=self.input.subnormals,
+            strided=self.input.strided,
+            ragged=written.padding > 0,
+            words=self.recipe.format.element.bits == 6
+            and not any(n % 16 for n in (self.columns, tile.block_columns, tile.wide)),
+            storage=self.storage,
+            values=self.op == "cast_ste",
+        )
 
     def takes(self, scale: Any, device: torch.device) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -209,40 +272,78 @@ class Prepared:
             and scale.is_contiguous()
         )
 
-    def __call__(self, x: Any, options: CastOptions) -> ScaledTensor:
-        device = x.device
-        made = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in self.parts}
+    def __call__(self, x: Any, options: CastOptions) -> Any:
+        device = self.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._run(x, options)
+        return self._run(x, options)
+
+    def _run(self, x: Any, options: CastOptions) -> Any:
+        device = self.device
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        x = x if self.contiguous else self._flat(x)
-        integers = [self.rows, self.columns]
-        strides = list(x.stride()) if self.strided else []
-        arrays = [x, made["data"], made["scale"]]
-        arrays += [made[name] for name in ("zero_point", "global_scale") if name in made]
-        if self.amax is not None:
-            amax = torch.zeros(self.amax_length, dtype=torch.int32, device=device)
-            self.amax(self.amax_programs, stream, *_pointers([x, amax]), *self.amax_shape[1:], self.amax_shape[0], *strides)
-            arrays.append(amax)
+        inputs, strides = self.input.read(x)
+        found = {name: each.run(inputs, strides, stream, device) for name, each in self.passes.items()}
+        written, out = self.written, options.out
+        if self.op == "cast_ste":
+            result = torch.empty(x.shape, dtype=x.dtype, device=device)
+            tensors, parts = [result], []
+        else:
+            parts = [None if out is None else written[0].components(out)]
+            parts = [p or w.allocated(device) for p, w in zip((*parts, None), written, strict=False)]
+            tensors = [part for each in parts for part in each]
+        tensors += [found[name] for name in self.amax_of]
         if options.scale is not None:
-            arrays.append(options.scale)
-        seeds = list(TORCH.words(options.seed)) if self.stochastic else []
-        self.cast(self.programs, stream, *_pointers(arrays), *seeds, *integers, self.groups, *strides)
-        return ScaledTensor.from_parts(
-            made["data"],
-            made["scale"],
-            self.recipe,
-            self.layout,
-            made.get("zero_point"),
-            made.get("global_scale"),
-            self.axis,
-            self.padding,
+            tensors.append(options.scale)
+        seeds = TORCH.words(options.seed) if self.stochastic else ()
+        numbers = self.input.numbers
+        addressed = addresses(inputs, numbers) + addresses(tensors, int(self.op == "cast_ste"))
+        self.cast(self.programs, stream, *addressed, *seeds, *self.integers, *strides)
+        if self.op == "cast_ste":
+            return result
+        made = [w.tensor(p) for w, p in zip(written, parts, strict=True)]
+        if self.op == "cast_pair":
+            return tuple(made)
+        if out is None:
+            return made[0]
+        return out if parts[0][0] is out.data else reference.assign(TORCH, out, made[0])
+
+
+class _Pass:
+    """The pass for the amax of the whole "tensor", or of its "rows" or "columns"."""
+
+    def __init__(self, of: Prepared, x: Any, whole: str, spec: Spec) -> None:
+        source = of.input
+        contiguous = whole == "tensor" and isinstance(source, Numbers) and not source.strided
+        self.shape = (1, 1, math.prod(x.shape)) if contiguous else (of.matrices, of.rows, of.columns)
+        tile = _amax_tile(whole, *self.shape[1:], source.large)
+        tiles = self.shape[0] * math.prod(tile.counts(*self.shape[1:]))
+        steps = power_of_two(divided_up(tiles, _PROGRAMS)) if whole == "tensor" else 1
+        self.programs = (divided_up(tiles, steps), 1, 1)
+        self.length = 1 if whole == "tensor" else of.matrices * (of.rows if whole == "rows" else of.columns)
+        self.groups, self.numbers = source.groups, source.numbers
+        arguments = {name: a for name, a in source.arguments.items() if name != "x_groups"}
+        arguments |= {
+            "amax": Argument("*i32", True),
+            "rows": Argument("i32"),
+            "columns": Argument("i64" if source.large else "i32", self.shape[2] % 16 == 0),
+            "matrices": Argument("i32"),
+        }
+        arguments |= {name: a for name, a in source.arguments.items() if name == "x_groups"}
+        arguments |= source.strides
+        variant = Variant(
+            whole, ptx=of.ptx, subnormals=source.subnormals, finite=of.two_level, steps=steps, strided=source.strided
         )
+        constants = {"G": tile, "V": variant, "F": source.source(tile)}
+        self.kernel = Launcher(amax_kernel, arguments, constants, 8)
 
-
-def _pointers(arrays: list[Any]) -> list[Any]:
-    """Addresses; the interpreter takes tensors, of integers except for the input."""
-    if INTERPRETED:
-        return [a if a.dtype in _FLOATS and i == 0 else a.view(_WORDS[a.dtype.itemsize]) for i, a in enumerate(arrays)]
-    return [a.data_ptr() for a in arrays]
+    def run(self, inputs: list[Any], strides: list[int], stream: int, device: torch.device) -> Any:
+        """The amax as bits."""
+        amax = torch.zeros(self.length, dtype=torch.int32, device=device)
+        matrices, rows, columns = self.shape
+        tensors = addresses([*inputs, amax], self.numbers)
+        self.kernel(self.programs, stream, *tensors, rows, columns, matrices, *self.groups, *strides)
+        return amax
 
 
 def _amax_tile(whole: str, rows: int, columns: int, large: bool) -> Tile:
@@ -250,7 +351,3 @@ def _amax_tile(whole: str, rows: int, columns: int, large: bool) -> Tile:
         return Tile(1, 1, 0, 64, 1, 0, min(128, power_of_two(columns)), large)
     wide = min(8192 if rows == 1 else 1024, power_of_two(columns))
     return Tile(1, 1, 0, min(max(1, 8192 // wide), power_of_two(rows)), 1, 0, wide, large)
-
-
-def _span(x: Any) -> int:
-    return sum((n - 1) * abs(s) for n, s in zip(x.shape, x.stride(), strict=True))

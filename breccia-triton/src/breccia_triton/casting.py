@@ -1,8 +1,9 @@
-"""The Triton kernels of `cast`: one for every recipe, and a pass before it for the amax of blocks that no tile holds.
+"""The Triton kernels: one that casts, for every recipe, one that casts both ways, one that decodes, and one for the amax.
 
 A program takes a tile of whole blocks, or a part of a block whose amax is known: it is read once, and written once for each
 orientation. Codes and scales are computed in registers. Arguments in capitals are constants: S, a `specs.Spec`; G, a
-`geometry.Tile`; V, a `geometry.Variant`.
+`geometry.Tile`; V, a `geometry.Variant`; F, a `geometry.Source` where the input is a ScaledTensor, whose components have names
+with x_.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from .numerics import (
     MAGNITUDE,
     NORMAL,
     accept_scale,
-    bits_of,
     clean,
     decode,
     divisor_of,
@@ -30,81 +30,23 @@ from .numerics import (
     packed,
     random_word,
     read_scale,
+    rounded,
     saturated,
     scale_codes,
     scaled,
     te_multiplier,
+    value,
 )
-
-# ------------------------------------------------------------------------------------------------ positions
-
-
-@triton.jit
-def tiles(extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
-    """How many tiles cover a side.
-
-    N: blocks of a tile. B: their length, 0 for a block as long as the side. L: slots of each, a power of two.
-    """
-    if B == 0:
-        return tl.cdiv(extent, L)
-    else:
-        return tl.cdiv(tl.cdiv(extent, B), N)
-
-
-@triton.jit
-def positions(tile, extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
-    """(positions of a tile's N * L slots along a side, which of them exist)."""
-    slot = tl.arange(0, N * L)
-    if B == 0 or B == L:
-        at = tile * (N * L) + slot
-        exists = at < extent
-    else:
-        at = (tile * N + slot // L) * B + slot % L
-        exists = (slot % L < B) & (at < extent)
-    return at, exists
-
-
-@triton.jit
-def blocks(tile, N: tl.constexpr, B: tl.constexpr):
-    """Indices of a tile's blocks along a side."""
-    if B == 0:
-        return tl.arange(0, N) * 0
-    else:
-        return tile * N + tl.arange(0, N)
-
-
-@triton.jit
-def program(rows, columns, G: tl.constexpr):
-    """(matrix, tile along the rows, tile along the columns) of this program."""
-    if G.folded:
-        pid = tl.program_id(0)
-        if G.large:
-            pid = pid.to(tl.int64)
-        down = tiles(rows, G.down, G.block_rows, G.tall)
-        along = tiles(columns, G.along, G.block_columns, G.wide)
-        matrix, i, j = pid // along // down, (pid // along) % down, pid % along
-    else:
-        matrix, i, j = tl.program_id(2), tl.program_id(1), tl.program_id(0)
-        if G.large:
-            matrix, i, j = matrix.to(tl.int64), i.to(tl.int64), j.to(tl.int64)
-    return matrix, i, j
-
-
-@triton.jit
-def loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_row, stride_column, V: tl.constexpr):
-    """A tile of FP32 numbers, zeros where there are none. The strides are read where the tensor is not contiguous."""
-    if V.strided:
-        at = matrix.to(tl.int64) * stride_matrix + row[:, None] * stride_row + column[None, :] * stride_column
-    else:
-        at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
-    return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
-
+from .tiles import block_count, blocks, decoded, positions, program, read, repeated, scale_place, tiles, word_at
 
 # ------------------------------------------------------------------------------------------------ amax
 
 
 @triton.jit
-def amax_kernel(x, amax, rows, columns, matrices, stride_matrix, stride_row, stride_column, G: tl.constexpr, V: tl.constexpr):
+def amax_kernel(
+    x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
+    G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     """FP32 bits of the largest magnitude of the tensor, or of each row or column, into zeros."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if G.large:
@@ -114,7 +56,7 @@ def amax_kernel(x, amax, rows, columns, matrices, stride_matrix, stride_row, str
     found = tl.zeros((TALL, WIDE), tl.int32)
     for step in range(V.steps):
         tile = pid + step * programs
-        if V.strided or V.source != "tensor":
+        if V.strided or V.source != "tensor" or F is not None:
             down = tiles(rows, 1, 0, G.tall)
             along = tiles(columns, 1, 0, G.wide)
             matrix, i, j = tile // along // down, (tile // along) % down, tile % along
@@ -123,11 +65,10 @@ def amax_kernel(x, amax, rows, columns, matrices, stride_matrix, stride_row, str
         row, row_exists = positions(i, rows, 1, 0, G.tall)
         column, column_exists = positions(j, columns, 1, 0, G.wide)
         row_exists = row_exists & (matrix < matrices)
-        exists = row_exists[:, None] & column_exists[None, :]
-        u = (
-            bits_of(loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_row, stride_column, V))
-            & MAGNITUDE
-        )
+        u = MAGNITUDE & read(
+            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+            stride_matrix, stride_row, stride_column, TALL, WIDE, V, F,
+        )  # fmt: skip
         if V.finite:
             u = tl.where(u < INF, u, 0)
         if V.source == "rows":
@@ -140,94 +81,123 @@ def amax_kernel(x, amax, rows, columns, matrices, stride_matrix, stride_row, str
         tl.atomic_max(amax, tl.max(tl.max(found, 1), 0))
 
 
+# ------------------------------------------------------------------------------------------------ dequantize
+
+
+@triton.jit
+def dequantize_kernel(
+    x, x_scale, x_zero_point, x_outer, out, rows, columns, x_groups, G: tl.constexpr, F: tl.constexpr
+):  # fmt: skip
+    """The values of a ScaledTensor, rounded once to the dtype of `out`."""
+    matrix, i, j = program(rows, columns, G)
+    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    ROWS: tl.constexpr = G.down * G.tall
+    COLUMNS: tl.constexpr = G.along * G.wide
+    v = decoded(
+        x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+        ROWS, COLUMNS, F,
+    )  # fmt: skip
+    to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+    v = rounded(v, out.dtype.element_ty, F.ptx)
+    tl.store(out + to, v, mask=row_exists[:, None] & column_exists[None, :])
+
+
 # ------------------------------------------------------------------------------------------------ cast
 
 
 @triton.jit
 def cast_kernel(
-    x,
-    data,
-    scale,
-    zero_point,
-    outer,
-    amax,
-    supplied,
-    seed_low,
-    seed_high,
-    rows,
-    columns,
-    groups,
-    stride_matrix,
-    stride_row,
-    stride_column,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    V: tl.constexpr,
-):
-    """Codes, scales, zero-points and the global scale. amax: of the tensor, of rows or of columns. supplied: scales to use.
+    x, x_scale, x_zero_point, x_outer, data, scale, zero_point, outer, amax, supplied, seed_low, seed_high, rows, columns,
+    groups, x_groups, stride_matrix, stride_row, stride_column,
+    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """Codes, scales, zero-points and the global scale; or, where V.values, the values they decode to, into `data`.
 
-    groups: how many groups of packed codes the contraction axis has.
+    amax: of the tensor, of rows or of columns. supplied: scales to use. groups: how many groups of packed codes the
+    contraction axis has.
     """
     matrix, i, j = program(rows, columns, G)
     row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
     column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
-    exists = row_exists[:, None] & column_exists[None, :]
-    u = bits_of(loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_row, stride_column, V))
-    multiplier = 1.0
+    ROWS: tl.constexpr = G.down * G.tall
+    COLUMNS: tl.constexpr = G.along * G.wide
+    u = read(
+        x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+        stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, F,
+    )  # fmt: skip
+    outer_code, multiplier = global_scale(outer, amax, supplied, matrix, i, j, S, V)
+    write(
+        u, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+        row_exists, column, column_exists, rows, columns, groups, S, G, V,
+    )  # fmt: skip
+
+
+@triton.jit
+def pair_kernel(
+    x, data, scale, zero_point, outer, other_data, other_scale, other_zero_point, other_outer, amax, other_amax,
+    seed_low, seed_high, rows, columns, groups, other_groups, stride_matrix, stride_row, stride_column,
+    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Two casts of tiles that are read once: blocks along the rows by G and V, and down the columns by H and W."""
+    matrix, i, j = program(rows, columns, G)
+    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    ROWS: tl.constexpr = G.down * G.tall
+    COLUMNS: tl.constexpr = G.along * G.wide
+    u = read(
+        x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
+        stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
+    )  # fmt: skip
+    outer_code, multiplier = global_scale(outer, amax, None, matrix, i, j, S, V)
+    write(
+        u, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row, row_exists,
+        column, column_exists, rows, columns, groups, S, G, V,
+    )  # fmt: skip
+    if S.outer is not None:
+        if (matrix == 0) & (i == 0) & (j == 0):
+            tl.store(other_outer, outer_code)
+    write(
+        u, other_data, other_scale, other_zero_point, other_amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i,
+        j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
+    )  # fmt: skip
+
+
+@triton.jit
+def global_scale(outer, amax, supplied, matrix, i, j, S: tl.constexpr, V: tl.constexpr):
+    """(code of the global scale, its multiplier), 0 and 1 where there is none. One program stores it."""
+    outer_code, multiplier = 0, 1.0
     LEVEL: tl.constexpr = S.outer
     if LEVEL is not None:
         if V.source == "supplied":
             outer_code = accept_scale(tl.load(supplied), LEVEL)
         else:
             outer_code = outer_codes(tl.load(amax), LEVEL, V.ptx)
-        if (matrix == 0) & (i == 0) & (j == 0):
-            tl.store(outer, outer_code)
+        if not V.values:
+            if (matrix == 0) & (i == 0) & (j == 0):
+                tl.store(outer, outer_code)
         multiplier = outer_multiplier(outer_code, LEVEL)
-    write(
-        u, data, scale, zero_point, amax, supplied, multiplier, seed_low, seed_high, matrix, i, j, row, row_exists, column,
-        column_exists, rows, columns, groups, S, G, V,
-    )  # fmt: skip
+    return outer_code, multiplier
 
 
 @triton.jit
 def write(
-    u,
-    data,
-    scale,
-    zero_point,
-    amax,
-    supplied,
-    multiplier,
-    seed_low,
-    seed_high,
-    matrix,
-    i,
-    j,
-    row,
-    row_exists,
-    column,
-    column_exists,
-    rows,
-    columns,
-    groups,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    V: tl.constexpr,
-):
+    u, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row, row_exists,
+    column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
     """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis."""
-    ROWS: tl.constexpr = G.down * G.tall
-    COLUMNS: tl.constexpr = G.along * G.wide
     OUTER: tl.constexpr = S.outer is not None
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
     CODEC: tl.constexpr = S.scale.codec
+    STORAGE: tl.constexpr = V.storage
     row_block, column_block = blocks(i, G.down, G.block_rows), blocks(j, G.along, G.block_columns)
-    block_rows = 1 if G.block_rows == 0 else tl.cdiv(rows, G.block_rows)
-    block_columns = 1 if G.block_columns == 0 else tl.cdiv(columns, G.block_columns)
+    block_rows, block_columns = block_count(rows, G.block_rows), block_count(columns, G.block_columns)
     block_exists = (row_block < block_rows)[:, None] & (column_block < block_columns)[None, :]
-    at = (matrix.to(tl.int64) * block_rows + row_block[:, None]) * block_columns + column_block[None, :]
+    of = matrix
     if V.tensor:
-        at = at * 0
+        of = matrix * 0
+    at = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, G.axis, CODEC.bits // 8)
 
     # The amax of blocks, as FP32 bits: NaN and Inf are the largest.
     if V.source == "tensor":
@@ -259,10 +229,9 @@ def write(
 
     OWN: tl.constexpr = V.source == "supplied" and not OUTER and ELEMENT.nan >= 0
     if V.source == "supplied" and not OUTER:
-        stored = tl.load(supplied + at, mask=block_exists, other=0).to(tl.int32)
-        if SCALE.codec.bits == 16:
-            stored = stored & 0xFFFF
-        codes = accept_scale(stored, SCALE)
+        # Supplied scales are plain.
+        plain = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, "plain", G.axis, 1)
+        codes = accept_scale(word_at(supplied, plain, block_exists, CODEC.bits), SCALE)
     else:
         codes = scale_codes(statistic, multiplier, SCALE, OUTER, V.ptx and V.source != "supplied", V.ptx)
     if not OWN:
@@ -277,7 +246,8 @@ def write(
         owner = owner & (j == 0)
     if V.tensor:
         owner = owner & (matrix == 0)
-    store_scale(scale + at, codes, owner, CODEC)
+    if not V.values:
+        store_scale(scale + at, codes, owner, CODEC)
 
     # Elements in units of their scale, and their codes.
     if V.source == "tensor" or V.source == "rows" or V.source == "columns":
@@ -291,19 +261,24 @@ def write(
         else:
             index = (matrix.to(tl.int64) * columns + column[None, :]) * rows + row[:, None]
         word = random_word(index, seed_low, seed_high)
+    offset = codes
     if S.offset == "zero_point":
         shift = saturated(scaled(-low, by, usable, SCALE, False, False))
-        z = encode(shift, 0, 0, ELEMENT, False, V.native, False, False)
-        z = tl.where(usable, z, 0)
+        offset = tl.where(usable, encode(shift, 0, 0, ELEMENT, False, V.native, False, False), 0)
         y = saturated(scaled(clean(u), by_element, usable_element, SCALE, False, False))
-        code = encode(y, word, spread(decode(z, ELEMENT), G), ELEMENT, False, V.native, V.stochastic, True)
-        tl.store(zero_point + at, z.to(tl.uint8), mask=owner)
+        shift_element = spread(decode(offset, ELEMENT, False), G)
+        code = encode(y, word, shift_element, ELEMENT, False, V.native, V.stochastic, True)
+        if not V.values:
+            there = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, G.axis, 1)
+            tl.store(zero_point + there, offset.to(tl.uint8), mask=owner)
     elif S.offset == "bias":
-        bias = encode_bias(low, SCALE)
-        y = flushed(saturated(clean(u) - spread(read_scale(bias, SCALE), G)))
+        offset = encode_bias(low, SCALE)
+        y = flushed(saturated(clean(u) - spread(read_scale(offset, SCALE), G)))
         y = saturated(scaled(y, by_element, usable_element, SCALE, False, False))
         code = encode(y, word, 0, ELEMENT, False, V.native, V.stochastic, False)
-        store_scale(zero_point + at, tl.where(usable, bias, 0), owner, CODEC)
+        offset = tl.where(usable, offset, 0)
+        if not V.values:
+            store_scale(zero_point + at, offset, owner, CODEC)
     else:
         # Not where a factor may be subnormal: the instruction that flushes subnormal elements would flush it too.
         FLUSHES: tl.constexpr = V.ptx and not (SCALE.extreme or (V.source == "supplied" and CODEC.kind == "power"))
@@ -313,13 +288,31 @@ def write(
         if OWN:
             code = tl.where(usable_element, own_codes(code, u, ELEMENT), code)
 
-    # Codes in the order of the tensor, packed along the contraction axis.
-    if ELEMENT.bits == 8:
+    if V.values:
+        if V.source == "tile" or V.source == "supplied":
+            codes, offset = spread(codes, G), spread(offset, G)
+        v = value(code & ((1 << ELEMENT.bits) - 1), codes, offset, outer_code, S, V.native)
+        to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+        v = rounded(v, data.dtype.element_ty, V.ptx)
+        tl.store(data + to, v, mask=row_exists[:, None] & column_exists[None, :])
+    else:
+        store_codes(data, code, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups, ELEMENT, G, V)
+
+
+@triton.jit
+def store_codes(
+    data, code, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    C: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Codes in the order of the tensor, packed along the contraction axis."""
+    if C.bits == 8:
         to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
         tl.store(data + to, code.to(tl.uint8), mask=row_exists[:, None] & column_exists[None, :])
     else:
-        COUNT: tl.constexpr = 2 if ELEMENT.bits == 4 else 4
-        SIZE: tl.constexpr = 1 if ELEMENT.bits == 4 else 3
+        ROWS: tl.constexpr = G.down * G.tall
+        COLUMNS: tl.constexpr = G.along * G.wide
+        COUNT: tl.constexpr = 2 if C.bits == 4 else 4
+        SIZE: tl.constexpr = 1 if C.bits == 4 else 3
         if V.ragged:  # the last group is padded with zeros
             code = tl.where(row_exists[:, None] & column_exists[None, :], code, 0)
         if G.axis == 1:
@@ -334,34 +327,32 @@ def write(
             to = (matrix.to(tl.int64) * (groups * SIZE) + group[:, None] * SIZE) * columns + column[None, :]
             mask = group_exists[:, None] & column_exists[None, :]
             step = columns
+        bits = packed(code, C, ROWS, COLUMNS, G.axis)
         if SIZE == 1:
-            tl.store(data + to, packed(code, ELEMENT, ROWS, COLUMNS, G.axis).to(tl.uint8), mask=mask)
+            tl.store(data + to, bits.to(tl.uint8), mask=mask)
+        elif G.axis == 1 and V.words:
+            # Four groups of 24 bits are three words.
+            even, odd = tl.split(tl.reshape(bits, (ROWS, COLUMNS // 16, 2, 2)))
+            a, c = tl.split(even)
+            b, d = tl.split(odd)
+            LENGTH_4: tl.constexpr = G.block_columns // 16
+            four, four_exists = positions(j, groups // 4, G.along, LENGTH_4, G.wide // 16)
+            to = (matrix.to(tl.int64) * rows + row[:, None]) * (groups // 4 * 3) + four[None, :] * 3
+            mask = row_exists[:, None] & four_exists[None, :]
+            words = data.to(tl.pointer_type(tl.int32)) + to
+            tl.store(words, a | (b << 24), mask=mask)
+            tl.store(words + 1, (b >> 8) | (c << 16), mask=mask)
+            tl.store(words + 2, (c >> 16) | (d << 8), mask=mask)
         else:
-            bits = packed(code, ELEMENT, ROWS, COLUMNS, G.axis)
-            if G.axis == 1 and V.words:
-                # Four groups of 24 bits are three words.
-                even, odd = tl.split(tl.reshape(bits, (ROWS, COLUMNS // 16, 2, 2)))
-                a, c = tl.split(even)
-                b, d = tl.split(odd)
-                LENGTH_4: tl.constexpr = G.block_columns // 16
-                four, four_exists = positions(j, groups // 4, G.along, LENGTH_4, G.wide // 16)
-                to = (matrix.to(tl.int64) * rows + row[:, None]) * (groups // 4 * 3) + four[None, :] * 3
-                mask = row_exists[:, None] & four_exists[None, :]
-                words = data.to(tl.pointer_type(tl.int32)) + to
-                tl.store(words, a | (b << 24), mask=mask)
-                tl.store(words + 1, (b >> 8) | (c << 16), mask=mask)
-                tl.store(words + 2, (c >> 16) | (d << 8), mask=mask)
-            else:
-                tl.store(data + to, bits.to(tl.uint8), mask=mask)
-                tl.store(data + to + step, (bits >> 8).to(tl.uint8), mask=mask)
-                tl.store(data + to + 2 * step, (bits >> 16).to(tl.uint8), mask=mask)
+            tl.store(data + to, bits.to(tl.uint8), mask=mask)
+            tl.store(data + to + step, (bits >> 8).to(tl.uint8), mask=mask)
+            tl.store(data + to + 2 * step, (bits >> 16).to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def spread(of_blocks, G: tl.constexpr):
     """Numbers of blocks, repeated for the elements of each."""
-    wide = tl.broadcast_to(of_blocks[:, None, :, None], (G.down, G.tall, G.along, G.wide))
-    return tl.reshape(wide, (G.down * G.tall, G.along * G.wide))
+    return repeated(of_blocks, G.down, G.tall, G.along, G.wide)
 
 
 @triton.jit

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from breccia.backend import TENSOR, Block
+from breccia.backend import PLAIN, TENSOR, Block
+
+from .specs import Spec
 
 #: The most elements of a tile, which its program holds in registers.
 LARGEST_TILE = 16384
@@ -17,6 +20,7 @@ class Tile:
     axis: the contraction axis, 0 for rows or 1 for columns of the matrix in memory. block_rows, block_columns: sides of a
     block; 0 for the side of the matrix, which one tile covers, or several where the amax of the block is known before.
     large: whether positions need 64 bits. folded: whether one number counts the programs, as a grid has a limit for each axis.
+    backward: whether the first programs take the last tiles, which a pass before left in the cache.
     """
 
     axis: int
@@ -28,6 +32,7 @@ class Tile:
     wide: int
     large: bool = False
     folded: bool = False
+    backward: bool = False
 
     @property
     def rows(self) -> int:
@@ -63,6 +68,7 @@ class Variant:
     subnormals: the input may hold FP32 subnormals. strided: it is not contiguous.
     finite, steps: the pass for the amax ignores NaN and Inf; tiles of each of its programs.
     ragged: the last group of packed codes is not full. words: rows of 6-bit codes are whole words of 32 bits.
+    storage: of the scales. values: what the codes decode to is written in place of codes and scales.
     """
 
     source: str
@@ -76,6 +82,44 @@ class Variant:
     strided: bool = False
     ragged: bool = False
     words: bool = False
+    storage: str = PLAIN
+    values: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A ScaledTensor as the input of a kernel.
+
+    block_rows, block_columns: sides of its blocks in memory, 0 for the side of the matrix. run_rows, run_columns: lengths that
+    divide the sides of the tile and lie within one block; 1 where the positions of the tile are not contiguous. paired: bytes
+    of two 4-bit codes belong to one tile. shared: one scale for all matrices. axis, storage, native, ptx: as of `Tile` and
+    `Variant`.
+    """
+
+    spec: Spec
+    axis: int
+    block_rows: int
+    block_columns: int
+    run_rows: int
+    run_columns: int
+    paired: bool
+    shared: bool
+    storage: str = PLAIN
+    native: bool = False
+    ptx: bool = False
+
+    @staticmethod
+    def of(spec: Spec, block: Block, axis: int, tile: Tile, shared: bool, storage: str, native: bool, ptx: bool) -> Source:
+        """The source for a tile."""
+        tall, wide = (0, 0) if block == TENSOR else (n or 0 for n in in_memory(block, axis))
+        run_rows = math.gcd(tall, tile.rows) if tile.block_rows in (0, tile.tall) else 1
+        run_columns = math.gcd(wide, tile.columns) if tile.block_columns in (0, tile.wide) else 1
+        along = 1 if axis == -1 else 0
+        side, block_side, slots = (
+            (tile.columns, tile.block_columns, tile.wide) if along else (tile.rows, tile.block_rows, tile.tall)
+        )
+        paired = spec.element.bits == 4 and side % 2 == 0 and block_side in (0, slots)
+        return Source(spec, along, tall, wide, run_rows, run_columns, paired, shared, storage, native, ptx)
 
 
 def in_memory(block: Block, axis: int) -> Block:
@@ -127,3 +171,37 @@ def tile_of(block: Block, axis: int, rows: int, columns: int) -> tuple[Tile, str
         along = min(max(32, elements // slots), power_of_two(columns))
         return Tile(memory_axis, 1, 0, slots, along, 1, 1), "tile"
     return Tile(memory_axis, 1, 0, 64, min(64, power_of_two(columns)), 1, 1), "columns"
+
+
+def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tuple[Tile, str]] | str:
+    """The same tile for blocks along the rows and for blocks down the columns, as `tile_of` returns them; or a reason.
+
+    The amax of whole rows and columns comes from a pass before.
+    """
+    memory = [(0, 0) if block == TENSOR else tuple(n or 0 for n in in_memory(block, axis)) for axis in (-1, -2)]
+    if any(n != power_of_two(n) for sides in memory for n in sides if n):
+        return f"blocks of {block[0]}x{block[1]} are not powers of two"
+    tall, wide = (max(1, *(sides[i] for sides in memory)) for i in (0, 1))
+    if tall * wide > LARGEST_TILE:
+        return f"blocks of {tall}x{wide} do not fit a tile of {LARGEST_TILE} elements"
+    wide = max(wide, min(128, power_of_two(columns)))
+    tall = max(tall, min(4096 // wide, power_of_two(rows))) if tall * wide < 4096 else tall
+
+    def oriented(axis: int, down: int, along: int) -> tuple[Tile, str] | str:
+        heights, widths = (tall // (down or tall), down, down or tall), (wide // (along or wide), along, along or wide)
+        tile = Tile(axis, *heights, *widths)
+        if down and along:
+            return tile, "tile"
+        if not down and not along:
+            return tile, "tensor"
+        return (tile, "columns" if down == 0 else "rows") if 1 in (down, along) else "blocks are several whole rows"
+
+    found = oriented(1, *memory[0]), oriented(0, *memory[1])
+    return next((f for f in found if isinstance(f, str)), found)  # pyright: ignore[reportReturnType]
+
+
+def plain_tile(axis: int, rows: int, columns: int) -> Tile:
+    """A tile of contiguous positions, whatever the blocks."""
+    wide = min(512, power_of_two(columns))
+    tall = max(1, min(4096 // wide, power_of_two(rows)))
+    return Tile(axis, 1, tall, tall, 1, wide, wide)

@@ -96,6 +96,17 @@ def reciprocal(a, PTX: tl.constexpr):
         return tl.div_rn(tl.zeros_like(a) + 1.0, a)
 
 
+@triton.jit
+def rounded(v, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """FP32 numbers in another floating dtype, to nearest."""
+    if DTYPE == tl.bfloat16 and not PTX:  # Triton's interpreter cuts the bits off
+        u = bits_of(v)
+        u = tl.where((u & MAGNITUDE) > INF, 0x7FC00000, u + 0x7FFF + ((u >> 16) & 1))
+        return (u >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return v.to(DTYPE)
+
+
 # ------------------------------------------------------------------------------------------------ codes
 
 
@@ -107,7 +118,7 @@ def encode(
     zero-point, if SHIFTED."""
     if C.kind == "float":
         if STOCHASTIC:
-            return _rounded(y, word, C)
+            return _stochastic(y, word, C)
         elif NATIVE and C.name == "E4M3":
             return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
         elif NATIVE and C.name == "E5M2":
@@ -145,7 +156,7 @@ def _nearest(y, C: tl.constexpr, FITS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(y, word, C: tl.constexpr):
+def _stochastic(y, word, C: tl.constexpr):
     u = bits_of(y)
     a = tl.minimum(u & MAGNITUDE, C.largest)
     exponent = a >> 23
@@ -208,27 +219,58 @@ def own_codes(code, u, C: tl.constexpr):
 
 
 @triton.jit
-def decode(code, C: tl.constexpr):
-    """FP32 values of int32 codes, exactly."""
+def decode(code, C: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 values of int32 codes, exactly. NATIVE: the device converts from FP8."""
     if C.kind == "float":
-        magnitude = code & C.magnitude
-        mantissa = magnitude & ((1 << C.mantissa) - 1)
-        normal = number((magnitude << (23 - C.mantissa)) + ((127 - C.bias) << 23))
-        tiny = mantissa.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
-        v = tl.where(magnitude == mantissa, tiny, normal)
-        if C.highest < C.magnitude:
-            v = tl.where(magnitude > C.highest, float("nan"), v)
-        if C.inf >= 0:
-            v = tl.where(magnitude == C.inf, float("inf"), v)
-        v = number(bits_of(v) | ((code << (32 - C.bits)) & -0x80000000))
+        if NATIVE and C.name == "E4M3":
+            v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif NATIVE and C.name == "E5M2":
+            v = code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
+        else:
+            # The fields of the code as those of an FP32 number, which is a subnormal where the code is one.
+            magnitude = code & C.magnitude
+            u = magnitude << (23 - C.mantissa)
+            if C.signed:
+                u = u | ((code << (32 - C.bits)) & -0x80000000)
+            v = number(u) * 2.0 ** (127 - C.bias)
+            if C.highest < C.magnitude:  # a code without a sign may have a bit too many, and is NaN then
+                v = tl.where((magnitude if C.signed else code) > C.highest, float("nan"), v)
+            if C.inf >= 0:
+                v = tl.where(magnitude == C.inf, number((u & -0x80000000) | INF), v)
     elif C.kind == "integer":
+        # The code in the low bits of 2^23, from which 2^23 is subtracted; negative codes are moved up first.
         if C.signed:
-            code = (code << (32 - C.bits)) >> (32 - C.bits)
-        v = code.to(tl.float32) * C.unit
+            half: tl.constexpr = 1 << (C.bits - 1)
+            v = number((code ^ half) | 0x4B000000) - (8388608.0 + half)
+        else:
+            v = number(code | 0x4B000000) - 8388608.0
+        if C.unit != 1.0:
+            v = v * C.unit
     else:
         v = tl.zeros_like(code.to(tl.float32)) + C.values[0]
         for i in tl.static_range(1, len(C.values)):
             v = tl.where(code == i, C.values[i], v)
+    return v
+
+
+@triton.jit
+def value(code, scale_code, offset, outer_code, S: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 values of codes under their scales and offsets, all as int32 codes (section 4 of docs/spec/numerics.md)."""
+    ELEMENT: tl.constexpr = S.element
+    SCALE: tl.constexpr = S.scale
+    OUTER: tl.constexpr = S.outer
+    v = decode(code, ELEMENT, NATIVE)
+    if S.offset == "zero_point":
+        v = v - offset.to(tl.float32)
+    v = v * read_scale(scale_code, SCALE)
+    if S.outer is not None:
+        stored = number(outer_code)
+        if S.outer.sense == "divisor":
+            v = tl.div_rn(v, tl.zeros_like(v) + stored)
+        else:
+            v = v * outer_multiplier(outer_code, OUTER)
+    if S.offset == "bias":
+        v = flushed(v) + flushed(read_scale(offset, SCALE))
     return v
 
 
@@ -313,7 +355,7 @@ def read_scale(codes, S: tl.constexpr):
     """FP32 values of int32 scale codes."""
     CODEC: tl.constexpr = S.codec
     if S.codec.kind == "float":
-        return decode(codes, CODEC)
+        return decode(codes, CODEC, False)
     elif S.codec.kind == "power":
         u = tl.where(codes == 0, 0x00400000, codes << 23)
         return number(tl.where(codes == S.nan, 0x7FC00000, u))

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from breccia import Device, ScalingRecipe
-from breccia.backend import TENSOR, Block, Call, checks, packing, targets
+from typing import Any
 
-from .geometry import Tile, tile_of
+from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
+from breccia.backend import (
+    PLAIN,
+    TENSOR,
+    Block,
+    Call,
+    ScaledTensor,
+    Shape,
+    checks,
+    packing,
+    renames,
+    targets,
+)
+
+from .geometry import Tile, pair_of, tile_of
 from .specs import Spec, spec_of
+
+#: Layouts whose scales the kernels find.
+LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
+#: Storages of scales that the kernels read and write.
+STORAGES = ("swizzle_128x4", "column_major", "transposed")
 
 #: The least compute capability whose instructions the kernels use.
 _LEAST = (8, 0)
@@ -27,12 +45,85 @@ def accepts_cast(call: Call) -> str | None:
     assert recipe is not None
     if call.a.empty:
         return "the generic algorithm runs for an empty tensor"
-    shape, axis = call.a.shape, int(call.option("axis", -1))
+    block, axis, rows, columns = _fitted(recipe, call.a.shape, int(call.option("axis", -1)))
+    found = tiled(recipe, block, axis, rows, columns)
+    if isinstance(found, str):
+        return found
+    storage = str(call.option("storage", PLAIN))
+    return None if storage == PLAIN or writes(found[0], block, storage) else f"it does not write storage {storage!r} here"
+
+
+def accepts_pair(call: Call) -> str | None:
+    """Why there would be two casts, or None."""
+    recipe = call.recipe
+    assert recipe is not None
+    if (why := accepts_cast(call)) is not None:
+        return why
+    block, _, rows, columns = _fitted(recipe, call.a.shape, -1)
+    found = paired(recipe, block, rows, columns)
+    return found if isinstance(found, str) else None
+
+
+def accepts_requantize(call: Call) -> str | None:
+    """Why values would not be cast in the kernel that decodes them, or None."""
+    a, recipe = call.a, call.recipe
+    assert a.recipe is not None and a.layout is not None and recipe is not None
+    if call.option("require_exact"):
+        return "require_exact reads values"
+    if call.option("scale") is None and renames(a.recipe, a.layout.plain, a.axis, recipe):
+        return "codes are translated, and nothing is cast"
+    if (why := accepts_dequantize(call)) is not None:
+        return why
+    block, axis, rows, columns = _fitted(recipe, a.shape, a.axis)
+    found = tiled(recipe, block, axis, rows, columns)
+    return found if isinstance(found, str) else None
+
+
+def accepts_dequantize(call: Call) -> str | None:
+    """Why the generic algorithm would run, or None."""
+    a = call.a
+    assert a.recipe is not None and a.layout is not None
+    if a.empty:
+        return "the generic algorithm runs for an empty tensor"
+    found = spec_of(a.recipe, decoding=True)
+    if isinstance(found, str):
+        return found
+    return None if type(a.layout.plain) in LAYOUTS else f"it does not read layout {type(a.layout.plain).__name__}"
+
+
+def _fitted(recipe: ScalingRecipe, shape: Shape, axis: int) -> tuple[Block, int, int, int]:
+    """(block, axis, rows, columns) of a cast."""
     fits = len(shape) > 1  # `explain` may not know the shape
     block = (checks.fitted_layout(recipe, shape, axis) if fits else recipe.layout.oriented(axis)).block(axis)
     rows, columns = (1, 1, *shape)[-2:]
-    found = tiled(recipe, block, axis, rows, columns)
-    return found if isinstance(found, str) else None
+    return block, axis, rows, columns
+
+
+def readable(st: ScaledTensor) -> Spec | str:
+    """The constants for a ScaledTensor as the input of a kernel, or why there are none."""
+    if type(st.layout.plain) not in LAYOUTS:
+        return f"it does not read layout {type(st.layout.plain).__name__}"
+    return spec_of(st.recipe, decoding=True)
+
+
+def writes(spec: Spec, block: Block, storage: str) -> bool:
+    """Whether the kernels write scales of these blocks in a storage other than plain"""
+    return storage in STORAGES and block != TENSOR and (spec.scale.codec.bits == 8 or storage != "swizzle_128x4")
+
+
+def paired(recipe: ScalingRecipe, block: Block, rows: int, columns: int) -> tuple[Spec, Any] | str:
+    """The constants of a cast in both orientations, and their tiles; or why there is no kernel for it."""
+    spec = spec_of(recipe)
+    if isinstance(spec, str):
+        return spec
+    if block != TENSOR and (block[1] or 0) % packing(recipe.format.element)[0]:
+        return "blocks are not whole groups of packed codes"
+    found = pair_of(block, rows, columns)
+    if isinstance(found, str):
+        return found
+    if spec.offset != "none" and any(source != "tile" for _, source in found):
+        return f"blocks with a {spec.offset.replace('_', '-')} have to fit a tile"
+    return spec, found
 
 
 def tiled(recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int) -> tuple[Spec, Tile, str] | str:

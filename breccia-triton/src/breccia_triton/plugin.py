@@ -8,18 +8,29 @@ from breccia import Kernel, hookimpl
 
 api = 1
 
+#: Each op with the module of its function, what it accepts, and whether it reads or writes storages of scales.
+_KERNELS = (
+    ("cast", "cast", "cast", False, True),
+    ("cast_pair", "cast", "pair", False, True),
+    ("cast_ste", "cast", "cast", False, False),
+    ("cast_ste_clipped", "cast", "cast", False, False),
+    ("dequantize", "decode", "dequantize", True, False),
+    ("requantize", "cast", "requantize", True, True),
+)
+
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    plans = "breccia_triton.plans"
-    return [
-        Kernel(
-            "cast",
+    storages = ("swizzle_128x4", "column_major", "transposed")
+    for op, module, accepts, reads, writes in _KERNELS:
+        yield Kernel(
+            op,
             "torch",
-            "breccia_triton.cast:cast",
-            "triton.cast",
+            f"breccia_triton.{module}:{op}",
+            f"triton.{op}",
             device="cuda",
-            available=f"{plans}:available",
-            accepts=f"{plans}:accepts_cast",
+            available="breccia_triton.plans:available",
+            accepts=f"breccia_triton.plans:accepts_{accepts}",
+            reads=storages if reads else (),
+            writes=storages if writes else (),
         )
-    ]

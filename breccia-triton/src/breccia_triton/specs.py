@@ -37,6 +37,7 @@ class Floats:
     highest: int
     nan: int
     inf: int
+    signed: bool
     kind: str = "float"
 
 
@@ -129,15 +130,16 @@ class Unsupported(Exception):
 
 
 @lru_cache(maxsize=256)
-def spec_of(recipe: ScalingRecipe) -> Spec | str:
-    """The constants for a recipe, or why the kernels do not support it."""
+def spec_of(recipe: ScalingRecipe, decoding: bool = False) -> Spec | str:
+    """The constants for a recipe, or why the kernels do not support it. decoding: its rules do not matter."""
     fmt = recipe.format
+    rules_of = [None] * len(fmt.levels) if decoding else recipe.rules
     try:
         element = _element(fmt.element)
-        outer = None if fmt.global_scale is None else _scale(fmt, fmt.global_scale, recipe.rules[0], True)
+        outer = None if fmt.global_scale is None else _scale(fmt, fmt.global_scale, rules_of[0], True)
         if outer is not None and fmt.scale.block == TENSOR:
             raise Unsupported("a tensor scale under another one has no kernel here")
-        scale = _scale(fmt, fmt.scale, recipe.rules[-1], False)
+        scale = _scale(fmt, fmt.scale, rules_of[-1], False)
         if fmt.offset == "bias" and not isinstance(scale.codec, Wide):
             raise Unsupported(f"it does not write biases of {scale.codec.name}")
         return Spec(element, scale, outer, fmt.offset)
@@ -160,7 +162,7 @@ def _element(codec: Codec) -> Floats | Integers | Table:
 
 
 def _floats_apply(codec: Minifloat) -> bool:
-    return codec.bits <= 8 and 1 <= codec.mantissa_bits <= 5 and abs(codec.bias) <= 16
+    return codec.bits <= 8 and 1 <= codec.mantissa_bits <= 5 and 0 <= codec.bias <= 16
 
 
 def _floats(codec: Minifloat) -> Floats:
@@ -168,11 +170,14 @@ def _floats(codec: Minifloat) -> Floats:
     lift = ((23 - p) << 23) + (-((first + 23 - p) << p) & 0xFF)
     nan, inf = (-1 if code is None else code for code in (codec.nan, codec.inf))
     top = f32_bits(codec.max)
-    return Floats(codec.name, codec.bits, p, codec.bias, first << 23, lift, top, codec.magnitude_mask, codec.highest, nan, inf)
+    mask, highest = codec.magnitude_mask, codec.highest
+    return Floats(codec.name, codec.bits, p, codec.bias, first << 23, lift, top, mask, highest, nan, inf, codec.signed)
 
 
-def _scale(fmt: Format, level: Level, rule: rules.Rule, outermost: bool) -> Scale:
+def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) -> Scale:
     codec, qmax = level.codec, fmt.qmax(level)
+    if level.sense != "multiplier" and not outermost:
+        raise Unsupported(f"it does not write scales as {level.sense}")
     found: Floats | Wide | Powers
     least = most = 0.0
     if type(codec) is PowerOfTwo:
@@ -190,6 +195,8 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule, outermost: bool) -> Scal
     made: dict[str, Any] = {"rule": "linear", "divisor": qmax, "reciprocal": False, "factor": 1.0, "power_of_two": False}
     made |= {"carry": 0, "cap": 0}
     match rule:
+        case None:
+            pass
         case rules.Exponent() if type(rule) is rules.Exponent and not outermost and fmt.global_scale is None:
             cap = f32_bits(qmax)
             made |= {"rule": "exponent", "carry": rule.carry(fmt.element, cap), "cap": cap >> 23}
@@ -206,15 +213,15 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule, outermost: bool) -> Scal
                 made |= {"rule": "divide"}
         case _:
             raise Unsupported(f"it does not have the scale rule {rule.name!r} here")
-    if made["rule"] != "exponent" and type(codec) is PowerOfTwo:
+    if rule is not None and made["rule"] != "exponent" and type(codec) is PowerOfTwo:
         raise Unsupported(f"rule {rule.name!r} writes no powers of two")
-    if made["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
+    if rule is not None and made["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
         raise Unsupported(f"rule {rule.name!r} writes powers of two only")
     top = ((F32_INF - 1 + made["carry"]) >> 23) - made["cap"]
     largest = codec.need_nan() - 1 - found.bias if isinstance(found, Powers) else 126
     made["extreme"] = isinstance(found, Powers) and top >= largest
     exact = isinstance(rule, rules.Linear) and codec.bits == 32 and rule.margin >= 0 and qmax >= 4
-    made["fits"] = top <= largest if rule.name == rules.RCEIL.name else exact
+    made["fits"] = top <= largest if rule is not None and rule.name == rules.RCEIL.name else exact
     made["inverse"] = f32(1.0 / made["divisor"])
     return Scale(
         found, qmax=qmax, least=least, most=most, zero=codec.zero_scale, nan=codec.need_nan(), sense=level.sense, **made

@@ -1,0 +1,104 @@
+"""`dequantize` on CUDA tensors of torch."""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from breccia.backend import ScaledTensor, reference
+from breccia_torch.ops import TORCH
+
+from .casting import dequantize_kernel
+from .geometry import plain_tile
+from .launch import Argument, Launcher, type_of
+from .operands import Codes, addresses, grid_of
+from .plans import readable
+
+_REMEMBERED = 4096
+
+
+def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`dequantize` as `breccia.dequantize` documents it.
+
+    A transposed view of a contiguous tensor decodes into such a view.
+    """
+    data = st.data
+    contiguous = data.is_contiguous()
+    if not contiguous and data.ndim > 1 and data.mT.is_contiguous() and out is None:
+        return dequantize(st.mT, out_dtype).mT
+    scale = st.scale
+    key = (
+        st.recipe.interned_key, st.layout.interned_key, st.axis, st.padding, data.shape, data.dtype, data.device, out_dtype,
+        contiguous, scale.shape, scale.dtype, scale.is_contiguous(), data.data_ptr() % 16 == 0, scale.data_ptr() % 16 == 0,
+    )  # fmt: skip
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= _REMEMBERED:
+            _prepared.clear()
+        prepared = _prepared[key] = Prepared(st, out_dtype)
+    if prepared.reason is not None:
+        return reference.dequantize(st, out_dtype, out)
+    if out is not None and not prepared.fits(out):
+        return reference.result(TORCH, dequantize(st, out_dtype), "float32", out)
+    device = data.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return prepared(st, out)
+    return prepared(st, out)
+
+
+_prepared: dict[Any, Prepared] = {}
+
+
+class Prepared:
+    """What calls for tensors of one shape, recipe, layout, device and result have in common.
+
+    `reason` says why the kernels do not apply, or is None.
+    """
+
+    def __init__(self, st: ScaledTensor, out_dtype: str) -> None:
+        self.shape, self.dtype, self.device = tuple(st.shape), getattr(torch, out_dtype), st.data.device
+        spec = readable(st)
+        self.reason = spec if isinstance(spec, str) else "an empty tensor" if 0 in self.shape else None
+        if self.reason is not None or isinstance(spec, str):
+            return
+        self.codes = codes = Codes(st, spec, merged=True)
+        self.reason = codes.reason
+        if self.reason is not None:
+            return
+        tile = plain_tile(1 if st.axis == -1 else 0, codes.rows, codes.columns)
+        self.programs, folded = grid_of(tile, codes.matrices, codes.rows, codes.columns)
+        tile = replace(tile, large=codes.large, folded=folded)
+        arguments = {name: a for name, a in codes.arguments.items() if name != "x_groups"}
+        arguments |= {
+            "out": Argument(type_of(self.dtype), True),
+            "rows": Argument("i32"),
+            "columns": Argument("i32", codes.columns % 16 == 0),
+        }
+        arguments |= {name: a for name, a in codes.arguments.items() if name == "x_groups"}
+        self.integers = (codes.rows, codes.columns, *codes.groups)
+        self.kernel = Launcher(dequantize_kernel, arguments, {"G": tile, "F": codes.source(tile)}, tile.warps)
+
+    def fits(self, out: Any) -> bool:
+        """Whether the kernel can write into `out`"""
+        return (
+            type(out) is torch.Tensor
+            and tuple(out.shape) == self.shape
+            and out.dtype == self.dtype
+            and out.device == self.device
+            and out.is_contiguous()
+            and out.data_ptr() % 16 == 0
+        )
+
+    def __call__(self, st: ScaledTensor, out: Any) -> Any:
+        device = self.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        result = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
+        inputs, _ = self.codes.read(st)
+        self.kernel(self.programs, stream, *addresses(inputs), *addresses([result], 1), *self.integers)
+        return result

@@ -1,0 +1,235 @@
+"""Where a program's elements and scales are in memory, in Triton.
+
+Arguments in capitals are constants: G, a `geometry.Tile`; V, a `geometry.Variant`; F, a `geometry.Source`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .numerics import bits_of, value
+
+
+@triton.jit
+def tiles(extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
+    """How many tiles cover a side.
+
+    N: blocks of a tile. B: their length, 0 for a block as long as the side. L: slots of each, a power of two.
+    """
+    if B == 0:
+        return tl.cdiv(extent, L)
+    else:
+        return tl.cdiv(tl.cdiv(extent, B), N)
+
+
+@triton.jit
+def positions(tile, extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
+    """(positions of a tile's N * L slots along a side, which of them exist)."""
+    slot = tl.arange(0, N * L)
+    if B == 0 or B == L:
+        at = tile * (N * L) + slot
+        exists = at < extent
+    else:
+        at = (tile * N + slot // L) * B + slot % L
+        exists = (slot % L < B) & (at < extent)
+    return at, exists
+
+
+@triton.jit
+def blocks(tile, N: tl.constexpr, B: tl.constexpr):
+    """Indices of a tile's blocks along a side."""
+    if B == 0:
+        return tl.arange(0, N) * 0
+    else:
+        return tile * N + tl.arange(0, N)
+
+
+@triton.jit
+def block_count(extent, B: tl.constexpr):
+    """How many blocks cover a side."""
+    if B == 0:
+        return 1
+    else:
+        return tl.cdiv(extent, B)
+
+
+@triton.jit
+def program(rows, columns, G: tl.constexpr):
+    """(matrix, tile along the rows, tile along the columns) of this program."""
+    if G.folded:
+        pid = tl.program_id(0)
+        if G.backward:
+            pid = tl.num_programs(0) - 1 - pid
+        if G.large:
+            pid = pid.to(tl.int64)
+        down = tiles(rows, G.down, G.block_rows, G.tall)
+        along = tiles(columns, G.along, G.block_columns, G.wide)
+        matrix, i, j = pid // along // down, (pid // along) % down, pid % along
+    else:
+        matrix, i, j = tl.program_id(2), tl.program_id(1), tl.program_id(0)
+        if G.backward:
+            matrix, i, j = tl.num_programs(2) - 1 - matrix, tl.num_programs(1) - 1 - i, tl.num_programs(0) - 1 - j
+        if G.large:
+            matrix, i, j = matrix.to(tl.int64), i.to(tl.int64), j.to(tl.int64)
+    return matrix, i, j
+
+
+@triton.jit
+def repeated(of_blocks, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr):
+    """Numbers of DOWN x ALONG blocks, one for each of the TALL x WIDE elements of a block."""
+    wide = tl.broadcast_to(of_blocks[:, None, :, None], (DOWN, TALL, ALONG, WIDE))
+    return tl.reshape(wide, (DOWN * TALL, ALONG * WIDE))
+
+
+@triton.jit
+def scale_place(matrix, i, j, rows, columns, STORAGE: tl.constexpr, AXIS: tl.constexpr, BYTES: tl.constexpr):
+    """Positions of the scales of blocks (i, j), of rows x columns blocks in each matrix.
+
+    Storages other than "plain" hold a matrix whose blocks go down its columns (AXIS 0) as its transpose.
+    """
+    if STORAGE == "plain":
+        return (matrix.to(tl.int64) * rows + i) * columns + j
+    else:
+        if AXIS == 0:
+            i, j, rows, columns = j, i, columns, rows
+        if STORAGE == "swizzle_128x4":
+            tile = (matrix.to(tl.int64) * tl.cdiv(rows, 128) + i // 128) * tl.cdiv(columns, 4) + j // 4
+            return tile * 512 + (i % 32) * 16 + (i // 32) % 4 * 4 + j % 4
+        else:
+            UNIT: tl.constexpr = 16 // BYTES if STORAGE == "column_major" else 1
+            return (matrix.to(tl.int64) * columns + j) * (tl.cdiv(rows, UNIT) * UNIT) + i
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+@triton.jit
+def loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_row, stride_column, V: tl.constexpr):
+    """A tile of FP32 numbers, zeros where there are none. The strides are read where the tensor is not contiguous."""
+    if V.strided:
+        at = matrix.to(tl.int64) * stride_matrix + row[:, None] * stride_row + column[None, :] * stride_column
+    else:
+        at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+    return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def read(
+    x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+    stride_matrix, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """FP32 bits of a tile of numbers, or of what the codes `x` decode to; zeros where there are none."""
+    exists = row_exists[:, None] & column_exists[None, :]
+    if F is None:
+        v = loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_row, stride_column, V)
+    else:
+        v = decoded(
+            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+            ROWS, COLUMNS, F,
+        )  # fmt: skip
+        v = tl.where(exists, v, 0.0)
+    return bits_of(v)
+
+
+@triton.jit
+def decoded(
+    data, scale, zero_point, outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """FP32 values of a tile of codes: tile (i, j) of ROWS x COLUMNS elements, or any `row` and `column` where runs are 1."""
+    S: tl.constexpr = F.spec
+    SCALE: tl.constexpr = F.spec.scale
+    STORAGE: tl.constexpr = F.storage
+    code = codes_at(data, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups, ROWS, COLUMNS, F)
+
+    # One number is loaded for each run of elements in one block.
+    DOWN: tl.constexpr = ROWS // F.run_rows
+    ALONG: tl.constexpr = COLUMNS // F.run_columns
+    first_row, first_column = row, column
+    if F.run_rows > 1:
+        first_row = i * ROWS + tl.arange(0, DOWN) * F.run_rows
+    if F.run_columns > 1:
+        first_column = j * COLUMNS + tl.arange(0, ALONG) * F.run_columns
+    row_block, column_block = first_row * 0, first_column * 0
+    if F.block_rows > 0:
+        row_block = first_row // F.block_rows
+    if F.block_columns > 0:
+        column_block = first_column // F.block_columns
+    block_rows, block_columns = block_count(rows, F.block_rows), block_count(columns, F.block_columns)
+    mask = (first_row < rows)[:, None] & (first_column < columns)[None, :]
+    if F.run_rows == 1:
+        mask = mask & row_exists[:, None]
+    if F.run_columns == 1:
+        mask = mask & column_exists[None, :]
+    of = matrix
+    if F.shared:
+        of = matrix * 0
+    at = scale_place(
+        of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, F.axis, SCALE.codec.bits // 8
+    )
+    scale_code = word_at(scale, at, mask, SCALE.codec.bits)
+    offset = scale_code
+    if S.offset == "zero_point":
+        there = scale_place(of, row_block[:, None], column_block[None, :], block_rows, block_columns, STORAGE, F.axis, 1)
+        offset = word_at(zero_point, there, mask, 8)
+    elif S.offset == "bias":
+        offset = word_at(zero_point, at, mask, SCALE.codec.bits)
+    scale_code = repeated(scale_code, DOWN, F.run_rows, ALONG, F.run_columns)
+    if S.offset != "none":
+        offset = repeated(offset, DOWN, F.run_rows, ALONG, F.run_columns)
+    else:
+        offset = scale_code
+    outer_code = 0
+    if S.outer is not None:
+        outer_code = tl.load(outer)
+    return value(code, scale_code, offset, outer_code, S, F.native)
+
+
+@triton.jit
+def word_at(pointer, at, mask, BITS: tl.constexpr):
+    """Stored codes of 8, 16 or 32 bits as int32."""
+    word = tl.load(pointer + at, mask=mask, other=0).to(tl.int32)
+    if BITS == 16:
+        word = word & 0xFFFF
+    return word
+
+
+@triton.jit
+def codes_at(
+    data, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """int32 codes of a tile. groups: how many groups of packed codes the contraction axis has."""
+    BITS: tl.constexpr = F.spec.element.bits
+    matrix = matrix.to(tl.int64)
+    if BITS == 8:
+        to = (matrix * rows + row[:, None]) * columns + column[None, :]
+        return tl.load(data + to, mask=row_exists[:, None] & column_exists[None, :], other=0).to(tl.int32)
+    elif F.paired:  # a byte has the codes of two elements of the tile
+        if F.axis == 1:
+            group = j * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+            to = (matrix * rows + row[:, None]) * groups + group[None, :]
+            pair = tl.load(data + to, mask=row_exists[:, None] & (group < groups)[None, :], other=0).to(tl.int32)
+            return tl.reshape(tl.join(pair & 15, pair >> 4), (ROWS, COLUMNS))
+        else:
+            group = i * (ROWS // 2) + tl.arange(0, ROWS // 2)
+            to = (matrix * groups + group[:, None]) * columns + column[None, :]
+            pair = tl.load(data + to, mask=(group < groups)[:, None] & column_exists[None, :], other=0).to(tl.int32)
+            return tl.reshape(tl.permute(tl.join(pair & 15, pair >> 4), (0, 2, 1)), (ROWS, COLUMNS))
+    else:
+        COUNT: tl.constexpr = 2 if BITS == 4 else 4
+        SIZE: tl.constexpr = COUNT * BITS // 8
+        exists = row_exists[:, None] & column_exists[None, :]
+        if F.axis == 1:
+            bit = column % COUNT * BITS
+            at = (matrix * rows + row[:, None]) * (groups * SIZE) + (column // COUNT * SIZE + bit // 8)[None, :]
+            shift, step = (bit % 8)[None, :], 1
+        else:
+            bit = row % COUNT * BITS
+            at = (matrix * (groups * SIZE) + (row // COUNT * SIZE + bit // 8)[:, None]) * columns + column[None, :]
+            shift, step = (bit % 8)[:, None], columns
+        word = tl.load(data + at, mask=exists, other=0).to(tl.int32)
+        if BITS == 6:  # some codes lie in two bytes
+            word = word | (tl.load(data + at + step, mask=exists & (shift > 2), other=0).to(tl.int32) << 8)
+        return (word >> shift) & ((1 << BITS) - 1)
