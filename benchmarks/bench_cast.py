@@ -24,7 +24,7 @@ import numpy as np
 import rivals
 import tables
 import typer
-from rivals import ON_NUMPY, OURS, RECIPES, RIVALS, SAME_SCALE, SLAB_ROWS, WAYS
+from rivals import MODULES, ON_NUMPY, OURS, RECIPES, SAME_SCALE, SLAB_ROWS, WAYS, chosen
 
 #: Shape of the call whose time is the price of a call rather than of its elements.
 SMALL = (4, 128)
@@ -146,23 +146,6 @@ def checks(passes: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
-    """The rivals to run. Those not named run where they are at hand, and are announced where they are not."""
-    there_are = RIVALS[framework]
-    for name in wanted:
-        if name not in (*there_are, "all", "none"):
-            sys.exit(f"bench_cast: --rivals takes {', '.join(there_are)}, all or none; got {name!r}.")
-    names: list[str] = []
-    for name in there_are:
-        if name in wanted or "all" in wanted:
-            names.append(name)
-        elif not wanted and (why := rivals.absence(name)):
-            print(f"skipped {name}: {why}", file=sys.stderr)
-        elif not wanted:
-            names.append(name)
-    return names
-
-
 def where(framework: str) -> dict[str, Any]:
     """Provenance, and of torch and JAX what their times depend on."""
     found = common.provenance()
@@ -199,8 +182,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
     """Time cast and dequantize on NumPy, torch or JAX against rivals, one process each."""
-    if framework not in RIVALS:
-        sys.exit(f"bench_cast: --framework takes {', '.join(RIVALS)}; got {framework!r}.")
+    if framework not in MODULES:
+        sys.exit(f"bench_cast: --framework takes {', '.join(MODULES)}; got {framework!r}.")
     if framework != "numpy" and (find_spec(framework) is None or find_spec(f"breccia_{framework}") is None):
         sys.exit(f"bench_cast: --framework {framework} needs {framework} and breccia-{framework}; pip install both.")
     if size < 128 or size % 128 or (size > SLAB_ROWS and size % SLAB_ROWS):

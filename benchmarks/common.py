@@ -40,7 +40,7 @@ def cpu_model() -> str:
         found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
         return found[1] if found else platform.machine()
     if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+        return output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     return platform.processor() or platform.machine()
 
 
@@ -74,8 +74,8 @@ def provenance() -> dict[str, Any]:
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _LIBRARIES},
-        "commit": _output("git", "rev-parse", "HEAD") or None,
-        "modified": bool(_output("git", "status", "--porcelain", "--", *sorted(p.name for p in ROOT.glob("breccia-*")))),
+        "commit": output("git", "rev-parse", "HEAD") or None,
+        "modified": bool(output("git", "status", "--porcelain", "--", *sorted(p.name for p in ROOT.glob("breccia-*")))),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_STEERING)},
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *options]),
     }
@@ -88,7 +88,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _output(*command: str) -> str:
+def output(*command: str) -> str:
     """What the command prints, or nothing where it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()

@@ -1,6 +1,7 @@
 """What is timed against what: breccia, the older package that is also called breccia, torchao, a few lines of NumPy or torch.
 
-Each runs in a process of its own: two packages of one name cannot meet, and no rival inherits another's heap or caches.
+On a CPU each runs in a process of its own: two packages of one name cannot meet, and no rival inherits another's heap or
+caches. On a CUDA device only the older package does: clocks of a GPU depend on what ran just before, so all others interleave.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,8 @@ from common import HERE
 OURS, STRAIGHTFORWARD, EAGER, OLD = "breccia", "ml_dtypes", "eager-torch", "breccia-0.1.3"
 #: torchao as it is, and through torch.compile.
 TORCHAO, TORCHAO_COMPILED = "torchao", "torchao-compiled"
+#: On CUDA: the few lines of torch through torch.compile, and NVIDIA's library.
+TORCH_COMPILED, TRANSFORMER_ENGINE = "torch-compiled", "transformer-engine"
 #: Ours by other ways to the same bytes: NumPy alone, without compiled steps, and graphs of torch.
 ON_NUMPY, COMPILED = "breccia-on-numpy", "breccia-compiled"
 WAYS = (ON_NUMPY, COMPILED)
@@ -33,10 +37,13 @@ RIVALS = {
     "numpy": (ON_NUMPY, STRAIGHTFORWARD, OLD),
     "torch": (*WAYS, EAGER, TORCHAO, TORCHAO_COMPILED, OLD),
     "jax": (ON_NUMPY,),
+    "cuda": (EAGER, TORCH_COMPILED, TRANSFORMER_ENGINE, TORCHAO, TORCHAO_COMPILED, OLD),
 }
 #: The module that makes the arrays of a framework.
 MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 OLD_VERSION = "0.1.3"
+#: The spec of FP8 with one scale per 128x128 tile.
+TILES = "fp8_block,block_m=128"
 CACHE = HERE / ".rivals"
 
 #: The recipes that all of them have, and the class that both packages call them by.
@@ -65,7 +72,10 @@ Array = Any
 
 @dataclass(frozen=True)
 class Rival:
-    """How a rival casts and decodes `recipe` (a key of RECIPES). What `cast` returns is its own affair."""
+    """How a rival casts and decodes `recipe` (a key of RECIPES). What `cast` returns is its own affair.
+
+    Some cast further recipes, by spec. `cast`, `down` and `pair` raise KeyError for a recipe that the rival does not have.
+    """
 
     version: str
     cast: Callable[[str], Callable[[Array], Any]]
@@ -79,6 +89,9 @@ class Rival:
     slabs: tuple[str, ...] = ()
     #: `taller(cast, n)`: the same rows n times, to decode a full matrix of what was cast as a slab.
     taller: Callable[[Any, int], Any] | None = None
+    #: The cast with blocks along the columns, and both casts at once, where the rival has kernels for them.
+    down: Callable[[str], Callable[[Array], Any]] | None = None
+    pair: Callable[[str], Callable[[Array], Any]] | None = None
     #: What serves `op` of an operand (the matrix, or what `cast` returned), where there is a choice.
     kernel: Callable[[str, str, Any], str | None] = lambda op, recipe, operand: None
 
@@ -94,6 +107,35 @@ def rival(name: str, framework: str = "numpy") -> Rival:
         ON_NUMPY: lambda: packaged(OURS, "numpy", prefer="numpy"),
     }
     return made[name]() if name in made else packaged(name, framework)
+
+
+def on_device(name: str, device: str, dtype: Any) -> Rival:
+    """The rival of that name on torch tensors of `device`, "cuda" except in tests. dtype: of torch, of decoded values."""
+    made = {
+        EAGER: lambda: eager(device, dtype),
+        TORCH_COMPILED: lambda: _compiled(eager(device, dtype), dynamic=False),
+        TRANSFORMER_ENGINE: lambda: transformer_engine(device, dtype),
+        TORCHAO: torchao,
+        TORCHAO_COMPILED: lambda: _compiled(torchao(), dynamic=False),
+    }
+    return made[name]()
+
+
+def chosen(wanted: list[str], framework: str = "numpy") -> list[str]:
+    """The rivals to run. Those not named run where they are at hand, and are announced where they are not."""
+    there_are = RIVALS[framework]
+    for name in wanted:
+        if name not in (*there_are, "all", "none"):
+            sys.exit(f"{Path(sys.argv[0]).stem}: --rivals takes {', '.join(there_are)}, all or none; got {name!r}.")
+    names: list[str] = []
+    for name in there_are:
+        if name in wanted or "all" in wanted:
+            names.append(name)
+        elif not wanted and (why := absence(name)):
+            print(f"skipped {name}: {why}", file=sys.stderr)
+        elif not wanted:
+            names.append(name)
+    return names
 
 
 # ------------------------------------------------------------------------------------------------ the two packages
@@ -142,17 +184,18 @@ def compiled() -> Rival:
     return _compiled(packaged(OURS, "torch"))
 
 
-def _compiled(rival: Rival) -> Rival:
-    """The rival, its cast and its dequantize each a graph of torch."""
+def _compiled(rival: Rival, dynamic: bool | None = None) -> Rival:
+    """The rival, its cast and its dequantize each a graph of torch. dynamic: as torch.compile takes it."""
     import torch
 
     # One function serves every recipe and shape here; by default Dynamo keeps 8 graphs of a function.
     torch._dynamo.config.recompile_limit = 64
 
     def cast(recipe: str) -> Callable[[Array], Any]:
-        return torch.compile(rival.cast(recipe), fullgraph=True)
+        return torch.compile(rival.cast(recipe), fullgraph=True, dynamic=dynamic)
 
-    return dataclasses.replace(rival, cast=cast, dequantize=torch.compile(rival.dequantize, fullgraph=True))
+    dequantize = torch.compile(rival.dequantize, fullgraph=True, dynamic=dynamic)
+    return dataclasses.replace(rival, cast=cast, dequantize=dequantize)
 
 
 def _codes(scale: Array, byte: Any) -> Array:
@@ -190,6 +233,8 @@ def absence(name: str) -> str:
         return "ml_dtypes is not installed; pip install ml_dtypes"
     if name in (TORCHAO, TORCHAO_COMPILED) and find_spec("torchao") is None:
         return "torchao is not installed; pip install torchao"
+    if name == TRANSFORMER_ENGINE and find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed; pip install transformer-engine[pytorch]"
     return ""
 
 
@@ -269,20 +314,25 @@ def straightforward() -> Rival:
 # ------------------------------------------------------------------------------------------------ plain torch
 
 
-def eager() -> Rival:
-    """The same in a few lines of plain torch, uncompiled. torch has no conversion to E2M1: its codes are looked up."""
+def eager(device: str = "cpu", dtype: Any = None) -> Rival:
+    """The same in a few lines of plain torch, uncompiled. torch has no conversion to E2M1: its codes are looked up.
+
+    It also has FP8 with a supplied scale, one scale per row, and one per 128x128 tile. dtype: of decoded values (FP32).
+    """
     import torch
 
     e4m3, e8m0, f16, f32, u8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float16, torch.float32, torch.uint8
     block = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "int4": 128}
-    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    dtype = dtype or f32
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
     signed = torch.cat([e2m1, -e2m1])
     #: Half way between neighbours; one less where the tie goes up, to the even code.
     middles = (e2m1[1:] + e2m1[:-1]) / 2
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(()))
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros((), device=device))
+    supplied = torch.tensor(1 / 64, device=device)
 
     def blocks(x: Array, recipe: str) -> tuple[Array, Array]:
-        b = x.reshape(x.shape[0], -1, block[recipe])
+        b = x.to(f32).reshape(x.shape[0], -1, block[recipe])
         return b, b.abs().amax(-1, keepdim=True)
 
     def packed(codes: Array, shape: tuple[int, ...]) -> Array:
@@ -293,13 +343,25 @@ def eager() -> Rival:
         return torch.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1, block[recipe])
 
     def current(x: Array) -> Any:
-        scale = x.abs().max() / 448
-        return "fp8_current", (x / scale).to(e4m3), scale
+        scale = x.abs().max().to(f32) / 448
+        return "fp8_current", (x.to(f32) / scale).to(e4m3), scale
+
+    def delayed(x: Array) -> Any:
+        return "fp8_delayed", (x.to(f32) / supplied).clamp(-448, 448).to(e4m3), supplied
+
+    def rows(x: Array) -> Any:
+        scale = x.abs().amax(-1, keepdim=True).to(f32) / 448
+        return "fp8_row", (x.to(f32) / scale).to(e4m3), scale
 
     def fp8_blocks(x: Array) -> Any:
         b, amax = blocks(x, "fp8_block")
         scale = amax / 448
         return "fp8_block", (b / scale).to(e4m3), scale
+
+    def tiles(x: Array) -> Any:
+        b = x.to(f32).reshape(x.shape[0] // 128, 128, -1, 128)
+        scale = b.abs().amax((1, 3), keepdim=True) / 448
+        return TILES, (b / scale).to(e4m3).reshape(x.shape[0], -1), scale
 
     def mxfp8(x: Array) -> Any:
         b, amax = blocks(x, "mxfp8")
@@ -322,15 +384,18 @@ def eager() -> Rival:
 
     def dequantize(cast: Any) -> Array:
         recipe, data, scale, *tensor = cast
-        rows = data.shape[0]
+        m = data.shape[0]
         if recipe == "nvfp4":
-            return (signed[unpacked(data, recipe).int()] * (scale.to(f32) * tensor[0])).reshape(rows, -1)
+            return (signed[unpacked(data, recipe).int()] * (scale.to(f32) * tensor[0])).reshape(m, -1).to(dtype)
         if recipe == "int4":
             codes = (unpacked(data, recipe) ^ 8).to(f32) - 8
-            return (codes * scale.to(f32)).reshape(rows, -1)
-        return (data.to(f32) * scale.to(f32)).reshape(rows, -1)
+            return (codes * scale.to(f32)).reshape(m, -1).to(dtype)
+        if recipe == TILES:
+            data = data.reshape(m // 128, 128, -1, 128)
+        return (data.to(f32) * scale.to(f32)).reshape(m, -1).to(dtype)
 
     casts = {"fp8_current": current, "fp8_block": fp8_blocks, "mxfp8": mxfp8, "nvfp4": nvfp4, "int4": int4}
+    casts |= {"fp8_delayed": delayed, "fp8_row": rows, TILES: tiles}
     return Rival(torch.__version__, casts.__getitem__, dequantize, lambda cast: _codes(cast[2], u8), torch.asarray)
 
 
@@ -377,3 +442,47 @@ def torchao_compiled() -> Rival:
     torch._logging.set_logs(inductor=logging.ERROR)  # a traceback for each graph that it cannot cache
     rival = _compiled(torchao())
     return dataclasses.replace(rival, recipes=tuple(recipe for recipe in RECIPES if recipe != "mxfp8"))
+
+
+# ------------------------------------------------------------------------------------------------ TransformerEngine
+
+
+def transformer_engine(device: str, dtype: Any) -> Rival:
+    """TransformerEngine's quantizers with the settings nearest to breccia's recipes.
+
+    `internal`, as its own layers set it: results are plain storages, which cost less host time than its tensors.
+    """
+    import torch
+
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    e4m3 = te.DType.kFloat8E4M3
+    scale, amax = torch.full((1,), 64.0, device=device), torch.zeros(1, device=device)
+    blocks = partial(te.Float8BlockQuantizer, e4m3, force_pow_2_scales=False)
+    made: dict[str, Callable[..., Any]] = {
+        "fp8_current": partial(te.Float8CurrentScalingQuantizer, e4m3, torch.device(device)),
+        "fp8_delayed": partial(te.Float8Quantizer, scale, amax, e4m3),
+        "fp8_block": partial(blocks, block_scaling_dim=1),
+        TILES: partial(blocks, block_scaling_dim=2),
+        "mxfp8": partial(te.MXFP8Quantizer, e4m3),
+        "nvfp4": te.NVFP4Quantizer,
+    }
+
+    def quantizer(recipe: str, rowwise: bool, columnwise: bool) -> Any:
+        found = made[recipe](rowwise=rowwise, columnwise=columnwise)
+        found.internal = True
+        return found
+
+    def cast(recipe: str) -> Any:
+        return quantizer(recipe, True, False)
+
+    def down(recipe: str) -> Any:
+        return quantizer(recipe, False, True)
+
+    def pair(recipe: str) -> Any:
+        return quantizer(recipe, True, True)
+
+    def dequantize(storage: Any) -> Array:
+        return storage.dequantize(dtype=dtype)
+
+    found = version("transformer_engine")
+    return Rival(found, cast, dequantize, lambda storage: storage._rowwise_scale_inv, recipes=tuple(made), down=down, pair=pair)
