@@ -27,7 +27,7 @@ from blocks import table as markdown_table
 from rivals import OLD, STRAIGHTFORWARD, WAYS
 from tables import GAUSSIAN, TRAINED, Result, Table
 
-PAGES = ("benchmarks.md", "accuracy.md", "numerics.md")
+PAGES = ("benchmarks.md", "accuracy.md", "numerics.md", "kernels.md")
 NOTHING = "*No result yet: run the benchmark.*\n"
 
 #: Mid-tones that keep a contrast of 3 or more on white and on the dark grounds of code hosts; Okabe and Ito's, which the

@@ -31,7 +31,7 @@ from blocks import BLOCK, filled  # noqa: E402
 #: Blocks by name, but for sessions.
 DECLARED = listings.BLOCKS | specimens.BLOCKS | tutorial.BLOCKS
 #: Pages of benchmarks/draw.py.
-DRAWN = ("benchmarks.md", "accuracy.md", "numerics.md")
+DRAWN = ("benchmarks.md", "accuracy.md", "numerics.md", "kernels.md")
 _SHOWN = 12
 
 
