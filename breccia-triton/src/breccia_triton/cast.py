@@ -28,7 +28,7 @@ from breccia_torch.ops import TORCH, need_dense
 
 from .casting import amax_kernel, cast_kernel, pair_kernel
 from .geometry import Tile, Variant, divided_up, pair_of, power_of_two
-from .launch import Argument, Launcher, type_of
+from .launch import Argument, Launcher, empty, type_of, workspace
 from .operands import FLOATS, LARGE, POINTERS, Codes, Numbers, Written, addresses, conversion, grid_of, matrices_of
 from .plans import readable, tiled, writes
 from .specs import CONVERTED, Spec, spec_of
@@ -280,33 +280,40 @@ class Prepared:
         return self._run(x, options)
 
     def _run(self, x: Any, options: CastOptions) -> Any:
-        device = self.device
+        device, written, out = self.device, self.written, options.out
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
         inputs, strides = self.input.read(x)
         found = {name: each.run(inputs, strides, stream, device) for name, each in self.passes.items()}
-        written, out = self.written, options.out
         if self.op == "cast_ste":
-            result = torch.empty(x.shape, dtype=x.dtype, device=device)
-            tensors, parts = [result], []
+            result = empty(tuple(x.shape), x.dtype, device)
+            parts, tensors = [], [result]
         else:
-            parts = [None if out is None else written[0].components(out)]
-            parts = [p or w.allocated(device) for p, w in zip((*parts, None), written, strict=False)]
-            tensors = [part for each in parts for part in each]
-        tensors += [found[name] for name in self.amax_of]
+            given = None if out is None else written[0].components(out)
+            parts = [w.allocated(device) for w in written] if given is None else [given]
+            tensors = parts[0] if len(parts) == 1 else [*parts[0], *parts[1]]
+        others = [found[name] for name in self.amax_of]
         if options.scale is not None:
-            tensors.append(options.scale)
-        seeds = TORCH.words(options.seed) if self.stochastic else ()
-        numbers = self.input.numbers
-        addressed = addresses(inputs, numbers) + addresses(tensors, int(self.op == "cast_ste"))
-        self.cast(self.programs, stream, *addressed, *seeds, *self.integers, *strides)
+            others.append(options.scale)
+        self.cast(
+            self.programs,
+            stream,
+            (
+                *addresses(inputs, self.input.numbers),
+                *addresses(tensors, int(self.op == "cast_ste")),
+                *addresses(others),
+                *(TORCH.words(options.seed) if self.stochastic else ()),
+                *self.integers,
+                *strides,
+            ),
+        )
         if self.op == "cast_ste":
             return result
-        made = [w.tensor(p) for w, p in zip(written, parts, strict=True)]
+        made = written[0].tensor(parts[0])
         if self.op == "cast_pair":
-            return tuple(made)
+            return made, written[1].tensor(parts[1])
         if out is None:
-            return made[0]
-        return out if parts[0][0] is out.data else reference.assign(TORCH, out, made[0])
+            return made
+        return out if parts[0][0] is out.data else reference.assign(TORCH, out, made)
 
 
 class _Pass:
@@ -320,11 +327,13 @@ class _Pass:
         tiles = self.shape[0] * math.prod(tile.counts(*self.shape[1:]))
         steps = power_of_two(divided_up(tiles, _PROGRAMS)) if whole == "tensor" else 1
         self.programs = (divided_up(tiles, steps), 1, 1)
-        self.length = 1 if whole == "tensor" else of.matrices * (of.rows if whole == "rows" else of.columns)
-        self.groups, self.numbers = source.groups, source.numbers
+        self.length = 0 if whole == "tensor" else of.matrices * (of.rows if whole == "rows" else of.columns)
+        self.numbers = source.numbers
+        self.integers = (*self.shape[1:], self.shape[0], *source.groups)
         arguments = {name: a for name, a in source.arguments.items() if name != "x_groups"}
         arguments |= {
             "amax": Argument("*i32", True),
+            **({"work": Argument("*i32", True)} if whole == "tensor" else {}),
             "rows": Argument("i32"),
             "columns": Argument("i64" if source.large else "i32", self.shape[2] % 16 == 0),
             "matrices": Argument("i32"),
@@ -339,10 +348,13 @@ class _Pass:
 
     def run(self, inputs: list[Any], strides: list[int], stream: int, device: torch.device) -> Any:
         """The amax as bits."""
-        amax = torch.zeros(self.length, dtype=torch.int32, device=device)
-        matrices, rows, columns = self.shape
-        tensors = addresses([*inputs, amax], self.numbers)
-        self.kernel(self.programs, stream, *tensors, rows, columns, matrices, *self.groups, *strides)
+        if self.length:
+            amax = torch.zeros(self.length, dtype=torch.int32, device=device)
+            tensors = [*inputs, amax]
+        else:
+            amax = empty((1,), torch.int32, device)
+            tensors = [*inputs, amax, workspace(device, stream)]
+        self.kernel(self.programs, stream, (*addresses(tensors, self.numbers), *self.integers, *strides))
         return amax
 
 

@@ -44,10 +44,13 @@ from .tiles import block_count, blocks, decoded, positions, program, read, repea
 
 @triton.jit
 def amax_kernel(
-    x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
-    G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+    x, x_scale, x_zero_point, x_outer, amax, work, rows, columns, matrices, x_groups, stride_matrix, stride_row,
+    stride_column, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """FP32 bits of the largest magnitude of the tensor, or of each row or column, into zeros."""
+    """FP32 bits of the largest magnitude of the tensor; or of each row or column, into zeros.
+
+    work: two zeros, the amax so far and the number of programs that are done. The last of them writes the result, and zeros.
+    """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if G.large:
         pid, programs = pid.to(tl.int64), programs.to(tl.int64)
@@ -78,7 +81,10 @@ def amax_kernel(
         else:
             found = tl.maximum(found, u)
     if V.source == "tensor":
-        tl.atomic_max(amax, tl.max(tl.max(found, 1), 0))
+        tl.atomic_max(work, tl.max(tl.max(found, 1), 0))
+        if tl.atomic_add(work + 1, 1) == programs - 1:
+            tl.store(amax, tl.atomic_xchg(work, 0))
+            tl.atomic_xchg(work + 1, 0)
 
 
 # ------------------------------------------------------------------------------------------------ dequantize

@@ -15,7 +15,7 @@ from breccia_torch.ops import TORCH
 
 from .casting import dequantize_kernel
 from .geometry import plain_tile
-from .launch import Argument, Launcher, type_of
+from .launch import Argument, Launcher, empty, type_of
 from .operands import Codes, addresses, grid_of
 from .plans import readable
 
@@ -98,7 +98,7 @@ class Prepared:
     def __call__(self, st: ScaledTensor, out: Any) -> Any:
         device = self.device
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        result = torch.empty(self.shape, dtype=self.dtype, device=device) if out is None else out
+        result = empty(self.shape, self.dtype, device) if out is None else out
         inputs, _ = self.codes.read(st)
-        self.kernel(self.programs, stream, *addresses(inputs), *addresses([result], 1), *self.integers)
+        self.kernel(self.programs, stream, (*addresses(inputs), *addresses([result], 1), *self.integers))
         return result

@@ -24,7 +24,7 @@ from breccia.backend import (
 from breccia_torch.ops import TORCH
 
 from .geometry import Source, Tile, divided_up, in_memory
-from .launch import INTERPRETED, Argument, type_of
+from .launch import INTERPRETED, Argument, empty, type_of
 from .specs import CONVERTED, Spec
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -184,12 +184,13 @@ class Written:
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in TORCH.dtypes(fmt).items()}
         shapes = part_shapes(fmt, plain, shape, axis)
         self.scale_shape = shapes["scale"]
-        self.zeroed = False
+        #: Components with padding, which is zero.
+        self.padded: set[str] = set()
         if storage != PLAIN:
             for name in {"scale", "zero_point"} & shapes.keys():
                 shapes[name], padded = _stored_shape(shapes[name], axis, storage, self.dtypes[name].itemsize)
-                self.zeroed |= padded
-        self.parts = [(name, shapes[name], self.dtypes[name]) for name in fmt.parts]
+                self.padded |= {name} if padded else set()
+        self.parts = [(name, tuple(shapes[name]), self.dtypes[name]) for name in fmt.parts]
         count = packing(fmt.element)[0]
         self.padding = -shape[axis] % count
         self.groups = divided_up(columns if axis == -1 else rows, count)
@@ -200,11 +201,11 @@ class Written:
         return {prefix + renamed.get(name, name): Argument(POINTERS[dtype.itemsize], True) for name, _, dtype in self.parts}
 
     def allocated(self, device: torch.device) -> list[Any]:
-        """New components."""
-        if not self.zeroed:
-            return [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in self.parts]
+        """New components, on the current device."""
+        if not self.padded:
+            return [empty(shape, dtype, device) for _, shape, dtype in self.parts]
         return [
-            (torch.zeros if name in ("scale", "zero_point") else torch.empty)(shape, dtype=dtype, device=device)
+            torch.zeros(shape, dtype=dtype, device=device) if name in self.padded else empty(shape, dtype, device)
             for name, shape, dtype in self.parts
         ]
 
