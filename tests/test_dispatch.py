@@ -29,6 +29,7 @@ from breccia import (
     PluginWarning,
     UnknownNameError,
     UnsupportedError,
+    api,
     targets,
 )
 from breccia.arrays.frameworks import Device, framework_of
@@ -513,12 +514,15 @@ def test_the_no_kernel_error_is_the_text_of_explain() -> None:
         cast(Table([]))
 
 
+DELAYED = breccia.DelayedScaling()
 ST, MXFP4_ST = scaled(MXFP8), scaled(breccia.MXFP4BlockScaling())
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "cast": ((X, MXFP8), ("mxfp8",)),
     "cast_pair": ((X, MXFP8), ("mxfp8",)),
     "cast_ste": ((X, MXFP8), (MXFP8,)),
     "cast_ste_clipped": ((X, MXFP8), ("mxfp8",)),
+    "record_amax": ((X, DELAYED), ("fp8_delayed",)),
+    "cast_and_record": ((X, DELAYED), (DELAYED,)),
     "dequantize": ((ST,), ("mxfp8",)),
     "requantize": ((ST, NVFP4), ("mxfp8", "nvfp4")),
     "matmul": ((ST, ST.mT), ("mxfp8", MXFP8)),
@@ -545,13 +549,22 @@ def test_explain_gives_the_same_for_operands_and_their_names(op: str) -> None:
 
 def _parts(op: str) -> tuple[Any, Any, ScalingRecipe | None]:
     values = list(CALLS[op][0])
-    new = values.pop(1) if op == "cast_matmul" else values.pop() if op.startswith("cast") or op == "requantize" else None
+    new = (
+        values.pop(1)
+        if op == "cast_matmul"
+        else values.pop()
+        if op.startswith("cast") or op in ("requantize", "record_amax")
+        else None
+    )
     return (*values, None)[0], (*values, None)[1], new
+
+
+CASTING = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped", "cast_and_record")
 
 
 def options_of(op: str) -> Any:
     """The options of a call without any."""
-    return DEFAULT if op in ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped") else NO_OPTIONS
+    return DEFAULT if op in CASTING else NO_OPTIONS
 
 
 def verdicts_of(explanation: Explanation) -> Iterator[Verdict]:
@@ -1029,6 +1042,8 @@ RUNS: dict[str, Callable[[], Any]] = {
     "grouped_matmul": lambda: breccia.grouped_matmul(ST, W, ENDS),
     "cast_ste": lambda: breccia.cast_ste(X, MXFP8),
     "cast_ste_clipped": lambda: breccia.cast_ste_clipped(X, MXFP8),
+    "record_amax": lambda: api.record_amax(X, DELAYED, (), 1.0),
+    "cast_and_record": lambda: api.cast_and_record(X, DELAYED, (), 1.0),
 }
 OTHER_SHAPE, PAIR = scaled(MXFP8, (32, 96)), breccia.cast_pair(X, MXFP8)
 #: (op, what the kernel returns, why that is refused).

@@ -43,7 +43,7 @@ from breccia import (
 )
 from breccia.arrays import frameworks
 from breccia.dispatch.registry import Plugin, Registry, _installed
-from breccia.tensors import history
+from breccia.kernels.reference import recording
 from breccia.tensors.components import components
 from breccia.testing import oracle
 from breccia.testing.compare import expect_numbers, expect_written
@@ -1080,7 +1080,7 @@ def test_updating_a_long_history_calls_as_many_primitives_as_a_short_one(
     words: list[int] = []
     for each in (short, long):
         counted = Counted(place.ops)
-        monkeypatch.setattr(history, "ops_of", lambda x, counted=counted: counted)
+        monkeypatch.setattr(recording, "ops_of", lambda x, counted=counted: counted)
         each.update(x)
         words.append(counted.words)
     assert words[0] == words[1] > 0
@@ -1104,6 +1104,43 @@ def test_torch_runs_as_many_operators_for_a_long_history_as_for_a_short_one() ->
             each.update(torch.full((2, 3), 5.0))
         found.append(mode.count)
     assert found[0] == found[1] > 0
+
+
+def test_a_history_casts_and_records_at_once(place: Place) -> None:
+    x = np.random.default_rng(3).standard_normal((33, 48), dtype=np.float32)
+    both = apart = breccia.AmaxHistory("fp8_delayed,amax_history_len=3,margin=1")  # type: ignore[arg-type]
+    for step in range(5):
+        given = place.array(x * np.float32(2.0**step))
+        expected = breccia.cast(given, apart.recipe, scale=apart.scale, axis=-2)
+        apart = apart.update(given)
+        st, both = both.cast(given, axis=-2)
+        assert breccia.bytes_equal(st, expected)
+        assert host(both.amaxes).tolist() == host(apart.amaxes).tolist() and float(host(both.scale)) == float(host(apart.scale))
+    assert "composite.cast_and_record" in str(breccia.explain("cast_and_record", "fp8_delayed", on=place.framework))
+    assert "only fp8_delayed keeps a history of amaxes" in str(breccia.explain("record_amax", "mxfp8", on=place.framework))
+
+
+def test_torch_compiles_a_history_without_breaking_the_graph() -> None:
+    torch = pytest.importorskip("torch")
+    from breccia_torch.operators import enable_compile
+
+    enable_compile()
+
+    def steps(x: Any) -> tuple[Any, ...]:
+        st, kept = breccia.AmaxHistory(DelayedScaling(amax_history_len=2)).cast(x)
+        again, kept = kept.cast(x * 2, rounding="stochastic", seed=3)
+        kept = kept.update(x * 4)
+        return st.data.float(), again.data.float(), kept.amaxes, kept.scale
+
+    x = torch.randn(33, 48, generator=torch.Generator().manual_seed(0))
+    for found, expected in zip(torch.compile(steps, fullgraph=True)(x), steps(x), strict=True):
+        assert torch.equal(found, expected)
+    for scale, amaxes in ((None, None), (torch.tensor(0.5), torch.ones(2))):
+        text = DelayedScaling(amax_history_len=2).to_json()
+        torch.library.opcheck(torch.ops.breccia.record_amax, (x, text, amaxes, scale, 1.0))
+        torch.library.opcheck(
+            torch.ops.breccia.cast_and_record, (x, text, amaxes, scale, 1.0, -1, "nearest", None, "propagate")
+        )
 
 
 def test_a_history_is_an_array_ordered_oldest_first_with_bounded_length(place: Place) -> None:

@@ -19,7 +19,7 @@ from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
 from .kernels.checks import check_grouped, check_matmul, clip_bounds
 from .options import DEFAULT, PLAIN, CastOptions
-from .recipes import ScalingRecipe
+from .recipes import DelayedScaling, ScalingRecipe
 from .specs import as_recipe, recipe
 from .tensors.checks import contraction_axis
 from .tensors.tensor import ScaledTensor, scaled
@@ -84,6 +84,34 @@ def cast_pair(
         recipe = as_recipe(recipe)
     options = _options(x, -1, None, rounding, seed, nonfinite, storage, None)
     return _frontend("cast_pair", x)(x, recipe, options, prefer)
+
+
+def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, prefer: Prefer = None) -> tuple[Any, Any]:
+    """The op of `AmaxHistory.update`: (`amaxes` with the amax of `x`, the scale for the next cast).
+
+    amaxes: FP32 array of shape (n,), oldest first, or () before the first update. scale: FP32 array of shape (), or a number.
+    """
+    _check_array(x)
+    return _frontend("record_amax", x)(x, recipe, amaxes, scale, prefer)
+
+
+def cast_and_record(
+    x: Any,
+    recipe: DelayedScaling,
+    amaxes: Any,
+    scale: Any,
+    *,
+    axis: int = -1,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    storage: str = PLAIN,
+    out: ScaledTensor | None = None,
+    prefer: Prefer = None,
+) -> tuple[ScaledTensor, Any, Any]:
+    """The op of `AmaxHistory.cast`: `x` under `recipe` with the supplied `scale`, and what `record_amax` returns."""
+    options = _options(x, axis, None, rounding, seed, nonfinite, storage, out)
+    return _frontend("cast_and_record", x)(x, recipe, amaxes, scale, options, prefer)
 
 
 def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None, prefer: Prefer = None) -> Any:
@@ -308,14 +336,14 @@ def _named_operand(name: str) -> Any:
 #: The numbers of operands that `explain` takes, without the target recipe: an array may be omitted.
 _OPERANDS = {"dequantize": (1,), "requantize": (1,), "matmul": (2,), "grouped_matmul": (2,), "cast_matmul": (1, 2)}
 #: Ops whose first operand is an array, never a ScaledTensor.
-_ARRAYS_ONLY = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul")
-_WITH_CAST_OPTIONS = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped")
+_ARRAYS_ONLY = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul", "record_amax", "cast_and_record")
+_WITH_CAST_OPTIONS = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped", "cast_and_record")
 
 
 def _explained_options(op: str, options: dict[str, Any], ndim: int) -> Any:
     """Keyword options as the op passes them on. Raises OptionError for unknown ones."""
     casts = op in _WITH_CAST_OPTIONS
-    names = [f.name for f in fields(CastOptions)] if casts else ["out_dtype", "out", "bias"]
+    names = [f.name for f in fields(CastOptions)] if casts else [] if op == "record_amax" else ["out_dtype", "out", "bias"]
     names += {"requantize": ["require_exact"], "cast_ste_clipped": ["clip_min", "clip_max", "clip"]}.get(op, [])
     for name in options:
         if name not in names:

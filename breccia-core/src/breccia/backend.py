@@ -43,6 +43,7 @@ _HOMES: dict[str, str] = {
         "tensors.tensor",
     ),
     **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
+    **dict.fromkeys(("cast_and_record", "record_amax"), "tensors.history"),
     "contraction_axis": "tensors.checks",
     "Metadata": "tensors.metadata",
     **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),

@@ -114,6 +114,8 @@ from .tensors.grids import packed_length as packed_length
 from .tensors.grids import packing as packing
 from .tensors.grids import part_shapes as part_shapes
 from .tensors.grids import whole_unit as whole_unit
+from .tensors.history import cast_and_record as cast_and_record
+from .tensors.history import record_amax as record_amax
 from .tensors.metadata import Metadata as Metadata
 from .tensors.storage import Plain as Plain
 from .tensors.storage import Storage as Storage

@@ -60,6 +60,20 @@ def cast_pair(
 
 
 @outside_graphs
+def record_amax(x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, prefer: Prefer = None) -> tuple[Array, Array]:
+    """An amax has no gradient."""
+    return calls.record_amax(_detached(x), recipe, _detached(amaxes), _detached(scale), prefer)
+
+
+@outside_graphs
+def cast_and_record(
+    x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> tuple[ScaledTensor, Array, Array]:
+    """Neither codes nor an amax have a gradient."""
+    return calls.cast_and_record(_detached(x), recipe, _detached(amaxes), _detached(scale), options, prefer)
+
+
+@outside_graphs
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
     """No gradient passes to the components: that of a scale alone is not that of a weight."""
     return calls.dequantize(_fixed(st), out_dtype, out, prefer)

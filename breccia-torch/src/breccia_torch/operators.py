@@ -80,6 +80,47 @@ def _(x: Tensor, recipe: str, rounding: str, seed: int | None, nonfinite: str) -
     return [part for axis in (-1, -2) for part in torch.ops.breccia.cast(x, options[0], axis, *options[1:])]
 
 
+@torch.library.custom_op("breccia::record_amax", mutates_args=())
+def _record_amax(x: Tensor, recipe: str, amaxes: Tensor | None, scale: Tensor | None, number: float) -> list[Tensor]:
+    """The amaxes and the scale of `AmaxHistory.update`. number: the scale, if it is no tensor."""
+    before = number if scale is None else scale
+    return list(calls.record_amax(x.detach(), _recipe(recipe), () if amaxes is None else amaxes, before))
+
+
+@_record_amax.register_fake
+def _(x: Tensor, recipe: str, amaxes: Tensor | None, scale: Tensor | None, number: float) -> list[Tensor]:
+    length: int = _recipe(recipe).amax_history_len  # pyright: ignore
+    kept = 0 if amaxes is None else min(amaxes.shape[0], length - 1)
+    return [x.new_empty(shape, dtype=torch.float32) for shape in ((kept + 1,), ())]
+
+
+@torch.library.custom_op("breccia::cast_and_record", mutates_args=())
+def _cast_and_record(
+    x: Tensor,
+    recipe: str,
+    amaxes: Tensor | None,
+    scale: Tensor | None,
+    number: float,
+    axis: int,
+    rounding: str,
+    seed: int | None,
+    nonfinite: str,
+) -> list[Tensor]:
+    """The components of the cast of `AmaxHistory.cast`, then its amaxes and its scale."""
+    before, options = number if scale is None else scale, _eager(axis, None, rounding, seed, nonfinite)
+    held = () if amaxes is None else amaxes
+    st, *recorded = calls.cast_and_record(x.detach(), _recipe(recipe), held, before, options)
+    return [*_parts(st), *recorded]
+
+
+@_cast_and_record.register_fake
+def _(
+    x: Tensor, recipe: str, amaxes: Tensor | None, scale: Tensor | None, number: float, axis: int, *options: Any
+) -> list[Tensor]:
+    parts = torch.ops.breccia.cast(x, recipe, axis, None, *options)
+    return [*parts, *torch.ops.breccia.record_amax(x, recipe, amaxes, scale, number)]
+
+
 @torch.library.custom_op("breccia::dequantize", mutates_args=())
 def _dequantize(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: int, dtype: str) -> Tensor:
     """`breccia.dequantize` of the tensor of these components."""
@@ -646,6 +687,43 @@ def cast_pair(
     return _written(parts[:half], recipe, shape, -1), _written(parts[half:], recipe, shape, -2)
 
 
+def record_amax(x: Array, recipe: Any, amaxes: Any, scale: Any) -> tuple[Array, Array]:
+    """`breccia.AmaxHistory.update` under a compiler."""
+    amaxes, scale = torch.ops.breccia.record_amax(x, _text(type(recipe), _fields(recipe)), *_recorded(amaxes, scale))
+    return amaxes, scale
+
+
+def _recorded(amaxes: Any, scale: Any) -> tuple[Any, Any, float]:
+    """(amaxes, scale, number) as operators take them."""
+    tensor = isinstance(scale, Tensor)
+    return amaxes if isinstance(amaxes, Tensor) else None, scale if tensor else None, 1.0 if tensor else float(scale)
+
+
+def cast_and_record(x: Array, recipe: Any, amaxes: Any, scale: Any, **options: Any) -> tuple[ScaledTensor, Array, Array]:
+    """`breccia.AmaxHistory.cast` under a compiler."""
+    return _cast_and_recorded(x, recipe, amaxes, scale, **options)
+
+
+def _cast_and_recorded(
+    x: Array,
+    recipe: Any,
+    amaxes: Any,
+    scale: Any,
+    axis: int = -1,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    nonfinite: str = "propagate",
+    storage: str = "plain",
+    out: Any = None,
+    prefer: Any = None,
+) -> tuple[ScaledTensor, Array, Array]:
+    _plain_call("AmaxHistory.cast", storage=_other_than_plain(storage), out=out, prefer=prefer)
+    options = _options(x, axis, None, rounding, seed, nonfinite)
+    text = _text(type(recipe), _fields(recipe))
+    found = torch.ops.breccia.cast_and_record(x, text, *_recorded(amaxes, scale), options[0], *options[2:])
+    return _written(found[:-2], recipe, x.shape, options[0]), found[-2], found[-1]
+
+
 def dequantize(st: Any, *, out_dtype: Any = "float32", out: Any = None, prefer: Any = None) -> Array:
     """`breccia.dequantize` under a compiler."""
     _plain_call("dequantize", out=out, prefer=prefer)
@@ -774,7 +852,7 @@ def enable_compile() -> None:
     """
     for traced in _TRACED:
         torch.compiler.substitute_in_graph(getattr(breccia, traced.__name__))(traced)
-    for traced in (fill, logical_shape, transposed):
+    for traced in (cast_and_record, fill, logical_shape, record_amax, transposed):
         torch.compiler.substitute_in_graph(getattr(backend, traced.__name__))(traced)
 
 

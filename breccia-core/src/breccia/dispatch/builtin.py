@@ -72,11 +72,13 @@ def breccia_kernels() -> Iterable[Kernel]:
     kernels = "breccia.kernels"
     composites, plans = f"{kernels}.composites", f"{kernels}.plans"
     for op, module in _GENERIC.items():
-        yield Kernel(op, ANY_FRAMEWORK, f"{kernels}.reference.{module}:{op}", f"reference.{op}", rank=_LAST, traces=True)
+        target = f"{kernels}.reference.{module}:{op}"
+        yield Kernel(op, ANY_FRAMEWORK, target, f"reference.{op}", accepts=_ACCEPTS.get(op), rank=_LAST, traces=True)
     for op, plan in _PLANS.items():
-        target, plan = f"{composites}:{op}", f"{plans}:{plan}"
+        target, plan, accepts = f"{composites}:{op}", f"{plans}:{plan}", _ACCEPTS.get(op)
         reads = ANY_STORAGE if op == "cast_matmul" else ()  # it passes its second operand on unchanged
-        yield Kernel(op, ANY_FRAMEWORK, target, f"composite.{op}", plan=plan, rank=_COMPOSED, reads=reads, traces=True)
+        name, rank = f"composite.{op}", _COMPOSED
+        yield Kernel(op, ANY_FRAMEWORK, target, name, accepts=accepts, plan=plan, rank=rank, reads=reads, traces=True)
     plan = f"{plans}:plan_of_storages"
     for op, function in _STORAGES.items():
         yield Kernel(
@@ -106,7 +108,10 @@ _GENERIC = {
     "requantize": "requantizing",
     "matmul": "products",
     "grouped_matmul": "products",
+    "record_amax": "recording",
 }
+#: What ops for some recipes accept.
+_ACCEPTS = dict.fromkeys(("record_amax", "cast_and_record"), "breccia.kernels.plans:accepts_history")
 #: Ops composed of other ops, with the function that lists those.
 _PLANS = {
     "requantize": "plan_of_requantize",
@@ -116,6 +121,7 @@ _PLANS = {
     "cast_matmul": "plan_of_cast_matmul",
     "cast_ste": "plan_of_round_trips",
     "cast_ste_clipped": "plan_of_clipped",
+    "cast_and_record": "plan_of_cast_and_record",
 }
 #: Kernels for storages that no other kernel reads or writes.
 _STORAGES = {

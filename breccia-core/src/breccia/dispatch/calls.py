@@ -155,6 +155,31 @@ def cast_ste_clipped(
     return found
 
 
+def record_amax(x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, prefer: Prefer = None) -> tuple[Array, Array]:
+    """`amaxes` with the amax of `x` appended, and the scale for the next cast (see `breccia.AmaxHistory`)."""
+    chosen = registry().table.choose("record_amax", framework_of(x).name, x, None, recipe, NO_OPTIONS, prefer)
+    found = _run(chosen, x, recipe, amaxes, scale)
+    if chosen.checked:
+        _expect_record(chosen, found, recipe, amaxes)
+        _audit(chosen, (x, recipe, amaxes, scale), found)
+    return found
+
+
+def cast_and_record(
+    x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT, prefer: Prefer = None
+) -> tuple[ScaledTensor, Array, Array]:
+    """`cast` under the supplied `scale`, and what `record_amax` returns."""
+    chosen = registry().table.choose("cast_and_record", framework_of(x).name, x, None, recipe, options, prefer)
+    found = _run(chosen, x, recipe, amaxes, scale, options)
+    if chosen.checked:
+        if type(found) is not tuple or len(found) != 3:  # pyright: ignore[reportUnknownArgumentType]
+            raise chosen.refused(f"cast_and_record returns a ScaledTensor and two arrays, not {found!r:.80}.")
+        _expect_tensor(chosen, found[0], recipe, x, options.axis, options.storage)
+        _expect_record(chosen, found[1:], recipe, amaxes)
+        _audit(chosen, (x, recipe, amaxes, scale, options), found)
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
 # -- calling a kernel ------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +227,13 @@ def _expect_tensor(chosen: Chosen, found: Any, recipe: ScalingRecipe, like: Any,
         raise chosen.refused(f"{chosen.kernel.op} was to write blocks along axis {axis}; the result has axis {found.axis}.")
     if found.storage != storage:
         raise chosen.refused(f"{chosen.kernel.op} was to write {storage!r} storage; the result is in {found.storage!r}.")
+
+
+def _expect_record(chosen: Chosen, found: Any, recipe: Any, amaxes: Any) -> None:
+    if type(found) is not tuple or len(found) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise chosen.refused(f"{chosen.kernel.op} returns the amaxes and the next scale, not {found!r:.80}.")
+    _expect_array(chosen, found[0], (min(len(amaxes) + 1, recipe.amax_history_len),), "float32")
+    _expect_array(chosen, found[1], (), "float32")
 
 
 def _expect_product(chosen: Chosen, found: Any, a: Any, b: Any, dtype: str) -> None:

@@ -22,9 +22,11 @@ OPS = (
     "grouped_matmul",
     "cast_ste",
     "cast_ste_clipped",
+    "record_amax",
+    "cast_and_record",
 )
 #: Ops on an array and a target recipe, whose class comes first in the key.
-CASTS = frozenset(("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul"))
+CASTS = frozenset(("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul", "record_amax", "cast_and_record"))
 #: Ops that write ScaledTensors, in a requested storage.
 WRITERS = ("cast", "cast_pair", "requantize")
 #: `Kernel.framework` of a kernel written in backend primitives, for any framework.

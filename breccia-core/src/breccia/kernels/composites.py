@@ -58,6 +58,13 @@ def cast_pair(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -
     return reference.cast_pair(x, recipe, options, FOUND)
 
 
+def cast_and_record(
+    x: Array, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, Array, Array]:
+    """The kernels of `cast` and `record_amax`, one after the other."""
+    return calls.cast(x, recipe, options.replace(scale=scale)), *calls.record_amax(x, recipe, amaxes, scale)
+
+
 def cast_matmul(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None = None, out_dtype: str = "float32") -> Array:
     """The kernel of `matmul` applied to the result of the kernel of `cast`."""
     return calls.matmul(calls.cast(x, recipe), b, bias, out_dtype)

@@ -12,6 +12,7 @@ from ..dispatch.facts import Described
 from ..formats import TENSOR, Block
 from ..layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
 from ..options import DEFAULT, PLAIN, CastOptions
+from ..recipes import DelayedScaling
 from .checks import fitted_layout
 from .exact import renames
 
@@ -55,6 +56,12 @@ def accepts_dequantize(call: Call) -> str | None:
 # -- composites ------------------------------------------------------------------------------------------------------
 
 
+def accepts_history(call: Call) -> str | None:
+    """Why a recipe has no history of amaxes, or None."""
+    found = isinstance(call.recipe, DelayedScaling)
+    return None if found else "only fp8_delayed keeps a history of amaxes"
+
+
 def plan_of_requantize(call: Call) -> Iterator[Call]:
     """No calls where codes are translated; else values are decoded and cast."""
     a, recipe = call.a, call.recipe
@@ -80,6 +87,12 @@ def plan_of_cast_pair(call: Call) -> Iterator[Call]:
     """Two casts."""
     for axis in (-1, -2):
         yield call.makes("cast", call.a, recipe=call.recipe, options=_casting(call, axis=axis))
+
+
+def plan_of_cast_and_record(call: Call) -> Iterator[Call]:
+    """A cast under a supplied scale, and its amax."""
+    yield call.makes("cast", call.a, recipe=call.recipe, options=call.cast_options().replace(scale=1.0, out=None))
+    yield call.makes("record_amax", call.a, recipe=call.recipe)
 
 
 def plan_of_cast_matmul(call: Call) -> Iterator[Call]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..arrays.frameworks import ops_of
-from ..codecs import F32_INF, MAGNITUDE, NORMAL
+from .. import targets
 from ..errors import UnsupportedError
 from ..recipes import DelayedScaling
 from ..specs import as_recipe
+
+if TYPE_CHECKING:
+    from .tensor import ScaledTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +20,7 @@ class AmaxHistory:
 
         history = AmaxHistory(DelayedScaling(amax_history_len=16))
         for x in steps:
-            st = breccia.cast(x, history.recipe, scale=history.scale)
-            history = history.update(x)
+            st, history = history.cast(x)
 
     The scale is 1.0 before the first update; then the largest recorded amax over the format's largest value, times 2^margin. A
     history whose largest amax is 0, NaN or Inf keeps the scale it had (TransformerEngine 2.x, delayed scaling, "max").
@@ -37,21 +38,24 @@ class AmaxHistory:
             raise UnsupportedError(f"AmaxHistory needs a DelayedScaling recipe, got {self.recipe!r}.")
 
     def update(self, x: Any) -> AmaxHistory:
-        """A history with the amax of `x` appended; the oldest value is dropped beyond `amax_history_len`.
+        """A history with the amax of `x` appended; the oldest value is dropped beyond `amax_history_len`."""
+        amaxes, scale = record_amax(x, self.recipe, self.amaxes, self.scale)
+        return replace(self, amaxes=amaxes, scale=scale)
 
-        The number of operations does not depend on the length of the history.
+    def cast(self, x: Any, **options: Any) -> tuple[ScaledTensor, AmaxHistory]:
+        """(`breccia.cast(x, self.recipe, scale=self.scale, **options)`, `self.update(x)`).
+
+        A kernel may read `x` once for both. options: those of `breccia.cast` except for `scale`.
         """
-        ops = ops_of(x)
-        y = ops.f32(x)
-        every = tuple(range(len(y.shape)))
-        newest = ops.reshape(ops.bitcast_to_float(ops.amax(ops.bitcast_to_int(y) & MAGNITUDE, every)), (1,))
-        kept = self.amaxes[max(len(self.amaxes) + 1 - self.recipe.amax_history_len, 0) :]
-        amaxes = ops.concat([kept, newest]) if len(kept) else newest
-        largest = ops.amax(ops.bitcast_to_int(amaxes), (0,))
-        level, fmt = self.recipe.format.scale, self.recipe.format
-        usable = (largest < F32_INF) & (largest >= NORMAL)
-        statistic = ops.bitcast_to_float(ops.where(usable, largest, 0))
-        codes = self.recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.qmax(level), None)
-        before = self.scale if hasattr(self.scale, "shape") else ops.constant(float(self.scale), x)
-        after = ops.where(usable, ops.bitcast_to_float(codes), ops.reshape(before, (1,)))
-        return replace(self, amaxes=amaxes, scale=ops.reshape(after, ()))
+        st, amaxes, scale = cast_and_record(x, self.recipe, self.amaxes, self.scale, **options)
+        return st, replace(self, amaxes=amaxes, scale=scale)
+
+
+def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
+    """The op of that name; module-level, so that torch.compile can substitute it."""
+    return targets.load("breccia.api:record_amax")(x, recipe, amaxes, scale)
+
+
+def cast_and_record(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, **options: Any) -> tuple[ScaledTensor, Any, Any]:
+    """The op of that name; module-level, so that torch.compile can substitute it."""
+    return targets.load("breccia.api:cast_and_record")(x, recipe, amaxes, scale, **options)

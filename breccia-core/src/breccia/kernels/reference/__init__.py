@@ -15,6 +15,7 @@ from .composed import cast_pair, cast_ste, cast_ste_clipped, extremes
 from .decoding import apply_scale, dequantize, offsets_of, result
 from .packing import pack, unpack
 from .products import cast_matmul, grouped_matmul, matmul, product, values
+from .recording import cast_and_record, record_amax
 from .requantizing import GENERIC, Primitives, requantize
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "assign",
     "assigned",
     "cast",
+    "cast_and_record",
     "cast_matmul",
     "cast_pair",
     "cast_ste",
@@ -37,6 +39,7 @@ __all__ = [
     "pack",
     "product",
     "random_words",
+    "record_amax",
     "refuse_nonfinite",
     "requantize",
     "result",

@@ -1,0 +1,41 @@
+"""Delayed scaling: `record_amax` in backend primitives, and the cast before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...arrays.frameworks import ops_of
+from ...arrays.ops import Array
+from ...codecs import F32_INF, MAGNITUDE, NORMAL
+from ...options import DEFAULT, CastOptions
+from ...recipes import DelayedScaling
+from ...tensors.tensor import ScaledTensor
+from .casting import cast
+
+
+def record_amax(x: Array, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Array, Array]:
+    """(`amaxes` with the amax of `x` appended, the scale for the next cast), as `breccia.AmaxHistory` documents.
+
+    The number of operations does not depend on the length of the history.
+    """
+    ops = ops_of(x)
+    y = ops.f32(x)
+    every = tuple(range(len(y.shape)))
+    newest = ops.reshape(ops.bitcast_to_float(ops.amax(ops.bitcast_to_int(y) & MAGNITUDE, every)), (1,))
+    kept = amaxes[max(len(amaxes) + 1 - recipe.amax_history_len, 0) :]
+    found = ops.concat([kept, newest]) if len(kept) else newest
+    largest = ops.amax(ops.bitcast_to_int(found), (0,))
+    level, fmt = recipe.format.scale, recipe.format
+    usable = (largest < F32_INF) & (largest >= NORMAL)
+    statistic = ops.bitcast_to_float(ops.where(usable, largest, 0))
+    codes = recipe.rules[0].scale(ops, statistic, level.codec, fmt.element, fmt.qmax(level), None)
+    before = scale if hasattr(scale, "shape") else ops.constant(float(scale), x)
+    after = ops.where(usable, ops.bitcast_to_float(codes), ops.reshape(before, (1,)))
+    return found, ops.reshape(after, ())
+
+
+def cast_and_record(
+    x: Array, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, Array, Array]:
+    """`cast` under the supplied `scale`, and what `record_amax` returns."""
+    return cast(x, recipe, options.replace(scale=scale)), *record_amax(x, recipe, amaxes, scale)
