@@ -27,7 +27,8 @@ from breccia.backend import (
 from breccia_torch.ops import TORCH, need_dense
 
 from .casting import amax_kernel, cast_kernel, pair_kernel
-from .geometry import Tile, Variant, divided_up, pair_of, power_of_two
+from .geometry import Tile, Variant, divided_up, lanes_of, pair_of, power_of_two, strips_of
+from .lanes import lanes_kernel, strips_kernel
 from .launch import Argument, Launcher, empty, type_of, workspace
 from .operands import FLOATS, LARGE, POINTERS, Codes, Numbers, Written, addresses, conversion, grid_of, matrices_of
 from .plans import readable, tiled, writes
@@ -231,8 +232,42 @@ class Prepared:
             del constants["F"]
         else:
             constants["F"] = self.input.source(constants["G"])
-        self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
+        self.narrow = self._narrow(spec, oriented[0][0][1], arguments, constants["V"])
+        if not self.narrow:
+            self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
         return None
+
+    def _narrow(self, spec: Spec, source: str, arguments: dict[str, Argument], variant: Variant) -> bool:
+        """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; they are prepared then."""
+        read, axis, block = self.input, self.axis, self.written[0].block
+        plain = self.op == "cast" and isinstance(read, Numbers) and not read.strided and read.arguments["x"].aligned
+        plain &= not (self.supplied or self.stochastic) and spec.offset == "none" and source == "tile" and spec.lanes
+        if not plain or self.storage != PLAIN or not isinstance(read, Numbers):
+            return False
+        elements = self.matrices * self.rows * self.columns
+        backward = bool(self.passes)
+        given = {name: kind for name, kind in arguments.items() if name not in ("rows", "columns", "groups")}
+        given["blocks"] = Argument("i32")
+        if axis == -1:
+            lanes = lanes_of(block, self.columns, spec.element.bits, read.itemsize)
+            if lanes is None:
+                return False
+            # What all programs compute from the amax of the tensor is worth more than one tile.
+            lanes = replace(lanes, steps=2 if self.two_level else 1, large=read.large, backward=backward)
+            self.integers = [elements // lanes.block]
+            self.programs = (divided_up(self.integers[0], lanes.blocks), 1, 1)
+            self.cast = Launcher(lanes_kernel, given, {"S": spec, "L": lanes, "V": variant}, lanes.warps)
+        else:
+            most = 16 if read.itemsize == 4 or spec.element.kind == "table" else 32
+            strips = strips_of(block, self.rows, self.columns, spec.element.bits, most)
+            if strips is None:
+                return False
+            strips = replace(strips, large=read.large, backward=backward)
+            self.integers = [self.matrices * self.rows // strips.block, self.columns]
+            self.programs = (self.integers[0] * divided_up(self.columns, strips.wide), 1, 1)
+            given["columns"] = Argument("i32", self.columns % 16 == 0)
+            self.cast = Launcher(strips_kernel, given, {"S": spec, "L": strips, "V": variant}, strips.warps)
+        return True
 
     def _matrix(self, x: Any, bits: int, block: Block) -> tuple[int, int, int]:
         """(matrices, rows, columns) of an array of numbers. bits: of a code."""

@@ -59,6 +59,68 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Lanes:
+    """A tile of consecutive elements in blocks along the last axis: `lane` of them for each of `lanes` threads.
+
+    chunk: elements of one load of 16 bytes. steps: tiles of a program. large, backward: as of a `Tile`.
+    """
+
+    block: int
+    lane: int
+    lanes: int
+    chunk: int
+    steps: int = 1
+    large: bool = False
+    backward: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.lanes // 32
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a program."""
+        return self.lane * self.lanes // self.block * self.steps
+
+
+@dataclass(frozen=True)
+class Strips:
+    """A tile of blocks down the columns, `wide` columns wide; a thread holds `each` adjacent columns of `lane` rows."""
+
+    block: int
+    lane: int
+    each: int
+    wide: int
+    warps: int
+    large: bool = False
+    backward: bool = False
+
+
+def strips_of(block: Block, rows: int, columns: int, bits: int, most: int) -> Strips | None:
+    """The strips for whole blocks of codes of 4 or 6 bits down the columns of a contiguous tensor, if they are such.
+
+    most: the rows of a thread whose numbers fit its registers.
+    """
+    length = block[1] if block[0] == 1 else None
+    if length is None or bits not in (4, 6) or rows % length or length != power_of_two(length) or not 16 <= length <= 512:
+        return None
+    if columns % 16 or length * columns >= 2**31:
+        return None
+    lane = min(length, most)
+    warps = max(4, length // lane)
+    return Strips(length, lane, 4, 128 * warps * lane // length, warps)
+
+
+def lanes_of(block: Block, columns: int, bits: int, itemsize: int) -> Lanes | None:
+    """The lanes for whole blocks of codes of 4 or 6 bits along the last axis of a contiguous tensor, if they are such."""
+    length = block[1] if block[0] == 1 else None
+    if length is None or bits not in (4, 6) or columns % length or length != power_of_two(length) or not 16 <= length <= 1024:
+        return None
+    # Four loads of 16 bytes each: more would leave too much of a cache line to other loads.
+    return Lanes(length, 64 // itemsize, 128, 16 // itemsize)
+
+
+@dataclass(frozen=True)
 class Variant:
     """What else a kernel is compiled for.
 

@@ -19,6 +19,9 @@ LEAST_NORMAL = tl.constexpr(2.0**-126)
 MOST = tl.constexpr(2.0**126)
 #: 1.5 * 2^23: a number added to it is rounded to an integer, which is in its low bits.
 ROUNDER = tl.constexpr(12582912.0)
+BIG = tl.constexpr(2.0**100)
+#: 2^23: likewise for numbers that are not negative.
+WHOLE = tl.constexpr(8388608.0)
 
 
 @triton.jit
@@ -150,9 +153,13 @@ def _nearest(y, C: tl.constexpr, FITS: tl.constexpr):
     a = u & MAGNITUDE
     if not FITS:
         a = tl.minimum(a, C.largest)
+    return _nearest_magnitude(a, C) | ((u >> (32 - C.bits)) & (C.magnitude + 1))
+
+
+@triton.jit
+def _nearest_magnitude(a, C: tl.constexpr):
     e = tl.maximum(a & EXPONENT, C.floor) + C.lift
-    code = bits_of(number(a) + number(e)) + (e >> (23 - C.mantissa))
-    return (code & C.magnitude) | ((u >> (32 - C.bits)) & (C.magnitude + 1))
+    return (bits_of(number(a) + number(e)) + (e >> (23 - C.mantissa))) & C.magnitude
 
 
 @triton.jit
@@ -303,7 +310,7 @@ def scale_codes(statistic, outer, S: tl.constexpr, OUTER: tl.constexpr, OUTER_FI
             if OUTER_FITS:
                 # Both times a power of two, where the remainder would have bits below FP32's last one.
                 lift = tl.where(outer < 2.0**-40, 2.0**64, 1.0)
-                t = _refined(t * lift, outer * lift, tl.div_rn(1.0, outer * lift))
+                t = _refined(t * lift, outer * lift, reciprocal(outer * lift, PTX))
             else:
                 t = saturated(tl.div_rn(t, tl.zeros_like(t) + outer))
         if S.factor != 1.0:
@@ -327,10 +334,10 @@ def te_multiplier(statistic, S: tl.constexpr):
 
 @triton.jit
 def encode_scale(t, S: tl.constexpr):
-    """int32 codes of finite non-negative numbers, rounded to nearest."""
+    """int32 codes of non-negative numbers within the codec's range, rounded to nearest."""
     CODEC: tl.constexpr = S.codec
     if S.codec.kind == "float":
-        return _nearest(t, CODEC, False)
+        return _nearest_magnitude(bits_of(t), CODEC)
     elif S.codec.name == "F16":
         return t.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     elif S.codec.name == "BF16":
@@ -382,14 +389,21 @@ def accept_scale(stored, S: tl.constexpr):
 
 
 @triton.jit
-def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr):
-    """(what elements are multiplied by, or divided under the rule "divide"; whether the scale is usable) of scale codes."""
+def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.constexpr, FINITE: tl.constexpr = False):
+    """(what elements are multiplied by, or divided under the rule "divide"; whether the scale is usable) of scale codes.
+
+    FINITE: no code is that of NaN, or what is returned for it does not matter.
+    """
     if S.codec.kind == "power" and not OUTER:
         # 2^-127, the reciprocal of 2^127, is an FP32 subnormal: products with it are exact, or below every element's step.
         by = number(tl.where(codes == 254, 0x00400000, (254 - codes) << 23))
         usable = codes != S.nan
     else:
-        by = read_scale(codes, S)
+        if FINITE and PTX and S.codec.kind == "float":
+            # A subnormal code is an FP32 subnormal first, which this product takes as it is.
+            by = number(codes << (23 - S.codec.mantissa)) * 2.0 ** (127 - S.codec.bias)
+        else:
+            by = read_scale(codes, S)
         if OUTER:
             by = by * outer
         usable = (by >= LEAST_NORMAL) & (by <= MOST)
@@ -401,7 +415,7 @@ def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def scaled(x, by, usable, S: tl.constexpr, SUBNORMALS: tl.constexpr, FLUSHES: tl.constexpr):
-    """Elements in units of their scale; 0 where it is not usable.
+    """Elements in units of their scale; 0 where it is not usable (None: anything).
 
     SUBNORMALS: those of `x` count as signed zeros. FLUSHES: by an instruction of NVIDIA GPUs.
     """
@@ -416,7 +430,10 @@ def scaled(x, by, usable, S: tl.constexpr, SUBNORMALS: tl.constexpr, FLUSHES: tl
             y = tl.div_rn(x, by)
         else:
             y = x * by
-    return tl.where(usable, y, 0.0)
+    if usable is None:
+        return y
+    else:
+        return tl.where(usable, y, 0.0)
 
 
 @triton.jit
@@ -467,6 +484,187 @@ def packed(codes, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AL
         a, c = tl.split(even)
         b, d = tl.split(odd)
         return a | (b << 6) | (c << 12) | (d << 18)
+
+
+@triton.jit
+def magnitudes(a, C: tl.constexpr, FITS: tl.constexpr, PTX: tl.constexpr):
+    """Codes of non-negative FP32 numbers in a minifloat with `lines` (see `specs.Floats`), in the low bits of words."""
+    STEEP: tl.constexpr = 2.0 ** (C.bias - 1 + C.mantissa)
+    LINES: tl.constexpr = C.lines
+    #: The first code of the last line.
+    LAST: tl.constexpr = C.lines << C.mantissa
+    #: Whether the last line has two codes: then it saturates in the instruction that draws it.
+    STEP: tl.constexpr = PTX and not FITS and C.lines > 1 and C.highest == LAST + 1
+    code = tl.fma(a, STEEP, WHOLE)
+    for k in tl.static_range(1, LINES - 1 if STEP else LINES):
+        code = tl.minimum(code, tl.fma(a, STEEP * 2.0**-k, WHOLE + k * 2.0**C.mantissa))
+    if STEP:
+        step = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [a, STEEP * 2.0 ** (1 - LINES), -(2.0**C.mantissa)],
+            tl.float32,
+            True,
+            1,
+        )
+        code = tl.minimum(code, step + (WHOLE + LAST))
+    elif not FITS:
+        code = tl.minimum(code, WHOLE + C.highest)
+    return bits_of(code)
+
+
+@triton.jit
+def halves(t, LANES: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr):
+    """Elements of even and of odd index along the last axis of (LANES, WORDS, 2 * N)."""
+    even, odd = tl.split(tl.reshape(t, (LANES, WORDS, N, 2)))
+    return even, odd
+
+
+@triton.jit
+def eight(t, LANES: tl.constexpr, WORDS: tl.constexpr):
+    """The eight elements along the last axis of (LANES, WORDS, 8)."""
+    even, odd = halves(t, LANES, WORDS, 4)
+    e04, e26 = halves(even, LANES, WORDS, 2)
+    e15, e37 = halves(odd, LANES, WORDS, 2)
+    e0, e4 = tl.split(e04)
+    e2, e6 = tl.split(e26)
+    e1, e5 = tl.split(e15)
+    e3, e7 = tl.split(e37)
+    return e0, e1, e2, e3, e4, e5, e6, e7
+
+
+@triton.jit
+def tops(a, b, c, d, PTX: tl.constexpr):
+    """The top bytes of four words, in one."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 p, q; prmt.b32 p, $1, $2, 0x0073; prmt.b32 q, $3, $4, 0x0073; prmt.b32 $0, p, q, 0x5410;}",
+            "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1,
+        )  # fmt: skip
+    else:
+        return ((a >> 24) & 0xFF) | ((b >> 16) & 0xFF00) | ((c >> 8) & 0xFF0000) | (d & -0x1000000)
+
+
+@triton.jit
+def sum_of(a, b, c, d, e, f, g, h):
+    """Eight 4-bit digits in a word, the least first. What is above the digits is added up too."""
+    return (a + (b << 4)) + ((c + (d << 4)) << 8) + (((e + (f << 4)) + ((g + (h << 4)) << 8)) << 16)
+
+
+@triton.jit
+def lows(a, b, c, d, PTX: tl.constexpr):
+    """The low bytes of four words, in one."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 p, q; prmt.b32 p, $1, $2, 0x0040; prmt.b32 q, $3, $4, 0x0040; prmt.b32 $0, p, q, 0x5410;}",
+            "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1,
+        )  # fmt: skip
+    else:
+        return (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+
+
+@triton.jit
+def bytes_of(a, b, c, d, e, f, g, h, PTX: tl.constexpr):
+    """As `sum_of`, but nothing reaches another pair of digits."""
+    return lows(a + (b << 4), c + (d << 4), e + (f << 4), g + (h << 4), PTX)
+
+
+@triton.jit
+def words_of_four(
+    y, u, C: tl.constexpr, FITS: tl.constexpr, APART: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr
+):
+    """Words of eight 4-bit codes of FP32 `y` (LANES, WORDS, 8), rounded to nearest; of its magnitude for minifloats, whose
+    signs are those of the bits `u`.
+
+    `y` may be anything where the codes are replaced later: of whole words, or with APART of the bytes of words.
+    """
+    if C.kind == "float":
+        a, b, c, d, e, f, g, h = eight(magnitudes(y, C, FITS, PTX), LANES, WORDS)
+        if APART:
+            word = bytes_of(a, b, c, d, e, f, g, h, PTX)
+        else:
+            word = sum_of(a, b, c, d, e, f, g, h) + 0x05000000  # without the bits of WHOLE
+        a, b, c, d, e, f, g, h = eight(u, LANES, WORDS)
+        word |= (tops(a, c, e, g, PTX) >> 4) & 0x08080808
+        return word | (tops(b, d, f, h, PTX) & -0x7F7F7F80)
+    elif C.kind == "integer":
+        if not FITS:
+            y = tl.minimum(tl.maximum(y, C.low), C.high)
+        # Shifted to 0..15, so that digits do not borrow; the top bit of each is turned back.
+        SHIFT: tl.constexpr = 8 if C.signed else 0
+        a, b, c, d, e, f, g, h = eight(bits_of(y + (ROUNDER + SHIFT)), LANES, WORDS)
+        if APART:
+            word = bytes_of(a, b, c, d, e, f, g, h, PTX)
+        else:
+            word = sum_of(a, b, c, d, e, f, g, h) - 0x3F400000  # without the bits of ROUNDER
+        if C.signed:
+            word = word ^ -0x77777778
+        return word
+    else:
+        a, b, c, d, e, f, g, h = eight(places(y, C, PTX), LANES, WORDS)
+        if APART:
+            return bytes_of(a, b, c, d, e, f, g, h, PTX)
+        else:
+            return sum_of(a, b, c, d, e, f, g, h)
+
+
+@triton.jit
+def places(y, C: tl.constexpr, PTX: tl.constexpr):
+    """Positions of FP32 numbers in a table whose `cells` hold a start each: it is looked up and compared."""
+    COUNT: tl.constexpr = len(C.cells)
+    cell = tl.arange(0, 32)
+    below = tl.zeros((32,), tl.float32) + C.below[0]
+    place = tl.zeros((32,), tl.int32)
+    for i in tl.static_range(1, COUNT):
+        reached = cell >= C.cells[i]
+        below = tl.where(reached, C.below[i], below)
+        place += reached.to(tl.int32)
+    if PTX:
+        part = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [y, C.steep, C.middle], tl.float32, True, 1
+        )
+    else:
+        part = tl.minimum(tl.maximum(tl.fma(y, C.steep, C.middle), 0.0), 1.0)
+    at = tl.reshape(bits_of(tl.fma(part, C.count, WHOLE)) & 31, (y.numel,))
+    below = tl.reshape(tl.gather(below, at, 0), y.shape)
+    place = tl.reshape(tl.gather(place, at, 0), y.shape)
+    # The sign of the difference is 1 from the start on.
+    return place + (bits_of(below - y).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def four(t, LANES: tl.constexpr, WORDS: tl.constexpr):
+    """The four elements along the last axis of (LANES, WORDS, 4)."""
+    even, odd = halves(t, LANES, WORDS, 2)
+    e0, e2 = tl.split(even)
+    e1, e3 = tl.split(odd)
+    return e0, e1, e2, e3
+
+
+@triton.jit
+def code_of(y, u, C: tl.constexpr, FITS: tl.constexpr, PTX: tl.constexpr):
+    """int32 codes of FP32 `y`, rounded to nearest, and anything from bit 22 on; of its magnitude for minifloats with `lines`,
+    whose signs are those of the bits `u`.
+    """
+    if C.kind == "float" and C.lines > 0:
+        return magnitudes(y, C, FITS, PTX) | ((u >> (32 - C.bits)) & (C.magnitude + 1))
+    elif C.kind == "table":
+        return places(y, C, PTX)
+    else:
+        return encode(y, 0, 0, C, FITS, False, False, False)
+
+
+@triton.jit
+def words_of_six(y, u, C: tl.constexpr, FITS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """Groups of 24 bits of four 6-bit codes of FP32 `y` (LANES, WORDS, 4), and anything above them."""
+    a, b, c, d = four(code_of(y, u, C, FITS, PTX), LANES, WORDS)
+    return group_of_six(a, b, c, d)
+
+
+@triton.jit
+def group_of_six(a, b, c, d):
+    """Four 6-bit codes in 24 bits, and anything above."""
+    return (a + (b << 6)) + ((c + (d << 6)) << 12)
 
 
 # ------------------------------------------------------------------------------------------------ random words

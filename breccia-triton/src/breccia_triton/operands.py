@@ -83,7 +83,7 @@ class Numbers:
         flat = x if self.contiguous else x.reshape(self.flat_shape)
         self.strided = not flat.is_contiguous()
         self.large = max(x.numel(), span(x)) >= LARGE
-        self.subnormals = x.dtype != torch.float16
+        self.subnormals, self.itemsize = x.dtype != torch.float16, x.element_size()
         self.arguments = {"x": Argument(type_of(x.dtype), x.data_ptr() % 16 == 0)}
         self.strides = {name: Argument("i64") for name in ("stride_matrix", "stride_row", "stride_column")}
         self.strides = self.strides if self.strided else {}

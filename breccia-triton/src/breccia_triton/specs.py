@@ -15,6 +15,8 @@ from breccia.backend import F32_INF, TENSOR, f32, f32_bits, packing, rules
 CONVERTED = ("E4M3", "E5M2")
 #: The smallest step of an element codec: products below 2^-126, which multiplication may flush to zero, then round to zero.
 _FINEST = 2.0**-24
+#: The most linear functions whose least one is faster than the binade of each number.
+_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Floats:
     The sum's last bit has the weight of the code spacing in that binade, so the hardware rounds to nearest, ties to even. The
     binade shifted down to bit p is the code's exponent field; `lift` holds the offset that completes the code.
     floor, largest: bits of FP32. nan, inf: codes, -1 where there is none. highest: the code of the largest finite number.
+    lines: how many code spacings there are, or 0 where they are many. As a function of |y| the code is their concave polygon,
+    the least of `lines` linear functions: so it is also the least of these functions rounded, ties to even codes in each.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Floats:
     nan: int
     inf: int
     signed: bool
+    lines: int = 0
+    empty: int = 0
     kind: str = "float"
 
 
@@ -51,17 +57,27 @@ class Integers:
     unit: float
     signed: bool
     nan: int = -1
+    empty: int = 0
     kind: str = "integer"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table codec: the position of a number is the number of `starts` it reaches. order: codes by position."""
+    """A table codec: the position of a number is the number of `starts` it reaches. order: codes by position.
+    empty: the code of 0. cells: of the starts, the cell of y being RNE(f * count), with f = y * steep + middle clamped to 0..1;
+    none where some are in the same cell, or codes are not in order. below: the FP32 numbers before the starts.
+    """
 
     bits: int
     starts: tuple[float, ...]
     values: tuple[float, ...]
     order: tuple[int, ...]
+    empty: int = 0
+    cells: tuple[int, ...] = ()
+    below: tuple[float, ...] = ()
+    steep: float = 0.0
+    middle: float = 0.0
+    count: float = 0.0
     nan: int = -1
     kind: str = "table"
 
@@ -124,6 +140,15 @@ class Spec:
     outer: Scale | None
     offset: str
 
+    @property
+    def lanes(self) -> bool:
+        """Whether its codes have formulas that keep to a thread."""
+        element = self.element
+        if element.bits == 6:
+            return element.kind == "float"
+        ways = {"float": "lines", "integer": "unit", "table": "cells"}
+        return bool(getattr(element, ways[element.kind])) and getattr(element, "unit", 1.0) == 1.0
+
 
 class Unsupported(Exception):
     """A part of a recipe that the kernels do not support; the text is the reason."""
@@ -157,8 +182,25 @@ def _element(codec: Codec) -> Floats | Integers | Table:
         return Integers(codec.bits, codec.low * unit, codec.high * unit, unit, codec.signed)
     if type(codec) is Lookup and codec.bits <= 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
         starts = tuple(map(_number, codec.thresholds[1:]))
-        return Table(codec.bits, starts, tuple(_number(f32_bits(v)) for v in codec.values), codec.order)
+        values = tuple(_number(f32_bits(v)) for v in codec.values)
+        empty = codec.order[sum(t <= 0 for t in starts)]
+        return Table(codec.bits, starts, values, codec.order, empty, *_cells(codec, starts))
     raise Unsupported(f"it has no formula for codes of {codec.name}")
+
+
+def _cells(codec: Lookup, starts: tuple[float, ...]) -> tuple[Any, ...]:
+    """The fields of a table from `cells` on."""
+    least, most = min(codec.values), max(codec.values)
+    steep = f32(1 / (most - least))
+    middle = f32(-least * steep)
+    for count in (31.0, 30.0, 29.0, 28.0):
+        exact = [count * (t * steep + middle) for t in starts]
+        cells = tuple(map(round, exact))
+        apart = all(abs(x % 1 - 0.5) > 1e-4 for x in exact)  # rounded f has the same cells
+        if apart and len(set(cells)) == len(cells) and codec.order == tuple(range(len(cells) + 1)) and 0 not in starts:
+            # The bits of the next smaller number: of a positive one one less, of a negative one one more.
+            return cells, tuple(_number(f32_bits(t) + (-1 if t > 0 else 1)) for t in starts), steep, middle, count
+    return ()
 
 
 def _floats_apply(codec: Minifloat) -> bool:
@@ -171,7 +213,9 @@ def _floats(codec: Minifloat) -> Floats:
     nan, inf = (-1 if code is None else code for code in (codec.nan, codec.inf))
     top = f32_bits(codec.max)
     mask, highest = codec.magnitude_mask, codec.highest
-    return Floats(codec.name, codec.bits, p, codec.bias, first << 23, lift, top, mask, highest, nan, inf, codec.signed)
+    lines = max(1, highest >> p)
+    lines = lines if lines <= _LINES else 0
+    return Floats(codec.name, codec.bits, p, codec.bias, first << 23, lift, top, mask, highest, nan, inf, codec.signed, lines)
 
 
 def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) -> Scale:
