@@ -1117,7 +1117,7 @@ def test_a_history_casts_and_records_at_once(place: Place) -> None:
         assert breccia.bytes_equal(st, expected)
         assert host(both.amaxes).tolist() == host(apart.amaxes).tolist() and float(host(both.scale)) == float(host(apart.scale))
     assert "composite.cast_and_record" in str(breccia.explain("cast_and_record", "fp8_delayed", on=place.framework))
-    assert "only fp8_delayed keeps a history of amaxes" in str(breccia.explain("record_amax", "mxfp8", on=place.framework))
+    assert "No kernel runs for this call" in str(breccia.explain("record_amax", "mxfp8", on=place.framework))
 
 
 def test_torch_compiles_a_history_without_breaking_the_graph() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +411,34 @@ def test_scales_are_written_and_read_in_storages(spec: str, storage: str, shape:
         same(found, reference.cast(x, recipe, CastOptions(axis=axis)).to_storage(storage))
     again = triton_cast.requantize(expected, breccia.recipe("mxfp6"), CastOptions(storage="transposed"))
     same(again, reference.requantize(expected, breccia.recipe("mxfp6")).to_storage("transposed"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "spec", ["fp8_delayed", "fp8_delayed,margin=1,scale_rule=te", "fp8_delayed,fp8_format=E5M2,scale_rule=recip"]
+)
+def test_a_history_is_recorded_in_one_launch_with_or_without_a_cast(spec: str, dtype: Any) -> None:
+    recipe: Any = replace(breccia.recipe(spec), amax_history_len=3)  # type: ignore[type-var]
+    ordinary = torch.randn((2, 33, 64), generator=torch.Generator().manual_seed(0)).to(dtype).to(DEVICE)
+    faulty = ordinary.clone()
+    faulty[1, 2, 3] = float("nan")
+    steps = [ordinary, ordinary * 4, ordinary * 0, faulty, ordinary.mT, ordinary[:, ::2], ordinary / 8]
+    both: tuple[Any, Any] = (), 1.0
+    one = expected = both
+    for step, x in enumerate(steps):
+        given = CastOptions(
+            axis=-1 - step % 2, rounding="stochastic" if step == 4 else "nearest", seed=3 if step == 4 else None
+        )
+        st, *recorded = triton_cast.cast_and_record(x, recipe, *both, given)
+        same(st, reference.cast(x, recipe, given.replace(scale=expected[1])))
+        both, one = (recorded[0], recorded[1]), triton_cast.record_amax(x, recipe, *one)
+        expected = reference.record_amax(x, recipe, *expected)
+        for found in (both, one):
+            same_values(found[0], expected[0])
+            same_values(found[1], expected[1])
+    assert {p.op: p.reason for p in triton_cast._prepared.values() if "record" in p.op} == dict.fromkeys(
+        ("record_amax", "cast_and_record")
+    )
 
 
 def test_the_reason_names_what_is_not_supported() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from breccia.backend import (
 )
 from breccia_torch.ops import TORCH, need_dense
 
-from .casting import amax_kernel, cast_kernel, pair_kernel
+from .casting import amax_kernel, cast_kernel, cast_record_kernel, pair_kernel, record_kernel
 from .geometry import Tile, Variant, divided_up, lanes_of, pair_of, power_of_two, strips_of
 from .lanes import lanes_kernel, strips_kernel
 from .launch import Argument, Launcher, empty, type_of, workspace
@@ -70,6 +71,55 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
     if prepared is None:
         return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
     return prepared(x, options)
+
+
+def record_amax(x: Any, recipe: ScalingRecipe, amaxes: Any, scale: Any) -> tuple[Any, Any]:
+    """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
+    x = _readable(x, recipe)
+    prepared = _found("record_amax", x, recipe, DEFAULT)
+    held = None if prepared is None else _History.of(recipe, amaxes, scale, x.device)
+    if prepared is None or held is None:
+        return reference.record_amax(x, recipe, amaxes, scale)
+    return prepared.record(x, held)
+
+
+def cast_and_record(
+    x: Any, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, Any, Any]:
+    """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
+    x = _readable(x, recipe)
+    held = _History.of(recipe, amaxes, scale, x.device)
+    given = options.replace(scale=scale if held is None else held.scale)
+    prepared = None if held is None else _found("cast_and_record", x, recipe, given)
+    if prepared is None or held is None:
+        return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
+    return prepared(x, given, held), *held.recorded
+
+
+class _History:
+    """The numbers of an `AmaxHistory` on a device, and those that a kernel writes."""
+
+    def __init__(self, amaxes: Any, scale: Any, length: int, device: torch.device) -> None:
+        count = 0 if amaxes is None else amaxes.shape[0]
+        self.scale = scale
+        self.kept = min(count, length - 1)
+        self.first = count - self.kept
+        self.recorded = empty((self.kept + 1,), torch.float32, device), empty((), torch.float32, device)
+        self.amaxes = self.recorded[0] if amaxes is None else amaxes
+
+    @staticmethod
+    def of(recipe: Any, amaxes: Any, scale: Any, device: torch.device) -> _History | None:
+        """The history, or None where it is not on the device as kernels read it."""
+        if not isinstance(scale, torch.Tensor):
+            scale = torch.full((), float(scale), dtype=torch.float32, device=device)
+        held = amaxes if isinstance(amaxes, torch.Tensor) else None
+        if held is None and len(amaxes):
+            return None
+        for part in (scale, *(() if held is None else (held,))):
+            if part.device != device or part.dtype != torch.float32 or not part.is_contiguous():
+                return None
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return _History(held, scale, recipe.amax_history_len, device)
 
 
 def requantize(
@@ -149,6 +199,7 @@ class Prepared:
         layout = checks.fitted_layout(recipe, shape, axis)
         block = layout.block(axis)
         self.device = x.data.device
+        length = power_of_two(recipe.amax_history_len) if self.op in _RECORDING else 0
         if self.storage != PLAIN and (len(shape) < 2 or not writes(spec, block, self.storage)):
             return f"it does not write these scales in storage {self.storage!r}"
         self.input: Numbers | Codes
@@ -167,6 +218,10 @@ class Prepared:
             self.input = Numbers(x, matrices, rows, columns)
         self.matrices, self.rows, self.columns = matrices, rows, columns
         self.two_level = spec.outer is not None
+        if self.op == "record_amax":
+            self.native, self.ptx = conversion(self.device)
+            self.passes = {"tensor": _Pass(self, x, "tensor", spec, length)}
+            return None
         self.tensor = block == TENSOR
         self.native, self.ptx = conversion(self.device)
         large = self.input.large
@@ -219,19 +274,24 @@ class Prepared:
         arguments |= tail
         if self.supplied:
             arguments["supplied"] = Argument(POINTERS[self.scale_dtype.itemsize])
+        if length:
+            arguments |= _HISTORY
         if self.stochastic:
             arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
         arguments |= {"rows": Argument("i32"), "columns": Argument("i32", columns % 16 == 0)}
         arguments |= {name: Argument("i32", n % 16 == 0) for name, n in groups}
+        if length:
+            arguments |= {"first": Argument("i32"), "kept": Argument("i32")}
+            constants["LENGTH"] = length
         if "x_groups" in arguments:
             arguments["x_groups"] = arguments.pop("x_groups")
         arguments |= self.input.strides
         self.integers = [rows, columns, *(n for _, n in groups), *self.input.groups]
-        kernel = pair_kernel if self.op == "cast_pair" else cast_kernel
-        if kernel is pair_kernel:
-            del constants["F"]
-        else:
+        kernel = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel}.get(self.op, cast_kernel)
+        if kernel is cast_kernel:
             constants["F"] = self.input.source(constants["G"])
+        else:
+            del constants["F"]
         self.narrow = self._narrow(spec, oriented[0][0][1], arguments, constants["V"])
         if not self.narrow:
             self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
@@ -307,14 +367,23 @@ class Prepared:
             and scale.is_contiguous()
         )
 
-    def __call__(self, x: Any, options: CastOptions) -> Any:
+    def __call__(self, x: Any, options: CastOptions, held: _History | None = None) -> Any:
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self._run(x, options)
-        return self._run(x, options)
+                return self._run(x, options, held)
+        return self._run(x, options, held)
 
-    def _run(self, x: Any, options: CastOptions) -> Any:
+    def record(self, x: Any, held: _History) -> tuple[Any, Any]:
+        """Record the amax of `x`."""
+        device = self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+            inputs, strides = self.input.read(x)
+            self.passes["tensor"].record(inputs, strides, stream, device, held)
+        return held.recorded
+
+    def _run(self, x: Any, options: CastOptions, held: _History | None) -> Any:
         device, written, out = self.device, self.written, options.out
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
         inputs, strides = self.input.read(x)
@@ -329,6 +398,10 @@ class Prepared:
         others = [found[name] for name in self.amax_of]
         if options.scale is not None:
             others.append(options.scale)
+        integers = self.integers
+        if held is not None:
+            others += [workspace(device, stream), held.amaxes, *held.recorded]
+            integers = (*integers, held.first, held.kept)
         self.cast(
             self.programs,
             stream,
@@ -337,7 +410,7 @@ class Prepared:
                 *addresses(tensors, int(self.op == "cast_ste")),
                 *addresses(others),
                 *(TORCH.words(options.seed) if self.stochastic else ()),
-                *self.integers,
+                *integers,
                 *strides,
             ),
         )
@@ -351,10 +424,16 @@ class Prepared:
         return out if parts[0][0] is out.data else reference.assign(TORCH, out, made)
 
 
-class _Pass:
-    """The pass for the amax of the whole "tensor", or of its "rows" or "columns"."""
+#: Ops that record an amax.
+_RECORDING = ("record_amax", "cast_and_record")
+#: What kernels read and write of a history, besides the scale.
+_HISTORY = {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after")}
 
-    def __init__(self, of: Prepared, x: Any, whole: str, spec: Spec) -> None:
+
+class _Pass:
+    """The pass for the amax of the whole "tensor", or of its "rows" or "columns"; with a length, that of a history."""
+
+    def __init__(self, of: Prepared, x: Any, whole: str, spec: Spec, length: int = 0) -> None:
         source = of.input
         contiguous = whole == "tensor" and isinstance(source, Numbers) and not source.strided
         self.shape = (1, 1, math.prod(x.shape)) if contiguous else (of.matrices, of.rows, of.columns)
@@ -366,20 +445,32 @@ class _Pass:
         self.numbers = source.numbers
         self.integers = (*self.shape[1:], self.shape[0], *source.groups)
         arguments = {name: a for name, a in source.arguments.items() if name != "x_groups"}
+        if length:
+            arguments |= {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after", "before")}
+        else:
+            arguments |= {"amax": Argument("*i32", True)} | ({"work": Argument("*i32", True)} if whole == "tensor" else {})
         arguments |= {
-            "amax": Argument("*i32", True),
-            **({"work": Argument("*i32", True)} if whole == "tensor" else {}),
             "rows": Argument("i32"),
             "columns": Argument("i64" if source.large else "i32", self.shape[2] % 16 == 0),
             "matrices": Argument("i32"),
         }
         arguments |= {name: a for name, a in source.arguments.items() if name == "x_groups"}
-        arguments |= source.strides
         variant = Variant(
             whole, ptx=of.ptx, subnormals=source.subnormals, finite=of.two_level, steps=steps, strided=source.strided
         )
-        constants = {"G": tile, "V": variant, "F": source.source(tile)}
-        self.kernel = Launcher(amax_kernel, arguments, constants, 8)
+        if length:
+            arguments |= {name: Argument("i32") for name in ("first", "kept")} | source.strides
+            constants = {"S": spec, "G": tile, "V": variant, "LENGTH": length}
+            self.kernel = Launcher(record_kernel, arguments, constants, 8)
+        else:
+            arguments |= source.strides
+            self.kernel = Launcher(amax_kernel, arguments, {"G": tile, "V": variant, "F": source.source(tile)}, 8)
+
+    def record(self, inputs: list[Any], strides: list[int], stream: int, device: torch.device, held: _History) -> None:
+        """Record the amax in a history."""
+        tensors = [*inputs, workspace(device, stream), held.amaxes, *held.recorded, held.scale]
+        values = addresses(tensors, self.numbers)
+        self.kernel(self.programs, stream, (*values, *self.integers, held.first, held.kept, *strides))
 
     def run(self, inputs: list[Any], strides: list[int], stream: int, device: torch.device) -> Any:
         """The amax as bits."""

@@ -1,4 +1,4 @@
-"""The Triton kernels: one that casts, for every recipe, one that casts both ways, one that decodes, and one for the amax.
+"""The Triton kernels: casts for every recipe, one way or both; decoding; and amaxes, which histories record.
 
 A program takes a tile of whole blocks, or a part of a block whose amax is known: it is read once, and written once for each
 orientation. Codes and scales are computed in registers. Arguments in capitals are constants: S, a `specs.Spec`; G, a
@@ -47,10 +47,37 @@ def amax_kernel(
     x, x_scale, x_zero_point, x_outer, amax, work, rows, columns, matrices, x_groups, stride_matrix, stride_row,
     stride_column, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """FP32 bits of the largest magnitude of the tensor; or of each row or column, into zeros.
+    """FP32 bits of the largest magnitude of the tensor; or of each row or column, into zeros. work: as of `gathered`."""
+    found, programs = amax_of_tiles(
+        x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
+        G, V, F,
+    )  # fmt: skip
+    if V.source == "tensor":
+        top, last = gathered(found, work, programs)
+        if last:
+            tl.store(amax, top)
 
-    work: two zeros, the amax so far and the number of programs that are done. The last of them writes the result, and zeros.
-    """
+
+@triton.jit
+def record_kernel(
+    x, work, amaxes, recorded, before, after, rows, columns, matrices, first, kept, stride_matrix, stride_row, stride_column,
+    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Record the amax of the tensor (see `record`). before: the scale of the history."""
+    found, programs = amax_of_tiles(
+        x, None, None, None, None, rows, columns, matrices, None, stride_matrix, stride_row, stride_column, G, V, None
+    )
+    top, last = gathered(found, work, programs)
+    if last:
+        record(top, amaxes, recorded, before, after, first, kept, S, V, LENGTH)
+
+
+@triton.jit
+def amax_of_tiles(
+    x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
+    G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """(largest magnitudes in the tiles of this program, as FP32 bits; number of programs). Those of rows or columns go out."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if G.large:
         pid, programs = pid.to(tl.int64), programs.to(tl.int64)
@@ -80,11 +107,43 @@ def amax_kernel(
             tl.atomic_max(amax + matrix * columns + column, tl.max(u, 0), mask=column_exists)
         else:
             found = tl.maximum(found, u)
-    if V.source == "tensor":
-        tl.atomic_max(work, tl.max(tl.max(found, 1), 0))
-        if tl.atomic_add(work + 1, 1) == programs - 1:
-            tl.store(amax, tl.atomic_xchg(work, 0))
-            tl.atomic_xchg(work + 1, 0)
+    return found, programs
+
+
+@triton.jit
+def gathered(found, work, programs):
+    """(the largest number of all programs, whether this is the last of them, which returns it).
+
+    work: two zeros, the largest so far and how many programs are done. They are zeros again afterwards.
+    """
+    tl.atomic_max(work, tl.max(tl.max(found, 1), 0))
+    last = tl.atomic_add(work + 1, 1) == programs - 1
+    top = 0
+    if last:
+        top = tl.atomic_xchg(work, 0)
+        tl.atomic_xchg(work + 1, 0)
+    return top, last
+
+
+@triton.jit
+def record(
+    newest, amaxes, recorded, before, after, first, kept, S: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr
+):  # fmt: skip
+    """Write `kept` of the `amaxes` from `first` on and the newest into `recorded`, and into `after` the scale of the largest.
+
+    Numbers are FP32 bits. Where the largest is zero or faulty, the scale stays as it was before.
+    """
+    SCALE: tl.constexpr = S.scale
+    at = tl.arange(0, LENGTH)
+    old = tl.load(amaxes + first + at, mask=at < kept, other=0)
+    tl.store(recorded + at, old, mask=at < kept)
+    tl.store(recorded + kept, newest)
+    largest = tl.maximum(tl.max(old, 0), newest)
+    usable = (largest >= NORMAL) & (largest < INF)
+    statistic = number(tl.where(usable, tl.zeros((1, 1), tl.int32) + largest, 0))
+    codes = scale_codes(statistic, 1.0, SCALE, False, False, V.ptx)
+    codes = tl.where(usable, codes, tl.load(before))
+    tl.store(after + tl.zeros((1, 1), tl.int32), codes)
 
 
 # ------------------------------------------------------------------------------------------------ dequantize
@@ -137,6 +196,31 @@ def cast_kernel(
         u, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
+
+
+@triton.jit
+def cast_record_kernel(
+    x, data, scale, supplied, work, amaxes, recorded, after, seed_low, seed_high, rows, columns, groups, first, kept,
+    stride_matrix, stride_row, stride_column, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """A cast under one supplied scale for the tensor, and `record_kernel`."""
+    matrix, i, j = program(rows, columns, G)
+    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    ROWS: tl.constexpr = G.down * G.tall
+    COLUMNS: tl.constexpr = G.along * G.wide
+    u = read(
+        x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
+        stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
+    )  # fmt: skip
+    write(
+        u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
+        column_exists, rows, columns, groups, S, G, V,
+    )  # fmt: skip
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    top, last = gathered(u & MAGNITUDE, work, programs)
+    if last:
+        record(top, amaxes, recorded, supplied, after, first, kept, S, V, LENGTH)
 
 
 @triton.jit

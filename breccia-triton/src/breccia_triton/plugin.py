@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from breccia import Kernel, hookimpl
+from breccia import DelayedScaling, Kernel, hookimpl
 
 api = 1
 
@@ -14,6 +14,8 @@ _KERNELS = (
     ("cast_pair", "cast", "pair", False, True),
     ("cast_ste", "cast", "cast", False, False),
     ("cast_ste_clipped", "cast", "cast", False, False),
+    ("record_amax", "cast", "cast", False, False),
+    ("cast_and_record", "cast", "cast", False, False),
     ("dequantize", "decode", "dequantize", True, False),
     ("requantize", "cast", "requantize", True, True),
 )
@@ -28,6 +30,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             "torch",
             f"breccia_triton.{module}:{op}",
             f"triton.{op}",
+            recipe=DelayedScaling if "record" in op else None,
             device="cuda",
             available="breccia_triton.plans:available",
             accepts=f"breccia_triton.plans:accepts_{accepts}",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..arrays.frameworks import Framework
 from ..codecs import CODECS, Codec
 from ..layouts import LAYOUTS, Layout
-from ..recipes import RECIPES, ScalingRecipe
+from ..recipes import RECIPES, DelayedScaling, ScalingRecipe
 from ..rules import RULES, Rule
 from ..tensors.storage import STORAGES, Storage
 from .hookspecs import Command, hookimpl
@@ -72,13 +72,12 @@ def breccia_kernels() -> Iterable[Kernel]:
     kernels = "breccia.kernels"
     composites, plans = f"{kernels}.composites", f"{kernels}.plans"
     for op, module in _GENERIC.items():
-        target = f"{kernels}.reference.{module}:{op}"
-        yield Kernel(op, ANY_FRAMEWORK, target, f"reference.{op}", accepts=_ACCEPTS.get(op), rank=_LAST, traces=True)
+        target, recipe = f"{kernels}.reference.{module}:{op}", _RECIPES.get(op)
+        yield Kernel(op, ANY_FRAMEWORK, target, f"reference.{op}", recipe, rank=_LAST, traces=True)
     for op, plan in _PLANS.items():
-        target, plan, accepts = f"{composites}:{op}", f"{plans}:{plan}", _ACCEPTS.get(op)
+        target, plan, recipe = f"{composites}:{op}", f"{plans}:{plan}", _RECIPES.get(op)
         reads = ANY_STORAGE if op == "cast_matmul" else ()  # it passes its second operand on unchanged
-        name, rank = f"composite.{op}", _COMPOSED
-        yield Kernel(op, ANY_FRAMEWORK, target, name, accepts=accepts, plan=plan, rank=rank, reads=reads, traces=True)
+        yield Kernel(op, ANY_FRAMEWORK, target, f"composite.{op}", recipe, plan=plan, rank=_COMPOSED, reads=reads, traces=True)
     plan = f"{plans}:plan_of_storages"
     for op, function in _STORAGES.items():
         yield Kernel(
@@ -110,8 +109,8 @@ _GENERIC = {
     "grouped_matmul": "products",
     "record_amax": "recording",
 }
-#: What ops for some recipes accept.
-_ACCEPTS = dict.fromkeys(("record_amax", "cast_and_record"), "breccia.kernels.plans:accepts_history")
+#: The recipes of ops that only some have.
+_RECIPES: dict[str, type[ScalingRecipe]] = {"record_amax": DelayedScaling, "cast_and_record": DelayedScaling}
 #: Ops composed of other ops, with the function that lists those.
 _PLANS = {
     "requantize": "plan_of_requantize",

@@ -12,7 +12,6 @@ from ..dispatch.facts import Described
 from ..formats import TENSOR, Block
 from ..layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor, Shape
 from ..options import DEFAULT, PLAIN, CastOptions
-from ..recipes import DelayedScaling
 from .checks import fitted_layout
 from .exact import renames
 
@@ -54,12 +53,6 @@ def accepts_dequantize(call: Call) -> str | None:
 
 
 # -- composites ------------------------------------------------------------------------------------------------------
-
-
-def accepts_history(call: Call) -> str | None:
-    """Why a recipe has no history of amaxes, or None."""
-    found = isinstance(call.recipe, DelayedScaling)
-    return None if found else "only fp8_delayed keeps a history of amaxes"
 
 
 def plan_of_requantize(call: Call) -> Iterator[Call]:

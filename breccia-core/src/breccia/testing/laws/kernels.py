@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from ...dispatch.kernel import Kernel
 from ...errors import InexactError, NonFiniteError
 from ...kernels import reference
 from ...options import CastOptions
-from ...recipes import MXFP4BlockScaling, NVFP4BlockScaling, ScalingRecipe
+from ...recipes import DelayedScaling, MXFP4BlockScaling, NVFP4BlockScaling, ScalingRecipe
 from .. import strategies
 from ..compare import expect, expect_numbers, expect_tensor, expect_words
 from ..places import Place, places_of
@@ -374,6 +375,37 @@ _ROUND_TRIP = (
     options_of_round_trips_are_honoured,
     half_precision_and_views_cast_to_the_same_bytes,
 )
+
+
+def a_history_follows_the_generic_algorithm(kernel: Kernel, recipe: DelayedScaling, place: Place) -> None:
+    """Some steps from an empty history: an ordinary amax, one of zeros, of NaN and of Inf, and more than it keeps."""
+    casts, full = kernel.op == "cast_and_record", arrays()[1]
+    recipe = dataclasses.replace(recipe, amax_history_len=3)
+    steps = [full, full * np.float32(4), full * np.float32(0), full / np.float32(2), full, full]
+    faulty = [np.where(np.arange(full.size).reshape(full.shape) == 7, np.float32(fault), full) for fault in ("nan", "-inf")]
+    amaxes: Any = ()
+    there: tuple[Any, Any] = (), 1.0
+    scale: Any = 1.0
+    ran = False
+    for step, x in enumerate((*steps, *faulty, *steps)):
+        given, options = place.array(x), _ALONG_ROWS if step % 2 else {}
+        operands = (given, recipe, *there)
+        found = run_alone(kernel, getattr(api, kernel.op), *operands, **(options if casts else {}))
+        st = reference.cast(x, recipe, CastOptions(scale=scale, **options))
+        amaxes, scale = reference.record_amax(x, recipe, amaxes, scale)
+        if found is None:
+            there = place.array(np.asarray(amaxes)), place.array(np.asarray(scale))
+            continue
+        ran = True
+        if casts:
+            expect_tensor(place, found[0], st)
+        there = found[-2:]
+        expect_numbers("amaxes", place, there[0], amaxes)
+        expect_numbers("the scale", place, there[1], scale)
+        expect_array_unchanged(place, given, x.view(np.uint32))
+    skip_unless_run(kernel, ran)
+
+
 _LAWS: dict[str, tuple[Callable[..., None], ...]] = {
     "cast": (
         casts_write_the_bytes_of_the_generic_algorithm,
@@ -390,6 +422,8 @@ _LAWS: dict[str, tuple[Callable[..., None], ...]] = {
     "cast_matmul": (),
     "grouped_matmul": (),
     "cast_pair": (cast_pair_equals_two_casts, half_precision_and_views_cast_to_the_same_bytes),
+    "record_amax": (a_history_follows_the_generic_algorithm,),
+    "cast_and_record": (a_history_follows_the_generic_algorithm,),
     "cast_ste": _ROUND_TRIP,
     "cast_ste_clipped": _ROUND_TRIP,
 }
