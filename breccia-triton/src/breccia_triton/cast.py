@@ -438,9 +438,16 @@ class _Pass:
         contiguous = whole == "tensor" and isinstance(source, Numbers) and not source.strided
         self.shape = (1, 1, math.prod(x.shape)) if contiguous else (of.matrices, of.rows, of.columns)
         tile = _amax_tile(whole, *self.shape[1:], source.large)
-        tiles = self.shape[0] * math.prod(tile.counts(*self.shape[1:]))
-        steps = power_of_two(divided_up(tiles, _PROGRAMS)) if whole == "tensor" else 1
-        self.programs = (divided_up(tiles, steps), 1, 1)
+        down, along = tile.counts(*self.shape[1:])
+        if whole == "tensor":
+            tiles = self.shape[0] * down * along
+            steps = power_of_two(divided_up(tiles, _PROGRAMS))
+            programs = divided_up(tiles, steps)
+        else:
+            side, across = (down, along) if whole == "columns" else (along, down)
+            steps = max(1, min(side, side * across * self.shape[0] // _PROGRAMS))
+            programs = self.shape[0] * across * divided_up(side, steps)
+        self.programs = (programs, 1, 1)
         self.length = 0 if whole == "tensor" else of.matrices * (of.rows if whole == "rows" else of.columns)
         self.numbers = source.numbers
         self.integers = (*self.shape[1:], self.shape[0], *source.groups)

@@ -17,12 +17,12 @@ from .numerics import (
     NORMAL,
     accept_scale,
     clean,
+    cleared,
     decode,
     divisor_of,
     encode,
     encode_bias,
     flushed,
-    largest,
     number,
     outer_codes,
     outer_multiplier,
@@ -37,7 +37,19 @@ from .numerics import (
     te_multiplier,
     value,
 )
-from .tiles import block_count, blocks, decoded, positions, program, read, repeated, scale_place, tiles, word_at
+from .tiles import (
+    block_count,
+    blocks,
+    decoded,
+    largest_of_blocks,
+    positions,
+    program,
+    read,
+    repeated,
+    scale_place,
+    tiles,
+    word_at,
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ amax
 
@@ -84,29 +96,39 @@ def amax_of_tiles(
     TALL: tl.constexpr = G.tall
     WIDE: tl.constexpr = G.wide
     found = tl.zeros((TALL, WIDE), tl.int32)
+    down, along = tiles(rows, 1, 0, G.tall), tiles(columns, 1, 0, G.wide)
+    # A program goes along rows or down columns, as far as it goes.
+    if V.source == "rows":
+        chunks = tl.cdiv(along, V.steps)
+        of, i_0, j_0 = pid // chunks // down, (pid // chunks) % down, pid % chunks * V.steps
+    else:
+        chunks = tl.cdiv(down, V.steps)
+        of, i_0, j_0 = pid // along // chunks, (pid // along) % chunks * V.steps, pid % along
     for step in range(V.steps):
-        tile = pid + step * programs
-        if V.strided or V.source != "tensor" or F is not None:
-            down = tiles(rows, 1, 0, G.tall)
-            along = tiles(columns, 1, 0, G.wide)
+        if V.source == "rows":
+            matrix, i, j = of, i_0, j_0 + step
+        elif V.source == "columns":
+            matrix, i, j = of, i_0 + step, j_0
+        elif V.strided or F is not None:
+            tile = pid + step * programs
             matrix, i, j = tile // along // down, (tile // along) % down, tile % along
         else:  # one row
-            matrix, i, j = pid * 0, pid * 0, tile
+            matrix, i, j = pid * 0, pid * 0, pid + step * programs
         row, row_exists = positions(i, rows, 1, 0, G.tall)
         column, column_exists = positions(j, columns, 1, 0, G.wide)
-        row_exists = row_exists & (matrix < matrices)
         u = MAGNITUDE & read(
-            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-            stride_matrix, stride_row, stride_column, TALL, WIDE, V, F,
+            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists & (matrix < matrices), column, column_exists, rows,
+            columns, x_groups, stride_matrix, stride_row, stride_column, TALL, WIDE, V, F,
         )  # fmt: skip
         if V.finite:
             u = tl.where(u < INF, u, 0)
-        if V.source == "rows":
-            tl.atomic_max(amax + matrix * rows + row, tl.max(u, 1), mask=row_exists)
-        elif V.source == "columns":
-            tl.atomic_max(amax + matrix * columns + column, tl.max(u, 0), mask=column_exists)
-        else:
-            found = tl.maximum(found, u)
+        found = tl.maximum(found, u)
+    if V.source == "rows":
+        row, row_exists = positions(i_0, rows, 1, 0, G.tall)
+        tl.atomic_max(amax + of * rows + row, tl.max(found, 1), mask=row_exists & (of < matrices))
+    elif V.source == "columns":
+        column, column_exists = positions(j_0, columns, 1, 0, G.wide)
+        tl.atomic_max(amax + of * columns + column, tl.max(found, 0), mask=column_exists & (of < matrices))
     return found, programs
 
 
@@ -156,7 +178,7 @@ def dequantize_kernel(
     """The values of a ScaledTensor, rounded once to the dtype of `out`."""
     matrix, i, j = program(rows, columns, G)
     row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     v = decoded(
@@ -184,7 +206,7 @@ def cast_kernel(
     """
     matrix, i, j = program(rows, columns, G)
     row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     u = read(
@@ -206,7 +228,7 @@ def cast_record_kernel(
     """A cast under one supplied scale for the tensor, and `record_kernel`."""
     matrix, i, j = program(rows, columns, G)
     row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     u = read(
@@ -232,7 +254,7 @@ def pair_kernel(
     """Two casts of tiles that are read once: blocks along the rows by G and V, and down the columns by H and W."""
     matrix, i, j = program(rows, columns, G)
     row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     u = read(
@@ -297,7 +319,7 @@ def write(
     elif V.source == "columns":
         top = tl.load(amax + matrix * columns + column, mask=column_exists, other=0)[None, :]
     else:
-        top = largest(largest(tl.reshape(u, (G.down, G.tall, G.along, G.wide)), 3, V.ptx), 1, V.ptx)
+        top = largest_of_blocks(u, G.down, G.tall, G.along, G.wide, V.ptx)
     faulty = top >= INF
 
     # What the scale is computed from.
@@ -372,9 +394,15 @@ def write(
     else:
         # Not where a factor may be subnormal: the instruction that flushes subnormal elements would flush it too.
         FLUSHES: tl.constexpr = V.ptx and not (SCALE.extreme or (V.source == "supplied" and CODEC.kind == "power"))
-        y = scaled(number(u), by_element, usable_element, SCALE, V.subnormals, FLUSHES)
         FITS: tl.constexpr = SCALE.fits and V.source != "supplied"
-        code = encode(y, word, 0, ELEMENT, FITS, V.native, V.stochastic, False)
+        MASKS: tl.constexpr = V.ptx and ELEMENT.bits == 8 and not OWN and not V.values and G.each >= 4
+        if MASKS:  # four codes of blocks without a scale are cleared at once
+            y = scaled(number(u), by_element, None, SCALE, V.subnormals, FLUSHES)
+            code = encode(y, word, 0, ELEMENT, FITS, V.native, V.stochastic, False)
+            code = cleared(code, tl.broadcast_to(usable_element, code.shape))
+        else:
+            y = scaled(number(u), by_element, usable_element, SCALE, V.subnormals, FLUSHES)
+            code = encode(y, word, 0, ELEMENT, FITS, V.native, V.stochastic, False)
         if OWN:
             code = tl.where(usable_element, own_codes(code, u, ELEMENT), code)
 

@@ -21,6 +21,8 @@ class Tile:
     block; 0 for the side of the matrix, which one tile covers, or several where the amax of the block is known before.
     large: whether positions need 64 bits. folded: whether one number counts the programs, as a grid has a limit for each axis.
     backward: whether the first programs take the last tiles, which a pass before left in the cache.
+    elements: of a thread. vector: the most columns that a thread loads at once, 0 for any. A thread computes the scales of all
+    blocks that it has elements of, so it should have many elements of few.
     """
 
     axis: int
@@ -33,6 +35,8 @@ class Tile:
     large: bool = False
     folded: bool = False
     backward: bool = False
+    elements: int = 32
+    vector: int = 0
 
     @property
     def rows(self) -> int:
@@ -43,10 +47,14 @@ class Tile:
         return self.along * self.wide
 
     @property
+    def each(self) -> int:
+        """Elements of a thread."""
+        return self.rows * self.columns // (32 * self.warps)
+
+    @property
     def warps(self) -> int:
-        """Warps of a program: 32 elements for each thread, or 64 where blocks run down the columns."""
-        each = 2048 if self.axis == 0 and self.block_rows > 1 and self.block_columns == 1 else 1024
-        return min(16, max(1, self.rows * self.columns // each))
+        """Warps of a program."""
+        return min(16, max(1, self.rows * self.columns // (32 * self.elements)))
 
     def counts(self, rows: int, columns: int) -> tuple[int, int]:
         """The number of tiles along rows and columns of a matrix."""
@@ -215,12 +223,13 @@ def tile_of(block: Block, axis: int, rows: int, columns: int) -> tuple[Tile, str
         slots = power_of_two(tall), power_of_two(across)
         if slots[0] * slots[1] > LARGEST_TILE:
             return f"blocks of {tall}x{across} do not fit a tile of {LARGEST_TILE} elements"
+        narrow = {"elements": 64, "vector": 8} if axis == -2 and across == 1 and tall > 1 else {}
         if axis == -2 and across == 1:
             elements, wide = slots[0] * 64, 64
         left = max(1, elements // (slots[0] * slots[1]))
         along = max(1, min(wide // slots[1], left, power_of_two(divided_up(columns, across))))
         down = max(1, min(left // along, power_of_two(divided_up(rows, tall))))
-        return Tile(memory_axis, down, tall, slots[0], along, across, slots[1]), "tile"
+        return Tile(memory_axis, down, tall, slots[0], along, across, slots[1], **narrow), "tile"
     if across is None:  # whole rows
         if tall != 1:
             return f"blocks of {tall} whole rows have no tile"
@@ -231,8 +240,8 @@ def tile_of(block: Block, axis: int, rows: int, columns: int) -> tuple[Tile, str
         return f"blocks of {across} whole columns have no tile"
     if (slots := power_of_two(rows)) * 32 <= LARGEST_TILE:
         along = min(max(32, elements // slots), power_of_two(columns))
-        return Tile(memory_axis, 1, 0, slots, along, 1, 1), "tile"
-    return Tile(memory_axis, 1, 0, 64, min(64, power_of_two(columns)), 1, 1), "columns"
+        return Tile(memory_axis, 1, 0, slots, along, 1, 1, elements=64, vector=8), "tile"
+    return Tile(memory_axis, 1, 0, 128, min(64, power_of_two(columns)), 1, 1, elements=64, vector=8), "columns"
 
 
 def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tuple[Tile, str]] | str:
@@ -251,7 +260,7 @@ def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tu
 
     def oriented(axis: int, down: int, along: int) -> tuple[Tile, str] | str:
         heights, widths = (tall // (down or tall), down, down or tall), (wide // (along or wide), along, along or wide)
-        tile = Tile(axis, *heights, *widths)
+        tile = Tile(axis, *heights, *widths, elements=64, vector=8)
         if down and along:
             return tile, "tile"
         if not down and not along:

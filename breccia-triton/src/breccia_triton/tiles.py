@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import bits_of, value
+from .numerics import bits_of, largest, value
 
 
 @triton.jit
@@ -24,9 +24,11 @@ def tiles(extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def positions(tile, extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
-    """(positions of a tile's N * L slots along a side, which of them exist)."""
+def positions(tile, extent, N: tl.constexpr, B: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr = 0):
+    """(positions of a tile's N * L slots along a side, which of them exist). VECTOR: the most that one thread loads at once."""
     slot = tl.arange(0, N * L)
+    if VECTOR > 0:
+        slot = tl.max_contiguous(slot, [VECTOR])
     if B == 0 or B == L:
         at = tile * (N * L) + slot
         exists = at < extent
@@ -78,8 +80,33 @@ def program(rows, columns, G: tl.constexpr):
 @triton.jit
 def repeated(of_blocks, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr):
     """Numbers of DOWN x ALONG blocks, one for each of the TALL x WIDE elements of a block."""
-    wide = tl.broadcast_to(of_blocks[:, None, :, None], (DOWN, TALL, ALONG, WIDE))
-    return tl.reshape(wide, (DOWN * TALL, ALONG * WIDE))
+    # In as few axes as possible: the compiler then keeps the numbers in the registers of their elements.
+    if (TALL == 1 and ALONG == 1) or (DOWN == 1 and (WIDE == 1 or ALONG == 1)):
+        return tl.broadcast_to(of_blocks, (DOWN * TALL, ALONG * WIDE))
+    elif TALL == 1:
+        return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], (DOWN, ALONG, WIDE)), (DOWN, ALONG * WIDE))
+    elif WIDE == 1:
+        return tl.reshape(tl.broadcast_to(of_blocks[:, None, :], (DOWN, TALL, ALONG)), (DOWN * TALL, ALONG))
+    else:
+        wide = tl.broadcast_to(of_blocks[:, None, :, None], (DOWN, TALL, ALONG, WIDE))
+        return tl.reshape(wide, (DOWN * TALL, ALONG * WIDE))
+
+
+@triton.jit
+def largest_of_blocks(u, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """The largest magnitudes of FP32 bits in DOWN x ALONG blocks of TALL x WIDE elements, as bits."""
+    if TALL == 1 and ALONG == 1:
+        return largest(u, 1, PTX)[:, None]
+    elif DOWN == 1 and WIDE == 1:
+        return largest(u, 0, PTX)[None, :]
+    elif DOWN == 1 and ALONG == 1:
+        return largest(largest(u, 1, PTX), 0, PTX) + tl.zeros((1, 1), tl.int32)
+    elif TALL == 1:
+        return largest(tl.reshape(u, (DOWN, ALONG, WIDE)), 2, PTX)
+    elif WIDE == 1:
+        return largest(tl.reshape(u, (DOWN, TALL, ALONG)), 1, PTX)
+    else:
+        return largest(largest(tl.reshape(u, (DOWN, TALL, ALONG, WIDE)), 3, PTX), 1, PTX)
 
 
 @triton.jit
