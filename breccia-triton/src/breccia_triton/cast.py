@@ -30,7 +30,7 @@ from breccia_torch.ops import TORCH, need_dense
 from .casting import amax_kernel, cast_kernel, cast_record_kernel, pair_kernel, record_kernel
 from .geometry import Tile, Variant, divided_up, lanes_of, pair_of, power_of_two, strips_of
 from .lanes import lanes_kernel, strips_kernel
-from .launch import Argument, Launcher, empty, type_of, workspace
+from .launch import INTERPRETED, Argument, Launcher, empty, type_of, workspace
 from .operands import FLOATS, LARGE, POINTERS, Codes, Numbers, Written, addresses, conversion, grid_of, matrices_of
 from .plans import readable, tiled, writes
 from .specs import CONVERTED, Spec, spec_of
@@ -65,12 +65,17 @@ def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOpti
 
 
 def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
-    """`cast_pair` as documented: the input is read once, and once before for an amax that no tile holds."""
+    """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
     x = _readable(x, recipe)
     prepared = _found("cast_pair", x, recipe, options)
-    if prepared is None:
-        return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
-    return prepared(x, options)
+    if prepared is not None:
+        return prepared(x, options)
+    first, second = options.replace(axis=-1), options.replace(axis=-2)
+    one, two = _found("cast", x, recipe, first), _found("cast", x, recipe, second)
+    if one is None or two is None:
+        return cast(x, recipe, first), cast(x, recipe, second)
+    shared = one.amaxes(x) if list(one.passes) == list(two.passes) == ["tensor"] else None
+    return one(x, first, shared), two(x, second, shared)
 
 
 def record_amax(x: Any, recipe: ScalingRecipe, amaxes: Any, scale: Any) -> tuple[Any, Any]:
@@ -93,7 +98,7 @@ def cast_and_record(
     prepared = None if held is None else _found("cast_and_record", x, recipe, given)
     if prepared is None or held is None:
         return cast(x, recipe, given), *record_amax(x, recipe, amaxes, scale)
-    return prepared(x, given, held), *held.recorded
+    return prepared(x, given, held=held), *held.recorded
 
 
 class _History:
@@ -219,11 +224,11 @@ class Prepared:
         self.matrices, self.rows, self.columns = matrices, rows, columns
         self.two_level = spec.outer is not None
         if self.op == "record_amax":
-            self.native, self.ptx = conversion(self.device)
+            self.fp8, self.ptx = conversion(self.device)
             self.passes = {"tensor": _Pass(self, x, "tensor", spec, length)}
             return None
         self.tensor = block == TENSOR
-        self.native, self.ptx = conversion(self.device)
+        self.fp8, self.ptx = conversion(self.device)
         large = self.input.large
         # Tiles, and where the amax comes from.
         if self.op == "cast_pair":
@@ -232,12 +237,17 @@ class Prepared:
                 return pair
             if spec.offset != "none" and any(source != "tile" for _, source in pair):
                 return "blocks with an offset have to fit a tile"
+            if spec.element.bits < 8 or any(source in ("rows", "columns") for _, source in pair):
+                return "two casts are faster"
             oriented = list(zip(pair, (-1, -2), strict=True))
         else:
             found = tiled(recipe, block, axis, rows, columns)
             if isinstance(found, str):
                 return found
-            oriented = [((found[1], found[2]), axis)]
+            tile = found[1]
+            if length:  # few programs: each has to count itself done
+                tile = replace(tile, tall=4 * tile.tall) if rows > 1 else replace(tile, wide=4 * tile.wide)
+            oriented = [((tile, found[2]), axis)]
         if self.supplied and fmt.global_scale is None and oriented[0][0][1] != "tile" and spec.element.nan < 0:
             return "a supplied scale for blocks that do not fit a tile marks their faults"
         self.programs, folded = grid_of(oriented[0][0][0], matrices, rows, columns)
@@ -292,6 +302,9 @@ class Prepared:
             constants["F"] = self.input.source(constants["G"])
         else:
             del constants["F"]
+        # One kernel that reads the input as it is: most calls, and those of small tensors are bound by the host.
+        self.simple = not (INTERPRETED or self.passes or self.supplied or self.stochastic) and self.op == "cast"
+        self.simple &= isinstance(self.input, Numbers) and not self.input.strided
         self.narrow = self._narrow(spec, oriented[0][0][1], arguments, constants["V"])
         if not self.narrow:
             self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
@@ -346,7 +359,7 @@ class Prepared:
             kind,
             self.tensor,
             ptx=self.ptx,
-            native=self.recipe.format.element.name in CONVERTED and self.native,
+            native=self.recipe.format.element.name in CONVERTED and self.fp8,
             stochastic=self.stochastic,
             subnormals=self.input.subnormals,
             strided=self.input.strided,
@@ -367,27 +380,39 @@ class Prepared:
             and scale.is_contiguous()
         )
 
-    def __call__(self, x: Any, options: CastOptions, held: _History | None = None) -> Any:
+    def __call__(self, x: Any, options: CastOptions, amaxes: dict[str, Any] | None = None, held: _History | None = None) -> Any:
+        """The result of the op. amaxes: those that `amaxes` returned for `x`."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self._run(x, options, held)
-        return self._run(x, options, held)
+                return self._run(x, options, amaxes, held)
+        return self._run(x, options, amaxes, held)
+
+    def amaxes(self, x: Any) -> dict[str, Any]:
+        """The results of the passes before the cast."""
+        device = self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            inputs, strides = self.input.read(x)
+            return {name: each.run(inputs, strides, _stream(device), device) for name, each in self.passes.items()}
 
     def record(self, x: Any, held: _History) -> tuple[Any, Any]:
         """Record the amax of `x`."""
         device = self.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
             inputs, strides = self.input.read(x)
-            self.passes["tensor"].record(inputs, strides, stream, device, held)
+            self.passes["tensor"].record(inputs, strides, _stream(device), device, held)
         return held.recorded
 
-    def _run(self, x: Any, options: CastOptions, held: _History | None) -> Any:
+    def _run(self, x: Any, options: CastOptions, found: dict[str, Any] | None, held: _History | None) -> Any:
         device, written, out = self.device, self.written, options.out
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        stream = _stream(device)
+        if self.simple and out is None:
+            made = written[0].allocated(device)
+            self.cast(self.programs, stream, (x.data_ptr(), *[part.data_ptr() for part in made], *self.integers))
+            return written[0].tensor(made)
         inputs, strides = self.input.read(x)
-        found = {name: each.run(inputs, strides, stream, device) for name, each in self.passes.items()}
+        if found is None:
+            found = {name: each.run(inputs, strides, stream, device) for name, each in self.passes.items()}
         if self.op == "cast_ste":
             result = empty(tuple(x.shape), x.dtype, device)
             parts, tensors = [], [result]
@@ -422,6 +447,11 @@ class Prepared:
         if out is None:
             return made
         return out if parts[0][0] is out.data else reference.assign(TORCH, out, made)
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream, on the current device."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 #: Ops that record an amax.
@@ -462,8 +492,16 @@ class _Pass:
             "matrices": Argument("i32"),
         }
         arguments |= {name: a for name, a in source.arguments.items() if name == "x_groups"}
+        pairs = contiguous and self.shape[2] % 2 == 0 and x.element_size() == 2 and source.arguments["x"].aligned
+        pairs &= of.ptx and of.fp8
         variant = Variant(
-            whole, ptx=of.ptx, subnormals=source.subnormals, finite=of.two_level, steps=steps, strided=source.strided
+            whole,
+            pairs=pairs,
+            ptx=of.ptx,
+            subnormals=source.subnormals,
+            finite=of.two_level,
+            steps=steps,
+            strided=source.strided,
         )
         if length:
             arguments |= {name: Argument("i32") for name in ("first", "kept")} | source.strides
@@ -494,5 +532,5 @@ class _Pass:
 def _amax_tile(whole: str, rows: int, columns: int, large: bool) -> Tile:
     if whole == "columns":
         return Tile(1, 1, 0, 64, 1, 0, min(128, power_of_two(columns)), large)
-    wide = min(8192 if rows == 1 else 1024, power_of_two(columns))
-    return Tile(1, 1, 0, min(max(1, 8192 // wide), power_of_two(rows)), 1, 0, wide, large)
+    wide = min(4096 if rows == 1 else 1024, power_of_two(columns))
+    return Tile(1, 1, 0, min(max(1, 4096 // wide), power_of_two(rows)), 1, 0, wide, large)

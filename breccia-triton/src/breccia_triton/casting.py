@@ -16,6 +16,7 @@ from .numerics import (
     MAGNITUDE,
     NORMAL,
     accept_scale,
+    bits_of,
     clean,
     cleared,
     decode,
@@ -23,6 +24,8 @@ from .numerics import (
     encode,
     encode_bias,
     flushed,
+    larger_half,
+    larger_of_pairs,
     number,
     outer_codes,
     outer_multiplier,
@@ -60,10 +63,13 @@ def amax_kernel(
     stride_column, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """FP32 bits of the largest magnitude of the tensor; or of each row or column, into zeros. work: as of `gathered`."""
-    found, programs = amax_of_tiles(
-        x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row, stride_column,
-        G, V, F,
-    )  # fmt: skip
+    if V.pairs:
+        found, programs = amax_of_pairs(x, columns, G, V)
+    else:
+        found, programs = amax_of_tiles(
+            x, x_scale, x_zero_point, x_outer, amax, rows, columns, matrices, x_groups, stride_matrix, stride_row,
+            stride_column, G, V, F,
+        )  # fmt: skip
     if V.source == "tensor":
         top, last = gathered(found, work, programs)
         if last:
@@ -76,9 +82,12 @@ def record_kernel(
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Record the amax of the tensor (see `record`). before: the scale of the history."""
-    found, programs = amax_of_tiles(
-        x, None, None, None, None, rows, columns, matrices, None, stride_matrix, stride_row, stride_column, G, V, None
-    )
+    if V.pairs:
+        found, programs = amax_of_pairs(x, columns, G, V)
+    else:
+        found, programs = amax_of_tiles(
+            x, None, None, None, None, rows, columns, matrices, None, stride_matrix, stride_row, stride_column, G, V, None
+        )
     top, last = gathered(found, work, programs)
     if last:
         record(top, amaxes, recorded, before, after, first, kept, S, V, LENGTH)
@@ -133,17 +142,45 @@ def amax_of_tiles(
 
 
 @triton.jit
+def amax_of_pairs(x, columns, G: tl.constexpr, V: tl.constexpr):
+    """As `amax_of_tiles`, for one row of an even number of FP16 or BF16 numbers: two at a time."""
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    if G.large:
+        pid, programs = pid.to(tl.int64), programs.to(tl.int64)
+    WORDS: tl.constexpr = G.wide // 2
+    word = tl.arange(0, WORDS)[None, :]
+    words = x.to(tl.pointer_type(tl.int32))
+    HALF: tl.constexpr = x.dtype.element_ty
+    found = tl.zeros((1, WORDS), tl.int32)
+    for step in range(V.steps):
+        at = (pid + step * programs) * WORDS + word
+        found = larger_of_pairs(found, tl.load(words + at, mask=at < columns // 2, other=0), HALF, not V.finite)
+    half = larger_half(found)
+    if V.finite:
+        INF_OF_HALF: tl.constexpr = 0x7F80 if HALF == tl.bfloat16 else 0x7C00
+        if tl.max(half) >= INF_OF_HALF:  # Inf is among the numbers: look for the finite ones alone
+            half = tl.zeros((1, WORDS), tl.int32)
+            for step in range(V.steps):
+                at = (pid + step * programs) * WORDS + word
+                w = tl.load(words + at, mask=at < columns // 2, other=0)
+                low, high = w & 0x7FFF, (w >> 16) & 0x7FFF
+                half = tl.maximum(half, tl.where(low < INF_OF_HALF, low, 0))
+                half = tl.maximum(half, tl.where(high < INF_OF_HALF, high, 0))
+    return bits_of(half.to(tl.int16).to(HALF, bitcast=True).to(tl.float32)), programs
+
+
+@triton.jit
 def gathered(found, work, programs):
     """(the largest number of all programs, whether this is the last of them, which returns it).
 
     work: two zeros, the largest so far and how many programs are done. They are zeros again afterwards.
     """
-    tl.atomic_max(work, tl.max(tl.max(found, 1), 0))
-    last = tl.atomic_add(work + 1, 1) == programs - 1
+    tl.atomic_max(work, tl.max(tl.max(found, 1), 0), sem="relaxed")
+    last = tl.atomic_add(work + 1, 1, sem="acq_rel") == programs - 1  # ordered after the line above
     top = 0
     if last:
-        top = tl.atomic_xchg(work, 0)
-        tl.atomic_xchg(work + 1, 0)
+        top = tl.atomic_xchg(work, 0, sem="relaxed")
+        tl.atomic_xchg(work + 1, 0, sem="relaxed")
     return top, last
 
 
@@ -235,12 +272,12 @@ def cast_record_kernel(
         x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
         stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
     )  # fmt: skip
+    # Before the codes are written: the order of memory that this needs would wait for them.
+    top, last = gathered(u & MAGNITUDE, work, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2))
     write(
         u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
         column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    top, last = gathered(u & MAGNITUDE, work, programs)
     if last:
         record(top, amaxes, recorded, supplied, after, first, kept, S, V, LENGTH)
 

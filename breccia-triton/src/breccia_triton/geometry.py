@@ -138,6 +138,7 @@ class Variant:
     subnormals: the input may hold FP32 subnormals. strided: it is not contiguous.
     finite, steps: the pass for the amax ignores NaN and Inf; tiles of each of its programs.
     ragged: the last group of packed codes is not full. words: rows of 6-bit codes are whole words of 32 bits.
+    pairs: the amax is that of 16-bit numbers, two of which are compared at once.
     storage: of the scales. values: what the codes decode to is written in place of codes and scales.
     """
 
@@ -154,6 +155,7 @@ class Variant:
     words: bool = False
     storage: str = PLAIN
     values: bool = False
+    pairs: bool = False
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,29 @@ def largest(u, AXIS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def larger_of_pairs(a, b, DTYPE: tl.constexpr, NAN: tl.constexpr):
+    """The larger magnitudes, with some sign, of two FP16 or BF16 numbers in each int32; NaN if NAN, else the other number.
+
+    By an instruction of NVIDIA GPUs from compute capability 8.6 on.
+    """
+    if DTYPE == tl.bfloat16 and NAN:
+        asm: tl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
+    elif DTYPE == tl.bfloat16:
+        asm: tl.constexpr = "max.xorsign.abs.bf16x2 $0, $1, $2;"
+    elif NAN:
+        asm: tl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
+    else:
+        asm: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;"
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def larger_half(pairs):
+    """The larger of two 15-bit magnitudes in each int32."""
+    return tl.maximum(pairs & 0x7FFF, (pairs >> 16) & 0x7FFF)
+
+
+@triton.jit
 def quotient(a, B: tl.constexpr, INVERSE: tl.constexpr, PTX: tl.constexpr):
     """a / B, rounded to nearest, for a constant `B`; with PTX, quotients below 2^-126 are some number below 2^-126.
 
