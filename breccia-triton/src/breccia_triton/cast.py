@@ -244,13 +244,15 @@ class Prepared:
             found = tiled(recipe, block, axis, rows, columns)
             if isinstance(found, str):
                 return found
-            tile = found[1]
-            if length:  # few programs: each has to count itself done
-                tile = replace(tile, tall=4 * tile.tall) if rows > 1 else replace(tile, wide=4 * tile.wide)
-            oriented = [((tile, found[2]), axis)]
+            oriented = [((found[1], found[2]), axis)]
         if self.supplied and fmt.global_scale is None and oriented[0][0][1] != "tile" and spec.element.nan < 0:
             return "a supplied scale for blocks that do not fit a tile marks their faults"
         self.programs, folded = grid_of(oriented[0][0][0], matrices, rows, columns)
+        self.steps = 1
+        if length:
+            count = math.prod(self.programs)
+            self.steps = power_of_two(divided_up(count, _PROGRAMS))
+            self.programs, folded = (divided_up(count, self.steps), 1, 1), True
         self.passes: dict[str, _Pass] = {}
         self.written: list[Written] = []
         constants: dict[str, Any] = {"S": spec, "F": None}
@@ -291,7 +293,7 @@ class Prepared:
         arguments |= {"rows": Argument("i32"), "columns": Argument("i32", columns % 16 == 0)}
         arguments |= {name: Argument("i32", n % 16 == 0) for name, n in groups}
         if length:
-            arguments |= {"first": Argument("i32"), "kept": Argument("i32")}
+            arguments |= {name: Argument("i32") for name in ("matrices", "first", "kept")}
             constants["LENGTH"] = length
         if "x_groups" in arguments:
             arguments["x_groups"] = arguments.pop("x_groups")
@@ -361,6 +363,7 @@ class Prepared:
             ptx=self.ptx,
             native=self.recipe.format.element.name in CONVERTED and self.fp8,
             stochastic=self.stochastic,
+            steps=self.steps,
             subnormals=self.input.subnormals,
             strided=self.input.strided,
             ragged=written.padding > 0,
@@ -426,7 +429,7 @@ class Prepared:
         integers = self.integers
         if held is not None:
             others += [workspace(device, stream), held.amaxes, *held.recorded]
-            integers = (*integers, held.first, held.kept)
+            integers = (*integers, self.matrices, held.first, held.kept)
         self.cast(
             self.programs,
             stream,

@@ -259,25 +259,34 @@ def cast_kernel(
 
 @triton.jit
 def cast_record_kernel(
-    x, data, scale, supplied, work, amaxes, recorded, after, seed_low, seed_high, rows, columns, groups, first, kept,
-    stride_matrix, stride_row, stride_column, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
+    x, data, scale, supplied, work, amaxes, recorded, after, seed_low, seed_high, rows, columns, groups, matrices, first,
+    kept, stride_matrix, stride_row, stride_column,
+    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """A cast under one supplied scale for the tensor, and `record_kernel`."""
-    matrix, i, j = program(rows, columns, G)
-    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
+    """A cast under one supplied scale for the tensor, and `record_kernel`: each program casts V.steps tiles."""
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    if G.large:
+        pid, programs = pid.to(tl.int64), programs.to(tl.int64)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
-    u = read(
-        x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
-        stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
-    )  # fmt: skip
-    # Before the codes are written: the order of memory that this needs would wait for them.
-    top, last = gathered(u & MAGNITUDE, work, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2))
-    write(
-        u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
-        column_exists, rows, columns, groups, S, G, V,
-    )  # fmt: skip
+    down, along = tiles(rows, 1, 0, G.tall), tiles(columns, 1, 0, G.wide)
+    found = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for step in range(V.steps):
+        tile = pid + step * programs
+        matrix, i, j = tile // along // down, (tile // along) % down, tile % along
+        row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
+        column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
+        row_exists = row_exists & (matrix < matrices)
+        u = read(
+            x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
+            stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
+        )  # fmt: skip
+        found = tl.maximum(found, u & MAGNITUDE)
+        write(
+            u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
+            column_exists, rows, columns, groups, S, G, V,
+        )  # fmt: skip
+    top, last = gathered(found, work, programs)
     if last:
         record(top, amaxes, recorded, supplied, after, first, kept, S, V, LENGTH)
 

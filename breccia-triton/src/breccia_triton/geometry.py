@@ -262,7 +262,7 @@ def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tu
 
     def oriented(axis: int, down: int, along: int) -> tuple[Tile, str] | str:
         heights, widths = (tall // (down or tall), down, down or tall), (wide // (along or wide), along, along or wide)
-        tile = Tile(axis, *heights, *widths, elements=64, vector=8)
+        tile = Tile(axis, *heights, *widths, elements=64 if tall * wide <= 4096 else 128, vector=16)
         if down and along:
             return tile, "tile"
         if not down and not along:
