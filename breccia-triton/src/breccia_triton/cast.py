@@ -251,7 +251,7 @@ class Prepared:
         self.steps = 1
         if length:
             count = math.prod(self.programs)
-            self.steps = power_of_two(divided_up(count, _PROGRAMS))
+            self.steps = power_of_two(divided_up(count, 4 * _PROGRAMS))
             self.programs, folded = (divided_up(count, self.steps), 1, 1), True
         self.passes: dict[str, _Pass] = {}
         self.written: list[Written] = []

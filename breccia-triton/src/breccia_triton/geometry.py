@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from breccia.backend import PLAIN, TENSOR, Block
 
@@ -262,7 +262,9 @@ def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tu
 
     def oriented(axis: int, down: int, along: int) -> tuple[Tile, str] | str:
         heights, widths = (tall // (down or tall), down, down or tall), (wide // (along or wide), along, along or wide)
-        tile = Tile(axis, *heights, *widths, elements=64 if tall * wide <= 4096 else 128, vector=16)
+        tile = Tile(axis, *heights, *widths)
+        if 1 in (down, along):  # blocks of one row or column
+            tile = replace(tile, elements=64 if tall * wide <= 4096 else 128, vector=16)
         if down and along:
             return tile, "tile"
         if not down and not along:

@@ -251,11 +251,11 @@ def codes_at(
         if F.axis == 1:
             bit = column % COUNT * BITS
             at = (matrix * rows + row[:, None]) * (groups * SIZE) + (column // COUNT * SIZE + bit // 8)[None, :]
-            shift, step = (bit % 8)[None, :], 1
+            shift, step = (bit % 8).to(tl.int32)[None, :], 1
         else:
             bit = row % COUNT * BITS
             at = (matrix * (groups * SIZE) + (row // COUNT * SIZE + bit // 8)[:, None]) * columns + column[None, :]
-            shift, step = (bit % 8)[:, None], columns
+            shift, step = (bit % 8).to(tl.int32)[:, None], columns
         word = tl.load(data + at, mask=exists, other=0).to(tl.int32)
         if BITS == 6:  # some codes lie in two bytes
             word = word | (tl.load(data + at + step, mask=exists & (shift > 2), other=0).to(tl.int32) << 8)
