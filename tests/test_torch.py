@@ -56,9 +56,9 @@ def test_the_numpy_kernels_run_for_cpu_tensors_and_the_generic_algorithm_for_oth
         assert winner is not None and winner.name == f"torch.cpu.{op}"
     both = {step.winner.name for step in breccia.explain("requantize", st, NVFP4).plan if step.winner is not None}
     assert both == {"torch.cpu.cast", "torch.cpu.dequantize"}
-    on_cuda = breccia.explain("dequantize", MXFP8, on="torch:cuda")
-    assert on_cuda.winner is not None and on_cuda.winner.name == "reference.dequantize"
-    assert "runs on cpu, the data is on cuda" in str(on_cuda)
+    on_mps = breccia.explain("dequantize", MXFP8, on="torch:mps")
+    assert on_mps.winner is not None and on_mps.winner.name == "reference.dequantize"
+    assert "runs on cpu, the data is on mps" in str(on_mps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
