@@ -316,7 +316,7 @@ class Prepared:
         """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; they are prepared then."""
         read, axis, block = self.input, self.axis, self.written[0].block
         plain = self.op == "cast" and isinstance(read, Numbers) and not read.strided and read.arguments["x"].aligned
-        plain &= not (self.supplied or self.stochastic) and spec.offset == "none" and source == "tile" and spec.lanes
+        plain &= not (self.supplied or self.stochastic) and source == "tile" and spec.lanes
         if not plain or self.storage != PLAIN or not isinstance(read, Numbers):
             return False
         elements = self.matrices * self.rows * self.columns

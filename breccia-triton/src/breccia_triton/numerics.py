@@ -94,6 +94,93 @@ def larger_half(pairs):
 
 
 @triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger_pair(a, b):
+    """The larger of two BF16 numbers, in each half of words; NaN if one is."""
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def smaller_pair(a, b):
+    """As `larger_pair`, the smaller one."""
+    return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def magnitude_pair(a):
+    """The magnitudes of BF16 numbers in the halves of words."""
+    return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [a], tl.int32, True, 1)
+
+
+@triton.jit
+def of_pairs(words):
+    """FP32 bits of the BF16 numbers in the halves of words: an axis more, of two."""
+    return tl.join(words << 16, words & -65536)
+
+
+@triton.jit
+def extreme(u, AXIS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """FP32 bits of the "largest" or "smallest" number, or "amax", along an axis of bits; for PAIRS, likewise of BF16 in words.
+
+    Of NaNs, NaN; but without PTX the largest and the smallest are those of clean numbers.
+    """
+    if PAIRS:
+        if KIND == "smallest":
+            return tl.reduce(u, AXIS, smaller_pair)
+        else:
+            return tl.reduce(magnitude_pair(u) if KIND == "amax" else u, AXIS, larger_pair)
+    elif KIND == "amax":
+        return largest(u, AXIS, PTX)
+    elif PTX:
+        return bits_of(tl.reduce(number(u), AXIS, _smaller if KIND == "smallest" else _larger))
+    elif KIND == "smallest":
+        return bits_of(tl.min(clean(u), AXIS))
+    else:
+        return bits_of(tl.max(clean(u), AXIS))
+
+
+@triton.jit
+def extreme_of_each(u, KIND: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """`extreme` along the last axis of (ROWS, SIZE), whose numbers are in the registers of a thread.
+
+    In an order that does not depend on registers: the compiler may do it in several layouts, which it finds to be the same.
+    """
+    if SIZE == 1:
+        return tl.reshape(u, (ROWS,))
+    else:
+        even, odd = tl.split(tl.reshape(u, (ROWS, SIZE // 2, 2)))
+        if PAIRS:
+            found = smaller_pair(even, odd) if KIND == "smallest" else larger_pair(even, odd)
+        elif KIND == "smallest":
+            found = bits_of(_smaller(number(even), number(odd)))
+        else:
+            found = bits_of(_larger(number(even), number(odd)))
+        return extreme_of_each(found, KIND, ROWS, SIZE // 2, PAIRS, PTX)
+
+
+@triton.jit
+def extreme_of_pair(words, KIND: tl.constexpr):
+    """`extreme` of the two BF16 numbers in words; amaxes have no signs."""
+    if KIND == "smallest":
+        return bits_of(_smaller(number(words << 16), number(words & -65536)))
+    else:
+        return bits_of(_larger(number(words << 16), number(words & -65536)))
+
+
+@triton.jit
+def difference(u, b, PTX: tl.constexpr):
+    """x - b, of the FP32 bits of x; subnormal numbers are zeros on both sides."""
+    if PTX:
+        return tl.inline_asm_elementwise("sub.ftz.f32 $0, $1, $2;", "=f,f,f", [number(u), b], tl.float32, True, 1)
+    else:
+        return flushed(clean(u) - b)
+
+
+@triton.jit
 def quotient(a, B: tl.constexpr, INVERSE: tl.constexpr, PTX: tl.constexpr):
     """a / B, rounded to nearest, for a constant `B`; with PTX, quotients below 2^-126 are some number below 2^-126.
 
@@ -636,6 +723,16 @@ def words_of_four(
             return bytes_of(a, b, c, d, e, f, g, h, PTX)
         else:
             return sum_of(a, b, c, d, e, f, g, h)
+
+
+@triton.jit
+def words_of_rounded(n, LANES: tl.constexpr, WORDS: tl.constexpr):
+    """Words of eight 4-bit digits, the low bits of FP32 numbers (LANES, WORDS, 8) that ROUNDER was added to.
+
+    Digits may be negative, or too large: the word is their sum modulo 2^32.
+    """
+    a, b, c, d, e, f, g, h = eight(bits_of(n), LANES, WORDS)
+    return sum_of(a, b, c, d, e, f, g, h) - 0x3F400000  # without the bits of ROUNDER
 
 
 @triton.jit

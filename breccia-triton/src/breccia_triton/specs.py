@@ -144,6 +144,8 @@ class Spec:
     def lanes(self) -> bool:
         """Whether its codes have formulas that keep to a thread."""
         element = self.element
+        if self.offset != "none" and (element.kind != "integer" or element.signed or element.bits != 4):
+            return False
         if element.bits == 6:
             return element.kind == "float"
         ways = {"float": "lines", "integer": "unit", "table": "cells"}
