@@ -17,6 +17,7 @@ from .numerics import (
     ROUNDER,
     bits_of,
     code_of,
+    codes_of_pairs,
     difference,
     divisor_of,
     encode_bias,
@@ -38,6 +39,7 @@ from .numerics import (
     scale_codes,
     scaled,
     te_multiplier,
+    word_of_pairs,
     words_of_four,
     words_of_rounded,
     words_of_six,
@@ -245,17 +247,12 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
             found += _of_groups(offset * 0x11111111, u, LANES, GROUPS)
     else:
         mask = _of_groups(tl.where(usable, -1, 0), u, LANES, GROUPS)
-        by = by[:, None]
-        if PAIRS:
-            y = tl.join(_scaled(u << 16, by, S, V), _scaled(u & -65536, by, S, V))
-            u = of_pairs(u)
+        if PAIRS and S.paired:
+            found = codes_of_pairs(u, ((bits_of(by) >> 16) * 0x10001)[:, None], ELEMENT, FITS)
+            a, b, c, d = four(tl.reshape(found, (LANES, GROUPS, 4)), LANES, GROUPS)
+            found = word_of_pairs(a, b, c, d, False)
         else:
-            y = _scaled(u, by, S, V)
-        y, u = tl.reshape(y, (LANES, GROUPS, GROUP)), tl.reshape(u, (LANES, GROUPS, GROUP))
-        if ELEMENT.bits == 4:
-            found = words_of_four(y, u, ELEMENT, FITS, False, LANES, GROUPS, V.ptx)
-        else:
-            found = words_of_six(y, u, ELEMENT, FITS, LANES, GROUPS, V.ptx)
+            found = _words(u, by, S, V, PAIRS, FITS, LANES, GROUPS, GROUP)
         found = (found & mask) | (ELEMENT.empty * 0x11111111 & ~mask)
     if ELEMENT.bits == 4:
         to = lane[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
@@ -266,6 +263,26 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
         first, second = tl.split(tl.permute(tl.reshape(found, (LANES, 2, 4)), (0, 2, 1)))
         _store_six(words + lane * 6, first, lane_exists, LANES)
         _store_six(words + lane * 6 + 3, second, lane_exists, LANES)
+
+
+@triton.jit
+def _words(
+    u, by, S: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr, FITS: tl.constexpr, LANES: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Words of 4-bit codes, or groups of 6-bit codes, of elements without an offset; anything where there is no scale."""
+    ELEMENT: tl.constexpr = S.element
+    by = by[:, None]
+    if PAIRS:
+        y = tl.join(_scaled(u << 16, by, S, V), _scaled(u & -65536, by, S, V))
+        u = of_pairs(u)
+    else:
+        y = _scaled(u, by, S, V)
+    y, u = tl.reshape(y, (LANES, GROUPS, GROUP)), tl.reshape(u, (LANES, GROUPS, GROUP))
+    if ELEMENT.bits == 4:
+        return words_of_four(y, u, ELEMENT, FITS, False, LANES, GROUPS, V.ptx)
+    else:
+        return words_of_six(y, u, ELEMENT, FITS, LANES, GROUPS, V.ptx)
 
 
 @triton.jit
@@ -346,15 +363,23 @@ def strips_kernel(
         offset, value, limit, by = _offsets(low, by, usable, S)
         tl.store(zero_point + to, offset.to(zero_point.dtype.element_ty), mask=exists)
         y = _rounded(u, by[None, None, :], value[None, None, :], limit[None, None, :], S, V)
+    elif PAIRS and S.paired:
+        first, second = tl.split(tl.reshape(bits_of(by), (WIDE // 2, 2)))
+        y = codes_of_pairs(pairs, ((first >> 16) | second)[None, None, :], ELEMENT, FITS)
     else:
         y = _scaled(u, by[None, None, :], S, V)
     if ELEMENT.bits == 4:
         ROWS: tl.constexpr = LANE // 2
         WORDS: tl.constexpr = WIDE // 4
-        y, u = _squares(y, PARTS, ROWS, WORDS), _squares(u, PARTS, ROWS, WORDS)
-        if S.offset == "none":
-            found = words_of_four(y, u, ELEMENT, FITS, True, WORDS, PARTS * ROWS, V.ptx)
+        if PAIRS and S.paired:
+            y = tl.permute(tl.reshape(y, (PARTS, ROWS, 2, WORDS, 2)), (3, 0, 1, 4, 2))
+            a, b, c, d = four(tl.reshape(y, (WORDS, PARTS * ROWS, 4)), WORDS, PARTS * ROWS)
+            found = word_of_pairs(a, b, c, d, True)
         else:
+            y, u = _squares(y, PARTS, ROWS, WORDS), _squares(u, PARTS, ROWS, WORDS)
+        if S.offset == "none" and not (PAIRS and S.paired):
+            found = words_of_four(y, u, ELEMENT, FITS, True, WORDS, PARTS * ROWS, V.ptx)
+        elif S.offset != "none":
             found = words_of_rounded(y, WORDS, PARTS * ROWS)
             if S.offset == "zero_point":
                 found += tl.sum(tl.reshape(offset * 0x11, (WORDS, 4)) << (8 * tl.arange(0, 4))[None, :], 1)[:, None]

@@ -111,9 +111,27 @@ def smaller_pair(a, b):
 
 
 @triton.jit
+def least_pair(a, b):
+    """As `smaller_pair`, but of a number and NaN the number."""
+    return tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
 def magnitude_pair(a):
     """The magnitudes of BF16 numbers in the halves of words."""
     return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [a], tl.int32, True, 1)
+
+
+@triton.jit
+def fma_pair(a, b, c):
+    """a * b + c of BF16 numbers in the halves of words, rounded once."""
+    return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
+
+
+@triton.jit
+def both(a, C: tl.constexpr):
+    """Words whose halves are the BF16 number `C`, of the shape of `a`."""
+    return (bits_of(tl.zeros(a.shape, tl.float32) + C) >> 16) * 0x10001
 
 
 @triton.jit
@@ -628,6 +646,45 @@ def magnitudes(a, C: tl.constexpr, FITS: tl.constexpr, PTX: tl.constexpr):
     elif not FITS:
         code = tl.minimum(code, WHOLE + C.highest)
     return bits_of(code)
+
+
+@triton.jit
+def codes_of_pairs(x, by, C: tl.constexpr, FITS: tl.constexpr):
+    """4-bit codes of pairs of BF16 numbers times powers of two `by`, in the top bits of the halves; below is anything.
+
+    As `magnitudes`, in BF16: products with powers of two are exact, and numbers from 2^7 on are rounded to integers too.
+    """
+    STEEP: tl.constexpr = 2.0 ** (C.bias - 1 + C.mantissa) * 64
+    LINES: tl.constexpr = C.lines
+    a = magnitude_pair(x)
+    # 2^-6 for a normal number, from its excess over the largest subnormal one; 0 for a subnormal one.
+    normal = tl.inline_asm_elementwise(
+        "fma.rn.relu.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, both(a, 2.0**127), both(a, -127 / 64)], tl.int32, True, 1
+    )
+    normal = least_pair(normal, both(a, 2.0**-6))
+    none = both(a, 0.0)
+    y = fma_pair(a, fma_pair(normal, by, none), none)
+    code = fma_pair(y, both(a, STEEP), both(a, 128.0))
+    for k in tl.static_range(1, LINES):
+        code = least_pair(code, fma_pair(y, both(a, STEEP * 2.0**-k), both(a, 128 + k * 2.0**C.mantissa)))
+    if not FITS:
+        code = least_pair(code, both(a, 128.0 + C.highest))
+    return ((code << 12) & 0x70007000) | (x & -0x70007001)
+
+
+@triton.jit
+def word_of_pairs(a, b, c, d, ROWS: tl.constexpr):
+    """Words of eight 4-bit codes of `codes_of_pairs`, in the order of a, b, c, d; with ROWS, a and c above b and d."""
+    if ROWS:
+        ab = ((a >> 4) & 0x0F0F0F0F) | (b & -0x0F0F0F10)
+        cd = ((c >> 4) & 0x0F0F0F0F) | (d & -0x0F0F0F10)
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [ab, cd], tl.int32, True, 1)
+    else:
+        ab = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [a, b], tl.int32, True, 1)
+        cd = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [c, d], tl.int32, True, 1)
+        low = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [ab, cd], tl.int32, True, 1)
+        high = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [ab, cd], tl.int32, True, 1)
+        return ((low >> 4) & 0x0F0F0F0F) | (high & -0x0F0F0F10)
 
 
 @triton.jit

@@ -151,6 +151,13 @@ class Spec:
         ways = {"float": "lines", "integer": "unit", "table": "cells"}
         return bool(getattr(element, ways[element.kind])) and getattr(element, "unit", 1.0) == 1.0
 
+    @property
+    def paired(self) -> bool:
+        """Whether BF16 numbers have formulas in BF16: scales are powers of two, and 4-bit codes a polygon."""
+        element = self.element
+        exact = self.scale.codec.kind == "power" and self.outer is None and self.offset == "none"
+        return exact and isinstance(element, Floats) and element.bits == 4 and element.lines > 0
+
 
 class Unsupported(Exception):
     """A part of a recipe that the kernels do not support; the text is the reason."""
