@@ -38,6 +38,7 @@ from .numerics import (
     saturated,
     scale_codes,
     scaled,
+    scaled_magnitude,
     te_multiplier,
     word_of_pairs,
     words_of_four,
@@ -133,6 +134,8 @@ def _scaled(u, by, S: tl.constexpr, V: tl.constexpr):
     FLUSHES: tl.constexpr = V.ptx and not SCALE.extreme
     x = number(u)
     if S.element.kind == "float" and S.element.lines > 0:
+        if FLUSHES and SCALE.rule != "divide":
+            return scaled_magnitude(x, by)
         x = tl.abs(x)
     return scaled(x, by, None, SCALE, V.subnormals, FLUSHES)
 
@@ -176,9 +179,10 @@ def _rounded(u, by, offset, limit, S: tl.constexpr, V: tl.constexpr):
     else:
         y = difference(u, offset, V.ptx)
         y = scaled(y, by, used, SCALE, False, False)
+    y = tl.minimum(y, limit)
     if not FITS:
         y = tl.maximum(y, limit - (ELEMENT.high - ELEMENT.low))
-    return tl.minimum(y, limit) + ROUNDER
+    return y + ROUNDER
 
 
 @triton.jit
@@ -275,10 +279,11 @@ def _words(
     by = by[:, None]
     if PAIRS:
         y = tl.join(_scaled(u << 16, by, S, V), _scaled(u & -65536, by, S, V))
-        u = of_pairs(u)
+        if ELEMENT.bits == 6:
+            u = of_pairs(u)
     else:
         y = _scaled(u, by, S, V)
-    y, u = tl.reshape(y, (LANES, GROUPS, GROUP)), tl.reshape(u, (LANES, GROUPS, GROUP))
+    y, u = tl.reshape(y, (LANES, GROUPS, GROUP)), tl.reshape(u, (LANES, GROUPS, u.numel // (LANES * GROUPS)))
     if ELEMENT.bits == 4:
         return words_of_four(y, u, ELEMENT, FITS, False, LANES, GROUPS, V.ptx)
     else:
@@ -365,18 +370,17 @@ def strips_kernel(
         y = _rounded(u, by[None, None, :], value[None, None, :], limit[None, None, :], S, V)
     elif PAIRS and S.paired:
         first, second = tl.split(tl.reshape(bits_of(by), (WIDE // 2, 2)))
-        y = codes_of_pairs(pairs, ((first >> 16) | second)[None, None, :], ELEMENT, FITS)
+        y = codes_of_pairs(pairs, (((first >> 16) & 0xFFFF) | second)[None, None, :], ELEMENT, FITS)
     else:
         y = _scaled(u, by[None, None, :], S, V)
     if ELEMENT.bits == 4:
         ROWS: tl.constexpr = LANE // 2
         WORDS: tl.constexpr = WIDE // 4
         if PAIRS and S.paired:
-            y = tl.permute(tl.reshape(y, (PARTS, ROWS, 2, WORDS, 2)), (3, 0, 1, 4, 2))
-            a, b, c, d = four(tl.reshape(y, (WORDS, PARTS * ROWS, 4)), WORDS, PARTS * ROWS)
+            a, b, c, d = four(_squares(y, PARTS, ROWS, WORDS, 2), WORDS, PARTS * ROWS)
             found = word_of_pairs(a, b, c, d, True)
         else:
-            y, u = _squares(y, PARTS, ROWS, WORDS), _squares(u, PARTS, ROWS, WORDS)
+            y, u = _squares(y, PARTS, ROWS, WORDS, 4), _squares(pairs, PARTS, ROWS, WORDS, 2 if PAIRS else 4)
         if S.offset == "none" and not (PAIRS and S.paired):
             found = words_of_four(y, u, ELEMENT, FITS, True, WORDS, PARTS * ROWS, V.ptx)
         elif S.offset != "none":
@@ -416,7 +420,7 @@ def _rows(t, PARTS: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _squares(t, PARTS: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr):
-    """Pairs of rows of four columns of (PARTS, 2 * PAIRS, 4 * WORDS), in the order of their codes in a word."""
-    t = tl.permute(tl.reshape(t, (PARTS, PAIRS, 2, WORDS, 4)), (3, 0, 1, 4, 2))
-    return tl.reshape(t, (WORDS, PARTS * PAIRS, 8))
+def _squares(t, PARTS: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr):
+    """Pairs of rows of SIDE columns of (PARTS, 2 * PAIRS, SIDE * WORDS), in the order of their codes in a word."""
+    t = tl.permute(tl.reshape(t, (PARTS, PAIRS, 2, WORDS, SIDE)), (3, 0, 1, 4, 2))
+    return tl.reshape(t, (WORDS, PARTS * PAIRS, 2 * SIDE))

@@ -131,7 +131,7 @@ def fma_pair(a, b, c):
 @triton.jit
 def both(a, C: tl.constexpr):
     """Words whose halves are the BF16 number `C`, of the shape of `a`."""
-    return (bits_of(tl.zeros(a.shape, tl.float32) + C) >> 16) * 0x10001
+    return ((bits_of(tl.zeros(a.shape, tl.float32) + C) >> 16) & 0xFFFF) * 0x10001
 
 
 @triton.jit
@@ -572,6 +572,14 @@ def scaled(x, by, usable, S: tl.constexpr, SUBNORMALS: tl.constexpr, FLUSHES: tl
 
 
 @triton.jit
+def scaled_magnitude(x, by):
+    """|x| * by by an instruction of NVIDIA GPUs that flushes subnormal numbers, and takes the magnitude too."""
+    return tl.inline_asm_elementwise(
+        "{.reg .f32 a; abs.f32 a, $1; mul.ftz.f32 $0, a, $2;}", "=f,f,f", [x, by], tl.float32, True, 1
+    )
+
+
+@triton.jit
 def outer_codes(amax, G: tl.constexpr, PTX: tl.constexpr):
     """int32 codes of the global scale, from the amax (bits) of the finite elements."""
     a = number(tl.where(amax >= NORMAL, amax, 0))
@@ -673,17 +681,21 @@ def codes_of_pairs(x, by, C: tl.constexpr, FITS: tl.constexpr):
 
 
 @triton.jit
+def join_bytes(a, b, ORDER: tl.constexpr):
+    """The bytes of two words in another order, on NVIDIA GPUs."""
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, ORDER], tl.int32, True, 1)
+
+
+@triton.jit
 def word_of_pairs(a, b, c, d, ROWS: tl.constexpr):
     """Words of eight 4-bit codes of `codes_of_pairs`, in the order of a, b, c, d; with ROWS, a and c above b and d."""
     if ROWS:
         ab = ((a >> 4) & 0x0F0F0F0F) | (b & -0x0F0F0F10)
         cd = ((c >> 4) & 0x0F0F0F0F) | (d & -0x0F0F0F10)
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [ab, cd], tl.int32, True, 1)
+        return join_bytes(ab, cd, 0x7531)
     else:
-        ab = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [a, b], tl.int32, True, 1)
-        cd = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [c, d], tl.int32, True, 1)
-        low = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [ab, cd], tl.int32, True, 1)
-        high = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [ab, cd], tl.int32, True, 1)
+        ab, cd = join_bytes(a, b, 0x7351), join_bytes(c, d, 0x7351)
+        low, high = join_bytes(ab, cd, 0x5410), join_bytes(ab, cd, 0x7632)
         return ((low >> 4) & 0x0F0F0F0F) | (high & -0x0F0F0F10)
 
 
@@ -748,7 +760,7 @@ def words_of_four(
     y, u, C: tl.constexpr, FITS: tl.constexpr, APART: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr
 ):
     """Words of eight 4-bit codes of FP32 `y` (LANES, WORDS, 8), rounded to nearest; of its magnitude for minifloats, whose
-    signs are those of the bits `u`.
+    signs are those of the bits `u`, or of BF16 numbers in words: of a row, or with APART of two columns.
 
     `y` may be anything where the codes are replaced later: of whole words, or with APART of the bytes of words.
     """
@@ -758,9 +770,18 @@ def words_of_four(
             word = bytes_of(a, b, c, d, e, f, g, h, PTX)
         else:
             word = sum_of(a, b, c, d, e, f, g, h) + 0x05000000  # without the bits of WHOLE
-        a, b, c, d, e, f, g, h = eight(u, LANES, WORDS)
-        word |= (tops(a, c, e, g, PTX) >> 4) & 0x08080808
-        return word | (tops(b, d, f, h, PTX) & -0x7F7F7F80)
+        if u.numel == y.numel:
+            a, b, c, d, e, f, g, h = eight(u, LANES, WORDS)
+            even, odd = tops(a, c, e, g, PTX), tops(b, d, f, h, PTX)
+        else:
+            a, b, c, d = four(u, LANES, WORDS)
+            if APART:  # of two columns, even and odd rows in turn
+                even, odd = join_bytes(a, c, 0x7531), join_bytes(b, d, 0x7531)
+            else:
+                ab, cd = join_bytes(a, b, 0x7351), join_bytes(c, d, 0x7351)
+                even, odd = join_bytes(ab, cd, 0x5410), join_bytes(ab, cd, 0x7632)
+        word |= (even >> 4) & 0x08080808
+        return word | (odd & -0x7F7F7F80)
     elif C.kind == "integer":
         if not FITS:
             y = tl.minimum(tl.maximum(y, C.low), C.high)
