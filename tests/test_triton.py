@@ -652,8 +652,9 @@ for spec in ("fp8_block", "mxfp6", "nvfp4", "int4,symmetric=false,signed=false",
     for axis in (-1, -2):
         options = CastOptions(rounding="stochastic", seed=1) if spec == "mxfp6" else CastOptions()
         assert cast.Prepared("cast", x, recipe, axis, options).reason is None
-    for op in ("cast_pair", "cast_ste"):
-        assert cast.Prepared(op, x, recipe, -1, CastOptions()).reason is None
+    assert cast.Prepared("cast_ste", x, recipe, -1, CastOptions()).reason is None
+    pair = cast.Prepared("cast_pair", x, recipe, -1, CastOptions()).reason
+    assert pair is None or pair == "two casts are faster"
     st = reference.cast(x, recipe)
     assert decode.Prepared(st, "bfloat16").reason is None
     assert cast.Prepared("requantize", st, breccia.recipe("mxfp8,fp8_format=E5M2"), -1, CastOptions()).reason is None
@@ -671,4 +672,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILED, target], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "38 kernels compiled" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "33 kernels compiled" in done.stdout, done.stderr[-2000:]
