@@ -306,7 +306,7 @@ class Prepared:
             del constants["F"]
         # One kernel that reads the input as it is: most calls, and those of small tensors are bound by the host.
         self.simple = not (INTERPRETED or self.passes or self.supplied or self.stochastic) and self.op == "cast"
-        self.simple &= isinstance(self.input, Numbers) and not self.input.strided
+        self.simple &= isinstance(self.input, Numbers) and self.input.contiguous
         self.narrow = self._narrow(spec, oriented[0][0][1], arguments, constants["V"])
         if not self.narrow:
             self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
