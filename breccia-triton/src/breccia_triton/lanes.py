@@ -99,9 +99,9 @@ def _extreme_of_columns(u, KIND: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.con
 
 @triton.jit
 def _statistic(top):
-    """(what scales are computed from, whether the block is faulty) of the bits of the amax of blocks."""
+    """(what scales are computed from, whether the block is faulty: then it is anything) of the bits of the amax of blocks."""
     faulty = top >= INF
-    return number(tl.where((top >= NORMAL) & ~faulty, top, 0)), faulty
+    return number(tl.where(top >= NORMAL, top, 0)), faulty
 
 
 @triton.jit

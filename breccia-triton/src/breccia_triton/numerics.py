@@ -271,6 +271,8 @@ def encode(
         if SHIFTED:
             whole += shift.to(tl.int32)
         return whole & ((1 << C.bits) - 1)
+    elif len(C.cells) > 0 and not STOCHASTIC:
+        return places(y, C, False)
     else:
         return _place(y, word, C, STOCHASTIC)
 
@@ -389,9 +391,12 @@ def decode(code, C: tl.constexpr, NATIVE: tl.constexpr):
         if C.unit != 1.0:
             v = v * C.unit
     else:
-        v = tl.zeros_like(code.to(tl.float32)) + C.values[0]
+        # A table in the lanes of each warp.
+        at = tl.arange(0, 32)
+        values = tl.zeros((32,), tl.float32) + C.values[0]
         for i in tl.static_range(1, len(C.values)):
-            v = tl.where(code == i, C.values[i], v)
+            values = tl.where(at == i, C.values[i], values)
+        v = tl.reshape(tl.gather(values, tl.reshape(code, (code.numel,)), 0), code.shape)
     return v
 
 
@@ -420,6 +425,12 @@ def value(code, scale_code, offset, outer_code, S: tl.constexpr, NATIVE: tl.cons
 
 
 @triton.jit
+def _product(a, b):
+    """a * b by an instruction of NVIDIA GPUs that flushes subnormal numbers."""
+    return tl.inline_asm_elementwise("mul.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
 def scale_codes(statistic, outer, S: tl.constexpr, OUTER: tl.constexpr, OUTER_FITS: tl.constexpr, PTX: tl.constexpr):
     """int32 codes of the scales of blocks: from their amax (or width), under the multiplier `outer` if there is one.
 
@@ -438,19 +449,25 @@ def scale_codes(statistic, outer, S: tl.constexpr, OUTER: tl.constexpr, OUTER_FI
             t = statistic * S.divisor
         else:
             t = quotient(statistic, S.divisor, S.inverse, PTX)
-        t = flushed(t)
+        # Without another factor, codecs take what is below 2^-126 as zero, or as their least number.
+        LIFTS: tl.constexpr = PTX and OUTER and OUTER_FITS
+        if not PTX or (OUTER and not LIFTS) or S.factor > 1.0:
+            t = flushed(t)
         if S.qmax < 1:
             t = saturated(t)
         if OUTER:
             if OUTER_FITS:
                 # Both times a power of two, where the remainder would have bits below FP32's last one.
                 lift = tl.where(outer < 2.0**-40, 2.0**64, 1.0)
-                t = _refined(t * lift, outer * lift, reciprocal(outer * lift, PTX))
+                t = _product(t, lift) if LIFTS else t * lift
+                t = _refined(t, outer * lift, reciprocal(outer * lift, PTX))
             else:
                 t = saturated(tl.div_rn(t, tl.zeros_like(t) + outer))
         if S.factor != 1.0:
             t = saturated(t * S.factor)
         codes = encode_scale(tl.minimum(tl.maximum(t, S.least), S.most), S)
+    if S.rule == "linear" and S.codec.kind == "float" and S.least == 0 and S.zero == 0:
+        return codes
     return tl.where(statistic == 0, S.zero, codes)
 
 
@@ -541,8 +558,11 @@ def divisor_of(codes, outer, S: tl.constexpr, OUTER: tl.constexpr, PTX: tl.const
             by = read_scale(codes, S)
         if OUTER:
             by = by * outer
-        usable = (by >= LEAST_NORMAL) & (by <= MOST)
-        by = tl.where(usable, by, 1.0)
+        if FINITE and PTX and S.codec.kind == "float" and not OUTER and S.rule != "divide":
+            usable = codes != 0
+        else:
+            usable = (by >= LEAST_NORMAL) & (by <= MOST)
+            by = tl.where(usable, by, 1.0)
         if S.rule != "divide":
             by = reciprocal(by, PTX)
     return by, usable
@@ -556,7 +576,7 @@ def scaled(x, by, usable, S: tl.constexpr, SUBNORMALS: tl.constexpr, FLUSHES: tl
     """
     if FLUSHES and S.rule != "divide":
         # Flushes subnormal results too, which round to zero.
-        y = tl.inline_asm_elementwise("mul.ftz.f32 $0, $1, $2;", "=f,f,f", [x, by], tl.float32, True, 1)
+        y = _product(x, by)
     else:
         if SUBNORMALS:
             u = bits_of(x)
