@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import breccia
+from breccia.backend import CastOptions
 from breccia_triton import cast, launch
 
 #: (class, slots, opcodes): the first that matches.
@@ -52,8 +53,10 @@ def disassembled(cubin: bytes) -> list[str]:
     return found[:end]
 
 
-def compiled(spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int) -> list[tuple[Any, Any]]:
-    """(compiled kernel, tile) of each pass of a cast."""
+def compiled(
+    op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int
+) -> list[tuple[Any, Any, int]]:
+    """(compiled kernel, tile, warps) of each pass of a cast."""
     made: list[tuple[Any, Any]] = []
 
     class Compiled(launch.Launcher):
@@ -65,13 +68,13 @@ def compiled(spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], c
     cast.conversion = lambda device: (capability >= 89, True)
     x = torch.empty(shape, dtype=dtype, device="meta")
     x.data_ptr = lambda: 0
-    prepared = cast.Prepared(x, breccia.recipe(spec), axis, False, False)
-    assert not prepared.generic, spec
+    prepared = cast.Prepared(op, x, breccia.recipe(spec), axis, CastOptions())
+    assert prepared.reason is None, prepared.reason
     return made
 
 
-def report(spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int, opcodes: int) -> None:
-    for kernel, tile, warps in compiled(spec, dtype, axis, shape, capability):
+def report(op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int, opcodes: int) -> None:
+    for kernel, tile, warps in compiled(op, spec, dtype, axis, shape, capability):
         if kernel.metadata.name == "amax_kernel":
             continue
         elements = getattr(tile, "lane", 0) * getattr(tile, "each", 1) * getattr(
@@ -110,6 +113,7 @@ def report(spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], cap
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("specs", nargs="+")
+    parser.add_argument("--op", default="cast", help="cast, cast_pair or cast_ste")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--axis", nargs="+", type=int, default=[-1, -2])
     parser.add_argument("--shape", nargs=2, type=int, default=(16384, 8192))
@@ -119,7 +123,7 @@ def main() -> None:
     for spec in a.specs:
         for dtype in a.dtype:
             for axis in a.axis:
-                report(spec, getattr(torch, dtype), axis, tuple(a.shape), a.capability, a.opcodes)
+                report(a.op, spec, getattr(torch, dtype), axis, tuple(a.shape), a.capability, a.opcodes)
 
 
 if __name__ == "__main__":
