@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from breccia import DelayedScaling
 from breccia.backend import (
     DEFAULT,
     PLAIN,
@@ -78,7 +79,7 @@ def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> 
     return one(x, first, shared), two(x, second, shared)
 
 
-def record_amax(x: Any, recipe: ScalingRecipe, amaxes: Any, scale: Any) -> tuple[Any, Any]:
+def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
     """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
     x = _readable(x, recipe)
     prepared = _found("record_amax", x, recipe, DEFAULT)
@@ -89,7 +90,7 @@ def record_amax(x: Any, recipe: ScalingRecipe, amaxes: Any, scale: Any) -> tuple
 
 
 def cast_and_record(
-    x: Any, recipe: ScalingRecipe, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+    x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
 ) -> tuple[ScaledTensor, Any, Any]:
     """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
     x = _readable(x, recipe)
@@ -204,7 +205,7 @@ class Prepared:
         layout = checks.fitted_layout(recipe, shape, axis)
         block = layout.block(axis)
         self.device = x.data.device
-        length = power_of_two(recipe.amax_history_len) if self.op in _RECORDING else 0
+        length = power_of_two(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) and self.op in _RECORDING else 0
         if self.storage != PLAIN and (len(shape) < 2 or not writes(spec, block, self.storage)):
             return f"it does not write these scales in storage {self.storage!r}"
         self.input: Numbers | Codes

@@ -225,13 +225,14 @@ def tile_of(block: Block, axis: int, rows: int, columns: int) -> tuple[Tile, str
         slots = power_of_two(tall), power_of_two(across)
         if slots[0] * slots[1] > LARGEST_TILE:
             return f"blocks of {tall}x{across} do not fit a tile of {LARGEST_TILE} elements"
-        narrow = {"elements": 64, "vector": 8} if axis == -2 and across == 1 and tall > 1 else {}
         if axis == -2 and across == 1:
             elements, wide = slots[0] * 64, 64
         left = max(1, elements // (slots[0] * slots[1]))
         along = max(1, min(wide // slots[1], left, power_of_two(divided_up(columns, across))))
         down = max(1, min(left // along, power_of_two(divided_up(rows, tall))))
-        return Tile(memory_axis, down, tall, slots[0], along, across, slots[1], **narrow), "tile"
+        tile = Tile(memory_axis, down, tall, slots[0], along, across, slots[1])
+        narrow = axis == -2 and across == 1 and tall > 1
+        return (replace(tile, elements=64, vector=8) if narrow else tile), "tile"
     if across is None:  # whole rows
         if tall != 1:
             return f"blocks of {tall} whole rows have no tile"

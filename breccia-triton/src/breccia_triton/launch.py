@@ -49,6 +49,7 @@ class Launcher:
         self.function, self.constants = function, constants
         self.names: Sequence[str] = function.arg_names
         self.given = list(arguments)
+        self._launch: Any = None
         if not INTERPRETED:
             absent = {name: None for name in self.names if name not in arguments and name not in constants}
             values = {**constants, **absent}
@@ -60,7 +61,6 @@ class Launcher:
             self.compiled = triton.compile(source, target=target, options={"num_warps": warps, **OPTIONS})
             # None comes first in the values, for parameters that are absent.
             self._placed = itemgetter(*(self.given.index(name) + 1 if name in arguments else 0 for name in self.names))
-            self._launch: Any = None
 
     def __call__(self, programs: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
         """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`."""
@@ -110,7 +110,7 @@ _workspaces: dict[tuple[int, int], Any] = {}
 
 
 #: What the code of torch.compile allocates with: a third of the time of `torch.empty`.
-_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @lru_cache(maxsize=4096)

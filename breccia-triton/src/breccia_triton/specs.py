@@ -144,7 +144,8 @@ class Spec:
     def lanes(self) -> bool:
         """Whether its codes have formulas that keep to a thread."""
         element = self.element
-        if self.offset != "none" and (element.kind != "integer" or element.signed or element.bits != 4):
+        unsigned = isinstance(element, Integers) and not element.signed and element.bits == 4
+        if self.offset != "none" and not unsigned:
             return False
         if element.bits == 6:
             return element.kind == "float"
