@@ -67,11 +67,10 @@ class Launcher:
         if INTERPRETED:
             self.function[programs](**dict(zip(self.given, values, strict=True)), **self._rest())
             return
-        if self._launch is None:
-            self._start()
-        self._launch(*programs, stream, *self._fixed, *self._placed((None, *values)))
+        launch = self._launch or self._start()
+        launch(*programs, stream, *self._fixed, *self._placed((None, *values)))
 
-    def _start(self) -> None:
+    def _start(self) -> Any:
         compiled = self.compiled
         launcher = compiled.run  # loads the module on the current device
         handle, metadata = compiled.function, compiled.packed_metadata
@@ -84,6 +83,7 @@ class Launcher:
         else:
             self._fixed = (handle, *hooks)
             self._launch = launcher
+        return self._launch
 
     def _rest(self) -> dict[str, Any]:
         return {name: self.constants.get(name) for name in self.names if name not in self.given}
