@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("breccia_triton")
 
+import ptx
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +27,7 @@ from breccia import backend
 from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, ScaledTensor, components, f32, reference
 from breccia.kernels.reference.packing import pack
 from breccia_triton import cast as triton_cast
-from breccia_triton import decode, numerics, plans
+from breccia_triton import decode, numerics, operands, plans
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -131,6 +132,23 @@ def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int)
         check(x, spec, axis=axis)
         whole = x.shape[axis] % (recipe.format.scale.block[-1] or 1) == 0
         assert [p.narrow for p in triton_cast._prepared.values()] == [whole and "12" not in spec]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.skipif(ON_GPU, reason="the GPU runs the instructions themselves")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.startswith(("mxfp6", "mxfp4", "nvfp4", "nf4", "int4"))])
+def test_branches_for_nvidia_gpus_write_the_same_bits(
+    spec: str, axis: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    ptx.emulate(monkeypatch)
+    for module in (triton_cast, operands):
+        monkeypatch.setattr(module, "conversion", lambda device: (False, True))
+    x = numbers((32, 256), seed=14, dtype=dtype)
+    x[:12] = (torch.randn(12, 256) * 2.0**-126).to(dtype)  # scales and products at the ends of FP32
+    x[12:14] = (3e38 * torch.randn(2, 256).sign()).to(dtype)
+    check(x, spec, axis=axis)
 
 
 @pytest.mark.gpu
