@@ -340,6 +340,21 @@ def test_tensors_of_leading_axes_slices_and_stacks_are_decoded(spec: str) -> Non
         check_decoded(breccia.stack(each))
 
 
+def test_parts_of_a_tensor_have_scales_of_any_alignment_and_stride() -> None:
+    for spec in ("fp8_block", "int4,symmetric=false,signed=false,group_size=32"):
+        st = reference.cast(numbers((4, 33, 64), seed=33), breccia.recipe(spec))
+        decode._prepared.clear()
+        triton_cast._prepared.clear()
+        for part in (st[0], st[1], st[2]):  # of one shape, at other addresses
+            same_values(decode.dequantize(part), reference.dequantize(part))
+            other = breccia.recipe("mxfp8,fp8_format=E5M2")
+            same(triton_cast.requantize(part, other), reference.requantize(part, other))
+        spaced = torch.stack([st.scale, st.scale], -1)[..., 0]  # not contiguous
+        moved = ScaledTensor.from_parts(st.data, spaced, st.recipe, st.layout, st.zero_point, None, -1, 0)
+        same_values(decode.dequantize(moved), reference.dequantize(st))
+        assert len(decode._prepared) == 2
+
+
 def test_values_are_written_into_out() -> None:
     st = reference.cast(numbers((33, 64), seed=24), breccia.recipe("nvfp4"))
     out = torch.empty((33, 64), dtype=torch.bfloat16, device=DEVICE)

@@ -32,7 +32,19 @@ from .casting import amax_kernel, cast_kernel, cast_record_kernel, pair_kernel, 
 from .geometry import Tile, Variant, divided_up, lanes_of, pair_of, power_of_two, strips_of
 from .lanes import lanes_kernel, strips_kernel
 from .launch import INTERPRETED, Argument, Launcher, empty, type_of, workspace
-from .operands import FLOATS, LARGE, POINTERS, Codes, Numbers, Written, addresses, conversion, grid_of, matrices_of
+from .operands import (
+    FLOATS,
+    LARGE,
+    POINTERS,
+    Codes,
+    Numbers,
+    Written,
+    addresses,
+    conversion,
+    facts_of,
+    grid_of,
+    matrices_of,
+)  # fmt: skip
 from .plans import readable, tiled, writes
 from .specs import CONVERTED, Spec, spec_of
 
@@ -153,15 +165,14 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
 def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Prepared | None:
     """The prepared call for these arguments, or None where the generic algorithm runs."""
     scaled = op == "requantize"
-    array = x.data if scaled else x
     axis = x.axis if scaled else options.axis
     if options is not DEFAULT and options.nonfinite == "raise":
-        reference.refuse_nonfinite(TORCH, TORCH.f32(array) if not scaled else calls.dequantize(x))
-    contiguous, device = array.is_contiguous(), array.device
+        reference.refuse_nonfinite(TORCH, calls.dequantize(x) if scaled else TORCH.f32(x))
+    device = x.data.device
+    facts: Any = facts_of(x) if scaled else (x.is_contiguous() or x.stride(), x.data_ptr() % 16 == 0)
     key = (
-        op, recipe.interned_key, array.shape, array.dtype, device, axis, contiguous or array.stride(),
-        array.data_ptr() % 16 == 0, options is DEFAULT or (options.scale is not None, options.rounding, options.storage),
-        scaled and (x.recipe.interned_key, x.layout.interned_key, x.padding, tuple(x.scale.shape)),
+        op, recipe.interned_key, x.shape, x.dtype, device, axis, facts,
+        options is DEFAULT or (options.scale is not None, options.rounding, options.storage),
     )  # fmt: skip
     prepared = _prepared.get(key)
     if prepared is None:

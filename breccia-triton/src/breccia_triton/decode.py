@@ -16,7 +16,7 @@ from breccia_torch.ops import TORCH
 from .casting import dequantize_kernel
 from .geometry import plain_tile
 from .launch import Argument, Launcher, empty, type_of
-from .operands import Codes, addresses, grid_of
+from .operands import Codes, addresses, facts_of, grid_of
 from .plans import readable
 
 _REMEMBERED = 4096
@@ -31,11 +31,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
     contiguous = data.is_contiguous()
     if not contiguous and data.ndim > 1 and data.mT.is_contiguous() and out is None:
         return dequantize(st.mT, out_dtype).mT
-    scale = st.scale
-    key = (
-        st.recipe.interned_key, st.layout.interned_key, st.axis, st.padding, data.shape, data.dtype, data.device, out_dtype,
-        contiguous, scale.shape, scale.dtype, scale.is_contiguous(), data.data_ptr() % 16 == 0, scale.data_ptr() % 16 == 0,
-    )  # fmt: skip
+    key = (out_dtype, *facts_of(st))
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= _REMEMBERED:

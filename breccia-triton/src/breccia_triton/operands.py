@@ -100,6 +100,17 @@ class Numbers:
         return [flat], list(flat.stride()) if self.strided else []
 
 
+def facts_of(st: ScaledTensor) -> tuple[Any, ...]:
+    """What `Codes` depends on, for the keys of prepared calls."""
+    data, zero_point, global_scale = st.data, st.zero_point, st.global_scale
+    return (
+        st.recipe.interned_key, st.layout.interned_key, st.axis, st.padding, data.shape, data.dtype, data.device,
+        data.is_contiguous(), data.data_ptr() % 16 == 0, st.scale.shape, st.scale.dtype, st.scale.device,
+        zero_point is None or (zero_point.shape, zero_point.dtype, zero_point.device),
+        global_scale is None or (global_scale.shape, global_scale.dtype, global_scale.device),
+    )  # fmt: skip
+
+
 class Codes:
     """A ScaledTensor as the input of a kernel. `reason` says why the kernels cannot read it, or is None.
 
@@ -134,7 +145,7 @@ class Codes:
         self.strides: dict[str, Argument] = {}
         names = ["x", "x_scale", *(f"x_{name.replace('global_scale', 'outer')}" for name in parts if name[0] not in "ds")]
         self.arguments = {
-            name: Argument(POINTERS[part.dtype.itemsize], part.data_ptr() % 16 == 0)
+            name: Argument(POINTERS[part.dtype.itemsize], name == "x" and part.data_ptr() % 16 == 0)
             for name, part in zip(names, parts.values(), strict=True)
         }
         count = packing(fmt.element)[0]
@@ -151,8 +162,8 @@ class Codes:
                 return f"its {name} is not on its device"
             if part.dtype != dtypes[name] and not (part.dtype == torch.uint8 and dtypes[name].itemsize == 1):
                 return f"its {name} is {part.dtype}"
-            if not part.is_contiguous():
-                return f"its {name} is not contiguous"
+        if not st.data.is_contiguous():
+            return "its data is not contiguous"
         if "global_scale" in parts and parts["global_scale"].ndim:
             return "it has a global scale for each matrix"
         if self.storage == PLAIN and self.block != TENSOR:
@@ -167,8 +178,8 @@ class Codes:
 
     def read(self, st: ScaledTensor) -> tuple[list[Any], list[int]]:
         """(the tensors that the kernel reads, strides)."""
-        found = [st.data, st.scale]
-        found += [part for part in (st.zero_point, st.global_scale) if part is not None]
+        found = [st.data, st.scale.contiguous()]
+        found += [part.contiguous() for part in (st.zero_point, st.global_scale) if part is not None]
         return found, []
 
 
