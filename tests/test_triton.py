@@ -27,7 +27,7 @@ from breccia import backend
 from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, ScaledTensor, components, f32, reference
 from breccia.kernels.reference.packing import pack
 from breccia_triton import cast as triton_cast
-from breccia_triton import decode, numerics, operands, plans
+from breccia_triton import decode, numerics, operands, plans, plugin
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -242,6 +242,14 @@ def test_results_are_written_into_out() -> None:
         triton_cast.cast(x, recipe, CastOptions(out=other))
 
 
+def test_kernels_write_only_into_tensors_of_their_device() -> None:
+    shape, dtype, device = (4, 32), torch.float32, torch.empty(0, device=DEVICE).device
+    assert operands.writable(torch.empty(shape, device=DEVICE), shape, dtype, device)
+    elsewhere = torch.empty(shape, device="meta" if not ON_GPU else "cpu")
+    for other in (elsewhere, torch.empty((4, 64), device=DEVICE)[:, ::2], torch.empty((4, 33), device=DEVICE)):
+        assert not operands.writable(other, shape, dtype, device)
+
+
 def test_nonfinite_numbers_are_refused_on_request() -> None:
     with pytest.raises(breccia.NonFiniteError, match="x holds NaN or Inf"):
         triton_cast.cast(numbers((33, 64)), breccia.recipe("mxfp8"), CastOptions(nonfinite="raise"))
@@ -426,7 +434,7 @@ def test_requantize_keeps_codes_and_refuses_as_the_generic_algorithm() -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 160), (2, 130, 96), (256, 128)])
-@pytest.mark.parametrize("storage", plans.STORAGES)
+@pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "fp8_block", "int4,symmetric=false,signed=false,group_size=32"])
 def test_scales_are_written_and_read_in_storages(spec: str, storage: str, shape: tuple[int, ...]) -> None:
     recipe, x = breccia.recipe(spec), numbers(shape, seed=32)

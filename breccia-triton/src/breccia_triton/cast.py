@@ -23,13 +23,14 @@ from breccia.backend import (
     ScalingRecipe,
     calls,
     checks,
+    composites,
     reference,
     renames,
 )
 from breccia_torch.ops import TORCH, need_dense
 
 from .casting import amax_kernel, cast_kernel, cast_record_kernel, pair_kernel, record_kernel
-from .geometry import Tile, Variant, divided_up, lanes_of, pair_of, power_of_two, strips_of
+from .geometry import Tile, Variant, divided_up, lanes_of, power_of_two, strips_of
 from .lanes import lanes_kernel, strips_kernel
 from .launch import INTERPRETED, Argument, Launcher, empty, type_of, workspace
 from .operands import (
@@ -45,7 +46,7 @@ from .operands import (
     grid_of,
     matrices_of,
 )  # fmt: skip
-from .plans import readable, tiled, writes
+from .plans import paired, readable, tiled, writes
 from .specs import CONVERTED, Spec, spec_of
 
 #: Programs of the pass for the amax of a tensor: enough to fill a GPU, few enough for one atomic operation each.
@@ -59,7 +60,9 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
     x = _readable(x, recipe)
     prepared = _found("cast", x, recipe, options)
     if prepared is None:
-        return _generic(x, recipe, options)
+        return (
+            reference.cast(x, recipe, options) if options.storage == PLAIN else composites.cast_into_storage(x, recipe, options)
+        )
     return prepared(x, options)
 
 
@@ -151,7 +154,7 @@ def requantize(
         return requantize(st.mT, recipe, turned, require_exact).mT
     prepared = None if require_exact else _found("requantize", st, recipe, options)
     if prepared is None:
-        return reference.requantize(st, recipe, options, require_exact, reference.Primitives(calls.cast, calls.dequantize))
+        return composites.requantize(st, recipe, options, require_exact)
     return prepared(st, options)
 
 
@@ -182,13 +185,6 @@ def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Prep
     if prepared.reason is not None or (options.scale is not None and not prepared.takes(options.scale, device)):
         return None
     return prepared
-
-
-def _generic(x: Any, recipe: ScalingRecipe, options: CastOptions) -> ScaledTensor:
-    if options.storage == PLAIN:
-        return reference.cast(x, recipe, options)
-    written = reference.cast(x, recipe, options.replace(storage=PLAIN, out=None)).to_storage(options.storage)
-    return reference.assigned(options.out, written)
 
 
 _prepared: dict[Any, Prepared] = {}
@@ -223,7 +219,7 @@ class Prepared:
         if isinstance(x, ScaledTensor):
             if not self.supplied and renames(x.recipe, x.layout.plain, axis, recipe):
                 return "codes are translated, and nothing is cast"
-            source = readable(x)
+            source = readable(x.recipe, x.layout)
             if isinstance(source, str):
                 return source
             self.input = Codes(x, source, merged=False)
@@ -235,20 +231,18 @@ class Prepared:
             self.input = Numbers(x, matrices, rows, columns)
         self.matrices, self.rows, self.columns = matrices, rows, columns
         self.two_level = spec.outer is not None
+        self.fp8, self.ptx = conversion(self.device)
         if self.op == "record_amax":
-            self.fp8, self.ptx = conversion(self.device)
             self.passes = {"tensor": _Pass(self, x, "tensor", spec, length)}
             return None
         self.tensor = block == TENSOR
-        self.fp8, self.ptx = conversion(self.device)
         large = self.input.large
         # Tiles, and where the amax comes from.
         if self.op == "cast_pair":
-            pair = pair_of(block, rows, columns)
+            pair = paired(recipe, block, rows, columns)
             if isinstance(pair, str):
                 return pair
-            if spec.offset != "none" and any(source != "tile" for _, source in pair):
-                return "blocks with an offset have to fit a tile"
+            pair = pair[1]
             if spec.element.bits < 8 or any(source in ("rows", "columns") for _, source in pair):
                 return "two casts are faster"
             oriented = list(zip(pair, (-1, -2), strict=True))
@@ -307,9 +301,7 @@ class Prepared:
         if length:
             arguments |= {name: Argument("i32") for name in ("matrices", "first", "kept")}
             constants["LENGTH"] = length
-        if "x_groups" in arguments:
-            arguments["x_groups"] = arguments.pop("x_groups")
-        arguments |= self.input.strides
+        arguments |= self.input.counts | self.input.strides
         self.integers = [rows, columns, *(n for _, n in groups), *self.input.groups]
         kernel = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel}.get(self.op, cast_kernel)
         if kernel is cast_kernel:
@@ -432,7 +424,7 @@ class Prepared:
             result = empty(tuple(x.shape), x.dtype, device)
             parts, tensors = [], [result]
         else:
-            given = None if out is None else written[0].components(out)
+            given = None if out is None else written[0].components(out, device)
             parts = [w.allocated(device) for w in written] if given is None else [given]
             tensors = parts[0] if len(parts) == 1 else [*parts[0], *parts[1]]
         others = [found[name] for name in self.amax_of]
@@ -496,7 +488,7 @@ class _Pass:
         self.length = 0 if whole == "tensor" else of.matrices * (of.rows if whole == "rows" else of.columns)
         self.numbers = source.numbers
         self.integers = (*self.shape[1:], self.shape[0], *source.groups)
-        arguments = {name: a for name, a in source.arguments.items() if name != "x_groups"}
+        arguments = dict(source.arguments)
         if length:
             arguments |= {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after", "before")}
         else:
@@ -506,7 +498,7 @@ class _Pass:
             "columns": Argument("i64" if source.large else "i32", self.shape[2] % 16 == 0),
             "matrices": Argument("i32"),
         }
-        arguments |= {name: a for name, a in source.arguments.items() if name == "x_groups"}
+        arguments |= source.counts
         pairs = contiguous and self.shape[2] % 2 == 0 and x.element_size() == 2 and source.arguments["x"].aligned
         pairs &= of.ptx and of.fp8
         variant = Variant(

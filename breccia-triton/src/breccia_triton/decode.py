@@ -16,7 +16,7 @@ from breccia_torch.ops import TORCH
 from .casting import dequantize_kernel
 from .geometry import plain_tile
 from .launch import Argument, Launcher, empty, type_of
-from .operands import Codes, addresses, facts_of, grid_of
+from .operands import Codes, addresses, facts_of, grid_of, writable
 from .plans import readable
 
 _REMEMBERED = 4096
@@ -39,7 +39,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
         prepared = _prepared[key] = Prepared(st, out_dtype)
     if prepared.reason is not None:
         return reference.dequantize(st, out_dtype, out)
-    if out is not None and not prepared.fits(out):
+    if out is not None and not writable(out, prepared.shape, prepared.dtype, prepared.device):
         return reference.result(TORCH, dequantize(st, out_dtype), "float32", out)
     device = data.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -59,7 +59,7 @@ class Prepared:
 
     def __init__(self, st: ScaledTensor, out_dtype: str) -> None:
         self.shape, self.dtype, self.device = tuple(st.shape), getattr(torch, out_dtype), st.data.device
-        spec = readable(st)
+        spec = readable(st.recipe, st.layout)
         self.reason = spec if isinstance(spec, str) else "an empty tensor" if 0 in self.shape else None
         if self.reason is not None or isinstance(spec, str):
             return
@@ -70,26 +70,14 @@ class Prepared:
         tile = plain_tile(1 if st.axis == -1 else 0, codes.rows, codes.columns)
         self.programs, folded = grid_of(tile, codes.matrices, codes.rows, codes.columns)
         tile = replace(tile, large=codes.large, folded=folded)
-        arguments = {name: a for name, a in codes.arguments.items() if name != "x_groups"}
-        arguments |= {
+        arguments = codes.arguments | {
             "out": Argument(type_of(self.dtype), True),
             "rows": Argument("i32"),
             "columns": Argument("i32", codes.columns % 16 == 0),
         }
-        arguments |= {name: a for name, a in codes.arguments.items() if name == "x_groups"}
+        arguments |= codes.counts
         self.integers = (codes.rows, codes.columns, *codes.groups)
         self.kernel = Launcher(dequantize_kernel, arguments, {"G": tile, "F": codes.source(tile)}, tile.warps)
-
-    def fits(self, out: Any) -> bool:
-        """Whether the kernel can write into `out`"""
-        return (
-            type(out) is torch.Tensor
-            and tuple(out.shape) == self.shape
-            and out.dtype == self.dtype
-            and out.device == self.device
-            and out.is_contiguous()
-            and out.data_ptr() % 16 == 0
-        )
 
     def __call__(self, st: ScaledTensor, out: Any) -> Any:
         device = self.device

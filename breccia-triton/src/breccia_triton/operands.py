@@ -69,6 +69,18 @@ def addresses(tensors: list[Any], numbers: int = 0) -> list[Any]:
     return [a.data_ptr() for a in tensors]
 
 
+def writable(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel can write into `out` as it writes into a new tensor"""
+    return (
+        type(out) is torch.Tensor
+        and tuple(out.shape) == shape
+        and out.dtype == dtype
+        and out.device == device
+        and out.is_contiguous()
+        and out.data_ptr() % 16 == 0
+    )
+
+
 def span(x: Any) -> int:
     """The distance between the first and the last element of a tensor in memory."""
     return sum((n - 1) * abs(s) for n, s in zip(x.shape, x.stride(), strict=True))
@@ -88,6 +100,7 @@ class Numbers:
         self.strides = {name: Argument("i64") for name in ("stride_matrix", "stride_row", "stride_column")}
         self.strides = self.strides if self.strided else {}
         self.groups: list[int] = []
+        self.counts: dict[str, Argument] = {}
         self.numbers = 1
 
     def source(self, tile: Tile) -> Source | None:
@@ -151,8 +164,7 @@ class Codes:
         count = packing(fmt.element)[0]
         self.numbers = 0
         self.groups = [divided_up(self.columns if st.axis == -1 else self.rows, count)] if count > 1 else []
-        if self.groups:
-            self.arguments["x_groups"] = Argument("i32", self.groups[0] % 16 == 0)
+        self.counts = {"x_groups": Argument("i32", self.groups[0] % 16 == 0)} if self.groups else {}
 
     def _refused(self, st: ScaledTensor, parts: dict[str, Any]) -> str | None:
         fmt = st.recipe.format
@@ -230,16 +242,13 @@ class Written:
             named["data"], named["scale"], self.recipe, self.layout, zero_point, global_scale, self.axis, self.padding
         )
 
-    def components(self, out: Any) -> list[Any] | None:
+    def components(self, out: Any, device: torch.device) -> list[Any] | None:
         """The components of `out` where the kernel can write into them, else None."""
         if not isinstance(out, ScaledTensor) or (out.recipe, out.layout, out.axis) != (self.recipe, self.layout, self.axis):
             return None
         found = [getattr(out, name) for name, _, _ in self.parts]
-        for part, (_, shape, dtype) in zip(found, self.parts, strict=True):
-            fits = type(part) is torch.Tensor and tuple(part.shape) == tuple(shape) and part.dtype == dtype
-            if not fits or not part.is_contiguous() or part.data_ptr() % 16:
-                return None
-        return found
+        fits = all(writable(part, shape, dtype, device) for part, (_, shape, dtype) in zip(found, self.parts, strict=True))
+        return found if fits else None
 
 
 def _stored_shape(shape: tuple[int, ...], axis: int, storage: str, itemsize: int) -> tuple[tuple[int, ...], bool]:

@@ -10,7 +10,7 @@ from breccia.backend import (
     TENSOR,
     Block,
     Call,
-    ScaledTensor,
+    Layout,
     Shape,
     checks,
     packing,
@@ -19,13 +19,11 @@ from breccia.backend import (
 )
 
 from .geometry import Tile, pair_of, tile_of
+from .plugin import STORAGES
 from .specs import Spec, spec_of
 
 #: Layouts whose scales the kernels find.
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
-#: Storages of scales that the kernels read and write.
-STORAGES = ("swizzle_128x4", "column_major", "transposed")
-
 #: The least compute capability whose instructions the kernels use.
 _LEAST = (8, 0)
 
@@ -85,10 +83,8 @@ def accepts_dequantize(call: Call) -> str | None:
     assert a.recipe is not None and a.layout is not None
     if a.empty:
         return "the generic algorithm runs for an empty tensor"
-    found = spec_of(a.recipe, decoding=True)
-    if isinstance(found, str):
-        return found
-    return None if type(a.layout.plain) in LAYOUTS else f"it does not read layout {type(a.layout.plain).__name__}"
+    found = readable(a.recipe, a.layout)
+    return found if isinstance(found, str) else None
 
 
 def _fitted(recipe: ScalingRecipe, shape: Shape, axis: int) -> tuple[Block, int, int, int]:
@@ -99,11 +95,11 @@ def _fitted(recipe: ScalingRecipe, shape: Shape, axis: int) -> tuple[Block, int,
     return block, axis, rows, columns
 
 
-def readable(st: ScaledTensor) -> Spec | str:
+def readable(recipe: ScalingRecipe, layout: Layout) -> Spec | str:
     """The constants for a ScaledTensor as the input of a kernel, or why there are none."""
-    if type(st.layout.plain) not in LAYOUTS:
-        return f"it does not read layout {type(st.layout.plain).__name__}"
-    return spec_of(st.recipe, decoding=True)
+    if type(layout.plain) not in LAYOUTS:
+        return f"it does not read layout {type(layout.plain).__name__}"
+    return spec_of(recipe, decoding=True)
 
 
 def writes(spec: Spec, block: Block, storage: str) -> bool:
@@ -113,30 +109,26 @@ def writes(spec: Spec, block: Block, storage: str) -> bool:
 
 def paired(recipe: ScalingRecipe, block: Block, rows: int, columns: int) -> tuple[Spec, Any] | str:
     """The constants of a cast in both orientations, and their tiles; or why there is no kernel for it."""
-    spec = spec_of(recipe)
-    if isinstance(spec, str):
-        return spec
-    if block != TENSOR and (block[1] or 0) % packing(recipe.format.element)[0]:
-        return "blocks are not whole groups of packed codes"
     found = pair_of(block, rows, columns)
-    if isinstance(found, str):
-        return found
-    if spec.offset != "none" and any(source != "tile" for _, source in found):
-        return f"blocks with a {spec.offset.replace('_', '-')} have to fit a tile"
-    return spec, found
+    return _with_constants(recipe, block, found, found)
 
 
 def tiled(recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int) -> tuple[Spec, Tile, str] | str:
     """The constants of a cast, its tile, and where the amax comes from (see `tile_of`); or why there is no kernel for it."""
+    found = tile_of(block, axis, rows, columns)
+    made = _with_constants(recipe, block, found, (found,))
+    return made if isinstance(made, str) else (made[0], *made[1])
+
+
+def _with_constants(recipe: ScalingRecipe, block: Block, found: Any, tiles: Any) -> tuple[Spec, Any] | str:
+    """(the constants of a cast, `found`), or why there is no kernel for it. found: a reason, or else `tiles` are its tiles."""
     spec = spec_of(recipe)
     if isinstance(spec, str):
         return spec
     if block != TENSOR and (block[1] or 0) % packing(recipe.format.element)[0]:
         return "blocks are not whole groups of packed codes"
-    found = tile_of(block, axis, rows, columns)
     if isinstance(found, str):
         return found
-    tile, source = found
-    if spec.offset != "none" and source != "tile":
+    if spec.offset != "none" and any(source != "tile" for _, source in tiles):
         return f"blocks with a {spec.offset.replace('_', '-')} have to fit a tile"
-    return spec, tile, source
+    return spec, found

@@ -21,9 +21,12 @@ _KERNELS = (
 )
 
 
+#: Storages of scales that the kernels read and write.
+STORAGES = ("swizzle_128x4", "column_major", "transposed")
+
+
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    storages = ("swizzle_128x4", "column_major", "transposed")
     for op, module, accepts, reads, writes in _KERNELS:
         yield Kernel(
             op,
@@ -34,6 +37,6 @@ def breccia_kernels() -> Iterable[Kernel]:
             device="cuda",
             available="breccia_triton.plans:available",
             accepts=f"breccia_triton.plans:accepts_{accepts}",
-            reads=storages if reads else (),
-            writes=storages if writes else (),
+            reads=STORAGES if reads else (),
+            writes=STORAGES if writes else (),
         )
