@@ -306,8 +306,8 @@ def rival_call(rival: Rival, op: str, spec: str, xs: list[Any]) -> Call | None:
 
 
 def cases(recipes: list[str], ops: list[str], shapes: list[tuple[int, int]]) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """(recipe, op, shape) of every row. `cast_pair` takes no scale, without which fp8_delayed is fp8_current."""
-    for spec, op, shape in itertools.product(recipes, ops, shapes):
+    """(recipe, op, shape) of every row, shape by shape. `cast_pair` takes no scale: fp8_delayed would be fp8_current."""
+    for shape, spec, op in itertools.product(shapes, recipes, ops):
         if not (op == "requantize" and spec not in REQUANTIZED) and not (op == "cast_pair" and spec == "fp8_delayed"):
             yield spec, op, shape
 

@@ -22,8 +22,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import breccia
-from breccia.backend import CastOptions
-from breccia_triton import cast, launch
+from breccia.backend import CastOptions, components, reference
+from breccia_torch.ops import TORCH
+from breccia_triton.facts import Array, Codes, Hardware, Operand
+from breccia_triton.launch import Launcher
+from breccia_triton.plans import readable
+from breccia_triton.prepare import Launch, Options, Prepared, decoding, needed
 
 #: (class, slots, opcodes): the first that matches.
 CLASSES = (
@@ -56,21 +60,26 @@ def disassembled(cubin: bytes) -> list[str]:
 def compiled(
     op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int
 ) -> list[tuple[Any, Any, int]]:
-    """(compiled kernel, tile, warps) of each pass of a cast."""
-    made: list[tuple[Any, Any]] = []
-
-    class Compiled(launch.Launcher):
-        def __init__(self, function: Any, arguments: Any, constants: Any, warps: int = 4) -> None:
-            super().__init__(function, arguments, constants, warps, GPUTarget("cuda", capability, 32))
-            made.append((self.compiled, constants.get("L") or constants["G"], warps))
-
-    cast.Launcher = Compiled
-    cast.conversion = lambda device: (capability >= 89, True)
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    x.data_ptr = lambda: 0
-    prepared = cast.Prepared(op, x, breccia.recipe(spec), axis, CastOptions())
-    assert prepared.reason is None, prepared.reason
-    return made
+    """(compiled kernel, tile, warps) of `dequantize`, or of each pass of a cast."""
+    recipe, hardware = breccia.recipe(spec), Hardware(True, capability >= 89)
+    given, dtypes = Array.dense(shape, str(dtype).removeprefix("torch.")), TORCH.dtypes(recipe.format)
+    launches: list[Launch | None]
+    if op == "dequantize":
+        st = reference.cast(torch.zeros(shape, dtype=dtype, device="meta"), recipe, CastOptions(axis=axis))
+        parts: dict[str, Operand | None] = {
+            name: Operand(tuple(part.shape), dtypes[name]) for name, part in components(st).items()
+        }
+        codes = Codes(st, needed(readable(recipe, st.layout)), parts, dtypes, hardware, True)
+        launches = [decoding(codes, given.dtype)]
+    else:
+        made = Prepared(op, recipe, given, axis, Options(), dtypes, hardware)
+        launches = [*(each.launch for each in made.passes.values()), made.launch]
+    target = GPUTarget("cuda", capability, 32)
+    return [
+        (Launcher(each, target).compiled, each.constants.get("L") or each.constants["G"], each.warps)
+        for each in launches
+        if each is not None
+    ]
 
 
 def report(op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], capability: int, opcodes: int) -> None:
@@ -113,7 +122,7 @@ def report(op: str, spec: str, dtype: torch.dtype, axis: int, shape: tuple[int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("specs", nargs="+")
-    parser.add_argument("--op", default="cast", help="cast, cast_pair or cast_ste")
+    parser.add_argument("--op", default="cast", help="cast, cast_pair, cast_ste or dequantize")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--axis", nargs="+", type=int, default=[-1, -2])
     parser.add_argument("--shape", nargs=2, type=int, default=(16384, 8192))

@@ -568,6 +568,30 @@ def gpu_quantize(result: Result) -> Table:
     return Table("quantize_", headings, tuple(rows), note)
 
 
+# ------------------------------------------------------------------------------------------------ products on the CPU
+
+
+def matmul_cpu(result: Result) -> Table:
+    """Microseconds of products and how many times faster they are than FP32 `F.linear`, by rows of activations."""
+    options, by = result["options"], {(row["rows"], row["arm"]): row for row in result["rows"]}
+    rows, arms = dict.fromkeys(m for m, _ in by), dict.fromkeys(arm for _, arm in by)
+
+    def cell(m: int, arm: str) -> str:
+        found, base = by[m, arm], by[m, options["base"]]
+        return f"{trio((found['min_s'], found['median_s']), 1e6)}; {ratio(base['median_s'] / found['median_s'])}"
+
+    read = min(row["min_s"] for (_, arm), row in by.items() if arm == "read")
+    return Table(
+        "matmul on the CPU",
+        ("arm", *(f"M = {m}" for m in rows)),
+        tuple((arm, *(cell(m, arm) for m in rows)) for arm in arms),
+        f"Microseconds of FP32 activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
+        f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), torch {options['torch']}, "
+        "arms interleaved. read: "
+        f"{options['read_bytes'] >> 20} MiB, at best {options['read_bytes'] / read / 1e9:.0f} GB/s.",
+    )
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -601,6 +625,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "parity-jax": {"parity-jax": parity},
     "parity-mlx": {"parity-mlx": parity},
     "training": {"training": training},
+    "matmul-cpu": {"matmul-cpu": matmul_cpu},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
 }

@@ -78,7 +78,11 @@ TOGETHER = (
     "test_ways.py",
 )
 #: Breccia distributions that the tests need in addition to the dependencies.
-ALSO_INSTALLED = {"breccia-torch": ("breccia-bridges",), "breccia-mlx": ("breccia-bridges",)}
+ALSO_INSTALLED = {
+    "breccia-torch": ("breccia-bridges",),
+    "breccia-mlx": ("breccia-bridges",),
+    "breccia-triton": ("breccia-jax",),
+}
 #: Modules that a manifest must not load.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "safetensors", "ml_dtypes", "typer", "rich")
 

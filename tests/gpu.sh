@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU suite on a machine with CUDA, torch or JAX, and pytest, against built wheels and nothing else of this repository:
-#   pip wheel --no-deps -w .whl ./breccia-core ./breccia-torch ./breccia-jax ./breccia-bridges ./breccia-triton && bash tests/gpu.sh .whl
+#   pip wheel --no-deps -w .whl ./breccia-core ./breccia-torch ./breccia-jax ./breccia-bridges ./breccia-triton platformdirs &&
+#     bash tests/gpu.sh .whl
 # More arguments go to pytest. JOBS processes share the tests, and the GPU: most of the time goes into compiling kernels.
 set -euo pipefail
 wheels=$(realpath "${1:?the folder of the wheels}")

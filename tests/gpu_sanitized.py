@@ -1,10 +1,8 @@
-"""Every op of the Triton kernels once, on small tensors with partial blocks: what `gpu_sanitizer.sh` runs."""
+"""Run every op of the Triton kernels once under a recipe, on small tensors, for `gpu_sanitizer.sh`; or print the recipes."""
 
 from __future__ import annotations
 
-import torch
-
-import breccia
+import sys
 
 RECIPES = (
     "fp8_block",
@@ -19,11 +17,23 @@ RECIPES = (
     "int4,symmetric=false,signed=false,group_size=32",
     "int8",
     "nf4",
+    "fp8_delayed",
 )
 
-for shape in ((33, 200), (64, 512)):  # the second in whole blocks
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    for spec in RECIPES:
+
+def main(spec: str) -> None:
+    import torch
+
+    import breccia
+
+    for shape in ((33, 200), (64, 512)):  # partial blocks, whole blocks
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        if spec == "fp8_delayed":
+            history = breccia.AmaxHistory(spec)  # type: ignore[arg-type]
+            for _ in range(3):
+                _, history = history.cast(x)
+                history = history.update(x)
+            continue
         for axis in (-1, -2):
             st = breccia.cast(x, spec, axis=axis)
             breccia.dequantize(st, out_dtype="bf16")
@@ -31,11 +41,12 @@ for shape in ((33, 200), (64, 512)):  # the second in whole blocks
             breccia.cast_ste(x, spec, axis=axis)
         breccia.cast_pair(x, spec)
         breccia.cast(x, spec, rounding="stochastic", seed=1)
-    for storage in ("swizzle_128x4", "column_major"):
-        breccia.dequantize(breccia.cast(x, "mxfp8", storage=storage))
-    history = breccia.AmaxHistory("fp8_delayed")  # type: ignore[arg-type]
-    for _ in range(3):
-        st, history = history.cast(x)
-        history = history.update(x)
-torch.cuda.synchronize()
-print("every kernel ran")
+        if spec == "mxfp8":
+            for storage in ("swizzle_128x4", "column_major"):
+                breccia.dequantize(breccia.cast(x, spec, storage=storage))
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    print(*RECIPES, sep="\n") if len(sys.argv) == 1 else main(sys.argv[1])

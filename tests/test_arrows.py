@@ -34,11 +34,11 @@ TERMINAL = {"typer", "rich"}
 REPORT = {"plotly", "jinja2", "markupsafe"}
 NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf"}
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
-    "breccia_torch": ({"torch", "numpy"}, set()),
+    "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
     "breccia_mlx": ({"mlx", "numpy"}, set()),
-    "breccia_native": (set(), set()),
-    "breccia_triton": ({"triton", "torch", "numpy"}, set()),
+    "breccia_native": ({"numpy"}, set()),
+    "breccia_triton": ({"triton", "torch", "jax", "numpy", "platformdirs"}, {"jax_triton"}),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
 #: The package of breccia_torch that alone may import transformers.

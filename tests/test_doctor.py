@@ -19,7 +19,7 @@ from breccia.cli import bench, doctor
 from breccia.cli.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from breccia.kernels import threads
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
-from breccia_native.availability import missing
+from breccia_native.availability import missing, missing_products
 
 
 def found(section: str, subject: str) -> Finding:
@@ -218,6 +218,8 @@ NUMPY = "numpy" if missing("cpu") else "native"
 CAST = f"{NUMPY}.cast"
 #: Framework -> prefix of the kernels for `cast` and `dequantize` on its CPU arrays, if not the generic algorithm.
 KERNELS = {"numpy": NUMPY, "torch": "torch.cpu"}
+#: Framework -> the kernel for `matmul` of few rows on its CPU arrays, if not the composite.
+MATMULS = {"numpy": "numpy.matmul"} if missing_products("cpu") else {"numpy": "native.matmul", "torch": "torch.cpu.matmul"}
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
@@ -229,7 +231,7 @@ def test_bench_times_three_ops_and_reports_their_kernels(framework: str) -> None
     for t in timings:
         assert len(t.seconds) == 3 and 0 < t.least <= t.to_dict()["median_s"] <= max(t.seconds)
         if t.op == "matmul":
-            assert t.kernel == ("numpy.matmul" if framework == "numpy" else "composite.matmul")
+            assert t.kernel == MATMULS.get(framework, "composite.matmul")
         else:
             assert t.kernel == f"{KERNELS.get(framework, 'reference')}.{t.op}"
 

@@ -13,7 +13,7 @@ import pytest
 import breccia
 from breccia import MXFP8BlockScaling, UnsupportedError
 
-X = np.ones((64, 256), np.float32)
+X = np.ones((128, 256), np.float32)
 W = breccia.cast(X, MXFP8BlockScaling())
 
 

@@ -282,6 +282,7 @@ def test_kernels_have_no_other_attributes() -> None:
 
 TRITON = Plugin("triton", "breccia-triton", "0.2", "manifest")
 BLOCK = Kernel("cast", "torch", "json:dumps", "triton.cast", device="cuda")
+FOR_JAX = Kernel("cast", "jax", "pickle:dumps", "triton.jax.cast", device="cuda")
 
 
 def test_triton_is_available_if_it_and_torch_can_be_imported() -> None:
@@ -303,22 +304,32 @@ def test_kernels_without_triton_name_the_missing_library(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
     assert breccia.kernels.triton.TRITON_AVAILABLE is False
-    assert dir(breccia.kernels.triton) == ["TRITON_AVAILABLE"]
+    assert dir(breccia.kernels.triton) == ["TRITON_AVAILABLE", "configure"]
     with pytest.raises(
         ImportError, match=r"^breccia.kernels.triton.dumps needs triton, which is not installed: pip install triton "
     ):
         breccia.kernels.triton.dumps  # noqa: B018
 
 
-def test_kernels_of_breccia_triton_are_found_by_function_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.together
+def test_functions_of_breccia_triton_that_are_no_kernels_resolve_as_the_stub_says() -> None:
+    if not breccia.kernels.triton.TRITON_AVAILABLE:
+        pytest.skip("needs torch and triton")
+    functions = {node.name: node for node in stub(breccia.kernels.triton) if isinstance(node, ast.FunctionDef)}
+    found = inspect.signature(breccia.kernels.triton.configure)
+    assert list(found.parameters) == [argument.arg for argument in functions["configure"].args.kwonlyargs] == ["autotune"]
+    assert breccia.kernels.triton.configure.__module__ == "breccia_triton.tuning"
+
+
+def test_kernels_of_breccia_triton_for_torch_are_found_by_function_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
-    monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK))))
+    monkeypatch.setattr(breccia.kernels.triton, "registry", fake((TRITON, declares("breccia_kernels", BLOCK, FOR_JAX))))
     for name in ("torch", "triton"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert breccia.kernels.triton.TRITON_AVAILABLE is True
     assert breccia.kernels.triton.dumps is json.dumps
-    assert dir(breccia.kernels.triton) == ["TRITON_AVAILABLE", "dumps"]
+    assert dir(breccia.kernels.triton) == ["TRITON_AVAILABLE", "configure", "dumps"]
     with pytest.raises(AttributeError, match=r"^breccia-triton declares no kernel function 'dump'; did you mean 'dumps'\?"):
         breccia.kernels.triton.dump  # noqa: B018
     with pytest.raises(AttributeError, match=r"^module 'breccia.kernels.triton' has no attribute '_x'$"):

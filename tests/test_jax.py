@@ -19,7 +19,10 @@ from conftest import special_rows, wide
 
 import breccia
 import breccia_jax
-from breccia.arrays.frameworks import device_of
+from breccia import Kernel
+from breccia.arrays.frameworks import device_of, framework_of
+from breccia.dispatch.table import Table
+from breccia.options import DEFAULT
 from breccia.tensors.components import components
 from breccia.tensors.grids import packing
 from breccia.tensors.tensor import FIELDS
@@ -900,3 +903,23 @@ def test_a_compiled_cast_takes_at_most_three_times_as_long_as_the_numpy_kernel(n
                 seconds[which].append(time.perf_counter() - start)
     ours, numpys = map(min, seconds)
     assert ours <= 3 * numpys, f"{ours / numpys:.2f} times"
+
+
+def test_kernels_of_a_device_are_found_for_traced_and_concrete_arrays() -> None:
+    """Traced arrays have no attribute `device`; concrete ones and tensors of either kind share a cache of the table."""
+    x = jnp.asarray(X)
+    st = breccia.cast(x, MXFP8)
+    framework = framework_of(x)
+    elsewhere = [Kernel(op, "jax", "json:dumps", f"{op}.tpu", device="tpu") for op in ("cast", "dequantize")]
+    generic = [Kernel(op, "jax", "json:loads", f"{op}.any") for op in ("cast", "dequantize")]
+    table = Table([*elsewhere, *generic], frameworks={"jax": framework})
+    found: list[str] = []
+
+    def choose(x: Any, st: Any) -> Any:
+        found.append(table.choose("cast", "jax", x, None, MXFP8, DEFAULT).kernel.name)
+        found.append(table.choose("dequantize", "jax", st).kernel.name)
+        return x
+
+    for call in (choose, jax.jit(choose), choose, jax.jit(lambda x, st: choose(x + 1, st))):
+        call(x, st)
+    assert found == ["cast.any", "dequantize.any"] * 4

@@ -55,6 +55,16 @@ def write(folder: Path, name: str, manifest: str, version: str = "0.1", module: 
     (info / "entry_points.txt").write_text(f"[breccia]\n{name} = {module}\n", encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The registry of the process, as it was, for tests of other files that follow."""
+    before = registry.registry()
+    yield
+    monkeypatch.undo()
+    if registry.registry() is not before:
+        registry.reload()
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Installs distributions for one test; the caller reloads the registry."""

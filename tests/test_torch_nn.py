@@ -195,7 +195,7 @@ def test_every_plain_linear_layer_is_replaced_and_ties_stay() -> None:
         assert not layer.training
     for module in (plain.first, plain.second, plain.mlp[0], plain.mlp[2]):
         module.weight.data = breccia.dequantize(breccia.cast(module.weight.detach(), NVFP4))
-    assert torch.equal(model(IDS), plain(IDS))
+    torch.testing.assert_close(model(IDS), plain(IDS))  # the order of summation is free
 
 
 def test_a_filter_sees_linear_layers_and_their_names() -> None:

@@ -28,6 +28,7 @@ from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, ScaledTensor,
 from breccia.kernels.reference.packing import pack
 from breccia_triton import cast as triton_cast
 from breccia_triton import decode, numerics, operands, plans, plugin
+from breccia_triton.facts import Hardware
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -111,9 +112,9 @@ def same(found: ScaledTensor, expected: ScaledTensor) -> None:
 def check(x: Any, spec: str, generic: bool = False, **options: Any) -> None:
     """The kernel and the generic algorithm write the same; `generic` says whether the kernel passes the call on to it."""
     recipe, given = breccia.recipe(spec), CastOptions(**options)
-    triton_cast._prepared.clear()
+    triton_cast._calls.clear()
     found = triton_cast.cast(x, recipe, given)
-    assert [p.reason is not None for p in triton_cast._prepared.values()] == [generic]
+    assert [isinstance(call, str) for call in triton_cast._calls.values()] == [generic]
     same(found, reference.cast(x, recipe, given))
 
 
@@ -131,7 +132,7 @@ def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int)
         x = numbers(shape, seed=12, dtype=dtype)
         check(x, spec, axis=axis)
         whole = x.shape[axis] % (recipe.format.scale.block[-1] or 1) == 0
-        assert [p.narrow for p in triton_cast._prepared.values()] == [whole and "12" not in spec]
+        assert [call.prepared.narrow for call in triton_cast._calls.values()] == [whole and "12" not in spec]
 
 
 @pytest.mark.covering(1)
@@ -144,7 +145,7 @@ def test_branches_for_nvidia_gpus_write_the_same_bits(
 ) -> None:  # fmt: skip
     ptx.emulate(monkeypatch)
     for module in (triton_cast, operands):
-        monkeypatch.setattr(module, "conversion", lambda device: (False, True))
+        monkeypatch.setattr(module, "hardware", lambda device: Hardware(ptx=True))
     x = numbers((32, 256), seed=14, dtype=dtype)
     x[:12] = (torch.randn(12, 256) * 2.0**-126).to(dtype)  # scales and products at the ends of FP32
     x[12:14] = (3e38 * torch.randn(2, 256).sign()).to(dtype)
@@ -193,9 +194,9 @@ class Six(breccia.ScalingRecipe):
 @pytest.mark.parametrize("block_size", [4, 8, 20, 48])
 def test_six_bit_codes_are_packed_in_blocks_of_any_whole_groups(block_size: int, axis: int) -> None:
     x, recipe = numbers((80, 160), seed=11), Six(block_size)
-    triton_cast._prepared.clear()
+    triton_cast._calls.clear()
     found = triton_cast.cast(x, recipe, CastOptions(axis=axis))
-    assert [p.reason for p in triton_cast._prepared.values()] == [None]
+    assert [isinstance(call, str) for call in triton_cast._calls.values()] == [False]
     same(found, reference.cast(x, recipe, CastOptions(axis=axis)))
 
 
@@ -225,7 +226,7 @@ def test_supplied_scales_are_used_and_faults_marked(spec: str, axis: int) -> Non
 def test_a_supplied_scale_for_the_tensor_needs_no_pass_for_the_amax() -> None:
     x = numbers((40, 96), seed=9)
     check(x, "fp8_delayed", scale=torch.tensor(0.037, device=DEVICE))
-    assert next(iter(triton_cast._prepared.values())).passes == {}
+    assert next(iter(triton_cast._calls.values())).passes == {}
     recipe = breccia.recipe("fp8_delayed")
     same(triton_cast.cast(x, recipe, CastOptions(scale=0.037)), reference.cast(x, recipe, CastOptions(scale=0.037)))
     for scale in (float("nan"), 0.0, -1.0, 1e-42, float("inf")):
@@ -273,18 +274,18 @@ def same_values(found: Any, expected: Any) -> None:
 
 
 def check_decoded(st: ScaledTensor, dtype: str = "float32", generic: bool = False) -> None:
-    decode._prepared.clear()
+    decode._calls.clear()
     found = decode.dequantize(st, dtype)
-    assert [p.reason is not None for p in decode._prepared.values()] == [generic]
+    assert [isinstance(call, str) for call in decode._calls.values()] == [generic]
     same_values(found, reference.dequantize(st, dtype))
 
 
 def check_op(op: str, x: Any, spec: str, generic: bool = False, **options: Any) -> None:
     """An op of the Triton kernels and the generic one return the same; `generic` says whether it is passed on."""
     recipe, given = breccia.recipe(spec), CastOptions(**options)
-    triton_cast._prepared.clear()
+    triton_cast._calls.clear()
     found = getattr(triton_cast, op)(x, recipe, given)
-    assert [p.reason is not None for p in triton_cast._prepared.values() if p.op == op] == [generic]
+    assert [isinstance(call, str) for key, call in triton_cast._calls.items() if key[0] == op] == [generic]
     expected = getattr(reference, op)(x, recipe, given)
     if op == "cast_ste":
         same_values(found, expected)
@@ -348,8 +349,8 @@ def test_tensors_of_leading_axes_slices_and_stacks_are_decoded(spec: str) -> Non
 def test_parts_of_a_tensor_have_scales_of_any_alignment_and_stride() -> None:
     for spec in ("fp8_block", "int4,symmetric=false,signed=false,group_size=32"):
         st = reference.cast(numbers((4, 33, 64), seed=33), breccia.recipe(spec))
-        decode._prepared.clear()
-        triton_cast._prepared.clear()
+        decode._calls.clear()
+        triton_cast._calls.clear()
         for part in (st[0], st[1], st[2]):  # of one shape, at other addresses
             same_values(decode.dequantize(part), reference.dequantize(part))
             other = breccia.recipe("mxfp8,fp8_format=E5M2")
@@ -357,7 +358,7 @@ def test_parts_of_a_tensor_have_scales_of_any_alignment_and_stride() -> None:
         spaced = torch.stack([st.scale, st.scale], -1)[..., 0]  # not contiguous
         moved = ScaledTensor.from_parts(st.data, spaced, st.recipe, st.layout, st.zero_point, None, -1, 0)
         same_values(decode.dequantize(moved), reference.dequantize(st))
-        assert len(decode._prepared) == 2
+        assert len(decode._calls) == 2
 
 
 def test_values_are_written_into_out() -> None:
@@ -443,9 +444,9 @@ def test_scales_are_written_and_read_in_storages(spec: str, storage: str, shape:
             triton_cast.cast(x, recipe, CastOptions(storage=storage))
         return
     for axis in (-1, -2):
-        triton_cast._prepared.clear()
+        triton_cast._calls.clear()
         found = triton_cast.cast(x, recipe, CastOptions(axis=axis, storage=storage))
-        assert [p.reason for p in triton_cast._prepared.values()] == [None]
+        assert [isinstance(call, str) for call in triton_cast._calls.values()] == [False]
         expected = reference.cast(x, recipe, CastOptions(axis=axis)).to_storage(storage)
         same(found, expected)
         check_decoded(found)
@@ -478,9 +479,8 @@ def test_a_history_is_recorded_in_one_launch_with_or_without_a_cast(spec: str, d
         for found in (both, one):
             same_values(found[0], expected[0])
             same_values(found[1], expected[1])
-    assert {p.op: p.reason for p in triton_cast._prepared.values() if "record" in p.op} == dict.fromkeys(
-        ("record_amax", "cast_and_record")
-    )
+    made = {key[0]: isinstance(call, str) for key, call in triton_cast._calls.items() if "record" in key[0]}
+    assert made == dict.fromkeys(("record_amax", "cast_and_record"), False)
 
 
 def test_the_reason_names_what_is_not_supported() -> None:
@@ -668,38 +668,46 @@ def test_tensors_beyond_two_billion_elements(spec: str, axis: int, on_gpu: Any) 
 
 COMPILED = """
 import sys, torch, breccia
-from breccia.backend import CastOptions, reference
+from breccia.backend import reference
+from breccia_torch.ops import TORCH
 from triton.backends.compiler import GPUTarget
-from breccia_triton import cast, decode, launch, operands
+from breccia_triton import decode, launch, operands, prepare
+from breccia_triton.facts import Array, Hardware
+from breccia_triton.specs import Unsupported
 
 name = sys.argv[1]
 target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[2:]), 32)
+hardware = Hardware() if name.startswith("gfx") else Hardware(True, int(name[2:]) >= 89)
+operands.hardware = lambda device: hardware
 made = []
 
-class Compiled(launch.Launcher):
-    def __init__(self, function, arguments, constants, warps):
-        super().__init__(function, arguments, constants, warps, target)
-        made.append(function.__name__)
+def compiled(launched):
+    launch.Launcher(launched, target)
+    made.append(launched.function.__name__)
 
-cast.Launcher = decode.Launcher = Compiled
-native = not name.startswith("gfx") and int(name[2:]) >= 89
-cast.conversion = operands.conversion = lambda device: (native, not name.startswith("gfx"))
-x = torch.ones((256, 512), dtype=torch.bfloat16)
+def prepared(op, recipe, given, axis=-1, options=prepare.Options()):
+    call = prepare.Prepared(op, recipe, given, axis, options, TORCH.dtypes(recipe.format), hardware)
+    for each in call.passes.values():
+        compiled(each.launch)
+    compiled(call.launch)
+
+x = Array.dense((256, 512), "bfloat16")
 for spec in ("fp8_block", "mxfp6", "nvfp4", "int4,symmetric=false,signed=false", "nf4"):
     recipe = breccia.recipe(spec)
     for axis in (-1, -2):
-        options = CastOptions(rounding="stochastic", seed=1) if spec == "mxfp6" else CastOptions()
-        assert cast.Prepared("cast", x, recipe, axis, options).reason is None
-    assert cast.Prepared("cast_ste", x, recipe, -1, CastOptions()).reason is None
-    pair = cast.Prepared("cast_pair", x, recipe, -1, CastOptions()).reason
-    assert pair is None or pair == "two casts are faster"
-    st = reference.cast(x, recipe)
-    assert decode.Prepared(st, "bfloat16").reason is None
-    assert cast.Prepared("requantize", st, breccia.recipe("mxfp8,fp8_format=E5M2"), -1, CastOptions()).reason is None
+        prepared("cast", recipe, x, axis, prepare.Options(stochastic=spec == "mxfp6"))
+    prepared("cast_ste", recipe, x)
+    try:
+        prepared("cast_pair", recipe, x)
+    except Unsupported as e:
+        assert str(e) == "two casts are faster"
+    st = reference.cast(torch.ones((256, 512), dtype=torch.bfloat16), recipe)
+    spec = prepare.needed(prepare.readable(recipe, st.layout))
+    compiled(prepare.decoding(operands.codes_of(st, spec, True), "bfloat16"))
+    prepared("requantize", breccia.recipe("mxfp8,fp8_format=E5M2"), operands.codes_of(st, spec, False))
 for axis in (-1, -2):
-    assert cast.Prepared("cast", x, breccia.recipe("mxfp4"), axis, CastOptions()).reason is None
-    biased = breccia.recipe("int4,symmetric=false,signed=false,offset=bias")
-    assert cast.Prepared("cast", x, biased, axis, CastOptions()).reason is None
+    prepared("cast", breccia.recipe("mxfp4"), x, axis)
+    prepared("cast", breccia.recipe("int4,symmetric=false,signed=false,offset=bias"), x, axis)
 print(len(made), "kernels compiled")
 """
 
@@ -707,7 +715,7 @@ print(len(made), "kernels compiled")
 @pytest.mark.rest
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950"])
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILED, target], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "33 kernels compiled" in done.stdout, done.stderr[-2000:]

@@ -23,7 +23,7 @@ _HOMES: dict[str, str] = {
     "calls": "dispatch",
     "rules": "",
     "targets": "",
-    **dict.fromkeys(("checks", "composites", "measuring", "reference"), "kernels"),
+    **dict.fromkeys(("checks", "composites", "measuring", "reference", "threads"), "kernels"),
     # Arrays of any framework.
     **dict.fromkeys(
         ("FLOATS", "Framework", "device_of", "dtype_name", "framework_of", "ops_of", "output_dtype"), "arrays.frameworks"
@@ -66,6 +66,7 @@ _HOMES: dict[str, str] = {
             "F32_INF",
             "INT4",
             "INT8",
+            "Integer",
             "MAGNITUDE",
             "MANTISSA",
             "NF4",

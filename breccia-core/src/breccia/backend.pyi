@@ -38,6 +38,7 @@ from .codecs import UE5M3 as UE5M3
 from .codecs import UINT4 as UINT4
 from .codecs import UINT8 as UINT8
 from .codecs import Codec as Codec
+from .codecs import Integer as Integer
 from .codecs import PowerOfTwo as PowerOfTwo
 from .codecs import f32 as f32
 from .codecs import f32_bits as f32_bits
@@ -72,6 +73,7 @@ from .kernels import composites as composites
 from .kernels import measuring as measuring
 from .kernels import numpy as numpy
 from .kernels import reference as reference
+from .kernels import threads as threads
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import renames as renames
 from .kernels.numpy.codes import FloatCodes as FloatCodes

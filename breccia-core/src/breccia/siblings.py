@@ -27,13 +27,15 @@ class Sibling:
     """One of breccia's distributions other than core.
 
     arrays: top-level packages whose arrays it supports, as the framework with the plug-in's name.
-    commands: the names it declares. kernels: the modules its kernels run on.
+    commands: the names it declares. kernels: the modules its kernels run on. functions: names of its façade in
+    `breccia.kernels` that are not kernels, with their object references.
     """
 
     distribution: str
     arrays: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    functions: tuple[tuple[str, str], ...] = ()
 
     @property
     def plugin(self) -> str:
@@ -46,7 +48,9 @@ class Sibling:
         return install(self.distribution)
 
 
-TRITON = Sibling("breccia-triton", kernels=("torch", "triton"))
+TRITON = Sibling(
+    "breccia-triton", kernels=("torch", "triton"), functions=(("configure", "breccia_triton.tuning:configure"),)
+)  # fmt: skip
 BRIDGES = Sibling("breccia-bridges", commands=("compare", "convert", "inspect"))
 SIBLINGS = (
     Sibling("breccia-torch", arrays=("torch",)),

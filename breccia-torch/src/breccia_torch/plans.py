@@ -10,7 +10,6 @@ from breccia.backend import Call, Options
 
 def plan(call: Call) -> Iterator[Call]:
     """The same op on the same memory, for NumPy."""
-    x = call.a.described()
     options: Any = call.cast_options() if call.op == "cast" else Options(call.options)
-    dtype = "float32" if x.dtype == "bfloat16" else x.dtype
-    yield call.makes(call.op, x._replace(dtype=dtype), recipe=call.recipe, framework="numpy", options=options)
+    a, b = (None if x is None else x.described() for x in (call.a, call.b))
+    yield call.makes(call.op, a, b, recipe=call.recipe, framework="numpy", options=options)

@@ -1,13 +1,10 @@
-"""`cast`, `cast_pair`, `cast_ste` and `requantize` on CUDA tensors of torch: launches around the kernels of `casting`."""
+"""`cast`, `cast_pair`, `cast_ste`, `requantize` and the ops of histories on CUDA tensors of torch: their kernels, launched."""
 
 # pyright: basic, reportMissingImports=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +13,6 @@ from breccia import DelayedScaling
 from breccia.backend import (
     DEFAULT,
     PLAIN,
-    TENSOR,
-    Block,
     CastOptions,
     ScaledTensor,
     ScalingRecipe,
@@ -25,34 +20,16 @@ from breccia.backend import (
     checks,
     composites,
     reference,
-    renames,
 )
 from breccia_torch.ops import TORCH, need_dense
 
-from .casting import amax_kernel, cast_kernel, cast_record_kernel, pair_kernel, record_kernel
-from .geometry import Tile, Variant, divided_up, lanes_of, power_of_two, strips_of
-from .lanes import lanes_kernel, strips_kernel
-from .launch import INTERPRETED, Argument, Launcher, empty, type_of, workspace
-from .operands import (
-    FLOATS,
-    LARGE,
-    POINTERS,
-    Codes,
-    Numbers,
-    Written,
-    addresses,
-    conversion,
-    facts_of,
-    grid_of,
-    matrices_of,
-)  # fmt: skip
-from .plans import paired, readable, tiled, writes
-from .specs import CONVERTED, Spec, spec_of
-
-#: Programs of the pass for the amax of a tensor: enough to fill a GPU, few enough for one atomic operation each.
-_PROGRAMS = 1024
-#: Prepared calls are remembered up to this many.
-_REMEMBERED = 4096
+from . import tuning
+from .choices import Choose
+from .facts import Hardware
+from .launch import INTERPRETED, Launcher, Remembered, current_stream, empty, on, workspace
+from .operands import FLOATS, Components, addresses, array_of, codes_of, components_of, facts_of, hardware
+from .prepare import Options, Pass, Prepared, scaled_source
+from .specs import Unsupported
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -139,7 +116,7 @@ class _History:
         for part in (scale, *(() if held is None else (held,))):
             if part.device != device or part.dtype != torch.float32 or not part.is_contiguous():
                 return None
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on(device):
             return _History(held, scale, recipe.amax_history_len, device)
 
 
@@ -165,7 +142,7 @@ def _readable(x: Any, recipe: ScalingRecipe) -> Any:
     return x.resolve_neg() if x.is_neg() else x  # an imaginary part may have torch's negative bit, which its memory lacks
 
 
-def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Prepared | None:
+def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Call | None:
     """The prepared call for these arguments, or None where the generic algorithm runs."""
     scaled = op == "requantize"
     axis = x.axis if scaled else options.axis
@@ -177,213 +154,80 @@ def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Prep
         op, recipe.interned_key, x.shape, x.dtype, device, axis, facts,
         options is DEFAULT or (options.scale is not None, options.rounding, options.storage),
     )  # fmt: skip
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= _REMEMBERED:
-            _prepared.clear()
-        prepared = _prepared[key] = Prepared(op, x, recipe, axis, options)
-    if prepared.reason is not None or (options.scale is not None and not prepared.takes(options.scale, device)):
+    call = _calls.get(key)
+    if call is None:
+        try:
+            call = _made(op, x, recipe, axis, options)
+        except Unsupported as e:
+            call = str(e)
+        _calls.keep(key, call)
+    if isinstance(call, str) or (options.scale is not None and not call.takes(options.scale)):
         return None
-    return prepared
+    return call
 
 
-_prepared: dict[Any, Prepared] = {}
+#: Prepared calls; for calls that the kernels do not support, the reason.
+_calls = Remembered()
 
 
-class Prepared:
-    """What calls of one op, recipe, shape, dtype, device and set of options have in common.
+#: Ops whose kernels are tuned on request. The others take choices that are known.
+_TUNED = ("cast", "cast_ste", "requantize")
 
-    `reason` says why the kernels do not apply, or is None.
-    """
 
-    def __init__(self, op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> None:
-        self.op, self.recipe, self.axis = op, recipe, axis
-        self.supplied, self.stochastic = options.scale is not None, options.rounding == "stochastic"
-        self.storage = options.storage
-        self.reason = self._prepare(x, tuple(x.shape))
+def _made(op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions) -> Call:
+    """The call for these arguments, tuned on request. Raises Unsupported."""
+    device = x.data.device
+    found = hardware(device)
 
-    def _prepare(self, x: Any, shape: tuple[int, ...]) -> str | None:
-        recipe, axis, fmt = self.recipe, self.axis, self.recipe.format
-        if 0 in shape:
-            return "an empty tensor"
-        spec = spec_of(recipe)
-        if isinstance(spec, str):
-            return spec
-        layout = checks.fitted_layout(recipe, shape, axis)
-        block = layout.block(axis)
-        self.device = x.data.device
-        length = power_of_two(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) and self.op in _RECORDING else 0
-        if self.storage != PLAIN and (len(shape) < 2 or not writes(spec, block, self.storage)):
-            return f"it does not write these scales in storage {self.storage!r}"
-        self.input: Numbers | Codes
-        if isinstance(x, ScaledTensor):
-            if not self.supplied and renames(x.recipe, x.layout.plain, axis, recipe):
-                return "codes are translated, and nothing is cast"
-            source = readable(x.recipe, x.layout)
-            if isinstance(source, str):
-                return source
-            self.input = Codes(x, source, merged=False)
-            if self.input.reason is not None:
-                return self.input.reason
-            matrices, rows, columns = self.input.matrices, self.input.rows, self.input.columns
-        else:
-            matrices, rows, columns = self._matrix(x, fmt.element.bits, block)
-            self.input = Numbers(x, matrices, rows, columns)
-        self.matrices, self.rows, self.columns = matrices, rows, columns
-        self.two_level = spec.outer is not None
-        self.fp8, self.ptx = conversion(self.device)
-        if self.op == "record_amax":
-            self.passes = {"tensor": _Pass(self, x, "tensor", spec, length)}
-            return None
-        self.tensor = block == TENSOR
-        large = self.input.large
-        # Tiles, and where the amax comes from.
-        if self.op == "cast_pair":
-            pair = paired(recipe, block, rows, columns)
-            if isinstance(pair, str):
-                return pair
-            pair = pair[1]
-            if spec.element.bits < 8 or any(source in ("rows", "columns") for _, source in pair):
-                return "two casts are faster"
-            oriented = list(zip(pair, (-1, -2), strict=True))
-        else:
-            found = tiled(recipe, block, axis, rows, columns)
-            if isinstance(found, str):
-                return found
-            oriented = [((found[1], found[2]), axis)]
-        if self.supplied and fmt.global_scale is None and oriented[0][0][1] != "tile" and spec.element.nan < 0:
-            return "a supplied scale for blocks that do not fit a tile marks their faults"
-        self.programs, folded = grid_of(oriented[0][0][0], matrices, rows, columns)
-        self.steps = 1
-        if length:
-            count = math.prod(self.programs)
-            self.steps = power_of_two(divided_up(count, 4 * _PROGRAMS))
-            self.programs, folded = (divided_up(count, self.steps), 1, 1), True
-        self.passes: dict[str, _Pass] = {}
-        self.written: list[Written] = []
-        constants: dict[str, Any] = {"S": spec, "F": None}
-        arguments = dict(self.input.arguments)
-        tail: dict[str, Argument] = {}
-        self.amax_of: list[str] = []
-        for ((tile, source), along), prefix, names in zip(oriented, ("", "other_"), ("GV", "HW"), strict=False):
-            whole = "tensor" if self.tensor or self.two_level else source if source != "tile" else ""
-            whole = "" if self.supplied else whole
-            if whole:
-                self.amax_of.append(whole)
-                if whole not in self.passes:
-                    self.passes[whole] = _Pass(self, x, whole, spec)
-            written = Written(recipe, shape, along, self.storage, rows, columns)
-            tile = replace(tile, large=large, folded=folded, backward=bool(self.passes))
-            constants[names[0]] = tile
-            constants[names[1]] = self._variant(spec, tile, source, written)
-            self.written.append(written)
-            if self.op == "cast_ste":
-                arguments["data"] = Argument(type_of(x.dtype), True)
-            else:
-                arguments |= written.arguments(prefix)
-            if whole:
-                tail[f"{prefix}amax"] = Argument("*i32", True)
-            groups = f"{prefix}groups"
-            constants.setdefault("groups", []).append((groups, written.groups))
-        groups = constants.pop("groups")
-        first = self.written[0]
-        self.scale_shape = () if self.two_level else first.scale_shape
-        self.scale_dtype = torch.float32 if self.two_level else first.dtypes["scale"]
-        arguments |= tail
-        if self.supplied:
-            arguments["supplied"] = Argument(POINTERS[self.scale_dtype.itemsize])
-        if length:
-            arguments |= _HISTORY
-        if self.stochastic:
-            arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
-        arguments |= {"rows": Argument("i32"), "columns": Argument("i32", columns % 16 == 0)}
-        arguments |= {name: Argument("i32", n % 16 == 0) for name, n in groups}
-        if length:
-            arguments |= {name: Argument("i32") for name in ("matrices", "first", "kept")}
-            constants["LENGTH"] = length
-        arguments |= self.input.counts | self.input.strides
-        self.integers = [rows, columns, *(n for _, n in groups), *self.input.groups]
-        kernel = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel}.get(self.op, cast_kernel)
-        if kernel is cast_kernel:
-            constants["F"] = self.input.source(constants["G"])
-        else:
-            del constants["F"]
+    def made(choose: Choose | None = None) -> Prepared:
+        return prepared(op, x, recipe, axis, options, found, choose)
+
+    def compiled(one: Prepared) -> Any:
+        call, given = Call(x, one), options.replace(out=None)
+        return lambda: call(x, given)
+
+    if op not in _TUNED:
+        return Call(x, made())
+    return Call(x, tuning.tuned(made, lambda one: one.launches, compiled, device, found.name))
+
+
+def prepared(
+    op: str, x: Any, recipe: ScalingRecipe, axis: int, options: CastOptions, hardware: Hardware, choose: Choose | None = None
+) -> Prepared:  # fmt: skip
+    """A call prepared for hardware under choices. Raises Unsupported."""
+    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
+    scaled = isinstance(x, ScaledTensor)
+    given = codes_of(x, scaled_source(x, recipe, chosen.supplied), False, hardware) if scaled else array_of(x)
+    return Prepared(op, recipe, given, axis, chosen, TORCH.dtypes(recipe.format), hardware, choose)
+
+
+class Call:
+    """What calls of one op, recipe, shape, dtype, device and set of options have in common: their kernels, compiled."""
+
+    def __init__(self, x: Any, made: Prepared) -> None:
+        """x: one of the operands."""
+        op, scaled, chosen = made.op, isinstance(x, ScaledTensor), made.options
+        self.op, self.device = op, x.data.device
+        self.prepared, self.stochastic = made, chosen.stochastic
+        self.numbers = 0 if scaled else 1
+        self.flat_shape = None if scaled or x.is_contiguous() else made.input.flat_shape
+        self.strided = made.input.strided
+        self.passes = {name: (each, Launcher(each.launch)) for name, each in made.passes.items()}
+        self.written = [Components(written) for written in made.written]
+        if made.launch is not None:
+            self.launcher, self.integers = Launcher(made.launch), made.launch.integers
+            self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
         # One kernel that reads the input as it is: most calls, and those of small tensors are bound by the host.
-        self.simple = not (INTERPRETED or self.passes or self.supplied or self.stochastic) and self.op == "cast"
-        self.simple &= isinstance(self.input, Numbers) and self.input.contiguous
-        self.narrow = self._narrow(spec, oriented[0][0][1], arguments, constants["V"])
-        if not self.narrow:
-            self.cast = Launcher(kernel, arguments, constants, constants["G"].warps)
-        return None
+        alone = chosen == Options(storage=chosen.storage) and not self.passes and self.flat_shape is None
+        self.simple = op == "cast" and alone and not INTERPRETED
 
-    def _narrow(self, spec: Spec, source: str, arguments: dict[str, Argument], variant: Variant) -> bool:
-        """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; they are prepared then."""
-        read, axis, block = self.input, self.axis, self.written[0].block
-        plain = self.op == "cast" and isinstance(read, Numbers) and not read.strided and read.arguments["x"].aligned
-        plain &= not (self.supplied or self.stochastic) and source == "tile" and spec.lanes
-        if not plain or self.storage != PLAIN or not isinstance(read, Numbers):
-            return False
-        elements = self.matrices * self.rows * self.columns
-        backward = bool(self.passes)
-        given = {name: kind for name, kind in arguments.items() if name not in ("rows", "columns", "groups")}
-        given["blocks"] = Argument("i32")
-        if axis == -1:
-            lanes = lanes_of(block, self.columns, spec.element.bits, read.itemsize)
-            if lanes is None:
-                return False
-            # What all programs compute from the amax of the tensor is worth more than one tile.
-            lanes = replace(lanes, steps=2 if self.two_level else 1, large=read.large, backward=backward)
-            self.integers = [elements // lanes.block]
-            self.programs = (divided_up(self.integers[0], lanes.blocks), 1, 1)
-            self.cast = Launcher(lanes_kernel, given, {"S": spec, "L": lanes, "V": variant}, lanes.warps)
-        else:
-            most = 16 if read.itemsize == 4 or spec.element.kind == "table" else 32
-            strips = strips_of(block, self.rows, self.columns, spec.element.bits, most)
-            if strips is None:
-                return False
-            strips = replace(strips, large=read.large, backward=backward)
-            self.integers = [self.matrices * self.rows // strips.block, self.columns]
-            self.programs = (self.integers[0] * divided_up(self.columns, strips.wide), 1, 1)
-            given["columns"] = Argument("i32", self.columns % 16 == 0)
-            self.cast = Launcher(strips_kernel, given, {"S": spec, "L": strips, "V": variant}, strips.warps)
-        return True
-
-    def _matrix(self, x: Any, bits: int, block: Block) -> tuple[int, int, int]:
-        """(matrices, rows, columns) of an array of numbers. bits: of a code."""
-        ordered = self.axis == -1 or not self.stochastic  # random words follow the order of elements with K last
-        one_row = block == TENSOR and self.op != "cast_pair" and ordered and bits == 8
-        if one_row and x.is_contiguous() and x.numel() < LARGE:
-            return 1, 1, x.numel()
-        if self.op == "cast_pair" or self.storage != PLAIN:
-            return matrices_of(tuple(x.shape), block, -2)
-        return matrices_of(tuple(x.shape), block, self.axis)
-
-    def _variant(self, spec: Spec, tile: Tile, source: str, written: Written) -> Variant:
-        """What the kernel is compiled for, of one orientation."""
-        kind = "supplied" if self.supplied else "tile" if self.two_level else source
-        return Variant(
-            kind,
-            self.tensor,
-            ptx=self.ptx,
-            native=self.recipe.format.element.name in CONVERTED and self.fp8,
-            stochastic=self.stochastic,
-            steps=self.steps,
-            subnormals=self.input.subnormals,
-            strided=self.input.strided,
-            ragged=written.padding > 0,
-            words=self.recipe.format.element.bits == 6
-            and not any(n % 16 for n in (self.columns, tile.block_columns, tile.wide)),
-            storage=self.storage,
-            values=self.op == "cast_ste",
-        )
-
-    def takes(self, scale: Any, device: torch.device) -> bool:
+    def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
         return (
             isinstance(scale, torch.Tensor)
-            and scale.device == device
+            and scale.device == self.device
             and scale.dtype == self.scale_dtype
-            and tuple(scale.shape) == tuple(self.scale_shape)
+            and tuple(scale.shape) == self.scale_shape
             and scale.is_contiguous()
         )
 
@@ -396,49 +240,70 @@ class Prepared:
         return self._run(x, options, amaxes, held)
 
     def amaxes(self, x: Any) -> dict[str, Any]:
-        """The results of the passes before the cast."""
-        device = self.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            inputs, strides = self.input.read(x)
-            return {name: each.run(inputs, strides, _stream(device), device) for name, each in self.passes.items()}
+        """The results of the passes before the cast, as bits."""
+        with on(self.device):
+            return self._amaxes(*self._read(x), current_stream(self.device))
 
     def record(self, x: Any, held: _History) -> tuple[Any, Any]:
-        """Record the amax of `x`."""
-        device = self.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            inputs, strides = self.input.read(x)
-            self.passes["tensor"].record(inputs, strides, _stream(device), device, held)
+        """Record the amax of `x` in a history."""
+        with on(self.device):
+            inputs, strides = self._read(x)
+            stream = current_stream(self.device)
+            prepared, launcher = self.passes["tensor"]
+            tensors = [*inputs, workspace(self.device, stream), held.amaxes, *held.recorded, held.scale]
+            values = (*addresses(tensors, 1), *prepared.launch.integers, held.first, held.kept, *strides)
+            launcher(stream, values)
         return held.recorded
+
+    def _read(self, x: Any) -> tuple[list[Any], tuple[int, ...]]:
+        """(the tensors that kernels read, strides)."""
+        if not self.numbers:
+            return components_of(x), ()
+        flat = x if self.flat_shape is None else x.reshape(self.flat_shape)
+        return [flat], flat.stride() if self.strided else ()
+
+    def _amaxes(self, inputs: list[Any], strides: tuple[int, ...], stream: int) -> dict[str, Any]:
+        return {name: self._pass(*each, inputs, strides, stream) for name, each in self.passes.items()}
+
+    def _pass(self, prepared: Pass, launcher: Launcher, inputs: list[Any], strides: tuple[int, ...], stream: int) -> Any:
+        device = self.device
+        if prepared.length:
+            amax = torch.zeros(prepared.length, dtype=torch.int32, device=device)
+            tensors = [*inputs, amax]
+        else:
+            amax = empty((1,), torch.int32, device)
+            tensors = [*inputs, amax, workspace(device, stream)]
+        launcher(stream, (*addresses(tensors, self.numbers), *prepared.launch.integers, *strides))
+        return amax
 
     def _run(self, x: Any, options: CastOptions, found: dict[str, Any] | None, held: _History | None) -> Any:
         device, written, out = self.device, self.written, options.out
-        stream = _stream(device)
+        stream = current_stream(device)
         if self.simple and out is None:
             made = written[0].allocated(device)
-            self.cast(self.programs, stream, (x.data_ptr(), *[part.data_ptr() for part in made], *self.integers))
+            self.launcher(stream, (x.data_ptr(), *[part.data_ptr() for part in made], *self.integers))
             return written[0].tensor(made)
-        inputs, strides = self.input.read(x)
+        inputs, strides = self._read(x)
         if found is None:
-            found = {name: each.run(inputs, strides, stream, device) for name, each in self.passes.items()}
+            found = self._amaxes(inputs, strides, stream)
         if self.op == "cast_ste":
             result = empty(tuple(x.shape), x.dtype, device)
             parts, tensors = [], [result]
         else:
-            given = None if out is None else written[0].components(out, device)
+            given = None if out is None else written[0].of(out, device)
             parts = [w.allocated(device) for w in written] if given is None else [given]
             tensors = parts[0] if len(parts) == 1 else [*parts[0], *parts[1]]
-        others = [found[name] for name in self.amax_of]
+        others = [found[name] for name in self.prepared.amax_of]
         if options.scale is not None:
             others.append(options.scale)
         integers = self.integers
         if held is not None:
             others += [workspace(device, stream), held.amaxes, *held.recorded]
-            integers = (*integers, self.matrices, held.first, held.kept)
-        self.cast(
-            self.programs,
+            integers = (*integers, held.first, held.kept)
+        self.launcher(
             stream,
             (
-                *addresses(inputs, self.input.numbers),
+                *addresses(inputs, self.numbers),
                 *addresses(tensors, int(self.op == "cast_ste")),
                 *addresses(others),
                 *(TORCH.words(options.seed) if self.stochastic else ()),
@@ -454,90 +319,3 @@ class Prepared:
         if out is None:
             return made
         return out if parts[0][0] is out.data else reference.assign(TORCH, out, made)
-
-
-def _stream(device: torch.device) -> int:
-    """The current stream, on the current device."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-
-
-#: Ops that record an amax.
-_RECORDING = ("record_amax", "cast_and_record")
-#: What kernels read and write of a history, besides the scale.
-_HISTORY = {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after")}
-
-
-class _Pass:
-    """The pass for the amax of the whole "tensor", or of its "rows" or "columns"; with a length, that of a history."""
-
-    def __init__(self, of: Prepared, x: Any, whole: str, spec: Spec, length: int = 0) -> None:
-        source = of.input
-        contiguous = whole == "tensor" and isinstance(source, Numbers) and not source.strided
-        self.shape = (1, 1, math.prod(x.shape)) if contiguous else (of.matrices, of.rows, of.columns)
-        tile = _amax_tile(whole, *self.shape[1:], source.large)
-        down, along = tile.counts(*self.shape[1:])
-        if whole == "tensor":
-            tiles = self.shape[0] * down * along
-            steps = power_of_two(divided_up(tiles, _PROGRAMS))
-            programs = divided_up(tiles, steps)
-        else:
-            side, across = (down, along) if whole == "columns" else (along, down)
-            steps = max(1, min(side, side * across * self.shape[0] // _PROGRAMS))
-            programs = self.shape[0] * across * divided_up(side, steps)
-        self.programs = (programs, 1, 1)
-        self.length = 0 if whole == "tensor" else of.matrices * (of.rows if whole == "rows" else of.columns)
-        self.numbers = source.numbers
-        self.integers = (*self.shape[1:], self.shape[0], *source.groups)
-        arguments = dict(source.arguments)
-        if length:
-            arguments |= {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after", "before")}
-        else:
-            arguments |= {"amax": Argument("*i32", True)} | ({"work": Argument("*i32", True)} if whole == "tensor" else {})
-        arguments |= {
-            "rows": Argument("i32"),
-            "columns": Argument("i64" if source.large else "i32", self.shape[2] % 16 == 0),
-            "matrices": Argument("i32"),
-        }
-        arguments |= source.counts
-        pairs = contiguous and self.shape[2] % 2 == 0 and x.element_size() == 2 and source.arguments["x"].aligned
-        pairs &= of.ptx and of.fp8
-        variant = Variant(
-            whole,
-            pairs=pairs,
-            ptx=of.ptx,
-            subnormals=source.subnormals,
-            finite=of.two_level,
-            steps=steps,
-            strided=source.strided,
-        )
-        if length:
-            arguments |= {name: Argument("i32") for name in ("first", "kept")} | source.strides
-            constants = {"S": spec, "G": tile, "V": variant, "LENGTH": length}
-            self.kernel = Launcher(record_kernel, arguments, constants, 8)
-        else:
-            arguments |= source.strides
-            self.kernel = Launcher(amax_kernel, arguments, {"G": tile, "V": variant, "F": source.source(tile)}, 8)
-
-    def record(self, inputs: list[Any], strides: list[int], stream: int, device: torch.device, held: _History) -> None:
-        """Record the amax in a history."""
-        tensors = [*inputs, workspace(device, stream), held.amaxes, *held.recorded, held.scale]
-        values = addresses(tensors, self.numbers)
-        self.kernel(self.programs, stream, (*values, *self.integers, held.first, held.kept, *strides))
-
-    def run(self, inputs: list[Any], strides: list[int], stream: int, device: torch.device) -> Any:
-        """The amax as bits."""
-        if self.length:
-            amax = torch.zeros(self.length, dtype=torch.int32, device=device)
-            tensors = [*inputs, amax]
-        else:
-            amax = empty((1,), torch.int32, device)
-            tensors = [*inputs, amax, workspace(device, stream)]
-        self.kernel(self.programs, stream, (*addresses(tensors, self.numbers), *self.integers, *strides))
-        return amax
-
-
-def _amax_tile(whole: str, rows: int, columns: int, large: bool) -> Tile:
-    if whole == "columns":
-        return Tile(1, 1, 0, 64, 1, 0, min(128, power_of_two(columns)), large)
-    wide = min(4096 if rows == 1 else 1024, power_of_two(columns))
-    return Tile(1, 1, 0, min(max(1, 4096 // wide), power_of_two(rows)), 1, 0, wide, large)

@@ -27,8 +27,7 @@ from .numerics import (
     larger_half,
     larger_of_pairs,
     number,
-    outer_codes,
-    outer_multiplier,
+    of_pairs,
     own_codes,
     packed,
     random_word,
@@ -44,14 +43,16 @@ from .tiles import (
     block_count,
     blocks,
     decoded,
+    global_scale,
     largest_of_blocks,
     positions,
-    program,
     read,
     repeated,
     scale_place,
+    tile_of_program,
     tiles,
     word_at,
+    words_of,
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ amax
@@ -213,9 +214,7 @@ def dequantize_kernel(
     x, x_scale, x_zero_point, x_outer, out, rows, columns, x_groups, G: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
     """The values of a ScaledTensor, rounded once to the dtype of `out`."""
-    matrix, i, j = program(rows, columns, G)
-    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
+    matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
     ROWS: tl.constexpr = G.down * G.tall
     COLUMNS: tl.constexpr = G.along * G.wide
     v = decoded(
@@ -241,20 +240,35 @@ def cast_kernel(
     amax: of the tensor, of rows or of columns. supplied: scales to use. groups: how many groups of packed codes the
     contraction axis has.
     """
-    matrix, i, j = program(rows, columns, G)
-    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
-    ROWS: tl.constexpr = G.down * G.tall
-    COLUMNS: tl.constexpr = G.along * G.wide
-    u = read(
+    matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
+    u, words = read_tile(
         x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
-        stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, F,
+        stride_matrix, stride_row, stride_column, G, V, F,
     )  # fmt: skip
-    outer_code, multiplier = global_scale(outer, amax, supplied, matrix, i, j, S, V)
+    outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
-        u, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+        u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
+
+
+@triton.jit
+def read_tile(
+    x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+    stride_matrix, stride_row, stride_column, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """(FP32 bits of a tile; with V.pairs the words of two BF16 numbers that they are from, otherwise the same bits)."""
+    ROWS: tl.constexpr = G.down * G.tall
+    COLUMNS: tl.constexpr = G.along * G.wide
+    if V.pairs:
+        words = words_of(x, matrix, i, j, row, row_exists, rows, columns, G)
+        return tl.reshape(of_pairs(words), (ROWS, COLUMNS)), words
+    else:
+        u = read(
+            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+            stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, F,
+        )  # fmt: skip
+        return u, u
 
 
 @triton.jit
@@ -283,7 +297,7 @@ def cast_record_kernel(
         )  # fmt: skip
         found = tl.maximum(found, u & MAGNITUDE)
         write(
-            u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
+            u, u, data, scale, None, None, supplied, 0, 1.0, seed_low, seed_high, matrix, i, j, row, row_exists, column,
             column_exists, rows, columns, groups, S, G, V,
         )  # fmt: skip
     top, last = gathered(found, work, programs)
@@ -298,52 +312,31 @@ def pair_kernel(
     S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Two casts of tiles that are read once: blocks along the rows by G and V, and down the columns by H and W."""
-    matrix, i, j = program(rows, columns, G)
-    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
-    ROWS: tl.constexpr = G.down * G.tall
-    COLUMNS: tl.constexpr = G.along * G.wide
-    u = read(
+    matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
+    u, words = read_tile(
         x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
-        stride_matrix, stride_row, stride_column, ROWS, COLUMNS, V, None,
+        stride_matrix, stride_row, stride_column, G, V, None,
     )  # fmt: skip
-    outer_code, multiplier = global_scale(outer, amax, None, matrix, i, j, S, V)
+    outer_code, multiplier = global_scale(outer, amax, None, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
-        u, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row, row_exists,
-        column, column_exists, rows, columns, groups, S, G, V,
+        u, words, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+        row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
     if S.outer is not None:
         if (matrix == 0) & (i == 0) & (j == 0):
             tl.store(other_outer, outer_code)
     write(
-        u, other_data, other_scale, other_zero_point, other_amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i,
-        j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
+        u, words, other_data, other_scale, other_zero_point, other_amax, None, outer_code, multiplier, seed_low, seed_high,
+        matrix, i, j, row, row_exists, column, column_exists, rows, columns, other_groups, S, H, W,
     )  # fmt: skip
 
 
 @triton.jit
-def global_scale(outer, amax, supplied, matrix, i, j, S: tl.constexpr, V: tl.constexpr):
-    """(code of the global scale, its multiplier), 0 and 1 where there is none. One program stores it."""
-    outer_code, multiplier = 0, 1.0
-    LEVEL: tl.constexpr = S.outer
-    if LEVEL is not None:
-        if V.source == "supplied":
-            outer_code = accept_scale(tl.load(supplied), LEVEL)
-        else:
-            outer_code = outer_codes(tl.load(amax), LEVEL, V.ptx)
-        if not V.values:
-            if (matrix == 0) & (i == 0) & (j == 0):
-                tl.store(outer, outer_code)
-        multiplier = outer_multiplier(outer_code, LEVEL)
-    return outer_code, multiplier
-
-
-@triton.jit
 def write(
-    u, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row, row_exists,
-    column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+    u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+    row_exists, column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis."""
+    """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them."""
     OUTER: tl.constexpr = S.outer is not None
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
@@ -365,7 +358,7 @@ def write(
     elif V.source == "columns":
         top = tl.load(amax + matrix * columns + column, mask=column_exists, other=0)[None, :]
     else:
-        top = largest_of_blocks(u, G.down, G.tall, G.along, G.wide, V.ptx)
+        top = largest_of_blocks(words, G.down, G.tall, G.along, G.wide, V.ptx, V.pairs)
     faulty = top >= INF
 
     # What the scale is computed from.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ import torch
 from breccia.backend import ScaledTensor, reference
 from breccia_torch.ops import TORCH
 
-from .casting import dequantize_kernel
-from .geometry import plain_tile
-from .launch import Argument, Launcher, empty, type_of
-from .operands import Codes, addresses, facts_of, grid_of, writable
+from . import tuning
+from .choices import Choose
+from .facts import Hardware
+from .launch import Launcher, Remembered, current_stream, empty, on
+from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from .plans import readable
-
-_REMEMBERED = 4096
+from .prepare import Launch, decoding, needed
+from .specs import Unsupported
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -28,61 +28,61 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
     A transposed view of a contiguous tensor decodes into such a view.
     """
     data = st.data
-    contiguous = data.is_contiguous()
-    if not contiguous and data.ndim > 1 and data.mT.is_contiguous() and out is None:
+    if out is None and data.ndim > 1 and not data.is_contiguous() and data.mT.is_contiguous():
         return dequantize(st.mT, out_dtype).mT
     key = (out_dtype, *facts_of(st))
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= _REMEMBERED:
-            _prepared.clear()
-        prepared = _prepared[key] = Prepared(st, out_dtype)
-    if prepared.reason is not None:
+    call = _calls.get(key)
+    if call is None:
+        try:
+            call = _made(st, out_dtype)
+        except Unsupported as e:
+            call = str(e)
+        _calls.keep(key, call)
+    if isinstance(call, str):
         return reference.dequantize(st, out_dtype, out)
-    if out is not None and not writable(out, prepared.shape, prepared.dtype, prepared.device):
+    if out is not None and not writable(out, call.shape, call.dtype, call.device):
         return reference.result(TORCH, dequantize(st, out_dtype), "float32", out)
-    device = data.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return prepared(st, out)
-    return prepared(st, out)
+    with on(call.device):
+        return call(st, out)
 
 
-_prepared: dict[Any, Prepared] = {}
+#: Prepared calls; for calls that the kernel does not support, the reason.
+_calls = Remembered()
 
 
-class Prepared:
-    """What calls for tensors of one shape, recipe, layout, device and result have in common.
+def _made(st: ScaledTensor, out_dtype: str) -> Call:
+    """The call for these arguments, tuned on request. Raises Unsupported."""
+    device = st.data.device
+    found = hardware(device)
 
-    `reason` says why the kernels do not apply, or is None.
-    """
+    def made(choose: Choose) -> Launch:
+        return prepared(st, out_dtype, found, choose)
 
-    def __init__(self, st: ScaledTensor, out_dtype: str) -> None:
+    def compiled(launch: Launch) -> Any:
+        call = Call(st, out_dtype, launch)
+        return lambda: call(st, None)
+
+    return Call(st, out_dtype, tuning.tuned(made, tuning.one, compiled, device, found.name))
+
+
+def prepared(st: ScaledTensor, out_dtype: str, hardware: Hardware, choose: Choose) -> Launch:
+    """A call prepared for hardware under choices. Raises Unsupported."""
+    spec = needed(readable(st.recipe, st.layout))
+    if 0 in st.shape:
+        raise Unsupported("an empty tensor")
+    return decoding(codes_of(st, spec, True, hardware), out_dtype, choose)
+
+
+class Call:
+    """What calls for tensors of one shape, recipe, layout, device and result have in common: their kernel, compiled."""
+
+    def __init__(self, st: ScaledTensor, out_dtype: str, launch: Launch) -> None:
         self.shape, self.dtype, self.device = tuple(st.shape), getattr(torch, out_dtype), st.data.device
-        spec = readable(st.recipe, st.layout)
-        self.reason = spec if isinstance(spec, str) else "an empty tensor" if 0 in self.shape else None
-        if self.reason is not None or isinstance(spec, str):
-            return
-        self.codes = codes = Codes(st, spec, merged=True)
-        self.reason = codes.reason
-        if self.reason is not None:
-            return
-        tile = plain_tile(1 if st.axis == -1 else 0, codes.rows, codes.columns)
-        self.programs, folded = grid_of(tile, codes.matrices, codes.rows, codes.columns)
-        tile = replace(tile, large=codes.large, folded=folded)
-        arguments = codes.arguments | {
-            "out": Argument(type_of(self.dtype), True),
-            "rows": Argument("i32"),
-            "columns": Argument("i32", codes.columns % 16 == 0),
-        }
-        arguments |= codes.counts
-        self.integers = (codes.rows, codes.columns, *codes.groups)
-        self.kernel = Launcher(dequantize_kernel, arguments, {"G": tile, "F": codes.source(tile)}, tile.warps)
+        self.launcher = Launcher(launch)
 
     def __call__(self, st: ScaledTensor, out: Any) -> Any:
-        device = self.device
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        result = empty(self.shape, self.dtype, device) if out is None else out
-        inputs, _ = self.codes.read(st)
-        self.kernel(self.programs, stream, (*addresses(inputs), *addresses([result], 1), *self.integers))
+        result = empty(self.shape, self.dtype, self.device) if out is None else out
+        launcher = self.launcher
+        values = (*addresses(components_of(st)), *addresses([result], 1), *launcher.launch.integers)
+        launcher(current_stream(self.device), values)
         return result

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from breccia.backend import PLAIN, TENSOR, Block
 
+from .choices import DEFAULT, LIMITS, Choice
 from .specs import Spec
 
 #: The most elements of a tile, which its program holds in registers.
-LARGEST_TILE = 16384
+LARGEST_TILE = LIMITS["elements"][1]
 
 
 @dataclass(frozen=True)
@@ -104,28 +105,33 @@ class Strips:
     backward: bool = False
 
 
-def strips_of(block: Block, rows: int, columns: int, bits: int, most: int) -> Strips | None:
+def strips_of(block: Block, rows: int, columns: int, bits: int, most: int, choice: Choice = DEFAULT) -> Strips | None:
     """The strips for whole blocks of codes of 4 or 6 bits down the columns of a contiguous tensor, if they are such.
 
-    most: the rows of a thread whose numbers fit its registers.
+    most: the rows of a thread whose numbers fit its registers, where nothing else is chosen.
     """
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in (4, 6) or rows % length or length != power_of_two(length) or not 16 <= length <= 512:
         return None
     if columns % 16 or length * columns >= 2**31:
         return None
-    lane = min(length, most)
-    warps = max(4, length // lane)
-    return Strips(length, lane, 4, 128 * warps * lane // length, warps)
+    across = max(4, choice.vector)  # columns that share a word of codes
+    lane = min(length, max(choice.each // across, 8, length // 16) if choice.each else most)
+    warps = max(choice.warps or 4, length // lane)
+    return Strips(length, lane, across, 32 * across * warps * lane // length, warps)
 
 
-def lanes_of(block: Block, columns: int, bits: int, itemsize: int) -> Lanes | None:
+def lanes_of(
+    block: Block, columns: int, bits: int, itemsize: int, choice: Choice = DEFAULT, steps: int = 1
+) -> Lanes | None:  # fmt: skip
     """The lanes for whole blocks of codes of 4 or 6 bits along the last axis of a contiguous tensor, if they are such."""
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in (4, 6) or columns % length or length != power_of_two(length) or not 16 <= length <= 1024:
         return None
     # Four loads of 16 bytes each: more would leave too much of a cache line to other loads.
-    return Lanes(length, 64 // itemsize, 128, 16 // itemsize)
+    lane = min(max(choice.each or 64 // itemsize, 16), 32 if bits == 6 else 64)
+    lanes = max(32 * (choice.warps or 4), length // lane)
+    return Lanes(length, lane, lanes, 16 // itemsize, choice.steps or steps)
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ class Variant:
     subnormals: the input may hold FP32 subnormals. strided: it is not contiguous.
     finite, steps: the pass for the amax ignores NaN and Inf; tiles of each of its programs.
     ragged: the last group of packed codes is not full. words: rows of 6-bit codes are whole words of 32 bits.
-    pairs: the amax is that of 16-bit numbers, two of which are compared at once.
+    pairs: the amax is that of BF16 numbers (in the pass for the tensor, also FP16), two of which are compared at once.
     storage: of the scales. values: what the codes decode to is written in place of codes and scales.
     """
 
@@ -163,9 +169,9 @@ class Source:
     """A ScaledTensor as the input of a kernel.
 
     block_rows, block_columns: sides of its blocks in memory, 0 for the side of the matrix. run_rows, run_columns: lengths that
-    divide the sides of the tile and lie within one block; 1 where the positions of the tile are not contiguous. paired: bytes
-    of two 4-bit codes belong to one tile. shared: one scale for all matrices. axis, storage, native, ptx: as of `Tile` and
-    `Variant`.
+    divide the sides of the tile and lie within one block; 1 where the positions of the tile are not contiguous. grouped: the
+    bytes of two 4-bit codes, or of four 6-bit codes, belong to one tile; words: and 16 codes are three words of 32 bits.
+    shared: one scale for all matrices. axis, storage, native, ptx: as of `Tile` and `Variant`.
     """
 
     spec: Spec
@@ -174,15 +180,18 @@ class Source:
     block_columns: int
     run_rows: int
     run_columns: int
-    paired: bool
+    grouped: bool
+    words: bool
     shared: bool
     storage: str = PLAIN
     native: bool = False
     ptx: bool = False
 
     @staticmethod
-    def of(spec: Spec, block: Block, axis: int, tile: Tile, shared: bool, storage: str, native: bool, ptx: bool) -> Source:
-        """The source for a tile."""
+    def of(
+        spec: Spec, block: Block, axis: int, tile: Tile, words: bool, shared: bool, storage: str, native: bool, ptx: bool
+    ) -> Source:  # fmt: skip
+        """The source for a tile. words: the codes of rows are words of 32 bits."""
         tall, wide = (0, 0) if block == TENSOR else (n or 0 for n in in_memory(block, axis))
         run_rows = math.gcd(tall, tile.rows) if tile.block_rows in (0, tile.tall) else 1
         run_columns = math.gcd(wide, tile.columns) if tile.block_columns in (0, tile.wide) else 1
@@ -190,8 +199,10 @@ class Source:
         side, block_side, slots = (
             (tile.columns, tile.block_columns, tile.wide) if along else (tile.rows, tile.block_rows, tile.tall)
         )
-        paired = spec.element.bits == 4 and side % 2 == 0 and block_side in (0, slots)
-        return Source(spec, along, tall, wide, run_rows, run_columns, paired, shared, storage, native, ptx)
+        count = {4: 2, 6: 4}.get(spec.element.bits, 0)
+        grouped = count > 0 and side % count == 0 and block_side in (0, slots)
+        words = words and grouped and count == 4 and along == 1 and side % 16 == 0
+        return Source(spec, along, tall, wide, run_rows, run_columns, grouped, words, shared, storage, native, ptx)
 
 
 def in_memory(block: Block, axis: int) -> Block:
@@ -209,42 +220,52 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tile_of(block: Block, axis: int, rows: int, columns: int) -> tuple[Tile, str] | str:
+def tile_of(block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT) -> tuple[Tile, str] | str:
     """The tile for blocks of a matrix, and where their amax comes from ("tile", or the axis that a pass before goes along).
 
     Returns the reason instead where there is no tile. A tile has about 4096 elements, where blocks allow it: enough loads in
     flight, in few registers. Blocks down the columns have narrow tiles, so that a thread holds many elements of each.
     """
     memory_axis = 1 if axis == -1 else 0
-    elements, wide = 4096, 512
+    elements = choice.elements or 4096
+
+    def tile(down: int, tall: int, slots_down: int, along: int, wide: int, slots_along: int, columns: bool = False) -> Tile:
+        each, vector = (64, 8) if columns else (32, 0)
+        sides = (memory_axis, down, tall, slots_down, along, wide, slots_along)
+        return Tile(*sides, elements=choice.each or each, vector=choice.vector or vector)
+
     if block == TENSOR:
-        across = min(power_of_two(columns), elements if rows == 1 else 1024)
-        return Tile(memory_axis, 1, 0, max(1, elements // across), 1, 0, across), "tensor"
+        across = min(power_of_two(columns), elements if rows == 1 else min(elements, choice.wide or 1024))
+        return tile(1, 0, max(1, elements // across), 1, 0, across), "tensor"
     tall, across = in_memory(block, axis)
     if tall is not None and across is not None:
         slots = power_of_two(tall), power_of_two(across)
         if slots[0] * slots[1] > LARGEST_TILE:
             return f"blocks of {tall}x{across} do not fit a tile of {LARGEST_TILE} elements"
-        if axis == -2 and across == 1:
-            elements, wide = slots[0] * 64, 64
+        narrow = axis == -2 and across == 1
+        wide = choice.wide or (64 if narrow else 512)
+        if narrow and not choice.elements:
+            elements = slots[0] * min(wide, max(64, LARGEST_TILE // slots[0]))
         left = max(1, elements // (slots[0] * slots[1]))
         along = max(1, min(wide // slots[1], left, power_of_two(divided_up(columns, across))))
         down = max(1, min(left // along, power_of_two(divided_up(rows, tall))))
-        tile = Tile(memory_axis, down, tall, slots[0], along, across, slots[1])
-        narrow = axis == -2 and across == 1 and tall > 1
-        return (replace(tile, elements=64, vector=8) if narrow else tile), "tile"
+        return tile(down, tall, slots[0], along, across, slots[1], narrow and tall > 1), "tile"
     if across is None:  # whole rows
         if tall != 1:
             return f"blocks of {tall} whole rows have no tile"
         if (slots := power_of_two(columns)) <= LARGEST_TILE:
-            return Tile(memory_axis, max(1, min(elements // slots, power_of_two(rows))), 1, 1, 1, 0, slots), "tile"
-        return Tile(memory_axis, max(1, elements // 1024), 1, 1, 1, 0, 1024), "rows"
+            down = max(1, min(elements // slots, power_of_two(rows)))
+            return tile(down, 1, 1, 1, 0, slots), "tile"
+        wide = min(elements, choice.wide or 1024)
+        return tile(max(1, elements // wide), 1, 1, 1, 0, wide), "rows"
     if across != 1:
         return f"blocks of {across} whole columns have no tile"
     if (slots := power_of_two(rows)) * 32 <= LARGEST_TILE:
         along = min(max(32, elements // slots), power_of_two(columns))
-        return Tile(memory_axis, 1, 0, slots, along, 1, 1, elements=64, vector=8), "tile"
-    return Tile(memory_axis, 1, 0, 128, min(64, power_of_two(columns)), 1, 1, elements=64, vector=8), "columns"
+        return tile(1, 0, slots, along, 1, 1, True), "tile"
+    wide = choice.wide or 64
+    along, tall = min(wide, power_of_two(columns)), max(1, (choice.elements or 8192) // wide)
+    return tile(1, 0, tall, along, 1, 1, True), "columns"
 
 
 def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tuple[Tile, str]] | str:
@@ -276,8 +297,19 @@ def pair_of(block: Block, rows: int, columns: int) -> tuple[tuple[Tile, str], tu
     return next((f for f in found if isinstance(f, str)), found)  # pyright: ignore[reportReturnType]
 
 
-def plain_tile(axis: int, rows: int, columns: int) -> Tile:
+def plain_tile(axis: int, rows: int, columns: int, choice: Choice = DEFAULT) -> Tile:
     """A tile of contiguous positions, whatever the blocks."""
-    wide = min(512, power_of_two(columns))
-    tall = max(1, min(4096 // wide, power_of_two(rows)))
-    return Tile(axis, 1, tall, tall, 1, wide, wide)
+    elements = choice.elements or 4096
+    wide = min(choice.wide or 512, power_of_two(columns), elements)
+    tall = max(1, min(elements // wide, power_of_two(rows)))
+    return Tile(axis, 1, tall, tall, 1, wide, wide, elements=choice.each or 32, vector=choice.vector)
+
+
+def amax_tile(whole: str, rows: int, columns: int, large: bool, choice: Choice = DEFAULT) -> Tile:
+    """A tile of a pass for the amax of the "tensor", its "rows" or its "columns"."""
+    if whole == "columns":
+        elements, wide = choice.elements or 8192, choice.wide or 128
+        return Tile(1, 1, 0, max(1, elements // wide), 1, 0, min(wide, power_of_two(columns)), large)
+    elements = choice.elements or 4096
+    wide = min(elements, elements if rows == 1 else choice.wide or 1024, power_of_two(columns))
+    return Tile(1, 1, 0, min(max(1, elements // wide), power_of_two(rows)), 1, 0, wide, large)

@@ -32,8 +32,6 @@ from .numerics import (
     magnitude_pair,
     number,
     of_pairs,
-    outer_codes,
-    outer_multiplier,
     read_scale,
     saturated,
     scale_codes,
@@ -45,6 +43,7 @@ from .numerics import (
     words_of_rounded,
     words_of_six,
 )
+from .tiles import global_scale
 
 
 @triton.jit
@@ -58,19 +57,6 @@ def _chunks(x, at, exists, COUNT: tl.constexpr, SIZE: tl.constexpr, LANES: tl.co
         second = _chunks(x, at + HALF * SIZE, exists, HALF, SIZE, LANES)
         found = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (LANES, COUNT * SIZE))
     return found
-
-
-@triton.jit
-def _multiplier(outer, amax, pid, S: tl.constexpr, V: tl.constexpr):
-    """The multiplier of the global scale, which the first program stores; 1 where there is none."""
-    LEVEL: tl.constexpr = S.outer
-    multiplier = 1.0
-    if LEVEL is not None:
-        code = outer_codes(tl.load(amax), LEVEL, V.ptx)
-        if pid == 0:
-            tl.store(outer, code)
-        multiplier = outer_multiplier(code, LEVEL)
-    return multiplier
 
 
 @triton.jit
@@ -196,7 +182,7 @@ def lanes_kernel(
         pid = tl.num_programs(0) - 1 - pid
     if L.large:
         pid = pid.to(tl.int64)
-    multiplier = _multiplier(outer, amax, pid, S, V)
+    _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
     for step in tl.static_range(STEPS):
         _lanes(x, data, scale, zero_point, multiplier, blocks, pid * STEPS + step, S, L, V)
 
@@ -213,7 +199,7 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
     COUNT: tl.constexpr = LANES * LANE // BLOCK
     ELEMENT: tl.constexpr = S.element
     lane = tile * LANES + tl.arange(0, LANES)
-    lane_exists = lane * LANE < blocks.to(lane.dtype) * BLOCK
+    lane_exists = lane * LANE < tl.cast(blocks, lane.dtype) * BLOCK
     at = lane[:, None] * (LANE // EACH) + tl.arange(0, CHUNK)[None, :]
     if PAIRS:
         u = _chunks(x.to(tl.pointer_type(tl.int32)), at, lane_exists[:, None], LANE // L.chunk, CHUNK, LANES)
@@ -351,7 +337,7 @@ def strips_kernel(
         u = bits_of(tl.load(at, mask=exists[None, None, :], other=0.0).to(tl.float32))
         pairs = u
 
-    multiplier = _multiplier(outer, amax, pid, S, V)
+    _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
     if S.offset == "none":
         statistic, faulty = _statistic(_extreme_of_columns(pairs, "amax", WIDE, PAIRS, V.ptx))
     else:

@@ -11,64 +11,59 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter, mul
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import triton
 from triton.compiler import ASTSource
+from triton.runtime import cache
+
+from .package_key import remembered
+from .prepare import OPTIONS, Launch
 
 #: Whether Triton interprets kernels, on tensors of any device: slowly, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Versions of Triton whose launcher has the arguments that `Launcher` passes.
 _KNOWN = "3.6."
-#: Products and sums stay apart: the contract rounds both.
-OPTIONS = {"enable_fp_fusion": False}
-
-
-@dataclass(frozen=True)
-class Argument:
-    """The type of an argument as Triton spells it ("*bf16", "i32"), and whether 16 divides it."""
-
-    type: str
-    aligned: bool = False
+if not INTERPRETED and triton.__version__.startswith(_KNOWN):
+    # The function that Triton's compiler calls for its key. Half of the time of the first call of a process.
+    cache.triton_key = remembered(cache.triton_key, Path(triton.__file__).parent, triton.__version__)
 
 
 class Launcher:
-    """One kernel with its constants, for one device.
+    """A prepared launch, compiled for one device."""
 
-    arguments: of the run-time parameters by name; parameters that are absent are None in the kernel. constants: by name.
-    """
-
-    def __init__(
-        self, function: Any, arguments: dict[str, Argument], constants: dict[str, Any], warps: int = 4, target: Any = None
-    ) -> None:
-        self.function, self.constants = function, constants
-        self.names: Sequence[str] = function.arg_names
-        self.given = list(arguments)
-        self._launch: Any = None
+    def __init__(self, launch: Launch, target: Any = None) -> None:
+        self.launch, self.programs = launch, launch.programs
+        self.names: Sequence[str] = launch.function.arg_names
+        self.given = list(launch.arguments)
+        self._run: Any = None
         if not INTERPRETED:
+            arguments, constants = launch.arguments, launch.constants
             absent = {name: None for name in self.names if name not in arguments and name not in constants}
             values = {**constants, **absent}
             signature = {name: "constexpr" if name in values else arguments[name].type for name in self.names}
             divisible = {
                 (i,): [["tt.divisibility", 16]] for i, n in enumerate(self.names) if n in arguments and arguments[n].aligned
             }
-            source = ASTSource(function, signature, values, divisible)
-            self.compiled = triton.compile(source, target=target, options={"num_warps": warps, **OPTIONS})
+            source = ASTSource(launch.function, signature, values, divisible)
+            self.compiled = triton.compile(source, target=target, options={"num_warps": launch.warps, **OPTIONS})
             # None comes first in the values, for parameters that are absent.
             self._placed = itemgetter(*(self.given.index(name) + 1 if name in arguments else 0 for name in self.names))
 
-    def __call__(self, programs: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
+    def __call__(self, stream: int, values: Sequence[Any]) -> None:
         """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`."""
         if INTERPRETED:
-            self.function[programs](**dict(zip(self.given, values, strict=True)), **self._rest())
+            rest = {name: self.launch.constants.get(name) for name in self.names if name not in self.given}
+            self.launch.function[self.programs](**dict(zip(self.given, values, strict=True)), **rest)
             return
-        launch = self._launch or self._start()
-        launch(*programs, stream, *self._fixed, *self._placed((None, *values)))
+        run = self._run or self._start()
+        run(*self.programs, stream, *self._fixed, *self._placed((None, *values)))
 
     def _start(self) -> Any:
         compiled = self.compiled
@@ -79,14 +74,36 @@ class Launcher:
         if triton.__version__.startswith(_KNOWN) and scratch == [0, 0]:
             # Its compiled part, without the Python around it, which allocates memory that these kernels do not need.
             self._fixed = (handle, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *hooks)
-            self._launch = launcher.launch
+            self._run = launcher.launch
         else:
             self._fixed = (handle, *hooks)
-            self._launch = launcher
-        return self._launch
+            self._run = launcher
+        return self._run
 
-    def _rest(self) -> dict[str, Any]:
-        return {name: self.constants.get(name) for name in self.names if name not in self.given}
+
+class Remembered(dict[Any, Any]):
+    """What has been prepared, by the facts of calls; it starts anew when it is full."""
+
+    _all: ClassVar[list[Remembered]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all.append(self)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Let all of them start anew."""
+        for each in cls._all:
+            each.clear()
+
+    def keep(self, key: Any, value: Any) -> Any:
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        self[key] = value
+        return value
+
+
+_REMEMBERED = 4096
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
@@ -118,6 +135,15 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(reversed((*shape[1:], 1)), mul))[::-1] if shape else ()
 
 
-def type_of(dtype: torch.dtype) -> str:
-    """Triton's pointer to numbers of a floating dtype."""
-    return {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
+def current_stream(device: torch.device) -> int:
+    """The current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def on(device: torch.device) -> Any:
+    """A context in which a device is the current one."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else _HERE
+
+
+_HERE = nullcontext()

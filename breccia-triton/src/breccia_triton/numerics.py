@@ -1,7 +1,7 @@
 """The arithmetic of casts in Triton: codes, scales and packing, bit for bit as in docs/spec/numerics.md.
 
 Arguments in capitals are constants of `specs`. Kernels are compiled without contraction of products and sums
-(`launch.OPTIONS`): additions here round to codes.
+(`prepare.OPTIONS`): additions here round to codes.
 """
 
 from __future__ import annotations
@@ -62,9 +62,14 @@ def _larger(a, b):
 
 
 @triton.jit
-def largest(u, AXIS: tl.constexpr, PTX: tl.constexpr):
-    """The largest magnitude of FP32 bits along an axis, as bits: those of NaN and Inf are the largest."""
-    if PTX:  # the absolute value is a part of the instruction
+def largest(u, AXIS: tl.constexpr, PTX: tl.constexpr, PAIRS: tl.constexpr = False):
+    """The largest magnitude of FP32 bits along an axis, as bits: those of NaN and Inf are the largest.
+
+    For PAIRS, likewise of BF16 numbers in the halves of words, with some sign.
+    """
+    if PAIRS:
+        return tl.reduce(u, AXIS, _larger_magnitudes)
+    elif PTX:  # the absolute value is a part of the instruction
         return bits_of(tl.reduce(tl.abs(number(u)), AXIS, _larger))
     else:
         return tl.max(u & MAGNITUDE, AXIS)
@@ -85,6 +90,11 @@ def larger_of_pairs(a, b, DTYPE: tl.constexpr, NAN: tl.constexpr):
     else:
         asm: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;"
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _larger_magnitudes(a, b):
+    return larger_of_pairs(a, b, tl.bfloat16, True)
 
 
 @triton.jit
@@ -910,9 +920,17 @@ def _four_rounds(x, y, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.
 
 
 @triton.jit
+def _word(seed):
+    """A word of a seed, which is an integer or the address of one."""
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
+    return seed.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def random_word(index, low, high):
     """The first output word of Threefry-2x32 with 20 rounds: key (low, high), counter `index` (int64)."""
-    k0, k1 = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    k0, k1 = _word(low), _word(high)
     k2 = k0 ^ k1 ^ 0x1BD11BDA
     x = (index & 0xFFFFFFFF).to(tl.uint32) + k0
     y = (index >> 32).to(tl.uint32) + k1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
@@ -13,27 +14,48 @@ from breccia.backend import (
     Layout,
     Shape,
     checks,
+    install,
     packing,
     renames,
     targets,
 )
 
+from .choices import DEFAULT, Choice
+from .facts import LARGE
 from .geometry import Tile, pair_of, tile_of
 from .plugin import STORAGES
 from .specs import Spec, spec_of
 
 #: Layouts whose scales the kernels find.
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
+#: Why JAX has no kernel for large arrays.
+TOO_LARGE = f"positions in {LARGE} elements or more have 64 bits, and jax-triton passes integers of 32 bits"
 #: The least compute capability whose instructions the kernels use.
-_LEAST = (8, 0)
+LEAST = (8, 0)
 
 
 def available(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
     if not targets.installed("triton"):
         return "triton is not installed; pip install triton"
-    if device.capability and tuple(device.capability) < _LEAST:
-        return f"it needs compute capability {'.'.join(map(str, _LEAST))}; {device} has {'.'.join(map(str, device.capability))}"
+    if device.capability and tuple(device.capability) < LEAST:
+        return f"it needs compute capability {'.'.join(map(str, LEAST))}; {device} has {'.'.join(map(str, device.capability))}"
+    return None
+
+
+def available_to_jax(device: Device) -> str | None:
+    """Why the kernels cannot run on JAX arrays of a device, or None."""
+    if (why := available(device)) is None and not targets.installed("jax_triton"):
+        return f"jax-triton is not installed; {install('breccia-triton[jax]')}"
+    return why
+
+
+def _refused_size(call: Call) -> str | None:
+    """Why there is no kernel for an input of this size, or None."""
+    if call.a.empty:
+        return "the generic algorithm runs for an empty tensor"
+    if call.framework == "jax" and math.prod(call.a.shape) >= LARGE:
+        return TOO_LARGE
     return None
 
 
@@ -41,8 +63,8 @@ def accepts_cast(call: Call) -> str | None:
     """Why the generic algorithm would run, or None."""
     recipe = call.recipe
     assert recipe is not None
-    if call.a.empty:
-        return "the generic algorithm runs for an empty tensor"
+    if (why := _refused_size(call)) is not None:
+        return why
     block, axis, rows, columns = _fitted(recipe, call.a.shape, int(call.option("axis", -1)))
     found = tiled(recipe, block, axis, rows, columns)
     if isinstance(found, str):
@@ -81,8 +103,8 @@ def accepts_dequantize(call: Call) -> str | None:
     """Why the generic algorithm would run, or None."""
     a = call.a
     assert a.recipe is not None and a.layout is not None
-    if a.empty:
-        return "the generic algorithm runs for an empty tensor"
+    if (why := _refused_size(call)) is not None:
+        return why
     found = readable(a.recipe, a.layout)
     return found if isinstance(found, str) else None
 
@@ -113,9 +135,11 @@ def paired(recipe: ScalingRecipe, block: Block, rows: int, columns: int) -> tupl
     return _with_constants(recipe, block, found, found)
 
 
-def tiled(recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int) -> tuple[Spec, Tile, str] | str:
+def tiled(
+    recipe: ScalingRecipe, block: Block, axis: int, rows: int, columns: int, choice: Choice = DEFAULT
+) -> tuple[Spec, Tile, str] | str:  # fmt: skip
     """The constants of a cast, its tile, and where the amax comes from (see `tile_of`); or why there is no kernel for it."""
-    found = tile_of(block, axis, rows, columns)
+    found = tile_of(block, axis, rows, columns, choice)
     made = _with_constants(recipe, block, found, (found,))
     return made if isinstance(made, str) else (made[0], *made[1])
 

@@ -1,4 +1,4 @@
-"""Everything breccia-triton adds to breccia: kernels for framework "torch" on "cuda". Imports no framework."""
+"""Everything breccia-triton adds to breccia: kernels for frameworks "torch" and "jax" on "cuda". Imports no framework."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from breccia import DelayedScaling, Kernel, hookimpl
 
 api = 1
 
-#: Each op with the module of its function, what it accepts, and whether it reads or writes storages of scales.
+#: Each op with the module of its function for torch, what it accepts, and whether it reads or writes storages of scales.
 _KERNELS = (
     ("cast", "cast", "cast", False, True),
     ("cast_pair", "cast", "pair", False, True),
@@ -27,16 +27,18 @@ STORAGES = ("swizzle_128x4", "column_major", "transposed")
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    for op, module, accepts, reads, writes in _KERNELS:
-        yield Kernel(
-            op,
-            "torch",
-            f"breccia_triton.{module}:{op}",
-            f"triton.{op}",
-            recipe=DelayedScaling if "record" in op else None,
-            device="cuda",
-            available="breccia_triton.plans:available",
-            accepts=f"breccia_triton.plans:accepts_{accepts}",
-            reads=STORAGES if reads else (),
-            writes=STORAGES if writes else (),
-        )
+    for framework in ("torch", "jax"):
+        for op, module, accepts, reads, writes in _KERNELS:
+            torch = framework == "torch"
+            yield Kernel(
+                op,
+                framework,
+                f"breccia_triton.{module if torch else 'jax_calls'}:{op}",
+                f"triton.{op}" if torch else f"triton.jax.{op}",
+                recipe=DelayedScaling if "record" in op else None,
+                device="cuda",
+                available=f"breccia_triton.plans:{'available' if torch else 'available_to_jax'}",
+                accepts=f"breccia_triton.plans:accepts_{accepts}",
+                reads=STORAGES if reads else (),
+                writes=STORAGES if writes else (),
+            )

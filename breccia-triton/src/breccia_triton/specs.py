@@ -248,25 +248,8 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
         raise Unsupported(f"it does not write global scales of {codec.name}")
     made: dict[str, Any] = {"rule": "linear", "divisor": qmax, "reciprocal": False, "factor": 1.0, "power_of_two": False}
     made |= {"carry": 0, "cap": 0}
-    match rule:
-        case None:
-            pass
-        case rules.Exponent() if type(rule) is rules.Exponent and not outermost and fmt.global_scale is None:
-            cap = f32_bits(qmax)
-            made |= {"rule": "exponent", "carry": rule.carry(fmt.element, cap), "cap": cap >> 23}
-        case rules.Inverse() if type(rule) is rules.Inverse and not outermost and fmt.global_scale is None:
-            made |= {"rule": "te", "power_of_two": rule.power_of_two, "factor": 2.0**-rule.margin}
-        case rules.Linear() if type(rule) in (rules.Linear, rules.Reciprocal, rules.HalfRange, rules.Divide):
-            made |= {"factor": 2.0**rule.margin}
-            if type(rule) is rules.Reciprocal:
-                made |= {"divisor": f32(1.0 / qmax), "reciprocal": True}
-            elif type(rule) is rules.HalfRange and isinstance(fmt.element, Integer):
-                high, low = fmt.element.high, fmt.element.low
-                made |= {"divisor": math.ldexp(high - low, -1 - fmt.element.fraction_bits)}
-            elif type(rule) is rules.Divide:
-                made |= {"rule": "divide"}
-        case _:
-            raise Unsupported(f"it does not have the scale rule {rule.name!r} here")
+    if rule is not None:
+        made |= _formula(fmt, rule, qmax, outermost)
     if rule is not None and made["rule"] != "exponent" and type(codec) is PowerOfTwo:
         raise Unsupported(f"rule {rule.name!r} writes no powers of two")
     if rule is not None and made["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
@@ -280,6 +263,31 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
     return Scale(
         found, qmax=qmax, least=least, most=most, zero=codec.zero_scale, nan=codec.need_nan(), sense=level.sense, **made
     )
+
+
+def _formula(fmt: Format, rule: rules.Rule, qmax: float, outermost: bool) -> dict[str, Any]:
+    """The fields of `Scale` that say how a rule computes it, where they are not the usual ones."""
+    only = not outermost and fmt.global_scale is None
+    match rule:
+        case rules.Exponent() if type(rule) is rules.Exponent and only:
+            cap = f32_bits(qmax)
+            return {"rule": "exponent", "carry": rule.carry(fmt.element, cap), "cap": cap >> 23}
+        case rules.Inverse() if type(rule) is rules.Inverse and only:
+            return {"rule": "te", "power_of_two": rule.power_of_two, "factor": 2.0**-rule.margin}
+        case rules.Reciprocal() if type(rule) is rules.Reciprocal:
+            return {"factor": 2.0**rule.margin, "divisor": f32(1.0 / qmax), "reciprocal": True}
+        case rules.HalfRange() if type(rule) is rules.HalfRange:
+            made: dict[str, Any] = {"factor": 2.0**rule.margin}
+            if isinstance(fmt.element, Integer):
+                high, low = fmt.element.high, fmt.element.low
+                made["divisor"] = math.ldexp(high - low, -1 - fmt.element.fraction_bits)
+            return made
+        case rules.Divide() if type(rule) is rules.Divide:
+            return {"rule": "divide", "factor": 2.0**rule.margin}
+        case rules.Linear() if type(rule) is rules.Linear:
+            return {"factor": 2.0**rule.margin}
+        case _:
+            raise Unsupported(f"it does not have the scale rule {rule.name!r} here")
 
 
 def _number(bits: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import bits_of, largest, value
+from .numerics import accept_scale, bits_of, extreme_of_pair, largest, of_pairs, outer_codes, outer_multiplier, value
 
 
 @triton.jit
@@ -78,6 +78,32 @@ def program(rows, columns, G: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(rows, columns, G: tl.constexpr):
+    """(matrix, tile along the rows, tile along the columns, rows, which exist, columns, which exist) of this program."""
+    matrix, i, j = program(rows, columns, G)
+    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
+    return matrix, i, j, row, row_exists, column, column_exists
+
+
+@triton.jit
+def global_scale(outer, amax, supplied, first, S: tl.constexpr, V: tl.constexpr):
+    """(code of the global scale, its multiplier), or (0, 1). The first program stores the code."""
+    outer_code, multiplier = 0, 1.0
+    LEVEL: tl.constexpr = S.outer
+    if LEVEL is not None:
+        if V.source == "supplied":
+            outer_code = accept_scale(tl.load(supplied), LEVEL)
+        else:
+            outer_code = outer_codes(tl.load(amax), LEVEL, V.ptx)
+        if not V.values:
+            if first:
+                tl.store(outer, outer_code)
+        multiplier = outer_multiplier(outer_code, LEVEL)
+    return outer_code, multiplier
+
+
+@triton.jit
 def repeated(of_blocks, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr):
     """Numbers of DOWN x ALONG blocks, one for each of the TALL x WIDE elements of a block."""
     # In as few axes as possible: the compiler then keeps the numbers in the registers of their elements.
@@ -93,20 +119,38 @@ def repeated(of_blocks, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.conste
 
 
 @triton.jit
-def largest_of_blocks(u, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr):
-    """The largest magnitudes of FP32 bits in DOWN x ALONG blocks of TALL x WIDE elements, as bits."""
-    if TALL == 1 and ALONG == 1:
-        return largest(u, 1, PTX)[:, None]
-    elif DOWN == 1 and WIDE == 1:
-        return largest(u, 0, PTX)[None, :]
-    elif DOWN == 1 and ALONG == 1:
-        return largest(largest(u, 1, PTX), 0, PTX) + tl.zeros((1, 1), tl.int32)
-    elif TALL == 1:
-        return largest(tl.reshape(u, (DOWN, ALONG, WIDE)), 2, PTX)
-    elif WIDE == 1:
-        return largest(tl.reshape(u, (DOWN, TALL, ALONG)), 1, PTX)
+def largest_of_blocks(
+    u, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """The largest magnitudes in DOWN x ALONG blocks of TALL x WIDE elements, as FP32 bits.
+
+    u: FP32 bits; for PAIRS, words of two adjacent BF16 numbers.
+    """
+    if PAIRS and WIDE == 1:
+        found = _largest(u, DOWN, TALL, ALONG // 2, 1, PTX, True)
+        return tl.reshape(of_pairs(found & 0x7FFF7FFF), (DOWN, ALONG))
+    elif PAIRS:
+        return extreme_of_pair(_largest(u, DOWN, TALL, ALONG, WIDE // 2, PTX, True) & 0x7FFF7FFF, "amax")
     else:
-        return largest(largest(tl.reshape(u, (DOWN, TALL, ALONG, WIDE)), 3, PTX), 1, PTX)
+        return _largest(u, DOWN, TALL, ALONG, WIDE, PTX, False)
+
+
+@triton.jit
+def _largest(
+    u, DOWN: tl.constexpr, TALL: tl.constexpr, ALONG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    if TALL == 1 and ALONG == 1:
+        return largest(u, 1, PTX, PAIRS)[:, None]
+    elif DOWN == 1 and WIDE == 1:
+        return largest(u, 0, PTX, PAIRS)[None, :]
+    elif DOWN == 1 and ALONG == 1:
+        return largest(largest(u, 1, PTX, PAIRS), 0, PTX, PAIRS) + tl.zeros((1, 1), tl.int32)
+    elif TALL == 1:
+        return largest(tl.reshape(u, (DOWN, ALONG, WIDE)), 2, PTX, PAIRS)
+    elif WIDE == 1:
+        return largest(tl.reshape(u, (DOWN, TALL, ALONG)), 1, PTX, PAIRS)
+    else:
+        return largest(largest(tl.reshape(u, (DOWN, TALL, ALONG, WIDE)), 3, PTX, PAIRS), 1, PTX, PAIRS)
 
 
 @triton.jit
@@ -139,6 +183,17 @@ def loaded(x, matrix, row, column, exists, rows, columns, stride_matrix, stride_
     else:
         at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
     return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def words_of(x, matrix, i, j, row, row_exists, rows, columns, G: tl.constexpr):
+    """A tile of words of two adjacent BF16 numbers, zeros where there are none. columns: an even number."""
+    if G.block_columns == 1:  # columns of a tile follow each other
+        pair, pair_exists = positions(j, columns // 2, 1, 0, G.along // 2, G.vector // 2)
+    else:
+        pair, pair_exists = positions(j, columns // 2, G.along, G.block_columns // 2, G.wide // 2, G.vector // 2)
+    at = (matrix.to(tl.int64) * rows + row[:, None]) * (columns // 2) + pair[None, :]
+    return tl.load(x.to(tl.pointer_type(tl.int32)) + at, mask=row_exists[:, None] & pair_exists[None, :], other=0)
 
 
 @triton.jit
@@ -233,17 +288,31 @@ def codes_at(
     if BITS == 8:
         to = (matrix * rows + row[:, None]) * columns + column[None, :]
         return tl.load(data + to, mask=row_exists[:, None] & column_exists[None, :], other=0).to(tl.int32)
-    elif F.paired:  # a byte has the codes of two elements of the tile
-        if F.axis == 1:
-            group = j * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-            to = (matrix * rows + row[:, None]) * groups + group[None, :]
-            pair = tl.load(data + to, mask=row_exists[:, None] & (group < groups)[None, :], other=0).to(tl.int32)
-            return tl.reshape(tl.join(pair & 15, pair >> 4), (ROWS, COLUMNS))
+    elif F.grouped:
+        LENGTH: tl.constexpr = 2 if BITS == 4 else 4
+        BYTES: tl.constexpr = LENGTH * BITS // 8
+        if F.words:
+            bits = _words_of_six(data, matrix, j, row, row_exists, rows, groups, ROWS, COLUMNS)
         else:
-            group = i * (ROWS // 2) + tl.arange(0, ROWS // 2)
-            to = (matrix * groups + group[:, None]) * columns + column[None, :]
-            pair = tl.load(data + to, mask=(group < groups)[:, None] & column_exists[None, :], other=0).to(tl.int32)
-            return tl.reshape(tl.permute(tl.join(pair & 15, pair >> 4), (0, 2, 1)), (ROWS, COLUMNS))
+            if F.axis == 1:
+                group = j * (COLUMNS // LENGTH) + tl.arange(0, COLUMNS // LENGTH)
+                at = (matrix * rows + row[:, None]) * (groups * BYTES) + group[None, :] * BYTES
+                exists, step = row_exists[:, None] & (group < groups)[None, :], 1
+            else:
+                group = i * (ROWS // LENGTH) + tl.arange(0, ROWS // LENGTH)
+                at = (matrix * (groups * BYTES) + group[:, None] * BYTES) * columns + column[None, :]
+                exists, step = (group < groups)[:, None] & column_exists[None, :], columns
+            bits = tl.load(data + at, mask=exists, other=0).to(tl.int32)
+            for byte in tl.static_range(1, BYTES):
+                bits = bits | (tl.load(data + at + byte * step, mask=exists, other=0).to(tl.int32) << (8 * byte))
+        if BITS == 4:
+            code = tl.join(bits & 15, bits >> 4)
+        else:
+            code = tl.join(tl.join(bits & 63, (bits >> 12) & 63), tl.join((bits >> 6) & 63, (bits >> 18) & 63))
+            code = tl.reshape(code, (bits.shape[0], bits.shape[1], 4))
+        if F.axis == 0:
+            code = tl.permute(code, (0, 2, 1))
+        return tl.reshape(code, (ROWS, COLUMNS))
     else:
         COUNT: tl.constexpr = 2 if BITS == 4 else 4
         SIZE: tl.constexpr = COUNT * BITS // 8
@@ -260,3 +329,18 @@ def codes_at(
         if BITS == 6:  # some codes lie in two bytes
             word = word | (tl.load(data + at + step, mask=exists & (shift > 2), other=0).to(tl.int32) << 8)
         return (word >> shift) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _words_of_six(data, matrix, j, row, row_exists, rows, groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Groups of 24 bits, four 6-bit codes each, of a tile: every four groups are three words."""
+    four = j * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
+    at = ((matrix * rows + row[:, None]) * (groups // 4) + four[None, :]) * 3
+    exists = row_exists[:, None] & (four < groups // 4)[None, :]
+    words = data.to(tl.pointer_type(tl.int32)) + at
+    a = tl.load(words, mask=exists, other=0)
+    b = tl.load(words + 1, mask=exists, other=0)
+    c = tl.load(words + 2, mask=exists, other=0)
+    first, second = a & 0xFFFFFF, ((a >> 24) & 0xFF) | ((b & 0xFFFF) << 8)
+    third, fourth = ((b >> 16) & 0xFFFF) | ((c & 0xFF) << 16), (c >> 8) & 0xFFFFFF
+    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (ROWS, COLUMNS // 4))

@@ -25,6 +25,7 @@ from .facts import (
     array_of,
     as_fact,
     bucketed_shape,
+    device_of_operand,
     is_contiguous,
     is_empty,
     layout_of,
@@ -201,10 +202,14 @@ class Call(_Recorder):
     def device(self) -> Device:
         """The device of the first operand, with its number and compute capability."""
         framework: Framework | None = self.values[FRAMEWORK]
+        x = self.values[A]
+        if isinstance(x, Described):
+            return x.device
+        if framework is not None and framework.device is not None:
+            return self._ask(A, device_of_operand)
         if framework is None or len(framework.kinds) != 1:  # else there is only one kind
             self._attribute(A, "device")
-        x = self.values[A]
-        return x.device if isinstance(x, Described) else place_of(array_of(x))
+        return place_of(array_of(x))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from .. import targets
-from ..arrays.frameworks import Device, ops_of
+from ..arrays.frameworks import Device, ops_of, place_of
 from ..layouts import Layout
 from ..recipes import ScalingRecipe
 from ..tensors.tensor import ScaledTensor
@@ -42,6 +42,11 @@ def bucket(n: int) -> int:
 def array_of(x: Any) -> Any:
     """The array that determines an operand's device: the codes of a ScaledTensor."""
     return x.data if isinstance(x, ScaledTensor) else x
+
+
+def device_of_operand(x: Any) -> Device:
+    """The device of an operand, where arrays of some types have no attribute that says it."""
+    return place_of(array_of(x))
 
 
 def recipe_of(x: Any) -> ScalingRecipe | None:

@@ -1,5 +1,8 @@
 # pyright: reportUnsupportedDunderAll=false
-"""The kernels of an installed breccia-triton, by function name; `TRITON_AVAILABLE` is whether they can run."""
+"""The kernels for PyTorch of an installed breccia-triton, by function name; `TRITON_AVAILABLE` is whether they can run.
+
+`configure` sets how they run.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from ..dispatch.registry import registry
 from ..errors import suggestion
 from ..siblings import TRITON
 
-__all__ = ["TRITON_AVAILABLE"]
+__all__ = ["TRITON_AVAILABLE", "configure"]
 
 
 def _kernels() -> dict[str, Kernel]:
     """The declared kernels by function name; empty if they cannot be imported."""
-    declared = [k for k in registry().table.kernels if k.plugin == TRITON.plugin]
+    declared = [k for k in registry().table.kernels if k.plugin == TRITON.plugin and k.framework == "torch"]
     return {k.target.rpartition(":")[2]: k for k in declared if not _missing()}
 
 
@@ -42,10 +45,10 @@ def __getattr__(name: str) -> Any:
             f"{' '.join(_missing())} (triton has wheels for Linux only).",
             name=_missing()[0],
         )
-    kernels = _kernels()
-    if name not in kernels:
-        raise AttributeError(f"{TRITON.distribution} declares no kernel function {name!r}{suggestion(name, list(kernels))}")
-    return targets.load(kernels[name].target)
+    found = {**dict(TRITON.functions), **{name: kernel.target for name, kernel in _kernels().items()}}
+    if name not in found:
+        raise AttributeError(f"{TRITON.distribution} declares no kernel function {name!r}{suggestion(name, list(found))}")
+    return targets.load(found[name])
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,251 @@
+"""Choices: the numbers that a kernel may vary without changing its results, by device and call.
+
+The user's own file comes first, in the user cache directory; then the file that is shipped for the device in `configurations`;
+then what `geometry` takes by default. Imports no framework.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from breccia import Format
+from breccia.backend import TENSOR, Block
+
+#: Of the files. Raised when a number means something else, or kernels change so much that choices have to be tuned anew.
+SCHEMA = 1
+#: The files of this distribution, by device.
+SHIPPED = Path(__file__).parent / "configurations"
+#: Tensors of fewer elements are small: a device is not busy with them for long, so they have choices of their own.
+SMALL = 2**22
+#: The least and the most that each number may be. All are powers of two.
+LIMITS = {
+    "elements": (32, 16384),
+    "wide": (16, 16384),
+    "each": (4, 512),
+    "vector": (1, 16),
+    "warps": (1, 16),
+    "steps": (1, 64),
+    "programs": (64, 16384),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a kernel may vary without changing a bit of what it writes; 0 is for the default. Raises ValueError.
+
+    elements: of a tile. wide: the most columns of a tile. each: elements of a thread. vector: the most columns that a thread
+    loads at once. warps: of a program. steps: tiles of a program. programs: of a pass over the tensor, at most.
+    A number that a call does not allow, such as a tile smaller than a block, becomes the nearest one that it allows.
+    """
+
+    elements: int = 0
+    wide: int = 0
+    each: int = 0
+    vector: int = 0
+    warps: int = 0
+    steps: int = 0
+    programs: int = 0
+
+    def __post_init__(self) -> None:
+        for name, n in asdict(self).items():
+            least, most = LIMITS[name]
+            if type(n) is not int or (n != 0 and not (least <= n <= most and n & (n - 1) == 0)):
+                raise ValueError(f"{name} is {n!r}, which is not a power of two from {least} to {most}")
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Those that are not the default, by name."""
+        return {name: n for name, n in asdict(self).items() if n}
+
+    @staticmethod
+    def of(numbers: Mapping[str, Any]) -> Choice:
+        """The choice with these numbers, by name."""
+        if unknown := sorted(numbers.keys() - LIMITS.keys()):
+            raise ValueError(f"{unknown[0]!r} is unknown; there are {', '.join(LIMITS)}")
+        return Choice(**numbers)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {n}" for name, n in self.numbers.items()) or "default"
+
+
+DEFAULT = Choice()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the best choice depends on, besides the device. kernel: what the candidates depend on, of `tuning.GRIDS`."""
+
+    kernel: str
+    call: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.call}"
+
+
+#: Returns the choice for a call.
+Choose = Callable[[Key], Choice]
+
+
+def key_of(kernel: str, elements: int, *facts: object) -> Key:
+    """The key of a call of a kernel for a tensor of so many elements. facts: what else the best choice depends on."""
+    return Key(kernel, " ".join(map(str, facts)) + (" small" if elements < SMALL else ""))
+
+
+def block_text(block: Block) -> str:
+    """A block in a key: "1x128", "1xall", "tensor"."""
+    return "tensor" if block == TENSOR else "x".join("all" if n is None else f"{n}" for n in block)
+
+
+def codecs_of(fmt: Format) -> str:
+    """The codecs of elements and scales, fine to coarse, and the offset: "E2M1/E4M3/F32", "UINT4/F16+zero_point"."""
+    scales = [fmt.scale] if fmt.global_scale is None else [fmt.scale, fmt.global_scale]
+    offset = "" if fmt.offset == "none" else f"+{fmt.offset}"
+    return "/".join([fmt.element.name, *(level.codec.name for level in scales)]) + offset
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A choice that was measured, and seconds of a call under it and under the default."""
+
+    choice: Choice
+    seconds: float
+    default_seconds: float
+
+
+class Choices:
+    """The choices for calls on a device: `choices(key)`. device: its name; "" has the default choices only.
+
+    user: those of the user's file, by the text of their keys. It is read once in a process.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._found: dict[Key, Tuned] = {}
+        self.user = _known(user_file(device), device) if device else {}
+        self._shipped = _known(SHIPPED / file_name(device), device) if device else {}
+
+    def __call__(self, key: Key) -> Choice:
+        text = str(key)
+        return self.user.get(text) or self._shipped.get(text) or DEFAULT
+
+    def keep(self, found: Mapping[Key, Tuned]) -> None:
+        """Add choices to the user's file, also those that are the default: they need not be tuned again."""
+        self.user |= {str(key): tuned.choice for key, tuned in found.items()}
+        self._found |= found
+        path = user_file(self.device)
+        try:
+            write(path, self.device, self._found)  # all of this process: another one may have dropped some
+        except OSError as e:
+            warnings.warn(f"breccia cannot keep what it tuned in {path}: {e}; the next process tunes it again.", stacklevel=2)
+
+
+@lru_cache
+def choices_of(device: str) -> Choices:
+    """The choices of a device, by its name."""
+    return Choices(device)
+
+
+def user_file(device: str) -> Path:
+    """Where choices that are tuned on this machine are kept: in the user cache directory of the operating system."""
+    return platformdirs.user_cache_path("breccia") / "triton" / file_name(device)
+
+
+def file_name(device: str) -> str:
+    """The name of a device's file: "nvidia_h200.json"."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".json"
+
+
+def _known(path: Path, device: str) -> dict[str, Choice]:
+    """The choices in a file; none, with one warning, where it cannot be used."""
+    try:
+        return {text: Choice.of(entry["choice"]) for text, entry in read(path, device).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        warnings.warn(
+            f"breccia ignores the configurations of Triton kernels in {path}: {e}. Delete the file, or tune anew with "
+            "breccia.kernels.triton.configure(autotune=True).",
+            stacklevel=2,
+        )
+        return {}
+
+
+def read(path: Path, device: str) -> dict[str, dict[str, Any]]:
+    """The entries of a file, each checked. Raises ValueError that says what is wrong with it, OSError if it cannot be read."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {schema!r}; this version of breccia-triton reads {SCHEMA}")
+    if found.get("device") != device:
+        raise ValueError(f"it is for {found.get('device')!r}, not for {device!r}")
+    entries = found.get("choices")
+    if not isinstance(entries, dict):
+        raise ValueError("it has no choices")
+    for text, entry in entries.items():
+        numbers = entry.get("choice") if isinstance(entry, dict) else None
+        if not isinstance(numbers, dict):
+            raise ValueError(f"{text!r} has no choice")
+        try:
+            Choice.of(numbers)
+        except ValueError as e:
+            raise ValueError(f"of {text!r} {e}") from None
+    return entries
+
+
+def write(
+    path: Path, device: str, found: Mapping[Key, Tuned], provenance: Mapping[str, Any] | None = None, defaults: bool = True
+) -> None:  # fmt: skip
+    """Merge choices into a file. A file that cannot be used is replaced. defaults: also write those that are the default.
+
+    A reader sees the file as it was or as it will be. Where several processes write at once, the last one wins: entries that
+    another one added meanwhile may get lost.
+    """
+    with _writing:
+        try:
+            entries = read(path, device)
+        except (OSError, ValueError):
+            entries = {}
+        for key, tuned in found.items():
+            times = {"us": round(tuned.seconds * 1e6, 2), "default_us": round(tuned.default_seconds * 1e6, 2)}
+            entries[str(key)] = {"choice": tuned.choice.numbers, **times}
+            if tuned.choice == DEFAULT and not defaults:
+                del entries[str(key)]
+        made: dict[str, Any] = {"schema": SCHEMA, "device": device}
+        made |= {} if provenance is None else {"provenance": provenance}
+        made["choices"] = dict(sorted(entries.items()))
+        replace_file(path, _text(made))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file by way of another one, so that readers see the old text or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+_writing = threading.Lock()
+
+
+def _text(made: dict[str, Any]) -> str:
+    """JSON with one line for each choice."""
+    entries = ",\n".join(f"    {json.dumps(text)}: {json.dumps(entry)}" for text, entry in made["choices"].items())
+    head = json.dumps({name: value for name, value in made.items() if name != "choices"}, indent=2)
+    return f'{head[:-2]},\n  "choices": {{' + (f"\n{entries}\n  " if entries else "") + "}\n}\n"

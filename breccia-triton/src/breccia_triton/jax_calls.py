@@ -1,0 +1,358 @@
+"""The ops on JAX arrays on CUDA, eager and traced. Calls are prepared as those of torch are; only launches differ.
+
+Arrays are contiguous and aligned, and bytes of codes and scales pass as integers.
+"""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from breccia import DelayedScaling
+from breccia.backend import (
+    DEFAULT,
+    PLAIN,
+    CastOptions,
+    Metadata,
+    Ops,
+    ScaledTensor,
+    ScalingRecipe,
+    Shape,
+    calls,
+    checks,
+    composites,
+    dtype_name,
+    ops_of,
+    reference,
+)
+
+from .facts import LARGE, Array, Codes, Hardware, Operand, itemsize
+from .jax_primitive import launched, run
+from .plans import TOO_LARGE, readable
+from .prepare import RECORDING, Launch, Options, Pass, Prepared, decoding, needed, scaled_source
+from .specs import Unsupported
+
+#: The dtypes of codes and scales in kernels, by bytes.
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
+#: The parameters of kernels that are components of a ScaledTensor that they read.
+_COMPONENTS = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_outer"}
+_SEED = ("seed_low", "seed_high")
+#: While a function is traced: what calls are supported, and what they return, does not depend on it.
+_UNKNOWN = Hardware()
+#: Name, shape and dtype of arrays.
+Shapes = tuple[tuple[str, Shape, str], ...]
+
+
+def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """`cast` as `breccia.cast` documents it."""
+    found = _cast("cast", x, recipe, options)
+    if found is None:
+        plain = options.storage == PLAIN
+        return reference.cast(x, recipe, options) if plain else composites.cast_into_storage(x, recipe, options)
+    return found[0]
+
+
+def cast_pair(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> tuple[ScaledTensor, ScaledTensor]:
+    """`cast_pair` as `breccia.cast_pair` documents it: from one read, or two casts where they are faster."""
+    found = _cast("cast_pair", x, recipe, options)
+    if found is None:
+        return cast(x, recipe, options.replace(axis=-1)), cast(x, recipe, options.replace(axis=-2))
+    return found
+
+
+def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
+    """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory. The frontend computes gradients."""
+    found = _cast("cast_ste", x, recipe, options)
+    return reference.cast_ste(x, recipe, options) if found is None else found[0]
+
+
+def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
+    """`cast_ste`: a clip affects only the gradient."""
+    return cast_ste(x, recipe, options)
+
+
+def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any) -> tuple[Any, Any]:
+    """`record_amax` as `breccia.AmaxHistory.update` documents it, in one launch."""
+    found = _cast("record_amax", x, recipe, DEFAULT, _history(amaxes, scale))
+    return reference.record_amax(x, recipe, amaxes, scale) if found is None else found
+
+
+def cast_and_record(
+    x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, options: CastOptions = DEFAULT
+) -> tuple[ScaledTensor, Any, Any]:
+    """`cast_and_record` as `breccia.AmaxHistory.cast` documents it: the input is read once."""
+    history = _history(amaxes, scale)
+    found = None if history is None else _cast("cast_and_record", x, recipe, options.replace(scale=history["before"]), history)
+    if found is None:
+        return cast(x, recipe, options.replace(scale=scale)), *record_amax(x, recipe, amaxes, scale)
+    return found
+
+
+def requantize(
+    st: ScaledTensor, recipe: ScalingRecipe, options: CastOptions = DEFAULT, require_exact: bool = False
+) -> ScaledTensor:
+    """`requantize` as `breccia.requantize` documents it, for values that are cast: decoded in registers."""
+    found = None if require_exact else _cast("requantize", st, recipe, options.replace(axis=st.axis))
+    return composites.requantize(st, recipe, options, require_exact) if found is None else found[0]
+
+
+def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`dequantize` as `breccia.dequantize` documents it."""
+    components = _components(st)
+    call = Decode(ops_of(st.data), _shapes(components), Metadata.of(st), out_dtype)
+    if out is not None or not isinstance(_decoding(call), Launch):
+        return reference.dequantize(st, out_dtype, out)
+    return run(call, list(components.values()))[0]
+
+
+def _cast(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, history: Mapping[str, Any] | None = None) -> Any:
+    """The results of an op that casts, or None where the generic algorithm runs."""
+    scaled = isinstance(x, ScaledTensor)
+    ops = ops_of(x.data if scaled else x)
+    if not scaled:
+        checks.check_cast(x, recipe)
+    if options.nonfinite == "raise":
+        reference.refuse_nonfinite(ops, calls.dequantize(x) if scaled else ops.f32(x))
+    arrays = _components(x) if scaled else {"x": x}
+    if options.scale is not None:
+        arrays["supplied"] = options.scale
+    if options.rounding == "stochastic":
+        words = ops.words(options.seed)
+        arrays |= {name: jnp.asarray(word, jnp.int32) for name, word in zip(_SEED, words, strict=True)}
+    arrays |= history or {}
+    if options.out is not None or (op in RECORDING) != (history is not None) or not all(map(_is_array, arrays.values())):
+        return None
+    chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
+    call = Cast(op, ops, recipe, options.axis, chosen, _shapes(arrays), Metadata.of(x) if scaled else None)
+    return call.assembled(run(call, list(arrays.values()))) if call.supported else None
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _history(amaxes: Any, scale: Any) -> dict[str, Any] | None:
+    """The numbers of an `AmaxHistory` by the parameters of kernels; None where they are not as kernels read them."""
+    before = scale if _is_array(scale) else jnp.asarray(float(scale), jnp.float32)
+    found = {"before": before, "amaxes": amaxes} if len(amaxes) else {"before": before}
+    fits = all(_is_array(a) and a.dtype == jnp.float32 for a in found.values()) and before.shape == ()
+    return found if fits else None
+
+
+def _components(st: ScaledTensor) -> dict[str, Any]:
+    """The components of a tensor by the parameters of kernels."""
+    return {_COMPONENTS[name]: getattr(st, name) for name in st.recipe.format.parts}
+
+
+def _shapes(arrays: Mapping[str, Any]) -> Shapes:
+    return tuple((name, tuple(a.shape), dtype_name(a)) for name, a in arrays.items())
+
+
+def _assembled(metadata: Metadata, components: Mapping[str, Any]) -> ScaledTensor:
+    """The tensor with these components by the parameters of kernels."""
+    return metadata.assembled(*map(components.get, _COMPONENTS.values()))
+
+
+def _codes(
+    ops: Ops, shapes: Shapes, metadata: Metadata, recipe: ScalingRecipe | None, options: Options, hardware: Hardware
+) -> Codes:
+    """The facts of a tensor that is decoded, or cast under `recipe`. Raises Unsupported."""
+    st = _assembled(metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes})
+    spec = needed(readable(st.recipe, st.layout)) if recipe is None else scaled_source(st, recipe, options.supplied)
+    found = {name: Operand(shape, dtype) for name, shape, dtype in shapes}
+    parts = {name: found[_COMPONENTS[name]] for name in st.recipe.format.parts}
+    _need_small(tuple(st.shape))
+    return Codes(st, spec, parts, ops.dtypes(st.recipe.format), hardware, merged=recipe is None)
+
+
+def _need_small(shape: Shape) -> None:
+    if math.prod(shape) >= LARGE:
+        raise Unsupported(TOO_LARGE)
+
+
+def _as_integers(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Codes and scales as kernels read them."""
+    return {name: lax.bitcast_convert_type(a, _INTEGERS[a.dtype.itemsize]) for name, a in arrays.items()}
+
+
+def _written(made: Prepared) -> Iterator[tuple[str, Shape, str, bool]]:
+    """(parameter, shape, dtype, whether it has padding) of each component that a kernel writes."""
+    for written, prefix in zip(made.written, ("", "other_"), strict=False):
+        for name, (part, shape, dtype) in zip(written.arguments(prefix), written.parts, strict=True):
+            yield name, shape, dtype, part in written.padded
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A call of `dequantize`. shapes: of the components, by the parameters of kernels."""
+
+    ops: Ops
+    shapes: Shapes
+    metadata: Metadata
+    dtype: str
+
+    @property
+    def results(self) -> tuple[tuple[Shape, str], ...]:
+        st = _assembled(self.metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for name, shape, d in self.shapes})
+        return ((tuple(st.shape), self.dtype),)
+
+    def generic(self, *arrays: Any) -> list[Any]:
+        st = _assembled(self.metadata, dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
+        return [reference.dequantize(st, self.dtype)]
+
+    def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
+        inputs = _as_integers(dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
+        ((shape, dtype),) = self.results
+        out = {"out": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))}
+        return [launched(needed(_decoding(self, hardware)), inputs, out)["out"]]
+
+
+@lru_cache(maxsize=4096)
+def _decoding(call: Decode, hardware: Hardware = _UNKNOWN) -> Launch | str:
+    """The launch of a call, or why the kernels do not support it."""
+    try:
+        if 0 in call.results[0][0]:
+            raise Unsupported("an empty tensor")
+        return decoding(_codes(call.ops, call.shapes, call.metadata, None, Options(), hardware), call.dtype)
+    except Unsupported as e:
+        return str(e)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A call of an op that casts. shapes: of the arrays it reads, by the parameters of kernels. metadata: of a ScaledTensor."""
+
+    op: str
+    ops: Ops
+    recipe: ScalingRecipe
+    axis: int
+    options: Options
+    shapes: Shapes
+    metadata: Metadata | None
+
+    @property
+    def supported(self) -> bool:
+        """Whether there is a kernel for it, which reads a supplied scale as it is."""
+        made = _prepared(self)
+        if isinstance(made, str):
+            return False
+        supplied = [(shape, dtype) for name, shape, dtype in self.shapes if name == "supplied"]
+        return not supplied or supplied == [(tuple(made.scale_shape), made.scale_dtype)]
+
+    @property
+    def results(self) -> tuple[tuple[Shape, str], ...]:
+        made = needed(_prepared(self))
+        found = [self.shapes[0][1:]] if self.op == "cast_ste" else [(shape, dtype) for _, shape, dtype, _ in _written(made)]
+        if self.op in RECORDING:
+            found += [((self._kept[1] + 1,), "float32"), ((), "float32")]
+        return tuple(found)
+
+    @property
+    def _kept(self) -> tuple[int, int]:
+        """(the first number of a history that is kept, how many are)."""
+        assert isinstance(self.recipe, DelayedScaling)
+        count = sum(shape[0] for name, shape, _ in self.shapes if name == "amaxes")
+        kept = min(count, self.recipe.amax_history_len - 1)
+        return count - kept, kept
+
+    def _named(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip((name for name, _, _ in self.shapes), arrays, strict=True))
+
+    def assembled(self, found: list[Any]) -> tuple[Any, ...]:
+        """ScaledTensors of the components among the results, and the other results."""
+        if self.op == "cast_ste":
+            return tuple(found)
+        tensors, rest = [], list(found)
+        for written in needed(_prepared(self)).written:
+            parts, rest = rest[: len(written.parts)], rest[len(written.parts) :]
+            tensors.append(written.tensor(parts))
+        return *tensors, *rest
+
+    def generic(self, *arrays: Any) -> list[Any]:
+        given = self._named(arrays)
+        x = given["x"] if self.metadata is None else _assembled(self.metadata, given)
+        stochastic = self.options.stochastic
+        seed = jnp.stack([given[name] for name in _SEED]) if stochastic else None
+        options = CastOptions(self.axis, given.get("supplied"), "stochastic" if stochastic else "nearest", seed)
+        if self.op in RECORDING:
+            more = (options,) if self.op == "cast_and_record" else ()
+            amaxes, before = given.get("amaxes", ()), given["before"]
+            found: Any = getattr(reference, self.op)(x, self.recipe, amaxes, before, *more)
+        else:
+            found = getattr(reference, self.op)(x, self.recipe, options)
+        flat: list[Any] = []
+        for each in found if isinstance(found, tuple) else (found,):
+            if isinstance(each, ScaledTensor):
+                stored = each.to_storage(self.options.storage)
+                flat += [getattr(stored, name) for name in self.recipe.format.parts]
+            else:
+                flat.append(each)
+        return flat
+
+    def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
+        made, given = needed(_prepared(self, hardware)), self._named(arrays)
+        x = {name: given[name] for name in _COMPONENTS.values() if name in given}
+        x = x if self.metadata is None else _as_integers(x)
+        others = _as_integers({name: given[name] for name in ("supplied", "before", "amaxes", *_SEED) if name in given})
+        history: dict[str, Any] = {}
+        kept: tuple[int, ...] = ()
+        if self.op in RECORDING:
+            kept = self._kept
+            others.setdefault("amaxes", others["before"])  # none is read
+            shapes = {"work": (2,), "recorded": (kept[1] + 1,), "after": ()}
+            history = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+        found = {name: self._amax(each, x | others, history, kept) for name, each in made.passes.items()}
+        if made.launch is None:
+            return self._recorded(found["tensor"])
+        names = [name for name in ("amax", "other_amax") if name in made.launch.arguments]
+        amaxes = {name: found[of]["amax"] for name, of in zip(names, made.amax_of, strict=True)}
+        if self.op == "cast_ste":
+            ((shape, dtype),) = self.results
+            data = {"data": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))}
+            return [launched(made.launch, x | others | amaxes, data)["data"]]
+        written = list(_written(made))
+        outputs = history | {name: jax.ShapeDtypeStruct(shape, _INTEGERS[itemsize(dtype)]) for name, shape, dtype, _ in written}
+        zeroed = {"work"} | {name for name, _, _, padded in written if padded}
+        done = launched(made.launch, x | others | amaxes, outputs, zeroed, kept)
+        flat = [lax.bitcast_convert_type(done[name], dtype) for name, _, dtype, _ in written]
+        return flat + (self._recorded(done) if history else [])
+
+    def _amax(self, each: Pass, inputs: dict[str, Any], history: dict[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
+        """The results of a pass before the cast."""
+        if history:
+            return launched(each.launch, inputs, history, {"work"}, kept)
+        amax = {"amax": jax.ShapeDtypeStruct((each.length or 1,), jnp.int32)}
+        if each.length:
+            return launched(each.launch, inputs, amax, {"amax"})
+        work = {"work": jax.ShapeDtypeStruct((2,), jnp.int32)}  # two zeros, which kernels leave as zeros
+        return launched(each.launch, inputs, amax | work, {"work"})
+
+    @staticmethod
+    def _recorded(found: dict[str, Any]) -> list[Any]:
+        return [lax.bitcast_convert_type(found[name], jnp.float32) for name in ("recorded", "after")]
+
+
+@lru_cache(maxsize=4096)
+def _prepared(call: Cast, hardware: Hardware = _UNKNOWN) -> Prepared | str:
+    """The prepared call, or why the kernels do not support it."""
+    try:
+        if call.metadata is None:
+            _, shape, dtype = call.shapes[0]
+            _need_small(shape)
+            given: Array | Codes = Array.dense(shape, dtype)
+        else:
+            read = tuple(each for each in call.shapes if each[0] in _COMPONENTS.values())
+            given = _codes(call.ops, read, call.metadata, call.recipe, call.options, hardware)
+        return Prepared(call.op, call.recipe, given, call.axis, call.options, call.ops.dtypes(call.recipe.format), hardware)
+    except Unsupported as e:
+        return str(e)

@@ -1,0 +1,355 @@
+"""Calls of the kernels, prepared from facts: which kernels run, what they are compiled for, and what each is passed.
+
+A prepared call is the same for every framework, which allocates arrays and launches. Imports Triton, but no framework.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from breccia import DelayedScaling, ScalingRecipe
+from breccia.backend import PLAIN, TENSOR, Block, ScaledTensor, checks, renames
+
+from .casting import amax_kernel, cast_kernel, cast_record_kernel, dequantize_kernel, pair_kernel, record_kernel
+from .choices import Choice, Choose, block_text, choices_of, codecs_of, key_of
+from .facts import (
+    LARGE,
+    NUMBERS,
+    POINTERS,
+    Argument,
+    Array,
+    Codes,
+    Hardware,
+    Numbers,
+    Written,
+    grid_of,
+    itemsize,
+    matrices_of,
+)  # fmt: skip
+from .geometry import Tile, Variant, amax_tile, divided_up, lanes_of, plain_tile, power_of_two, strips_of
+from .lanes import lanes_kernel, strips_kernel
+from .plans import paired, readable, tiled, writes
+from .specs import CONVERTED, Spec, Unsupported, spec_of
+
+_T = TypeVar("_T")
+
+#: Of Triton, for every kernel. Products and sums stay apart: the contract rounds both.
+OPTIONS = {"enable_fp_fusion": False}
+#: Programs of the pass for the amax of a tensor: enough to fill a GPU, few enough for one atomic operation each.
+_PROGRAMS = 1024
+#: Warps of that pass.
+_WARPS = 8
+#: Ops that record an amax.
+RECORDING = ("record_amax", "cast_and_record")
+#: What kernels read and write of a history, besides the scale.
+_HISTORY = {name: Argument("*i32") for name in ("work", "amaxes", "recorded", "after")}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, what it is compiled for, its programs, and the integers that it is passed at every call.
+
+    arguments: of the run-time parameters by name, in the order of the values: arrays, seeds, integers, those of a history,
+    strides. Parameters that are absent are None in the kernel. constants: by name.
+    """
+
+    function: Any
+    programs: tuple[int, int, int]
+    arguments: dict[str, Argument]
+    constants: dict[str, Any]
+    warps: int
+    integers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a cast that kernels are compiled for. supplied: whether there is a scale."""
+
+    supplied: bool = False
+    stochastic: bool = False
+    storage: str = PLAIN
+
+
+class Prepared:
+    """A call of `op` for one recipe, input, axis, set of options and kind of device. Raises Unsupported.
+
+    launch: the cast, None for `record_amax`. passes: the passes before it for the amax of the "tensor", its "rows" or
+    "columns", by these names; amax_of: those that the cast reads, in the order of its arguments. written: the results.
+    choose: what returns the choices of kernels by their keys (see `choices`); those of the device, if nothing else is given.
+    """
+
+    def __init__(
+        self, op: str, recipe: ScalingRecipe, given: Array | Codes, axis: int, options: Options, dtypes: Mapping[str, str],
+        hardware: Hardware, choose: Choose | None = None,
+    ) -> None:  # fmt: skip
+        """dtypes: of the components of the recipe's format, by the framework."""
+        self.choose = choose or choices_of(hardware.name)
+        self.op, self.recipe, self.axis, self.options, self.hardware = op, recipe, axis, options, hardware
+        shape = given.shape
+        if 0 in shape:
+            raise Unsupported("an empty tensor")
+        self.spec = needed(spec_of(recipe))
+        block = checks.fitted_layout(recipe, shape, axis).block(axis)
+        self.tensor, self.two_level = block == TENSOR, self.spec.outer is not None
+        if options.storage != PLAIN and (len(shape) < 2 or not writes(self.spec, block, options.storage)):
+            raise Unsupported(f"it does not write these scales in storage {options.storage!r}")
+        self.input = given if isinstance(given, Codes) else given.flat(self._matrix(given, block))
+        #: Of the history, a power of two; 0 where none is written.
+        self.length = power_of_two(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) and op in RECORDING else 0
+        self.passes: dict[str, Pass] = {}
+        self.amax_of: list[str] = []
+        self.written: list[Written] = []
+        self.narrow = False
+        self.launch: Launch | None = None
+        if op == "record_amax":
+            self.passes["tensor"] = Pass.of(self, "tensor", self.length)
+        else:
+            self._cast(given, block, dtypes)
+
+    def _matrix(self, x: Array, block: Block) -> tuple[int, int, int]:
+        """(matrices, rows, columns) of an array of numbers."""
+        ordered = self.axis == -1 or not self.options.stochastic  # random words follow the order of elements with K last
+        one_row = block == TENSOR and self.op != "cast_pair" and ordered and self.spec.element.bits == 8
+        if one_row and x.contiguous and (count := math.prod(x.shape)) < LARGE:
+            return 1, 1, count
+        kept = self.op == "cast_pair" or self.options.storage != PLAIN
+        return matrices_of(x.shape, block, -2 if kept else self.axis)
+
+    def _cast(self, given: Array | Codes, block: Block, dtypes: Mapping[str, str]) -> None:
+        spec, fmt, (matrices, rows, columns) = self.spec, self.recipe.format, self.input.flat_shape
+        oriented = self._tiles(block)
+        source = oriented[0][1]
+        if self.options.supplied and fmt.global_scale is None and source != "tile" and spec.element.nan < 0:
+            raise Unsupported("a supplied scale for blocks that do not fit a tile marks their faults")
+        programs, folded = grid_of(oriented[0][0], matrices, rows, columns)
+        steps = 1
+        if self.length:
+            count = math.prod(programs)
+            steps = power_of_two(divided_up(count, 4 * _PROGRAMS))
+            programs, folded = (divided_up(count, steps), 1, 1), True
+        constants: dict[str, Any] = {"S": spec}
+        arguments = dict(self.input.arguments)
+        amaxes: dict[str, Argument] = {}
+        for (tile, of, along), prefix, names in zip(oriented, ("", "other_"), ("GV", "HW"), strict=False):
+            whole = "tensor" if self.tensor or self.two_level else of if of != "tile" else ""
+            if whole and not self.options.supplied:
+                self.amax_of.append(whole)
+                amaxes[f"{prefix}amax"] = Argument("*i32", True)
+                if whole not in self.passes:
+                    self.passes[whole] = Pass.of(self, whole)
+            written = Written(self.recipe, given.shape, along, self.options.storage, rows, columns, dtypes)
+            self.written.append(written)
+            variant = self._variant(tile, of, written, steps)
+            tile = replace(tile, large=self.input.large, folded=folded, backward=bool(self.passes))
+            if variant.pairs:  # codes are stored by the threads that load the numbers
+                tile = replace(tile, vector=8)
+            constants[names[0]], constants[names[1]] = tile, variant
+            if isinstance(given, Array) and self.op == "cast_ste":
+                arguments["data"] = Argument(NUMBERS[given.dtype], True)
+            else:
+                arguments |= written.arguments(prefix)
+        self.scale_shape = () if self.two_level else self.written[0].scale_shape
+        self.scale_dtype = "float32" if self.two_level else dtypes["scale"]
+        arguments |= amaxes
+        if self.options.supplied:
+            arguments["supplied"] = Argument(POINTERS[itemsize(self.scale_dtype)])
+        if self.length:
+            arguments |= _HISTORY
+        if self.options.stochastic:
+            arguments |= {"seed_low": Argument("i32"), "seed_high": Argument("i32")}
+        if self._narrow(source, arguments, constants):
+            return
+        integers = {"rows": rows, "columns": columns}
+        integers |= {f"{prefix}groups": w.groups for w, prefix in zip(self.written, ("", "other_"), strict=False)}
+        arguments |= {name: Argument("i32", name != "rows" and n % 16 == 0) for name, n in integers.items()}
+        arguments |= self.input.counts
+        values = (*integers.values(), *self.input.groups)
+        function = {"cast_pair": pair_kernel, "cast_and_record": cast_record_kernel}.get(self.op, cast_kernel)
+        if function is cast_kernel:
+            constants["F"] = self.input.source(constants["G"])
+        if self.length:
+            constants["LENGTH"] = self.length
+            arguments |= {name: Argument("i32") for name in ("matrices", "first", "kept")}
+            values = (*values, matrices)
+        self.launch = Launch(function, programs, arguments | self.input.strides, constants, constants["G"].warps, values)
+
+    def _tiles(self, block: Block) -> list[tuple[Tile, str, int]]:
+        """(tile, where the amax comes from, contraction axis) of each result."""
+        _, rows, columns = self.input.flat_shape
+        if self.op != "cast_pair":
+            # Blocks along rows, down columns, and those that are a tile by themselves or more.
+            kind = "tile whole" if block[0] != 1 or block[1] is None else "tile down" if self.axis == -2 else "tile along"
+            choice = self._choice(kind, block)
+            _, tile, source = needed(tiled(self.recipe, block, self.axis, rows, columns, choice))
+            return [(tile, source, self.axis)]
+        _, pair = needed(paired(self.recipe, block, rows, columns))
+        if self.spec.element.bits < 8 or any(source in ("rows", "columns") for _, source in pair):
+            raise Unsupported("two casts are faster")
+        return [(*found, axis) for found, axis in zip(pair, (-1, -2), strict=True)]
+
+    def _choice(self, kernel: str, block: Block) -> Choice:
+        source, codecs = self.input, codecs_of(self.recipe.format)
+        facts = (self.op, codecs, block_text(block), f"axis {self.axis}", source.kind)
+        return self.choose(key_of(kernel, math.prod(source.flat_shape), *facts))
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Those of the passes, and that of the cast."""
+        return [each.launch for each in self.passes.values()] + ([] if self.launch is None else [self.launch])
+
+    def _variant(self, tile: Tile, source: str, written: Written, steps: int) -> Variant:
+        """What the kernel is compiled for, of one orientation."""
+        element, columns = self.recipe.format.element, self.input.flat_shape[2]
+        return Variant(
+            "supplied" if self.options.supplied else "tile" if self.two_level else source,
+            self.tensor,
+            ptx=self.hardware.ptx,
+            native=element.name in CONVERTED and self.hardware.fp8,
+            stochastic=self.options.stochastic,
+            steps=steps,
+            subnormals=self.input.subnormals,
+            strided=self.input.strided,
+            ragged=written.padding > 0,
+            words=element.bits == 6 and not any(n % 16 for n in (columns, tile.block_columns, tile.wide)),
+            storage=self.options.storage,
+            values=self.op == "cast_ste",
+            pairs=source == "tile" and self._in_pairs(tile),
+        )
+
+    def _in_pairs(self, tile: Tile) -> bool:
+        """Whether BF16 numbers are read, and their magnitudes compared, two at a time.
+
+        That is faster for blocks of one column (H200: 2 to 8 %), and slower for blocks of one row.
+        """
+        read = self.input
+        if tile.block_columns != 1 and (self.op != "cast_pair" or tile.block_rows != 1):
+            return False
+        if not isinstance(read, Numbers) or read.strided or read.arguments["x"] != Argument("*bf16", True):
+            return False
+        whole = tile.along if tile.block_columns == 1 else tile.block_columns or tile.wide
+        even = not (whole % 2 or read.flat_shape[2] % 2)
+        return even and self.spec.offset == "none" and not self.options.supplied and self.hardware.fp8
+
+    def _narrow(self, source: str, arguments: dict[str, Argument], constants: dict[str, Any]) -> bool:
+        """Whether the kernels for whole blocks of codes of 4 and 6 bits apply; one is prepared then."""
+        read, block, (matrices, rows, columns) = self.input, self.written[0].block, self.input.flat_shape
+        if self.op != "cast" or not isinstance(read, Numbers) or read.strided or not read.arguments["x"].aligned:
+            return False
+        if self.options != Options() or source != "tile" or not self.spec.lanes:
+            return False
+        given = arguments | {"blocks": Argument("i32")}
+        bits, facts = self.spec.element.bits, {"large": read.large, "backward": bool(self.passes)}
+        if self.axis == -1:
+            # What all programs compute from the amax of the tensor is worth more than one tile.
+            steps = 2 if self.two_level else 1
+            shape = lanes_of(block, columns, bits, read.itemsize, self._choice("lanes", block), steps)
+            if shape is None:
+                return False
+            shape = replace(shape, **facts)
+            function, integers = lanes_kernel, (matrices * rows * columns // shape.block,)
+            programs = divided_up(integers[0], shape.blocks)
+        else:
+            most = 16 if read.itemsize == 4 or self.spec.element.kind == "table" else 32
+            shape = strips_of(block, rows, columns, bits, most, self._choice("strips", block))
+            if shape is None:
+                return False
+            shape = replace(shape, **facts)
+            function, integers = strips_kernel, (matrices * rows // shape.block, columns)
+            programs = integers[0] * divided_up(columns, shape.wide)
+            given["columns"] = Argument("i32", columns % 16 == 0)
+        self.narrow = True
+        made = {"S": self.spec, "L": shape, "V": constants["V"]}
+        self.launch = Launch(function, (programs, 1, 1), given, made, shape.warps, integers)
+        return True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The pass for the amax of the whole tensor, or of its rows or columns; with a length, that of a history.
+
+    length: how many numbers it writes, all zeros before; 0 for one number that needs no zeros, but a workspace.
+    """
+
+    launch: Launch
+    length: int
+
+    @staticmethod
+    def of(call: Prepared, whole: str, history: int = 0) -> Pass:
+        source = call.input
+        row = source if whole == "tensor" and isinstance(source, Numbers) and not source.strided else None
+        matrices, rows, columns = (1, 1, math.prod(row.flat_shape)) if row else source.flat_shape
+        choice = call.choose(key_of("amax", math.prod(source.flat_shape), whole, source.kind))
+        most = choice.programs or _PROGRAMS
+        tile = amax_tile(whole, rows, columns, source.large, choice)
+        down, along = tile.counts(rows, columns)
+        if whole == "tensor":
+            tiles = matrices * down * along
+            steps = power_of_two(divided_up(tiles, most))
+            programs, length = divided_up(tiles, steps), 0
+        else:
+            side, across, kept = (down, along, columns) if whole == "columns" else (along, down, rows)
+            steps = max(1, min(side, side * across * matrices // most))
+            programs, length = matrices * across * divided_up(side, steps), matrices * kept
+        arguments = dict(source.arguments)
+        if history:
+            arguments |= _HISTORY | {"before": Argument("*i32")}
+        else:
+            arguments |= {"amax": Argument("*i32", True)} | ({} if length else {"work": Argument("*i32", True)})
+        arguments |= {
+            "rows": Argument("i32"),
+            "columns": Argument("i64" if source.large else "i32", columns % 16 == 0),
+            "matrices": Argument("i32"),
+        }
+        arguments |= source.counts
+        arguments |= {name: Argument("i32") for name in ("first", "kept") if history}
+        pairs = row is not None and columns % 2 == 0 and row.itemsize == 2 and row.arguments["x"].aligned
+        variant = Variant(
+            whole,
+            pairs=pairs and call.hardware.ptx and call.hardware.fp8,
+            ptx=call.hardware.ptx,
+            subnormals=source.subnormals,
+            finite=call.two_level,
+            steps=steps,
+            strided=source.strided,
+        )
+        own = {"S": call.spec, "LENGTH": history} if history else {"F": source.source(tile)}
+        function = record_kernel if history else amax_kernel
+        integers = (rows, columns, matrices, *source.groups)
+        constants = {"G": tile, "V": variant, **own}
+        warps = choice.warps or _WARPS
+        return Pass(Launch(function, (programs, 1, 1), arguments | source.strides, constants, warps, integers), length)
+
+
+def decoding(codes: Codes, dtype: str, choose: Choose | None = None) -> Launch:
+    """`dequantize` to a floating dtype. choose: as of `Prepared`."""
+    matrices, rows, columns = codes.flat_shape
+    choose = choose or choices_of(codes.hardware.name)
+    facts = (codes.kind, block_text(codes.block), f"axis {codes.axis}", dtype)
+    choice = choose(key_of("decode", math.prod(codes.flat_shape), *facts))
+    tile = plain_tile(1 if codes.axis == -1 else 0, rows, columns, choice)
+    programs, folded = grid_of(tile, matrices, rows, columns)
+    tile = replace(tile, large=codes.large, folded=folded)
+    arguments = codes.arguments | {
+        "out": Argument(NUMBERS[dtype], True),
+        "rows": Argument("i32"),
+        "columns": Argument("i32", columns % 16 == 0),
+    }
+    constants = {"G": tile, "F": codes.source(tile)}
+    return Launch(dequantize_kernel, programs, arguments | codes.counts, constants, tile.warps, (rows, columns, *codes.groups))
+
+
+def scaled_source(st: ScaledTensor, recipe: ScalingRecipe, supplied: bool) -> Spec:
+    """The constants of a tensor that is requantized. Raises Unsupported where no value is cast."""
+    if not supplied and renames(st.recipe, st.layout.plain, st.axis, recipe):
+        raise Unsupported("codes are translated, and nothing is cast")
+    return needed(readable(st.recipe, st.layout))
+
+
+def needed(found: _T | str) -> _T:
+    """What was found. Raises Unsupported with the reason where that is one."""
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
