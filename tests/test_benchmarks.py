@@ -100,6 +100,23 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
         assert all(len(row) == len(table.headings) for row in table.rows) and (table.rows or benchmark == "accuracy")
 
 
+@pytest.mark.rest
+def test_tuning_writes_the_file_of_the_device_and_prints_its_table(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--shapes", "16x128", "--recipes", "fp8_block", "--ops", "cast", "--ops", "dequantize"]
+    done = run("tune.py", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split("  ")[0] == "call" and lines[-1] == "2 calls tuned, 0 left for lack of time; written to cpu.json."
+    assert [line.split(" axis")[0] for line in lines[1:3]] == ["decode E4M3/F32 1x128", "tile along cast E4M3/F32 1x128"]
+    found = json.loads((tmp_path / "cpu.json").read_text(encoding="utf-8"))
+    assert (found["schema"], found["device"]) == (1, "cpu") and found["provenance"]["versions"]["torch"]
+    assert str(tmp_path) not in (tmp_path / "cpu.json").read_text(encoding="utf-8")
+    done = run("tune.py", "--device", "cpu", "--ops", "round")
+    assert done.returncode == 1 and "--ops takes cast, cast-axis-2" in done.stderr
+    done = run("tune.py", *options, "--seconds", "0", "--out", str(tmp_path))
+    assert done.stdout.splitlines()[-1] == "0 calls tuned, 2 left for lack of time; written to cpu.json."
+
+
 @pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch", "torchao"])
 def test_rivals_write_the_same_scales_and_values(name: str, module) -> None:
     if why := module("rivals").absence(name):

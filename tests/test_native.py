@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import is_exact, recipe_id
@@ -16,7 +17,7 @@ from conftest import is_exact, recipe_id
 import breccia
 from breccia.arrays.frameworks import Device
 from breccia.arrays.ops import NUMPY
-from breccia.codecs import CODECS, E4M3, Integer, Minifloat
+from breccia.codecs import CODECS, E4M3, INT4, INT8, UINT4, UINT8, Integer, Minifloat
 from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, code_writer
 from breccia_native import availability
 
@@ -41,20 +42,56 @@ def around_every_code(codec: Minifloat | Integer) -> np.ndarray:
 
 @pytest.mark.parametrize("codec", COMPUTED, ids=lambda c: c.name)
 @pytest.mark.parametrize("k", [1, 7, 16, 32, 128, 1025])
-def test_microkernels_round_numbers_around_every_code_as_the_codec_does(codec: Minifloat | Integer, k: int) -> None:
+@pytest.mark.parametrize("divides", [False, True])
+def test_microkernels_round_numbers_around_every_code_as_the_codec_does(
+    codec: Minifloat | Integer, k: int, divides: bool
+) -> None:
     y = np.resize(around_every_code(codec), 5 * k * 7)
     inverse = np.ones(35, np.float32)
     inverse[3::5] = 0
-    inverse[4::5] = 0.5
-    scaled = np.where(inverse.repeat(k) == 0, np.float32(0), y * inverse.repeat(k))
+    inverse[4::5] = 3 if divides else 0.5
+    each = inverse.repeat(k)
+    with np.errstate(all="ignore"):
+        scaled = np.where(each == 0, np.float32(0), y / each if divides else y * each)
     with np.errstate(all="ignore"):
         expected = codec.encode(NUMPY, scaled)
     codes = np.full(y.size, 0xAA, np.uint8)
     writer = FloatCodes(codec) if isinstance(codec, Minifloat) else IntegerCodes(codec)
-    write = kernels._scaled(writer)
+    write = kernels._scaled(writer, divides)
     assert write is not None
     write(y, inverse, k, codes)
     np.testing.assert_array_equal(codes, expected)
+
+
+@pytest.mark.parametrize("codec", [INT4, UINT4, INT8, UINT8], ids=lambda c: c.name)
+@pytest.mark.parametrize("k", [1, 7, 16, 32, 129])
+def test_microkernels_shift_numbers_before_and_codes_after_they_are_scaled(codec: Integer, k: int) -> None:
+    made = np.random.default_rng(2)
+    blocks = 40
+    y = made.integers(-600, 600, (blocks, k)).astype(np.float32) / 4  # many ties
+    inverse = np.exp2(made.integers(-2, 2, blocks)).astype(np.float32)
+    inverse[3] = 0
+    before = made.integers(-64, 64, blocks).astype(np.float32)
+    after = made.integers(0, int(codec.high) + 1, blocks).astype(np.float32)
+    expected = codec.encode(NUMPY, (y - before[:, None]) * inverse[:, None], None, after[:, None]).astype(np.uint8)
+    expected[3] = 0
+    codes = np.full(y.size, 0xAA, np.uint8)
+    writer = IntegerCodes(codec)
+    kernels._shifted(writer, y.reshape(-1), inverse, before, after, k, codes)
+    np.testing.assert_array_equal(codes.reshape(blocks, k), expected)
+
+
+@pytest.mark.parametrize("k", [1, 5, 16, 32, 33, 128, 4096])
+def test_extremes_are_over_numbers_where_those_below_the_normal_ones_are_zero(k: int) -> None:
+    x = np.random.default_rng(3).standard_normal((9, k)).astype(np.float32)
+    x[1], x[2], x[3] = -np.abs(x[1]) - 1, np.abs(x[2]) + 1, -0.0
+    x[4] = np.float32(2.0**-127)
+    x[5] *= np.float32(2.0**-125)
+    low, high = (np.empty(9, np.float32) for _ in range(2))
+    microkernels.extremes(x, k, low, high)
+    clean = np.where(np.abs(x) < np.float32(2.0**-126), np.float32(0), x)
+    np.testing.assert_array_equal(low.view(np.uint32), clean.min(1).view(np.uint32))
+    np.testing.assert_array_equal(high.view(np.uint32), clean.max(1).view(np.uint32))
 
 
 def test_a_block_without_a_usable_scale_has_zero_codes() -> None:
@@ -72,6 +109,77 @@ def test_amax_is_over_magnitudes_including_nan_and_inf(k: int) -> None:
     found = np.zeros(8, np.uint32)
     microkernels.amax(bits.view(np.float32), k, found)
     np.testing.assert_array_equal(found, (bits & 0x7FFFFFFF).reshape(8, k).max(axis=1))
+
+
+#: The number of each 16-bit dtype in C.
+KINDS = [("bfloat16", 16), ("float16", -16)]
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_every_16_bit_number_is_loaded_as_its_fp32_value(name: str, kind: int) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    found = np.empty(1 << 16, np.float32)
+    microkernels.load(halves.reshape(1, -1), kind, 1 << 16, found)
+    expected = halves.view(dtype_of(name)).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(found[numbers].view(np.uint32), expected[numbers].view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_fp32_numbers_are_stored_to_nearest_ties_to_even(name: str, kind: int) -> None:
+    values = np.arange(1 << 16, dtype=np.uint16).view(dtype_of(name)).astype(np.float32)
+    bits = values[np.isfinite(values)].view(np.uint32)
+    half = {"bfloat16": 1 << 15, "float16": 1 << 12}[name]  # of the distance between normal numbers
+    random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint32)
+    tiny = np.float32(2.0**-25) * np.arange(-4096, 4096, dtype=np.float32)  # ties of FP16's subnormal numbers
+    words = [bits + np.uint32(d % (1 << 32)) for d in (-1, 0, 1, half - 1, half, half + 1)]
+    x = np.concatenate([*words, random, tiny.view(np.uint32)]).view(np.float32)
+    found = np.empty(x.size, np.uint16)
+    microkernels.store(x, kind, found)
+    with np.errstate(all="ignore"):
+        expected = x.astype(dtype_of(name)).view(np.uint16)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("order", ["rows", "columns", "steps", "backwards"])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (15, 33), (33, 15), (48, 64), (3, 100), (100, 3)])
+def test_matrices_of_any_order_are_loaded_with_zeros_after_them(shape: tuple[int, int], order: str, dtype: str) -> None:
+    rows, columns = shape
+    numbers = np.random.default_rng(1).standard_normal((2 * rows, 3 * columns)).astype(dtype_of(dtype))
+    numbers = numbers.view(np.uint32 if dtype == "float32" else np.uint16)
+    x = {
+        "rows": numbers[:rows, :columns],
+        "columns": np.ascontiguousarray(numbers[:rows, :columns].T).T,
+        "steps": numbers[::2, ::3],
+        "backwards": numbers[rows - 1 :: -1, columns - 1 :: -1],
+    }[order][:rows, :columns]
+    found = np.full((rows + 2, columns + 5), np.nan, np.float32)
+    microkernels.load(x, {"float32": 32, "bfloat16": 16, "float16": -16}[dtype], columns + 5, found)
+    expected = np.zeros_like(found)
+    expected[:rows, :columns] = np.ascontiguousarray(x).view(dtype_of(dtype)).astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_matrices_that_do_not_fit_are_refused_before_writing() -> None:
+    found = np.ones((4, 8), np.float32)
+    x = np.zeros((4, 8), np.float32)
+    unaligned = np.zeros(4 * 8 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(4, 8)
+    for values, kind, columns in (
+        (x, 32, 7), (x, 16, 8), (x[0], 32, 8), (np.zeros((5, 8), np.float32), 32, 8), (x, 32, 0), (unaligned, 32, 8),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"wanted an aligned matrix of numbers of \d bytes and room for it in rows of \d"):
+            microkernels.load(values, kind, columns, found)
+    with pytest.raises(ValueError, match="wanted aligned FP32 numbers, and room for as many of 2 bytes; got 128 and 62 bytes"):
+        microkernels.store(x, 16, np.zeros(31, np.uint16))
+    with pytest.raises(TypeError, match="read-write bytes-like object"):
+        microkernels.load(x, 32, 8, found[:, :4])
+    assert (found == 1).all()
 
 
 def test_packed_pairs_have_the_first_code_in_the_low_nibble() -> None:
@@ -93,16 +201,22 @@ def test_buffers_of_mismatched_sizes_are_refused_before_writing() -> None:
         (x, per_block[:1], 32),
     ):
         with pytest.raises(ValueError, match=wanted.format(k, source.nbytes, inverse.nbytes)):
-            microkernels.floats(source, inverse, k, codes, *fields)
+            microkernels.floats(source, inverse, k, False, codes, *fields)
         with pytest.raises(ValueError, match="in blocks of k"):
-            microkernels.integers(source, inverse, k, codes, 0.0, 1.0, 1.0, 15)
+            microkernels.integers(source, inverse, k, True, codes, 0.0, 1.0, 1.0, 15)
         with pytest.raises(ValueError, match="in blocks of k"):
             microkernels.amax(source, k, inverse.view(np.uint32))
+        with pytest.raises(ValueError, match="in blocks of k"):
+            microkernels.extremes(source, k, inverse, np.ones(2, np.float32))
+        with pytest.raises(ValueError, match="in blocks of k"):
+            microkernels.shifted(source, inverse, per_block, per_block, k, codes, 0.0, 1.0, 1.0, 15)
+    with pytest.raises(ValueError, match="got 256 and 4 bytes"):
+        microkernels.shifted(x, per_block, per_block, per_block[:1], 32, codes, 0.0, 1.0, 1.0, 15)
     odd = np.frombuffer(bytes(257), np.uint8)[1:].view(np.float32)
     with pytest.raises(ValueError, match="aligned FP32 numbers"):
-        microkernels.floats(odd, per_block, 32, codes, *fields)
+        microkernels.floats(odd, per_block, 32, False, codes, *fields)
     with pytest.raises(ValueError, match="wanted room for 64 codes, one a byte; got 63 bytes"):
-        microkernels.floats(x, per_block, 32, codes[:63], *fields)
+        microkernels.floats(x, per_block, 32, False, codes[:63], *fields)
     with pytest.raises(ValueError, match="wanted room for 62 codes"):
         microkernels.pairs(codes, np.zeros(31, np.uint8))
     with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write|contiguous"):

@@ -1,4 +1,4 @@
-"""Was there a compiler when this distribution was built?"""
+"""Was there a compiler, one that could compile each extension, when this distribution was built?"""
 
 from __future__ import annotations
 
@@ -9,4 +9,11 @@ def missing(device: object) -> str | None:
     """Why the compiled microkernels cannot run, or None."""
     if find_spec("breccia_native.microkernels") is None:
         return "breccia-native was built without a C compiler; install one and reinstall breccia-native"
+    return None
+
+
+def missing_products(device: object) -> str | None:
+    """Why the compiled products cannot run, or None."""
+    if find_spec("breccia_native.products") is None:
+        return "breccia-native was built without GCC or Clang; install one and reinstall breccia-native"
     return None

@@ -1,4 +1,4 @@
-/* Microkernels of a cast: the largest magnitude of each block, and codes of scaled numbers.
+/* Microkernels of a cast: numbers as FP32, the largest magnitude of each block, and codes of scaled numbers.
 
    They write the bytes that breccia/kernels/numpy/ writes, by the same arithmetic. FP32 additions round to codes, so contraction
    into fused multiply-adds and reassociation must stay off (see pyproject.toml).
@@ -17,6 +17,7 @@
 
 #define MAGNITUDE 0x7fffffffu
 #define EXPONENT 0x7f800000u
+#define NORMAL 0x00800000u
 
 INLINE uint32_t bits_of(float y)
 {
@@ -30,6 +31,108 @@ INLINE float float_of(uint32_t u)
     float y;
     memcpy(&y, &u, 4);
     return y;
+}
+
+/* -------------------------------------------------------------------------------------------------- floating dtypes */
+
+#define BF16 16
+#define FP16 -16
+#define FP32 32
+
+/* FP16 as FP32, exactly: exponents are moved up, and subnormal numbers are integers times 2^-24. */
+INLINE uint32_t bits_of_half(uint16_t h)
+{
+    const uint32_t a = h & 0x7fffu;
+    const uint32_t u = (a << 13) + (a >= 0x7c00u ? 224u << 23 : 112u << 23);
+    const uint32_t tiny = bits_of((float)(int32_t)a * 0x1p-24f);
+    return (a < 0x400u ? tiny : u) | ((uint32_t)(h & 0x8000u) << 16);
+}
+
+/* To nearest, ties to even; NaNs as NumPy converts them. */
+INLINE uint16_t half_of(uint32_t u)
+{
+    const uint32_t a = u & MAGNITUDE, payload = (a >> 13) & 0x3ffu;
+    const uint32_t normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
+    const uint32_t tiny = bits_of(float_of(a) + 0.5f) - 0x3f000000u; /* the last bit of 0.5 is 2^-24 */
+    const uint32_t finite = a < 0x38800000u ? tiny : a >= 0x477ff000u ? 0x7c00u : normal;
+    const uint32_t nan = 0x7c00u | (payload ? payload : 1u);
+    return (uint16_t)((a > EXPONENT ? nan : finite) | ((u >> 16) & 0x8000u));
+}
+
+/* To nearest, ties to even; a NaN becomes the one without a payload. */
+INLINE uint16_t bfloat_of(uint32_t u)
+{
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = 0x7fc0u | ((u >> 16) & 0x8000u);
+    return (uint16_t)((u & MAGNITUDE) > EXPONENT ? nan : rounded);
+}
+
+INLINE void row_of(const char *x, Py_ssize_t n, int kind, uint32_t *found)
+{
+    const uint16_t *half = (const uint16_t *)x;
+    if (kind == FP32)
+        memcpy(found, x, 4 * (size_t)n);
+    else if (kind == BF16)
+        for (Py_ssize_t i = 0; i < n; i++)
+            found[i] = (uint32_t)half[i] << 16;
+    else
+        for (Py_ssize_t i = 0; i < n; i++)
+            found[i] = bits_of_half(half[i]);
+}
+
+INLINE uint32_t number_at(const char *x, int kind)
+{
+    uint32_t found;
+    row_of(x, 1, kind, &found);
+    return found;
+}
+
+/* A square whose side is a cache line of FP32. */
+#define SIDE 16
+
+/* The transpose of SIDE rows of SIDE adjacent numbers, `stride` bytes apart. */
+INLINE void square_of(const char *x, Py_ssize_t stride, int kind, uint32_t *found, Py_ssize_t columns)
+{
+    uint32_t tile[SIDE][SIDE];
+    for (int j = 0; j < SIDE; j++)
+        row_of(x + j * stride, SIDE, kind, tile[j]);
+    for (int i = 0; i < SIDE; i++)
+        for (int j = 0; j < SIDE; j++)
+            found[i * columns + j] = tile[j][i];
+}
+
+/* A matrix in memory: strides in bytes. */
+typedef struct {
+    const char *at;
+    Py_ssize_t rows, columns, down, along;
+    int kind;
+} matrix;
+
+/* FP32 bits of a matrix in rows of `columns`. The rest of each row, and further rows, are not written. */
+INLINE void numbers_of(matrix x, uint32_t *found, Py_ssize_t columns)
+{
+    const Py_ssize_t size = x.kind == FP32 ? 4 : 2;
+    if (x.along == size) {
+        for (Py_ssize_t r = 0; r < x.rows; r++)
+            row_of(x.at + r * x.down, x.columns, x.kind, found + r * columns);
+        return;
+    }
+    const Py_ssize_t squares = x.down == size ? x.rows / SIDE * SIDE : 0, across = x.columns / SIDE * SIDE;
+    for (Py_ssize_t c = 0; c < across; c += SIDE)
+        for (Py_ssize_t r = 0; r < squares; r += SIDE)
+            square_of(x.at + r * x.down + c * x.along, x.along, x.kind, found + r * columns + c, columns);
+    for (Py_ssize_t r = 0; r < x.rows; r++)
+        for (Py_ssize_t c = r < squares ? across : 0; c < x.columns; c++)
+            found[r * columns + c] = number_at(x.at + r * x.down + c * x.along, x.kind);
+}
+
+INLINE void halves_of(const uint32_t *x, Py_ssize_t n, int kind, uint16_t *found)
+{
+    if (kind == BF16)
+        for (Py_ssize_t i = 0; i < n; i++)
+            found[i] = bfloat_of(x[i]);
+    else
+        for (Py_ssize_t i = 0; i < n; i++)
+            found[i] = half_of(x[i]);
 }
 
 /* -------------------------------------------------------------------------------------------------- amax */
@@ -57,6 +160,32 @@ INLINE void amax_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t
     }
 }
 
+/* The order of FP32 numbers as that of int32, and back. Numbers below 2^-126 are +0. */
+INLINE int32_t ordered(uint32_t u)
+{
+    const uint32_t clean = (int32_t)(u & MAGNITUDE) < (int32_t)NORMAL ? 0 : u;
+    return (int32_t)(clean ^ ((uint32_t)((int32_t)clean >> 31) >> 1));
+}
+
+INLINE uint32_t unordered(int32_t key)
+{
+    return (uint32_t)key ^ ((uint32_t)(key >> 31) >> 1);
+}
+
+INLINE void extremes_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *low, uint32_t *high)
+{
+    for (Py_ssize_t b = 0; b < blocks; b++, x += k) {
+        int32_t least = INT32_MAX, most = INT32_MIN;
+        for (Py_ssize_t i = 0; i < k; i++) {
+            const int32_t a = ordered(x[i]);
+            least = a < least ? a : least;
+            most = a > most ? a : most;
+        }
+        low[b] = unordered(least);
+        high[b] = unordered(most);
+    }
+}
+
 /* -------------------------------------------------------------------------------------------------- codes */
 
 /* Numbers scaled before they are encoded: they stay in the L1 cache. Meanwhile what comes AHEAD is prefetched. */
@@ -69,16 +198,16 @@ INLINE void amax_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t
 #define FETCH(address)
 #endif
 
-INLINE void times(const float *x, float by, Py_ssize_t n, float *y)
+INLINE void times(const float *x, float by, Py_ssize_t n, int divides, float *y)
 {
     Py_ssize_t i = 0;
     for (; i + 16 <= n; i += 16) { /* a cache line */
         FETCH(x + i + AHEAD);
         for (Py_ssize_t j = i; j < i + 16; j++)
-            y[j] = x[j] * by;
+            y[j] = divides ? x[j] / by : x[j] * by;
     }
     for (; i < n; i++)
-        y[i] = x[i] * by;
+        y[i] = divides ? x[i] / by : x[i] * by;
 }
 
 /* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
@@ -87,8 +216,8 @@ typedef struct {
     Py_ssize_t left;
 } place;
 
-/* y = the next n of x, each times the inverse scale of its block of k; +0 where that is 0, whatever x is. */
-INLINE void scaled(const float *x, Py_ssize_t k, Py_ssize_t n, place *next, float *y)
+/* y = the next n of x, each times the inverse scale of its block of k, or divided by its scale; +0 where that is 0, whatever x is. */
+INLINE void scaled(const float *x, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
 {
     for (Py_ssize_t i = 0, length; i < n; i += length) {
         const float by = *next->inverse;
@@ -96,7 +225,7 @@ INLINE void scaled(const float *x, Py_ssize_t k, Py_ssize_t n, place *next, floa
         if (by == 0)
             memset(y + i, 0, 4 * (size_t)length);
         else
-            times(x + i, by, length, y + i);
+            times(x + i, by, length, divides, y + i);
         next->left -= length;
         if (next->left == 0) {
             next->inverse++;
@@ -111,14 +240,15 @@ typedef struct {
     int shift, sign;
 } minifloat;
 
-INLINE void floats_of(const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, minifloat f, uint8_t *codes)
+INLINE void floats_of(
+    const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, minifloat f, uint8_t *codes)
 {
     float y[STRIP];
     uint32_t words[STRIP];
     place next = {inverse, k};
     for (Py_ssize_t start = 0; start < n; start += STRIP) {
         const Py_ssize_t length = n - start < STRIP ? n - start : STRIP;
-        scaled(x + start, k, length, &next, y);
+        scaled(x + start, k, length, divides, &next, y);
         for (Py_ssize_t i = 0; i < length; i++) {
             const uint32_t u = bits_of(y[i]);
             int32_t a = (int32_t)(u & MAGNITUDE), e;
@@ -139,16 +269,38 @@ typedef struct {
     uint8_t mask;
 } integer;
 
-INLINE void integers_of(const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, integer f, uint8_t *codes)
+INLINE void integers_of(
+    const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, integer f, uint8_t *codes)
 {
     float y[STRIP];
     place next = {inverse, k};
     for (Py_ssize_t start = 0; start < n; start += STRIP) {
         const Py_ssize_t length = n - start < STRIP ? n - start : STRIP;
-        scaled(x + start, k, length, &next, y);
+        scaled(x + start, k, length, divides, &next, y);
         for (Py_ssize_t i = 0; i < length; i++) {
             const float below = y[i] < f.high ? y[i] : f.high, within = below > f.low ? below : f.low;
             codes[start + i] = (uint8_t)(bits_of(within + f.magic) & f.mask);
+        }
+    }
+}
+
+/* What is the same for all numbers of a block: the inverse scale, what is subtracted before, and added to codes. */
+typedef struct {
+    const float *inverse, *before, *after;
+} offsets;
+
+INLINE void shifted_of(const float *x, offsets o, Py_ssize_t n, Py_ssize_t k, integer f, uint8_t *codes)
+{
+    for (Py_ssize_t start = 0, b = 0; start < n; start += k, b++) {
+        const float by = o.inverse[b], before = o.before[b], after = o.after[b], low = f.low - after, high = f.high - after;
+        const uint8_t add = (uint8_t)(int32_t)after;
+        if (by == 0) {
+            memset(codes + start, 0, (size_t)k);
+            continue;
+        }
+        for (Py_ssize_t i = start; i < start + k; i++) {
+            const float y = (x[i] - before) * by, below = y < high ? y : high, within = below > low ? below : low;
+            codes[i] = (uint8_t)((bits_of(within + f.magic) + add) & f.mask);
         }
     }
 }
@@ -185,28 +337,62 @@ INLINE void values_of_pairs(const uint8_t *data, const float *table, const float
 /* -------------------------------------------------------------------------------------------------- processors */
 
 typedef struct {
+    void (*load)(matrix, uint32_t *, Py_ssize_t);
+    void (*store)(const uint32_t *, Py_ssize_t, int, uint16_t *);
     void (*amax)(const uint32_t *, Py_ssize_t, Py_ssize_t, uint32_t *);
-    void (*floats)(const float *, const float *, Py_ssize_t, Py_ssize_t, minifloat, uint8_t *);
-    void (*integers)(const float *, const float *, Py_ssize_t, Py_ssize_t, integer, uint8_t *);
+    void (*extremes)(const uint32_t *, Py_ssize_t, Py_ssize_t, uint32_t *, uint32_t *);
+    void (*shifted)(const float *, offsets, Py_ssize_t, Py_ssize_t, integer, uint8_t *);
+    void (*floats)(const float *, const float *, Py_ssize_t, Py_ssize_t, int, minifloat, uint8_t *);
+    void (*integers)(const float *, const float *, Py_ssize_t, Py_ssize_t, int, integer, uint8_t *);
     void (*pairs)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
 
 /* The same functions, compiled for one kind of processor. */
 #define VERSION(name, target)                                                                                               \
+    target static void name##_load(matrix x, uint32_t *found, Py_ssize_t columns)                                           \
+    {                                                                                                                       \
+        switch (x.kind) { /* each compiled for its kind */                                                                  \
+        case FP32: x.kind = FP32; numbers_of(x, found, columns); break;                                                     \
+        case BF16: x.kind = BF16; numbers_of(x, found, columns); break;                                                     \
+        default: x.kind = FP16; numbers_of(x, found, columns);                                                              \
+        }                                                                                                                   \
+    }                                                                                                                       \
+    target static void name##_store(const uint32_t *x, Py_ssize_t n, int kind, uint16_t *found)                             \
+    {                                                                                                                       \
+        if (kind == BF16)                                                                                                   \
+            halves_of(x, n, BF16, found);                                                                                   \
+        else                                                                                                                \
+            halves_of(x, n, FP16, found);                                                                                   \
+    }                                                                                                                       \
     target static void name##_amax(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *amax)                      \
     {                                                                                                                       \
         amax_of(x, blocks, k, amax);                                                                                        \
     }                                                                                                                       \
-    target static void name##_floats(                                                                                       \
-        const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, minifloat f, uint8_t *codes)                      \
+    target static void name##_extremes(                                                                                     \
+        const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *low, uint32_t *high)                                  \
     {                                                                                                                       \
-        floats_of(x, inverse, n, k, f, codes);                                                                              \
+        extremes_of(x, blocks, k, low, high);                                                                               \
+    }                                                                                                                       \
+    target static void name##_shifted(const float *x, offsets o, Py_ssize_t n, Py_ssize_t k, integer f, uint8_t *codes)     \
+    {                                                                                                                       \
+        shifted_of(x, o, n, k, f, codes);                                                                                   \
+    }                                                                                                                       \
+    target static void name##_floats(                                                                                       \
+        const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, minifloat f, uint8_t *codes)         \
+    {                                                                                                                       \
+        if (divides)                                                                                                        \
+            floats_of(x, inverse, n, k, 1, f, codes);                                                                       \
+        else                                                                                                                \
+            floats_of(x, inverse, n, k, 0, f, codes);                                                                       \
     }                                                                                                                       \
     target static void name##_integers(                                                                                     \
-        const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, integer f, uint8_t *codes)                        \
+        const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, integer f, uint8_t *codes)           \
     {                                                                                                                       \
-        integers_of(x, inverse, n, k, f, codes);                                                                            \
+        if (divides)                                                                                                        \
+            integers_of(x, inverse, n, k, 1, f, codes);                                                                     \
+        else                                                                                                                \
+            integers_of(x, inverse, n, k, 0, f, codes);                                                                     \
     }                                                                                                                       \
     target static void name##_pairs(const uint8_t *codes, Py_ssize_t n, uint8_t *data)                                      \
     {                                                                                                                       \
@@ -220,7 +406,9 @@ typedef struct {
         else                                                                                                                \
             values_of_pairs(data, table, scale, n, k, values);                                                              \
     }                                                                                                                       \
-    static const version name = {name##_amax, name##_floats, name##_integers, name##_pairs, name##_values};
+    static const version name = {                                                                                           \
+        name##_load, name##_store, name##_amax, name##_extremes, name##_shifted, name##_floats, name##_integers,               \
+        name##_pairs, name##_values};
 
 VERSION(baseline, )
 
@@ -277,6 +465,69 @@ static PyObject *result(int done)
     return done ? Py_NewRef(Py_None) : NULL;
 }
 
+PyDoc_STRVAR(load_doc,
+    "load(values, kind, columns, found): a matrix in any order as FP32 in rows of `columns`, with zeros after its columns and rows.\n"
+    "kind: 32 for FP32, 16 for BF16 and -16 for FP16, as integers of their size.");
+
+static PyObject *load(PyObject *self, PyObject *args)
+{
+    PyObject *values;
+    Py_buffer x, found;
+    Py_ssize_t columns;
+    int kind;
+    if (!PyArg_ParseTuple(args, "Oinw*:load", &values, &kind, &columns, &found))
+        return NULL;
+    if (PyObject_GetBuffer(values, &x, PyBUF_STRIDED_RO) < 0) {
+        PyBuffer_Release(&found);
+        return NULL;
+    }
+    const int size = kind == FP32 ? 4 : 2;
+    const int fits = x.ndim == 2 && x.itemsize == size && columns > 0 && x.shape[1] <= columns && found.len % (4 * columns) == 0 &&
+                     x.shape[0] <= found.len / 4 / columns && (uintptr_t)x.buf % size == 0 && x.strides[0] % size == 0 &&
+                     x.strides[1] % size == 0 && (uintptr_t)found.buf % 4 == 0;
+    if (fits) {
+        const matrix m = {x.buf, x.shape[0], x.shape[1], x.strides[0], x.strides[1], kind};
+        uint32_t *to = found.buf;
+        Py_BEGIN_ALLOW_THREADS
+        here->load(m, to, columns);
+        if (m.columns < columns)
+            for (Py_ssize_t r = 0; r < m.rows; r++)
+                memset(to + r * columns + m.columns, 0, 4 * (size_t)(columns - m.columns));
+        memset(to + m.rows * columns, 0, (size_t)found.len - 4 * (size_t)(m.rows * columns));
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError,
+            "wanted an aligned matrix of numbers of %d bytes and room for it in rows of %zd; got %d axes of items of %zd bytes, and %zd "
+            "bytes of room. Call breccia.cast.",
+            size, columns, x.ndim, x.itemsize, found.len);
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&found);
+    return result(fits);
+}
+
+PyDoc_STRVAR(store_doc,
+    "store(values, kind, found): FP32 numbers rounded to BF16 (kind 16) or FP16 (kind -16), to nearest, ties to even.");
+
+static PyObject *store(PyObject *self, PyObject *args)
+{
+    Py_buffer x, found;
+    int kind;
+    if (!PyArg_ParseTuple(args, "y*iw*:store", &x, &kind, &found))
+        return NULL;
+    const int fits = x.len % 4 == 0 && found.len == x.len / 2 && (uintptr_t)x.buf % 4 == 0 && (uintptr_t)found.buf % 2 == 0;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        here->store(x.buf, x.len / 4, kind, found.buf);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError,
+            "wanted aligned FP32 numbers, and room for as many of 2 bytes; got %zd and %zd bytes. Call breccia.dequantize.", x.len,
+            found.len);
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&found);
+    return result(fits);
+}
+
 PyDoc_STRVAR(amax_doc, "amax(source, k, amax): bits of the largest magnitude of each k FP32 numbers, as uint32.");
 
 static PyObject *amax(PyObject *self, PyObject *args)
@@ -296,22 +547,73 @@ static PyObject *amax(PyObject *self, PyObject *args)
     return result(done);
 }
 
+PyDoc_STRVAR(extremes_doc,
+    "extremes(source, k, low, high): the smallest and the largest of each k FP32 numbers. Numbers below 2^-126 count as +0.");
+
+static PyObject *extremes(PyObject *self, PyObject *args)
+{
+    Py_buffer x, low, high;
+    Py_ssize_t k;
+    if (!PyArg_ParseTuple(args, "y*nw*w*:extremes", &x, &k, &low, &high))
+        return NULL;
+    const int done = sizes_agree(&x, &low, k) && sizes_agree(&x, &high, k);
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->extremes(x.buf, x.len / 4 / k, k, low.buf, high.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&low);
+    PyBuffer_Release(&high);
+    return result(done);
+}
+
+PyDoc_STRVAR(shifted_doc,
+    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask): as integers, with numbers of each block of k that are\n"
+    "subtracted before the numbers are scaled, and added to their codes.");
+
+static PyObject *shifted(PyObject *self, PyObject *args)
+{
+    Py_buffer x, inverse, before, after, codes;
+    Py_ssize_t k;
+    integer f;
+    if (!PyArg_ParseTuple(
+            args, "y*y*y*y*nw*fffb:shifted", &x, &inverse, &before, &after, &k, &codes, &f.low, &f.high, &f.magic, &f.mask))
+        return NULL;
+    const int done = sizes_agree(&x, &inverse, k) && sizes_agree(&x, &before, k) && sizes_agree(&x, &after, k) &&
+                     has_length(&codes, x.len / 4);
+    if (done) {
+        const offsets o = {inverse.buf, before.buf, after.buf};
+        Py_BEGIN_ALLOW_THREADS
+        here->shifted(x.buf, o, x.len / 4, k, f, codes.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&inverse);
+    PyBuffer_Release(&before);
+    PyBuffer_Release(&after);
+    PyBuffer_Release(&codes);
+    return result(done);
+}
+
 PyDoc_STRVAR(floats_doc,
-    "floats(source, inverse, k, codes, floor, lift, largest, shift, sign): codes of a minifloat, one a byte, of FP32 numbers times\n"
-    "the inverse scale of their block of k; zeros where that is 0. The others are the fields of numpy._FloatCodes.");
+    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign): codes of a minifloat, one a byte, of FP32 numbers\n"
+    "times the inverse scale of their block of k, or divided by its scale; zeros where that is 0. The others are the fields of\n"
+    "numpy._FloatCodes.");
 
 static PyObject *floats(PyObject *self, PyObject *args)
 {
     Py_buffer x, inverse, codes;
     Py_ssize_t k;
+    int divides;
     minifloat f;
     if (!PyArg_ParseTuple(
-            args, "y*y*nw*IIIii:floats", &x, &inverse, &k, &codes, &f.floor, &f.lift, &f.largest, &f.shift, &f.sign))
+            args, "y*y*niw*IIIii:floats", &x, &inverse, &k, &divides, &codes, &f.floor, &f.lift, &f.largest, &f.shift, &f.sign))
         return NULL;
     const int done = sizes_agree(&x, &inverse, k) && has_length(&codes, x.len / 4);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->floats(x.buf, inverse.buf, x.len / 4, k, f, codes.buf);
+        here->floats(x.buf, inverse.buf, x.len / 4, k, divides, f, codes.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -321,19 +623,21 @@ static PyObject *floats(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(integers_doc,
-    "integers(source, inverse, k, codes, low, high, magic, mask): as floats, for the fields of numpy._IntegerCodes.");
+    "integers(source, inverse, k, divides, codes, low, high, magic, mask): as floats, for the fields of numpy._IntegerCodes.");
 
 static PyObject *integers(PyObject *self, PyObject *args)
 {
     Py_buffer x, inverse, codes;
     Py_ssize_t k;
+    int divides;
     integer f;
-    if (!PyArg_ParseTuple(args, "y*y*nw*fffb:integers", &x, &inverse, &k, &codes, &f.low, &f.high, &f.magic, &f.mask))
+    if (!PyArg_ParseTuple(
+            args, "y*y*niw*fffb:integers", &x, &inverse, &k, &divides, &codes, &f.low, &f.high, &f.magic, &f.mask))
         return NULL;
     const int done = sizes_agree(&x, &inverse, k) && has_length(&codes, x.len / 4);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->integers(x.buf, inverse.buf, x.len / 4, k, f, codes.buf);
+        here->integers(x.buf, inverse.buf, x.len / 4, k, divides, f, codes.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -392,7 +696,11 @@ static PyObject *values(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
+    {"load", load, METH_VARARGS, load_doc},
+    {"store", store, METH_VARARGS, store_doc},
     {"amax", amax, METH_VARARGS, amax_doc},
+    {"extremes", extremes, METH_VARARGS, extremes_doc},
+    {"shifted", shifted, METH_VARARGS, shifted_doc},
     {"floats", floats, METH_VARARGS, floats_doc},
     {"integers", integers, METH_VARARGS, integers_doc},
     {"pairs", pairs, METH_VARARGS, pairs_doc},

@@ -19,3 +19,18 @@ def breccia_kernels() -> Iterable[Kernel]:
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)
+    available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
+    yield Kernel(
+        "matmul", "numpy", "breccia_native.matmul:matmul", "native.matmul", available=available, accepts=accepts, rank=_FASTER
+    )
+    yield Kernel(
+        "matmul",
+        "torch",
+        "breccia_torch.cpu:matmul",
+        "torch.cpu.matmul",
+        device="cpu",
+        available=available,
+        accepts=accepts,
+        plan="breccia_torch.plans:plan",
+        rank=_FASTER,
+    )

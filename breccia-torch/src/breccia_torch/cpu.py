@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from breccia.backend import (
     calls,
     checks,
     components,
+    composites,
     reference,
+    threads,
 )
 
 from .ops import TORCH, need_dense, opaque
@@ -45,12 +48,21 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     """`dequantize` by the kernel for NumPy arrays."""
     if out is not None and not _readable(out):
         return reference.dequantize(st, out_dtype, out)
-    if out_dtype == "bfloat16":  # which NumPy lacks
-        return reference.result(TORCH, dequantize(st), out_dtype, out)
     if out is None:
-        return torch.from_numpy(calls.dequantize(_arrays(st), out_dtype))
-    calls.dequantize(_arrays(st), out_dtype, _array(out))
+        return _tensor(calls.dequantize(_arrays(st), out_dtype), getattr(torch, out_dtype))
+    calls.dequantize(_arrays(st), out_dtype, _floats(out))
     return out
+
+
+def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
+    if any(x is not None and not _readable(x) for x in (bias, out)):  # a transform may wrap a bias alone
+        return composites.matmul(a, b, bias, out_dtype, out)
+    left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
+    with threads.at_most(torch.get_num_threads()):
+        product = calls.matmul(left, right, None if bias is None else _floats(bias))
+    found = torch.from_numpy(product)
+    return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 
 
 # ------------------------------------------------------------------------------------------------ the same memory
@@ -68,10 +80,18 @@ def _takes(out: Any, recipe: ScalingRecipe) -> bool:
 
 
 def _floats(x: Array) -> np.ndarray:
-    """FP32 or FP16; BF16, which NumPy lacks, as FP32."""
+    """Numbers as an array. NumPy has BF16 from ml_dtypes."""
     if x.is_neg():  # an imaginary part may have torch's negative bit, which NumPy lacks
         x = x.resolve_neg()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    return _array(x).view(bfloat16()) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+@cache
+def bfloat16() -> Any:
+    """The dtype of NumPy for BF16. Imported where it is needed."""
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
 
 
 def _array(part: Array) -> np.ndarray:
@@ -135,5 +155,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _tensor(part: np.ndarray, dtype: torch.dtype) -> Array:
-    found = torch.from_numpy(np.asarray(part))
+    array = np.asarray(part)
+    if dtype in _BITS and array.dtype.kind not in "ui":
+        array = array.view(f"u{array.itemsize}")
+    found = torch.from_numpy(array)
     return found if found.dtype == dtype else found.view(dtype)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _lock = threading.Lock()
 _threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
+#: The limit of `at_most`, in each thread
+_limit = threading.local()
 
 
 def set_num_threads(n: int) -> None:
@@ -41,11 +43,27 @@ def set_num_threads(n: int) -> None:
 
 def get_num_threads() -> int:
     """Threads that NumPy kernels may use: the value given to `set_num_threads`, else the CPUs available to this process."""
+    limit: int | None = getattr(_limit, "threads", None)
+    return _setting() if limit is None else min(_setting(), limit)
+
+
+def _setting() -> int:
     global _threads
     if _threads is None:
         affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
         _threads = (len(affinity(0)) if affinity else os.cpu_count()) or 1
     return _threads
+
+
+@contextmanager
+def at_most(n: int) -> Generator[None, None, None]:
+    """In this thread, let `get_num_threads` return `n` at most: another library's setting, for its arrays."""
+    before: int | None = getattr(_limit, "threads", None)
+    _limit.threads = n
+    try:
+        yield
+    finally:
+        _limit.threads = before
 
 
 def devices() -> list[str]:
@@ -78,13 +96,30 @@ def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
             raise error
 
 
+def share(work: Callable[[], None], threads: int) -> None:
+    """Call `work` on this thread, and on up to `threads - 1` others; raises the first exception. Calls take what is left to do.
+
+    Others that have not started when this thread's call ends are not waited for. `work` must not call `share` or `spread`.
+    """
+    futures: list[Future[None]] = []
+    with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
+        futures.extend(_shared_pool().submit(work) for _ in range(threads - 1))
+    try:
+        work()
+    finally:
+        errors = [future.exception() for future in futures if not future.cancel()]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
 def _shared_pool() -> ThreadPoolExecutor:
     global _pool
     from concurrent.futures import ThreadPoolExecutor
 
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(max(get_num_threads() - 1, 1), thread_name_prefix="breccia")
+            _pool = ThreadPoolExecutor(max(_setting() - 1, 1), thread_name_prefix="breccia")
         return _pool
 
 

@@ -176,8 +176,10 @@ class _Cast:
         of_blocks = (None, None, None) if self.per_tensor else (scale, zero_point, self.given)
         data = data.view(U1).reshape(*self.y.shape[:-1], -1)
         self.pieces, flat = cut_pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
-        fast = self.plan.codes is not None and not self.plan.divides
-        if not fast:
+        step = self._write if self.plan.fast else self._hand_over
+        if self.plan.shifted is not None and self.given is None and self.m == 1:
+            step = self._write_shifted
+        if step == self._hand_over:
             for piece in self.pieces:
                 piece.limit = min(piece.limit, GENERIC)
         whole = all_jobs(self.pieces, 1, self.plan.count) if refuse or self.per_tensor or self.two_level else []
@@ -191,14 +193,14 @@ class _Cast:
             self._write_large(scale, within_blocks(self.pieces, self.m, self.k, self.plan.count))
         else:
             m = 1 if flat else self.m
-            run_each(self._write if fast else self._hand_over, all_jobs(self.pieces, m, self.unit), m, self.unit)
+            run_each(step, all_jobs(self.pieces, m, self.unit), m, self.unit)
 
     def _largest(self, jobs: list[Job], finite: bool) -> Array:
         """Bits of the largest magnitude of each job, or of its finite ones."""
         found = np.zeros(len(jobs), U4)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
-            source = load_piece(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source)
+            source = load_piece(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source, self.plan.microkernels.load)
             found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
                 a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
@@ -234,7 +236,7 @@ class _Cast:
         assert scales is not None and writer is not None and piece.scale is not None
         m = self.m if self.m > 1 else 1
         rows, columns = rounded_up(r1 - r0, m), rounded_up(c1 - c0, self.unit)
-        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source)
+        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source, self.plan.microkernels.load)
         amax = self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
@@ -253,10 +255,48 @@ class _Cast:
         target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
         target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
         clamp = not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
+        if self.plan.divides:
+            inverse = scales.read(stored, inverse)
         if m > 1:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
         target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
         self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp)
+
+    def _write_shifted(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+        """One chunk of whole blocks of one row, with a zero-point or a bias for each."""
+        plan, scales, k, fmt = self.plan, self.plan.scales, self.k, self.plan.fmt
+        extremes, shifted = plan.microkernels.extremes, plan.microkernels.shifted
+        assert scales is not None and plan.shifted is not None and extremes is not None and shifted is not None
+        rows, columns = r1 - r0, c1 - c0
+        if columns % k:  # padding is not among the numbers of its block
+            return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
+        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source, plan.microkernels.load)
+        low, high = (np.empty(source.size // k, F4) for _ in range(2))
+        extremes(source, k, low, high)
+        if fmt.offset == "zero_point":
+            np.minimum(low, 0, out=low)
+            np.maximum(high, 0, out=high)
+        width = high - low
+        found = scales.fast_path(width.view(U4), None) if self._amax(work, source, k).max() < F32_INF else None
+        if found is None:
+            return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
+        stored, inverse = found
+        assert piece.scale is not None and piece.zero_point is not None
+        nothing = np.zeros(low.size, F4)
+        if fmt.offset == "zero_point":
+            offset = fmt.element.encode(NUMPY, -low * inverse)
+            before, after = nothing, fmt.element.decode(NUMPY, offset)
+        else:
+            offset = fmt.scale.codec.encode(NUMPY, low)
+            before, after = fmt.scale.codec.read(NUMPY, NUMPY.store(offset, scales.storage)), nothing
+        blocks = rows, columns // k
+        places = slice(r0, r1), slice(c0 // k, c1 // k)
+        piece.scale[places] = stored.reshape(blocks)
+        piece.zero_point[places] = NUMPY.store(offset, piece.zero_point.dtype.name).reshape(blocks)
+        target = piece.data[r0:r1, byte_range(fmt.element, c0, c1)]
+        codes = work.codes[: source.size]
+        shifted(plan.shifted, source, inverse, before, after, k, codes)
+        self._pack(work, codes, target, (rows, columns))
 
     def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
         """int32 codes of the supplied scales of a chunk, `rows` by `columns` including the blocks of padding."""
@@ -295,10 +335,16 @@ class _Cast:
                 codes.reshape(-1, k)[inverse == 0] = writer.zero
             if writer.zero and columns < padded[1]:
                 codes.reshape(padded)[:, columns:] = 0
-        if plan.bits == 4 and plan.microkernels.pairs is not None and 2 * target.size == n and target.flags.c_contiguous:
-            plan.microkernels.pairs(codes, target)
-        elif not in_place:
-            pack_codes(codes.reshape(padded), plan.bits, target, work.sign)
+        if not in_place:
+            self._pack(work, codes, target, padded)
+
+    def _pack(self, work: Buffers, codes: Array, target: Array, padded: tuple[int, int]) -> None:
+        """Codes, one a byte and of shape `padded`, to `target`."""
+        bits, pairs = self.plan.bits, self.plan.microkernels.pairs
+        if bits == 4 and pairs is not None and 2 * target.size == codes.size and target.flags.c_contiguous:
+            pairs(codes, target)
+        else:
+            pack_codes(codes.reshape(padded), bits, target, work.sign)
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
 
@@ -318,6 +364,7 @@ class _Cast:
             scale[...] = stored.reshape(scale.shape)
             fits = amax.view(F4) * inverse < writer.limit
             subnormal = scales.subnormal(stored)
+            by = scales.read(stored, inverse) if self.plan.divides else inverse
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
             target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
@@ -325,20 +372,20 @@ class _Cast:
                 target[...] = 0
                 return
             padded = r1 - r0, rounded_up(c1 - c0, self.plan.count)
-            source = load_piece(piece.values[r0:r1, c0:c1], *padded, work.source)
+            source = load_piece(piece.values[r0:r1, c0:c1], *padded, work.source, self.plan.microkernels.load)
             n, fit, special = source.size, fits[number], subnormal[number]
             if self.own_codes:
                 largest = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n]).max()
                 special |= largest >= F32_INF
                 fit = largest.view(F4) * inverse[number] < writer.limit
-            if special or self.plan.divides:
+            if special or not self.plan.fast:
                 given = stored[number].reshape(() if self.per_tensor else (1, 1))
                 chunk = piece.values[r0:r1, c0:c1]
                 target[...] = reference.cast(chunk, self.plan.recipe, CastOptions(scale=given)).data.view(U1)
                 return
             if inverse[number] > LARGE:
                 source = _flushed(work, source)
-            self._write_codes(work, source, inverse[number : number + 1], n, target, padded, c1 - c0, not fit)
+            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit)
 
         run_each(step, jobs, 1, self.plan.count)
 

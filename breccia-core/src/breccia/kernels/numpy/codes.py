@@ -105,6 +105,7 @@ class IntegerCodes:
 
     def __init__(self, codec: Integer) -> None:
         unit = math.ldexp(1.0, -codec.fraction_bits)
+        self.codec = codec
         self.magic = F4(1.5 * 2.0**23 * unit)
         self.low, self.high = codec.low * unit, codec.high * unit
         self.signed, self.mask = codec.signed, (1 << codec.bits) - 1
@@ -162,13 +163,26 @@ class Microkernels:
     amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
+    divided: likewise, with scales in place of inverse ones, by which numbers are divided.
     values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
+    load(values, dtype, columns, found): a matrix of "float32", "float16" or "bfloat16" in any order as FP32 into contiguous
+    rows of `columns`, with zeros after its columns and rows; 16-bit numbers are passed as uint16.
+    extremes(source, k, low, high): the smallest and the largest of each `k` FP32 numbers; below 2^-126 they count as +0.
+    shifted(codes, source, inverse, before, after, k, found): codes of an integer codec, one a byte. From each `k` numbers
+    `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added. Zeros where
+    the inverse is 0.
+    store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     """
 
     amax: Callable[[Array, int, Array], None] | None = None
     pairs: Callable[[Array, Array], None] | None = None
     scaled: Callable[[_Codes], ScaledCodes | None] | None = None
     values: Callable[[Array, Array, Array, int, int, Array], None] | None = None
+    load: Callable[[Array, str, int, Array], None] | None = None
+    store: Callable[[Array, str, Array], None] | None = None
+    divided: Callable[[_Codes], ScaledCodes | None] | None = None
+    extremes: Callable[[Array, int, Array, Array], None] | None = None
+    shifted: Callable[[IntegerCodes, Array, Array, Array, Array, int, Array], None] | None = None
 
 
 #: NumPy alone.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.frameworks import output_dtype
+from ...arrays.frameworks import dtype_name, output_dtype
 from ...arrays.ops import NUMPY, Array
 from ...codecs import Codec, PowerOfTwo
 from ...formats import TENSOR, Format
@@ -157,10 +157,10 @@ def dequantize(
     if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
         result = out.swapaxes(-1, -2) if st.axis == -2 else out
         if result.flags.carray:
-            _Dequantize(st, result).run()
+            _Dequantize(st, result, microkernels).run()
             return out
     result = np.empty(shape, dtype)
-    _Dequantize(st, result).run()
+    _Dequantize(st, result, microkernels).run()
     result = result.swapaxes(-1, -2) if st.axis == -2 else result
     return result if out is None else reference.result(NUMPY, result, name, out)
 
@@ -174,8 +174,9 @@ def _overlaps(out: Array, st: ScaledTensor) -> bool:
 class _Dequantize:
     """One call of `dequantize` into `result`, K last and contiguous."""
 
-    def __init__(self, st: ScaledTensor, result: Array) -> None:
+    def __init__(self, st: ScaledTensor, result: Array, microkernels: Microkernels) -> None:
         self.st = st = st.mT if st.axis == -2 else st
+        self.microkernels, self.dtype = microkernels, dtype_name(result)
         self.fmt = st.recipe.format
         self.result = result if result.ndim > 1 else result.reshape(1, -1)
         self.block = st.layout.block()
@@ -242,7 +243,16 @@ class _Dequantize:
                     self.made.clear()
                 self.made[number] = table
         values, target = self._decoded(work, table, piece, r0, r1, c0, c1)
-        if values is not target:
+        self._store(values, target)
+
+    def _store(self, values: Array, target: Array) -> None:
+        """Round values to the dtype of the result."""
+        if values is target:
+            return
+        store = self.microkernels.store
+        if store is not None and target.dtype != F4 and target.flags.c_contiguous and values.flags.c_contiguous:
+            store(values, self.dtype, target.view(U2))
+        else:
             np.copyto(target, values, casting="unsafe")
 
     def _scaled(self, number: int, lead: int) -> Array:
@@ -291,8 +301,7 @@ class _Dequantize:
                 np.multiply(values, g, out=values)
             else:
                 values[...] = reference.apply_scale(NUMPY, values, g, fmt, level)
-        if values is not target:
-            np.copyto(target, values, casting="unsafe")
+        self._store(values, target)
 
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk, by the generic algorithm."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.frameworks import dtype_name
+from ...arrays.frameworks import FLOATS, dtype_name
 from ...arrays.ops import Array
 from ...codecs import Codec
 from ...formats import TENSOR, Block
@@ -130,15 +130,23 @@ def run_each(step: Any, jobs: list[Job], m: int, unit: int) -> None:
     spread(work, len(jobs), thread_count())
 
 
-def load_piece(values: Array, rows: int, columns: int, buffer: Array) -> Array:
-    """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where possible."""
+def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any = None) -> Array:
+    """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where possible.
+
+    load: of `Microkernels`.
+    """
     r, c = values.shape
-    if (r, c) == (rows, columns) and values.dtype == F4 and values.flags.c_contiguous and values.flags.aligned:
+    aligned = values.flags.aligned and values.dtype.isnative
+    if (r, c) == (rows, columns) and values.dtype == F4 and values.flags.c_contiguous and aligned:
         return values.reshape(-1)
     flat = buffer[: rows * columns]
+    name = dtype_name(values)
+    if load is not None and aligned and name in FLOATS:
+        load(values if values.dtype == F4 else values.view(U2), name, columns, flat)
+        return flat.view(F4)
     words = flat.reshape(rows, columns)
     words[r:], words[:r, c:] = 0, 0
-    if dtype_name(values) == "bfloat16":
+    if name == "bfloat16":
         np.copyto(words[:r, :c], values.view(U2))
         np.left_shift(flat, 16, out=flat)
     else:

@@ -19,7 +19,7 @@ from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from .. import checks
 from ..plans import k_last, scattered
-from .codes import PLAIN, code_writer, pack_codes
+from .codes import PLAIN, IntegerCodes, code_writer, pack_codes
 from .pieces import block_sides, unit_of
 from .scales import GlobalScale, Scales
 from .workspace import MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
@@ -44,13 +44,23 @@ class Plan:
             self.unsupported |= type(recipe.rules[0]) is not Linear or level.codec != F32 or fmt.scale.block == TENSOR
             self.unsupported |= level.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
-        #: Whether codes are computed by division. Scales are then computed here, codes by the generic algorithm.
+        #: Whether codes are computed by division. Only microkernels do so; without them, the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
         known = fmt.offset == "none" and (multiplies or self.divides) and type(fmt.scale.codec) in (Minifloat, PowerOfTwo)
         self.codes = code_writer(fmt.element) if known else None
+        #: The integer codes of a recipe with an offset, where microkernels write them.
+        self.shifted: IntegerCodes | None = None
+        compiled = microkernels.extremes is not None and microkernels.shifted is not None
+        if compiled and fmt.offset != "none" and multiplies and type(fmt.scale.codec) is Minifloat and level is None:
+            writer = code_writer(fmt.element)
+            if isinstance(writer, IntegerCodes) and not writer.codec.fraction_bits:
+                self.shifted = writer
         #: The writer of codes from unscaled numbers.
-        self.scaled = None if microkernels.scaled is None or self.codes is None else microkernels.scaled(self.codes)
-        self.scales = None if self.codes is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
+        written = microkernels.divided if self.divides else microkernels.scaled
+        self.scaled = None if written is None or self.codes is None else written(self.codes)
+        #: Whether codes are computed here, not by the generic algorithm.
+        self.fast = self.codes is not None and (not self.divides or (self.scaled is not None and level is None))
+        self.scales = None if self.codes is None and self.shifted is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
         self.global_scales = None if level is None or self.unsupported else Scales(recipe, 0, microkernels)
         self._layouts: dict[Any, Layout] = {}
         #: Whether blocks are runs within a row, so that short arrays need the fewest calls

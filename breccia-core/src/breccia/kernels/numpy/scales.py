@@ -139,6 +139,10 @@ class Scales:
         one = np.ones(stored.shape, F4)
         return stored, self.rule.scaled(NUMPY, one, stored, self.codec, g, statistic, self.qmax)[0]
 
+    def read(self, stored: Array, inverse: Array) -> Array:
+        """The scales, 0 where one is not usable."""
+        return np.where(inverse == 0, F4(0), self.codec.read(NUMPY, stored.reshape(-1)))
+
     def subnormal(self, stored: Array) -> Array:
         """Where the inverse is an FP32 subnormal, which must not be a factor"""
         return stored == 254 if type(self.codec) is PowerOfTwo else np.zeros(stored.shape, np.bool_)

@@ -1,0 +1,183 @@
+"""`matmul` of plain activations and a quantized weight, which is decoded in registers (products.c)."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from breccia.backend import (
+    NUMPY,
+    TENSOR,
+    Array,
+    InternedKey,
+    PowerOfTwo,
+    ScaledTensor,
+    checks,
+    output_dtype,
+    reference,
+    threads,
+)
+from breccia.backend import numpy as kernels
+
+from . import products
+from .facts import factor_of, kind_of
+
+_KINDS = {name: number for number, name in enumerate(products.kinds())}
+_ROLES = {"none": 0, "zero_point": 1, "bias": 2}
+#: Products below which one thread is as fast as several.
+_FOR_THREADS = 1 << 21
+#: Codes of a row that the kernel decodes together, to which K is padded.
+_CHUNK = 128
+#: The smallest scale, other than zero, whose products with codes are normal numbers.
+_LEAST = 2.0**-100
+_EMPTY = np.empty(0, np.float32)
+_REMEMBERED = 256
+_OFFSETS = {np.dtype(np.uint8): "u8", np.dtype(np.int8): "i8", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
+
+
+def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`breccia.kernels.numpy.products.matmul`, which also multiplies what is beyond the limits of the compiled kernel."""
+    checks.check_matmul(a, b, bias)
+    product = _of_rows(a, b.mT) if isinstance(b, ScaledTensor) else _swapped(_of_rows(_swapped(b), a))
+    if product is None:
+        return kernels.matmul(a, b, bias, out_dtype, out)
+    name = output_dtype(out_dtype)
+    if bias is not None:
+        with np.errstate(all="ignore"):
+            np.add(product, NUMPY.f32(bias), out=product)
+    if out is None and name == "float32":
+        return product
+    with np.errstate(all="ignore"):
+        return reference.result(NUMPY, product, name, out)
+
+
+def _swapped(x: Any) -> Any:
+    return None if x is None else x.swapaxes(-1, -2)
+
+
+def _of_rows(x: Array, st: ScaledTensor) -> Array | None:
+    """(..., M, K) times the transpose of (..., N, K) in FP32; None where numbers are beyond the kernel's limits."""
+    n, k = st.shape[-2:]
+    if st.ndim == 2:
+        product = _product(x.reshape(-1, k), st, n, k)
+        return product if product is None or x.ndim == 2 else product.reshape(*x.shape[:-1], n)
+    lead = np.broadcast_shapes(x.shape[:-2], st.shape[:-2])
+    product = np.empty((*lead, x.shape[-2], n), np.float32)
+    x = np.broadcast_to(x, (*lead, *x.shape[-2:]))
+    first = len(lead) - (st.ndim - 2)
+    for index in np.ndindex(*lead):
+        found = _product(x[index], st[tuple(min(i, m - 1) for i, m in zip(index[first:], st.shape, strict=False))], n, k)
+        if found is None:
+            return None
+        product[index] = found
+    return product
+
+
+class _Plan(NamedTuple):
+    """What a recipe tells the kernel: kinds, tables, whether scales divide, the smallest scale, the role of offsets."""
+
+    kind: int
+    table: Array
+    scale_kind: int
+    scale_table: Array
+    divides: bool
+    least: float
+    role: int
+    factor: float
+
+
+_plans: dict[InternedKey, _Plan] = {}
+
+
+def _plan_of(st: ScaledTensor) -> _Plan:
+    key = st.recipe.interned_key
+    found = _plans.get(key)
+    if found is None:
+        fmt = st.recipe.format
+        kind, scale_kind = kind_of(fmt.element), kind_of(fmt.scale.codec)
+        # Powers of two are exact in any product with a code, however small.
+        exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.sense == "multiplier"
+        found = _Plan(
+            _KINDS[kind],
+            _table(fmt.element) if kind.startswith("table") else _EMPTY,
+            _KINDS[scale_kind],
+            _table(fmt.scale.codec) if scale_kind == "table8" else _EMPTY,
+            fmt.scale.sense == "divisor",
+            0.0 if exact and fmt.offset != "bias" else _LEAST,
+            _ROLES[fmt.offset],
+            factor_of(fmt, None if fmt.global_scale is None else 1.0),
+        )
+        if len(_plans) >= _REMEMBERED:
+            _plans.clear()
+        _plans[key] = found
+    return found
+
+
+def _table(codec: Any) -> Array:
+    return np.array(codec.table, np.uint32).view(np.float32)
+
+
+def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
+    """(M, K) times the transpose of the matrix `st`, (N, K)."""
+    plan, m = _plan_of(st), len(x)
+    packed = _aligned(m * -(-k // _CHUNK) * _CHUNK)
+    x = np.ascontiguousarray(NUMPY.f32(x))
+    if not products.pack(x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1), m, k, plan.kind, packed):
+        return None
+    factor = plan.factor
+    if st.global_scale is not None:
+        factor = factor_of(st.recipe.format, float(st.global_scale))
+    tall, block = st.layout.block(st.axis)
+    offset, offset_kind = _EMPTY, "f32"
+    if st.zero_point is not None:
+        offset = np.asarray(st.zero_point)
+        if offset.dtype not in _OFFSETS:
+            offset = reference.offsets_of(NUMPY, offset)
+        offset_kind = _OFFSETS[offset.dtype]
+        offset = np.ascontiguousarray(offset)
+    per_tensor = st.layout.block(st.axis) == TENSOR
+    product, taken = np.empty((m, n), np.float32), np.zeros(1, np.int64)
+    call = (
+        packed,
+        m,
+        n,
+        k,
+        np.ascontiguousarray(st.data),
+        plan.kind,
+        plan.table,
+        np.ascontiguousarray(st.scale),
+        plan.scale_kind,
+        plan.scale_table,
+        k if block is None else block,
+        n if per_tensor or tall is None else tall,
+        plan.divides,
+        _fp32(factor),
+        plan.least,
+        offset,
+        _KINDS[offset_kind],
+        plan.role,
+        product,
+        taken,
+    )
+    if m * n * k < _FOR_THREADS or threads.get_num_threads() == 1:
+        return product if products.multiply(*call) else None
+    within: list[bool] = []
+    # Each thread takes rows until none is left.
+    threads.share(lambda: within.append(products.multiply(*call)), threads.get_num_threads())
+    return product if all(within) else None
+
+
+def _fp32(factor: float) -> float:
+    """`factor` rounded to FP32, which may overflow."""
+    return math.copysign(math.inf, factor) if 2.0**128 <= abs(factor) < math.inf else factor
+
+
+def _aligned(count: int) -> Array:
+    """FP32 at an address that is a multiple of a cache line."""
+    raw = np.empty(count + 16, np.float32)
+    start = -raw.ctypes.data % 64 // 4
+    return raw[start : start + count]

@@ -1,0 +1,508 @@
+"""Compiled products: every instruction set against FP64, every format, sizes around every vector width, and limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia.arrays.frameworks import Device
+from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8, Codec
+from breccia.formats import TENSOR, Format, Level
+from breccia.kernels import threads
+from breccia.layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor
+from breccia.tensors.grids import packed_length
+from breccia.tensors.tensor import ScaledTensor
+from breccia_native import availability
+
+if reason := availability.missing_products(Device("cpu")):
+    pytest.skip(reason, allow_module_level=True)
+
+from breccia_native import facts, products
+from breccia_native import matmul as native
+
+NATIVE = "native.matmul"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Recipe(breccia.ScalingRecipe):
+    """A format without a way to write it: tensors are made of drawn codes and scales."""
+
+    fmt: Any = None
+
+    @property
+    def format(self) -> Format:  # type: ignore[override]
+        return self.fmt
+
+
+@pytest.fixture(params=products.use())
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    products.use(request.param)
+    yield request.param
+    products.use(products.use()[0])
+
+
+def tensor(fmt: Format, n: int, k: int, seed: int = 0) -> ScaledTensor:
+    """Finite codes of every kind, and scales around 2^-4, of (n, k)."""
+    rng = np.random.default_rng(seed)
+    element, level = fmt.element, fmt.scale
+    finite = [c for c in range(1 << element.bits) if np.isfinite(element.value(c))]
+    codes = rng.choice(np.array(finite, np.uint8), (n, k + k % 2 if element.bits == 4 else k))
+    data = codes if element.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+    m, width = level.block
+    shape = () if level.block == TENSOR else (-(-n // (m or n)), -(-k // (width or k)))
+    scale = written(level.codec, rng.uniform(0.03, 0.12, shape))
+    zero_point = None
+    if fmt.offset == "zero_point":
+        zero_point = rng.integers(0, 1 << element.bits, shape, dtype=np.uint8)
+    elif fmt.offset == "bias":
+        zero_point = written(level.codec, rng.standard_normal(shape) / 10)
+    layout: Any = PerTensor() if level.block == TENSOR else PerChannel() if width is None else PerBlockK(width, bool(k % width))
+    if level.block != TENSOR and m != 1:
+        assert width is not None and m is not None
+        layout = PerBlockMN(m, width, bool(n % m or k % width))
+    g, recipe = None if fmt.global_scale is None else np.array(3.7, np.float32), _Recipe(fmt)
+    assert data.shape[1] == packed_length(element, k)
+    return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, g, -1, k % 2 if element.bits == 4 else 0)
+
+
+def written(codec: Codec, values: Any) -> np.ndarray:
+    """Positive numbers in a scale codec."""
+    x = np.asarray(values, np.float32)
+    if codec in (F32, F16):
+        return x.astype(np.float32 if codec == F32 else np.float16)
+    if codec == BF16:
+        return (
+            (x.view(np.uint32) >> 16).astype(np.uint16)
+            if x.ndim
+            else np.asarray(x.reshape(1).view(np.uint32)[0] >> 16, np.uint16)
+        )
+    numbers = np.array([codec.value(c) for c in range(256)])
+    numbers = np.where(np.isfinite(numbers), numbers, 1e30)
+    return np.abs(numbers[:, None] - np.abs(x).reshape(1, -1)).argmin(axis=0).astype(np.uint8).reshape(x.shape)
+
+
+def check_bound(found: Any, x: Any, w: np.ndarray, bias: Any = None) -> None:
+    """The bound of docs/spec/numerics.md, section 9."""
+    x, w, k = x.astype(np.float64), w.astype(np.float64).swapaxes(-1, -2), x.shape[-1]
+    added = 0.0 if bias is None else bias.astype(np.float64)
+    exact, size = x @ w + added, np.abs(x) @ np.abs(w) + np.abs(added)
+    n = (k + (bias is not None)) * 2.0**-24
+    bound = n / (1 - n) * size + k * 2.0**-126
+    assert found.shape == exact.shape
+    nan = np.isnan(exact)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    worst = np.max(np.where(nan, 0, np.abs(found - exact) / np.where(nan, 1, bound)))
+    assert worst <= 1, f"the error is {worst:.3g} times the bound"
+
+
+def multiplied(x: np.ndarray, st: ScaledTensor) -> np.ndarray:
+    """The compiled product, which must not have been left to NumPy."""
+    found = native._of_rows(x, st)
+    assert found is not None, "beyond the limits of the kernel"
+    return found
+
+
+FORMATS = {
+    "int4": Format(INT4, (Level(F16, (1, 128)),)),
+    "int4-32": Format(INT4, (Level(F32, (1, 32)),)),
+    "int4-row": Format(INT4, (Level(F32, (1, None)),)),
+    "int4-tensor": Format(INT4, (Level(F32, TENSOR),)),
+    "uint4-zero-128": Format(UINT4, (Level(BF16, (1, 128)),), "zero_point"),
+    "uint4-zero-16": Format(UINT4, (Level(F16, (1, 16)),), "zero_point"),
+    "uint4-bias-64": Format(UINT4, (Level(F16, (1, 64)),), "bias"),
+    "uint4-bias-256": Format(UINT4, (Level(F32, (1, 256)),), "bias"),
+    "mxfp4": Format(E2M1, (Level(E8M0, (1, 32)),)),
+    "nvfp4": Format(E2M1, (Level(F32, TENSOR), Level(E4M3, (1, 16)))),
+    "nvfp4-divisor": Format(E2M1, (Level(F32, TENSOR, "divisor"), Level(E4M3, (1, 16)))),
+    "nvfp4-amax": Format(E2M1, (Level(F32, TENSOR, "amax"), Level(E4M3, (1, 16)))),
+    "e2m1-divisor-8": Format(E2M1, (Level(UE4M3, (1, 8), "divisor"),)),
+    "nf4": Format(NF4, (Level(F32, (1, 64)),)),
+    "nf4-24": Format(NF4, (Level(F32, (1, 24)),)),
+    "e4m3-block": Format(E4M3, (Level(F32, (128, 128)),)),
+    "e4m3-row": Format(E4M3, (Level(F32, (1, None)),)),
+    "e5m2-tensor": Format(E5M2, (Level(F32, TENSOR),)),
+    "e5m2-amax-40": Format(E5M2, (Level(BF16, (1, 40), "amax"),)),
+    "mxfp8": Format(E4M3, (Level(E8M0, (1, 32)),)),
+    "mxfp8-16": Format(E4M3, (Level(E8M0, (1, 16)),)),
+    "int8": Format(INT8, (Level(F32, (1, 32)),)),
+    "int8-row": Format(INT8, (Level(F32, (1, None)),)),
+    "uint8-zero": Format(UINT8, (Level(F16, (1, 48)),), "zero_point"),
+    "int8-bias": Format(INT8, (Level(F16, (1, 16)),), "bias"),
+    "ue4m3": Format(UE4M3, (Level(F32, (3, 40)),)),
+}
+#: Rows of activations around every path: streams of 1, 2 and 4, and tiles of every height.
+ROWS = (1, 2, 3, 4, 5, 8, 9, 13, 64)
+#: K around chunks of 128 codes and vectors of 4, 8 and 16 numbers; N around 4 rows and 32.
+SHAPES = ((1, 32), (3, 33), (4, 63), (5, 127), (31, 128), (33, 129), (7, 159), (65, 256), (2, 640), (36, 1021))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_every_format_are_within_the_bound(instruction_set: str, name: str) -> None:
+    for i, (n, k) in enumerate(SHAPES):
+        st = tensor(FORMATS[name], n, k, i)
+        w = breccia.dequantize(st, prefer="reference.dequantize")
+        for m in ROWS:
+            x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+            x[:, 0] = 4096
+            check_bound(multiplied(x, st), x, w)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["int4", "mxfp4", "nvfp4", "nf4", "fp8_row", "fp8_block", "fp8_current", "mxfp8", "int8", "mxint8"]
+)
+def test_recipes_of_breccia_run_compiled_in_both_orders(recipe: str) -> None:
+    w = np.random.default_rng(0).standard_normal((48, 384)).astype(np.float32)
+    st = breccia.cast(w, recipe)
+    d = breccia.dequantize(st)
+    for m in (1, 5, 33):
+        x = np.random.default_rng(m).standard_normal((m, 384)).astype(np.float32)
+        for op in ((x, st.mT), (st, x.T)):
+            found = breccia.explain("matmul", *op)
+            assert found.winner is not None and found.winner.name == NATIVE
+        check_bound(breccia.matmul(x, st.mT), x, d)
+        check_bound(breccia.matmul(st, x.T).T, x, d)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_batches_strides_bias_and_out(instruction_set: str, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    st = breccia.cast(rng.standard_normal((40, 200)).astype(np.float32), "mxfp4")
+    d, bias = breccia.dequantize(st), rng.standard_normal(40).astype(dtype)
+    x = rng.standard_normal((3, 2, 5, 400)).astype(dtype)[..., ::2].swapaxes(0, 1)
+    check_bound(breccia.matmul(x, st.mT, bias=bias, prefer=NATIVE), x, d, bias)
+    out = np.full((2, 3, 5, 40), 7, np.float16)
+    assert breccia.matmul(x, st.mT, out_dtype="float16", out=out, prefer=NATIVE) is out
+    np.testing.assert_array_equal(out, breccia.matmul(x, st.mT, prefer=NATIVE).astype(np.float16))
+    x.flags.writeable = False
+    check_bound(breccia.matmul(x[0, 0], st.mT, prefer=NATIVE), x[0, 0], d)
+    with pytest.raises(breccia.BrecciaError, match=r"out= must have shape \(2, 3, 5, 40\)"):
+        breccia.matmul(x, st.mT, out=np.zeros((5, 40), np.float32), prefer=NATIVE)
+
+
+def test_matrices_of_a_batch_are_each_multiplied() -> None:
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((3, 40, 96)).astype(np.float32)
+    for recipe in ("nvfp4", "fp8_current", "int8"):
+        st = breccia.cast(w, recipe)
+        d = breccia.dequantize(st)
+        for lead in ((3,), (2, 3), (1,), ()):
+            x = rng.standard_normal((*lead, 2, 96)).astype(np.float32)
+            check_bound(breccia.matmul(x, st.mT, prefer=NATIVE), x, d)
+
+
+def test_nan_codes_and_scales_make_nan_where_they_should(instruction_set: str) -> None:
+    x = np.random.default_rng(0).standard_normal((9, 256)).astype(np.float32)
+    for name, part in (("mxfp8", "data"), ("e5m2-tensor", "data"), ("mxfp4", "scale"), ("nvfp4", "scale"), ("int4", "scale")):
+        for rows in (1, 3, 9):
+            st = tensor(FORMATS[name], 37, 256)
+            array = getattr(st, part).copy()
+            array[35, -1] = np.nan if array.dtype.kind == "f" else {"mxfp4": 255}.get(name, 127)
+            st = st._with(breccia.backend.components(st) | {part: array})
+            d = breccia.dequantize(st, prefer="reference.dequantize")
+            assert np.isnan(d).any(axis=1).tolist() == [n == 35 for n in range(37)]
+            check_bound(multiplied(x[:rows], st), x[:rows], d)
+
+
+def test_nan_in_activations_stays_in_its_row(instruction_set: str) -> None:
+    st = tensor(FORMATS["nvfp4"], 33, 300)
+    for rows in (1, 4, 20):
+        x = np.random.default_rng(0).standard_normal((rows, 300)).astype(np.float32)
+        x[0, 299] = np.nan
+        found = multiplied(x, st)
+        assert np.isnan(found[0]).all() and np.isfinite(found[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("what", "x", "scale"),
+    [
+        ("infinite activations", np.inf, 1.0),
+        ("large activations", 2.0**120, 2.0**-30),
+        ("large scales", 2.0**-60, 2.0**100),
+        ("infinite scales", 1.0, np.inf),
+        ("subnormal scales", 1.0, 2.0**-140),
+    ],
+)
+def test_numbers_beyond_the_limits_are_left_to_numpy(instruction_set: str, what: str, x: float, scale: float) -> None:
+    for name in ("int4-32", "e4m3-row", "int4-tensor"):
+        st = tensor(FORMATS[name], 8, 64)
+        st = st._with(breccia.backend.components(st) | {"scale": np.full(st.scale.shape, scale, np.float32)})
+        a = np.ones((2, 64), np.float32)
+        a[1, 63] = x
+        assert native._of_rows(a, st) is None, what
+        with np.errstate(all="ignore"):
+            expected = a @ breccia.dequantize(st, prefer="reference.dequantize").T
+        np.testing.assert_allclose(native.matmul(a, st.mT), expected, rtol=1e-5)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(instruction_set: str) -> None:
+    st = tensor(FORMATS["nvfp4"], 700, 1000)
+    before = threads.get_num_threads()
+    try:
+        for m in (1, 3, 17):
+            x = np.random.default_rng(m).standard_normal((m, 1000)).astype(np.float32)
+            found = []
+            for number in (1, 2, 3, 7):
+                breccia.set_num_threads(number)
+                found.append(np.vstack([multiplied(x, st) for _ in range(3)]))
+            for other in found[1:]:
+                np.testing.assert_array_equal(other.view(np.uint32), found[0].view(np.uint32))
+    finally:
+        breccia.set_num_threads(before)
+
+
+def test_several_threads_may_multiply_at_once() -> None:
+    st = tensor(FORMATS["int4"], 600, 1024)
+    x = np.random.default_rng(0).standard_normal((4, 1024)).astype(np.float32)
+    expected = multiplied(x, st)
+    found: list[np.ndarray] = []
+    workers = [threading.Thread(target=lambda: found.append(multiplied(x, st))) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == 4 and all((y == expected).all() for y in found)
+
+
+def test_shared_work_raises_and_waits_for_no_thread_that_has_not_started() -> None:
+    before, entered, release = threads.get_num_threads(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        release.wait()
+
+    def fail() -> None:
+        raise ValueError("from work")
+
+    try:
+        breccia.set_num_threads(2)
+        holder = threads._shared_pool().submit(hold)  # the only thread of the pool is busy
+        assert entered.wait(60)
+        ran: list[int] = []
+        threads.share(lambda: ran.append(1), 2)
+        assert ran == [1]
+        release.set()
+        holder.result()
+        with pytest.raises(ValueError, match="from work"):
+            threads.share(fail, 2)
+    finally:
+        release.set()
+        breccia.set_num_threads(before)
+
+
+def test_a_limit_of_another_library_holds_in_its_thread_only() -> None:
+    before = threads.get_num_threads()
+    seen: list[int] = []
+    with threads.at_most(1):
+        assert threads.get_num_threads() == 1
+        other = threading.Thread(target=lambda: seen.append(threads.get_num_threads()))
+        other.start()
+        other.join()
+    assert seen == [before] and threads.get_num_threads() == before
+
+
+def test_planted_kernels_break_the_bound() -> None:
+    """One that sums in FP16, and one that leaves out the last partial chunk."""
+    st = tensor(FORMATS["int4"], 8, 300)
+    d = breccia.dequantize(st)
+    x = np.random.default_rng(0).standard_normal((2, 300)).astype(np.float32)
+    for planted in (x.astype(np.float16) @ d.T.astype(np.float16), x[:, :256] @ d[:, :256].T):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_bound(planted.astype(np.float32), x, d)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        (np.ones((2, 64), np.float32), breccia.cast(np.ones((64, 8), np.float32), "mxfp4"), "blocks do not run along K"),
+        (np.ones((2, 64), np.float32), breccia.cast(np.ones((8, 64), np.float32), "mxfp6").mT, "does not decode E2M3 elements"),
+        (np.ones((2, 16), np.float32), breccia.cast(np.ones((8, 16), np.float32), "mxfp4").mT, "K is 16, less than 32"),
+        (np.ones((0, 64), np.float32), breccia.cast(np.ones((8, 64), np.float32), "mxfp4").mT, "an operand is empty"),
+        (np.ones((99, 64), np.float32), breccia.cast(np.ones((8, 64), np.float32), "mxfp4").mT, "more than 64 rows"),
+        (
+            breccia.cast(np.ones((8, 64), np.float32), "mxfp4"),
+            breccia.cast(np.ones((8, 64), np.float32), "mxfp4").mT,
+            "one ScaledTensor and one array",
+        ),
+        (
+            np.ones((2, 64), np.float32),
+            tensor(Format(INT4, (Level(F32, (1, 12)),)), 8, 64).mT,
+            "blocks of 12 are not a multiple of 8",
+        ),
+    ],
+)
+def test_explain_says_why_a_product_is_not_compiled(a: Any, b: Any, reason: str) -> None:
+    found = breccia.explain("matmul", a, b)
+    assert found.winner is not None and found.winner.name != NATIVE
+    assert reason in str(found)
+    if 0 not in a.shape:
+        breccia.matmul(a, b)
+
+
+def test_torch_tensors_are_multiplied_by_the_same_kernel_and_keep_gradients() -> None:
+    torch = pytest.importorskip("torch")
+    w = torch.randn(48, 320, generator=torch.Generator().manual_seed(0))
+    for recipe in ("nvfp4", "fp8_block", "int4"):
+        st = breccia.cast(w, recipe)
+        x, bias = torch.randn(3, 2, 320), torch.randn(48)
+        found = breccia.explain("matmul", x, st.mT)
+        assert found.winner is not None and found.winner.name == "torch.cpu.matmul" and NATIVE in str(found)
+        d = breccia.dequantize(st)
+        check_bound(breccia.matmul(x, st.mT, bias=bias).numpy(), x.numpy(), d.numpy(), bias.numpy())
+        half = x.bfloat16()
+        rounded = breccia.matmul(half, st.mT, "bfloat16")
+        assert rounded.dtype == torch.bfloat16
+        assert torch.equal(rounded, breccia.matmul(half.float(), st.mT).bfloat16())
+        out = torch.empty(3, 2, 48, dtype=torch.float16)
+        assert breccia.matmul(x, st.mT, "float16", out=out) is out
+        assert torch.equal(out, breccia.matmul(x, st.mT).half())
+        x.requires_grad_()
+        breccia.matmul(x, st.mT).sum().backward()
+        torch.testing.assert_close(x.grad, d.sum(0).expand(3, 2, 320))
+
+
+def test_torch_s_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    seen: list[int] = []
+
+    def share(work: Any, number: int) -> None:
+        seen.append(number)
+        work()
+
+    st = breccia.cast(torch.ones(2048, 1024), "int4")
+    x, before, ours = torch.ones(4, 1024), torch.get_num_threads(), threads.get_num_threads()
+    monkeypatch.setattr(threads, "share", share)
+    try:
+        breccia.set_num_threads(4)
+        for number in (1, 3, 8):
+            torch.set_num_threads(number)
+            breccia.matmul(x, st.mT)
+    finally:
+        torch.set_num_threads(before)
+        breccia.set_num_threads(ours)
+    assert seen == [3, 4]
+
+
+def arguments(**changed: Any) -> tuple[Any, ...]:
+    """Arguments of a product of (2, 64) and an MXFP4 weight (8, 64), some changed."""
+    given: dict[str, Any] = {
+        "packed": np.zeros(2 * 128, np.float32),
+        "m": 2,
+        "n": 8,
+        "k": 64,
+        "data": np.zeros(256, np.uint8),
+        "kind": 0,
+        "table": np.zeros(16, np.float32),
+        "scale": np.zeros(16, np.uint8),
+        "scale_kind": products.kinds().index("e8m0"),
+        "scale_table": np.zeros(0, np.float32),
+        "block": 32,
+        "tall": 1,
+        "divides": False,
+        "factor": 1.0,
+        "least": 0.0,
+        "offset": np.zeros(0, np.float32),
+        "offset_kind": products.kinds().index("f32"),
+        "role": 0,
+        "product": np.full(16, 7, np.float32),
+        "next": np.zeros(1, np.int64),
+    }
+    assert not set(changed) - set(given)
+    return tuple((given | changed).values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"packed": np.zeros(255, np.float32)}, "wanted packed activations: 256 aligned FP32 numbers; got 1020 bytes"),
+        ({"packed": np.zeros(1025, np.uint8)[1:]}, "wanted packed activations: 256 aligned"),
+        ({"data": np.zeros(255, np.uint8)}, "wanted codes of 256 bytes; got 255"),
+        ({"scale": np.zeros(15, np.uint8)}, "wanted scales of 16 bytes; got 15"),
+        ({"table": np.zeros(15, np.float32)}, "wanted a table: 16 aligned FP32 numbers; got 60 bytes"),
+        ({"scale_kind": 1}, "wanted a table of scales: 256 aligned"),
+        ({"role": 1}, "wanted offsets of 64 bytes; got 0"),
+        ({"product": np.zeros(15, np.float32)}, "wanted a product: 16 aligned FP32 numbers; got 60 bytes"),
+        ({"next": np.zeros(2, np.int64)}, "wanted an aligned counter of 8 bytes; got 16"),
+        ({"kind": 99}, "wanted a kind from 0 to 9; got 99"),
+        ({"scale_kind": -1}, "wanted a kind from 0 to 9; got -1"),
+        ({"kind": products.kinds().index("f32")}, "codes of at most 8 bits"),
+        ({"block": 12}, "a block of a multiple of 8 codes; got m = 2, n = 8, k = 64, kind 0, block = 12"),
+        ({"m": 0}, "wanted lengths of at least 1"),
+        ({"k": -1}, "wanted lengths of at least 1"),
+        ({"n": 2**62}, "wanted lengths of at least 1"),
+        ({"tall": 0}, "wanted lengths of at least 1"),
+    ],
+)
+def test_mismatched_sizes_are_refused_before_writing(changed: dict[str, Any], message: str) -> None:
+    given = arguments(**changed)
+    with pytest.raises(ValueError, match=message):
+        products.multiply(*given)
+    before = np.zeros(15) if "product" in changed else np.full(16, 7)
+    assert (given[-2] == before).all()
+    assert products.multiply(*arguments()) is True
+
+
+def test_pack_refuses_mismatched_sizes_and_read_only_memory() -> None:
+    x, to = np.ones(64, np.float32), np.zeros(128, np.float32)
+    assert products.pack(x, 1, 64, 0, to) is True and to.sum() == 64
+    for m, k, kind, message in (
+        (1, 65, 0, "wanted activations: 65"),
+        (2, 32, 0, "packed activations: 256"),
+        (0, 64, 0, "activations"),
+        (1, 64, 11, "kind"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            products.pack(x, m, k, kind, to)
+    with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write"):
+        products.pack(x, 1, 64, 0, bytes(512))
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="this processor has the instruction sets .*portable.*; got 'mmx'"):
+        products.use("mmx")
+    assert products.use()[-1] == "portable"
+
+
+def test_formats_say_why_they_are_not_compiled() -> None:
+    assert facts.unsupported(Format(E2M1, (Level(F32, TENSOR), Level(E4M3, TENSOR)))) == "it does not support this global scale"
+
+
+@pytest.mark.slow
+def test_few_rows_are_much_faster_than_torch_in_fp32() -> None:
+    """Ratios of interleaved calls, with weights larger than the caches; half of what was measured on an idle machine."""
+    torch = pytest.importorskip("torch")
+    if products.use()[0] != "avx512":
+        pytest.skip("measured with AVX-512 only")
+    w = torch.randn(4096, 4096) * 0.02
+    dense, coded = [w.clone() for _ in range(4)], [breccia.cast(w, "int4") for _ in range(16)]
+    for rows, least in ((1, 3.0), (4, 4.0), (16, 1.3)):
+        x = torch.randn(rows, 4096)
+        times: dict[str, list[float]] = {"fp32": [], "int4": []}
+        for turn in range(30):
+            for name, call in (
+                ("fp32", lambda x=x, n=turn: torch.nn.functional.linear(x, dense[n % 4])),
+                ("int4", lambda x=x, n=turn: breccia.matmul(x, coded[n % 16].mT)),
+            ):
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+        assert min(times["fp32"]) > least * min(times["int4"]), rows
+
+
+@pytest.mark.slow
+def test_the_sanitizers_find_nothing_in_the_compiled_kernels() -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("GCC is not installed")
+    script = Path(__file__).parent / "native_sanitized.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
