@@ -62,11 +62,15 @@ SCALE = 1 / 64
 
 #: A sample lasts at least this long, and has at least this many calls unless they take longer than the maximum.
 SAMPLE_S, SAMPLE_CALLS, SAMPLE_MOST_S = 1e-3, 10, 20e-3
+#: All samples of a call together take at most about this long, unless FEWEST of them take longer.
+SAMPLES_MOST_S, FEWEST = 2.0, 3
 #: Calls in a CUDA graph, and in a sample of host time: with 50 launches each they still fit the queue of launches.
 GRAPH_CALLS = HOST_CALLS = 20
 #: Seconds of load before a row ("hot"), and of idling before every sample ("burst").
 LOAD_S, IDLE_S = 0.25, 0.35
 WARM_UP = 3
+#: The part of `--seconds` that each pass of breccia 0.1.3 may take.
+OLD_SHARE = 0.1
 
 #: Recipes of `quantize`, and sizes of its model: the linear layers of Llama 3.2 1B.
 QUANTIZED = ("fp8_block", "mxfp8", "nvfp4", "int4")
@@ -86,16 +90,21 @@ class Timer:
     call: Call
     each: float = 1.0
     calls: int = 1
+    most: float = math.inf
     seconds: list[float] = field(default_factory=list)
 
     def fit(self, device: str) -> None:
-        """Set the number of calls of a sample."""
-        once = elapsed(self.call, WARM_UP, device)
+        """Set the number of calls of a sample, and the most samples."""
+        once = elapsed(self.call, 1, device)
+        if once < SAMPLE_MOST_S:
+            once = elapsed(self.call, WARM_UP, device)
         most = max(1, int(SAMPLE_MOST_S / once))
         self.calls = min(max(SAMPLE_CALLS, math.ceil(SAMPLE_S / once)), most)
+        self.most = max(FEWEST, SAMPLES_MOST_S / (once * self.calls))
 
     def sample(self, device: str) -> None:
-        self.seconds.append(elapsed(self.call, self.calls, device) / self.each)
+        if len(self.seconds) < self.most:
+            self.seconds.append(elapsed(self.call, self.calls, device) / self.each)
 
 
 def elapsed(call: Call, calls: int, device: str) -> float:
@@ -105,7 +114,8 @@ def elapsed(call: Call, calls: int, device: str) -> float:
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()  # while the device is busy with it, the host prepares the first counted call
+    if calls > 1:
+        call()  # while the device is busy with it, the host prepares the first counted call
     begin.record()
     for _ in range(calls):
         call()
@@ -186,8 +196,7 @@ def measured(
             call = make()
             if call is None:
                 continue
-            for _ in range(WARM_UP):
-                call()
+            call()
             synchronize(device)
             timers[name, "device"] = Timer(call, each)
         except Exception as e:
@@ -332,13 +341,24 @@ def loaded(names: list[str], device: str, dtype: str) -> tuple[dict[str, Rival],
 
 
 def old_rows(
-    recipes: list[str], ops: list[str], shapes: list[tuple[int, int]], dtype: str, device: str, samples: int, burst: bool
+    recipes: list[str],
+    ops: list[str],
+    shapes: list[tuple[int, int]],
+    dtype: str,
+    device: str,
+    samples: int,
+    burst: bool,
+    seconds: float,
 ) -> list[dict[str, Any]]:
-    """breccia 0.1.3, in this process, on slabs where it has many temporaries per element (see rivals.SLABS)."""
+    """breccia 0.1.3, in this process, on slabs where it has many temporaries per element (see rivals.SLABS).
+
+    Begins no row after `seconds`.
+    """
+    started = time.monotonic()
     rival = rivals.packaged(OLD, "torch")
     rows: list[dict[str, Any]] = []
     for spec, op, shape in cases(recipes, [op for op in ops if op in ("cast", "dequantize")], shapes):
-        if spec not in rival.recipes:
+        if spec not in rival.recipes or time.monotonic() - started > seconds:
             continue
         xs = matrices(shape, dtype, device)
         slab = min(rivals.SLAB_ROWS, shape[0]) if spec in rival.slabs else shape[0]
@@ -447,7 +467,7 @@ def casts(
     check_device(device)
     specs = list(recipes or RECIPES)
     if rival:
-        print(json.dumps(old_rows(specs, chosen_ops, sides, DTYPES[dtype], device, samples, burst)))
+        print(json.dumps(old_rows(specs, chosen_ops, sides, DTYPES[dtype], device, samples, burst, seconds)))
         return
     specs = [recipe.spec for recipe in common.recipes(specs)]  # rivals know recipes by their canonical spec
     names = rivals.chosen(rivals_ or [], "cuda")
@@ -462,6 +482,8 @@ def casts(
     result = {"benchmark": "gpu-casts", "schema": common.SCHEMA, "provenance": where(device), "options": options}
     there, absent = loaded(names, device, DTYPES[dtype])
     flags = ["casts", "--device", device, "--dtype", dtype, "--samples", str(samples), *(["--burst"] if burst else [])]
+    if seconds < math.inf:
+        flags += ["--seconds", str(seconds * OLD_SHARE)]
     for option, given in (("--recipes", specs), ("--ops", chosen_ops), ("--shapes", shapes or SHAPES)):
         flags += [word for one in given for word in (option, one)]
     passes: list[list[dict[str, Any]]] = []
