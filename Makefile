@@ -84,8 +84,9 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers
-	@# Neighbours, for docs/agreement.md. Not qwix: it brings flax and a store for checkpoints with it.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torchao compressed-tensors gguf
+	@# Neighbours, for docs/agreement.md, and libraries of JAX, for tests of training.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		torchao compressed-tensors gguf optax equinox flax
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
 	@# library is missing.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine

@@ -131,6 +131,61 @@ def test_a_tensor_of_placeholders_is_not_checked() -> None:
     assert (shapes.shape, shapes.data.shape, shapes.scale.shape, shapes.global_scale.shape) == ((4, 70), (4, 35), (4, 5), ())
 
 
+def test_no_leaf_has_a_tangent(recipe: breccia.ScalingRecipe) -> None:
+    """Nothing that optimizers do to floating-point leaves happens to codes and scales."""
+    for st in (breccia.cast(rows(4), recipe), jax.tree.map(jnp.asarray, breccia.cast(X, recipe))):
+        assert all(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(st))
+        back = jax.tree.unflatten(jax.tree.structure(st), jax.tree.leaves(st))
+        for name, part in components(st).items():
+            assert getattr(back, name).dtype == part.dtype
+    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
+        jax.grad(lambda st: breccia.dequantize(st).sum())(st)
+
+
+def native(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
+    """The tensor with its components as arrays of their own."""
+    return breccia.ScaledTensor.from_parts(**{name: getattr(st, name) for name in FIELDS})
+
+
+def test_tensors_put_together_by_jax_equal_those_of_their_components(recipe: breccia.ScalingRecipe) -> None:
+    st = breccia.cast(jnp.stack([rows(8), rows(8)]), recipe)
+    other = native(st)
+    assert st.held is not None or not any(jnp.issubdtype(p.dtype, jnp.floating) for p in components(st).values())
+    assert other.held is None and jax.tree.structure(st) == jax.tree.structure(other)
+    assert (repr(st), st.nbytes, st.shape, st.ndim) == (repr(other), other.nbytes, other.shape, other.ndim)
+    assert (st.data_dtype, st.scale_dtype, st.dtype) == (other.data_dtype, other.scale_dtype, other.dtype)
+    moves: list[Callable[[breccia.ScaledTensor], Any]] = [
+        lambda st: st.mT,
+        lambda st: st[1],
+        lambda st: st[1:, ...],
+        lambda st: st.select(0, [1, 0]),
+        lambda st: st.reshape(2, 1, 8, 64),
+        lambda st: st.to("cpu"),
+        lambda st: st.split(1)[1],
+        lambda st: breccia.stack([st, st]),
+        lambda st: breccia.concat([st, st]),
+    ]
+    for move in moves:
+        moved, expected = move(st), move(other)
+        assert breccia.bytes_equal(moved, expected) and jax.tree.structure(moved) == jax.tree.structure(expected)
+    inside = jax.jit(lambda st: [move(st) for move in moves[:7]])(st)
+    assert all(breccia.bytes_equal(a, move(other)) for a, move in zip(inside, moves, strict=False))
+
+
+def test_looking_at_a_tensor_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    st = breccia.cast(jnp.stack([rows(8), rows(8)]), NVFP4)
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("a component was converted")
+
+    monkeypatch.setattr(jax.lax, "bitcast_convert_type", refused)
+    assert repr(st).startswith("breccia.ScaledTensor('nvfp4', shape=(2, 8, 64), jax cpu")
+    assert st.nbytes and st.size and st.device
+    assert (st.scale_dtype, st.data_dtype) == (jnp.float8_e4m3fn, jnp.uint8)
+    for moved in (st.mT, st[0], st.reshape(1, 2, 8, 64), st.to("cpu"), *st.split(1)):
+        assert jax.tree.leaves(moved)
+
+
 FIRST = """
 import jax, jax.numpy as jnp, numpy as np, breccia
 parts = np.zeros((2, 32), np.uint8), np.full((2, 1), 127, np.uint8)
@@ -395,9 +450,10 @@ def test_exported_functions_keep_the_metadata_of_their_tensors(kind: breccia.Sca
 def test_a_donated_tensor_cannot_be_used_again() -> None:
     st = breccia.cast(rows(8), MXFP8)
     expected = breccia.cast(breccia.dequantize(st) * 2, MXFP8)
-    data = st.data
     found = jax.jit(lambda st: breccia.cast(breccia.dequantize(st) * 2, MXFP8), donate_argnums=0)(st)
-    assert breccia.bytes_equal(found, expected) and data.is_deleted()
+    assert breccia.bytes_equal(found, expected)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        breccia.dequantize(st)
 
 
 @pytest.mark.rest
@@ -875,11 +931,35 @@ def test_equinox_modules_work() -> None:
     assert agrees(y, x, breccia.dequantize(after.weight).T)
 
 
+def test_a_tree_is_parted_from_its_scaled_tensors_and_put_together_again() -> None:
+    tree = breccia_jax.quantize(params(), MXFP8) | {"none": None}
+    dense, scaled = breccia_jax.partition(tree)
+    assert not any(isinstance(leaf, breccia.ScaledTensor) for leaf in jax.tree.leaves(dense, is_leaf=is_scaled))
+    found = jax.tree.leaves(scaled, is_leaf=is_scaled)
+    assert found and all(isinstance(leaf, breccia.ScaledTensor) for leaf in found)
+    again = breccia_jax.combine(dense, scaled)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
+
+
+def is_scaled(leaf: Any) -> bool:
+    return isinstance(leaf, breccia.ScaledTensor)
+
+
+def test_trees_that_were_not_parted_are_not_put_together() -> None:
+    with pytest.raises(
+        breccia.OptionError, match=r"^combine: both trees have a leaf at w/b; pass what `partition` returned\.$"
+    ):
+        breccia_jax.combine({"w": {"b": 1}}, {"w": {"b": 2}})
+    with pytest.raises(breccia.OptionError, match=r"^combine: the trees differ: PyTreeDef"):
+        breccia_jax.combine({"w": 1}, {"v": None})
+
+
 def test_the_package_has_the_names_of_its_stub() -> None:
     assert dir(breccia_jax) == sorted(breccia_jax.__all__)
     for name in breccia_jax.__all__:
         assert callable(getattr(breccia_jax, name))
-    with pytest.raises(AttributeError, match="module 'breccia_jax' has no attribute 'quantise'; it has dequantize, quantize"):
+    with pytest.raises(AttributeError, match="module 'breccia_jax' has no attribute 'quantise'; it has combine, dequantize, "):
         breccia_jax.quantise  # noqa: B018
 
 

@@ -123,7 +123,7 @@ def dequantize(st: ScaledTensor, *, out_dtype: Any = "float32", out: Any = None,
     """
     if not isinstance(st, ScaledTensor):
         st = _need_scaled("dequantize", st)
-    return _frontend("dequantize", st.data)(st, output_dtype(out_dtype), out, prefer)
+    return _frontend("dequantize", st.held_data)(st, output_dtype(out_dtype), out, prefer)
 
 
 def requantize(
@@ -157,7 +157,7 @@ def requantize(
     if not isinstance(require_exact, bool):
         raise OptionError(f"require_exact is True or False; got {require_exact!r}.", require_exact=require_exact)
     options = _options(st, -1, scale, rounding, seed, nonfinite, storage, out, of_tensor=True)
-    return _frontend("requantize", st.data)(st, recipe, options, require_exact, prefer)
+    return _frontend("requantize", st.held_data)(st, recipe, options, require_exact, prefer)
 
 
 def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out: Any = None, prefer: Prefer = None) -> Any:
@@ -304,7 +304,7 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     if op in ("dequantize", "requantize") and values[0] is _PLAIN_OPERAND:
         raise UnsupportedError(f"{op} takes a ScaledTensor; name its recipe, as in explain({op!r}, 'mxfp8').")
     there = [x for x in values if not isinstance(x, ScalingRecipe) and x is not _PLAIN_OPERAND]
-    arrays = [x.data if isinstance(x, ScaledTensor) else x for x in there]
+    arrays = [x.held_data if isinstance(x, ScaledTensor) else x for x in there]
     name, _, device = (on or "").partition(":")
     framework = framework_of(arrays[0]).name if arrays else name or "numpy"
     declared: Framework = registry().look_up("breccia_frameworks", name or framework, "framework")
@@ -426,7 +426,7 @@ def _check_array(x: Any) -> None:
 
 def _arrays(**operands: Any) -> dict[str, Any]:
     """For each operand given, the array that determines its framework and device."""
-    return {name: x.data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
+    return {name: x.held_data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
 
 
 def _need_scaled(op: str, st: Any) -> ScaledTensor:

@@ -1,5 +1,7 @@
 from .container import register as register
+from .trees import combine as combine
 from .trees import dequantize as dequantize
+from .trees import partition as partition
 from .trees import quantize as quantize
 
-__all__ = ["dequantize", "quantize", "register"]
+__all__ = ["combine", "dequantize", "partition", "quantize", "register"]

@@ -1,32 +1,96 @@
-"""Registers ScaledTensor with JAX: as a pytree node, and with a serialization of its metadata for exported functions."""
+"""Registers ScaledTensor with JAX: as a pytree node, and with a serialization of its metadata for exported functions.
+
+Leaves are integers: floating-point codes and scales are passed as unsigned integers of their size. Integers have no tangent, so
+that no gradient, weight decay or optimizer changes them. A tensor that JAX has put together holds these integers, and makes
+its components when they are read: for free in compiled functions, with a copy outside of them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, NamedTuple
 
-from jax import export, tree_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax, tree_util
 
-from breccia.backend import PARTS, Metadata, ScaledTensor, once
+from breccia.backend import FLOATS, PARTS, Metadata, ScaledTensor, dtype_name, once
 
 _KEYS = tuple(map(tree_util.GetAttrKey, PARTS))
+_WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
+#: The dtypes of components whose leaves are integers in their place; None for the others.
+Dtypes = tuple[str | None, ...]
 
 
-def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Metadata]:
-    return (st.data, st.scale, st.zero_point, st.global_scale), Metadata.of(st)
+class Held(NamedTuple):
+    """The leaves of a tensor; see `breccia.tensors.tensor.Held`."""
+
+    leaves: tuple[Any, ...]
+    dtypes: Dtypes
+
+    def replaces(self, n: int) -> bool:
+        dtype = self.dtypes[n]  # placeholders are components themselves
+        return dtype is not None and getattr(self.leaves[n], "dtype", None) == _WORDS[jnp.dtype(dtype).itemsize]
+
+    def component(self, n: int) -> Any:
+        leaf, dtype = self.leaves[n], self.dtype(n)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=dtype)
+        return leaf.view(dtype) if isinstance(leaf, np.ndarray) else lax.bitcast_convert_type(leaf, dtype)
+
+    def dtype(self, n: int) -> Any:
+        return jnp.dtype(self.dtypes[n]) if self.replaces(n) else self.leaves[n].dtype
+
+    def moved(self, leaves: tuple[Any, ...]) -> Held:
+        return Held(leaves, self.dtypes)
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Metadata]:
-    parts, metadata = _flatten(st)
-    return tuple(zip(_KEYS, parts, strict=True)), metadata
+class Static(NamedTuple):
+    """What a ScaledTensor is besides its leaves."""
+
+    metadata: Metadata
+    dtypes: Dtypes
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"metadata": self.metadata.to_json(), "dtypes": self.dtypes}).encode()
+
+    @classmethod
+    def from_bytes(cls, written: bytes | bytearray) -> Static:
+        listed = json.loads(written)
+        return cls(Metadata.from_json(listed["metadata"]), tuple(listed["dtypes"]))
 
 
-def _unflatten(metadata: Metadata, parts: Any) -> ScaledTensor:
+def _leaf(part: Any) -> tuple[Any, str | None]:
+    """(the leaf of a component, the component's dtype if its leaf has another). Other frameworks' arrays stay as they are."""
+    if not isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return part, None
+    name = dtype_name(part)
+    if name not in FLOATS and not name.startswith("float8"):
+        return part, None
+    word = _WORDS[part.dtype.itemsize]
+    if isinstance(part, jax.ShapeDtypeStruct):
+        return part.update(dtype=word), name
+    return (part.view(word) if isinstance(part, np.ndarray) else lax.bitcast_convert_type(part, word)), name
+
+
+def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
+    if isinstance(st.held, Held):
+        return st.held.leaves, Static(Metadata.of(st), st.held.dtypes)
+    leaves, dtypes = zip(*map(_leaf, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
+    return leaves, Static(Metadata.of(st), dtypes)
+
+
+def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
+    leaves, static = _flatten(st)
+    return tuple(zip(_KEYS, leaves, strict=True)), static
+
+
+def _unflatten(static: Static, leaves: Any) -> ScaledTensor:
     """Unchecked: JAX passes placeholders."""
-    return metadata.assembled(*parts)
-
-
-def _written(metadata: Metadata) -> bytes:
-    return metadata.to_json().encode()
+    if any(static.dtypes):
+        return ScaledTensor.from_held(Held(tuple(leaves), static.dtypes), *static.metadata)
+    return static.metadata.assembled(*leaves)
 
 
 @once
@@ -38,5 +102,8 @@ def register() -> None:
     """
     tree_util.register_pytree_with_keys(ScaledTensor, _flatten_with_keys, _unflatten, _flatten)
     export.register_pytree_node_serialization(
-        ScaledTensor, serialized_name="breccia.ScaledTensor", serialize_auxdata=_written, deserialize_auxdata=Metadata.from_json
+        ScaledTensor,
+        serialized_name="breccia.ScaledTensor",
+        serialize_auxdata=Static.to_bytes,
+        deserialize_auxdata=Static.from_bytes,
     )

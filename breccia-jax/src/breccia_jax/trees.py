@@ -66,6 +66,41 @@ def dequantize(params: Tree, dtype: Any = "float32") -> Tree:
     return jax.tree.map(values, params, is_leaf=_is_scaled)
 
 
+def partition(params: Tree) -> tuple[Tree, Tree]:
+    """(the tree without its ScaledTensors, the tree of its ScaledTensors alone); None takes the place of what is left out.
+
+    Differentiate with respect to the first and give it to the optimizer; `combine` puts both together again:
+
+        dense, scaled = breccia_jax.partition(params)
+        gradients = jax.grad(lambda dense: loss(breccia_jax.combine(dense, scaled), batch))(dense)
+        updates, state = optimizer.update(gradients, state, dense)
+        dense = optax.apply_updates(dense, updates)
+    """
+    container.register()
+    leaves, structure = tree_util.tree_flatten(params, is_leaf=_is_scaled)
+    dense = tree_util.tree_unflatten(structure, [None if _is_scaled(leaf) else leaf for leaf in leaves])
+    return dense, tree_util.tree_unflatten(structure, [leaf if _is_scaled(leaf) else None for leaf in leaves])
+
+
+def combine(dense: Tree, scaled: Tree) -> Tree:
+    """Inverse of `partition`. Raises OptionError unless the trees have one structure, and a leaf in either of them only."""
+    container.register()
+
+    def is_leaf(leaf: Any) -> bool:
+        return leaf is None or _is_scaled(leaf)
+
+    left, structure = tree_util.tree_flatten_with_path(dense, is_leaf=is_leaf)
+    right, other = tree_util.tree_flatten(scaled, is_leaf=is_leaf)
+    if structure != other:
+        raise OptionError(f"combine: the trees differ: {structure} and {other}; pass what `partition` returned.")
+    for (path, a), b in zip(left, right, strict=True):
+        if a is not None and b is not None:
+            name = tree_util.keystr(path, simple=True, separator="/")
+            raise OptionError(f"combine: both trees have a leaf at {name}; pass what `partition` returned.", path=name)
+    leaves = [b if a is None else a for (_, a), b in zip(left, right, strict=True)]
+    return tree_util.tree_unflatten(structure, leaves)
+
+
 def _is_scaled(leaf: Any) -> bool:
     return isinstance(leaf, ScaledTensor)
 

@@ -554,6 +554,7 @@ def fill(
     values = (data, scale, recipe, layout, zero_point, global_scale, axis, padding)
     for name, value in zip(FIELDS, values):  # noqa: B905 (Dynamo lacks strict=)
         object.__setattr__(self, name, value)
+    object.__setattr__(self, "held", None)
 
 
 def logical_shape(st: ScaledTensor) -> tuple[int, ...]:

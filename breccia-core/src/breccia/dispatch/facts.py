@@ -41,7 +41,7 @@ def bucket(n: int) -> int:
 
 def array_of(x: Any) -> Any:
     """The array that determines an operand's device: the codes of a ScaledTensor."""
-    return x.data if isinstance(x, ScaledTensor) else x
+    return x.held_data if isinstance(x, ScaledTensor) else x
 
 
 def device_of_operand(x: Any) -> Device:
@@ -72,7 +72,7 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 def is_empty(x: Any) -> bool:
     """Whether the operand has no elements"""
-    return 0 in (x.data.shape if isinstance(x, ScaledTensor) else x.shape)
+    return 0 in (x.held_data.shape if isinstance(x, ScaledTensor) else x.shape)
 
 
 def aligned_of(x: Any) -> tuple[int, int]:

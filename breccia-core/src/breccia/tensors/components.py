@@ -24,6 +24,13 @@ def components(st: ScaledTensor) -> dict[str, Any]:
     return {name: part for name in PARTS if (part := getattr(st, name)) is not None}
 
 
+def held_parts(st: ScaledTensor) -> dict[str, Any]:
+    """What `st` holds, by name: its components, or arrays of their shapes from which they are made when they are read."""
+    if st.held is None:
+        return components(st)
+    return {name: leaf for name, leaf in zip(PARTS, st.held.leaves, strict=True) if leaf is not None}
+
+
 def scale_block(st: ScaledTensor, name: str) -> Block:
     """The block covered by each item of the component `name` (scale, zero_point or global_scale)."""
     return TENSOR if name == "global_scale" else st.layout.block(st.axis)
@@ -31,14 +38,14 @@ def scale_block(st: ScaledTensor, name: str) -> Block:
 
 def is_row(st: ScaledTensor) -> bool:
     """Whether the tensor is one row with its own blocks: 1-D. Kernels decode it as a matrix of one row."""
-    return len(st.data.shape) == 1 and st.layout.storage == PLAIN and st.layout.block() != TENSOR
+    return len(st.held_data.shape) == 1 and st.layout.storage == PLAIN and st.layout.block() != TENSOR
 
 
 def part_grids(st: ScaledTensor) -> dict[str, Grid]:
     """How each component follows the logical axes. Raises LayoutError where the layout orders blocks differently."""
     shape = st.shape
     found = {"data": data_grid(len(shape), st.axis, st.recipe.format.element)}
-    for name, part in components(st).items():
+    for name, part in held_parts(st).items():
         if name != "data":
             grid = found[name] = scale_grid(len(part.shape), len(shape), st.axis, scale_block(st, name))
             lengths = [

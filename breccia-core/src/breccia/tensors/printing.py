@@ -24,7 +24,7 @@ def line(st: ScaledTensor) -> str:
     """`breccia.ScaledTensor('nvfp4', shape=(64, 256), torch cpu, 4.502 bits per value)`; axis and storage if not default."""
     others = "" if st.axis == -1 else f", axis={st.axis}"
     others += "" if st.storage == PLAIN else f", storage={st.storage!r}"
-    where = f"{st.framework} {place_of(st.data)}"
+    where = f"{st.framework} {place_of(st.held_data)}"
     return f"breccia.ScaledTensor({st.recipe.spec!r}, shape={st.shape}, {where}, {bits_per_value(st)} bits per value{others})"
 
 
@@ -39,7 +39,7 @@ def table(st: ScaledTensor) -> str:
     facts = {
         "recipe": st.recipe.spec,
         "shape": st.shape,
-        "framework": f"{st.framework}, {place_of(st.data)}",
+        "framework": f"{st.framework}, {place_of(st.held_data)}",
         "bits per value": bits_per_value(st),
         **{name: f"{dtype_name(part)}, {tuple(part.shape)}" for name, part in components(st).items()},
         "layout": st.layout.plain,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arrays.frameworks import dtype_name, ops_of, same_framework
 from ..errors import LayoutError, OptionError, ShapeError, UnsupportedError
 from ..formats import TENSOR, Block
 from ..layouts import Layout, Shape
-from .components import components, part_grids, scale_block
+from .components import PARTS, components, held_parts, part_grids, scale_block
 from .grids import check_axis, expanded, scale_grid, spanned, whole_unit
-from .tensor import ScaledTensor
+from .tensor import ScaledTensor, moved, with_parts
 
 if TYPE_CHECKING:
     from ..arrays.ops import Array, Ops
@@ -41,12 +41,10 @@ def concat(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
     _check_layouts("concat", [st.layout.along(()) if runs_along else st.layout for st in sts], shape, first.axis)
     sts = [st for st in sts if st.shape[axis]] or sts[:1]
     _check_ends(sts, axis)
-    ops = ops_of(first.data)
-    parts = {"data": ops.concat([st.data for st in sts], axis), **_joined_scales(ops, sts, axis)}
+    ops, columns = ops_of(first.held_data), _columns(sts)
+    parts = {"data": ops.concat(columns.pop("data"), axis), **_joined_scales(ops, sts, columns, axis)}
     layout = reduce(lambda a, b: a.followed_by(b), (st.layout for st in sts)) if runs_along else first.layout
-    return ScaledTensor.from_parts(
-        recipe=first.recipe, layout=layout.fitted(shape, first.axis), axis=first.axis, padding=sts[-1].padding, **parts
-    )
+    return _made(sts, parts, layout=layout.fitted(shape, first.axis), padding=sts[-1].padding)
 
 
 def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
@@ -74,16 +72,35 @@ def stack(tensors: Iterable[ScaledTensor], axis: int = 0) -> ScaledTensor:
             axis=axis,
         )
     _check_layouts("stack", [st.layout for st in sts], shape, first.axis)
-    ops = ops_of(first.data)
+    ops = ops_of(first.held_data)
     parts: dict[str, Array] = {}
-    for name in components(first):
-        column = [getattr(st, name) for st in sts]
+    for name, column in _columns(sts).items():
         if name != "data":
             block = scale_block(first, name)
             lead = max(axis, *(spanned(len(part.shape), ndim, block) for part in column))
             column = [expanded(ops, part, lead, shape, first.axis, block) for part in column]
         parts[name] = ops.concat([ops.reshape(p, (*p.shape[:axis], 1, *p.shape[axis:])) for p in column], axis)
-    return ScaledTensor.from_parts(recipe=first.recipe, layout=first.layout, axis=first.axis, padding=first.padding, **parts)
+    return _made(sts, parts)
+
+
+def _columns(sts: list[ScaledTensor]) -> dict[str, list[Array]]:
+    """By name, the component of each tensor, or what all of them hold in place of it."""
+    found = held_parts if _all_held(sts) else components
+    listed = [found(st) for st in sts]
+    return {name: [parts[name] for parts in listed] for name in listed[0]}
+
+
+def _made(sts: list[ScaledTensor], parts: dict[str, Array], **changed: Any) -> ScaledTensor:
+    """The first tensor with parts that were made from `_columns`, and other fields changed."""
+    return (moved if _all_held(sts) else with_parts)(sts[0], parts, **changed)
+
+
+def _all_held(sts: list[ScaledTensor]) -> bool:
+    return all(st.held is not None for st in sts)
+
+
+def _dtype(st: ScaledTensor, name: str) -> str:
+    return dtype_name(getattr(st, name)) if st.held is None else str(st.held.dtype(PARTS.index(name)))
 
 
 def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
@@ -100,7 +117,7 @@ def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
             )
     sts = [st.to_plain() for st in sts]
     first = sts[0]
-    same_framework({f"tensors[{n}]": st.data for n, st in enumerate(sts)})
+    same_framework({f"tensors[{n}]": st.held_data for n, st in enumerate(sts)})
     for n, st in enumerate(sts):
         if st.recipe != first.recipe:
             raise UnsupportedError(
@@ -113,8 +130,8 @@ def _alike(op: str, tensors: Iterable[ScaledTensor]) -> list[ScaledTensor]:
                 f"{op}: blocks run along axis {first.axis} in tensors[0] and along {st.axis} in tensors[{n}]; "
                 "transpose one (st.mT), or requantize it along the other axis."
             )
-        for name, part in components(st).items():
-            here, there = dtype_name(part), dtype_name(getattr(first, name))
+        for name in held_parts(st):
+            here, there = _dtype(st, name), _dtype(first, name)
             if here != there:
                 raise UnsupportedError(
                     f"{op}: {name} is {there} in tensors[0] and {here} in tensors[{n}]; view or convert one, so that "
@@ -145,11 +162,10 @@ def _check_ends(sts: list[ScaledTensor], axis: int) -> None:
             )
 
 
-def _joined_scales(ops: Ops, sts: list[ScaledTensor], axis: int) -> dict[str, Array]:
+def _joined_scales(ops: Ops, sts: list[ScaledTensor], columns: dict[str, list[Array]], axis: int) -> dict[str, Array]:
     """Scale, zero_point and global_scale of `sts` joined along the logical `axis`, by name."""
     per_block, per_tensor = (
-        {name: [getattr(st, name) for st in sts] for name in names if getattr(sts[0], name) is not None}
-        for names in (("scale", "zero_point"), ("global_scale",))
+        {name: columns[name] for name in names if name in columns} for names in (("scale", "zero_point"), ("global_scale",))
     )
     return _joined(ops, sts, per_block, axis, scale_block(sts[0], "scale")) | _joined(ops, sts, per_tensor, axis, TENSOR)
 

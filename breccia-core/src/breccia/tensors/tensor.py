@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import targets
 from ..arrays.frameworks import dtype_name, framework_of, ops_of
@@ -19,7 +19,7 @@ from ..recipes import ScalingRecipe
 from ..specs import as_recipe
 from .advice import ADVICE
 from .checks import as_shape, check_arrays, check_parts, contraction_axis, padding_of
-from .components import PARTS, check_dropped, components, digest_facts, part_grids, scale_block, stored_parts
+from .components import PARTS, check_dropped, components, digest_facts, held_parts, part_grids, scale_block, stored_parts
 from .grids import (
     Cut,
     check_axis,
@@ -36,6 +36,31 @@ from .grids import (
 )
 from .printing import line, table
 from .storing import check_layout, checked_plain, one_scale_per_block, plain_of, storage_of
+
+
+class Held(Protocol):
+    """What a tensor holds in place of its components, of the same shapes; for frameworks that pass other dtypes around."""
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """What is held for data, scale, zero_point and global_scale."""
+        ...
+
+    def replaces(self, n: int) -> bool:
+        """Whether component `n` is another array than its leaf."""
+        ...
+
+    def component(self, n: int) -> Any:
+        """Component `n`, made from its leaf."""
+        ...
+
+    def dtype(self, n: int) -> Any:
+        """The dtype of component `n`."""
+        ...
+
+    def moved(self, leaves: tuple[Any, ...]) -> Held:
+        """The same for other leaves."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False, slots=True, weakref_slot=True)
@@ -65,6 +90,8 @@ class ScaledTensor:
     axis: int
     #: Padding codes at the end of `axis`, less than one packing group.
     padding: int
+    #: What is held in place of components, which are then made when they are read: see `Held`. None for most tensors.
+    held: Held | None = field(init=False)
 
     def __init__(
         self,
@@ -117,6 +144,23 @@ class ScaledTensor:
         fill(self, data, scale, recipe, layout, zero_point, global_scale, axis, padding)
         return self
 
+    @classmethod
+    def from_held(cls, held: Held, recipe: ScalingRecipe, layout: Layout, axis: int, padding: int) -> ScaledTensor:
+        """The tensor whose components are made from `held` when they are read, unchecked: for pytrees."""
+        data, scale, zero_point, global_scale = held.leaves
+        self = cls.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, padding)
+        for n, unset in enumerate(_UNSET):
+            if held.replaces(n):
+                unset(self)
+        _HELD(self, held)
+        return self
+
+    @property
+    def held_data(self) -> Any:
+        """An array of the shape, framework and device of `data`, which may have to be made."""
+        held = self.held
+        return self.data if held is None else held.leaves[0]
+
     @property
     def shape(self) -> Shape:
         """The logical shape: that of the decoded tensor."""
@@ -124,7 +168,7 @@ class ScaledTensor:
 
     @property
     def ndim(self) -> int:
-        return len(self.data.shape) if self.layout.storage == PLAIN else len(self.shape)
+        return len(self.held_data.shape) if self.layout.storage == PLAIN else len(self.shape)
 
     @property
     def size(self) -> int:
@@ -138,7 +182,7 @@ class ScaledTensor:
     @property
     def dtype(self) -> Any:
         """The dtype that `dequantize` returns by default, FP32, as the framework's object; `data_dtype` is that of codes."""
-        return ops_of(self.data).constant(0.0, self.data).dtype
+        return ops_of(self.held_data).constant(0.0, self.held_data).dtype
 
     @property
     def storage(self) -> str:
@@ -147,31 +191,35 @@ class ScaledTensor:
 
     @property
     def data_dtype(self) -> Any:
-        return self.data.dtype
+        return self.data.dtype if self.held is None else self.held.dtype(0)
 
     @property
     def scale_dtype(self) -> Any:
-        return self.scale.dtype
+        return self.scale.dtype if self.held is None else self.held.dtype(1)
 
     @property
     def nbytes(self) -> int:
         """Total bytes of all components."""
-        return sum(int(part.nbytes) for part in (getattr(self, name) for name in PARTS) if part is not None)
+        return sum(int(part.nbytes) for part in held_parts(self).values())
 
     @property
     def framework(self) -> str:
         """Name of the framework of the components: "numpy", "torch", "jax", "mlx", ..."""
-        return framework_of(self.data, "data").name
+        return framework_of(self.held_data, "data").name
 
     @property
     def device(self) -> Any:
         """The framework's device of `data`; "cpu" for NumPy, None where arrays have no device."""
-        return getattr(self.data, "device", None)
+        return getattr(self.held_data, "device", None)
 
     @property
     def mT(self) -> ScaledTensor:
         """The transpose of the last two axes: zero-copy views, with blocks along the other axis."""
-        layout, data, scale, zero_point = self.layout, self.data, self.scale, self.zero_point
+        layout, held = self.layout, self.held
+        if held is None:
+            data, scale, zero_point, global_scale = self.data, self.scale, self.zero_point, self.global_scale
+        else:
+            data, scale, zero_point, global_scale = held.leaves
         if data.ndim < 2:
             raise LayoutError(f"mT needs at least two axes; this tensor has shape {self.shape}.", shape=self.shape)
         if layout.storage == PLAIN:
@@ -182,8 +230,11 @@ class ScaledTensor:
                     zero_point = _swapped(zero_point)
         elif not isinstance(layout, Stored) or not layout.data_axes:
             data = _swapped(data)
-        parts = (self.recipe, transposed(layout), zero_point, self.global_scale, -3 - self.axis, self.padding)
-        return ScaledTensor.from_parts(data, scale, *parts)
+        recipe, layout, axis = self.recipe, transposed(layout), -3 - self.axis
+        if held is not None:
+            leaves = (data, scale, zero_point, global_scale)
+            return ScaledTensor.from_held(held.moved(leaves), recipe, layout, axis, self.padding)
+        return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, self.padding)
 
     @property
     def T(self) -> ScaledTensor:
@@ -210,7 +261,7 @@ class ScaledTensor:
         storage, plain = storage_of(layout.storage), plain_of(self, layout.layout)
         ops = ops_of(self.data)
         parts = targets.load(storage.to_plain)(ops, components(self), plain)
-        return self._with(parts, layout=layout.layout)
+        return with_parts(self, parts, layout=layout.layout)
 
     def to_storage(self, name: str) -> ScaledTensor:
         """The same tensor in the storage with that name; "plain" is `to_plain()`.
@@ -234,7 +285,7 @@ class ScaledTensor:
         storage.refuse(plain)
         parts = targets.load(storage.from_plain)(ops_of(st.data), components(st), plain)
         matrix = plain.shape[-2:] if storage.data_axes else ()
-        return st._with(parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
+        return with_parts(st, parts, layout=Stored(st.layout, name, matrix, storage.data_axes))
 
     # Structural ops: each commutes with `dequantize` and changes no code.
 
@@ -296,7 +347,7 @@ class ScaledTensor:
         Raises ShapeError.
         """
         self = self.to_plain()
-        old, ops = self.shape, ops_of(self.data)
+        old, ops = self.shape, ops_of(self.held_data)
         new = inferred(shape, old)
         if new == old:
             return self
@@ -305,9 +356,9 @@ class ScaledTensor:
             name: ops.reshape(part, (*lead, *part.shape[-2:]))
             if name == "data"
             else reshape_leading(ops, part, lead, old, self.axis, scale_block(self, name))
-            for name, part in components(self).items()
+            for name, part in held_parts(self).items()
         }
-        return self._with(parts)
+        return moved(self, parts)
 
     def to(self, device: Any) -> ScaledTensor:
         """The tensor with every component on `device`, in its framework's notation; None does not move it.
@@ -320,8 +371,8 @@ class ScaledTensor:
                 "breccia.dequantize(st, out_dtype=...).",
                 device=str(device),
             )
-        ops = ops_of(self.data)
-        return self._with({name: ops.to(part, device) for name, part in components(self).items()})
+        ops = ops_of(self.held_data)
+        return moved(self, {name: ops.to(part, device) for name, part in held_parts(self).items()})
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of everything that `bytes_equal` compares; the same in every framework and process.
@@ -348,31 +399,26 @@ class ScaledTensor:
         check_dropped(self, cuts, grids)
         for axis, (cut, length) in enumerate(zip(cuts, shape, strict=True)):
             check_cut(cut, axis, length, whole_unit(grids.values(), axis))
-        ops = ops_of(self.data)
-        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in components(self).items()}
+        ops = ops_of(self.held_data)
+        parts = {name: kept(ops, part, grids[name], cuts, shape) for name, part in held_parts(self).items()}
         along, length = cuts[self.axis], shape[self.axis]
         if isinstance(along, int):
-            return self._with(parts, axis=-1)  # one scale covers all, whichever axis remains
+            return moved(self, parts, axis=-1)  # one scale covers all, whichever axis remains
         left = tuple(len(cut) for cut in cuts if not isinstance(cut, int))
         layout = self.layout if along == range(length) else self.layout.along(along)
         to_the_end = isinstance(along, range) and along.stop == length
         axis = -1 if drops else self.axis
-        return self._with(parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
+        return moved(self, parts, layout=layout.fitted(left, axis), axis=axis, padding=self.padding if to_the_end else 0)
 
     def _with_column_scales(self) -> ScaledTensor:
         """The tensor with PerChannel's scales (M,) as (..., M, 1), from which rows can be taken."""
         block, shape = self.layout.block(self.axis), self.shape
         if block != (1, None) or len(self.scale.shape) == len(shape):
             return self
-        ops, parts = ops_of(self.data), components(self)
+        ops, parts = ops_of(self.held_data), held_parts(self)
         scales = {name: part for name, part in parts.items() if name in ("scale", "zero_point")}
         wide = {name: expanded(ops, part, len(shape[:-2]), shape, self.axis, block) for name, part in scales.items()}
-        return self._with(parts | wide)
-
-    def _with(self, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
-        """A copy with exactly these components, and other fields changed."""
-        fields: dict[str, Any] = {"recipe": self.recipe, "layout": self.layout, "axis": self.axis, "padding": self.padding}
-        return ScaledTensor.from_parts(**(fields | changed | parts))
+        return moved(self, parts | wide)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its constructor's arguments, which are checked when it is read: pickles may be untrusted."""
@@ -398,10 +444,26 @@ class ScaledTensor:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Runs only for missing attributes: an array's get the call to make."""
+            """Runs only for missing attributes: makes a component; an array's attribute gets the call to make."""
+            if name in PARTS and self.held is not None:
+                return self.held.component(PARTS.index(name))
             advice = ADVICE.get(name)
             hint = f": {advice}." if advice else ""
             raise AttributeError(f"'ScaledTensor' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+
+def with_parts(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
+    """A copy of `st` with exactly these components, and other fields changed."""
+    fields: dict[str, Any] = {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
+    return ScaledTensor.from_parts(**(fields | changed | parts))
+
+
+def moved(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
+    """`with_parts`, for parts made from those of `held_parts`."""
+    if st.held is None:
+        return with_parts(st, parts, **changed)
+    fields: dict[str, Any] = {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
+    return ScaledTensor.from_held(st.held.moved(tuple(map(parts.get, PARTS))), **(fields | changed))
 
 
 def restored(
@@ -429,6 +491,8 @@ FIELDS = ("data", "scale", "recipe", "layout", "zero_point", "global_scale", "ax
 #: Slot descriptors, which set the fields of a frozen instance.
 _SETTERS = tuple(vars(ScaledTensor)[name].__set__ for name in FIELDS)
 _DATA, _SCALE, _RECIPE, _LAYOUT, _ZERO_POINT, _GLOBAL_SCALE, _AXIS, _PADDING = _SETTERS
+_HELD = vars(ScaledTensor)["held"].__set__
+_UNSET = tuple(vars(ScaledTensor)[name].__delete__ for name in PARTS)
 
 
 def fill(
@@ -451,6 +515,7 @@ def fill(
     _GLOBAL_SCALE(self, global_scale)
     _AXIS(self, axis)
     _PADDING(self, padding)
+    _HELD(self, None)
 
 
 def logical_shape(st: ScaledTensor) -> Shape:
@@ -458,10 +523,10 @@ def logical_shape(st: ScaledTensor) -> Shape:
     layout = st.layout
     if layout.storage != PLAIN:
         assert isinstance(layout, Stored)
-        if (found := layout.shape(tuple(st.data.shape), st.axis)) is not None:
+        if (found := layout.shape(tuple(st.held_data.shape), st.axis)) is not None:
             return found
     codes, size = packing(st.recipe.format.element)
-    shape = list(st.data.shape)
+    shape = list(st.held_data.shape)
     shape[st.axis] = shape[st.axis] // size * codes - st.padding
     return tuple(shape)
 
