@@ -25,7 +25,7 @@ from breccia.backend import BrecciaError, once
 from ..choices import replace_file
 
 #: Options of every compilation.
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 #: The name of the library: `libnvrtc.so.13`, on Windows `nvrtc64_130_0.dll`. Others, such as the builtins, do not match.
 _LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*|nvrtc64_\d+_\d+\.dll")
 
