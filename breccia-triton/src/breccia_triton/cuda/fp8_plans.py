@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
-from breccia.backend import E4M3, E5M2, F32, PLAIN, TENSOR, Call, Codec, Layout, Operand, Shape
+from breccia.backend import E4M3, E5M2, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
 from . import compiler
 
@@ -27,7 +27,7 @@ STEP, ALIGNED = 128, 16
 #: FP8 codecs, with their names in PTX.
 CODECS: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2"}
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
-_BLOCKS = {TENSOR: "tensor", (1, None): "row", (1, STEP): "1x128", (STEP, STEP): "128x128"}
+_BLOCKS: dict[Block, str] = {TENSOR: "tensor", (1, None): "row", (1, STEP): "1x128", (STEP, STEP): "128x128"}
 #: Pairs of scales of a and b: each with SCALES of the source.
 OUTER, TILES, BLOCKS = range(3)
 SCALES = {
