@@ -1,9 +1,12 @@
-"""FP8 products on CUDA: every pairing of scales and codecs, odd shapes, options, groups; planning and compiling without a GPU."""
+"""FP8 products on CUDA: pairings of scales and codecs, odd shapes, options, groups; planning and compiling without a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from breccia.kernels import bounds
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm_plans
+from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
@@ -341,7 +344,7 @@ def test_every_variant_compiles_for_hopper_without_spills_in_its_main_loop() -> 
         made, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", variant.macros))
         assert made[:4] == b"\x7fELF"
         assert "serialized" not in log and "warning" not in log, (variant, log)
-        spilled = sum(int(n) for n in __import__("re").findall(r"(\d+) bytes spill stores", log))
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
         assert spilled <= 64, (variant, log)  # a few registers of an epilogue
 
 
@@ -394,7 +397,7 @@ class StandIn:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     library = StandIn()
     fake = driver.Driver(library)
 
@@ -406,10 +409,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(fp8_matmul, "loaded", loaded)
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for cache in (fp8_matmul._plans, fp8_matmul._launches):
-        monkeypatch.setattr(cache, "clear", cache.clear)
-        cache.clear()
-    return library
+    fp8_matmul._plans.clear(), fp8_matmul._launches.clear()
+    yield library
+    fp8_matmul._plans.clear(), fp8_matmul._launches.clear()
 
 
 def cpu(shape: tuple[int, ...], recipe: Any) -> Any:
@@ -571,7 +573,7 @@ def test_explain_names_the_kernels_and_why_each_does_not_run(monkeypatch: pytest
 def test_the_program_is_compiled_for_the_architecture_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(compiler, "nvrtc", lambda major: "nvrtc")
     monkeypatch.setattr(compiler, "cubin", lambda *given: asked.append(given) or b"cubin")
