@@ -543,9 +543,23 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
 
     ours, theirs = scores()
     assert ours < theirs
-    monkeypatch.setattr(fp8_plans, "rates", lambda device: {"cuda row row": 1e15, "torch row row": 1.3e15})
+    monkeypatch.setattr(fp8_plans, "slowdowns", lambda device: {"cuda row row": 1.5, "torch row row": 1.2})
     ours, theirs = scores()
-    assert theirs < ours
+    assert theirs == pytest.approx(ours * 1.2 / 1.5)
+
+
+def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_plans, "CONFIGURATIONS", tmp_path)
+    text = '{"device": "NVIDIA H200", "slowdowns": {"cuda row row small": 1.25}}'
+    (tmp_path / "matmul_nvidia_h200.json").write_text(text)
+    (tmp_path / "matmul_nvidia_h100.json").write_text(text)
+    try:
+        assert fp8_plans.slowdowns.__wrapped__("NVIDIA H200") == {"cuda row row small": 1.25}
+        assert fp8_plans.slowdowns.__wrapped__("NVIDIA H100") == {}  # it is another device's
+        assert fp8_plans.slowdowns.__wrapped__("") == {}
+    finally:
+        fp8_plans.slowdowns.cache_clear()
+    assert fp8_plans.key_of("cuda", ("row", "row"), 128) == "cuda row row small"
 
 
 def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
 from breccia.backend import E4M3, E5M2, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
+from ..choices import file_name
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -309,60 +309,63 @@ class Variant:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: Measured rates, by device: see `rates`.
+#: Measured times, by device.
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
-#: Without a measurement: our kernel first where it runs, then torch's.
-_DEFAULT = {"cuda": 1.2e15, "torch": 1.1e15}
-_BANDWIDTH, _LAUNCH = 4.0e12, 6e-6
+#: A device's FP8 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
+_OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
+#: Times over that bound without a measurement: breccia's kernel is taken to be faster where it runs.
+_UNMEASURED = {"cuda": 1.2, "torch": 1.3}
+#: Products of at most so many rows are measured apart.
+SMALL = 128
 
 
 @lru_cache
-def rates(device: str) -> Mapping[str, Any]:
-    """Operations per second of large products and seconds of small ones on a device, by "kernel kind": empty if not measured.
+def slowdowns(device: str) -> Mapping[str, float]:
+    """Measured times over `bound`, by "kernel kind kind" and, for few rows, "kernel kind kind small"; empty if not measured.
 
-    From `configurations/matmul_<device>.json`, which benchmarks/bench_matmul.py writes.
+    From `configurations/matmul_<device>.json`, which `benchmarks/bench_matmul.py --table` writes.
     """
-    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
-    path = CONFIGURATIONS / f"matmul_{name}.json"
-    if not name or not path.is_file():
+    path = CONFIGURATIONS / f"matmul_{file_name(device)}"
+    if not device or not path.is_file():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
-    return found["rates"] if found.get("device") == device else {}
+    return found["slowdowns"] if found.get("device") == device else {}
+
+
+def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
+    """The seconds that a product takes at least: for its operations, or for its bytes with a result of two bytes."""
+    operations = 2.0 * m * n * k / _OPERATIONS
+    return max(operations, (m * k + matrices * n * k + 2 * m * n) / _BANDWIDTH) + _LAUNCH
+
+
+def key_of(kernel: str, pair: tuple[str, str], rows: int) -> str:
+    """The key of a measured time. kernel: "cuda" (this package's) or "torch"."""
+    return " ".join((kernel, *pair, *(["small"] if rows <= SMALL else [])))
+
+
+def _seconds(call: Call, kernel: str) -> float:
+    """The estimated time of a product that the kernel takes."""
+    assert call.b is not None
+    a, b = call.a.shape, call.b.shape
+    rows = math.prod(a[:-1])
+    known = slowdowns(device_name(call.device))
+    over = known.get(key_of(kernel, _pair(call), rows), _UNMEASURED[kernel])
+    return over * bound(rows, b[-1], a[-1], math.prod(b[:-2]))
 
 
 def device_name(device: Device) -> str:
-    """The name of a CUDA device, by which measurements are kept; "" where torch is not loaded."""
+    """The name of a CUDA device; "" where torch sees none."""
     torch = sys.modules.get("torch")
     if torch is None or device.kind != "cuda" or not torch.cuda.is_available():
         return ""
     return torch.cuda.get_device_name(device.index or 0)
 
 
-def seconds(call: Call, kernel: str) -> float:
-    """The estimated time of a product on a kernel ("cuda" or "torch"): of its operations, or of its bytes."""
-    assert call.b is not None
-    a, b = call.a.shape, call.b.shape
-    if len(a) < 2 or len(b) < 2:
-        return 1 / _DEFAULT[kernel]
-    m, k, n = math.prod(a[:-1]), a[-1], b[-1]
-    matrices = max(1, math.prod(b[:-2]))
-    pair = kinds(call.a, call.b)
-    key = "other" if isinstance(pair, str) else " ".join(pair)
-    known = rates(device_name(call.device))
-    small = m <= STEP
-    rate = known.get(f"{kernel} {key}{' small' if small else ''}", _DEFAULT[kernel])
-    moved = m * k + matrices * n * k + 2 * m * n
-    slower = (
-        _DEFAULT["cuda"] / rate
-    )  # bytes move at the device's rate, whoever moves them; but kernels differ in how close they come
-    return max(2.0 * m * n * k / rate, slower * moved / _BANDWIDTH) + _LAUNCH
-
-
 def score(call: Call) -> float:
-    """The estimated time on our kernel."""
-    return seconds(call, "cuda")
+    """The estimated time on the kernel of `fp8_matmul.cu`."""
+    return _seconds(call, "cuda")
 
 
 def score_of_torch(call: Call) -> float:
     """The estimated time on torch's kernels."""
-    return seconds(call, "torch")
+    return _seconds(call, "torch")
