@@ -562,6 +562,17 @@ def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: p
     assert fp8_plans.key_of("cuda", ("row", "row"), 128) == "cuda row row small"
 
 
+def test_the_facade_has_the_products_under_their_thin_names() -> None:
+    from breccia.kernels import triton
+
+    a, w = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
+    for name in ("scaled_matmul_triton", "block_scaled_matmul_triton"):
+        with pytest.raises(breccia.NoKernelError, match="runs on cuda, the data is on cpu"):
+            getattr(triton, name)(a, w.mT)
+    assert triton.grouped_matmul is fp8_matmul.grouped_matmul
+    assert triton.matmul is fp8_matmul.matmul
+
+
 def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(compiler, "missing", lambda: None)

@@ -16,12 +16,12 @@ from .fp8_matmul import check_out
 from .fp8_plans import kind_of
 
 
-def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`matmul` as `breccia.matmul` documents it, without fast accumulation."""
     return _multiply(a, b, bias, out_dtype, out, False)
 
 
-def matmul_fast(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def scaled_mm_fast(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`matmul` with fast accumulation: sums stay in the tensor core, which is less than the contract of products."""
     return _multiply(a, b, bias, out_dtype, out, True)
 
@@ -59,10 +59,10 @@ def _rows(scale: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _blocks(a: Any, b: Any, left: Any, right: Any, kinds: tuple[str, str], dtype: torch.dtype, rows: int) -> Any:
-    from torch.nn.functional import ScalingType, scaled_mm  # pyright: ignore[reportAttributeAccessIssue]
-
-    across = ScalingType.BlockWise128x128 if kinds[1] == "128x128" else ScalingType.BlockWise1x128
+    functional: Any = torch.nn.functional  # new names, which older stubs lack
+    kind = functional.ScalingType
+    across = kind.BlockWise128x128 if kinds[1] == "128x128" else kind.BlockWise1x128
     scale_a = a.scale.reshape(rows, -1).t().contiguous().t()  # rows adjacent
     scale_b = b.scale.mT.reshape(-1, b.scale.shape[-2])
     scale_b = scale_b.t() if kinds[1] == "128x128" else scale_b.t().contiguous()
-    return scaled_mm(left, right, scale_a, ScalingType.BlockWise1x128, scale_b, across, output_dtype=dtype)
+    return functional.scaled_mm(left, right, scale_a, kind.BlockWise1x128, scale_b, across, output_dtype=dtype)
