@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import bench_gpu
 import common
+import tables
 import typer
 
 app = typer.Typer(add_completion=False)
@@ -251,13 +252,11 @@ def main(
     """Time products of FP8 tensors."""
     import torch
 
-    import breccia
-
     bench_gpu.check_device(device)
     chosen = bench_gpu.known(kinds, tuple(KINDS), "--kinds")
     sides = [lengths(shape) for shape in shapes or SHAPES]
     options = {"device": device, "state": "burst" if burst else "hot", "samples": samples, "graph_calls": bench_gpu.GRAPH_CALLS}
-    result: dict[str, Any] = {"benchmark": "gpu-matmul", "schema": common.SCHEMA}
+    result: dict[str, Any] = {"benchmark": "matmul-gpu", "schema": common.SCHEMA}
     result |= {"provenance": bench_gpu.where(device), "options": options}
     rows, left, started = [], 0, time.monotonic()
     for shape in sides:
@@ -287,11 +286,7 @@ def main(
         measured_on = {"schema": 1, "device": torch.cuda.get_device_name() if device == "cuda" else device}
         text = {**measured_on, "provenance": result["provenance"], "slowdowns": slowdowns(rows)}
         table.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-    if out is not None:
-        state = "-burst" if burst else ""
-        tag = common.device_tag(result["provenance"].get("device", "")) or common.machine_tag()
-        print(f"wrote {common.save(result, out, tag + state)}")
-    print(f"breccia {breccia.__version__}; {left} rows left out")
+    tables.tell(result, out, False, "burst" if burst else "")
 
 
 if __name__ == "__main__":

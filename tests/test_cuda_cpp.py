@@ -240,6 +240,24 @@ def test_a_failed_call_names_what_was_asked_and_the_drivers_error() -> None:
         driver.Driver(FakeDriver(77)).tensor_map(16, "uint8", (4, 4), (16,), (4, 4))
 
 
+def test_a_thread_without_a_context_gets_that_of_the_kernel() -> None:
+    fake, entered = FakeDriver(), list[int]()
+    launch = driver.Driver(fake).load(b"cubin", "scale", 0).prepare((1, 1, 1), 32, [])
+    fake.status = 201
+    with pytest.raises(driver.DriverError, match="failed with error 201"):
+        launch()
+    launch.function.context = ctypes.c_void_p(5)
+
+    def enter(context: Any) -> int:
+        fake.status = 0
+        entered.append(context.value)
+        return 0
+
+    fake.cuCtxSetCurrent = enter  # type: ignore[attr-defined]
+    launch()
+    assert entered == [5]
+
+
 def test_importing_the_compiler_and_the_driver_loads_no_framework() -> None:
     modules = "breccia_triton.cuda.compiler, breccia_triton.cuda.driver"
     code = f"import sys, {modules}; print({{'torch', 'triton', 'jax'}} & set(sys.modules))"

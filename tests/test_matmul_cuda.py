@@ -599,13 +599,13 @@ def test_the_program_is_compiled_for_the_architecture_of_the_device(monkeypatch:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(compiler, "nvrtc", lambda major: "nvrtc")
     monkeypatch.setattr(compiler, "cubin", lambda *given: asked.append(given) or b"cubin")
-    loads = type("Loads", (), {"load": lambda self, *given: given})
+    loaded = driver.Function(driver.Driver(StandIn()), "one", ctypes.c_void_p(1), 64)
+    loads = type("Loads", (), {"load": lambda self, *given: asked.append(given) or loaded, "enter": lambda self, index: index})
     monkeypatch.setattr(program, "driver", loads)
     source = compiler.Source("one.cu", "text of this test")
     for _ in range(2):
-        made = program.function(source, "one", {"A": 1}, 64, torch.device("cuda", 0))
-    assert made == (b"cubin", "one", 64)
-    assert len(asked) == 1 and asked[0][1:] == ("sm_90a", {"A": 1}, "nvrtc")
+        assert program.function(source, "one", {"A": 1}, 64, torch.device("cuda", 0)) is loaded
+    assert loaded.context == 0
+    assert len(asked) == 2 and asked[0][1:] == ("sm_90a", {"A": 1}, "nvrtc") and asked[1] == (b"cubin", "one", 64)

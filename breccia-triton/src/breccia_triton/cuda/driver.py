@@ -22,6 +22,7 @@ _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _CLUSTER, _DEPENDENT = 4, 6  # CUlaunchAttributeID
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_ALIGNMENT = 64
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(BrecciaError, RuntimeError):
@@ -61,6 +62,14 @@ class Driver:
             self.library.cuGetErrorName(status, ctypes.byref(name))
             said = name.value.decode() if name.value else f"error {status}"
             raise DriverError(f"CUDA: {what} failed with {said}.", name=said)
+
+    def enter(self, index: int) -> ctypes.c_void_p:
+        """Make a device's context, which torch uses too, the current one of this thread. Returns it."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.check(self.library.cuDeviceGet(ctypes.byref(device), index), f"finding device {index}")
+        self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"using device {index}")
+        self.check(self.library.cuCtxSetCurrent(context), f"using device {index}")
+        return context
 
     def load(self, cubin: bytes, entry: str, shared: int) -> Function:
         """A kernel of a cubin, loaded on the current device. shared: bytes of dynamic shared memory that it uses."""
@@ -104,7 +113,9 @@ class Driver:
 
 
 class Function:
-    """A kernel that is loaded on a device."""
+    """A kernel that is loaded on a device. context: the device's; set, launches also work in threads that had none yet."""
+
+    context: ctypes.c_void_p | None = None
 
     def __init__(self, driver: Driver, entry: str, handle: ctypes.c_void_p, shared: int) -> None:
         self.driver, self.entry, self.handle, self.shared = driver, entry, handle, shared
@@ -157,6 +168,9 @@ class Launch:
     def __call__(self) -> None:
         """Enqueue the kernel. Raises DriverError."""
         status = self._launch(self._config, self._handle, self._arguments, None)
+        if status == _NO_CONTEXT and self.function.context is not None:
+            self.function.driver.library.cuCtxSetCurrent(self.function.context)
+            status = self._launch(self._config, self._handle, self._arguments, None)
         if status:
             self.function.driver.check(status, f"launching kernel {self.function.entry!r}")
 

@@ -45,5 +45,7 @@ def _function(key: tuple, entry: str, macros: tuple, shared: int, index: int) ->
     nvrtc = compiler.nvrtc(int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None)
     made = compiler.cubin(compiler.Source(name, text, dict(headers)), architecture, dict(macros), nvrtc)
     with torch.cuda.device(index):
-        torch.cuda.current_stream()  # torch makes the context
-        return driver().load(made, entry, shared)
+        context = driver().enter(index)
+        loaded = driver().load(made, entry, shared)
+    loaded.context = context
+    return loaded
