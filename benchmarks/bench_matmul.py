@@ -66,8 +66,10 @@ def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[
     return a, [w, *(breccia.cast(y, second) for _ in range(copies - 1))]
 
 
-def makers(kind: str, a: Any, ws: list[Any], column_major: Any) -> dict[str, Callable[[], Call | None]]:
-    """The calls of a row, by name; each makes what it needs before it is timed."""
+def makers(
+    kind: str, a: Any, ws: list[Any], column_major: Any, tiles: list[str]
+) -> dict[str, Callable[[], Call | None]]:  # fmt: skip
+    """The calls of a row, by name; each makes what it needs before it is timed. tiles: those to try besides the chosen one."""
     import torch
 
     import breccia
@@ -76,8 +78,10 @@ def makers(kind: str, a: Any, ws: list[Any], column_major: Any) -> dict[str, Cal
     shape = (a.shape[0], ws[0].shape[-2])
     out = torch.empty(shape, device=a.data.device, dtype=torch.bfloat16)
 
-    def by(kernel: str, left: Any = a) -> Callable[[], Call | None]:
+    def by(kernel: str, left: Any = a, tile: str = "") -> Callable[[], Call | None]:
         def make() -> Call | None:
+            if tiles:
+                force(tile)
             return bench_gpu.rotating(lambda w: breccia.matmul(left, w, "bfloat16", out=out, prefer=kernel), [w.mT for w in ws])
 
         return make
@@ -94,7 +98,18 @@ def makers(kind: str, a: Any, ws: list[Any], column_major: Any) -> dict[str, Cal
     if column_major is not None:
         found["breccia, column-major scales"] = by(ours, column_major)
         found["torch"] = lambda: torch_blocks(kind, column_major, ws, out)
+    found |= {f"tile {name}": by(ours, tile=name) for name in tiles}
     return found | ({"bf16": bf16} if kind == "tiles" else {})
+
+
+def force(name: str) -> None:
+    """Let breccia's kernel take the tile named for calls that are prepared from now on; "" for the one that it chooses."""
+    from breccia_triton.cuda import fp8_matmul, fp8_plans
+
+    tiles = {tile.name: tile for tile in (*fp8_plans.TABLE, fp8_plans.short(fp8_plans.TABLE[0], 1))}
+    chosen = fp8_plans.tile_of if not name else lambda *lengths: tiles[name]
+    fp8_matmul.tile_of = chosen  # pyright: ignore[reportAttributeAccessIssue]
+    fp8_matmul.forget()
 
 
 def torch_blocks(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
@@ -247,6 +262,7 @@ def main(
     burst: Annotated[bool, typer.Option("--burst", help="Idle before every sample; no load before a row.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
+    tiles: Annotated[list[str] | None, typer.Option(help="Also force these tiles of fp8_plans.TABLE; repeatable.")] = None,
     table: Annotated[Path | None, typer.Option(help="File for the measured times that `score` reads.")] = None,
 ) -> None:
     """Time products of FP8 tensors."""
@@ -271,7 +287,7 @@ def main(
                 blocks = kind in ("tiles", "blocks")
                 turned = a.to_storage("column_major") if blocks else None
                 row["times"], row["clock_mhz"] = measured(
-                    makers(kind, a, ws, turned), kind, a, ws[0], samples, device, burst
+                    makers(kind, a, ws, turned, tiles or []), kind, a, ws[0], samples, device, burst
                 )  # fmt: skip
             except Exception as e:
                 row["error"] = bench_gpu.message(e)

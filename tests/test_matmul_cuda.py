@@ -102,14 +102,14 @@ def test_codecs_multiply_in_any_pairing(pair: str, codecs: tuple[str, str]) -> N
 @pytest.mark.parametrize("pair", ["tensor", "tiles", "blocks"])
 def test_every_tile_multiplies_every_shape(tile: Any, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_matmul, "tile_of", lambda m, n, k, matrices, processors: fp8_plans.short(tile, -(-k // 128)))
-    fp8_matmul._plans.clear(), fp8_matmul._calls.clear()
+    fp8_matmul.forget()
     try:
         for m, n, k in ((300, 264, 640), (128, 2112, 2048), (1000, 1000, 1152), (5, 77, 256)):
             a, w = operand((m, k), PAIRS[pair][0], 1), operand((n, k), PAIRS[pair][1], 2)
             check(fp8_matmul.matmul(a, w.mT, None, "bfloat16"), a, w.mT, "bfloat16")
             check(fp8_matmul.matmul(a, w.mT), a, w.mT)
     finally:
-        fp8_matmul._plans.clear(), fp8_matmul._calls.clear()
+        fp8_matmul.forget()
 
 
 @on_cuda
@@ -409,9 +409,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(fp8_matmul, "loaded", loaded)
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    fp8_matmul._plans.clear(), fp8_matmul._calls.clear()
+    fp8_matmul.forget()
     yield library
-    fp8_matmul._plans.clear(), fp8_matmul._calls.clear()
+    fp8_matmul.forget()
 
 
 def cpu(shape: tuple[int, ...], recipe: Any) -> Any:

@@ -127,8 +127,9 @@ struct Walk {
             down = count / across; matrix = group; r = t - first;
         } else {
             down = (args.M + BM * CM - 1) / (BM * CM); end = args.M;
-            matrix = t / (down * across); r = t % (down * across);
-            if (matrix >= args.matrices) return false;
+            if (t >= down * across * args.matrices) return false;
+            matrix = 0; r = t;
+            if (args.matrices > 1) { matrix = t / (down * across); r = t % (down * across); }
         }
         const int per = RASTER * across, head = r / per * RASTER, rows = min(down - head, RASTER), q = r % per;
         tile = {start + (head + q % rows) * BM * CM, q / rows * BN * CN, matrix, end};

@@ -34,6 +34,12 @@ _calls, _plans = Remembered(), Remembered()
 _OUTPUTS = 64
 
 
+def forget() -> None:
+    """Prepare all calls anew, for tests and benchmarks that force a tile."""
+    _calls.clear()
+    _plans.clear()
+
+
 def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`matmul` as `breccia.matmul` documents it. Sums leave the tensor core every 128 along K."""
     return _multiply(a, b, bias, out_dtype, out, None, True)
