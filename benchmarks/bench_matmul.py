@@ -38,6 +38,7 @@ KINDS = {
     "row": ("fp8_row", "fp8_row"),
     "tensor": ("fp8_current", "fp8_current"),
     "blocks": ("fp8_block", "fp8_block"),
+    "mx": ("mxfp8", "mxfp8"),
     "row fast": ("fp8_row", "fp8_row"),
     "tensor fast": ("fp8_current", "fp8_current"),
     "grouped row": ("fp8_row", "fp8_row"),
@@ -94,12 +95,14 @@ def makers(
     if kind.startswith("grouped"):
         return grouped_makers(a, ws, out)
     ours = "cuda.fp8_matmul_fast" if fast else "cuda.fp8_matmul"
-    found = {"breccia": by(ours), "torch": by("torch.scaled_mm" + ("_fast" if fast else ""))}
+    found = {"breccia": by(ours)}
+    if kind != "mx":
+        found["torch"] = by("torch.scaled_mm" + ("_fast" if fast else ""))
     if column_major is not None:
         found["breccia, column-major scales"] = by(ours, column_major)
         found["torch"] = lambda: torch_blocks(kind, column_major, ws, out)
     found |= {f"tile {name}": by(ours, tile=name) for name in tiles}
-    return found | ({"bf16": bf16} if kind == "tiles" else {})
+    return found | ({"bf16": bf16} if kind in ("tiles", "mx") else {})
 
 
 def force(name: str) -> None:

@@ -58,6 +58,7 @@ def one_tile(name: str) -> None:
     block, row, tensor = (breccia.recipe(spec) for spec in ("fp8_block", "fp8_row", "fp8_current"))
     pairs = {"tensor": (tensor, tensor), "row": (row, row), "tiles": (block, breccia.recipe("fp8_block,block_m=128"))}
     pairs["blocks"] = (block, block)
+    pairs["mx"] = (breccia.recipe("mxfp8"), breccia.recipe("mxfp8"))
     tiles = [*fp8_plans.TABLE, fp8_plans.short(fp8_plans.TABLE[0], 8)]
     tile = next((tile for tile in tiles if tile.name == name), None)
     if tile is not None:

@@ -11,8 +11,9 @@
 // Macros. BN, NWG, H, STAGES, CM, CN, SK: as above. TURNS: consumers take turns. RASTER: row tiles that share columns before the
 // next ones. PARTS, BUFFERS: the output is staged in PARTS parts per 64 rows, in BUFFERS buffers. DEPENDENT: starts before the
 // kernel ahead has ended. PROMOTE: 0 leaves the sums in the tensor core ("fast"). SCALES: OUTER, one scale per tensor or per row of
-// A and W, applied at the end; TILES, 1 x 128 of A and 128 x 128 of W; BLOCKS, 1 x 128 of both. A_PLAIN, W_PLAIN: scales of
-// blocks are [rows][K / 128] in memory, not [K / 128][rows]. OUT, BIAS: F32, F16 or BF16, for BIAS also NONE. STAGED: the output
+// A and W, applied at the end; TILES, 1 x 128 of A and 128 x 128 of W; BLOCKS, 1 x 128 of both, or with PIECES = 4 instead of 1
+// 1 x 32 of both, where every instruction's product is promoted. A_PLAIN, W_PLAIN: scales of blocks are [rows][K / 128] in
+// memory, not [K / 128][rows]; those of 1 x 32 are always [rows][K / 32]. OUT, BIAS: F32, F16 or BF16, for BIAS also NONE. STAGED: the output
 // leaves through shared memory and the copy engine. PAIRS: else, two columns at once. GROUPED: rows of A are in groups, each with
 // its own matrix of W.
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
@@ -216,11 +217,12 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     if (CM == 1) copy(w, &map_w, k * 128, column, zw, bar);
                     else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * 128, column + ci * (BN / CM), zw, bar,
                                      (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
-                    // A box has at least 16 bytes along its last axis: of plain scales, four steps.
+                    // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
+                    const int four = PIECES == 4 ? 4 * k : k & ~3;
                     if (SCALES != OUTER)
-                        copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? k & ~3 : row, A_PLAIN ? row : k, za, bar);
+                        copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row, A_PLAIN ? row : k, za, bar);
                     if (SCALES == BLOCKS)
-                        copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? k & ~3 : column, W_PLAIN ? column : k, zw, bar);
+                        copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
                     if (++stage == STAGES) { stage = 0; phase ^= 1; }
                 }
             }
@@ -259,7 +261,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             }
         };
         auto row_scales = [&](u32 stage, int k) {  // the scales of this thread's rows in a stage that has arrived
-            if constexpr (SCALES != OUTER) {
+            if constexpr (SCALES != OUTER && PIECES == 1) {
                 const u32 at = sa_ring + stage * SA_BYTES + ((group * 64 * H + low) * (A_PLAIN ? 4 : 1) + (A_PLAIN ? k & 3 : 0)) * 4;
 #pragma unroll
                 for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * (A_PLAIN ? 16 : 4)); sa1[h] = load(at + (h * 64 + 8) * (A_PLAIN ? 16 : 4)); }
@@ -279,7 +281,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 const u32 next_stage = stage + 1 == STAGES ? 0 : stage + 1, next_phase = stage + 1 == STAGES ? phase ^ 1 : phase;
                 float f0[H][W_SCALES], f1[H][W_SCALES];
 #pragma unroll
-                for (int h = 0; h < H; h++) {
+                for (int hp = 0; hp < H * PIECES; hp++) {
+                    const int h = hp / PIECES, piece = hp % PIECES;
+                    const bool final = hp == H * PIECES - 1;  // of this stage
                     float* product = PROMOTE ? d : sum[h];
                     // Descriptors of operands: 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
                     const u32 a = __shfl_sync(~0u, ((base + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
@@ -287,11 +291,13 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     if (TURNS) group_sync(1 + group, 256);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                    for (int q = 0; q < 4; q++)
-                        multiply(product, ((u64)0x40000040u << 32) | (a + 2 * q), ((u64)0x40000040u << 32) | (w + 2 * q), !PROMOTE || q != 0);
+                    for (int i = 0; i < 4 / PIECES; i++) {
+                        const int q = piece * (4 / PIECES) + i;  // 32 along K
+                        multiply(product, ((u64)0x40000040u << 32) | (a + 2 * q), ((u64)0x40000040u << 32) | (w + 2 * q), !PROMOTE || i != 0);
+                    }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
-                    if (SCALES != OUTER && h == 0)
+                    if (SCALES != OUTER && hp == 0)
 #pragma unroll
                         for (int i = 0; i < H; i++)
 #pragma unroll
@@ -299,7 +305,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                                 f0[i][s] = SCALES == TILES ? sa0[i] * w_scale[s] : sa0[i];
                                 f1[i][s] = SCALES == TILES ? sa1[i] * w_scale[s] : sa1[i];
                             }
-                    if (h == H - 1) {
+                    if (final) {
                         if constexpr (last) {
                             more = walk.seek(args, t + clusters, next);
                             if (more) enter(next);
@@ -316,14 +322,19 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll
                     for (int i = 0; i < REGISTERS; i++) asm volatile("" : "+f"(product[i])::"memory");
                     auto release = [&] {
-                        if (h != H - 1) return;
+                        if (!final) return;
                         __syncwarp();
                         if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * here); }
                         else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * here, releases);
                     };
                     if (SCALES != BLOCKS) release();
                     if constexpr (PROMOTE) {
-                        const u32 sw = sw_ring + here * SW_ROOM + (W_PLAIN ? pair * 16 + ((k0 + k) & 3) * 4 : pair * 4);
+                        const int part = PIECES == 4 ? piece : (k0 + k) & 3;  // of four scales side by side
+                        const u32 sw = sw_ring + here * SW_ROOM + (W_PLAIN ? pair * 16 + part * 4 : pair * 4);
+                        if constexpr (PIECES == 4) {
+                            const u32 sa = sa_ring + here * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
+                            f0[h][0] = load(sa); f1[h][0] = load(sa + 128);
+                        }
 #pragma unroll
                         for (int j = 0; j < BN / 8; j++) {
                             float* to = sum[h] + 4 * j; const float* from = d + 4 * j;

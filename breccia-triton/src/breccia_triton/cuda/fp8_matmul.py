@@ -202,6 +202,8 @@ class _Side:
         if self.kind == "128x128":
             self.scale_matrix = -(-self.rows // STEP) * steps
             return scale.contiguous()
+        if self.kind == "1x32":  # four of a step, zeros where K ends
+            return _padded(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), 4 * steps)
         if steps * scale.itemsize % ALIGNED == 0:
             return _aligned(scale)
         self.pitch = -(-self.rows // 4) * 4
@@ -224,7 +226,7 @@ class _Side:
 
     def scale_map(self, box: int) -> TensorMap:
         """The scales of blocks, for so many rows."""
-        steps = -(-self.k // STEP)
+        steps = -(-self.k // STEP) * (4 if self.kind == "1x32" else 1)
         if self.pitch:
             shape, strides, part = (self.matrices, steps, self.rows), (steps * self.pitch, self.pitch), (1, 1, box)
         else:
@@ -235,6 +237,15 @@ class _Side:
 def _aligned(x: Any) -> Any:
     """A tensor in C order whose address the copy engine takes."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else x.contiguous().clone()
+
+
+def _padded(x: Any, columns: int) -> Any:
+    """A tensor in C order with so many columns, zeros beyond its own."""
+    return _aligned(x if x.shape[-1] == columns else torch.nn.functional.pad(x, (0, columns - x.shape[-1])))
+
+
+def _as_e8m0(scale: Any) -> Any:
+    return scale if scale.dtype == torch.float8_e8m0fnu else scale.view(torch.float8_e8m0fnu)
 
 
 class Args(ctypes.Structure):
@@ -271,7 +282,8 @@ class _Plan:
         staged = dtype.itemsize == 2 and n % 8 == 0
         added = "none" if bias is None else _NAMES[bias]
         variant = Variant(
-            tile, SCALES[kinds], codecs, _NAMES[dtype], added, a_plain, w_plain, staged, n % 2 == 0, promote, grouped
+            tile, SCALES[kinds], codecs, _NAMES[dtype], added, a_plain, w_plain, staged, n % 2 == 0, promote, grouped,
+            4 if kinds[0] == "1x32" else 1,
         )  # fmt: skip
         function = loaded(variant, device)
         # As many clusters as run at a time walk over all tiles. With split-K each has one: its ring holds the partial sums.

@@ -1,6 +1,6 @@
 """What the FP8 product of `fp8_matmul.cu` takes, which tile it uses, and how long it takes. Imports no framework.
 
-Scales come in four kinds: "tensor", "row" (one for each row along K), "1x128" and "128x128".
+Scales come in five kinds: "tensor", "row" (one for each row along K), "1x128", "128x128" and "1x32".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
-from breccia.backend import E4M3, E5M2, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
+from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
 from ..choices import file_name
 from . import compiler
@@ -24,16 +24,25 @@ from . import compiler
 HOPPER = (9, 0)
 #: Elements along K of a step, and the bytes to which the copy engine wants rows aligned.
 STEP, ALIGNED = 128, 16
+#: Elements along K of one instruction, and of the blocks of the MX formats.
+PIECE = 32
 #: FP8 codecs, with their names in PTX.
 CODECS: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2"}
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
-_BLOCKS: dict[Block, str] = {TENSOR: "tensor", (1, None): "row", (1, STEP): "1x128", (STEP, STEP): "128x128"}
+_BLOCKS: dict[Block, str] = {
+    TENSOR: "tensor",
+    (1, None): "row",
+    (1, STEP): "1x128",
+    (STEP, STEP): "128x128",
+    (1, PIECE): "1x32",
+}
 #: Pairs of scales of a and b: each with SCALES of the source.
 OUTER, TILES, BLOCKS = range(3)
 SCALES = {
     **{(a, b): OUTER for a in ("tensor", "row") for b in ("tensor", "row")},
     ("1x128", "128x128"): TILES,
     ("1x128", "1x128"): BLOCKS,
+    ("1x32", "1x32"): BLOCKS,
 }
 #: Macros OUT and BIAS.
 KINDS = {"none": 0, "float32": 1, "float16": 2, "bfloat16": 3}
@@ -127,9 +136,9 @@ def _kind(recipe: ScalingRecipe, layout: Layout, axis: int) -> tuple[str, str]:
     fmt, block = recipe.format, layout.plain.block(axis)
     if fmt.element not in CODECS or fmt.global_scale is not None or fmt.offset != "none":
         return "", f"it multiplies two FP8 tensors, and {{}} is {recipe.name}"
-    if fmt.scale.codec != F32 or fmt.scale.sense != "multiplier":
-        return "", f"it reads FP32 scales that multiply; those of {{}} are {fmt.scale.codec.name} ({fmt.scale.sense})"
     kind = _BLOCKS.get(block, "") if type(layout.plain) in LAYOUTS else ""
+    if fmt.scale.codec not in ((F32, E8M0) if kind == "1x32" else (F32,)) or fmt.scale.sense != "multiplier":
+        return "", f"it reads FP32 scales that multiply; those of {{}} are {fmt.scale.codec.name} ({fmt.scale.sense})"
     if not kind:
         return "", f"it has no form for {layout.plain} of {{}}"
     if layout.storage != PLAIN and not (kind == "1x128" and layout.storage == "column_major"):
@@ -269,6 +278,7 @@ class Variant:
     pairs: bool = True
     promote: bool = True
     grouped: bool = False
+    pieces: int = 1
 
     @property
     def stage_bytes(self) -> int:
@@ -304,6 +314,7 @@ class Variant:
             "DEPENDENT": int(t.dependent), "PROMOTE": int(self.promote), "SCALES": self.scales, "A_PLAIN": int(self.a_plain),
             "W_PLAIN": int(self.w_plain), "OUT": KINDS[self.out], "BIAS": KINDS[self.bias], "STAGED": int(self.staged),
             "PAIRS": int(self.pairs), "GROUPED": int(self.grouped),
+            "PIECES": self.pieces,
         }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def accepts(call: Call) -> str | None:
     if call.option("bias") is not None and (dtype == "float32" or pair != ("tensor", "tensor")):
         return f"torch adds no bias here (scales {pair[0]} times {pair[1]}, {dtype})"
     if pair != ("tensor", "tensor"):
-        if "tensor" in pair:
+        if "tensor" in pair or "1x32" in pair:
             return f"torch has no form for scales {pair[0]} times {pair[1]}"
         if dtype != "bfloat16" or codecs != ("e4m3", "e4m3"):
             return f"for scales {pair[0]} times {pair[1]} torch multiplies E4M3 to bfloat16 only"
