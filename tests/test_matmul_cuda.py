@@ -522,6 +522,17 @@ def test_what_the_kernel_does_not_take_has_a_reason(a: Any, b: Any, reason: str)
     assert reason in str(accepts(fp8_plans.accepts_matmul, a, b))
 
 
+def test_leading_axes_of_any_length_are_batches_where_one_operand_has_them_all() -> None:
+    for left, right in (
+        ((9, 8, 64), (9, 16, 64)),
+        ((17, 3, 8, 64), (16, 64)),
+        ((8, 64), (9, 16, 64)),
+        ((1, 9, 8, 64), (9, 16, 64)),
+    ):
+        assert accepts(fp8_plans.accepts_matmul, cpu(left, ROW), cpu(right, ROW).mT) is None
+    assert "both directions" in str(accepts(fp8_plans.accepts_matmul, cpu((9, 1, 8, 64), ROW), cpu((9, 16, 64), ROW).mT))
+
+
 def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
     w = cpu((64, 512), ROW)
     mx = breccia.cast(torch.zeros(64, 512), "mxfp8")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,9 @@ _known: dict[Any, tuple[str, str]] = {}
 
 
 def batches(a: Shape, b: Shape) -> bool:
-    """Whether leading axes are the same, or those of one operand are all 1."""
-    size_a, size_b = math.prod(a), math.prod(b)
-    return size_a == 1 or size_b == 1 or tuple(n for n in a if n != 1) == tuple(n for n in b if n != 1)
+    """Whether leading axes, which broadcast, are the same, or those of one operand are all 1. Lengths of a may be rounded up."""
+    same = all((m == 1) == (n == 1) for m, n in zip_longest(reversed(a), reversed(b), fillvalue=1))
+    return same or math.prod(a) == 1 or math.prod(b) == 1
 
 
 # ------------------------------------------------------------------------------------------------ tiles
