@@ -304,6 +304,7 @@ def main(
     if table is not None and rows:
         measured_on = {"schema": 1, "device": torch.cuda.get_device_name() if device == "cuda" else device}
         text = {**measured_on, "provenance": result["provenance"], "slowdowns": slowdowns(rows)}
+        table.parent.mkdir(parents=True, exist_ok=True)
         table.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
     tables.tell(result, out, False, "burst" if burst else "")
 

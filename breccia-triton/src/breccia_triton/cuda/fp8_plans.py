@@ -166,7 +166,7 @@ _known: dict[Any, tuple[str, str]] = {}
 
 
 def batches(a: Shape, b: Shape) -> bool:
-    """Whether leading axes, which broadcast, are the same, or those of one operand are all 1. Lengths of a may be rounded up."""
+    """Whether leading axes, which broadcast, are the same, or those of one operand are all 1. Lengths may be rounded up."""
     same = all((m == 1) == (n == 1) for m, n in zip_longest(reversed(a), reversed(b), fillvalue=1))
     return same or math.prod(a) == 1 or math.prod(b) == 1
 
