@@ -80,6 +80,9 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, int x,
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
                  "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks) : "memory");
 }
+__device__ __forceinline__ void prefetch(const TensorMap* map, int x, int y, int z) {  // to the L2 cache
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
 __device__ __forceinline__ void copy_out(const TensorMap* map, int x, int y, int z, u32 from) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(from) : "memory");
@@ -190,7 +193,14 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     if (CLUSTER > 1) cluster_sync(); else __syncthreads();
-    if (DEPENDENT) {  // weights too may be what the kernel ahead writes, so nothing is read before it has ended
+    if (DEPENDENT) {
+        // Weights too may be what the kernel ahead writes, so nothing is read before it has ended. But the L2 cache, which sees
+        // all writes, may fetch them meanwhile. (Where groups end is not known yet.)
+        Walk walk; Tile tile;
+        if (!GROUPED && threadIdx.x == 0 && walk.seek(args, first_tile, tile))
+#pragma unroll 1
+            for (int k = k0; k < min(k1, k0 + STAGES); k++)
+                prefetch(&map_w, k * 128, tile.column + cj * BN, tile.matrix * args.w_matrix);
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
