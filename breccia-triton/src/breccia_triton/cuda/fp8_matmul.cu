@@ -1,21 +1,26 @@
-// FP8 products on Hopper (sm_90a): out[M,N] = (A * scales) (W * scales)^T + bias. A is [M,K], W is [N,K], K adjacent in memory.
+// FP8 products on Hopper (sm_90a): out[M,N] = (A * scales) (W * scales)^T + bias, of A [M,K] and W [N,K], K adjacent in memory.
 //
-// The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets the copy
-// engine (TMA) fill a ring of STAGES steps of 128 along K; the other NWG warpgroups (consumers) multiply, each H x 64 rows by BN
-// columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so after every step its product is added to FP32
-// accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers take
-// turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all of
-// them, CM along M share W, CN along N share A) or split K (SK of them; partial sums meet in one block's shared memory).
-// Where K is no multiple of 128, or M and N of no tile, the copy engine fills in zeros, and writes nothing beyond the output.
+// The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets the
+// copy engine (TMA) fill a ring of STAGES steps of 128 along K; the other NWG warpgroups (consumers) multiply, each H x 64 rows
+// by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
+// accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers
+// take turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all
+// of them; CM blocks along M share W, CN along N share A) or split K (SK blocks; partial sums meet in one block's shared
+// memory). Where K is no multiple of 128, or M and N of no tile, the copy engine reads zeros, and writes nothing outside.
 //
-// Macros. BN, NWG, H, STAGES, CM, CN, SK: as above. TURNS: consumers take turns. RASTER: row tiles that share columns before the
-// next ones. PARTS, BUFFERS: the output is staged in PARTS parts per 64 rows, in BUFFERS buffers. DEPENDENT: starts before the
-// kernel ahead has ended. PROMOTE: 0 leaves the sums in the tensor core ("fast"). SCALES: OUTER, one scale per tensor or per row of
-// A and W, applied at the end; TILES, 1 x 128 of A and 128 x 128 of W; BLOCKS, 1 x 128 of both, or with PIECES = 4 instead of 1
-// 1 x 32 of both, where every instruction's product is promoted. A_PLAIN, W_PLAIN: scales of blocks are [rows][K / 128] in
-// memory, not [K / 128][rows]; those of 1 x 32 are always [rows][K / 32]. OUT, BIAS: F32, F16 or BF16, for BIAS also NONE. STAGED: the output
-// leaves through shared memory and the copy engine. PAIRS: else, two columns at once. GROUPED: rows of A are in groups, each with
-// its own matrix of W.
+// Macros, besides those above:
+//   TURNS            consumers take turns
+//   RASTER           row tiles that share columns before the next columns begin
+//   PARTS, BUFFERS   the output of 64 rows is staged in PARTS parts, in BUFFERS buffers
+//   DEPENDENT        starts before the kernel ahead has ended (programmatic dependent launch)
+//   PROMOTE          0 leaves the sums in the tensor core ("fast")
+//   SCALES           OUTER: one scale per tensor or per row of A and W, applied at the end. TILES: 1 x 128 of A and 128 x 128
+//                    of W. BLOCKS: 1 x 128 of both
+//   PIECES           1; 4 with BLOCKS means 1 x 32 of both, where every instruction's product is promoted
+//   A_PLAIN, W_PLAIN scales of blocks are [rows][K / 128] in memory, not [K / 128][rows]; those of 1 x 32 are [rows][K / 32]
+//   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
+//   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
+//   GROUPED          rows of A are in groups, each with its own matrix of W
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 #include "wgmma.cuh"  // multiply(float* d, u64 a, u64 w, int add): d[64,BN] (+)= A[64,32] W[BN,32]^T, by one warpgroup
 
@@ -33,7 +38,8 @@ constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * (A_PLAIN ? 16 : 4);
 constexpr int SW_BYTES = SCALES == BLOCKS ? BN * (W_PLAIN ? 16 : 4) : 0;  // copied
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
-constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;            // columns of one box of the output (128, 64, 32 bytes)
+// Columns of one box of the output: 128, 64 or 32 bytes.
+constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
 constexpr int PART = BN / PARTS, OUT_BYTES = STAGED ? 64 * PART * 2 : 0;
 // Tiles start at multiples of UNIT inside a 128 x 128 block of W. Few segments: one scale for each. Else the main loop exists
 // once for every offset, and has as many scales as blocks that a tile can touch.
@@ -58,19 +64,23 @@ struct Args {
 // ------------------------------------------------------------------------------------------------ PTX
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n)); }
+__device__ __forceinline__ void barrier_init(u32 b, u32 n) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n));
+}
 __device__ __forceinline__ void barrier_expect(u32 b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ __forceinline__ void barrier_arrive(u32 b) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory");
+}
 // Without .release.cluster, which would cost a fence of the whole device. Nothing but the end of reads is announced.
 __device__ __forceinline__ void barrier_arrive_in(u32 b, u32 block) {
     asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];\n}"
                  ::"r"(b), "r"(block) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 b, u32 phase) {
-    asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(b), "r"(phase)
-                 : "memory");
+    asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}"
+                 ::"r"(b), "r"(phase) : "memory");
 }
 __device__ __forceinline__ void copy(u32 to, const TensorMap* map, int x, int y, int z, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
@@ -78,10 +88,12 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap* map, int x, int y,
 }
 __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, int x, int y, int z, u32 barrier, u16 blocks) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-                 "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks) : "memory");
+                 "[%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks) : "memory");
 }
 __device__ __forceinline__ void prefetch(const TensorMap* map, int x, int y, int z) {  // to the L2 cache
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
+                 ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
 }
 __device__ __forceinline__ void copy_out(const TensorMap* map, int x, int y, int z, u32 from) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
@@ -91,7 +103,9 @@ __device__ __forceinline__ u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0,
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_meet() { asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory"); }
+__device__ __forceinline__ void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
 __device__ __forceinline__ void group_sync(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 __device__ __forceinline__ void group_arrive(int id, int n) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 __device__ __forceinline__ float load(u32 a) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a)); return v; }
@@ -177,8 +191,9 @@ __device__ __forceinline__ void store(const Args& args, long long at, int column
 // ------------------------------------------------------------------------------------------------ the kernel
 
 extern "C" __global__ void __launch_bounds__(NWG * 128 + 128, 1)
-fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_sa,
-           const __grid_constant__ TensorMap map_sw, const __grid_constant__ TensorMap map_out, const __grid_constant__ Args args) {
+fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_w,
+           const __grid_constant__ TensorMap map_sa, const __grid_constant__ TensorMap map_sw,
+           const __grid_constant__ TensorMap map_out, const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 smem[];
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
     const u32 ring = shared_address(smem), staging = ring + STAGES * STAGE_BYTES, sa_ring = staging + NWG * BUFFERS * OUT_BYTES;
@@ -189,7 +204,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     const int first_tile = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
 
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, (CM + CN - 1) * NWG * 4); }
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, (CM + CN - 1) * NWG * 4);  // a warp of each consumer that reads what this block copies
+        }
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     if (CLUSTER > 1) cluster_sync(); else __syncthreads();
@@ -272,9 +290,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         };
         auto row_scales = [&](u32 stage, int k) {  // the scales of this thread's rows in a stage that has arrived
             if constexpr (SCALES != OUTER && PIECES == 1) {
-                const u32 at = sa_ring + stage * SA_BYTES + ((group * 64 * H + low) * (A_PLAIN ? 4 : 1) + (A_PLAIN ? k & 3 : 0)) * 4;
+                constexpr int row = A_PLAIN ? 16 : 4;  // bytes
+                const u32 at = sa_ring + stage * SA_BYTES + (group * 64 * H + low) * row + (A_PLAIN ? (k & 3) * 4 : 0);
 #pragma unroll
-                for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * (A_PLAIN ? 16 : 4)); sa1[h] = load(at + (h * 64 + 8) * (A_PLAIN ? 16 : 4)); }
+                for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * row); sa1[h] = load(at + (h * 64 + 8) * row); }
             }
         };
         bool more = walk.seek(args, first_tile, tile);
@@ -282,13 +301,14 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         for (int t = first_tile; more; t += clusters, tile = next) {
             const int row = tile.row + ci * BM + group * 64 * H, column = tile.column + cj * BN;
 #pragma unroll
-            for (int i = 0; i < H * REGISTERS; i++) sum[i / REGISTERS][i % REGISTERS] = 0.f;  // in the loop it would be a select per step
+            for (int i = 0; i < H * REGISTERS; i++) sum[i / REGISTERS][i % REGISTERS] = 0.f;  // in the loop: a select per step
             // At the top of a step its stage has arrived, and its scales are in registers. The next stage, also the next
             // tile's first, is awaited and its scales are fetched while the products run, so that the next one starts at once.
             auto step = [&](int k, auto offset, auto is_last) {
                 constexpr int OFFSET = decltype(offset)::value, last = decltype(is_last)::value;
                 const u32 base = ring + stage * STAGE_BYTES, here = stage;
-                const u32 next_stage = stage + 1 == STAGES ? 0 : stage + 1, next_phase = stage + 1 == STAGES ? phase ^ 1 : phase;
+                const bool wraps = stage + 1 == STAGES;
+                const u32 next_stage = wraps ? 0 : stage + 1, next_phase = wraps ? phase ^ 1 : phase;
                 float f0[H][W_SCALES], f1[H][W_SCALES];
 #pragma unroll
                 for (int hp = 0; hp < H * PIECES; hp++) {
@@ -303,7 +323,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll
                     for (int i = 0; i < 4 / PIECES; i++) {
                         const int q = piece * (4 / PIECES) + i;  // 32 along K
-                        multiply(product, ((u64)0x40000040u << 32) | (a + 2 * q), ((u64)0x40000040u << 32) | (w + 2 * q), !PROMOTE || i != 0);
+                        const u64 high = (u64)0x40000040u << 32;
+                        multiply(product, high | (a + 2 * q), high | (w + 2 * q), !PROMOTE || i != 0);
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
@@ -377,7 +398,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 
             // ---- the end of a tile
 #if SK > 1
-            // Every block of the cluster has a partial sum. They meet in one block's ring (of each group's own, to spread the work).
+            // Every block of the cluster has a partial sum. They meet in one block's ring (each consumer's own, to spread it).
             const int home = NWG == SK ? group : 0, slot = ck < home ? ck : ck - 1, thread = threadIdx.x & 127;
             cluster_meet();  // no ring is in use any more
             if (ck != home) {
@@ -394,7 +415,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             for (int p = 0; p < SK - 1; p++)
 #pragma unroll
                 for (int i = 0; i < REGISTERS; i += 4) {
-                    const float4 v = *(const float4*)(smem + ((p * NWG + group) * 128 + thread) * 16 + i / 4 * (SK - 1) * NWG * 2048);
+                    const int at = ((p * NWG + group) * 128 + thread) * 16 + i / 4 * (SK - 1) * NWG * 2048;
+                    const float4 v = *(const float4*)(smem + at);
                     sum[0][i] += v.x; sum[0][i + 1] += v.y; sum[0][i + 2] += v.z; sum[0][i + 3] += v.w;
                 }
 #endif
@@ -424,7 +446,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll
             for (int hp = 0; hp < H * PARTS; hp++) {
                 const int h = hp / PARTS, from = hp % PARTS * PART;  // columns [from, from + PART) of 64 rows
-                const bool staged = STAGED && (!GROUPED || row + h * 64 + 64 <= tile.end);  // the copy engine would write rows of the next group
+                // The copy engine would also write rows of the next group.
+                const bool staged = STAGED && (!GROUPED || row + h * 64 + 64 <= tile.end);
                 if (staged) {
                     const u32 buffer = staging + (group * BUFFERS + hp % BUFFERS) * OUT_BYTES;
                     if (GROUPED || hp % BUFFERS == 0) {  // earlier copies have left the buffers
@@ -438,15 +461,17 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         const int swizzle = BOX == 64 ? r & 7 : BOX == 32 ? (r >> 1) & 3 : (r >> 2) & 1;
                         const u32 to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
                         const float* v = sum[h] + from / 2 + 8 * j;
-                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(rounded_pair(v[0], v[1])),
-                                     "r"(rounded_pair(v[2], v[3])), "r"(rounded_pair(v[4], v[5])), "r"(rounded_pair(v[6], v[7])) : "memory");
+                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                                     ::"r"(to), "r"(rounded_pair(v[0], v[1])), "r"(rounded_pair(v[2], v[3])),
+                                     "r"(rounded_pair(v[4], v[5])), "r"(rounded_pair(v[6], v[7])) : "memory");
                     }
                     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                     group_sync(5 + group, 128);
                     if ((threadIdx.x & 127) == 0) {
 #pragma unroll
                         for (int x = 0; x < PART / BOX; x++)
-                            copy_out(&map_out, column + from + x * BOX, row + h * 64, GROUPED ? 0 : tile.matrix, buffer + x * (64 * BOX * 2));
+                            copy_out(&map_out, column + from + x * BOX, row + h * 64, GROUPED ? 0 : tile.matrix,
+                                     buffer + x * (64 * BOX * 2));
                         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                     }
                 } else if constexpr (!STAGED || GROUPED) {
