@@ -14,7 +14,7 @@ import pytest
 from conftest import on_cuda
 
 import breccia
-from breccia.backend import Call, Device
+from breccia.backend import Call, Described, Device
 from breccia.kernels import bounds
 
 torch = pytest.importorskip("torch")
@@ -576,6 +576,14 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
     monkeypatch.setattr(fp8_plans, "slowdowns", lambda device: {"cuda row row": 1.5, "torch row row": 1.2})
     ours, theirs = scores()
     assert theirs == pytest.approx(ours * 1.2 / 1.5)
+
+
+def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
+    a, b = Described(ROW), Described(ROW, axis=-2)
+    call = Call("matmul", "torch", (a, b, None, {}, None))
+    assert fp8_plans.accepts_matmul(call) is None and scaled_mm_plans.accepts(call) is not None  # FP32 out
+    assert fp8_plans.accepts_grouped(call) is None
+    assert fp8_plans.score(call) < fp8_plans.score_of_torch(call)
 
 
 def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,6 +359,8 @@ def _seconds(call: Call, kernel: str) -> float:
     """The estimated time of a product that the kernel takes."""
     assert call.b is not None
     a, b = call.a.shape, call.b.shape
+    if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
+        return _UNMEASURED[kernel] * _LAUNCH
     rows = math.prod(a[:-1])
     known = slowdowns(device_name(call.device))
     over = known.get(key_of(kernel, _pair(call), rows), _UNMEASURED[kernel])
