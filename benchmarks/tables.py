@@ -568,6 +568,31 @@ def gpu_quantize(result: Result) -> Table:
     return Table("quantize_", headings, tuple(rows), note)
 
 
+def matmul_gpu(result: Result) -> Table:
+    """Rates of products of FP8 tensors, and breccia's time over torch's."""
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        m, n, k = row["shape"]
+        taken = {name: found["graph"] for name, found in row["times"].items() if "graph" in found}
+
+        def rate(name: str, taken: Any = taken, each: float = 2e-12 * m * n * k) -> str:
+            if name not in taken:
+                return ABSENT
+            return trio((each / taken[name][key] for key in ("max_s", "median_s", "min_s")), 1)
+
+        ours = [times["median_s"] for name, times in taken.items() if name.startswith(OURS)]
+        over = ratio(taken["torch"]["median_s"] / min(ours)) if ours and "torch" in taken else ABSENT
+        rates = map(rate, (OURS, f"{OURS}, column-major scales", "torch", "bf16"))
+        rows.append((row["kind"], f"{m}×{n}×{k}", row["tile"], *rates, over))
+    headings = ("scales", "M×N×K", "tile", OURS, "column-major scales", "torch", "BF16", "breccia / torch")
+    note = (
+        f"TFLOP/s, min / median / max of {result['options']['samples']} samples of a CUDA graph of "
+        f"{result['options']['graph_calls']} calls, interleaved ({result['options']['state']}). Result in BF16. torch: "
+        "`torch._scaled_mm`, for tiles and blocks `torch.nn.functional.scaled_mm` with scales in the order that it reads."
+    )
+    return Table("products of FP8 tensors", headings, tuple(rows), note)
+
+
 # ------------------------------------------------------------------------------------------------ products on the CPU
 
 
@@ -626,6 +651,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "parity-mlx": {"parity-mlx": parity},
     "training": {"training": training},
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
+    "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
 }

@@ -48,6 +48,7 @@ TINY = {
         "nvfp4",
     ],
     "gpu-quantize": ["quantize", "--device", "cpu", "--tiny", "--runs", "1", "--recipes", "mxfp8"],
+    "matmul-gpu": ["--device", "cpu", "--samples", "1", "--shapes", "32x128x256", "--kinds", "tiles", "--kinds", "tensor fast"],
     "training": ["--framework", "torch", "--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
 }
 

@@ -318,7 +318,8 @@ def explain(op: str, *operands: Any, on: str | None = None, prefer: Prefer = Non
     asked = Device(kind or (device_of(arrays[0]) if arrays else "cpu"), int(index) if index.isdigit() else None)
     if op in _ARRAYS_ONLY and len(values) < wanted[-1]:
         values.insert(0, _PLAIN_OPERAND)
-    filled = [_described(x, asked) if isinstance(x, ScalingRecipe) else x for x in values]
+    axes = (-1, -2 if op in _PRODUCTS else -1)  # a recipe as second operand of a product stands for a weight w.mT
+    filled = [_described(x, asked, axis) if isinstance(x, ScalingRecipe) else x for x, axis in zip(values, axes, strict=False)]
     filled = [_PLAIN_OPERAND._replace(device=asked) if x is _PLAIN_OPERAND else x for x in filled]
     a, b = (*filled, None)[:2]
     return registry().table.explain(Call(op, framework, (a, b, new, known, declared)), prefer, device)
@@ -336,6 +337,7 @@ def _named_operand(name: str) -> Any:
 #: The numbers of operands that `explain` takes, without the target recipe: an array may be omitted.
 _OPERANDS = {"dequantize": (1,), "requantize": (1,), "matmul": (2,), "grouped_matmul": (2,), "cast_matmul": (1, 2)}
 #: Ops whose first operand is an array, never a ScaledTensor.
+_PRODUCTS = ("matmul", "grouped_matmul", "cast_matmul")
 _ARRAYS_ONLY = ("cast", "cast_pair", "cast_ste", "cast_ste_clipped", "cast_matmul", "record_amax", "cast_and_record")
 _WITH_CAST_OPTIONS = ("cast", "cast_pair", "requantize", "cast_ste", "cast_ste_clipped", "cast_and_record")
 
@@ -363,9 +365,9 @@ def _explained_options(op: str, options: dict[str, Any], ndim: int) -> Any:
     return found if found.given() else DEFAULT
 
 
-def _described(of: ScalingRecipe, device: Device) -> Described:
-    """An aligned matrix under that recipe."""
-    return Described(of, of.format.element.dtype or "uint8", (256, 256), of.layout, -1, device)
+def _described(of: ScalingRecipe, device: Device, axis: int = -1) -> Described:
+    """An aligned matrix under that recipe, with blocks along the axis."""
+    return Described(of, of.format.element.dtype or "uint8", (256, 256), of.layout.oriented(axis), axis, device)
 
 
 def plugins() -> list[Plugin]:

@@ -49,8 +49,14 @@ class Sibling:
 
 
 TRITON = Sibling(
-    "breccia-triton", kernels=("torch", "triton"), functions=(("configure", "breccia_triton.tuning:configure"),)
-)  # fmt: skip
+    "breccia-triton",
+    kernels=("torch", "triton"),
+    functions=(
+        ("configure", "breccia_triton.tuning:configure"),
+        ("scaled_matmul_triton", "breccia_triton.cuda.named:scaled_matmul_triton"),
+        ("block_scaled_matmul_triton", "breccia_triton.cuda.named:block_scaled_matmul_triton"),
+    ),
+)
 BRIDGES = Sibling("breccia-bridges", commands=("compare", "convert", "inspect"))
 SIBLINGS = (
     Sibling("breccia-torch", arrays=("torch",)),

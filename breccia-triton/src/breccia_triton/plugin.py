@@ -24,9 +24,40 @@ _KERNELS = (
 #: Storages of scales that the kernels read and write.
 STORAGES = ("swizzle_128x4", "column_major", "transposed")
 
+#: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it is less than the contract.
+_PRODUCTS = (
+    ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
+    ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
+    ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, False),
+    ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "scaled_mm_plans:accepts", "fp8_plans:score_of_torch", False),
+    (
+        "matmul",
+        "scaled_mm:scaled_mm_fast",
+        "torch.scaled_mm_fast",
+        "scaled_mm_plans:accepts_fast",
+        "fp8_plans:score_of_torch",
+        True,
+    ),
+)
+
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
+    home = "breccia_triton.cuda"
+    for op, target, name, accepts, score, opt_in in _PRODUCTS:
+        ours = name.startswith("cuda.")
+        yield Kernel(
+            op,
+            "torch",
+            f"{home}.{target}",
+            name,
+            device="cuda",
+            available=f"{home}.{'fp8_plans' if ours else 'scaled_mm_plans'}:available",
+            accepts=f"{home}.{accepts}",
+            score=score and f"{home}.{score}",
+            reads=("column_major",) if ours else (),
+            opt_in=opt_in,
+        )
     for framework in ("torch", "jax"):
         for op, module, accepts, reads, writes in _KERNELS:
             torch = framework == "torch"

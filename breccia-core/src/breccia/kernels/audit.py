@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.frameworks import dtype_name, ops_of
+from ..arrays.frameworks import device_of, dtype_name, ops_of
 from ..codecs import F32_INF, MAGNITUDE, NORMAL
 from ..dispatch.table import Chosen
 from ..errors import BrecciaError, UnsupportedError
 from ..options import CastOptions
+from ..recipes import ScalingRecipe
 from ..tensors.components import stored_parts
 from ..tensors.tensor import ScaledTensor
-from . import reference
+from . import bounds, reference
 
 #: Per output dtype of products: unit roundoff, the spacing of subnormals where it matters, the largest number.
 _ROUNDING = {
@@ -114,7 +115,7 @@ def _flushes(like: Any) -> bool:
 
 
 def _of_products(op: str, arguments: tuple[Any, ...], found: Any) -> Iterator[str]:
-    """|error| <= n u / (1 - n u) sum |a||b|, n = K + 2, u = 2^-24, of the exact sum, and one rounding to the output's dtype.
+    """The error is within `bounds.accumulated` of the exact sum of K + 2 terms, and one rounding to the output's dtype.
 
     Where a partial sum may overflow or holds Inf there is no bound. Where every order of summation gives NaN, NaN is due.
     """
@@ -137,14 +138,19 @@ def _of_products(op: str, arguments: tuple[Any, ...], found: Any) -> Iterator[st
             if rest is not None:
                 bias = _host(ops.f32(rest))
                 exact, magnitude = exact + bias, magnitude + np.abs(bias)
-        n = (left.shape[-1] + 2) * 2.0**-24
-        accumulated = n / (1 - n) * magnitude + left.shape[-1] * 2.0**-126
+        k, fp8 = left.shape[-1], bounds.in_tensor_cores(_recipe(a), _recipe(b), device_of(found))
+        accumulated = bounds.accumulated(magnitude, k + 2, k, fp8)
         bound = accumulated + unit * (np.abs(exact) + accumulated) + spacing
         known = magnitude + accumulated <= _ROUNDING["float32"][2]
         overflows = np.isinf(ours) & (np.sign(ours) == np.sign(exact)) & (np.abs(exact) + bound > largest)
         wrong = np.where(known, ~(np.abs(ours - exact) <= bound) & ~overflows, np.isnan(exact) & ~np.isnan(ours))
     if wrong.any():
-        yield f"{int(wrong.sum())} of {wrong.size} numbers of the product are beyond the bound of FP32 accumulation"
+        kind = "FP8 tensor cores, promoted to FP32 every 128 along K" if fp8 else "FP32 accumulation"
+        yield f"{int(wrong.sum())} of {wrong.size} numbers of the product are beyond the bound of {kind}"
+
+
+def _recipe(x: Any) -> ScalingRecipe | None:
+    return x.recipe if isinstance(x, ScaledTensor) else None
 
 
 def _host(x: Any) -> np.ndarray:

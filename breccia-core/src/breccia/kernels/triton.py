@@ -1,7 +1,7 @@
 # pyright: reportUnsupportedDunderAll=false
 """The kernels for PyTorch of an installed breccia-triton, by function name; `TRITON_AVAILABLE` is whether they can run.
 
-`configure` sets how they run.
+`configure` sets how they run. `scaled_matmul_triton` and `block_scaled_matmul_triton` multiply two FP8 tensors on CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..dispatch.registry import registry
 from ..errors import suggestion
 from ..siblings import TRITON
 
-__all__ = ["TRITON_AVAILABLE", "configure"]
+__all__ = ["TRITON_AVAILABLE", "block_scaled_matmul_triton", "configure", "scaled_matmul_triton"]
 
 
 def _kernels() -> dict[str, Kernel]:

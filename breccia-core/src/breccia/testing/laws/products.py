@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ... import api
-from ...arrays.frameworks import dtype_name
+from ...arrays.frameworks import device_of, dtype_name
 from ...dispatch.kernel import Kernel
 from ...formats import TENSOR
-from ...kernels import reference
+from ...kernels import bounds, reference
 from ...options import CastOptions
 from ...recipes import MXFP8BlockScaling, ScalingRecipe
 from ...tensors.tensor import ScaledTensor
@@ -65,7 +65,8 @@ def products_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, 
     """|error| <= n u / (1 - n u) (sum |a||b| + |bias|) + K 2^-126, u = 2^-24: any FP32 order of summation (Higham, 3.1).
 
     n is K, or K + 1 with a bias. The bound adds half a unit in the last place of `out_dtype`, for the final rounding, and
-    K 2^-126, because products below 2^-126 may become zero. In each sum one term is large and many are small. The second
+    K 2^-126, because products below 2^-126 may become zero. Two FP8 tensors on CUDA have the bound of tensor cores that are
+    promoted every 128 along K (`breccia.kernels.bounds`). In each sum one term is large and many are small. The second
     operand has the same recipe if the kernel accepts it, otherwise another. `cast_matmul` casts the first operand itself.
     """
     _check_bound(kernel, place, recipe, _partner(kernel, recipe))
@@ -121,9 +122,9 @@ def stored_operands_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingR
             found = run_alone(kernel, getattr(api, kernel.op), *operands)
             if found is not None:
                 tried = True
-                _expect_within(
-                    f"{kernel.op} of {name} storage", place, found, "float32", *_expected(p, b.numbers, None, grouped), False
-                )
+                fp8 = bounds.in_tensor_cores(first, second, device_of(found))
+                expected = _expected(p, b.numbers, None, grouped)
+                _expect_within(f"{kernel.op} of {name} storage", place, found, "float32", *expected, False, fp8)
     return tried
 
 
@@ -202,7 +203,8 @@ def _check_bound(kernel: Kernel, place: Place, first: ScalingRecipe | None, seco
         what = case.description(kernel.op)
         expect(not case.out or found is options["out"], f"{what}: it did not return out=")
         products, magnitudes = _expected(p, b.numbers, bias, grouped)
-        _expect_within(what, place, found, case.out_dtype, products, magnitudes, case.bias)
+        fp8 = bounds.in_tensor_cores(first, second, device_of(found))
+        _expect_within(what, place, found, case.out_dtype, products, magnitudes, case.bias, fp8)
         for x, words in zip((a, b), before, strict=True):
             expect_tensor_unchanged(place, x.array, x.st)
             if words is not None:
@@ -264,16 +266,18 @@ def _expected(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, grouped: bo
 
 
 def _expect_within(
-    what: str, place: Place, found: Any, dtype: str, products: np.ndarray, magnitudes: np.ndarray, bias: bool
+    what: str, place: Place, found: Any, dtype: str, products: np.ndarray, magnitudes: np.ndarray, bias: bool, fp8: bool
 ) -> None:
-    """Check sums of `_LENGTH` products, and a bias, against the bound of FP32 summation in any order plus one rounding."""
+    """Check sums of `_LENGTH` products, and a bias, against the bound of summation in any order plus one rounding.
+
+    fp8: of FP8 tensor cores, promoted to FP32; else of FP32.
+    """
     expect(dtype_name(found) == dtype, f"{what}: {dtype_name(found)}, expected {dtype}")
     expect(tuple(found.shape) == products.shape, f"{what}: shape {tuple(found.shape)}, expected {products.shape}")
     numbers_found = numbers(place, found, dtype).astype(np.float64)
     nan = np.isnan(products)
     expect(bool((np.isnan(numbers_found) | ~nan).all()), f"{what}: a NaN became a finite number")
-    n = (_LENGTH + bias) * 2.0**-24
-    bound = n / (1 - n) * magnitudes + _LENGTH * 2.0**-126
+    bound = bounds.accumulated(magnitudes, _LENGTH + bias, _LENGTH, fp8)
     bound += _half_unit(np.abs(products) + bound, dtype)
     none = magnitudes == 0
     expect(not numbers_found[none].any(), f"{what}: rows of no group are not zeros")

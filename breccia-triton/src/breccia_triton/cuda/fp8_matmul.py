@@ -1,0 +1,305 @@
+"""`matmul` and `grouped_matmul` of two FP8 tensors on Hopper: the kernel of `fp8_matmul.cu`, prepared and launched.
+
+A call that repeats an earlier one, addresses included, looks its launch up. Otherwise tensor maps and arguments are made
+anew, and for new facts (shapes are facts too) a kernel is chosen and loaded.
+"""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from breccia.backend import PLAIN, ScaledTensor, ShapeError, UnsupportedError, checks, dtype_name
+from breccia_torch.ops import need_dense
+
+from ..launch import Remembered, current_stream, empty, on
+from ..operands import writable
+from . import program, wgmma
+from .driver import Launch, TensorMap, driver
+from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ENTRY = "fp8_matmul"
+_calls, _plans = Remembered(), Remembered()
+#: Outputs of a call whose launches are kept.
+_OUTPUTS = 64
+
+
+def forget() -> None:
+    """Prepare all calls anew, for tests and benchmarks that force a tile."""
+    _calls.clear()
+    _plans.clear()
+
+
+def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`matmul` as `breccia.matmul` documents it. Sums leave the tensor core every 128 along K."""
+    return _multiply(a, b, bias, out_dtype, out, None, True)
+
+
+def matmul_fast(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`matmul` whose sums stay in the tensor core, with about 13 fraction bits: less than the contract of products."""
+    return _multiply(a, b, bias, out_dtype, out, None, False)
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Any, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`grouped_matmul` as `breccia.grouped_matmul` documents it. The device reads `offsets`; the host waits for nothing."""
+    return _multiply(a, b, None, out_dtype, out, offsets, True)
+
+
+def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, offsets: Any, promote: bool) -> Any:
+    x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
+    device = x.device
+    key = (
+        x.data_ptr(), y.data_ptr(), scale_x.data_ptr(), scale_y.data_ptr(), x.shape, y.shape, x.stride(), y.stride(),
+        scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(), a.axis, b.axis, a.recipe.interned_key,
+        b.recipe.interned_key, a.layout.interned_key, b.layout.interned_key, device, y.device, scale_x.device, scale_y.device,
+        current_stream(device), out_dtype, promote,
+        None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride(), bias.device),
+        None if offsets is None else (offsets.data_ptr(), offsets.dtype, offsets.stride(), offsets.device),
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        call = _Call(a, b, bias, out_dtype, offsets, promote)
+        if not call.copies:  # else addresses are those of this call alone
+            _calls.keep(key, call)
+    return call(out)
+
+
+class _Call:
+    """A product of operands at known addresses. It holds no operand, only copies that were made of them.
+
+    launches: by the address of the output.
+    """
+
+    def __init__(self, a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any, promote: bool) -> None:
+        if offsets is None:
+            checks.check_matmul(a, b, bias)
+        else:
+            checks.check_grouped(a, b, offsets)
+        self.device, self.dtype, self.promote = a.data.device, _DTYPES[out_dtype], promote
+        others = (("a's scale", a.scale), ("b's codes", b.data), ("b's scale", b.scale), ("bias", bias), ("offsets", offsets))
+        for name, x in others:
+            if x is not None and x.device != self.device:
+                there, here = x.device, self.device
+                raise UnsupportedError(f"matmul: a is on {here}, and {name} on {there}; move it: x.to({str(here)!r}).")
+        lead = () if offsets is not None else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        self.shape = (*lead, a.shape[-2], b.shape[-1])
+        self.copies: list[Any] = []
+        self.launches: dict[int, Launch] = {}
+        with on(self.device):
+            self.bias = self.offsets = self.bias_dtype = None
+            if bias is not None:
+                self.bias, self.bias_dtype = self._address(bias.contiguous(), bias), bias.dtype
+            if offsets is not None:
+                self.offsets = self._address(offsets.to(torch.int32).contiguous(), offsets)
+            self.a, self.w = _Side(a, False, self.copies), _Side(b, True, self.copies)
+        if offsets is None and self.w.matrices == 1 and self.a.matrices > 1 and self.a.merged():
+            self.a.merge()
+
+    def _address(self, x: Any, given: Any) -> int:
+        if x is not given:
+            self.copies.append(x)
+        return x.data_ptr()
+
+    def __call__(self, out: Any) -> Any:
+        """The product, in `out` if given."""
+        shape, dtype, device = self.shape, self.dtype, self.device
+        with on(device):
+            if out is None:
+                to = empty(shape, dtype, device)
+            else:
+                check_out(out, shape, dtype)
+                to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
+            launch = self.launches.get(to.data_ptr())
+            if launch is None:
+                if len(self.launches) >= _OUTPUTS:
+                    self.launches.clear()
+                launch = self.launches[to.data_ptr()] = self._prepared(to.data_ptr())
+            launch()
+        return to if out is None or to is out else out.copy_(to)
+
+    def _prepared(self, out: int) -> Launch:
+        """The launch for an output at this address."""
+        a, w, grouped = self.a, self.w, self.offsets is not None
+        matrices = w.matrices if grouped else max(a.matrices, w.matrices)
+        m, n, k = a.rows, w.rows, a.k
+        facts = (
+            m, n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch, self.dtype, self.bias_dtype,
+            self.promote, grouped, self.device,
+        )  # fmt: skip
+        plan = _plans.get(facts)
+        if plan is None:
+            plan = _plans.keep(facts, _Plan.of(*facts))
+        variant = plan.variant
+        tile, none = variant.tile, TensorMap()
+        args = Args(
+            a.scale, w.scale, self.bias, out, self.offsets, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices,
+            a.scale_row, w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
+        )  # fmt: skip
+        maps = (
+            a.data_map(tile.rows // tile.share[1]),
+            w.data_map(tile.columns // tile.share[0]),
+            a.scale_map(tile.rows) if variant.scales != OUTER else none,
+            w.scale_map(tile.columns) if variant.scales == BLOCKS else none,
+            _output_map(out, self.dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else none,
+        )
+        stream = current_stream(self.device)
+        return plan.function.prepare((plan.grid, 1, 1), tile.threads, (*maps, args), stream, tile.cluster, tile.dependent)
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ShapeError unless `out` can hold the result."""
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        found = f"{tuple(out.shape)} and {dtype_name(out)}"
+        raise ShapeError(f"out= must have shape {shape} and dtype {_NAMES[dtype]}; got {found}.")
+
+
+class _Side:
+    """One operand as the kernel reads it: codes (matrices, rows, K), K adjacent, and scales. Copied where they are not so.
+
+    data, scale: addresses. scale_row, scale_matrix: from one row's scale to the next one's, and from one matrix's. pitch: of
+    column-major scales, from one block of K to the next; 0 for plain ones.
+    """
+
+    def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any]) -> None:
+        need_dense(st.data)
+        data = st.data.mT if transposed else st.data
+        made = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else data.contiguous().clone()
+        self.rows, self.k, self.matrices = *data.shape[-2:], math.prod(data.shape[:-2])
+        self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
+        self.pitch = self.scale_row = self.scale_matrix = 0
+        scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed)
+        copies += [made] if made is not data else []
+        copies += [scale] if scale.data_ptr() != st.scale.data_ptr() else []
+        self.data, self.scale = made.data_ptr(), scale.data_ptr()
+
+    def _tensor(self, st: ScaledTensor, data: Any) -> Any:
+        scale, lead = st.scale, data.shape[:-2]
+        if scale.numel() == 1:
+            return scale
+        self.scale_matrix = 1
+        return scale.reshape(*scale.shape, *[1] * (len(lead) - scale.ndim)).expand(lead).contiguous()
+
+    def _blocks(self, st: ScaledTensor, transposed: bool) -> Any:
+        scale, steps = st.scale, -(-self.k // STEP)
+        if st.layout.storage != PLAIN:
+            self.pitch = scale.shape[-1]
+            return _aligned(scale)
+        if self.kind == "row":
+            self.scale_row, self.scale_matrix = 1, self.rows if self.matrices > 1 else 0
+            # One number for each row, whichever axis is 1; (rows,) are those of every matrix.
+            return scale.contiguous() if scale.numel() == self.rows * self.matrices else scale.reshape(-1).repeat(self.matrices)
+        scale = scale.mT if transposed else scale
+        if self.kind == "128x128":
+            self.scale_matrix = -(-self.rows // STEP) * steps
+            return scale.contiguous()
+        if self.kind == "1x32":  # four of a step, zeros where K ends
+            return _padded(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), 4 * steps)
+        if steps * scale.itemsize % ALIGNED == 0:
+            return _aligned(scale)
+        self.pitch = -(-self.rows // 4) * 4
+        turned = scale.new_empty((*scale.shape[:-2], steps, self.pitch))
+        turned[..., : self.rows] = scale.mT
+        return turned
+
+    def merged(self) -> bool:
+        """Whether all matrices can be one with more rows."""
+        return self.pitch == 0 and (self.scale_row == 1 or self.scale_matrix == 0)
+
+    def merge(self) -> None:
+        """All matrices as one."""
+        self.rows, self.matrices, self.scale_matrix = self.rows * self.matrices, 1, 0
+
+    def data_map(self, box: int) -> TensorMap:
+        """The codes, in boxes of so many rows."""
+        shape, strides = (self.matrices, self.rows, self.k), (self.rows * self.k, self.k)
+        return driver().tensor_map(self.data, "uint8", shape, strides, (1, box, STEP), STEP)
+
+    def scale_map(self, box: int) -> TensorMap:
+        """The scales of blocks, for so many rows."""
+        steps = -(-self.k // STEP) * (4 if self.kind == "1x32" else 1)
+        if self.pitch:
+            shape, strides, part = (self.matrices, steps, self.rows), (steps * self.pitch, self.pitch), (1, 1, box)
+        else:
+            shape, strides, part = (self.matrices, self.rows, steps), (self.rows * steps, steps), (1, box, 4)
+        return driver().tensor_map(self.scale, "float32", shape, strides, part)
+
+
+def _aligned(x: Any) -> Any:
+    """A tensor in C order whose address the copy engine takes."""
+    return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else x.contiguous().clone()
+
+
+def _padded(x: Any, columns: int) -> Any:
+    """A tensor in C order with so many columns, zeros beyond its own."""
+    return _aligned(x if x.shape[-1] == columns else torch.nn.functional.pad(x, (0, columns - x.shape[-1])))
+
+
+def _as_e8m0(scale: Any) -> Any:
+    return scale if scale.dtype == torch.float8_e8m0fnu else scale.view(torch.float8_e8m0fnu)
+
+
+class Args(ctypes.Structure):
+    """`Args` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("sa", "sw", "bias", "out", "offsets")),
+        *((name, ctypes.c_longlong) for name in ("sa_matrix", "sw_matrix", "out_row", "out_matrix")),
+        *((name, ctypes.c_int) for name in ("M", "N", "K", "matrices", "sa_row", "sw_row", "a_matrix", "w_matrix")),
+    )
+
+
+def _output_map(out: int, dtype: torch.dtype, matrices: int, m: int, n: int, tile: Tile) -> TensorMap:
+    box = next(width for width in (64, 32, 16) if tile.columns % width == 0)
+    return driver().tensor_map(out, _NAMES[dtype], (matrices, m, n), (m * n, n), (1, 64, box), 2 * box)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A loaded kernel and its grid."""
+
+    variant: Variant
+    function: Any
+    grid: int
+
+    @staticmethod
+    def of(
+        m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
+        dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device,
+    ) -> _Plan:  # fmt: skip
+        """The kernel for a product of these lengths. The output is contiguous, and 16 divides its address."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        tile = grouped_tile_of(m, matrices, k) if grouped else tile_of(m, n, k, matrices, processors)
+        staged = dtype.itemsize == 2 and n % 8 == 0
+        added = "none" if bias is None else _NAMES[bias]
+        variant = Variant(
+            tile, SCALES[kinds], codecs, _NAMES[dtype], added, a_plain, w_plain, staged, n % 2 == 0, promote, grouped,
+            4 if kinds[0] == "1x32" else 1,
+        )  # fmt: skip
+        function = loaded(variant, device)
+        # As many clusters as run at a time walk over all tiles. With split-K each has one: its ring holds the partial sums.
+        clusters = function.clusters(tile.threads, tile.cluster) if tile.cluster > 1 else processors
+        if not grouped:
+            tiles = matrices * -(-m // (tile.rows * tile.share[0])) * -(-n // (tile.columns * tile.share[1]))
+            clusters = tiles if tile.split > 1 else min(clusters, tiles)
+        return _Plan(variant, function, clusters * tile.cluster)
+
+
+@lru_cache
+def source_of(columns: int, codecs: tuple[str, str]) -> Any:
+    """The source, with its instruction for tiles of so many columns."""
+    return program.source_of("fp8_matmul.cu", (("wgmma.cuh", wgmma.header(columns, *codecs)),))
+
+
+def loaded(variant: Variant, device: torch.device) -> Any:
+    """The kernel of a variant on a device."""
+    return program.function(source_of(variant.tile.columns, variant.codecs), _ENTRY, variant.macros, variant.shared, device)

@@ -1,0 +1,68 @@
+"""Torch's own FP8 products as kernels: `torch._scaled_mm` (cuBLAS, CUTLASS), and for blocks `torch.nn.functional.scaled_mm`."""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from breccia.backend import checks
+
+from ..launch import on
+from .fp8_matmul import check_out
+from .fp8_plans import kind_of
+
+
+def scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`matmul` as `breccia.matmul` documents it, without fast accumulation."""
+    return _multiply(a, b, bias, out_dtype, out, False)
+
+
+def scaled_mm_fast(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`matmul` with fast accumulation: sums stay in the tensor core, which is less than the contract of products."""
+    return _multiply(a, b, bias, out_dtype, out, True)
+
+
+def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, fast: bool) -> Any:
+    checks.check_matmul(a, b, bias)
+    dtype = getattr(torch, out_dtype)
+    kinds = kind_of(a.recipe, a.layout, a.axis)[0], kind_of(b.recipe, b.layout, b.axis)[0]
+    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    if out is not None:
+        check_out(out, shape, dtype)
+    rows, k = a.data.numel() // a.shape[-1], a.shape[-1]
+    left = a.data.reshape(rows, k)  # cuBLAS reads a by rows, and b by columns
+    right = b.data.mT.reshape(b.shape[-1], k).t()
+    with on(a.data.device):
+        if kinds[0] == "1x128":
+            found = _blocks(a, b, left, right, kinds, dtype, rows)
+        else:
+            shapes = ((), ()) if kinds[0] == "tensor" else ((rows, 1), (1, b.shape[-1]))
+            scale_a, scale_b = (_rows(st.scale, shape) for st, shape in zip((a, b), shapes, strict=True))
+            given = None if bias is None else bias.to(dtype)
+            multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+            found = multiply(left, right, scale_a, scale_b, bias=given, out_dtype=dtype, use_fast_accum=fast)
+    found = found.reshape(shape)
+    return found if out is None else out.copy_(found)
+
+
+def _rows(scale: Any, shape: tuple[int, ...]) -> Any:
+    """One scale, or one for each row: (rows,) repeats for every matrix."""
+    if not shape:
+        return scale.reshape(())
+    rows = max(shape)
+    flat = scale.reshape(-1)
+    return (flat if flat.numel() == rows else flat.repeat(rows // flat.numel())).reshape(shape)
+
+
+def _blocks(a: Any, b: Any, left: Any, right: Any, kinds: tuple[str, str], dtype: torch.dtype, rows: int) -> Any:
+    functional: Any = torch.nn.functional  # new names, which older stubs lack
+    kind = functional.ScalingType
+    across = kind.BlockWise128x128 if kinds[1] == "128x128" else kind.BlockWise1x128
+    scale_a = a.scale.reshape(rows, -1).t().contiguous().t()  # rows adjacent
+    scale_b = b.scale.mT.reshape(-1, b.scale.shape[-2])
+    scale_b = scale_b.t() if kinds[1] == "128x128" else scale_b.t().contiguous()
+    return functional.scaled_mm(left, right, scale_a, kind.BlockWise1x128, scale_b, across, output_dtype=dtype)

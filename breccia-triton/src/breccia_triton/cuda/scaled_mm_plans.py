@@ -1,0 +1,75 @@
+"""What torch's own products of FP8 tensors take (`torch._scaled_mm`, `torch.nn.functional.scaled_mm`). Imports no framework."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from breccia import Device
+from breccia.backend import Call
+
+from .fp8_plans import HOPPER, codec_of, kinds
+
+#: The least compute capability with FP8 tensor cores.
+_LEAST = (8, 9)
+#: cuBLAS takes K and N in multiples of this.
+_UNIT = 16
+
+
+def available(device: Device) -> str | None:
+    """Why torch cannot multiply FP8 tensors on a device, or None."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if device.capability and tuple(device.capability) < _LEAST:
+        return f"FP8 tensor cores need compute capability 8.9; {device} has {'.'.join(map(str, device.capability))}"
+    return None
+
+
+def accepts(call: Call) -> str | None:
+    """Why torch's product without fast accumulation does not apply, or None."""
+    assert call.b is not None
+    pair = kinds(call.a, call.b)
+    if isinstance(pair, str):
+        return pair
+    a, b, dtype = call.a, call.b, str(call.option("out_dtype", "float32"))
+    codecs = codec_of(a), codec_of(b)
+    if a.empty or b.empty:
+        return "the generic algorithm runs for empty operands"
+    if codecs == ("e5m2", "e5m2"):
+        return "cuBLAS does not multiply E5M2 by E5M2"
+    if call.option("bias") is not None and (dtype == "float32" or pair != ("tensor", "tensor")):
+        return f"torch adds no bias here (scales {pair[0]} times {pair[1]}, {dtype})"
+    if pair != ("tensor", "tensor"):
+        if "tensor" in pair or "1x32" in pair:
+            return f"torch has no form for scales {pair[0]} times {pair[1]}"
+        if dtype != "bfloat16" or codecs != ("e4m3", "e4m3"):
+            return f"for scales {pair[0]} times {pair[1]} torch multiplies E4M3 to bfloat16 only"
+    shape, other = a.shape, b.shape
+    if len(shape) < 2 or len(other) < 2:  # `explain` of recipes alone
+        return None
+    if len(other) > 2 and math.prod(other[:-2]) > 1:
+        return "torch multiplies one matrix of b"
+    if shape[-1] % _UNIT or other[-1] % _UNIT:
+        return f"cuBLAS takes K and N in multiples of {_UNIT}; got K = {shape[-1]}, N = {other[-1]}"
+    if pair[0] == "1x128":
+        return _refused_blocks(call, shape[-1])
+    return None
+
+
+def _refused_blocks(call: Call, k: int) -> str | None:
+    """Why torch does not multiply blocks, or None."""
+    functional = sys.modules.get("torch.nn.functional")
+    if functional is not None and not hasattr(functional, "scaled_mm"):
+        return "this torch has no torch.nn.functional.scaled_mm; upgrade to 2.10"
+    if call.device.capability and tuple(call.device.capability) != HOPPER:
+        return "cuBLAS has 128-element blocks on compute capability 9.0 only"
+    return f"K = {k} is not a multiple of 128" if k % 128 else None
+
+
+def accepts_fast(call: Call) -> str | None:
+    """Why torch's product with fast accumulation does not apply, or None."""
+    why = accepts(call)
+    if why is None and call.b is not None and kinds(call.a, call.b) not in (("tensor", "tensor"), ("row", "row")):
+        return "torch has fast accumulation for scales of tensors and rows"
+    return why

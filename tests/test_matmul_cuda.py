@@ -1,0 +1,649 @@
+"""FP8 products on CUDA: pairings of scales and codecs, odd shapes, options, groups; planning and compiling without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import on_cuda
+
+import breccia
+from breccia.backend import Call, Described, Device
+from breccia.kernels import bounds
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm_plans  # noqa: E402
+
+TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
+BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
+MX = breccia.MXFP8BlockScaling()
+#: Recipes of a and b: every pair of kinds of scales that the kernel has.
+PAIRS = {
+    "tensor": (TENSOR, TENSOR),
+    "row": (ROW, ROW),
+    "tensor-row": (TENSOR, ROW),
+    "row-tensor": (ROW, TENSOR),
+    "tiles": (BLOCK, TILES),
+    "blocks": (BLOCK, BLOCK),
+    "mx": (MX, MX),
+}
+OURS, FAST, GROUPED = "cuda.fp8_matmul", "cuda.fp8_matmul_fast", "cuda.fp8_grouped_matmul"
+#: Unit roundoffs of outputs.
+ROUNDOFF = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+#: M, N, K: one tile, whole tiles, partial ones in every direction, N without alignment, K of a part of a step, one row.
+SHAPES = (
+    (128, 128, 128), (256, 256, 1024), (1000, 704, 1152), (520, 1344, 512), (72, 2112, 256), (300, 264, 640), (100, 77, 272),
+    (257, 129, 16), (4, 136, 384), (1, 1, 16), (1, 4096, 2048), (64, 3584, 4096), (128, 3584, 4096),
+)  # fmt: skip
+
+
+def operand(shape: tuple[int, ...], recipe: Any, seed: int, codec: str = "E4M3", device: str = "cuda") -> Any:
+    """Normal numbers under a recipe; blocks differ in size."""
+    import dataclasses
+
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape).astype(np.float32) * np.exp2(rng.integers(-4, 4, (*shape[:-1], 1))).astype(np.float32)
+    return breccia.cast(torch.from_numpy(x).to(device), dataclasses.replace(recipe, fp8_format=codec))
+
+
+def exact(a: Any, b: Any) -> tuple[Any, Any]:
+    """(The FP64 product of what the operands decode to, the sums of magnitudes)."""
+    x, y = (breccia.dequantize(st).double() for st in (a, b))
+    return x @ y, x.abs() @ y.abs()
+
+
+def check(found: Any, a: Any, b: Any, dtype: str = "float32", bias: Any = None) -> None:
+    """The bound of docs/spec/numerics.md, section 9, and one rounding to the dtype."""
+    product, size = exact(a, b)
+    if bias is not None:
+        product, size = product + bias.double(), size + bias.double().abs()
+    k = a.shape[-1]
+    bound = bounds.accumulated(size, k + (bias is not None), k, True)
+    bound = bound + ROUNDOFF[dtype] * (product.abs() + bound) + (2.0**-24 if dtype == "float16" else 0.0)
+    assert found.shape == product.shape and str(found.dtype) == f"torch.{dtype}"
+    assert not found.isnan().any()
+    ratio = ((found.double() - product).abs() / bound.clamp(min=1e-300)).max().item()
+    assert ratio <= 1, f"the error is {ratio:.3g} times the bound"
+    # Far inside the bound, random data also tell a wrong scale from a right one.
+    error = ((found.double() - product).norm() / product.norm().clamp(min=1e-300)).item()
+    assert error <= 4e-3 + ROUNDOFF[dtype], f"relative error {error:.3g}"
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+@on_cuda
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_products_stay_within_the_bound(pair: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a, w = operand((m, k), PAIRS[pair][0], 1), operand((n, k), PAIRS[pair][1], 2)
+    assert breccia.explain("matmul", a, w.mT, prefer=OURS).running == OURS
+    for dtype in ROUNDOFF:
+        check(breccia.matmul(a, w.mT, dtype, prefer=OURS), a, w.mT, dtype)
+
+
+@on_cuda
+@pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks", "mx"])
+@pytest.mark.parametrize("codecs", list(itertools.product(("E4M3", "E5M2"), repeat=2)), ids="-".join)
+def test_codecs_multiply_in_any_pairing(pair: str, codecs: tuple[str, str]) -> None:
+    a, w = operand((200, 512), PAIRS[pair][0], 1, codecs[0]), operand((264, 512), PAIRS[pair][1], 2, codecs[1])
+    check(breccia.matmul(a, w.mT, "bfloat16", prefer=OURS), a, w.mT, "bfloat16")
+
+
+@on_cuda
+@pytest.mark.parametrize("tile", [*fp8_plans.TABLE, *fp8_plans.GROUPED[1:2]], ids=lambda t: t.name)
+@pytest.mark.parametrize("pair", ["tensor", "tiles", "blocks", "mx"])
+def test_every_tile_multiplies_every_shape(tile: Any, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_matmul, "tile_of", lambda m, n, k, matrices, processors: fp8_plans.short(tile, -(-k // 128)))
+    fp8_matmul.forget()
+    try:
+        for m, n, k in ((300, 264, 640), (128, 2112, 2048), (1000, 1000, 1152), (5, 77, 256)):
+            a, w = operand((m, k), PAIRS[pair][0], 1), operand((n, k), PAIRS[pair][1], 2)
+            check(fp8_matmul.matmul(a, w.mT, None, "bfloat16"), a, w.mT, "bfloat16")
+            check(fp8_matmul.matmul(a, w.mT), a, w.mT)
+    finally:
+        fp8_matmul.forget()
+
+
+@on_cuda
+@pytest.mark.parametrize("pair", ["tensor", "row", "tiles"])
+@pytest.mark.parametrize("dtype", ROUNDOFF)
+def test_a_bias_of_any_dtype_is_added_before_rounding(pair: str, dtype: str) -> None:
+    for n, k in ((264, 512), (77, 272), (3584, 4096)):
+        a, w = operand((100, k), PAIRS[pair][0], 1), operand((n, k), PAIRS[pair][1], 2)
+        for bias_dtype in (torch.float32, torch.float16, torch.bfloat16):
+            bias = torch.linspace(-50, 50, n, device="cuda").to(bias_dtype)
+            check(breccia.matmul(a, w.mT, dtype, bias=bias, prefer=OURS), a, w.mT, dtype, bias)
+
+
+@on_cuda
+def test_out_receives_the_product_in_place_and_in_strided_memory() -> None:
+    a, w = operand((100, 512), BLOCK, 1), operand((264, 512), TILES, 2)
+    expected = breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)
+    guarded = torch.full((102, 264), 7.0, device="cuda", dtype=torch.bfloat16)
+    wide = torch.zeros(100, 300, device="cuda", dtype=torch.bfloat16)
+    for out in (guarded[1:101], wide[:, 5:269]):
+        assert breccia.matmul(a, w.mT, "bfloat16", out=out, prefer=OURS) is out
+        assert torch.equal(out, expected)
+    assert (guarded[0] == 7).all() and (guarded[-1] == 7).all() and not wide[:, 269:].any()
+    with pytest.raises(breccia.BrecciaError, match=r"out= must have shape \(100, 264\) and dtype bfloat16"):
+        breccia.matmul(a, w.mT, "bfloat16", out=torch.zeros(100, 264, device="cuda"), prefer=OURS)
+
+
+@on_cuda
+@pytest.mark.parametrize("pair", PAIRS)
+def test_leading_axes_are_batches(pair: str) -> None:
+    for k in (512, 640):
+        for left, right in (
+            ((2, 3, 50, k), (72, k)),
+            ((2, 3, 50, k), (2, 3, 72, k)),
+            ((40, k), (3, 72, k)),
+            ((3, 40, k), (1, 72, k)),
+        ):
+            a, w = operand(left, PAIRS[pair][0], 1), operand(right, PAIRS[pair][1], 2)
+            check(breccia.matmul(a, w.mT, "bfloat16", prefer=OURS), a, w.mT, "bfloat16")
+            check(breccia.matmul(a, w.mT, prefer=OURS), a, w.mT)
+
+
+@on_cuda
+def test_column_major_scales_are_read_as_they_are() -> None:
+    x, y = torch.randn(300, 640, device="cuda"), torch.randn(264, 640, device="cuda")
+    for recipe in (TILES, BLOCK):
+        storage = {"storage": "column_major"} if recipe is BLOCK else {}
+        a, w = breccia.cast(x, BLOCK, storage="column_major"), breccia.cast(y, recipe, **storage)
+        assert breccia.explain("matmul", a, w.mT, prefer=OURS).running == OURS
+        plain = breccia.matmul(a.to_plain(), w.to_plain().mT, prefer=OURS)
+        assert torch.equal(breccia.matmul(a, w.mT, prefer=OURS), plain)
+
+
+@on_cuda
+def test_operands_in_any_order_of_memory_are_copied_where_that_is_needed() -> None:
+    x, y = torch.randn(512, 100, device="cuda"), torch.randn(512, 264, device="cuda")
+    a, b = breccia.cast(x, TENSOR).mT, breccia.cast(y, TENSOR, axis=-2)
+    check(breccia.matmul(a, b, prefer=OURS), a, b)
+    b = breccia.cast(y, BLOCK, axis=-2)
+    a = operand((100, 512), BLOCK, 3)
+    check(breccia.matmul(a, b, prefer=OURS), a, b)
+    sliced = operand((200, 512), ROW, 4)[7:107]
+    w = operand((264, 512), ROW, 5)
+    check(breccia.matmul(sliced, w.mT, prefer=OURS), sliced, w.mT)
+
+
+@on_cuda
+@pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks", "mx"])
+def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(pair: str) -> None:
+    x, y = torch.randn(130, 512, device="cuda"), torch.randn(200, 512, device="cuda")
+    x[3, 5] = float("nan")
+    a, w = breccia.cast(x, PAIRS[pair][0]), breccia.cast(y, PAIRS[pair][1])
+    found, expected = breccia.matmul(a, w.mT, prefer=OURS), breccia.matmul(a, w.mT, prefer="reference.matmul")
+    assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()
+    a = breccia.cast(x.nan_to_num(), PAIRS[pair][0])
+    a.data.view(torch.uint8)[7, 9] = 0x7F  # E4M3's NaN
+    found = breccia.matmul(a, w.mT, prefer=OURS)
+    assert found[7].isnan().all() and not found[:7].isnan().any() and not found[8:].isnan().any()
+    e5 = operand((130, 512), PAIRS[pair][0], 1, "E5M2")
+    e5.data.view(torch.uint8)[7, 9] = 0x7C  # E5M2's infinity
+    found = breccia.matmul(e5, w.mT, prefer=OURS)
+    weights = breccia.dequantize(w)[:, 9]
+    assert torch.equal(found[7][weights > 0], torch.full_like(found[7][weights > 0], float("inf")))
+    assert found[8:].isfinite().all() and found[:7].isfinite().all()
+
+
+@on_cuda
+def test_adversarial_sums_keep_the_bound_and_fast_accumulation_violates_it() -> None:
+    for k in (4096, 16384):
+        x, y = torch.full((64, k), 2.0, device="cuda"), torch.full((64, k), 4.0, device="cuda")
+        x[:, 0] = y[:, 0] = 448.0
+        a, w = breccia.cast(x, TENSOR), breccia.cast(y, TENSOR)
+        product, size = exact(a, w.mT)
+        bound = bounds.accumulated(size, k, k, True)
+        found = breccia.matmul(a, w.mT, prefer=OURS)
+        assert ((found.double() - product).abs() <= bound).all()
+        fast = breccia.matmul(a, w.mT, prefer=FAST)
+        assert ((fast.double() - product).abs() > bound).any(), "fast accumulation kept the bound: it could be the default"
+
+
+@on_cuda
+def test_products_repeat_bit_by_bit_on_streams_and_in_graphs() -> None:
+    for m, n, k in ((300, 264, 640), (64, 3584, 4096), (1024, 2048, 2048)):
+        a, w = operand((m, k), BLOCK, 1), operand((n, k), TILES, 2)
+        first = breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)
+        for _ in range(5):
+            assert torch.equal(breccia.matmul(a, w.mT, "bfloat16", prefer=OURS), first)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            other = breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)
+        stream.synchronize()
+        assert torch.equal(other, first)
+        out, graph = torch.empty_like(first), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                breccia.matmul(a, w.mT, "bfloat16", out=out, prefer=OURS)
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, first)
+
+
+@on_cuda
+def test_a_product_waits_for_the_casts_ahead_of_it() -> None:
+    x, y = torch.randn(64, 4096, device="cuda"), torch.randn(3584, 4096, device="cuda")
+    expected = breccia.matmul(breccia.cast(x, BLOCK), breccia.cast(y, TILES).mT, "bfloat16", prefer=OURS)
+    for _ in range(50):
+        a, w = breccia.cast(x, BLOCK), breccia.cast(y, TILES)
+        found = breccia.matmul(a, w.mT, "bfloat16", prefer=OURS)
+        a.data.view(torch.uint8).zero_(), w.data.view(torch.uint8).zero_()
+        assert torch.equal(found, expected)
+
+
+@on_cuda
+@pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks", "mx"])
+@pytest.mark.parametrize("rows", [(5, 0, 40, 3), (300, 200, 1, 500), (0, 0, 0, 0), (64, 64, 64, 64)], ids=str)
+def test_groups_multiply_their_own_matrices(pair: str, rows: tuple[int, ...]) -> None:
+    for n, k in ((264, 512), (77, 640)):
+        ends = np.cumsum(rows).astype(np.int32)
+        m = int(ends[-1]) + 7  # rows of no group
+        a, w = operand((m, k), PAIRS[pair][0], 1), operand((len(rows), n, k), PAIRS[pair][1], 2)
+        for offsets, dtype in itertools.product((ends, ends.astype(np.int64)), ("bfloat16", "float32")):
+            found = breccia.grouped_matmul(a, w.mT, torch.from_numpy(offsets).cuda(), dtype, prefer=GROUPED)
+            assert not found[ends[-1] :].any()
+            start = 0
+            for e, end in enumerate(ends):
+                if end > start:
+                    check(found[start:end], a[start:end], w[e].mT, dtype)
+                start = end
+
+
+@on_cuda
+def test_layers_gradients_and_graphs_of_torch_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    import breccia_torch
+
+    ran: list[Any] = []
+    multiply = fp8_matmul._multiply
+    monkeypatch.setattr(fp8_matmul, "_multiply", lambda *given: ran.append(given) or multiply(*given))
+    monkeypatch.setenv("BRECCIA_PREFER", OURS)
+    w = operand((264, 512), ROW, 1)
+    breccia_torch.enable_compile()
+
+    def layer(x: Any) -> Any:
+        return breccia.cast_matmul(x, ROW, w.mT, "bfloat16")
+
+    x = torch.randn(100, 512, device="cuda", requires_grad=True)
+    eager = layer(x)
+    eager.sum().backward()
+    assert len(ran) == 1 and x.grad is not None and x.grad.isfinite().all()
+    graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    graph(x.detach())
+    ran.clear()
+    assert torch.equal(graph(x.detach()), eager) and len(ran) == 1
+
+
+@on_cuda
+def test_operands_elsewhere_are_refused_before_any_launch() -> None:
+    a, w = operand((64, 512), BLOCK, 1), operand((64, 512), TILES, 2)
+    with pytest.raises(breccia.BrecciaError, match="cpu"):
+        breccia.matmul(a, w.to("cpu").mT, prefer=OURS)
+    with pytest.raises(breccia.BrecciaError, match="mismatch"):
+        breccia.matmul(a, operand((64, 256), TILES, 2).mT, prefer=OURS)
+    odd = operand((64, 72), ROW, 1)
+    with pytest.raises(breccia.BrecciaError, match="K = 72 is not a multiple of 16"):
+        breccia.matmul(odd, odd.mT, prefer=OURS)
+    assert breccia.matmul(odd, odd.mT).shape == (64, 64)  # by the generic algorithm
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["torch.scaled_mm", "torch.scaled_mm_fast"])
+def test_products_of_torch_are_kernels_of_the_same_table(name: str) -> None:
+    for pair, dtypes in (("tensor", ROUNDOFF), ("row", ("bfloat16",)), ("tiles", ("bfloat16",)), ("blocks", ("bfloat16",))):
+        a, w = operand((256, 512), PAIRS[pair][0], 1), operand((384, 512), PAIRS[pair][1], 2)
+        for dtype in dtypes:
+            reasons = breccia.explain("matmul", a, w.mT, prefer=name, out_dtype=dtype)
+            if reasons.running != name:
+                assert name == "torch.scaled_mm_fast" or pair in ("tiles", "blocks"), str(reasons)
+                continue
+            check(breccia.matmul(a, w.mT, dtype, prefer=name), a, w.mT, dtype)
+
+
+# ------------------------------------------------------------------------------------------------ without one
+
+
+def all_variants() -> list[fp8_plans.Variant]:
+    """Every tile with every kind of scales, and each other choice once."""
+    tiles = [*fp8_plans.TABLE, *fp8_plans.GROUPED[1:2], fp8_plans.short(fp8_plans.TABLE[0], 8)]
+    found = [fp8_plans.Variant(t, s) for t in tiles for s in (fp8_plans.OUTER, fp8_plans.TILES, fp8_plans.BLOCKS)]
+    first = fp8_plans.TABLE[0]
+    found += [fp8_plans.Variant(first, s, a_plain=False, w_plain=False) for s in range(3)]
+    found += [fp8_plans.Variant(first, codecs=pair) for pair in itertools.product(("e4m3", "e5m2"), repeat=2)]
+    found += [
+        fp8_plans.Variant(first, out=out, bias=bias, staged=False, pairs=pairs)
+        for out, bias, pairs in itertools.product(
+            ("float32", "float16"), ("none", "float32", "float16", "bfloat16"), (True, False)
+        )
+    ]
+    found += [fp8_plans.Variant(t, promote=False) for t in tiles]
+    found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4) for t in tiles]
+    found += [
+        fp8_plans.Variant(t, s, staged=staged, grouped=True)
+        for t, s, staged in itertools.product(fp8_plans.GROUPED, range(3), (True, False))
+    ]
+    return found
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.rest) for part in range(1, 8))])
+def test_variants_compile_for_hopper_with_few_spills(part: int) -> None:
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    for variant in all_variants()[part::8]:
+        source = fp8_matmul.source_of(variant.tile.columns, variant.codecs)
+        made, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", variant.macros))
+        assert made[:4] == b"\x7fELF"
+        assert "serialized" not in log and "warning" not in log, (variant, log)
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+        assert spilled <= 64, (variant, log)  # a few registers of an epilogue
+
+
+def test_every_variant_fits_shared_memory_and_has_at_least_three_stages() -> None:
+    for variant in all_variants():
+        assert 3 <= variant.stages <= variant.tile.stages
+        assert variant.shared <= fp8_plans.SHARED
+        ring = variant.stages * (variant.tile.rows + variant.tile.columns) * 128
+        partial = (variant.tile.split - 1) * variant.tile.rows * variant.tile.columns * 4
+        assert partial <= ring
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((4096, 7168, 16384), "256x128"), ((4096, 4096, 4096), "256x128"), ((4096, 2112, 7168), "128x176"),
+        ((4096, 24576, 1536), "256x128 short"), ((128, 7168, 16384), "128x112 split"), ((64, 7168, 16384), "64x112 split"),
+        ((128, 7168, 2048), "128x64"), ((1, 4096, 128), "64x64"),
+    ],
+)  # fmt: skip
+def test_tiles_follow_waves_and_the_length_of_k(shape: tuple[int, int, int], name: str) -> None:
+    assert fp8_plans.tile_of(*shape, 1, 132).name == name
+
+
+def test_split_tiles_have_a_step_for_each_part_and_never_groups() -> None:
+    for m, n, k in itertools.product((1, 64, 128, 4096), (16, 112, 7168), (16, 128, 256, 65536)):
+        assert fp8_plans.tile_of(m, n, k, 1, 132).split <= -(-k // 128)
+    assert all(tile.split == 1 for tile in fp8_plans.GROUPED)
+
+
+class StandIn:
+    """A driver that records tensor maps and launches, and a kernel for CPU tensors."""
+
+    def __init__(self) -> None:
+        self.maps: list[list[Any]] = []
+        self.launched: list[Any] = []
+        self.variants: list[fp8_plans.Variant] = []
+
+    def cuTensorMapEncodeTiled(self, place: Any, *rest: Any) -> int:
+        self.maps.append([list(x) if isinstance(x, ctypes.Array) else getattr(x, "value", x) for x in rest])
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:
+        self.launched.append((config._obj.grid_x, fp8_matmul.Args.from_address(arguments[5])))
+        return 0
+
+    def cuOccupancyMaxActiveClusters(self, found: Any, function: Any, config: Any) -> int:
+        found._obj.value = 66
+        return 0
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    library = StandIn()
+    fake = driver.Driver(library)
+
+    def loaded(variant: fp8_plans.Variant, device: Any) -> Any:
+        library.variants.append(variant)
+        return driver.Function(fake, "fp8_matmul", ctypes.c_void_p(1), variant.shared)
+
+    monkeypatch.setattr(fp8_matmul, "driver", lambda: fake)
+    monkeypatch.setattr(fp8_matmul, "loaded", loaded)
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    fp8_matmul.forget()
+    yield library
+    fp8_matmul.forget()
+
+
+def cpu(shape: tuple[int, ...], recipe: Any) -> Any:
+    return operand(shape, recipe, 1, device="cpu")
+
+
+def test_leading_axes_of_a_become_rows_where_b_has_one_matrix(stand_in: StandIn) -> None:
+    a, w = cpu((2, 3, 50, 512), ROW), cpu((72, 512), ROW)
+    assert fp8_matmul.matmul(a, w.mT, None, "bfloat16").shape == (2, 3, 50, 72)
+    _, args = stand_in.launched[-1]
+    assert (args.M, args.N, args.K, args.matrices, args.a_matrix, args.w_matrix) == (300, 72, 512, 1, 0, 0)
+    assert (args.sa, args.sa_row, args.sw_row) == (a.scale.data_ptr(), 1, 1)
+    fp8_matmul.matmul(a, cpu((2, 3, 72, 512), ROW).mT)
+    _, args = stand_in.launched[-1]
+    assert (args.M, args.matrices, args.a_matrix, args.w_matrix, args.sa_matrix, args.sw_matrix) == (50, 6, 1, 1, 50, 72)
+
+
+def test_scales_of_blocks_are_read_in_place_and_copied_only_where_rows_are_not_aligned(stand_in: StandIn) -> None:
+    a, w = cpu((300, 512), BLOCK), cpu((264, 512), TILES)
+    fp8_matmul.matmul(a, w.mT, None, "bfloat16")
+    codes, weights, scales, out = stand_in.maps
+    assert codes[1:6] == [3, a.data.data_ptr(), [512, 300, 1], [512, 300 * 512], [128, 64, 1]]
+    assert weights[2] == w.data.data_ptr()
+    assert scales[2:6] == [a.scale.data_ptr(), [4, 300, 1], [16, 4800], [4, 64, 1]]
+    assert out[3] == [264, 300, 1]
+    assert stand_in.launched[-1][1].sw == w.scale.data_ptr()
+    stand_in.maps.clear()
+    short = cpu((300, 640), BLOCK)
+    fp8_matmul.matmul(short, cpu((264, 640), TILES).mT)
+    assert stand_in.maps[2][3:6] == [[300, 5, 1], [1200, 6000], [64, 1, 1]]
+    assert stand_in.maps[2][2] != short.scale.data_ptr()
+    assert not stand_in.variants[-1].a_plain and stand_in.variants[0].a_plain
+
+
+def test_scales_of_the_mx_formats_become_fp32_with_four_for_each_step(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, w, padded = cpu((300, 272), MX), cpu((264, 272), MX), list[Any]()
+    monkeypatch.setattr(fp8_matmul, "_aligned", lambda x: padded.append(x) or x)
+    fp8_matmul.matmul(a, w.mT, None, "bfloat16")
+    assert stand_in.variants[-1].pieces == 4 and stand_in.variants[-1].scales == fp8_plans.BLOCKS
+    assert stand_in.maps[2][3:6] == [[12, 300, 1], [48, 48 * 300], [4, 64, 1]]
+    for scales, st in zip(padded, (a, w), strict=True):
+        assert scales.dtype == torch.float32 and scales.shape == (st.shape[0], 12)
+        assert torch.equal(scales[:, :9], st.scale.float()) and not scales[:, 9:].any()
+
+
+def test_a_repeated_call_prepares_nothing(stand_in: StandIn) -> None:
+    a, w, out = cpu((300, 512), BLOCK), cpu((264, 512), TILES), torch.empty(300, 264, dtype=torch.bfloat16)
+    for _ in range(3):
+        fp8_matmul.matmul(a, w.mT, None, "bfloat16", out)
+    assert len(stand_in.maps) == 4 and len(stand_in.variants) == 1 and len(stand_in.launched) == 3
+    fp8_matmul.matmul(a, w.mT, None, "bfloat16", torch.empty(300, 264, dtype=torch.bfloat16))
+    assert len(stand_in.maps) == 8 and len(stand_in.variants) == 1
+
+
+def test_odd_columns_leave_without_the_copy_engine(stand_in: StandIn) -> None:
+    for n, staged, pairs in ((264, True, True), (262, False, True), (77, False, False)):
+        fp8_matmul.matmul(cpu((300, 512), ROW), cpu((n, 512), ROW).mT, None, "bfloat16")
+        assert (stand_in.variants[-1].staged, stand_in.variants[-1].pairs) == (staged, pairs)
+    fp8_matmul.matmul(cpu((300, 512), ROW), cpu((264, 512), ROW).mT)
+    assert not stand_in.variants[-1].staged
+
+
+def test_groups_have_a_persistent_grid_and_their_offsets_on_the_device(stand_in: StandIn) -> None:
+    a, w, ends = cpu((300, 512), ROW), cpu((4, 264, 512), ROW), torch.tensor([10, 20, 30, 300], dtype=torch.int32)
+    fp8_matmul.grouped_matmul(a, w.mT, ends, "bfloat16")
+    grid, args = stand_in.launched[-1]
+    assert grid == 132 and args.offsets == ends.data_ptr()
+    assert (args.M, args.matrices, args.w_matrix, args.sw_matrix) == (300, 4, 1, 264)
+
+
+def test_wrong_devices_and_wrong_outputs_are_refused_before_any_launch(stand_in: StandIn) -> None:
+    a, w = cpu((300, 512), ROW), cpu((264, 512), ROW)
+    elsewhere = torch.empty(264, device="meta")
+    with pytest.raises(breccia.BrecciaError, match="matmul: a is on cpu, and bias on meta; move it"):
+        fp8_matmul.matmul(a, w.mT, elsewhere)
+    with pytest.raises(breccia.BrecciaError, match=r"out= must have shape \(300, 264\) and dtype float32; got \(300, 260\)"):
+        fp8_matmul.matmul(a, w.mT, None, "float32", torch.empty(300, 260))
+    assert not stand_in.launched
+
+
+def accepts(accept: Any, a: Any, b: Any, **options: Any) -> str | None:
+    from breccia.backend import Options, registry
+
+    return accept(Call("matmul", "torch", (a, b, None, Options(options), registry().frameworks["torch"])))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        (cpu((64, 512), ROW), cpu((64, 512), BLOCK).mT, "it has no form for scales row times 1x128"),
+        (cpu((64, 512), TILES), cpu((64, 512), TILES).mT, "it has no form for scales 128x128 times 128x128"),
+        (cpu((64, 72), ROW), cpu((64, 72), ROW).mT, "K = 72 is not a multiple of 16"),
+        (cpu((64, 64), BLOCK), cpu((64, 64), BLOCK), "blocks of b do not run along K"),
+        (cpu((2, 1, 64, 64), ROW), cpu((3, 64, 64), ROW).mT, "leading axes (2, 1) and (3,) broadcast in both directions"),
+        (cpu((64, 64), breccia.Float8BlockScaling(block_k=64)), cpu((64, 64), ROW).mT, "it has no form for PerBlockK"),
+        (torch.zeros(64, 64), cpu((64, 64), ROW).mT, "it multiplies two FP8 tensors, and a is an array"),
+        (cpu((0, 64), ROW), cpu((64, 64), ROW).mT, "the generic algorithm runs for empty operands"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_the_kernel_does_not_take_has_a_reason(a: Any, b: Any, reason: str) -> None:
+    assert reason in str(accepts(fp8_plans.accepts_matmul, a, b))
+
+
+def test_leading_axes_of_any_length_are_batches_where_one_operand_has_them_all() -> None:
+    for left, right in (
+        ((9, 8, 64), (9, 16, 64)),
+        ((17, 3, 8, 64), (16, 64)),
+        ((8, 64), (9, 16, 64)),
+        ((1, 9, 8, 64), (9, 16, 64)),
+    ):
+        assert accepts(fp8_plans.accepts_matmul, cpu(left, ROW), cpu(right, ROW).mT) is None
+    assert "both directions" in str(accepts(fp8_plans.accepts_matmul, cpu((9, 1, 8, 64), ROW), cpu((9, 16, 64), ROW).mT))
+
+
+def test_other_formats_and_fast_sums_of_blocks_have_reasons() -> None:
+    w = cpu((64, 512), ROW)
+    mx = breccia.cast(torch.zeros(64, 512), "mxfp8")
+    assert accepts(fp8_plans.accepts_matmul, mx, mx.mT) is None
+    assert "it has no form for scales 1x32 times row" in str(accepts(fp8_plans.accepts_matmul, mx, w.mT))
+    assert "torch has no form for scales 1x32 times 1x32" in str(accepts(scaled_mm_plans.accepts, mx, mx.mT))
+    nv = breccia.cast(torch.zeros(64, 512), "nvfp4")
+    assert "it multiplies two FP8 tensors, and a is nvfp4" in str(accepts(fp8_plans.accepts_matmul, nv, w.mT))
+    a, b = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
+    assert accepts(fp8_plans.accepts_matmul, a, b.mT) is None
+    assert "scales change within K" in str(accepts(fp8_plans.accepts_fast, a, b.mT))
+    assert accepts(fp8_plans.accepts_fast, w, w.mT) is None
+
+
+def test_the_products_of_torch_say_what_they_do_not_take() -> None:
+    row, tensor, blocks = cpu((64, 512), ROW), cpu((64, 512), TENSOR), cpu((64, 512), BLOCK)
+    accept = scaled_mm_plans.accepts
+    assert accepts(accept, tensor, tensor.mT) is None
+    assert accepts(accept, row, row.mT, out_dtype="bfloat16") is None
+    assert "multiplies E4M3 to bfloat16 only" in str(accepts(accept, row, row.mT))
+    assert "torch has no form for scales tensor times row" in str(accepts(accept, tensor, row.mT))
+    assert "torch adds no bias here" in str(accepts(accept, row, row.mT, out_dtype="bfloat16", bias=torch.zeros(64)))
+    assert "fast accumulation for scales of tensors and rows" in str(
+        accepts(scaled_mm_plans.accepts_fast, blocks, blocks.mT, out_dtype="bfloat16")
+    )
+    e5 = operand((64, 512), TENSOR, 1, "E5M2", "cpu")
+    assert "E5M2 by E5M2" in str(accepts(accept, e5, e5.mT))
+    odd = cpu((50, 512), TENSOR)
+    assert "multiples of 16; got K = 512, N = 50" in str(accepts(accept, tensor, odd.mT))
+
+
+def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, w = cpu((4096, 512), ROW), cpu((512, 512), ROW)
+
+    def scores() -> tuple[float, float]:
+        call = Call("matmul", "torch", (a, w.mT, None, {}, None))
+        return fp8_plans.score(call), fp8_plans.score_of_torch(call)
+
+    ours, theirs = scores()
+    assert ours < theirs
+    monkeypatch.setattr(fp8_plans, "slowdowns", lambda device: {"cuda row row": 1.5, "torch row row": 1.2})
+    ours, theirs = scores()
+    assert theirs == pytest.approx(ours * 1.2 / 1.5)
+
+
+def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
+    a, b = Described(ROW), Described(ROW, axis=-2)
+    call = Call("matmul", "torch", (a, b, None, {}, None))
+    assert fp8_plans.accepts_matmul(call) is None and scaled_mm_plans.accepts(call) is not None  # FP32 out
+    assert fp8_plans.accepts_grouped(call) is None
+    assert fp8_plans.score(call) < fp8_plans.score_of_torch(call)
+
+
+def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_plans, "CONFIGURATIONS", tmp_path)
+    text = '{"device": "NVIDIA H200", "slowdowns": {"cuda row row small": 1.25}}'
+    (tmp_path / "matmul_nvidia_h200.json").write_text(text)
+    (tmp_path / "matmul_nvidia_h100.json").write_text(text)
+    try:
+        assert fp8_plans.slowdowns.__wrapped__("NVIDIA H200") == {"cuda row row small": 1.25}
+        assert fp8_plans.slowdowns.__wrapped__("NVIDIA H100") == {}  # it is another device's
+        assert fp8_plans.slowdowns.__wrapped__("") == {}
+    finally:
+        fp8_plans.slowdowns.cache_clear()
+    assert fp8_plans.key_of("cuda", ("row", "row"), 128) == "cuda row row small"
+
+
+def test_the_facade_has_the_products_under_their_thin_names() -> None:
+    from breccia.kernels import triton
+
+    a, w = cpu((64, 512), BLOCK), cpu((64, 512), TILES)
+    for name in ("scaled_matmul_triton", "block_scaled_matmul_triton"):
+        with pytest.raises(breccia.NoKernelError, match="runs on cuda, the data is on cpu"):
+            getattr(triton, name)(a, w.mT)
+    assert triton.grouped_matmul is fp8_matmul.grouped_matmul
+    assert triton.matmul is fp8_matmul.matmul
+
+
+def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(compiler, "missing", lambda: None)
+    assert fp8_plans.available(Device("cuda", 0, (9, 0))) is None
+    assert "compute capability 9.0; cuda:0 has 8.9" in str(fp8_plans.available(Device("cuda", 0, (8, 9))))
+    assert scaled_mm_plans.available(Device("cuda", 0, (8, 9))) is None
+    assert "need compute capability 8.9" in str(scaled_mm_plans.available(Device("cuda", 0, (8, 0))))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in str(fp8_plans.available(Device("cuda", 0, (9, 0))))
+    assert "built without CUDA" in str(scaled_mm_plans.available(Device("cuda", 0, (9, 0))))
+
+
+def test_explain_names_the_kernels_and_why_each_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(compiler, "missing", lambda: None)
+    said = str(breccia.explain("matmul", "fp8_row", "fp8_block", on="torch:cuda"))
+    assert f"{OURS}" in said and "it has no form for scales row times 1x128" in said
+    found = breccia.explain("matmul", "fp8_row", "fp8_row", on="torch:cuda")
+    assert found.running in (OURS, "torch.scaled_mm"), str(found)
+    assert FAST in str(found)
+
+
+def test_the_program_is_compiled_for_the_architecture_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(compiler, "nvrtc", lambda major: "nvrtc")
+    monkeypatch.setattr(compiler, "cubin", lambda *given: asked.append(given) or b"cubin")
+    loaded = driver.Function(driver.Driver(StandIn()), "one", ctypes.c_void_p(1), 64)
+    loads = type("Loads", (), {"load": lambda self, *given: asked.append(given) or loaded, "enter": lambda self, index: index})
+    monkeypatch.setattr(program, "driver", loads)
+    source = compiler.Source("one.cu", "text of this test")
+    for _ in range(2):
+        assert program.function(source, "one", {"A": 1}, 64, torch.device("cuda", 0)) is loaded
+    assert loaded.context == 0
+    assert len(asked) == 2 and asked[0][1:] == ("sm_90a", {"A": 1}, "nvrtc") and asked[1] == (b"cubin", "one", 64)
