@@ -228,13 +228,13 @@ def write(
         replace_file(path, _text(made))
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file by way of another one, so that readers see the old text or the new one. Raises OSError."""
+def replace_file(path: Path, text: str | bytes) -> None:
+    """Write a file by way of another one, so that readers see the old content or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

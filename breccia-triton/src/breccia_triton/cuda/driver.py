@@ -1,0 +1,184 @@
+"""The CUDA driver through ctypes: load a cubin, describe tensors to the copy engine (TMA), launch.
+
+A launch is prepared once for its arguments, and costs one foreign call after that. Everything runs in the current context of
+the thread, which is the one that torch made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from breccia.backend import BrecciaError, once
+
+#: CUtensorMapDataType, by bytes and kind: FP8 codes are bytes to the copy engine.
+DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+_ITEMSIZE = {"uint8": 1, "float16": 2, "float32": 4, "bfloat16": 2}
+#: CUtensorMapSwizzle, by bytes of a row of the box.
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+#: CUtensorMapL2promotion.
+_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+_CLUSTER, _DEPENDENT = 4, 6  # CUlaunchAttributeID
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_ALIGNMENT = 64
+
+
+class DriverError(BrecciaError, RuntimeError):
+    """A call of the CUDA driver failed. name: the driver's name of the error."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+class TensorMap(ctypes.Structure):
+    """A tensor as the copy engine knows it: an argument of a kernel (`const __grid_constant__`)."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class Driver:
+    """The driver. library: the loaded shared library, whose functions return 0 or the number of an error."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.launch: Any = library.cuLaunchKernelEx
+
+    def check(self, status: int, what: str) -> None:
+        """Raise DriverError for a status other than 0. what: what was asked."""
+        if status:
+            name = ctypes.c_char_p()
+            self.library.cuGetErrorName(status, ctypes.byref(name))
+            said = name.value.decode() if name.value else f"error {status}"
+            raise DriverError(f"CUDA: {what} failed with {said}.", name=said)
+
+    def load(self, cubin: bytes, entry: str, shared: int) -> Function:
+        """A kernel of a cubin, loaded on the current device. shared: bytes of dynamic shared memory that it uses."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.check(self.library.cuModuleLoadData(ctypes.byref(module), cubin), f"loading kernel {entry!r}")
+        self.check(
+            self.library.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding kernel {entry!r}"
+        )
+        status = self.library.cuFuncSetAttribute(function, _SHARED_BYTES, ctypes.c_int(shared))
+        self.check(status, f"reserving {shared} bytes of shared memory for kernel {entry!r}")
+        return Function(self, entry, function, shared)
+
+    def tensor_map(
+        self,
+        address: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int = 0,
+        promotion: int = 128,
+    ) -> TensorMap:
+        """A tensor in global memory of which a kernel copies boxes. Raises DriverError where the driver refuses it.
+
+        dtype: a key of `DTYPES`. shape, strides, box: C order, the last axis adjacent in memory; strides in elements, of all
+        axes but the last. swizzle: 0, 32, 64 or 128, bytes of a row of the box. promotion: bytes that a fetch brings to L2.
+        The address and all strides in bytes are multiples of 16. Elements of a box beyond the tensor read as 0.
+        """
+        rank, item = len(shape), _ITEMSIZE[dtype]
+        dims = (ctypes.c_uint64 * rank)(*reversed(shape))
+        pitches = (ctypes.c_uint64 * max(1, rank - 1))(*[stride * item for stride in reversed(strides)])
+        boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+        room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _MAP_ALIGNMENT)
+        place = (ctypes.addressof(room) + _MAP_ALIGNMENT - 1) & -_MAP_ALIGNMENT
+        status = self.library.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(place), DTYPES[dtype], rank, ctypes.c_void_p(address), dims, pitches, boxes, ones, 0,
+            _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0,
+        )  # fmt: skip
+        self.check(status, f"describing a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}")
+        return TensorMap.from_buffer_copy(ctypes.string_at(place, ctypes.sizeof(TensorMap)))
+
+
+class Function:
+    """A kernel that is loaded on a device."""
+
+    def __init__(self, driver: Driver, entry: str, handle: ctypes.c_void_p, shared: int) -> None:
+        self.driver, self.entry, self.handle, self.shared = driver, entry, handle, shared
+
+    def prepare(
+        self,
+        grid: Sequence[int],
+        threads: int,
+        values: Sequence[Any],
+        stream: int = 0,
+        cluster: int = 1,
+        dependent: bool = False,
+    ) -> Launch:
+        """A launch of this kernel, which can be repeated.
+
+        grid: blocks along x, y, z. threads: of a block. values: the arguments, as ctypes objects (c_void_p for an address,
+        c_int, c_float, TensorMap). stream: its handle. cluster: neighbouring blocks along x that share memory. dependent: it
+        may start before the kernel ahead of it has ended, and waits for that itself (griddepcontrol).
+        """
+        return Launch(self, grid, threads, values, stream, cluster, dependent)
+
+    def clusters(self, threads: int, cluster: int) -> int:
+        """How many clusters of blocks the device runs at a time."""
+        found = ctypes.c_int()
+        config = _config(self, (cluster, 1, 1), threads, 0, cluster, False)
+        status = self.driver.library.cuOccupancyMaxActiveClusters(ctypes.byref(found), self.handle, ctypes.byref(config))
+        self.driver.check(status, f"counting clusters of {cluster} blocks of kernel {self.entry!r}")
+        return found.value
+
+
+class Launch:
+    """A kernel with its arguments: `launch()` enqueues it. Nothing in it changes, so threads may share it."""
+
+    def __init__(
+        self,
+        function: Function,
+        grid: Sequence[int],
+        threads: int,
+        values: Sequence[Any],
+        stream: int,
+        cluster: int,
+        dependent: bool,
+    ) -> None:
+        self.function, self.values = function, tuple(values)  # the driver reads the values at each launch
+        self.config = _config(function, grid, threads, stream, cluster, dependent)
+        self._config = ctypes.byref(self.config)
+        self._arguments = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in self.values])
+        self._launch, self._handle = function.driver.launch, function.handle
+
+    def __call__(self) -> None:
+        """Enqueue the kernel. Raises DriverError."""
+        status = self._launch(self._config, self._handle, self._arguments, None)
+        if status:
+            self.function.driver.check(status, f"launching kernel {self.function.entry!r}")
+
+
+def _config(
+    function: Function, grid: Sequence[int], threads: int, stream: int, cluster: int, dependent: bool
+) -> _Config:  # fmt: skip
+    attributes, count = (_Attribute * 2)(), 0
+    if cluster > 1:
+        attributes[0].id, count = _CLUSTER, 1
+        attributes[0].value[0], attributes[0].value[1], attributes[0].value[2] = cluster, 1, 1
+    if dependent:
+        attributes[count].id, attributes[count].value[0], count = _DEPENDENT, 1, count + 1
+    return _Config(*grid, threads, 1, 1, function.shared, stream or None, attributes, count)
+
+
+@once
+def driver() -> Driver:
+    """The driver of this machine. Raises DriverError where there is none."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return Driver(ctypes.CDLL(name))
+        except OSError:
+            continue
+    raise DriverError("CUDA C++ kernels need the NVIDIA driver (libcuda.so.1), which was not found.", name="missing")
