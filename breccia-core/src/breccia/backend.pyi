@@ -119,6 +119,7 @@ from .tensors.grids import whole_unit as whole_unit
 from .tensors.history import cast_and_record as cast_and_record
 from .tensors.history import record_amax as record_amax
 from .tensors.metadata import Metadata as Metadata
+from .tensors import fragments as fragments
 from .tensors.storage import Plain as Plain
 from .tensors.storage import Storage as Storage
 from .tensors.tensor import FIELDS as FIELDS
