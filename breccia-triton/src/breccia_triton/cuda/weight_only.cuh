@@ -96,14 +96,14 @@ __device__ __forceinline__ float of_e4m3(u32 b) {
     const float f = m == 127 ? __uint_as_float(0x7fc00000u) : m < 8 ? (float)m * 0x1p-9f : __uint_as_float((m << 20) + (120u << 23));
     return b & 128 ? -f : f;
 }
+__device__ __forceinline__ u16 to_bf16(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+__device__ __forceinline__ u16 to_f16(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 template <int KIND> __device__ __forceinline__ float number(const void* p, u64 i) {   // KIND as of OUT
     return KIND == 2 ? ((const float*)p)[i] : KIND == 1 ? of_f16(((const u16*)p)[i]) : of_bf16(((const u16*)p)[i]);
 }
 __device__ __forceinline__ void write(void* y, u64 i, float f) {
-    u16 h;
-    if (OUT == 2) { ((float*)y)[i] = f; return; }
-    if (OUT == 1) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    ((u16*)y)[i] = h;
+    if (OUT == 2) ((float*)y)[i] = f;
+    else ((u16*)y)[i] = OUT == 1 ? to_f16(f) : to_bf16(f);
 }
 
 // What a call passes besides sizes. rows: flags and largest scale of each 64 rows. tensor_scale: null where there is none; it
@@ -147,10 +147,8 @@ __device__ __forceinline__ void decode(const u32* q, u32 z0, u32 z1, u32* a) {
 }
 // The number that `decode` subtracts for a zero-point: z in bf16; 1024 + z in fp16 for even i, and -(64 + z) for odd i.
 __device__ __forceinline__ u32 point(u32 z, bool odd) {
-    u16 h;
-    if (ACT == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"((float)z));
-    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(odd ? -64.f - (float)z : 1024.f + (float)z));
-    return h * 0x00010001u;
+    const float f = (float)z;
+    return (ACT == 0 ? to_bf16(f) : to_f16(odd ? -64.f - f : 1024.f + f)) * 0x00010001u;
 }
 #elif FMT == E2M1
 // Magnitudes at bits 8 ... 6 of a bf16 read as the value times 2^-126 (0.5 is subnormal), at bits 11 ... 9 of an fp16 times
