@@ -1,9 +1,10 @@
-"""Weight-only matmul without a GPU: the storage of its weights, the decoding of the CUDA source on the host, plans, compilation."""
+"""Weight-only matmul without a GPU: the storage of weights, the decoding of the CUDA source on the host, plans, compilation."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -16,9 +17,10 @@ from weights import FORMATS, Drawn, tensor
 
 import breccia
 from breccia.backend import fragments, reference
-from breccia.codecs import E2M1, E4M3
-from breccia.formats import Format
+from breccia.codecs import E2M1, E4M3, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8
+from breccia.formats import Format, Level
 from breccia.tensors.tensor import ScaledTensor, bytes_equal
+from breccia_triton import choices
 from breccia_triton import weight_plans as plans
 from breccia_triton.cuda import compiler
 
@@ -89,13 +91,21 @@ def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
         change(st)
         return st.to_storage(STORAGE).scale[:, 0].tolist()
 
+    def nothing(st: ScaledTensor) -> None: ...
+
     def codes(row: int, code: int) -> Any:
-        return lambda st: st.data.__setitem__((row, 5), code)
+        def change(st: ScaledTensor) -> None:
+            st.data[row, 5] = code
+
+        return change
 
     def scale(row: int, code: Any) -> Any:
-        return lambda st: st.scale.__setitem__((row, 0), code)
+        def change(st: ScaledTensor) -> None:
+            st.scale[row, 0] = code
 
-    assert flags("mxfp4", lambda st: None) == flags("e4m3-block", lambda st: None) == [0, 0, 0]
+        return change
+
+    assert flags("mxfp4", nothing) == flags("e4m3-block", nothing) == [0, 0, 0]
     assert flags("e4m3-block", codes(70, 0x7F)) == flags("e4m3-block", codes(70, 0xFF)) == [0, 3, 0]
     assert flags("mxfp8-e5m2", codes(129, 0x7C)) == [0, 0, 3]
     assert flags("int8-row", codes(0, -128)) == [0, 0, 0]
@@ -236,3 +246,82 @@ def _without_global(st: ScaledTensor) -> ScaledTensor:
         return st
     alone = Drawn(fmt=Format(fmt.element, fmt.levels[1:], fmt.offset))
     return ScaledTensor.from_parts(st.data, st.scale, alone, st.layout, st.zero_point, None, st.axis, st.padding)
+
+
+# -- plans and compilation -------------------------------------------------------------------------------------------
+
+
+def test_every_call_has_a_configuration_that_fits() -> None:
+    for fmt in FORMATS.values():
+        operand = plans.operand_of(fmt, fmt.scale.block)
+        assert isinstance(operand, plans.Operand)
+        for m in (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 5000):
+            for n in (1, 64, 4096, 8192, 28672):
+                for k in (128, 200, 4096, 28672):
+                    config = plans.config_of(operand, "", m, n, k)
+                    assert config.fits(operand, m, k)
+                    assert config.wide == (m > 16)
+                    grid = config.grid(m, n)
+                    assert grid[0] % config.split == 0 and grid[0] // config.split * config.rows >= n
+                    assert grid[1] * config.batch >= m
+
+
+@pytest.mark.parametrize(
+    ("fmt", "reason"),
+    [
+        (Format(NF4, (Level(F32, (1, 64)),)), "NF4"),
+        (Format(UINT4, (Level(F16, (1, 64)),), "bias"), "bias"),
+        (Format(UINT8, (Level(F16, (1, 64)),), "zero_point"), "UINT8"),
+        (Format(INT4, (Level(F16, (1, 48)),)), "48"),
+        (Format(E4M3, (Level(F32, (1, 128), "amax"),)), "amax"),
+        (Format(E2M1, (Level(UE4M3, (1, 16)),)), "UE4M3"),
+        (Format(INT8, (Level(E4M3, (1, 32)),)), "E4M3"),
+    ],
+)
+def test_formats_that_the_kernels_do_not_take_have_a_reason(fmt: Format, reason: str) -> None:
+    found = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(found, str) and reason in found
+
+
+def test_explain_says_why_a_plain_weight_is_decoded_first() -> None:
+    found = str(breccia.explain("matmul", "array", "int4", on="torch:cuda"))
+    assert "cuda.weight_only" in found
+
+
+def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path)
+    plans.measured_on.cache_clear()
+    path = tmp_path / f"weight_only_{choices.file_name('Some GPU')}"
+    config = plans.Config(8, 4, 8, 3, split=2)
+    operand = plans.Operand(0, 0, 128, False)
+    key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
+    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": {key: plans.entry_of(config)}}))
+    assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
+    assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
+    for text in ("{", '{"schema": 0}', '{"schema": 1, "configs": {"x": {"batch": 7}}}'):
+        path.write_text(text)
+        plans.measured_on.cache_clear()
+        with pytest.warns(UserWarning, match="leaves out"):
+            assert plans.measured_on("Some GPU") == {}
+    plans.measured_on.cache_clear()
+
+
+def test_the_wheel_has_the_cuda_sources() -> None:
+    assert {"weight_only.cuh", "weight_only_small.cu", "weight_only_wide.cu"} <= {path.name for path in CUDA.iterdir()}
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
+    fmt = FORMATS[name]
+    operand = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.Operand)
+    config = next(c for c in plans.configs(operand, 32 if wide else 8, 8192, 8192) if c.fits(operand, 8, 8192))
+    headers = {"weight_only.cuh": (CUDA / "weight_only.cuh").read_text(encoding="utf-8")}
+    headers |= {"wgmma.cuh": plans.wgmma_header(config.batch)} if wide else {}
+    source = compiler.Source.read(CUDA / f"weight_only_{'wide' if wide else 'small'}.cu", headers)
+    macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
+    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
+    assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
+    assert "warning" not in log and "serialized" not in log

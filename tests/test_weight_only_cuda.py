@@ -1,9 +1,8 @@
-"""Weight-only matmul on a GPU: every format and configuration against FP64, within the bound of docs/spec/numerics.md, section 9."""
+"""Weight-only matmul on a GPU: every format and configuration against FP64, within the bound of the contract for products."""
 
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -79,37 +78,6 @@ def check(found: Any, x: Any, values: Any, bias: Any = None) -> None:
     assert torch.equal(found.isnan(), nan)
     ratio = torch.where(nan | (found.double() == exact), 0.0, (found.double() - exact).abs() / bound)
     assert ratio.max() <= 1, f"the error is {ratio.max().item():.3g} times the bound"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Compile what the tests need, several kernels at a time, into the cache on disk."""
-    import torch
-
-    if not torch.cuda.is_available() or plans.available(breccia.backend.Device("cuda", 0, torch.cuda.get_device_capability())):
-        return
-    from breccia_triton.cuda import compiler, program
-
-    wanted: dict[Any, Any] = {}
-    for name, fmt in FORMATS.items():
-        operand = plans.operand_of(fmt, fmt.scale.block)
-        assert isinstance(operand, plans.Operand)
-        for act in ("bfloat16", "float16"):
-            for n, k in SHAPES:
-                for m in ROWS:
-                    config = plans.config_of(operand, name, m, n, k)
-                    macros = plans.macros_of(operand, config, act, "float32", None)
-                    wanted[tuple(macros.items()), config.wide] = config
-    headers = (("weight_only.cuh", (program.FOLDER / "weight_only.cuh").read_text(encoding="utf-8")),)
-
-    def build(item: Any) -> None:
-        (macros, wide), config = item
-        own = (*headers, ("wgmma.cuh", plans.wgmma_header(config.batch))) if wide else headers
-        source = program.source_of(f"weight_only_{'wide' if wide else 'small'}.cu", own)
-        compiler.cubin(source, "sm_90a", dict(macros), compiler.nvrtc(int((torch.version.cuda or "13").split(".")[0])))
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(build, wanted.items()))
 
 
 @on_cuda
@@ -289,8 +257,12 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
     plain.load_state_dict(model.state_dict())
     breccia_torch.quantize_(model, recipe)
     breccia_torch.quantize_(plain, recipe, storage="plain")
-    assert [m.weight.layout.storage for m in model if not isinstance(m, nn.ReLU)] == [STORAGE] * 2
-    assert [m.weight.layout.storage for m in plain if not isinstance(m, nn.ReLU)] == ["plain"] * 2
+
+    def storages(model: Any) -> list[str]:
+        return [layer.weight.layout.storage for layer in (model[0], model[2])]
+
+    assert storages(model) == [STORAGE] * 2
+    assert storages(plain) == ["plain"] * 2
     for m in (1, 5, 30):
         x = torch.randn(m, 256, device="cuda").bfloat16()
         found, expected = model(x), plain(x)
@@ -303,7 +275,7 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     fresh = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256, bias=False)).cuda().bfloat16().eval()
     breccia_torch.load_model(fresh, tmp_path / "a.safetensors")
-    assert fresh[0].weight.layout.storage == STORAGE
+    assert storages(fresh) == [STORAGE] * 2
     assert torch.equal(fresh(x), model(x))
     compiled = torch.compile(model, fullgraph=True)
     assert torch.equal(compiled(x), model(x))

@@ -107,6 +107,7 @@ from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .specs import as_recipe as as_recipe
 from .targets import once as once
+from .tensors import fragments as fragments
 from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS
 from .tensors.components import components as components
@@ -119,7 +120,6 @@ from .tensors.grids import whole_unit as whole_unit
 from .tensors.history import cast_and_record as cast_and_record
 from .tensors.history import record_amax as record_amax
 from .tensors.metadata import Metadata as Metadata
-from .tensors import fragments as fragments
 from .tensors.storage import Plain as Plain
 from .tensors.storage import Storage as Storage
 from .tensors.tensor import FIELDS as FIELDS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
 from types import NoneType
 
 from breccia import DelayedScaling, Kernel, hookimpl

@@ -22,8 +22,7 @@ from .choices import codecs_of
 from .cuda import program
 from .cuda.driver import TensorMap, driver
 from .launch import Remembered, current_stream, empty
-
-Config, Operand = plans.Config, plans.Operand
+from .weight_plans import Config, Operand
 
 
 def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -89,42 +88,41 @@ class Call:
     def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
         """The product, on the current device."""
         x = self._activations(a)
-        if out is None:
-            y = empty((self.m, self.n), self.dtype, self.device)
-        else:
-            given = out if len(self.lead) == 1 else None
-            writable = (
-                given is not None
-                and given.dtype == self.dtype
-                and given.device == self.device
-                and tuple(given.shape) == (self.m, self.n)
-                and given.stride(1) == 1
-                and given.stride(0) >= self.n
-            )
-            y = given if writable else empty((self.m, self.n), self.dtype, self.device)
+        y = out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
-        data, rows, tensor_scale = b.data, b.scale, b.global_scale
-        if not data.is_contiguous() or data.data_ptr() % 16:
-            data = data.contiguous().clone()
+        data, tensor_scale = b.data, b.global_scale
+        settled = _settled(data)
+        if data.data_ptr() % 16 or not data.is_contiguous():
+            data, settled = data.clone(memory_format=torch.contiguous_format), False
         with self.turn:
             weight = self.weight
-            weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
+            weight.chunks, weight.rows = data.data_ptr(), b.scale.data_ptr()
             weight.tensor_scale = None if tensor_scale is None else tensor_scale.data_ptr()
             self.x.value, self.y.value = x.data_ptr(), y.data_ptr()
             self.bias.value = None if bias is None else bias.data_ptr()
             pitch = x.stride(0) if self.m > 1 else x.shape[1]
-            self.ldx.value, self.ldy.value = pitch, y.stride(0)
+            self.ldx.value, self.ldy.value = pitch, y.stride(0) if self.m > 1 else self.n
             if self.config.wide:
                 self._describe(x.data_ptr(), pitch)
-            launch = self.launches[_settled(b.data)]
+            launch = self.launches[settled]
             launch.config.stream = current_stream(self.device)
             launch()
-        if out is None:
-            return y if len(self.lead) == 1 else y.view(*self.lead, self.n)
         if y is out:
             return out
-        return reference.result(TORCH, y.view(*self.lead, self.n), self.out_dtype, out)
+        if len(self.lead) != 1:
+            y = y.view(*self.lead, self.n)
+        return y if out is None else reference.result(TORCH, y, self.out_dtype, out)
+
+    def _writable(self, out: Any) -> bool:
+        """Whether the kernel can write into `out`"""
+        return (
+            tuple(out.shape) == (self.m, self.n)
+            and out.dtype == self.dtype
+            and out.device == self.device
+            and out.stride(1) == 1
+            and (self.m == 1 or out.stride(0) >= self.n)
+        )
 
     def _activations(self, a: Any) -> Any:
         """`a` as a matrix whose rows are adjacent numbers at multiples of 16 bytes."""

@@ -301,5 +301,3 @@ def wgmma_header(batch: int) -> str:
         : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
 }}
 """
-
-

@@ -21,7 +21,7 @@ activations in bfloat16 (bit 0) and float16 (bit 1), so that no host has to look
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..codecs import E2M1, E4M3, Integer, Minifloat, PowerOfTwo
 from ..formats import TENSOR
@@ -44,8 +44,8 @@ _COLUMNS = {4: (2, 4, 2, 4, 2), 8: (4, 2, 2, 4, 2)}
 _ORDER = {4: (3, 0, 4, 2, 7, 5, 8, 6, 1), 8: (3, 0, 4, 2, 7, 5, 6, 8, 1)}
 #: Codes that are rearranged at a time: each takes some 20 bytes meanwhile.
 _AT_ONCE = 1 << 25
-#: Limits of fast decoding of E8M0 scales with E2M1 codes. A product of a code and a scale relative to the largest one is exact in
-#: float16 down to 2^-24; in bfloat16 it is kept so large that no product with an activation is lost.
+#: Limits of fast decoding of E8M0 scales with E2M1 codes. A product of a code and a scale relative to the largest one is exact
+#: in float16 down to 2^-24; in bfloat16 it is kept so large that no product with an activation is lost.
 _SPAN_BF16, _SPAN_F16, _LARGEST = 100, 24, 157
 
 
@@ -65,7 +65,7 @@ def _renamed() -> tuple[int, ...]:
     return tuple(found)
 
 
-#: E4M3 codes as unsigned floats of 5 exponent bits (bias 10) and 3 mantissa bits: subnormals become normal. Zero is 176 and NaN is
+#: E4M3 codes as unsigned floats of 5 exponent bits (bias 10) and 3 mantissa bits: subnormals become normal. Zero is 176, NaN
 #: 169: 16 times these plus 0x7500 are -0 and NaN in bfloat16; 128 times these plus 0x2800 in float16. The codes of negative
 #: numbers take the other bytes in order; their rows are flagged.
 UE5M3_OF = _renamed()
@@ -193,10 +193,8 @@ def _in_order(ops: Ops, codes: Array, shape: _Shape, count: int, plain: Plain) -
     half = None
     for i in range(4):
         code = four[..., i]
-        if plain.format.element == E2M1:
-            code = (code & 7) << _MAGNITUDES[i] | (code >> 3) << _SIGNS[i]
-        else:
-            code = code << (4 * i)
+        e2m1 = plain.format.element == E2M1
+        code = ((code & 7) << _MAGNITUDES[i] | (code >> 3) << _SIGNS[i]) if e2m1 else code << (4 * i)
         half = code if half is None else half | code
     assert half is not None
     return ops.reshape(ops.unpack_bits(half, 8, 2), (*lead, count, shape.chunks, 4, -1))

@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_matrices(u32 a, u32* r) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
-weight_only_small(const Weight w, const u16* __restrict__ x, const void* __restrict__ bias, void* __restrict__ y,
+weight_only_small(const __grid_constant__ Weight w, const u16* __restrict__ x, const void* __restrict__ bias, void* __restrict__ y,
                   int M, int N, int K, int ldx, int ldy) {
     extern __shared__ __align__(128) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;

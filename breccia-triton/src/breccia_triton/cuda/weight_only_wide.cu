@@ -31,7 +31,7 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 struct Decoded { u32 a[UNITS][4]; float s0[GROUPS], s1[GROUPS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
-weight_only_wide(const Weight w, const __grid_constant__ TensorMap map, const u16* __restrict__ x, const void* __restrict__ bias,
+weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ TensorMap map, const u16* __restrict__ x, const void* __restrict__ bias,
                  void* __restrict__ y, int M, int N, int K, int ldx, int ldy) {
     extern __shared__ __align__(1024) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, tile = warp & 3, g = lane >> 2, t = lane & 3;
