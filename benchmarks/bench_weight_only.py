@@ -1,4 +1,4 @@
-"""On a Hopper GPU: products of BF16 activations and quantized weights, against cuBLAS in BF16, torch's INT4 and humming-kernels.
+"""On a Hopper GPU: products of BF16 activations and quantized weights, against BF16, torch's INT4 and humming-kernels.
 
     python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1 --rows 16] [--seconds 60] [--out RESULTS]
     python benchmarks/bench_weight_only.py --tune [--out RESULTS]     # also tries every configuration, and writes the fastest
@@ -47,9 +47,10 @@ def weights_of(spec: str, n: int, k: int) -> tuple[Any, Any, list[Any]]:
     import torch
 
     import breccia
+    from breccia.backend import as_recipe
 
     torch.manual_seed(0)
-    plain = breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, breccia.ScalingRecipe.from_spec(spec))
+    plain = breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, as_recipe(spec))
     stored = plain.to_storage("mma_16x128")
     count = max(2, -(-BEYOND_CACHE // stored.nbytes))
     copies = [stored, *(_copy(stored) for _ in range(count - 1))]
@@ -189,12 +190,32 @@ def build(operand: Any, configs: list[Any]) -> None:
 # -- the benchmark ---------------------------------------------------------------------------------------------------
 
 
+class _Row:
+    """The graphs of one row by kernel. y: the result of breccia's kernels. exact: in FP64. notes: what went wrong."""
+
+    def __init__(self, y: Any, exact: Any, m: int, notes: dict[str, str]) -> None:
+        self.y, self.exact, self.m, self.notes = y, exact, m, notes
+        self.graphs: dict[str, tuple[Any, int]] = {}
+
+    def add(self, kernel: str, calls: list[Callable[[], Any]], check: bool = True) -> None:
+        """Capture the calls of a kernel, if the result of the first is right. check: False where the weight is another one."""
+        self.y.fill_(float("nan"))
+        try:
+            found = calls[0]()
+            error = error_of(found, self.exact) if check else 0.0
+            if not error < ROUNDING:
+                self.notes[f"{kernel} M={self.m}"] = f"wrong: relative error {error:.2g}"
+                return
+            self.graphs[kernel] = graph_of(calls)
+        except Exception as e:  # one kernel that fails must not stop the rest
+            self.notes[f"{kernel} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
+
+
 def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], rounds: int, tune: bool, until: float) -> Any:
     """A row of the result for each M. Adds what was tuned, by its key."""
     import torch
 
     import breccia
-    from breccia.backend import TENSOR
     from breccia_triton import weight_plans
     from breccia_triton.choices import codecs_of
     from breccia_triton.weight_only import Call
@@ -202,7 +223,6 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
     spec, theirs = FORMATS[name]
     plain, values, copies = weights_of(spec, n, k)
     block = plain.layout.block(-1)
-    assert block != TENSOR or name
     operand: Any = weight_plans.operand_of(plain.recipe.format, block)
     weights = [st.mT for st in copies]
     count = len(weights)
@@ -223,20 +243,8 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         exact = x.double() @ values.mT
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        graphs: dict[str, tuple[Any, int]] = {}
-
-        def add(kernel: str, calls: list[Callable[[], Any]], check: bool = True) -> None:
-            y.fill_(float("nan"))  # noqa: B023
-            try:
-                found = calls[0]()
-                error = error_of(found, exact) if check else 0.0  # noqa: B023
-                if not error < ROUNDING:
-                    notes[f"{kernel} M={m}"] = f"wrong: relative error {error:.2g}"  # noqa: B023
-                    return
-                graphs[kernel] = graph_of(calls)  # noqa: B023
-            except Exception as e:  # one kernel that fails must not stop the rest
-                notes[f"{kernel} M={m}"] = f"{type(e).__name__}: {e}"[:200]  # noqa: B023
-
+        row_of = _Row(y, exact, m, notes)
+        add = row_of.add
         add(OURS, [lambda w=w: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights])  # noqa: B023
         chosen = weight_plans.config_of(operand, codecs_of(plain.recipe.format), m, n, k, torch.cuda.get_device_name())
         by_name: dict[str, Any] = {OURS: chosen}
@@ -261,7 +269,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             add(TORCH, [lambda p=p: torch.ops.aten._weight_int4pack_mm(x, p[0], 128, p[1]) for p in packed])  # noqa: B023
         if layers:
             add(HUMMING, [lambda layer=layer: layer(x) for layer in layers], check=False)  # noqa: B023
-        seconds = {kernel: common.summary(found) for kernel, found in timed(graphs, rounds).items()}
+        seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
         read = copies[0].nbytes + 2 * m * (n + k)
         row = {"format": name, "n": n, "k": k, "m": m, "bytes": read, "config": weight_plans.entry_of(chosen), "times": seconds}
         table.append(row)
@@ -270,7 +278,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             best = min((found["median_s"], kernel) for kernel, found in seconds.items() if kernel in by_name)[1]
             key = weight_plans.key_of(codecs_of(plain.recipe.format), operand.group, m, n, k)
             tuned[key] = {**weight_plans.entry_of(by_name[best])}
-        del graphs
+        row_of.graphs.clear()
     return table, tuned, notes
 
 
