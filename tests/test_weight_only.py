@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,16 @@ extern "C" void decoded(const u8* chunk, int largest, float* fast, float* slow) 
 """
 
 
+#: A whole product, by the slow path.
+_PRODUCT = """
+extern "C" void multiplied(const Weight* w, const u16* x, const void* bias, void* y, int M, int N, int K, int ldx, int ldy) {
+    threadIdx.x = 0;
+    blockDim.x = 1;
+    slow_rows(*w, x, bias, y, 0, M, 0, N, N, K, ldx, ldy);
+}
+"""
+
+
 @functools.cache
 def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
     text = (CUDA / "weight_only.cuh").read_text(encoding="utf-8")
@@ -182,7 +193,7 @@ def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
     name = "-".join(f"{value}" for _, value in macros)
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     prelude = (Path(__file__).parent / "weight_only_host.cpp").read_text(encoding="utf-8")
-    source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM)
+    source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM + _PRODUCT)
     options = [f"-D{key}={value}" for key, value in macros]
     found = subprocess.run(
         ["g++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", *options, str(source), "-o", str(library)],
@@ -191,7 +202,7 @@ def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
     if "_Float16" in found.stderr:
         pytest.skip("the C++ compiler has no _Float16")
     assert found.returncode == 0, found.stderr[:3000]
-    return ctypes.CDLL(str(library)).decoded
+    return ctypes.CDLL(str(library))
 
 
 _LOP3 = (
@@ -218,7 +229,7 @@ def test_the_cuda_source_decodes_every_element_exactly(name: str, act: str, wild
     operand = plans.operand_of(fmt, fmt.scale.block)
     assert isinstance(operand, plans.Operand)
     macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": 2, "BIAS": 3}
-    decoded = _built(folder, tuple(sorted(macros.items())))
+    decoded = _built(folder, tuple(sorted(macros.items()))).decoded
     values = reference.dequantize(_without_global(st)).astype(np.float64) / operand.factor
     if fmt.global_scale is not None and fmt.global_scale.sense == "amax":
         values *= operand.factor
@@ -246,6 +257,99 @@ def _without_global(st: ScaledTensor) -> ScaledTensor:
         return st
     alone = Drawn(fmt=Format(fmt.element, fmt.levels[1:], fmt.offset))
     return ScaledTensor.from_parts(st.data, st.scale, alone, st.layout, st.zero_point, None, st.axis, st.padding)
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+class _HostKernel:
+    """Stands in for a kernel on a device: a launch reads its arguments as the kernel does, and computes by the slow path."""
+
+    def __init__(self, library: Any, wide: bool) -> None:
+        self.library, self.wide, self.streams = library, wide, list[tuple[int, bool]]()
+
+    def prepare(self, grid: Any, threads: int, values: Any, stream: int, cluster: int, dependent: bool) -> Any:
+        class Launch:
+            config = SimpleNamespace(stream=None)
+
+            def __call__(launch) -> None:
+                self.streams.append((launch.config.stream, dependent))
+                weight, *others = values
+                self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
+
+        return Launch()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
+def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_torch.ops import TORCH
+    from breccia_triton import weight_only
+
+    made: list[_HostKernel] = []
+
+    def function(operand: Any, config: Any, act: str, out: str, bias: str | None, call: Any) -> Any:
+        macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": plans.DTYPES[out]}
+        macros["BIAS"] = plans.NO_BIAS if bias is None else plans.DTYPES[bias]
+        made.append(_HostKernel(_built(folder, tuple(sorted(macros.items()))), config.wide))
+        return made[-1]
+
+    described: list[Any] = []
+
+    def tensor_map(*facts: Any) -> Any:
+        described.append(facts)
+        return weight_only.TensorMap()
+
+    monkeypatch.setattr(weight_only, "function", function)
+    monkeypatch.setattr(weight_only, "current_stream", lambda device: 7)
+    monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    weight_only._calls.clear()
+    n, k = 70, 132
+    plain = tensor(name, n, k, seed=2)
+    dtypes = TORCH.dtypes(plain.recipe.format)
+    parts = {field: getattr(plain, field) for field in ("data", "scale", "zero_point", "global_scale")}
+    moved = {
+        field: None if part is None else TORCH.from_numpy(np.ascontiguousarray(part)).view(getattr(torch, dtypes[field]))
+        for field, part in parts.items()
+    }
+    st = ScaledTensor.from_parts(
+        moved["data"], moved["scale"], plain.recipe, plain.layout, moved["zero_point"], moved["global_scale"], -1, plain.padding
+    )
+    w, values = st.to_storage(STORAGE).mT, torch.from_numpy(reference.dequantize(plain).astype(np.float64))
+    torch.manual_seed(0)
+    for m in (1, 5, 20):
+        x = torch.randn(m, k).bfloat16()
+        bias = torch.randn(n).half()
+        exact = x.double() @ values.mT
+        size = x.double().abs() @ values.mT.abs()
+        found = weight_only.matmul(x, w)
+        assert found.dtype == torch.float32
+        assert ((found - exact).abs() <= k * 2.0**-24 * size).all()
+        assert weight_only.matmul(x, w).equal(found)
+        assert made[-1].streams == [(7, m != 1), (7, True)]  # first without an early start: the weight was just written
+        found = weight_only.matmul(x[None].expand(2, m, k), w, bias, "bfloat16")
+        assert found.shape == (2, m, n) and found.dtype == torch.bfloat16
+        assert ((found[1] - (exact + bias)).abs() <= 2.0**-8 * (size + bias.abs())).all()
+        wide = torch.full((m, 100), 7.0)
+        out = wide[:, :n]
+        assert weight_only.matmul(x, w, None, "float32", out) is out
+        assert ((out - exact).abs() <= k * 2.0**-24 * size).all() and (wide[:, n:] == 7).all()
+        turned = torch.zeros(n, m).mT
+        assert weight_only.matmul(x, w, None, "float32", turned) is turned
+        assert turned.equal(out)
+        sliced = torch.randn(m, 2 * k).bfloat16()[:, ::2]
+        assert ((weight_only.matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
+    if name == "int4-128":
+        assert {(facts[1], facts[2], facts[4]) for facts in described} == {
+            ("bfloat16", (20, k), (32, 64)),
+            ("bfloat16", (40, k), (64, 64)),
+        }
+        assert all(facts[3][0] % 8 == 0 for facts in described)
+    weight_only._calls.clear()
 
 
 # -- plans and compilation -------------------------------------------------------------------------------------------
