@@ -148,6 +148,8 @@ def test_results_have_any_dtype_bias_and_memory(out_dtype: str) -> None:
 def test_long_sums_of_numbers_of_many_sizes_are_within_the_bound() -> None:
     import torch
 
+    from breccia_triton.weight_only import Call
+
     for name in ("int4-128", "nvfp4", "e4m3-block"):
         w, values = weight(name, 64, 8192)
         for m in (1, 16, 64):
@@ -155,6 +157,8 @@ def test_long_sums_of_numbers_of_many_sizes_are_within_the_bound() -> None:
             x[:, 0] = 2.0**10  # one large, many small
             x[:, 4096] = -(2.0**10)
             check(breccia.matmul(x.bfloat16(), w), x.bfloat16(), values)
+            alone = Call(x.bfloat16(), w, None, "float32", plans.Config(64, 1, 1, 4, wide=True))  # one chain of additions
+            check(alone(x.bfloat16(), w, None, None), x.bfloat16(), values)
 
 
 @on_cuda
