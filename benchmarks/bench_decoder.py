@@ -2,7 +2,7 @@
 
     python benchmarks/bench_decoder.py [--recipes int4 --recipes nvfp4] [--batch 1 --batch 16] [--out RESULTS]
 
-The decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to the next tokens,
+The decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to the next,
 is a CUDA graph. The models are measured in rotation, since a GPU lowers its clock under load.
 """
 
