@@ -280,6 +280,19 @@ class _HostKernel:
         return Launch()
 
 
+def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_triton import weight_only
+
+    st = breccia.cast(torch.randn(64, 128), breccia.INT4Scaling(64, signed=False, symmetric=False))
+    other = ScaledTensor(st.data, st.scale, st.recipe, st.layout, st.zero_point.to(torch.int32), None)
+    stored = other.to_storage(STORAGE)
+    assert stored.to_plain().zero_point.equal(other.zero_point)
+    x = torch.randn(3, 128).bfloat16()
+    assert weight_only.matmul(x, stored.mT).equal(breccia.matmul(x, st.mT))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
 def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:

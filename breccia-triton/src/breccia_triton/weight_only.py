@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, checks, dtype_name, output_dtype, reference, targets
+from breccia.backend import ScaledTensor, checks, composites, dtype_name, output_dtype, reference, targets
 from breccia_torch.ops import TORCH
 
 from . import weight_plans as plans
@@ -27,15 +27,19 @@ from .weight_plans import Config, Operand
 
 def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`a @ b + bias` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
-    data = b.data
+    data, points = b.data, b.zero_point
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        None if bias is None else (bias.shape, bias.dtype),
+        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
         checks.check_matmul(a, b, bias)
-        call = _calls.keep(key, Call(a, b, bias, output_dtype(out_dtype)))
+        # Zero-points of other libraries may have any dtype, which no fact of a call says.
+        taken = points is None or points.dtype == torch.uint8
+        call = _calls.keep(key, Call(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
+    if not isinstance(call, Call):
+        return call(a, b, bias, out_dtype, out)
     device = call.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -92,12 +96,12 @@ class Call:
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         data, tensor_scale = b.data, b.global_scale
-        settled = _settled(data)
+        settled, rows = _settled(data), b.scale.contiguous()
         if data.data_ptr() % 16 or not data.is_contiguous():
             data, settled = data.clone(memory_format=torch.contiguous_format), False
         with self.turn:
             weight = self.weight
-            weight.chunks, weight.rows = data.data_ptr(), b.scale.data_ptr()
+            weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
             weight.tensor_scale = None if tensor_scale is None else tensor_scale.data_ptr()
             self.x.value, self.y.value = x.data_ptr(), y.data_ptr()
             self.bias.value = None if bias is None else bias.data_ptr()
