@@ -106,8 +106,9 @@ def accepts(plain: Plain) -> str | None:
 
 
 def in_fragments(ops: Ops, parts: Parts, plain: Plain) -> Parts:
-    """Codes in the order of operand A of `mma.m16n8k16`, with their scales behind them, for each 16 rows by 128 columns; four of
-    these slices are a chunk, zeros as padding. Stored (..., row blocks, chunks, bytes of a chunk); `scale` has flags of 64 rows."""
+    """Codes in the order of operand A of `mma.m16n8k16`, with their scales behind them, for each 16 rows by 128 columns; four
+    of these slices are a chunk, zeros as padding. Stored (..., row blocks, chunks, bytes of a chunk); `scale` has flags of each
+    64 rows."""
     made = [_chunks(ops, parts, plain, rows) for rows in _pieces(plain)]
     data = [piece for piece, _ in made]
     flags = [piece for _, piece in made]
