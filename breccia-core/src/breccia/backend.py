@@ -49,6 +49,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("Layout", "PerBlockK", "Shape", "Stored"), "layouts"),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
+    "fragments": "tensors",
     # Formats and recipes.
     **dict.fromkeys(
         (

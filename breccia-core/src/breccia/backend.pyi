@@ -107,6 +107,7 @@ from .siblings import ML_DTYPES as ML_DTYPES
 from .siblings import install as install
 from .specs import as_recipe as as_recipe
 from .targets import once as once
+from .tensors import fragments as fragments
 from .tensors.checks import contraction_axis as contraction_axis
 from .tensors.components import PARTS as PARTS
 from .tensors.components import components as components

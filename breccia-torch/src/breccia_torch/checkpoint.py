@@ -15,6 +15,7 @@ from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, Unsuppor
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
 from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, replace, replace_experts, scaled_class
+from .storing import AUTO, arrange
 
 Path = str | os.PathLike[str]
 
@@ -50,7 +51,9 @@ def save_model(model: nn.Module, path: Path, metadata: Mapping[str, str] | None 
     bridges.save_safetensors(tensors, path, {"format": "pt", **(metadata or {})})
 
 
-def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any = None) -> tuple[list[str], list[str]]:
+def load_model(
+    model: nn.Module, path: Path, *, strict: bool = True, device: Any = None, storage: str = AUTO
+) -> tuple[list[str], list[str]]:
     """Read the state of `model` from any safetensors file or folder; returns (missing, unexpected) names.
 
     An `nn.Linear` whose weight is quantized in the file becomes a ScaledLinear, transformers' Conv1D a ScaledConv1D, and a 3-D
@@ -63,6 +66,7 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
         names that share a tensor is enough.
     device: the device for tensors on "meta", in torch's spelling; the CPU by default. Other tensors keep their device, and
         non-persistent buffers on "meta" stay there.
+    storage: of the weights of layers that become ScaledLinear, as for `quantize_`; a ScaledLinear keeps its storage.
 
     Raises ShapeError naming the tensor, UnsupportedError for a layer that has hooks and would be replaced, and what
     `breccia.bridges.load_safetensors` raises.
@@ -109,6 +113,11 @@ def load_model(model: nn.Module, path: Path, *, strict: bool = True, device: Any
                 layer.activation = metadata(found[name])["activation"]
             elif name in states:
                 layer.set_extra_state(found[name])
+    for entry, names in given:
+        if isinstance(entry.held, Tensor) and isinstance(found[names[0]], ScaledTensor):
+            for layer in {_owner(model, name)[0] for name in entry.names}:
+                if isinstance(layer, ScaledLinear):
+                    arrange(layer, storage, entry.held.dtype)
     return missing, unexpected
 
 

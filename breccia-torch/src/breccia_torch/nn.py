@@ -157,8 +157,8 @@ class ScaledWeight(_WithMetadata):
             if part is not None and part.dtype == torch.uint8:
                 setattr(self, name, part.view(getattr(torch, dtype)))
 
-    def _take_parts(self, tensor: ScaledTensor) -> None:
-        """Set the buffers to the components of `tensor`."""
+    def take(self, tensor: ScaledTensor) -> None:
+        """Hold `tensor` instead: the same weight, in another storage."""
         for name in PARTS:
             setattr(self, name, getattr(tensor, name))
         self.layout = tensor.layout
@@ -172,10 +172,10 @@ class ScaledWeight(_WithMetadata):
     def _load_from_state_dict(self, *arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         storage = self.layout.storage
         if storage != PLAIN:
-            self._take_parts(self.tensor.to_plain())
+            self.take(self.tensor.to_plain())
         super()._load_from_state_dict(*arguments)
         if storage != PLAIN:
-            self._take_parts(self.tensor.to_storage(storage))
+            self.take(self.tensor.to_storage(storage))
 
     def _refused(self, state_dict: dict[str, Any], prefix: str) -> str:
         refused = super()._refused(state_dict, prefix)

@@ -26,6 +26,7 @@ from breccia.backend import (
 )
 
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
+from .storing import AUTO, arrange
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -68,6 +69,7 @@ def quantize_(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     activation: ScalingRecipe | str | None = None,
+    storage: str = AUTO,
 ) -> QuantizeSummary:
     """Quantize the linear layers and the experts of `model` under `recipe`, in place.
 
@@ -81,6 +83,9 @@ def quantize_(
     include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn:
         `exclude` beats `include`, which beats the default for embeddings, norms, routers and output heads.
     activation: a recipe under which the linear layers cast their inputs.
+    storage: the name of a registered storage for the weights of linear layers; "plain", or by default "auto": the one that the
+        kernel of their products reads (on Hopper GPUs, "mma_16x128"), for layers in evaluation mode on a GPU that do not cast
+        their inputs. Values, `state_dict` and files are the same in every storage.
 
     Layers that share a weight keep sharing it. Nothing is replaced unless all chosen layers can be. Returns what was
     quantized, what was left, and why.
@@ -117,6 +122,7 @@ def quantize_(
         if owners[key] > 1:
             shared[key] = weight
         layer = made.in_place_of(module, weight, activation)
+        arrange(layer, storage, module.weight.dtype)
         for name in places:
             replace(model, name, layer)
     for module, parameter in experts.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import NoneType
 
 from breccia import DelayedScaling, Kernel, hookimpl
 
@@ -73,3 +74,14 @@ def breccia_kernels() -> Iterable[Kernel]:
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
             )
+    yield Kernel(
+        "matmul",
+        "torch",
+        "breccia_triton.weight_only:matmul",
+        "cuda.weight_only",
+        recipe=NoneType,
+        device="cuda",
+        available="breccia_triton.weight_plans:available",
+        accepts="breccia_triton.weight_plans:accepts",
+        reads=("mma_16x128",),
+    )

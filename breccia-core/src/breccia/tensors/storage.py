@@ -223,10 +223,12 @@ def _block_bytes(plain: Plain) -> int:
 
 
 _HERE = "breccia.tensors.storage:"
+_FRAGMENTS = "breccia.tensors.fragments:"
 #: The storages that breccia declares.
 STORAGES: tuple[Storage, ...] = (
     Storage("swizzle_128x4", f"{_HERE}swizzled", f"{_HERE}unswizzled", f"{_HERE}accepts_byte_scales"),
     Storage("column_major", f"{_HERE}column_major", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
     Storage("transposed", f"{_HERE}transposed", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
+    Storage("mma_16x128", f"{_FRAGMENTS}in_fragments", f"{_FRAGMENTS}out_of_fragments", f"{_FRAGMENTS}accepts", data_axes=3),
     Storage("interleaved", f"{_HERE}interleaved", f"{_HERE}deinterleaved", f"{_HERE}accepts_rows", data_axes=3),
 )

@@ -32,6 +32,7 @@ from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, Uns
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
+from ..storing import AUTO, arrange
 
 METHOD = "breccia"
 
@@ -204,6 +205,9 @@ class BrecciaHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.pre_quantized:
             _restore_dtypes(model)
+            for module in model.modules():
+                if isinstance(module, ScaledLinear):
+                    arrange(module, AUTO, model.dtype)
         else:
             config = self.quantization_config
             kept = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ def array_times_array_stays_within_the_error_bound(kernel: Kernel, place: Place)
 def stored_operands_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingRecipe, place: Place) -> bool:
     """Check the bound with the first operand, then the second, in each storage that the kernel reads.
 
-    Returns whether the kernel ran at all.
+    Plain operands have every dtype. Returns whether the kernel ran at all.
     """
     tried = False
     pairs: list[tuple[ScalingRecipe | None, ScalingRecipe | None]] = []
@@ -103,13 +104,16 @@ def stored_operands_stay_within_the_error_bound(kernel: Kernel, recipe: ScalingR
         pairs.append((recipe, None if matches(kernel.other, None) else _partner(kernel, recipe)))
     if matches(kernel.other, recipe):
         pairs.append((None if matches(kernel.recipe, None) else recipe, recipe))
-    case, grouped, casts = _Case(), kernel.op == "grouped_matmul", kernel.op == "cast_matmul"
+    grouped, casts = kernel.op == "grouped_matmul", kernel.op == "cast_matmul"
     left, right = _factors((_ROWS, _LENGTH)), _factors((len(_ENDS), _COLUMNS, _LENGTH)[0 if grouped else 1 :], seed=1)
-    for first, second in pairs:
+    dtypes = float_dtypes(place)
+    for (first, second), dtype in itertools.product(pairs, dtypes):
+        if dtype != "float32" and first is not None and second is not None and not casts:
+            continue  # no operand has this dtype
         if grouped and first is not None and first.layout.block(-1)[0] not in (1, None):
             continue
-        a = _Operand.create(place, left, None if casts else first, case.dtype, "rows")
-        b = _Operand.create(place, right, second, case.dtype, "rows")
+        a = _Operand.create(place, left, None if casts else first, dtype, "rows")
+        b = _Operand.create(place, right, second, dtype, "rows")
         stored = b if second is not None else a
         if stored.st is None:
             continue

@@ -1,0 +1,364 @@
+"""On a Hopper GPU: products of BF16 activations and quantized weights, against BF16, torch's INT4 and humming-kernels.
+
+    python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1 --rows 16] [--seconds 60] [--out RESULTS]
+    python benchmarks/bench_weight_only.py --tune [--out RESULTS]     # also tries every configuration, and writes the fastest
+
+Each sample replays a CUDA graph of products by several copies of the weight, more bytes than the L2 cache holds. Samples of all
+kernels of a row alternate, since a GPU lowers its clock under load. Every result is compared with FP64 first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import common
+import typer
+
+app = typer.Typer(add_completion=False)
+
+#: Recipes, with the weight's part of humming's configuration.
+FORMATS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "int4": ("int4,group_size=128", {"dtype": "int4", "group_size": 128}),
+    "int4-32": ("int4,group_size=32", {"dtype": "int4", "group_size": 32}),
+    "int4-asymmetric": ("int4,group_size=128,symmetric=false,signed=false", None),
+    "mxfp4": ("mxfp4", {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"}),
+    "nvfp4": ("nvfp4", {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}),
+    "fp8": ("fp8_block,block_m=128", {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}),
+    "mxfp8": ("mxfp8", {"dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0"}),
+    "int8": ("int8", None),
+}
+OURS, BF16, TORCH, HUMMING = "breccia", "bf16", "torch-int4", "humming"
+#: Bytes of weights that a graph reads: more than the L2 cache of any GPU.
+BEYOND_CACHE = 240 << 20
+#: Products of a graph.
+PRODUCTS = 48
+#: The relative error of a result in BF16, over all elements, that is still rounding.
+ROUNDING = 4e-3
+
+
+def weights_of(spec: str, n: int, k: int) -> tuple[Any, Any, list[Any]]:
+    """(The plain tensor, its values in FP64, copies in the kernel's storage)."""
+    import torch
+
+    import breccia
+    from breccia.backend import as_recipe
+
+    torch.manual_seed(0)
+    plain = breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, as_recipe(spec))
+    stored = plain.to_storage("mma_16x128")
+    count = max(2, -(-BEYOND_CACHE // stored.nbytes))
+    copies = [stored, *(_copy(stored) for _ in range(count - 1))]
+    return plain, breccia.dequantize(plain).double(), copies
+
+
+def _copy(st: Any) -> Any:
+    from breccia import ScaledTensor
+
+    zero_point = None if st.zero_point is None else st.zero_point.clone()
+    return ScaledTensor.from_parts(
+        st.data.clone(), st.scale.clone(), st.recipe, st.layout, zero_point, st.global_scale, st.axis, st.padding
+    )
+
+
+def graph_of(calls: list[Callable[[], Any]]) -> tuple[Any, int]:
+    """A graph of `PRODUCTS` calls or a few more, each as often as the others; and how many."""
+    import torch
+
+    calls = calls * max(1, PRODUCTS // len(calls))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[: len(calls)]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph, len(calls)
+
+
+def timed(graphs: dict[str, tuple[Any, int]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a product, by kernel and round; the kernels alternate."""
+    import torch
+
+    events: dict[str, list[Any]] = {name: [] for name in graphs}
+    for graph, _ in graphs.values():
+        graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, (graph, _) in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) * 1e-3 / graphs[name][1] for a, b in pairs] for name, pairs in events.items()}
+
+
+def error_of(y: Any, exact: Any) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+def torch_int4(plain: Any, copies: int) -> list[Any]:
+    """The weight as torch's INT4 kernel reads it."""
+    import torch
+
+    low = plain.data & 15
+    codes = torch.stack([low, plain.data >> 4], -1).flatten(-2)
+    shifted = ((codes ^ 8) & 15).to(torch.uint8)  # two's complement + 8
+    packed = torch.ops.aten._convert_weight_to_int4pack((shifted[:, ::2] << 4 | shifted[:, 1::2]).contiguous(), 8)
+    scale = plain.scale.t().bfloat16()
+    both = torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
+    return [(packed.clone(), both.clone()) for _ in range(copies)]
+
+
+def humming_layers(config: dict[str, Any], values: Any, copies: int) -> list[Any]:
+    import torch
+    from humming.layer import HummingLayer  # pyright: ignore[reportMissingImports]
+
+    n, k = values.shape
+    layers: list[Any] = []
+    for _ in range(copies):
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=torch.bfloat16).cuda()
+        layer.load_from_unquantized(values.bfloat16())
+        layer.transform()
+        layers.append(layer)
+    return layers
+
+
+# -- configurations --------------------------------------------------------------------------------------------------
+
+
+def candidates(operand: Any, m: int, n: int, k: int) -> list[Any]:
+    """What `--tune` tries, without what does not fit."""
+    from breccia_triton.weight_plans import Config
+
+    found = list(dict.fromkeys(_tried(Config, m)))
+    return [config for config in found if config.fits(operand, m, k)]
+
+
+def _tried(made: Any, m: int) -> list[Any]:
+    if m <= 16:
+        batch = 8 if m <= 8 else 16
+        shapes = [(4, 16, 2), (4, 16, 1), (4, 12, 2), (4, 8, 2), (4, 8, 3), (4, 8, 4), (2, 16, 2), (2, 8, 3)]
+        small = [made(batch, *s) for s in shapes]
+        small += [made(batch, *s, split=2) for s in ((4, 16, 1), (4, 8, 2), (4, 8, 3), (2, 8, 3))]
+        small += [made(batch, *s, per_sm=2) for s in ((4, 8, 2), (4, 8, 3), (2, 8, 3), (4, 4, 4))]
+        if m <= 8:
+            return small
+        wide = [(1, 2, 8), (1, 3, 9), (2, 1, 4)]
+        return [*small, *(made(16, *s, wide=True) for s in wide), made(16, 2, 1, 4, split=2, wide=True)]
+    batch = next((b for b in (32, 64) if m <= b), 128)
+    if batch < 128:
+        shapes = [(1, 2, 6), (1, 2, 8), (1, 3, 6), (2, 1, 4), (2, 1, 6)]
+        split = [(2, 1, 4), (1, 2, 4), (1, 1, 6)]
+        found = [made(batch, *s, wide=True) for s in shapes] + [made(batch, *s, split=2, wide=True) for s in split]
+        return [*found, made(batch, 1, 1, 4, split=2, per_sm=2, wide=True), made(batch, 1, 1, 4, per_sm=2, wide=True)]
+    shapes = [(2, 1, 4), (2, 1, 3), (1, 2, 4), (1, 1, 4)]
+    found = [made(128, *s, wide=True) for s in shapes] + [made(128, *s, split=2, wide=True) for s in shapes[:3]]
+    return [*found, *(made(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
+
+
+def build(operand: Any, configs: list[Any]) -> None:
+    """Compile kernels several at a time, into the cache on disk."""
+    import torch
+
+    from breccia_triton import weight_plans
+    from breccia_triton.cuda import compiler, program
+
+    header = (program.FOLDER / "weight_only.cuh").read_text(encoding="utf-8")
+    nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
+
+    def one(config: Any) -> None:
+        headers = {"weight_only.cuh": header}
+        headers |= {"wgmma.cuh": weight_plans.wgmma_header(config.batch)} if config.wide else {}
+        path = program.FOLDER / f"weight_only_{'wide' if config.wide else 'small'}.cu"
+        macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
+        compiler.cubin(compiler.Source.read(path, headers), "sm_90a", macros, nvrtc)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, configs))
+
+
+# -- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+class _Row:
+    """The graphs of one row by kernel. y: the result of breccia's kernels. exact: in FP64. notes: what went wrong."""
+
+    def __init__(self, y: Any, exact: Any, m: int, notes: dict[str, str]) -> None:
+        self.y, self.exact, self.m, self.notes = y, exact, m, notes
+        self.graphs: dict[str, tuple[Any, int]] = {}
+
+    def add(self, kernel: str, calls: list[Callable[[], Any]], check: bool = True) -> None:
+        """Capture the calls of a kernel, if the result of the first is right. check: False where the weight is another one."""
+        self.y.fill_(float("nan"))
+        try:
+            found = calls[0]()
+            error = error_of(found, self.exact) if check else 0.0
+            if not error < ROUNDING:
+                self.notes[f"{kernel} M={self.m}"] = f"wrong: relative error {error:.2g}"
+                return
+            self.graphs[kernel] = graph_of(calls)
+        except Exception as e:  # one kernel that fails must not stop the rest
+            self.notes[f"{kernel} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
+
+
+def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], rounds: int, tune: bool, until: float) -> Any:
+    """A row of the result for each M. Adds what was tuned, by its key."""
+    import torch
+
+    import breccia
+    from breccia_triton import weight_plans
+    from breccia_triton.choices import codecs_of
+    from breccia_triton.weight_only import Call
+
+    spec, theirs = FORMATS[name]
+    plain, values, copies = weights_of(spec, n, k)
+    block = plain.layout.block(-1)
+    operand: Any = weight_plans.operand_of(plain.recipe.format, block)
+    weights = [st.mT for st in copies]
+    count = len(weights)
+    notes: dict[str, str] = {}
+    bf16 = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, -(-BEYOND_CACHE // (2 * n * k))))]
+    layers: list[Any] = []
+    if HUMMING in rivals and theirs is not None:
+        try:
+            layers = humming_layers(theirs, values, count)
+        except Exception as e:  # a rival may fail in any way
+            notes[HUMMING] = f"{type(e).__name__}: {e}"[:200]
+    table: list[dict[str, Any]] = []
+    tuned: dict[str, Any] = {}
+    for m in rows:
+        if time.perf_counter() > until:
+            notes["left out"] = f"M = {m}: out of time"
+            continue
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ values.mT
+        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        row_of = _Row(y, exact, m, notes)
+        add = row_of.add
+        add(OURS, [lambda w=w: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights])  # noqa: B023
+        chosen = weight_plans.config_of(operand, codecs_of(plain.recipe.format), m, n, k, torch.cuda.get_device_name())
+        by_name: dict[str, Any] = {OURS: chosen}
+        if tune:
+            tried = candidates(operand, m, n, k)
+            build(operand, tried)
+            for config in tried:
+                label = " ".join(
+                    str(v) for v in (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
+                )
+                label += " wide" if config.wide else ""
+                by_name[label] = config
+                try:
+                    call = Call(x, weights[0], None, "bfloat16", config)
+                except Exception as e:
+                    notes[f"{label} M={m}"] = f"{type(e).__name__}: {e}"[:200]
+                    continue
+                add(label, [lambda w=w, call=call: call(x, w, None, y) for w in weights])  # noqa: B023
+        add(BF16, [lambda w=w: torch.mm(x, w.t(), out=y) for w in bf16], check=False)  # noqa: B023
+        if TORCH in rivals and name == "int4" and m <= 64:
+            packed = torch_int4(plain, count)
+            add(TORCH, [lambda p=p: torch.ops.aten._weight_int4pack_mm(x, p[0], 128, p[1]) for p in packed])  # noqa: B023
+        if layers:
+            add(HUMMING, [lambda layer=layer: layer(x) for layer in layers], check=False)  # noqa: B023
+        seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
+        read = copies[0].nbytes + 2 * m * (n + k)
+        row = {"format": name, "n": n, "k": k, "m": m, "bytes": read, "config": weight_plans.entry_of(chosen), "times": seconds}
+        table.append(row)
+        tell(row, notes)
+        if tune and OURS in seconds:
+            best = min((found["median_s"], kernel) for kernel, found in seconds.items() if kernel in by_name)[1]
+            key = weight_plans.key_of(codecs_of(plain.recipe.format), operand.group, m, n, k)
+            tuned[key] = {**weight_plans.entry_of(by_name[best])}
+        row_of.graphs.clear()
+    return table, tuned, notes
+
+
+def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
+    """Print a row: medians in microseconds, the bandwidth of breccia's, and the fastest of what was tried."""
+    times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
+    known = [kernel for kernel in (OURS, BF16, TORCH, HUMMING) if kernel in times]
+    text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
+    others = sorted((value, kernel) for kernel, value in times.items() if kernel not in known)[:3]
+    best = "  ".join(f"[{kernel}] {value:.2f}" for value, kernel in others)
+    bandwidth = f"{row['bytes'] / times[OURS] / 1e6:5.2f} TB/s" if OURS in times else ""
+    print(f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d}  {text}  {bandwidth}  {best}", flush=True)
+    for what, note in notes.items():
+        print(f"    {what}: {note}", flush=True)
+    notes.clear()
+
+
+@app.command()
+def main(
+    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMATS)}; repeat for several.")] = None,
+    shapes: Annotated[list[str] | None, typer.Option(help="Weights as NxK; repeat for several.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeat for several.")] = None,
+    rivals: Annotated[list[str] | None, typer.Option(help="torch-int4, humming (13 to 18 s to compile each).")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
+    seconds: Annotated[float, typer.Option(help="Leave out what has not begun by then.")] = 600.0,
+    tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
+) -> None:
+    """Time products of 1 to 4096 rows."""
+    try:
+        import torch
+    except ImportError:
+        sys.exit("bench_weight_only: torch is not installed; pip install torch.")
+    if not torch.cuda.is_available():
+        sys.exit("bench_weight_only: torch sees no CUDA device here.")
+    if unknown := [name for name in formats or [] if name not in FORMATS]:
+        sys.exit(f"bench_weight_only: --formats takes {', '.join(FORMATS)}; got {unknown[0]!r}.")
+    from bench_gpu import sizes, where
+
+    until = time.perf_counter() + seconds
+    table: list[dict[str, Any]] = []
+    tuned: dict[str, Any] = {}
+    notes: dict[str, str] = {}
+    for shape in shapes or ["8192x8192"]:
+        n, k = sizes(shape)
+        for name in formats or list(FORMATS):
+            if time.perf_counter() > until:
+                break
+            try:
+                found, best, _ = measured(name, n, k, rows or [1, 4, 16, 32, 64, 128], rivals or [TORCH], rounds, tune, until)
+            except Exception as e:  # one format that fails must not stop the rest
+                notes[f"{name} {shape}"] = f"{type(e).__name__}: {e}"[:500]
+                print(f"{name} {shape}: {notes[f'{name} {shape}']}", flush=True)
+                continue
+            table += found
+            tuned |= best
+            torch.cuda.empty_cache()
+    result = {
+        "benchmark": "gpu-weight-only",
+        "schema": common.SCHEMA,
+        "provenance": where("cuda"),
+        "rows": table,
+        "notes": notes,
+    }
+    print("\nsummary: microseconds of breccia (and ratio to bf16)")
+    for row in table:
+        mine, theirs = (row["times"].get(kernel, {}).get("median_s") for kernel in (OURS, BF16))
+        if mine and theirs:
+            print(f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d} {mine * 1e6:8.2f}  {theirs / mine:5.2f} x bf16")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        tag = common.device_tag(torch.cuda.get_device_name())
+        (out / f"gpu-weight-only-{tag}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if tune:
+            from breccia_triton import choices, weight_plans
+
+            made = {"schema": weight_plans.SCHEMA, "device": torch.cuda.get_device_name(), "provenance": where("cuda")}
+            path = out / f"weight_only_{choices.file_name(torch.cuda.get_device_name())}"
+            path.write_text(json.dumps({**made, "configs": tuned}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,303 @@
+"""Weight-only matmul: which calls the kernels take, and what is compiled for one. Imports neither torch nor Triton.
+
+`cuda/weight_only.cuh` has the idea, docs/kernels.md the proofs that the kernels keep the contract of products.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from breccia import Device, Format, Integer, Minifloat
+from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call, Codec, fragments
+
+from .choices import SHIPPED, file_name
+from .cuda import compiler
+
+#: The storage of weights that the kernels read.
+STORAGE = "mma_16x128"
+#: Its chunks.
+ROWS, COLUMNS = fragments.ROWS, fragments.COLUMNS
+#: Numbers of x and of results, as macros.
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+#: The macro for no bias.
+NO_BIAS = 3
+#: The compute capability whose instructions the kernels use.
+CAPABILITY = (9, 0)
+#: Shared memory of a block, and of a multiprocessor, of such a device; the reserved kilobyte of each block is taken off.
+SHARED, SHARED_OF_SM = 232448, 233472
+#: Blocks that run at a time on the devices that were measured.
+PROCESSORS = 132
+#: The largest M of the kernel that is bound by the bytes of the weight.
+SMALL = 16
+#: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
+SHORTEST = 128
+#: The schema of files of configurations.
+SCHEMA = 1
+
+
+# -- what the kernels take -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A weight as the kernels know it: macros FMT, SCALE, GROUP and ZERO. factor: a constant that multiplies results.
+
+    divides: the tensor's scale is a divisor. global_scale: there is one.
+    """
+
+    codes: int
+    scale: int
+    group: int
+    zero: bool
+    factor: float = 1.0
+    global_scale: bool = False
+    divides: bool = False
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of 16 rows by 128 columns."""
+        groups, size = COLUMNS // self.group, (2, 4, 2, 1, 1)[self.scale]
+        return (1024 if self.codes < 3 else 2048) + 16 * groups * (size + self.zero)
+
+    @property
+    def at_decode(self) -> bool:
+        """Whether scales are multiplied into the codes."""
+        return self.codes == 2 and self.scale >= 3
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {"FMT": self.codes, "SCALE": self.scale, "GROUP": self.group, "ZERO": int(self.zero)}
+
+
+#: Macro SCALE by the codec of scales. E4M3 scales belong to E2M1 codes.
+_SCALES = {F16.name: 0, F32.name: 1, BF16.name: 2, E8M0.name: 3, E4M3.name: 4}
+
+
+@lru_cache(maxsize=256)
+def operand_of(fmt: Format, block: Block) -> Operand | str:
+    """A format, with its blocks along K, as the kernels know it; or why they do not take it."""
+    level, outer = fmt.scale, fmt.global_scale
+    codes = _codes_of(fmt.element)
+    if codes is None:
+        return f"it has no decoding for codes of {fmt.element.name}"
+    if level.codec.name not in _SCALES or level.codec not in (F16, F32, BF16, E8M0, E4M3):
+        return f"it has no decoding for scales of {level.codec.name}"
+    if level.codec == E4M3 and fmt.element != E2M1:
+        return f"E4M3 scales of {fmt.element.name} codes have no decoding"
+    if level.sense != "multiplier":
+        return f"its scales are stored as {level.sense}, and the kernel multiplies"
+    if fmt.offset == "bias":
+        return "a bias of each block would be rounded when it is added to codes: FP32 decoding is needed"
+    if fmt.offset == "zero_point" and codes != 1:
+        return f"zero-points of {fmt.element.name} codes have no decoding"
+    width = COLUMNS if block == TENSOR or block[1] is None else min(block[1], COLUMNS)
+    if width not in fragments.GROUPS or ((block[1] or COLUMNS) > COLUMNS and (block[1] or COLUMNS) % COLUMNS):
+        return f"blocks of {block[1]} columns; the kernel takes 16, 32, 64 and multiples of 128"
+    factor, divides = 1.0, False
+    if isinstance(fmt.element, Integer):
+        factor = 2.0**-fmt.element.fraction_bits
+    if outer is not None:
+        if outer.codec != F32:
+            return f"its global scale is {outer.codec.name}, and the kernel reads FP32"
+        if outer.sense == "amax":
+            factor /= fmt.qmax(outer)
+        divides = outer.sense == "divisor"
+    return Operand(codes, _SCALES[level.codec.name], width, fmt.offset == "zero_point", factor, outer is not None, divides)
+
+
+def _codes_of(codec: Codec) -> int | None:
+    """Macro FMT."""
+    if codec in (E2M1, E4M3, E5M2) and isinstance(codec, Minifloat):
+        return {E2M1.name: 2, E4M3.name: 3, E5M2.name: 4}[codec.name]
+    if not isinstance(codec, Integer) or (codec.fraction_bits and codec.bits == 4):
+        return None
+    return {(4, True): 0, (4, False): 1, (8, True): 5}.get((codec.bits, codec.signed))
+
+
+def available(device: Device) -> str | None:
+    """Why the kernels cannot run on a device, or None."""
+    if device.capability and tuple(device.capability) != CAPABILITY:
+        found = ".".join(map(str, device.capability))
+        return f"its instructions are those of compute capability 9.0 (Hopper); {device} has {found}"
+    return compiler.missing()
+
+
+def accepts(call: Call) -> str | None:
+    """Why the weight would be decoded first, or None."""
+    a, b = call.a, call.b
+    if b is None or b.recipe is None or b.layout is None:
+        return "the second operand is a plain array; the kernel takes a quantized weight there, x @ w.mT"
+    if b.storage != STORAGE:
+        return f"the weight is in {b.storage!r} storage; w.to_storage({STORAGE!r}) rearranges it once for this kernel"
+    if b.axis != -2 or b.ndim != 2:
+        return "the weight has to be a transposed matrix, w.mT, with blocks along K"
+    if a.dtype not in ("bfloat16", "float16"):
+        return f"activations are {a.dtype}; tensor cores multiply bfloat16 and float16"
+    if str(call.option("out_dtype", "float32")) not in DTYPES:
+        return f"it does not write {call.option('out_dtype')}"
+    if a.empty or b.empty:
+        return "the generic algorithm runs for an empty tensor"
+    if (k := b.shape[0]) < SHORTEST:
+        return f"{k} columns are too few for the bound of products in the tensor cores; it takes {SHORTEST} and more"
+    found = operand_of(b.recipe.format, b.layout.plain.block(-2))
+    return found if isinstance(found, str) else None
+
+
+# -- how it is compiled ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel may vary. Raises ValueError.
+
+    batch: rows of x of a block: 8 or 16 (weight_only_small.cu), 16, 32, 64 or 128 (weight_only_wide.cu, `wide`).
+    high: slices of 16 rows of w of a block (small), warpgroups along the rows of w (wide). deep: warps, or warpgroups, along K.
+    stages: of the rings. split: blocks along K, a cluster. per_sm: blocks of a multiprocessor.
+    """
+
+    batch: int
+    high: int
+    deep: int
+    stages: int
+    split: int = 1
+    per_sm: int = 1
+    wide: bool = False
+
+    def __post_init__(self) -> None:
+        fits = (
+            (self.batch in (16, 32, 64, 128) and self.high in (1, 2) and 1 <= self.high * self.deep <= 4)
+            if self.wide
+            else (self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16)
+        )
+        if not (fits and 1 <= self.stages <= 16 and self.split in (1, 2, 4) and 1 <= self.per_sm <= 4):
+            raise ValueError(f"{self} has no kernel")
+
+    @property
+    def rows(self) -> int:
+        """Rows of w of a block."""
+        return self.high * (ROWS if self.wide else 16)
+
+    @property
+    def threads(self) -> int:
+        if not self.wide:
+            return 32 * self.deep
+        groups = self.high * self.deep
+        return 128 * groups + (128 if self.batch == 128 and groups == 2 else 32)
+
+    def shared(self, of: Operand, m: int) -> int:
+        """Bytes of shared memory of a block."""
+        sums = self.deep * (self.batch if self.wide else m) * (self.rows + 4) * 4
+        weights = self.rows // 16 * of.slice_bytes
+        if self.wide:
+            return max(self.stages * (self.batch * 256 + weights + 16), sums)
+        return max(self.deep * self.stages * (weights + m * (2 * COLUMNS + 16) + 8), sums)
+
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        """Blocks along x and y."""
+        return -(-n // self.rows) * self.split, -(-m // self.batch) if self.wide else 1, 1
+
+    def macros(self) -> dict[str, int]:
+        if self.wide:
+            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep}
+        else:
+            own = {"BATCH": self.batch // 8, "TILES": self.high, "WARPS": self.deep}
+        return {**own, "STAGES": self.stages, "SPLIT": self.split, "PER_SM": self.per_sm}
+
+    def fits(self, of: Operand, m: int, k: int) -> bool:
+        """Whether the kernel runs a call of these sizes."""
+        bytes_ = self.shared(of, m)
+        inside = bytes_ <= SHARED and self.per_sm * (bytes_ + 1024) <= SHARED_OF_SM
+        return inside and (self.wide or m <= self.batch) and -(-k // COLUMNS) >= self.split
+
+
+def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
+    """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
+    bytes_, blocks = (8 if of.codes >= 3 else 4), -(-n // ROWS)
+    few, many = blocks <= PROCESSORS // 2, blocks > 1.25 * PROCESSORS
+    if m <= SMALL:
+        batch = 8 if m <= 8 else 16
+        if few:
+            yield Config(batch, 4, 8, 2, split=2)
+        elif many:
+            yield Config(batch, 4, 8, 3 if m <= 4 and bytes_ == 4 else 2, per_sm=2)
+        if m <= 8:
+            yield Config(8, 4, 8, 3) if bytes_ == 8 else Config(8, 4, 16, 2)
+            yield Config(8, 4, 8, 4)
+        else:
+            yield Config(16, 4, 8 if bytes_ == 8 else 12, 2)
+        for deep, stages in ((12, 2), (8, 3), (8, 2), (4, 2), (2, 2)):
+            yield Config(batch, 4, deep, stages)
+    batch = next((b for b in (16, 32, 64) if m <= b), 128)
+    if batch < 128:
+        if few:
+            yield Config(batch, 1, 2, 4, split=2, wide=True)
+        elif many:
+            yield Config(batch, 2, 1, 4, wide=True)
+        for stages in (8, 6, 5, 4, 3, 2):
+            yield Config(batch, 1, 2, stages, wide=True)
+    else:
+        tiles = -(-m // 128) * -(-n // 128)
+        for stages in (4, 3, 2):
+            if tiles <= PROCESSORS // 2:
+                yield Config(128, 2, 1, stages, split=2, wide=True)
+            yield Config(128, 2, 1, stages, wide=True)
+
+
+def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "") -> Config:
+    """The configuration for a call on a device: a measured one, or else the rule's."""
+    measured = measured_on(device).get(key_of(codecs, of.group, m, n, k))
+    if measured is not None and measured.fits(of, m, k):
+        return measured
+    return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
+
+
+def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
+    """The key of measured configurations: M is rounded up to the next power of two, up to 128."""
+    batch = 128 if m > 128 else 1 << (m - 1).bit_length()
+    return f"{codecs} {group} {batch} {n} {k}"
+
+
+@lru_cache
+def measured_on(device: str) -> dict[str, Config]:
+    """The shipped configurations of a device, by their keys."""
+    path = SHIPPED / f"weight_only_{file_name(device)}" if device else SHIPPED / ""
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if found["schema"] != SCHEMA:
+            raise ValueError(f"schema {found['schema']} is unknown")
+        return {key: Config(**entry) for key, entry in found["configs"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
+        return {}
+
+
+def entry_of(config: Config) -> dict[str, Any]:
+    """A configuration in a file."""
+    return asdict(config)
+
+
+def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None) -> dict[str, int]:
+    """The macros of a kernel. act, out, bias: dtypes by name."""
+    numbers = {"ACT": DTYPES[act], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
+    return {**of.macros, **config.macros(), **numbers}
+
+
+def wgmma_header(batch: int) -> str:
+    """The text of `wgmma.cuh`: D[64, batch] (+)= A[64, 16] (registers) B[16, batch] (shared memory), by one warpgroup."""
+    count = batch // 2
+    registers = ",".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ",".join(f"%{count + i}" for i in range(4))
+    return f"""__device__ __forceinline__ void wgmma(float* d, const u32* a, u64 x, int add) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{batch}k16.f32." INPUTS " {{{registers}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
+        : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+}}
+"""

@@ -1,0 +1,444 @@
+"""Weight-only matmul without a GPU: the storage of weights, the decoding of the CUDA source on the host, plans, compilation."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from weights import FORMATS, Drawn, tensor
+
+import breccia
+from breccia.backend import fragments, reference
+from breccia.codecs import E2M1, E4M3, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8
+from breccia.formats import Format, Level
+from breccia.tensors.tensor import ScaledTensor, bytes_equal
+from breccia_triton import choices
+from breccia_triton import weight_plans as plans
+from breccia_triton.cuda import compiler
+
+STORAGE = "mma_16x128"
+CUDA = Path(compiler.__file__).parent
+# -- the storage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (1, 1), (65, 129), (16, 300), (200, 513)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_storage_keeps_every_bit_of_every_pattern(name: str, shape: tuple[int, int]) -> None:
+    st = tensor(name, *shape, wild=True)
+    stored = st.to_storage(STORAGE)
+    assert stored.shape == shape
+    assert bytes_equal(stored.to_plain(), st)
+    assert stored.data.shape[:2] == (-(-shape[0] // 64), -(-shape[1] // 128))
+
+
+def _fragment(lane: int, i: int) -> tuple[int, int]:
+    """Row and column of element i of operand A of mma.m16n8k16 in a lane, as the PTX ISA defines it."""
+    group, thread = lane >> 2, lane % 4
+    row = group if (0 <= i < 2) or (4 <= i < 6) else group + 8
+    column = thread * 2 + (i & 1) if i < 4 else thread * 2 + (i & 1) + 8
+    return row, column
+
+
+@pytest.mark.parametrize("name", ["int4-128", "mxfp4", "e4m3-block", "int8-32"])
+def test_codes_and_scales_are_where_the_fragments_of_the_isa_need_them(name: str) -> None:
+    st = tensor(name, 80, 200, seed=3)
+    plain, fmt = st, FORMATS[name]
+    stored = st.to_storage(STORAGE).data
+    codes = plain.data if fmt.element.bits == 8 else np.stack([plain.data & 15, plain.data >> 4], -1).reshape(80, -1)
+    codes = np.pad(codes.view(np.uint8), ((0, 48), (0, 56)))
+    group = fmt.scale.block[1] or 0
+    scale = np.pad(plain.scale, ((0, 48), (0, 256 // group - plain.scale.shape[1])))
+    places = (6, 3, 0, 9) if fmt.element == E2M1 else (0, 4, 8, 12)
+    signs = (15, 12, 13, 14) if fmt.element == E2M1 else (3, 7, 11, 15)
+    bytes_ = 1024 * fmt.element.bits // 4
+    for block, chunk, tile in np.ndindex(2, 2, 4):
+        row0, column0 = block * 64 + tile * 16, chunk * 128
+        piece = stored[block, chunk].reshape(4, -1)[tile]
+        for lane, step, i in np.ndindex(32, 8, 8):
+            row, column = _fragment(lane, i)
+            expected = codes[row0 + row, column0 + 16 * step + column]
+            register, half = i // 2, i % 2
+            if fmt.element.bits == 8:
+                found = piece[step // 2 * 512 + lane * 16 + step % 2 * 8 + register // 2 * 4 + half * 2 + register % 2]
+            else:
+                at = step // 4 * 512 + lane * 16 + step % 4 * 4 + half * 2
+                word = int(piece[at]) | int(piece[at + 1]) << 8
+                found = (word >> places[register]) & 7 | (word >> signs[register] & 1) << 3
+            assert found == expected
+        words = piece[bytes_:].view(scale.dtype).reshape(8, 128 // group, 2)
+        for g, j, upper in np.ndindex(8, 128 // group, 2):
+            assert words[g, j, upper] == scale[row0 + g + 8 * upper, column0 // group + j]
+
+
+def test_every_e4m3_scale_has_a_name_of_its_own_and_positive_ones_keep_their_value() -> None:
+    assert sorted(fragments.UE5M3_OF) == list(range(256))
+    for code in range(1, 127):
+        name = fragments.UE5M3_OF[code]
+        assert 2.0 ** ((name >> 3) - 10) * (1 + (name & 7) / 8) == E4M3.value(code)
+
+
+def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
+    def flags(name: str, change: Any) -> list[int]:
+        st = tensor(name, 130, 256, seed=1)
+        change(st)
+        return st.to_storage(STORAGE).scale[:, 0].tolist()
+
+    def nothing(st: ScaledTensor) -> None: ...
+
+    def codes(row: int, code: int) -> Any:
+        def change(st: ScaledTensor) -> None:
+            st.data[row, 5] = code
+
+        return change
+
+    def scale(row: int, code: Any) -> Any:
+        def change(st: ScaledTensor) -> None:
+            st.scale[row, 0] = code
+
+        return change
+
+    assert flags("mxfp4", nothing) == flags("e4m3-block", nothing) == [0, 0, 0]
+    assert flags("e4m3-block", codes(70, 0x7F)) == flags("e4m3-block", codes(70, 0xFF)) == [0, 3, 0]
+    assert flags("mxfp8-e5m2", codes(129, 0x7C)) == [0, 0, 3]
+    assert flags("int8-row", codes(0, -128)) == [0, 0, 0]
+    assert flags("mxfp4", scale(3, 255)) == flags("mxfp4", scale(3, 254)) == flags("mxfp4", scale(3, 1)) == [3, 0, 0]
+    assert flags("mxfp4", scale(3, 90)) == [2, 0, 0]
+    assert flags("nvfp4", scale(3, 0x80)) == flags("nvfp4", scale(3, 0xC0)) == [3, 0, 0]
+    assert flags("nvfp4", scale(3, 0)) == flags("nvfp4", scale(3, 127)) == [0, 0, 0]
+    assert flags("int4-128", scale(3, np.inf)) == flags("int4-64", scale(3, 0x7FC0)) == [3, 0, 0]
+
+    def zeros(st: Any) -> None:
+        st.data[3, :16], st.scale[3, 0] = 0, 0
+
+    assert flags("mxfp4", zeros) == [0, 0, 0]
+
+
+def test_the_storage_refuses_what_it_has_no_order_for() -> None:
+    x = np.ones((64, 256), np.float32)
+    for recipe in (breccia.MXFP6BlockScaling(), breccia.INT4Scaling(48)):
+        with pytest.raises(breccia.errors.UnsupportedError, match=STORAGE):
+            breccia.cast(x, recipe).to_storage(STORAGE)
+
+
+# -- decoding, of the CUDA source itself -----------------------------------------------------------------------------
+
+#: One-line functions of the header, and what replaces their bodies on the host.
+_REPLACED = {
+    "u32 sub2": "return host_sub2(a, b);",
+    "u32 mul2": "return host_mul2(a, b);",
+    "u32 fma2": "return host_fma2(a, b, c);",
+    "float of_f16": "return host_of_f16(h);",
+    "u16 to_bf16": "return host_to_bf16(f);",
+    "u16 to_f16": "return host_to_f16(f);",
+    "uint4 load_16": "return host_load<uint4>(a);",
+    "float2 load_floats": "return host_load<float2>(a);",
+    "u32 load_4": "return host_load<u32>(a);",
+    "u32 load_2": "return host_load<u16>(a);",
+    "u32 load_1": "return host_load<u8>(a);",
+}
+#: Every element of a chunk by the fast decoding, times its scale and the factor of its rows; and by the slow path.
+_PROGRAM = """
+extern "C" void decoded(const u8* chunk, int largest, float* fast, float* slow) {
+    host_memory = chunk;
+    for (int row = 0; row < 64; row++)
+        for (int column = 0; column < 128; column++) slow[row * 128 + column] = element(chunk, row, column);
+    for (int tile = 0; tile < 4; tile++)
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane >> 2, t = lane & 3, slice = tile * SLICE;
+            Codes codes;
+            Rows rows = {};
+            load_codes(slice, lane, codes);
+            for (int j = 0; j < UNITS; j++) {
+                u32 a[4];
+                float s[2] = {1.f, 1.f};
+                decode_tile(codes, slice, g, j, largest, rows, a);
+                if (!AT_DECODE) load_scales(slice, g, j * 16 / GROUP, s[0], s[1]);
+                for (int i = 0; i < 8; i++) {
+                    const int upper = i / 2 % 2, column = j * 16 + 2 * t + i % 2 + i / 4 * 8;
+                    const float code = host_of(a[i / 2] >> i % 2 * 16);
+                    fast[(tile * 16 + g + 8 * upper) * 128 + column] = code * factor_of_rows(largest) * s[upper];
+                }
+            }
+        }
+}
+"""
+
+
+#: A whole product, by the slow path.
+_PRODUCT = """
+extern "C" void multiplied(const Weight* w, const u16* x, const void* bias, void* y, int M, int N, int K, int ldx, int ldy) {
+    threadIdx.x = 0;
+    blockDim.x = 1;
+    slow_rows(*w, x, bias, y, 0, M, 0, N, N, K, ldx, ldy);
+}
+"""
+
+
+@functools.cache
+def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
+    text = (CUDA / "weight_only.cuh").read_text(encoding="utf-8")
+    for start, body in _REPLACED.items():
+        text, count = re.subn(rf"(__forceinline__ {start}\([^)]*\) \{{).*\}}", rf"\1 {body} }}", text)
+        assert count == 1, start
+    text = text.replace("template <u32 TABLE> __device__ __forceinline__ u32 lop3(u32 a, u32 b, u32 c) { u32 d;", _LOP3)
+    name = "-".join(f"{value}" for _, value in macros)
+    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    prelude = (Path(__file__).parent / "weight_only_host.cpp").read_text(encoding="utf-8")
+    source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM + _PRODUCT)
+    options = [f"-D{key}={value}" for key, value in macros]
+    found = subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", *options, str(source), "-o", str(library)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "_Float16" in found.stderr:
+        pytest.skip("the C++ compiler has no _Float16")
+    assert found.returncode == 0, found.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+_LOP3 = (
+    "template <u32 TABLE> __device__ __forceinline__ u32 lop3(u32 a, u32 b, u32 c) "
+    "{ return TABLE == 0xEA ? (a & b) | c : (a & b) ^ c; u32 d;"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("decoding")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("act", ["bfloat16", "float16"])
+@pytest.mark.parametrize("wild", [False, True], ids=["finite", "every pattern"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_cuda_source_decodes_every_element_exactly(name: str, act: str, wild: bool, folder: Path) -> None:
+    st = tensor(name, 64 * 6, 256, seed=5, wild=wild)
+    fmt = FORMATS[name]
+    if wild and name == "mxfp4":  # rows with scales close enough, and rows without
+        st.scale[:192] = np.random.default_rng(1).integers(110, 128, (192, 8))
+        st.scale[0, 0], st.data[0, :16] = 0, 0
+    operand = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.Operand)
+    macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": 2, "BIAS": 3}
+    decoded = _built(folder, tuple(sorted(macros.items()))).decoded
+    values = reference.dequantize(_without_global(st)).astype(np.float64) / operand.factor
+    if fmt.global_scale is not None and fmt.global_scale.sense == "amax":
+        values *= operand.factor
+    stored, flag = st.to_storage(STORAGE), 1 << plans.DTYPES[act]
+    taken = 0
+    for block, chunk in np.ndindex(*stored.data.shape[:2]):
+        fast, slow = np.empty((2, 64, 128), np.float32)
+        piece = np.ascontiguousarray(stored.data[block, chunk])
+        flags, largest = stored.scale[block].tolist()
+        pointers = [ctypes.c_void_p(part.ctypes.data) for part in (piece, fast, slow)]
+        decoded(pointers[0], largest, *pointers[1:])
+        with np.errstate(over="ignore"):  # a MXINT8 code times 2^127
+            expected = values[64 * block : 64 * (block + 1), 128 * chunk : 128 * (chunk + 1)].astype(np.float32)
+        np.testing.assert_array_equal(slow, expected)
+        if not flags & flag:
+            np.testing.assert_array_equal(fast, expected)
+            taken += 1
+    assert taken or wild
+
+
+def _without_global(st: ScaledTensor) -> ScaledTensor:
+    """Its codes and block scales alone: the kernel multiplies sums by the tensor's scale."""
+    fmt = st.recipe.format
+    if fmt.global_scale is None:
+        return st
+    alone = Drawn(fmt=Format(fmt.element, fmt.levels[1:], fmt.offset))
+    return ScaledTensor.from_parts(st.data, st.scale, alone, st.layout, st.zero_point, None, st.axis, st.padding)
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+class _HostKernel:
+    """Stands in for a kernel on a device: a launch reads its arguments as the kernel does, and computes by the slow path."""
+
+    def __init__(self, library: Any, wide: bool) -> None:
+        self.library, self.wide, self.streams = library, wide, list[tuple[int, bool]]()
+
+    def prepare(self, grid: Any, threads: int, values: Any, stream: int, cluster: int, dependent: bool) -> Any:
+        class Launch:
+            config = SimpleNamespace(stream=None)
+
+            def __call__(launch) -> None:
+                self.streams.append((launch.config.stream, dependent))
+                weight, *others = values
+                self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
+
+        return Launch()
+
+
+def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_triton import weight_only
+
+    st = breccia.cast(torch.randn(64, 128), breccia.INT4Scaling(64, signed=False, symmetric=False))
+    other = ScaledTensor(st.data, st.scale, st.recipe, st.layout, st.zero_point.to(torch.int32), None)
+    stored = other.to_storage(STORAGE)
+    assert stored.to_plain().zero_point.equal(other.zero_point)
+    x = torch.randn(3, 128).bfloat16()
+    assert weight_only.matmul(x, stored.mT).equal(breccia.matmul(x, st.mT))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
+def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_torch.ops import TORCH
+    from breccia_triton import weight_only
+
+    made: list[_HostKernel] = []
+
+    def function(operand: Any, config: Any, act: str, out: str, bias: str | None, call: Any) -> Any:
+        macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": plans.DTYPES[out]}
+        macros["BIAS"] = plans.NO_BIAS if bias is None else plans.DTYPES[bias]
+        made.append(_HostKernel(_built(folder, tuple(sorted(macros.items()))), config.wide))
+        return made[-1]
+
+    described: list[Any] = []
+
+    def tensor_map(*facts: Any) -> Any:
+        described.append(facts)
+        return weight_only.TensorMap()
+
+    monkeypatch.setattr(weight_only, "function", function)
+    monkeypatch.setattr(weight_only, "current_stream", lambda device: 7)
+    monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    weight_only._calls.clear()
+    n, k = 70, 132
+    plain = tensor(name, n, k, seed=2)
+    dtypes = TORCH.dtypes(plain.recipe.format)
+    parts = {field: getattr(plain, field) for field in ("data", "scale", "zero_point", "global_scale")}
+    moved = {
+        field: None if part is None else TORCH.from_numpy(np.ascontiguousarray(part)).view(getattr(torch, dtypes[field]))
+        for field, part in parts.items()
+    }
+    st = ScaledTensor.from_parts(
+        moved["data"], moved["scale"], plain.recipe, plain.layout, moved["zero_point"], moved["global_scale"], -1, plain.padding
+    )
+    w, values = st.to_storage(STORAGE).mT, torch.from_numpy(reference.dequantize(plain).astype(np.float64))
+    torch.manual_seed(0)
+    for m in (1, 5, 20):
+        x = torch.randn(m, k).bfloat16()
+        bias = torch.randn(n).half()
+        exact = x.double() @ values.mT
+        size = x.double().abs() @ values.mT.abs()
+        found = weight_only.matmul(x, w)
+        assert found.dtype == torch.float32
+        assert ((found - exact).abs() <= k * 2.0**-24 * size).all()
+        assert weight_only.matmul(x, w).equal(found)
+        assert made[-1].streams == [(7, m != 1), (7, True)]  # first without an early start: the weight was just written
+        found = weight_only.matmul(x[None].expand(2, m, k), w, bias, "bfloat16")
+        assert found.shape == (2, m, n) and found.dtype == torch.bfloat16
+        assert ((found[1] - (exact + bias)).abs() <= 2.0**-8 * (size + bias.abs())).all()
+        wide = torch.full((m, 100), 7.0)
+        out = wide[:, :n]
+        assert weight_only.matmul(x, w, None, "float32", out) is out
+        assert ((out - exact).abs() <= k * 2.0**-24 * size).all() and (wide[:, n:] == 7).all()
+        turned = torch.zeros(n, m).mT
+        assert weight_only.matmul(x, w, None, "float32", turned) is turned
+        assert turned.equal(out)
+        sliced = torch.randn(m, 2 * k).bfloat16()[:, ::2]
+        assert ((weight_only.matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
+    if name == "int4-128":
+        assert {(facts[1], facts[2], facts[4]) for facts in described} == {
+            ("bfloat16", (20, k), (32, 64)),
+            ("bfloat16", (40, k), (64, 64)),
+        }
+        assert all(facts[3][0] % 8 == 0 for facts in described)
+    weight_only._calls.clear()
+
+
+# -- plans and compilation -------------------------------------------------------------------------------------------
+
+
+def test_every_call_has_a_configuration_that_fits() -> None:
+    for fmt in FORMATS.values():
+        operand = plans.operand_of(fmt, fmt.scale.block)
+        assert isinstance(operand, plans.Operand)
+        for m in (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 5000):
+            for n in (1, 64, 4096, 8192, 28672):
+                for k in (128, 200, 4096, 28672):
+                    config = plans.config_of(operand, "", m, n, k)
+                    assert config.fits(operand, m, k)
+                    assert config.wide == (m > 16)
+                    grid = config.grid(m, n)
+                    assert grid[0] % config.split == 0 and grid[0] // config.split * config.rows >= n
+                    assert grid[1] * config.batch >= m
+
+
+@pytest.mark.parametrize(
+    ("fmt", "reason"),
+    [
+        (Format(NF4, (Level(F32, (1, 64)),)), "NF4"),
+        (Format(UINT4, (Level(F16, (1, 64)),), "bias"), "bias"),
+        (Format(UINT8, (Level(F16, (1, 64)),), "zero_point"), "UINT8"),
+        (Format(INT4, (Level(F16, (1, 48)),)), "48"),
+        (Format(E4M3, (Level(F32, (1, 128), "amax"),)), "amax"),
+        (Format(E2M1, (Level(UE4M3, (1, 16)),)), "UE4M3"),
+        (Format(INT8, (Level(E4M3, (1, 32)),)), "E4M3"),
+    ],
+)
+def test_formats_that_the_kernels_do_not_take_have_a_reason(fmt: Format, reason: str) -> None:
+    found = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(found, str) and reason in found
+
+
+def test_explain_says_why_a_plain_weight_is_decoded_first() -> None:
+    found = str(breccia.explain("matmul", "array", "int4", on="torch:cuda"))
+    assert "cuda.weight_only" in found
+
+
+def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path)
+    plans.measured_on.cache_clear()
+    path = tmp_path / f"weight_only_{choices.file_name('Some GPU')}"
+    config = plans.Config(8, 4, 8, 3, split=2)
+    operand = plans.Operand(0, 0, 128, False)
+    key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
+    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": {key: plans.entry_of(config)}}))
+    assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
+    assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
+    for text in ("{", '{"schema": 0}', '{"schema": 1, "configs": {"x": {"batch": 7}}}'):
+        path.write_text(text)
+        plans.measured_on.cache_clear()
+        with pytest.warns(UserWarning, match="leaves out"):
+            assert plans.measured_on("Some GPU") == {}
+    plans.measured_on.cache_clear()
+
+
+def test_the_wheel_has_the_cuda_sources() -> None:
+    assert {"weight_only.cuh", "weight_only_small.cu", "weight_only_wide.cu"} <= {path.name for path in CUDA.iterdir()}
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
+    fmt = FORMATS[name]
+    operand = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.Operand)
+    config = next(c for c in plans.configs(operand, 32 if wide else 8, 8192, 8192) if c.fits(operand, 8, 8192))
+    headers = {"weight_only.cuh": (CUDA / "weight_only.cuh").read_text(encoding="utf-8")}
+    headers |= {"wgmma.cuh": plans.wgmma_header(config.batch)} if wide else {}
+    source = compiler.Source.read(CUDA / f"weight_only_{'wide' if wide else 'small'}.cu", headers)
+    macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
+    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
+    assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
+    assert "warning" not in log and "serialized" not in log

@@ -1,0 +1,285 @@
+"""Weight-only matmul on a GPU: every format and configuration against FP64, within the bound of the contract for products."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import on_cuda
+from weights import FORMATS, tensor
+
+import breccia
+from breccia.backend import reference
+from breccia.tensors.tensor import ScaledTensor
+from breccia_triton import weight_plans as plans
+
+STORAGE, NAME = "mma_16x128", "cuda.weight_only"
+#: (N, K): whole chunks; rows and columns that end within a chunk; columns that are no multiple of 8; many chunks.
+SHAPES = ((128, 512), (70, 200), (33, 130), (192, 3072))
+#: Rows of x, around every batch of the kernels.
+ROWS = (1, 3, 8, 9, 16, 17, 33, 64, 65, 128, 130)
+
+
+def on_gpu(st: ScaledTensor) -> ScaledTensor:
+    """The tensor on the GPU, in torch's storage dtypes."""
+    import torch
+
+    from breccia_torch.ops import TORCH
+
+    dtypes = TORCH.dtypes(st.recipe.format)
+
+    def moved(name: str, part: Any) -> Any:
+        if part is None:
+            return None
+        words = torch.from_numpy(np.ascontiguousarray(part).reshape(-1).view(np.uint8).copy()).cuda()
+        dtype = getattr(torch, dtypes.get(name, "uint8"))
+        return words.view(dtype).reshape(part.shape)
+
+    parts = {name: moved(name, getattr(st, name)) for name in ("data", "scale", "zero_point", "global_scale")}
+    return ScaledTensor.from_parts(
+        parts["data"], parts["scale"], st.recipe, st.layout, parts["zero_point"], parts["global_scale"], st.axis, st.padding
+    )
+
+
+@functools.cache
+def weight(name: str, n: int, k: int, seed: int = 0) -> tuple[Any, Any]:
+    """(The weight's transpose on the GPU in the kernel's storage, its values in FP64.)"""
+    import torch
+
+    st = tensor(name, n, k, seed)
+    values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
+    return on_gpu(st).to_storage(STORAGE).mT, values
+
+
+def activations(m: int, k: int, dtype: str, seed: int = 0) -> Any:
+    """Numbers of several binades."""
+    import torch
+
+    g = torch.Generator("cuda").manual_seed(seed + m)
+    x = torch.randn(m, k, generator=g, device="cuda")
+    return (x * torch.exp2(torch.randint(-3, 3, (m, k), generator=g, device="cuda"))).to(getattr(torch, dtype))
+
+
+def check(found: Any, x: Any, values: Any, bias: Any = None) -> None:
+    """The bound: K u sums of products in FP32, then one rounding to the dtype of the result."""
+    import torch
+
+    k, w = x.shape[-1], values.mT
+    added = 0.0 if bias is None else bias.double()
+    exact, size = x.double() @ w + added, x.double().abs() @ w.abs() + (0.0 if bias is None else bias.double().abs())
+    n = (k + (bias is not None)) * 2.0**-24
+    bound = n / (1 - n) * size + k * 2.0**-126
+    half = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}[found.dtype]
+    bound = bound + half * (exact.abs() + bound) + (2.0**-25 if half else 0.0)
+    assert found.shape == exact.shape
+    nan = exact.isnan()
+    assert torch.equal(found.isnan(), nan)
+    ratio = torch.where(nan | (found.double() == exact), 0.0, (found.double() - exact).abs() / bound)
+    assert ratio.max() <= 1, f"the error is {ratio.max().item():.3g} times the bound"
+
+
+@on_cuda
+@pytest.mark.parametrize("act", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_every_format_are_within_the_bound(name: str, act: str) -> None:
+    for n, k in SHAPES:
+        w, values = weight(name, n, k)
+        for m in ROWS:
+            x = activations(m, k, act)
+            explained = breccia.explain("matmul", x, w)
+            assert explained.running == NAME, str(explained)
+            found = breccia.matmul(x, w)
+            check(found, x, values)
+            assert found.equal(breccia.matmul(x, w)), "two calls differ"
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-128", "mxfp4", "nvfp4", "e4m3-block", "int8-32"])
+def test_every_configuration_gives_products_within_the_bound(name: str) -> None:
+    import torch
+
+    from breccia_triton.weight_only import Call
+
+    fmt, (n, k) = FORMATS[name], (320, 2048)
+    operand = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.Operand)
+    w, values = weight(name, n, k)
+    for m in (5, 13, 29, 61, 128, 140):
+        x, bias = activations(m, k, "bfloat16"), torch.randn(n, device="cuda")
+        sizes = {(n, k), (16384, k), (4096, k), (8448, k)}
+        configs = {c for size in sizes for c in plans.configs(operand, m, *size) if c.fits(operand, m, k)}
+        configs |= {plans.Config(8, 2, 8, 2, per_sm=2)} if m <= 8 else set()
+        for config in configs:
+            found = Call(x, w, bias, "float32", config)(x, w, bias, None)
+            check(found, x, values, bias)
+
+
+@on_cuda
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+def test_results_have_any_dtype_bias_and_memory(out_dtype: str) -> None:
+    import torch
+
+    w, values = weight("int4-128", 70, 200)
+    dtype = getattr(torch, out_dtype)
+    for m in (1, 12, 40):
+        x = activations(m, 200, "bfloat16")
+        for bias_dtype in (torch.float32, torch.bfloat16, torch.float16):
+            bias = torch.randn(140, device="cuda").to(bias_dtype)[::2]
+            check(breccia.matmul(x, w, dtype, bias=bias), x, values, bias)
+        out = torch.full((m, 70), 7.0, dtype=dtype, device="cuda")
+        assert breccia.matmul(x, w, dtype, out=out) is out
+        check(out, x, values)
+        wide = torch.full((m, 100), 7.0, dtype=dtype, device="cuda")
+        breccia.matmul(x, w, dtype, out=wide[:, :70])
+        check(wide[:, :70], x, values)
+        assert (wide[:, 70:] == 7).all()
+        strided = torch.randn(m, 400, device="cuda").bfloat16()[:, ::2]
+        check(breccia.matmul(strided, w, dtype), strided, values)
+        odd = torch.randn(m * 200 + 1, device="cuda").bfloat16()[1:].view(m, 200)
+        check(breccia.matmul(odd, w, dtype), odd, values)
+        batched = breccia.matmul(x[None].expand(3, m, 200), w, dtype)
+        assert batched.shape == (3, m, 70)
+        check(batched[2], x, values)
+
+
+@on_cuda
+def test_long_sums_of_numbers_of_many_sizes_are_within_the_bound() -> None:
+    import torch
+
+    from breccia_triton.weight_only import Call
+
+    for name in ("int4-128", "nvfp4", "e4m3-block"):
+        w, values = weight(name, 64, 8192)
+        for m in (1, 16, 64):
+            x = torch.randn(m, 8192, device="cuda") * 2.0**-10
+            x[:, 0] = 2.0**10  # one large, many small
+            x[:, 4096] = -(2.0**10)
+            check(breccia.matmul(x.bfloat16(), w), x.bfloat16(), values)
+            alone = Call(x.bfloat16(), w, None, "float32", plans.Config(64, 1, 1, 4, wide=True))  # one chain of additions
+            check(alone(x.bfloat16(), w, None, None), x.bfloat16(), values)
+
+
+@on_cuda
+@pytest.mark.parametrize("act", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_bits_of_codes_and_scales_decode_as_the_contract_says(name: str, act: str) -> None:
+    import torch
+
+    st = tensor(name, 192, 256, seed=9, wild=True)
+    calm = tensor(name, 192, 256, seed=9)
+    if st.scale.shape == calm.scale.shape and st.scale.ndim and st.scale.shape[0] == 192:
+        st.scale[:64] = calm.scale[:64]  # rows with wild codes alone
+        if st.zero_point is not None:
+            st.zero_point[:64] = calm.zero_point[:64]
+    values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
+    w = on_gpu(st).to_storage(STORAGE).mT
+    for m in (2, 20):
+        x = activations(m, 256, act)
+        found, exact = breccia.matmul(x, w), x.double() @ values.mT
+        size = x.double().abs() @ values.mT.abs()
+        assert torch.equal(found.isnan() | found.isinf(), exact.isnan() | (size > 3e38)) or (size > 1e37).any()
+        inside = (size < 1e37) & ~exact.isnan()
+        bound = 256 * 2.0**-24 * size + 256 * 2.0**-126
+        assert ((found.double() - exact).abs() <= bound)[inside].all()
+        assert not found[exact.isnan()].isfinite().any()
+
+
+@on_cuda
+def test_activations_that_are_not_finite_reach_their_row_alone() -> None:
+    for name in ("int4-128", "nvfp4", "e4m3-block"):
+        w, values = weight(name, 128, 512)
+        for m in (4, 16, 50):
+            x = activations(m, 512, "bfloat16")
+            x[1, 7], x[2, 9] = float("nan"), float("inf")
+            found, expected = breccia.matmul(x, w), x.double() @ values.mT
+            assert found[1].isnan().all()
+            assert not found[2].isfinite().any() or not expected[2].isfinite().all()
+            keep = [i for i in range(m) if i not in (1, 2)]
+            check(found[keep], x[keep], values)
+
+
+@on_cuda
+def test_graphs_replay_layers_that_depend_on_each_other() -> None:
+    import torch
+
+    first, second = weight("int4-128", 512, 512)[0], weight("nvfp4", 512, 512)[0]
+    for m in (1, 16, 64):
+        x = activations(m, 512, "bfloat16")
+
+        def run(x: Any) -> Any:
+            for _ in range(4):
+                x = breccia.matmul(x, first, torch.bfloat16) * 0.05
+                x = breccia.matmul(x, second, torch.bfloat16)
+                x = x / (1 + x.abs().amax())
+            return x
+
+        expected = run(x)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            assert torch.equal(run(x), expected)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(x)
+        for seed in range(3):
+            x.copy_(activations(m, 512, "bfloat16", seed))
+            graph.replay()
+            assert torch.equal(y, run(x))
+
+
+@on_cuda
+def test_a_weight_is_read_only_after_it_is_written() -> None:
+    import torch
+
+    w, _ = weight("int4-128", 512, 512)
+    other = weight("int4-128", 512, 512, 1)[0]
+    x = activations(4, 512, "bfloat16")
+    expected = breccia.matmul(x, other)
+    breccia.matmul(x, w)
+    kept = w.data.clone(), w.scale.clone()
+    for _ in range(50):
+        w.data.copy_(kept[0])
+        breccia.matmul(x, w)
+        w.data.copy_(other.data)
+        assert torch.equal(breccia.matmul(x, w), expected)
+    w.data.copy_(kept[0])
+
+
+@on_cuda
+def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) -> None:
+    import torch
+    from torch import nn
+
+    import breccia_torch
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256, bias=False)).cuda().bfloat16().eval()
+    recipe = breccia.INT4Scaling(128)
+    plain = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256, bias=False)).cuda().bfloat16().eval()
+    plain.load_state_dict(model.state_dict())
+    breccia_torch.quantize_(model, recipe)
+    breccia_torch.quantize_(plain, recipe, storage="plain")
+
+    def storages(model: Any) -> list[str]:
+        return [layer.weight.layout.storage for layer in (model[0], model[2])]
+
+    assert storages(model) == [STORAGE] * 2
+    assert storages(plain) == ["plain"] * 2
+    for m in (1, 5, 30):
+        x = torch.randn(m, 256, device="cuda").bfloat16()
+        found, expected = model(x), plain(x)
+        assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+    states = model.state_dict(), plain.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    breccia_torch.save_model(model, tmp_path / "a.safetensors")
+    breccia_torch.save_model(plain, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    fresh = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256, bias=False)).cuda().bfloat16().eval()
+    breccia_torch.load_model(fresh, tmp_path / "a.safetensors")
+    assert storages(fresh) == [STORAGE] * 2
+    assert torch.equal(fresh(x), model(x))
+    compiled = torch.compile(model, fullgraph=True)
+    assert torch.equal(compiled(x), model(x))

@@ -1,0 +1,40 @@
+// The decoding of weight_only.cuh on the host: tests/test_weight_only.py includes the header after this file, with the lines of a few
+// PTX functions replaced by those below, and compiles it as C++.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+#define asm(...)
+#define volatile
+struct uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct Index { int x; } threadIdx, blockDim;
+static const uint8_t* host_memory;                        // what shared memory is on the device
+static inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
+static inline float __uint_as_float(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
+static inline uint32_t bits_of(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
+template <class T> static T host_load(uint32_t a) { T v; memcpy(&v, host_memory + a, sizeof v); return v; }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+
+static inline uint16_t host_to_bf16(float f) {
+    const uint32_t i = bits_of(f);
+    return f != f ? 0x7fff : (i + 0x7fff + (i >> 16 & 1)) >> 16;
+}
+static inline float host_of_f16(uint32_t h) { _Float16 v; uint16_t b = h; memcpy(&v, &b, 2); return v; }
+static inline uint16_t host_to_f16(float f) { _Float16 v = f; uint16_t b; memcpy(&b, &v, 2); return b; }
+template <class F> static uint32_t halves(F f) { return f(0) | (uint32_t)f(16) << 16; }
+#if ACT == 0
+static inline float host_of(uint32_t h) { return __uint_as_float((h & 0xffff) << 16); }
+#define host_to host_to_bf16
+#else
+static inline float host_of(uint32_t h) { return host_of_f16(h & 0xffff); }
+#define host_to host_to_f16
+#endif
+static inline uint32_t host_sub2(uint32_t a, uint32_t b) { return halves([=](int s) { return host_to(host_of(a >> s) - host_of(b >> s)); }); }
+static inline uint32_t host_mul2(uint32_t a, uint32_t b) { return halves([=](int s) { return host_to(host_of(a >> s) * host_of(b >> s)); }); }
+static inline uint32_t host_fma2(uint32_t a, uint32_t b, uint32_t c) {
+    return halves([=](int s) { return host_to((float)((double)host_of(a >> s) * host_of(b >> s) + host_of(c >> s))); });
+}
