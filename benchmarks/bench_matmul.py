@@ -115,14 +115,26 @@ def force(name: str) -> None:
     fp8_matmul.forget()
 
 
+def column_major(a: Any) -> Any:
+    """`a` with column-major scales in memory of their own: `to_storage` gives a view, which would be copied at each call."""
+    import breccia
+
+    st = a.to_storage("column_major")
+    return breccia.ScaledTensor.from_parts(
+        st.data, st.scale.contiguous(), st.recipe, st.layout, axis=st.axis, padding=st.padding
+    )
+
+
 def torch_blocks(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
     """cuBLAS for blocks, with scales in the order that it reads, so that no copy of them is timed."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
-    scale = a.scale[..., : a.shape[0]].t()
+    from breccia_triton.cuda.scaled_mm import rows_adjacent
+
+    scale = rows_adjacent(a.to_plain().scale)
     across = ScalingType.BlockWise128x128 if kind == "tiles" else ScalingType.BlockWise1x128
-    scales = [w.scale.t() if kind == "tiles" else w.scale.t().contiguous() for w in ws]
+    scales = [w.scale.t() if kind == "tiles" else rows_adjacent(w.scale) for w in ws]
     pairs = list(zip([w.data.t() for w in ws], scales, strict=True))
 
     def call(pair: Any) -> object:
@@ -288,7 +300,7 @@ def main(
             try:
                 a, ws = operands(kind, *shape, device)
                 blocks = kind in ("tiles", "blocks")
-                turned = a.to_storage("column_major") if blocks else None
+                turned = column_major(a) if blocks else None
                 row["times"], row["clock_mhz"] = measured(
                     makers(kind, a, ws, turned, tiles or []), kind, a, ws[0], samples, device, burst
                 )  # fmt: skip

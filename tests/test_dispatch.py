@@ -612,7 +612,7 @@ def test_checks_get_an_example_operand_for_a_named_recipe(monkeypatch: pytest.Mo
     (call,) = asked
     assert (call.op, call.framework, call.device, call.recipe, call.options) == ("matmul", "numpy", Device("cpu"), None, {})
     assert facts_of(call.a) == (NVFP4, "uint8", 2, NVFP4.layout, -1, (256, 256))
-    assert facts_of(call.b) == (MXFP8, "float8_e4m3fn", 2, MXFP8.layout, -1, (256, 256))
+    assert facts_of(call.b) == (MXFP8, "float8_e4m3fn", 2, MXFP8.layout, -2, (256, 256))  # `w.mT`
     assert call.a.contiguous and call.a.storage == "plain" and call.a.address_alignment == call.a.row_alignment == 256
 
 

@@ -22,7 +22,7 @@ from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import threads
 from breccia.layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor
 from breccia.tensors.grids import packed_length
-from breccia.tensors.tensor import ScaledTensor
+from breccia.tensors.tensor import ScaledTensor, with_parts
 from breccia_native import availability
 
 if reason := availability.missing_products(Device("cpu")):
@@ -208,7 +208,7 @@ def test_nan_codes_and_scales_make_nan_where_they_should(instruction_set: str) -
             st = tensor(FORMATS[name], 37, 256)
             array = getattr(st, part).copy()
             array[35, -1] = np.nan if array.dtype.kind == "f" else {"mxfp4": 255}.get(name, 127)
-            st = st._with(breccia.backend.components(st) | {part: array})
+            st = with_parts(st, breccia.backend.components(st) | {part: array})
             d = breccia.dequantize(st, prefer="reference.dequantize")
             assert np.isnan(d).any(axis=1).tolist() == [n == 35 for n in range(37)]
             check_bound(multiplied(x[:rows], st), x[:rows], d)
@@ -236,7 +236,7 @@ def test_nan_in_activations_stays_in_its_row(instruction_set: str) -> None:
 def test_numbers_beyond_the_limits_are_left_to_numpy(instruction_set: str, what: str, x: float, scale: float) -> None:
     for name in ("int4-32", "e4m3-row", "int4-tensor"):
         st = tensor(FORMATS[name], 8, 64)
-        st = st._with(breccia.backend.components(st) | {"scale": np.full(st.scale.shape, scale, np.float32)})
+        st = with_parts(st, breccia.backend.components(st) | {"scale": np.full(st.scale.shape, scale, np.float32)})
         a = np.ones((2, 64), np.float32)
         a[1, 63] = x
         assert native._of_rows(a, st) is None, what

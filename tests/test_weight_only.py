@@ -290,7 +290,7 @@ def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> Non
     stored = other.to_storage(STORAGE)
     assert stored.to_plain().zero_point.equal(other.zero_point)
     x = torch.randn(3, 128).bfloat16()
-    assert weight_only.matmul(x, stored.mT).equal(breccia.matmul(x, st.mT))
+    assert weight_only.weight_only_matmul(x, stored.mT).equal(breccia.matmul(x, st.mT))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -339,23 +339,23 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
         bias = torch.randn(n).half()
         exact = x.double() @ values.mT
         size = x.double().abs() @ values.mT.abs()
-        found = weight_only.matmul(x, w)
+        found = weight_only.weight_only_matmul(x, w)
         assert found.dtype == torch.float32
         assert ((found - exact).abs() <= k * 2.0**-24 * size).all()
-        assert weight_only.matmul(x, w).equal(found)
+        assert weight_only.weight_only_matmul(x, w).equal(found)
         assert made[-1].streams == [(7, m != 1), (7, True)]  # first without an early start: the weight was just written
-        found = weight_only.matmul(x[None].expand(2, m, k), w, bias, "bfloat16")
+        found = weight_only.weight_only_matmul(x[None].expand(2, m, k), w, bias, "bfloat16")
         assert found.shape == (2, m, n) and found.dtype == torch.bfloat16
         assert ((found[1] - (exact + bias)).abs() <= 2.0**-8 * (size + bias.abs())).all()
         wide = torch.full((m, 100), 7.0)
         out = wide[:, :n]
-        assert weight_only.matmul(x, w, None, "float32", out) is out
+        assert weight_only.weight_only_matmul(x, w, None, "float32", out) is out
         assert ((out - exact).abs() <= k * 2.0**-24 * size).all() and (wide[:, n:] == 7).all()
         turned = torch.zeros(n, m).mT
-        assert weight_only.matmul(x, w, None, "float32", turned) is turned
+        assert weight_only.weight_only_matmul(x, w, None, "float32", turned) is turned
         assert turned.equal(out)
         sliced = torch.randn(m, 2 * k).bfloat16()[:, ::2]
-        assert ((weight_only.matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
+        assert ((weight_only.weight_only_matmul(sliced, w) - sliced.double() @ values.mT).abs() <= 0.01 * size.max()).all()
     if name == "int4-128":
         assert {(facts[1], facts[2], facts[4]) for facts in described} == {
             ("bfloat16", (20, k), (32, 64)),

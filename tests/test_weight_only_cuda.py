@@ -71,7 +71,7 @@ def check(found: Any, x: Any, values: Any, bias: Any = None) -> None:
     exact, size = x.double() @ w + added, x.double().abs() @ w.abs() + (0.0 if bias is None else bias.double().abs())
     n = (k + (bias is not None)) * 2.0**-24
     bound = n / (1 - n) * size + k * 2.0**-126
-    half = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}[found.dtype]
+    half = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[found.dtype]
     bound = bound + half * (exact.abs() + bound) + (2.0**-25 if half else 0.0)
     assert found.shape == exact.shape
     nan = exact.isnan()
@@ -248,6 +248,7 @@ def test_a_weight_is_read_only_after_it_is_written() -> None:
 
 
 @on_cuda
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11's own
 def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) -> None:
     import torch
     from torch import nn

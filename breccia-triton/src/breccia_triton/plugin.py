@@ -25,11 +25,12 @@ _KERNELS = (
 #: Storages of scales that the kernels read and write.
 STORAGES = ("swizzle_128x4", "column_major", "transposed")
 
-#: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it is less than the contract.
+#: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it runs only where it is named: it
+#: keeps less than the contract, or (groups) has not passed all of its tests on a GPU since it was last changed.
 _PRODUCTS = (
     ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
     ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
-    ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, False),
+    ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, True),
     ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "scaled_mm_plans:accepts", "fp8_plans:score_of_torch", False),
     (
         "matmul",
@@ -77,7 +78,7 @@ def breccia_kernels() -> Iterable[Kernel]:
     yield Kernel(
         "matmul",
         "torch",
-        "breccia_triton.weight_only:matmul",
+        "breccia_triton.weight_only:weight_only_matmul",
         "cuda.weight_only",
         recipe=NoneType,
         device="cuda",

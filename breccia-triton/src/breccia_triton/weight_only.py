@@ -25,7 +25,7 @@ from .launch import Remembered, current_stream, empty
 from .weight_plans import Config, Operand
 
 
-def matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`a @ b + bias` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
     data, points = b.data, b.zero_point
     key = (

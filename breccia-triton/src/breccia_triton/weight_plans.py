@@ -45,15 +45,16 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Operand:
-    """A weight as the kernels know it: macros FMT, SCALE, GROUP and ZERO. factor: a constant that multiplies results.
+    """A weight as the kernels know it: macros FMT, FRACTION, SCALE, GROUP and ZERO. factor: a constant that multiplies results.
 
-    divides: the tensor's scale is a divisor. global_scale: there is one.
+    fraction: fraction bits of integer codes. divides: the tensor's scale is a divisor. global_scale: there is one.
     """
 
     codes: int
     scale: int
     group: int
     zero: bool
+    fraction: int = 0
     factor: float = 1.0
     global_scale: bool = False
     divides: bool = False
@@ -71,7 +72,8 @@ class Operand:
 
     @property
     def macros(self) -> dict[str, int]:
-        return {"FMT": self.codes, "SCALE": self.scale, "GROUP": self.group, "ZERO": int(self.zero)}
+        numbers = {"FMT": self.codes, "FRACTION": self.fraction, "SCALE": self.scale}
+        return {**numbers, "GROUP": self.group, "ZERO": int(self.zero)}
 
 
 #: Macro SCALE by the codec of scales. E4M3 scales belong to E2M1 codes.
@@ -99,15 +101,15 @@ def operand_of(fmt: Format, block: Block) -> Operand | str:
     if width not in fragments.GROUPS or ((block[1] or COLUMNS) > COLUMNS and (block[1] or COLUMNS) % COLUMNS):
         return f"blocks of {block[1]} columns; the kernel takes 16, 32, 64 and multiples of 128"
     factor, divides = 1.0, False
-    if isinstance(fmt.element, Integer):
-        factor = 2.0**-fmt.element.fraction_bits
+    fraction = fmt.element.fraction_bits if isinstance(fmt.element, Integer) else 0
     if outer is not None:
         if outer.codec != F32:
             return f"its global scale is {outer.codec.name}, and the kernel reads FP32"
         if outer.sense == "amax":
             factor /= fmt.qmax(outer)
         divides = outer.sense == "divisor"
-    return Operand(codes, _SCALES[level.codec.name], width, fmt.offset == "zero_point", factor, outer is not None, divides)
+    scale, zero = _SCALES[level.codec.name], fmt.offset == "zero_point"
+    return Operand(codes, scale, width, zero, fraction, factor, outer is not None, divides)
 
 
 def _codes_of(codec: Codec) -> int | None:

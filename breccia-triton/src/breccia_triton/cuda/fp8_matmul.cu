@@ -274,6 +274,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             for (long long row = end + blockIdx.x; row < args.M; row += gridDim.x)
                 for (int column = 2 * threadIdx.x; column < args.N; column += 2 * NWG * 128)
                     store(args, row * args.out_row + column, column, 0.f, 0.f);
+            __syncwarp();  // threads of a warp have come apart, and the instructions of warpgroups need all of them
         }
 
         const float* w_at[W_SCALES]; float w_scale[W_SCALES], sa0[H], sa1[H];

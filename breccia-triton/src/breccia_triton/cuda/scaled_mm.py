@@ -62,7 +62,12 @@ def _blocks(a: Any, b: Any, left: Any, right: Any, kinds: tuple[str, str], dtype
     functional: Any = torch.nn.functional  # new names, which older stubs lack
     kind = functional.ScalingType
     across = kind.BlockWise128x128 if kinds[1] == "128x128" else kind.BlockWise1x128
-    scale_a = a.scale.reshape(rows, -1).t().contiguous().t()  # rows adjacent
+    scale_a = rows_adjacent(a.scale.reshape(rows, -1))
     scale_b = b.scale.mT.reshape(-1, b.scale.shape[-2])
-    scale_b = scale_b.t() if kinds[1] == "128x128" else scale_b.t().contiguous()
+    scale_b = scale_b.t() if kinds[1] == "128x128" else rows_adjacent(scale_b)
     return functional.scaled_mm(left, right, scale_a, kind.BlockWise1x128, scale_b, across, output_dtype=dtype)
+
+
+def rows_adjacent(scale: Any) -> Any:
+    """Scales (rows, blocks of K) in the order that cuBLAS reads; torch asks for these strides of one row too."""
+    return scale.new_empty_strided(scale.shape, (1, scale.shape[0])).copy_(scale)

@@ -9,7 +9,7 @@
 // block that meets a flag takes the slow path below: plain FP32, one element at a time.
 //
 // Macros: FMT 0 INT4, 1 UINT4, 2 E2M1, 3 E4M3, 4 E5M2, 5 INT8.   SCALE 0 fp16, 1 fp32, 2 bf16, 3 E8M0, 4 E4M3.
-//         GROUP 16, 32, 64, 128 columns of a scale.   ZERO 1: there are zero-points.   ACT (of x) 0 bf16, 1 fp16.
+//         FRACTION fraction bits of integer codes.   GROUP 16, 32, 64, 128 columns of a scale.   ZERO 1: there are zero-points.   ACT (of x) 0 bf16, 1 fp16.
 //         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.
 #pragma once
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef unsigned char u8;
@@ -247,13 +247,14 @@ __device__ __forceinline__ void decode_tile(const Codes& v, u32 slice, int g, in
 #endif
     decode(v.q + j * WORDS, r.m[0], r.m[1], a);
 }
-// The scales of a group of rows g and g + 8 that multiply sums.
+// The scales of a group of rows g and g + 8 that multiply sums, and with them 2^-FRACTION: later, sums might have overflowed.
 __device__ __forceinline__ void load_scales(u32 slice, int g, int group, float& s0, float& s1) {
     const u32 at = slice + CODES + (g * GROUPS + group) * 2 * SCALE_BYTES;
     if (SCALE == SCALE_F32) { const float2 v = load_floats(at); s0 = v.x; s1 = v.y; }
     else if (SCALE == SCALE_E8M0) { const u32 v = load_2(at); s0 = of_e8m0(v & 255); s1 = of_e8m0(v >> 8); }
     else if (SCALE == SCALE_BF16) { const u32 v = load_4(at); s0 = of_bf16(v & 0xffff); s1 = __uint_as_float(v & 0xffff0000u); }
     else { const u32 v = load_4(at); s0 = of_f16(v & 0xffff); s1 = of_f16(v >> 16); }
+    if (FRACTION) { s0 *= 1.f / (1 << FRACTION); s1 *= 1.f / (1 << FRACTION); }
 }
 
 // ---- the slow path: any code and scale, for flagged rows ----------------------------------------------------------------
@@ -279,6 +280,7 @@ __device__ __noinline__ float element(const u8* chunk, int row, int column) {
             v = (float)(FMT == INT4 ? (code ^ 8) - 8 : code - (ZERO ? slice[POINTS + scale] : 0));
         }
     }
+    v *= 1.f / (1 << FRACTION);
     const u8* s = slice + CODES + scale * SCALE_BYTES;
     if (SCALE == SCALE_E4M3) {
         const int b = *s;                               // the storage's name of the code
