@@ -131,9 +131,10 @@ def test_a_tensor_of_placeholders_is_not_checked() -> None:
     assert (shapes.shape, shapes.data.shape, shapes.scale.shape, shapes.global_scale.shape) == ((4, 70), (4, 35), (4, 5), ())
 
 
-def test_no_leaf_has_a_tangent(recipe: breccia.ScalingRecipe) -> None:
+@each_kind
+def test_no_leaf_has_a_tangent(kind: breccia.ScalingRecipe) -> None:
     """Nothing that optimizers do to floating-point leaves happens to codes and scales."""
-    for st in (breccia.cast(rows(4), recipe), jax.tree.map(jnp.asarray, breccia.cast(X, recipe))):
+    for st in (breccia.cast(rows(4), kind), jax.tree.map(jnp.asarray, breccia.cast(X, kind))):
         assert all(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(st))
         back = jax.tree.unflatten(jax.tree.structure(st), jax.tree.leaves(st))
         for name, part in components(st).items():
@@ -147,8 +148,9 @@ def native(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
     return breccia.ScaledTensor.from_parts(**{name: getattr(st, name) for name in FIELDS})
 
 
-def test_tensors_put_together_by_jax_equal_those_of_their_components(recipe: breccia.ScalingRecipe) -> None:
-    st = breccia.cast(jnp.stack([rows(8), rows(8)]), recipe)
+@each_kind
+def test_tensors_put_together_by_jax_equal_those_of_their_components(kind: breccia.ScalingRecipe) -> None:
+    st = breccia.cast(jnp.stack([rows(8), rows(8)]), kind)
     other = native(st)
     assert st.held is not None or not any(jnp.issubdtype(p.dtype, jnp.floating) for p in components(st).values())
     assert other.held is None and jax.tree.structure(st) == jax.tree.structure(other)

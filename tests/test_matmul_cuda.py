@@ -15,6 +15,7 @@ from conftest import on_cuda
 
 import breccia
 from breccia.backend import Call, Described, Device
+from breccia.dispatch import registry
 from breccia.kernels import bounds
 
 torch = pytest.importorskip("torch")
@@ -623,6 +624,15 @@ def test_devices_without_the_instructions_have_a_reason(monkeypatch: pytest.Monk
     assert "built without CUDA" in str(scaled_mm_plans.available(Device("cuda", 0, (9, 0))))
 
 
+@pytest.fixture
+def reloaded() -> Iterator[None]:
+    """Let the table ask anew whether kernels are available, now and after the test."""
+    registry.reload()
+    yield
+    registry.reload()
+
+
+@pytest.mark.usefixtures("reloaded")
 def test_explain_names_the_kernels_and_why_each_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(compiler, "missing", lambda: None)
