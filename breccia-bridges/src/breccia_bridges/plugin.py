@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from breccia import Bridge, Command, hookimpl
+from breccia import Bridge, Command, Foreign, hookimpl
 
 api = 1
 
@@ -24,8 +24,43 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
         Bridge("to_dlpack", "breccia_bridges.dlpack:to_dlpack"),
+        *_both("torchao", "torchao"),
+        Bridge("torchao_activation", "breccia_bridges.torchao:torchao_activation", ("torch",), "torch"),
         Bridge("from_mlx", "breccia_bridges.mlx:from_mlx", requires=("mlx",), install="breccia-mlx"),
         Bridge("to_mlx", "breccia_bridges.mlx:to_mlx", requires=("mlx",), install="breccia-mlx"),
+    ]
+
+
+def _both(library: str, module: str, *requires: str, install: str = "") -> Iterable[Bridge]:
+    """`from_library` and `to_library`; the latter needs the library."""
+    yield Bridge(f"from_{library}", f"breccia_bridges.{module}:from_{library}", ("torch",), "torch")
+    yield Bridge(
+        f"to_{library}", f"breccia_bridges.{module}:to_{library}", ("torch", *(requires or (module,))), install or module
+    )
+
+
+@hookimpl
+def breccia_foreign() -> Iterable[Foreign]:
+    torchao = "breccia_bridges.torchao"
+    return [
+        Foreign(
+            "torchao",
+            tuple(
+                f"torchao:{name}"
+                for name in (
+                    "Float8Tensor",
+                    "Int8Tensor",
+                    "IntxUnpackedToInt8Tensor",
+                    "MXTensor",
+                    "NVFP4Tensor",
+                    "AffineQuantizedTensor",
+                )
+            ),
+            f"{torchao}:from_torchao",
+            f"{torchao}:to_torchao",
+            requires=("torchao",),
+            install="torchao",
+        ),
     ]
 
 

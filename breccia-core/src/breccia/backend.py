@@ -42,12 +42,13 @@ _HOMES: dict[str, str] = {
         ),
         "tensors.tensor",
     ),
+    "TensorPair": "tensors.pair",
     **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
     **dict.fromkeys(("cast_and_record", "record_amax"), "tensors.history"),
     "contraction_axis": "tensors.checks",
     "Metadata": "tensors.metadata",
     **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
-    **dict.fromkeys(("Layout", "PerBlockK", "Shape", "Stored"), "layouts"),
+    **dict.fromkeys(("Layout", "PerBlockK", "PerBlockMN", "PerChannel", "PerTensor", "Shape", "Stored"), "layouts"),
     **dict.fromkeys(("Plain", "Storage"), "tensors.storage"),
     # Formats and recipes.
     **dict.fromkeys(
@@ -84,11 +85,16 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("Block", "Format", "TENSOR"), "formats"),
     **dict.fromkeys(
         (
+            "DelayedScaling",
             "Float8BlockScaling",
+            "Float8CurrentScaling",
+            "Float8RowScaling",
             "INT4Scaling",
             "INT8Scaling",
             "MXFP4BlockScaling",
+            "MXFP6BlockScaling",
             "MXFP8BlockScaling",
+            "NF4Scaling",
             "NVFP4BlockScaling",
             "ScalingRecipe",
             "check_recipe",
@@ -97,7 +103,7 @@ _HOMES: dict[str, str] = {
     ),
     **dict.fromkeys(("Declared", "InternedKey", "rebuilt", "spelled"), "declared"),
     **dict.fromkeys(("keeps_parts", "renames"), "kernels.exact"),
-    **dict.fromkeys(("pack",), "kernels.reference"),
+    **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),
     **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),

@@ -68,7 +68,7 @@ def it_accepts_some_recipe(bridge: Bridge, recipes: list[ScalingRecipe]) -> None
 def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, recipe: ScalingRecipe) -> None:
     """If `to_x` returns a tuple, `from_x` gets its items as arguments, and a dict at its end as options.
 
-    `from_x` may also take `framework=`.
+    `from_x` may also take `framework=`, and `recipe=`, the recipe that the library's bytes do not tell.
     """
     _skip_unless_installed(bridge)
     for shape in (_FULL, _PARTIAL):
@@ -80,8 +80,8 @@ def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, rec
         back = targets.load(other.target)
         arguments: list[Any] = [*sent] if type(sent) is tuple else [sent]  # pyright: ignore[reportUnknownArgumentType]
         options: dict[str, Any] = arguments.pop() if len(arguments) > 1 and isinstance(arguments[-1], dict) else {}
-        if "framework" in inspect.signature(back).parameters:
-            options["framework"] = place.framework
+        told = {"framework": place.framework, "recipe": st.recipe}
+        options |= {name: told[name] for name in told if name in inspect.signature(back).parameters}
         found = back(*arguments, **options)
         expect(isinstance(found, ScaledTensor), f"{other.name} returned {type(found).__name__}, expected a ScaledTensor")
         expect_tensor(place, found, st)
