@@ -75,7 +75,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield installing
     monkeypatch.undo()
     for name in set(sys.modules) - modules:
-        if name.startswith("zenith"):
+        if name.startswith(("zenith", "zweith")):
             del sys.modules[name]
     importlib.invalidate_caches()
     breccia.targets.load.cache_clear()

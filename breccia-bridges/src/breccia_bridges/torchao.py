@@ -1,8 +1,8 @@
 """torchao's tensors: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, MXTensor, NVFP4Tensor, both ways.
 
-Their codes and scales are breccia's, in other packings at most: 6-bit and integer codes one to a byte, scales swizzled, zero-points
-of signed codes. A bridge relabels or repacks them; it computes no value. Attributes without a place in a ScaledTensor (the dtype
-that torchao decodes to, kernel preferences, how inputs are quantized) come from `like=` or from keywords on the way back.
+Their codes and scales are breccia's, in other packings at most: 6-bit and integer codes one to a byte, swizzled scales,
+zero-points of signed codes. A bridge relabels or repacks them; it computes no value. Attributes without a place in a ScaledTensor
+(the dtype that torchao decodes to, kernel preferences, how inputs are quantized) come from `like=` or keywords on the way back.
 
 Source: torchao 0.18.0, run on a CPU. AffineQuantizedTensor, of torchao before 0.16, is read by its attributes.
 """
@@ -79,7 +79,7 @@ def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledT
     name = next((kind.__name__ for kind in type(tensor).__mro__ if kind.__name__ in _READERS), None)
     if name is None:
         raise UnsupportedError(
-            f"from_torchao converts {', '.join(_READERS)}; got {title(tensor)}. Quantize with one of the configs that give these, "
+            f"from_torchao converts {', '.join(_READERS)}; got {title(tensor)}. Quantize with a config that gives one of these, "
             "or pass a tensor of high precision to breccia.cast.",
             found=type(tensor).__name__,
         )
@@ -160,7 +160,7 @@ def _float8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     fmt = _FP8.get(data.dtype)
     if fmt is None:
         raise DialectError(f"{title(tensor)} has codes in {data.dtype}; a recipe exists for {_listed(_FP8)}.", found=data.dtype)
-    block = list(attribute(tensor, "block_size") or ())
+    block: list[int] = [*(attribute(tensor, "block_size") or ())]
     if not block and scale.numel() == 1:
         block = list(data.shape)
     m, k, axis = _matrix_block(tensor, data, scale, block)
@@ -358,7 +358,7 @@ def _to_int8(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[st
 def _to_intx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
     bits = scaled.recipe.format.element.bits
     found = _to_integers(scaled, given, kind.__name__, bits)
-    given.setdefault("target_dtype", torch.int4 if bits == 4 else torch.int8)
+    given.setdefault("target_dtype", getattr(torch, f"int{bits}"))
     given.setdefault("activation_quantization", None)
     if found["zero_point"] is None:
         found["zero_point"] = torch.zeros_like(found["scale"], dtype=torch.int8)
@@ -404,8 +404,8 @@ def _to_integers(scaled: ScaledTensor, given: dict[str, Any], name: str, bits: i
 
 
 def _to_mx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
-    elements = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.float4_e2m1fn_x2}
-    elements |= {E2M3: "fp6_e2m3", E3M2: "fp6_e3m2"}  # pyright: ignore[reportAssignmentType]
+    elements: dict[Codec, Any] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.float4_e2m1fn_x2}
+    elements |= {E2M3: "fp6_e2m3", E3M2: "fp6_e3m2"}
     fmt = scaled.recipe.format
     if fmt.element not in elements or fmt.scale.codec.name != "E8M0" or len(fmt.levels) > 1:
         raise _unlike(scaled, "MXTensor", "an MX format of FP8, FP6 or FP4")
@@ -421,13 +421,14 @@ def _to_mx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str,
 
 
 def _to_nvfp4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
-    if not isinstance(scaled.recipe, NVFP4BlockScaling):
+    recipe = scaled.recipe
+    if not isinstance(recipe, NVFP4BlockScaling):
         raise _unlike(scaled, "NVFP4Tensor", "NVFP4")
-    if scaled.recipe.global_sense != "multiplier":
+    if recipe.global_sense != "multiplier":
         raise DialectError(
-            f"torchao stores the tensor scale of NVFP4 as a multiplier, amax / 2688; this tensor's is a {scaled.recipe.global_sense}. "
+            f"torchao stores the tensor scale of NVFP4 as a multiplier, amax / 2688; this tensor has it as {recipe.global_sense}. "
             "Converting it can round; requantize to breccia.NVFP4BlockScaling() if that is acceptable.",
-            found=scaled.recipe.global_sense,
+            found=recipe.global_sense,
         )
     found, whole = _to_blocks(scaled, "NVFP4Tensor", torch.float8_e4m3fn), scaled.global_scale
     if whole is not None and whole.ndim:

@@ -53,8 +53,8 @@ def chosen(recipe: ScalingRecipe | None, inferred: ScalingRecipe, obj: Any) -> S
         return inferred
     if recipe.format != inferred.format:
         raise DialectError(
-            f"recipe={recipe!r} decodes differently than {title(obj)}, which is {inferred!r}. Omit recipe=, or pass one of that "
-            "format.",
+            f"recipe={recipe!r} decodes differently than {title(obj)}, which is {inferred!r}. Omit recipe=, or pass "
+            "one of that format.",
             recipe=recipe,
             inferred=inferred,
         )
@@ -62,7 +62,7 @@ def chosen(recipe: ScalingRecipe | None, inferred: ScalingRecipe, obj: Any) -> S
 
 
 def wrapped(obj: Any, data: Array, scale: Array, recipe: ScalingRecipe, **fields: Any) -> ScaledTensor:
-    """A ScaledTensor of a foreign object's buffers. Raises DialectError, naming the object, where they contradict each other."""
+    """A ScaledTensor of a foreign object's buffers. Raises DialectError where they contradict each other."""
     layout = fields.pop("layout", None) or recipe.layout
     try:
         return ScaledTensor(data, scale, recipe, layout, **fields)

@@ -78,8 +78,9 @@ def cast_pair(
 ) -> TensorPair:
     """`x` quantized twice under `recipe`: with blocks along its last axis, and along the one before it.
 
-    Returns a `TensorPair`, which unpacks like a tuple: `rows, columns = breccia.cast_pair(x, recipe)`. A backward pass multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a
-    kernel may compute both in one read of `x`. Options are those of `cast`.
+    Returns a `TensorPair`, which unpacks like a tuple: `rows, columns = breccia.cast_pair(x, recipe)`. A backward pass
+    multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a kernel may compute
+    both in one read of `x`. Options are those of `cast`.
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)

@@ -22,10 +22,11 @@ def from_foreign(obj: Any, **options: Any) -> ScaledTensor | TensorPair:
 
     Raises UnsupportedError for a class that no plug-in declares, and what the bridge raises (DialectError, ...).
     """
-    found = scaled(obj)
+    found: Any = scaled(obj)
     if isinstance(found, ScaledTensor):
         return found
-    return targets.load(library_of(type(obj)).from_foreign)(obj, **options)
+    kind: type[Any] = type(obj)
+    return targets.load(library_of(kind).from_foreign)(obj, **options)
 
 
 def to_foreign(st: ScaledTensor | TensorPair, library: str, **options: Any) -> Any:
@@ -80,8 +81,8 @@ def library_of(kind: type) -> Foreign:
             return found.foreign[best[0]]
     classes = [f"{reference} ({library.name})" for library in found.foreign.values() for reference in library.classes]
     raise UnsupportedError(
-        f"from_foreign: no installed plug-in converts {_title(kind)}. Declared: {', '.join(sorted(classes)) or 'none'}. Pass one "
-        f"of these, or wrap its buffers with breccia.from_buffer.{_absent()}",
+        f"from_foreign: no installed plug-in converts {_title(kind)}. Declared: {', '.join(sorted(classes)) or 'none'}. Pass "
+        f"one of these, or wrap its buffers with breccia.from_buffer.{_absent()}",
         found=f"{kind.__module__}.{kind.__qualname__}",
     )
 

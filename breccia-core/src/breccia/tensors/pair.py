@@ -10,8 +10,8 @@ from .tensor import ScaledTensor
 class TensorPair(NamedTuple):
     """A matrix quantized with blocks along its last axis, and again along the one before it.
 
-    `breccia.cast_pair` returns it, and bridges use it for tensors that keep both orientations, as TransformerEngine's do. It is a
-    tuple: `rows, columns = pair`; a pytree in every framework.
+    `breccia.cast_pair` returns it, and bridges use it for tensors with both orientations, such as TransformerEngine's. It is a
+    tuple, `rows, columns = pair`, and a pytree in every framework.
 
     rowwise: blocks along the last axis, for products that sum over it. columnwise: blocks along the one before it.
         Both have the same logical shape.
