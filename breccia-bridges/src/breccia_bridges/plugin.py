@@ -13,6 +13,7 @@ api = 1
 def breccia_bridges() -> Iterable[Bridge]:
     safetensors = "breccia_bridges.safetensors"
     deepseek = "breccia_bridges.deepseek"
+    engine = "breccia_bridges.transformer_engine"
     return [
         Bridge("save_safetensors", f"{safetensors}:save_safetensors"),
         Bridge("load_safetensors", f"{safetensors}:load_safetensors"),
@@ -25,6 +26,9 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
         Bridge("to_dlpack", "breccia_bridges.dlpack:to_dlpack"),
         *_both("torchao", "torchao"),
+        *_both("transformer_engine", "transformer_engine", install="transformer-engine"),
+        Bridge("from_te_recipe", f"{engine}:from_te_recipe", ("torch",), "torch"),
+        Bridge("to_te_recipe", f"{engine}:to_te_recipe", ("torch", "transformer_engine"), "transformer-engine"),
         Bridge("torchao_activation", "breccia_bridges.torchao:torchao_activation", ("torch",), "torch"),
         Bridge("from_mlx", "breccia_bridges.mlx:from_mlx", requires=("mlx",), install="breccia-mlx"),
         Bridge("to_mlx", "breccia_bridges.mlx:to_mlx", requires=("mlx",), install="breccia-mlx"),
@@ -41,8 +45,18 @@ def _both(library: str, module: str, *requires: str, install: str = "") -> Itera
 
 @hookimpl
 def breccia_foreign() -> Iterable[Foreign]:
-    torchao = "breccia_bridges.torchao"
+    torchao, engine = "breccia_bridges.torchao", "breccia_bridges.transformer_engine"
     return [
+        Foreign(
+            "transformer_engine",
+            tuple(
+                f"transformer_engine:{name}{storage}"
+                for name in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
+                for storage in ("", "Storage")
+            ),
+            f"{engine}:from_transformer_engine",
+            f"{engine}:to_transformer_engine",
+        ),
         Foreign(
             "torchao",
             tuple(

@@ -1,8 +1,8 @@
 """torchao's tensors: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, MXTensor, NVFP4Tensor, both ways.
 
 Their codes and scales are breccia's, in other packings at most: 6-bit and integer codes one to a byte, swizzled scales,
-zero-points of signed codes. A bridge relabels or repacks them; it computes no value. Attributes without a place in a ScaledTensor
-(the dtype that torchao decodes to, kernel preferences, how inputs are quantized) come from `like=` or keywords on the way back.
+zero-points of signed codes. A bridge relabels or repacks them; it computes no value. Attributes that a ScaledTensor lacks (the
+dtype that torchao decodes to, kernel preferences, how inputs are quantized) come from `like=` or keywords on the way back.
 
 Source: torchao 0.18.0, run on a CPU. AffineQuantizedTensor, of torchao before 0.16, is read by its attributes.
 """
@@ -79,7 +79,8 @@ def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledT
     name = next((kind.__name__ for kind in type(tensor).__mro__ if kind.__name__ in _READERS), None)
     if name is None:
         raise UnsupportedError(
-            f"from_torchao converts {', '.join(_READERS)}; got {title(tensor)}. Quantize with a config that gives one of these, "
+            f"from_torchao converts {', '.join(_READERS)}; got {title(tensor)}. Quantize with a config that gives one "
+            f"of these, "
             "or pass a tensor of high precision to breccia.cast.",
             found=type(tensor).__name__,
         )
@@ -426,7 +427,8 @@ def _to_nvfp4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[s
         raise _unlike(scaled, "NVFP4Tensor", "NVFP4")
     if recipe.global_sense != "multiplier":
         raise DialectError(
-            f"torchao stores the tensor scale of NVFP4 as a multiplier, amax / 2688; this tensor has it as {recipe.global_sense}. "
+            f"torchao stores the tensor scale of NVFP4 as a multiplier, amax / 2688; this tensor has it as "
+            f"{recipe.global_sense}. "
             "Converting it can round; requantize to breccia.NVFP4BlockScaling() if that is acceptable.",
             found=recipe.global_sense,
         )

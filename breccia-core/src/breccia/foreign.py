@@ -25,8 +25,7 @@ def from_foreign(obj: Any, **options: Any) -> ScaledTensor | TensorPair:
     found: Any = scaled(obj)
     if isinstance(found, ScaledTensor):
         return found
-    kind: type[Any] = type(obj)
-    return targets.load(library_of(kind).from_foreign)(obj, **options)
+    return targets.load(library_of(obj.__class__).from_foreign)(obj, **options)
 
 
 def to_foreign(st: ScaledTensor | TensorPair, library: str, **options: Any) -> Any:
