@@ -144,6 +144,7 @@ def _per_tensor(te_t: Tensor, recipe: ScalingRecipe, columnwise: bool) -> Scaled
         raise DialectError(f"{title(te_t)} has neither _data nor a valid _transpose: its buffers have been freed.")
     if turned is not None and (columnwise or data is None):
         data = turned.movedim(0, -1)
+    assert data is not None
     return wrapped(te_t, data, scale.reshape(()), recipe, axis=-2 if columnwise and len(data.shape) > 1 else -1)
 
 
@@ -151,7 +152,8 @@ def _blocks(te_t: Tensor, name: str, recipe: ScalingRecipe, part: _Part, columnw
     """Blocks within rows, or tiles, of the matrix that TransformerEngine sees: all leading axes as rows."""
     data, scale, amax = part
     per_byte = 2 if name == "NVFP4Tensor" else 1
-    if columnwise and data.ndim != 2:
+    ndim = te_t.ndim if isinstance(te_t, torch.Tensor) else data.ndim  # NVFP4's columnwise data are always a matrix
+    if columnwise and ndim != 2:
         raise DialectError(
             f"{title(te_t)} has columnwise blocks along all its leading axes (data of shape {tuple(data.shape)}); pass "
             "tensor.view(-1, tensor.shape[-1]).",
@@ -318,10 +320,11 @@ def to_transformer_engine(
     if like is not None and name != "NVFP4Tensor" and _fp8_format(like) != _element(first):
         raise DialectError(f"this tensor has {_element(first)} codes; like= has {_fp8_format(like)}.", found=_fp8_format(like))
     found |= _metadata(name, first, like, quantizer, pair)
+    build: Any = kind
     if not issubclass(kind, torch.Tensor):
-        return kind(**found)
+        return build(**found)
     fake = dtype or (like.dtype if like is not None else torch.float32)
-    return kind(shape=_shape(pair), dtype=fake, device=first.data.device, requires_grad=False, **found)
+    return build(shape=_shape(pair), dtype=fake, device=first.data.device, requires_grad=False, **found)
 
 
 def _pair(scaled: Any) -> tuple[ScaledTensor | None, ScaledTensor | None]:
