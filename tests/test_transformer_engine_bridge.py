@@ -1,4 +1,4 @@
-"""TransformerEngine's tensors and breccia's: the same buffers both ways. Stand-ins hold them where the library cannot be loaded.
+"""TransformerEngine's tensors and breccia's: the same buffers both ways. Stand-ins hold them; test_gpu_bridges.py has the library.
 
 What a tensor decodes to is computed here, item by item, from the layouts that TransformerEngine documents.
 """

@@ -88,7 +88,12 @@ def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledT
 
 
 def to_torchao(
-    scaled: ScaledTensor, *, like: Tensor | None = None, dtype: torch.dtype | None = None, **attributes: Any
+    scaled: ScaledTensor,
+    *,
+    like: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    activation: ScalingRecipe | None = None,
+    **attributes: Any,
 ) -> Tensor:
     """Convert a tensor to the torchao class of its format, bit by bit.
 
@@ -97,6 +102,8 @@ def to_torchao(
 
     like: a torchao tensor whose class and attributes to take over: `to_torchao(from_torchao(t), like=t)` equals `t`.
     dtype: the dtype that torchao decodes to, and that a linear layer's inputs have; by default that of `like`, else FP32.
+    activation: the recipe under which torchao's linear layer quantizes its inputs; None leaves them alone. torchao multiplies
+        by an MXTensor only with inputs in MX.
     attributes: further arguments of the class, such as `act_quant_kwargs=`.
 
     Raises ImportError without torchao, DialectError for a format or layout that torchao has no class for.
@@ -105,11 +112,13 @@ def to_torchao(
     name = _class_of(scaled) if like is None else type(like).__name__
     if name not in _WRITERS:
         raise UnsupportedError(f"to_torchao builds {', '.join(_WRITERS)}; like= is {title(like)}.", found=name)
-    kind = _class(name) if like is None else type(like)
-    kept = {} if like is None else {n: getattr(like, n) for n in _attribute_names(kind)}
+    kind: Any = _class(name) if like is None else type(like)
+    given: dict[str, Any] = {} if like is None else {n: getattr(like, n) for n in _attribute_names(kind)}
     if dtype is not None or like is None:
-        kept["orig_dtype" if name in ("MXTensor", "NVFP4Tensor") else "dtype"] = dtype or torch.float32
-    given = kept | attributes
+        given["orig_dtype" if name in ("MXTensor", "NVFP4Tensor") else "dtype"] = dtype or torch.float32
+    if activation is not None:
+        given |= _activation_options(activation)
+    given |= attributes
     found = _WRITERS[name](scaled, given, kind)
     try:
         return kind(**(given | found))
@@ -117,6 +126,36 @@ def to_torchao(
         raise DialectError(
             f"torchao's {name} does not take these attributes: {e}. This bridge is written for torchao 0.18.", found=name
         ) from e
+
+
+def _activation_options(recipe: ScalingRecipe) -> dict[str, Any]:
+    """The attributes with which torchao quantizes inputs under a recipe: the inverse of `torchao_activation`."""
+
+    def made(path: str, **options: Any) -> Any:
+        return targets.load(path)(**options)
+
+    granularity = "torchao.quantization.granularity"
+    if isinstance(recipe, Float8RowScaling | Float8CurrentScaling | Float8BlockScaling):
+        if isinstance(recipe, Float8BlockScaling):
+            each = targets.load(f"{granularity}:PerBlock")([recipe.block_m, recipe.block_k])
+        else:
+            each = made(f"{granularity}:{'PerRow' if isinstance(recipe, Float8RowScaling) else 'PerTensor'}")
+        codes = next(dtype for dtype, fmt in _FP8.items() if fmt == recipe.fp8_format)
+        path = f"{_CLASSES['Float8Tensor']}:QuantizeTensorToFloat8Kwargs"
+        config = made("torchao.float8.inference:Float8MMConfig", use_fast_accum=False)
+        options = made(path, float8_dtype=codes, granularity=each, mm_config=config)
+        return {"act_quant_kwargs": options, "mm_config": config}
+    if isinstance(recipe, INT8Scaling) and recipe.signed and recipe.group_size is None:
+        each = made(f"{granularity}:PerRow")
+        return {"act_quant_kwargs": made(f"{_CLASSES['Int8Tensor']}:QuantizeTensorToInt8Kwargs", granularity=each)}
+    if isinstance(recipe, MXFP8BlockScaling | MXFP6BlockScaling | MXFP4BlockScaling):
+        mode = targets.load("torchao.prototype.mx_formats.config:ScaleCalculationMode")(recipe.scale_rule)
+        path = f"{_CLASSES['MXTensor']}:QuantizeTensorToMXKwargs"
+        return {"act_quant_kwargs": made(path, elem_dtype=_mx_element(recipe.format.element), scaling_mode=mode)}
+    if isinstance(recipe, NVFP4BlockScaling):
+        path = f"{_CLASSES['NVFP4Tensor']}:QuantizeTensorToNVFP4Kwargs"
+        return {"act_quant_kwargs": made(path, use_dynamic_per_tensor_scale=recipe.two_level)}
+    raise DialectError(f"torchao has no way to quantize inputs under {recipe!r}.", recipe=recipe)
 
 
 def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
@@ -405,20 +444,18 @@ def _to_integers(scaled: ScaledTensor, given: dict[str, Any], name: str, bits: i
 
 
 def _to_mx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
-    elements: dict[Codec, Any] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.float4_e2m1fn_x2}
-    elements |= {E2M3: "fp6_e2m3", E3M2: "fp6_e3m2"}
     fmt = scaled.recipe.format
-    if fmt.element not in elements or fmt.scale.codec.name != "E8M0" or len(fmt.levels) > 1:
+    if fmt.element not in (E4M3, E5M2, E2M3, E3M2, E2M1) or fmt.scale.codec.name != "E8M0" or len(fmt.levels) > 1:
         raise _unlike(scaled, "MXTensor", "an MX format of FP8, FP6 or FP4")
     found = _to_blocks(scaled, "MXTensor", torch.float8_e8m0fnu)
     if fmt.element in (E2M3, E3M2):
         found["qdata"] = _unpacked(scaled).to(torch.uint8)
     elif fmt.element is not E2M1:
-        found["qdata"] = found["qdata"].view(elements[fmt.element])
+        found["qdata"] = found["qdata"].view(_mx_element(fmt.element))
     given.setdefault("act_quant_kwargs", None)
     if "kernel_preference" not in given:
         given["kernel_preference"] = targets.load("torchao.quantization.quantize_.common:KernelPreference").EMULATED
-    return found | {"elem_dtype": elements[fmt.element], "block_size": 32}
+    return found | {"elem_dtype": _mx_element(fmt.element), "block_size": 32}
 
 
 def _to_nvfp4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
@@ -564,6 +601,13 @@ def _mx_recipe(element: Any, rule: str) -> ScalingRecipe:
     if element in ("fp6_e2m3", "fp6_e3m2"):
         return MXFP6BlockScaling(element[4:].upper(), scale_rule=rule)
     raise DialectError(f"torchao's MXTensor has elements {element}, which no MX recipe has.", found=element)
+
+
+def _mx_element(element: Codec) -> Any:
+    """torchao's name of an MX element: a dtype, or text for FP6."""
+    if element in (E2M3, E3M2):
+        return f"fp6_{element.name.lower()}"
+    return {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.float4_e2m1fn_x2}[element.name]
 
 
 def _is_transposed(data: Array) -> bool:
