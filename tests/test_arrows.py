@@ -32,7 +32,18 @@ PACKAGES = {
 #: Package -> (third-party packages it may import at the top of a module, those it may import only inside functions).
 TERMINAL = {"typer", "rich"}
 REPORT = {"plotly", "jinja2", "markupsafe"}
-NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf"}
+NEIGHBOURS = {
+    "torch",
+    "jax",
+    "mlx",
+    "torchao",
+    "transformer_engine",
+    "compressed_tensors",
+    "ml_dtypes",
+    "qwix",
+    "gguf",
+    "bitsandbytes",
+}
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
