@@ -205,7 +205,7 @@ def _recipes() -> None:
 
 @case("torchao/float8_row_linear")
 def _torchao() -> None:
-    """A model that torchao quantized for FP8 products gives nearly the same outputs in breccia, and the same after its return."""
+    """A model that torchao quantized for FP8 products gives nearly the same outputs in breccia, and after its return."""
     pytest.importorskip("torchao")
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 

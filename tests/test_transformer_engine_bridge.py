@@ -1,4 +1,6 @@
-"""TransformerEngine's tensors and breccia's: the same buffers both ways. Stand-ins hold them; test_gpu_bridges.py has the library.
+"""TransformerEngine's tensors and breccia's: the same buffers both ways.
+
+Stand-ins hold them here; test_gpu_bridges.py runs the library itself.
 
 What a tensor decodes to is computed here, item by item, from the layouts that TransformerEngine documents.
 """

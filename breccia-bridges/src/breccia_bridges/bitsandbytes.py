@@ -1,4 +1,4 @@
-"""bitsandbytes' Params4bit in NF4: codes of a table, two to a byte with the even index in the high nibble, and an FP32 absmax per block.
+"""bitsandbytes' Params4bit in NF4: two codes to a byte, the even index in the high nibble, and an FP32 absmax per block.
 
 Blocks run over the flattened weight, so rows must be whole blocks. A nested absmax (double quantization) is decoded with the
 formula of bitsandbytes, code * absmax2 + offset, because no recipe has scales of scales: the way back is not nested.
@@ -40,7 +40,8 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
             'bnb_4bit_quant_type="nf4", or decode it with bitsandbytes.',
             found=kind,
         )
-    shape, block, table = tuple(attribute(state, "shape")), attribute(state, "blocksize"), attribute(state, "code")
+    shape: tuple[int, ...] = tuple(attribute(state, "shape"))
+    block, table = attribute(state, "blocksize"), attribute(state, "code")
     expected = torch.tensor(NF4.values, dtype=torch.float32)
     if table is not None and not torch.equal(table.float().cpu(), expected):
         raise DialectError(f"{title(weight)} has another table than NF4: {table.tolist()}.")

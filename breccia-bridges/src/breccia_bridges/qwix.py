@@ -93,7 +93,7 @@ def to_qwix(scaled: ScaledTensor, *, like: Any = None) -> Any:
     like: a QArray whose scale dtype to take over. Raises ImportError without qwix, DialectError for other formats.
     """
     import jax.numpy as jnp
-    import qwix
+    import qwix  # pyright: ignore[reportMissingImports]
 
     if not isinstance(scaled, ScaledTensor) or scaled.framework != "jax":
         found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
