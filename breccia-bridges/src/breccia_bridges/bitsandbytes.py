@@ -45,11 +45,12 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
     expected = torch.tensor(NF4.values, dtype=torch.float32)
     if table is not None and not torch.equal(table.float().cpu(), expected):
         raise DialectError(f"{title(weight)} has another table than NF4: {table.tolist()}.")
-    if len(shape) < 2 or shape[-1] % block:
+    length = shape[-1] if len(shape) > 1 else 0
+    if not length or length % block:
         raise DialectError(
             f"{title(weight)} of shape {shape} has blocks of {block} over its flattened values; they reach across "
             f"rows, which no "
-            f"layout describes. Use a blocksize that divides {shape[-1]}.",
+            f"layout describes. Use a blocksize that divides {length}.",
             shape=shape,
             blocksize=block,
         )
@@ -59,8 +60,8 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
     if data.numel() * 2 != torch.Size(shape).numel():
         raise DialectError(f"{title(weight)} has {data.numel()} bytes of codes; shape {shape} needs half as many as numbers.")
     absmax = _absmax(state)
-    scale = absmax.reshape(*shape[:-1], shape[-1] // block)
-    codes = _swapped(data).reshape(*shape[:-1], shape[-1] // 2)
+    scale = absmax.reshape(*shape[:-1], length // block)
+    codes = _swapped(data).reshape(*shape[:-1], length // 2)
     return wrapped(weight, codes, scale, chosen(recipe, NF4Scaling(block_size=block), weight))
 
 

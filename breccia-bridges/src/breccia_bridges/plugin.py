@@ -26,9 +26,11 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
         Bridge("to_dlpack", "breccia_bridges.dlpack:to_dlpack"),
         *_both("torchao", "torchao"),
-        *_both("transformer_engine", "transformer_engine", install="transformer-engine"),
+        *_both("transformer_engine", "transformer_engine", "transformer_engine_torch", install="'transformer-engine[pytorch]'"),
         Bridge("from_te_recipe", f"{engine}:from_te_recipe", ("torch",), "torch"),
-        Bridge("to_te_recipe", f"{engine}:to_te_recipe", ("torch", "transformer_engine"), "transformer-engine"),
+        Bridge(
+            "to_te_recipe", f"{engine}:to_te_recipe", ("torch", "transformer_engine_torch"), "'transformer-engine[pytorch]'"
+        ),
         Bridge("torchao_activation", "breccia_bridges.torchao:torchao_activation", ("torch",), "torch"),
         Bridge("from_bitsandbytes", "breccia_bridges.bitsandbytes:from_bitsandbytes", ("torch",), "torch"),
         Bridge("to_bitsandbytes", "breccia_bridges.bitsandbytes:to_bitsandbytes", ("torch", "bitsandbytes"), "bitsandbytes"),

@@ -27,9 +27,9 @@ def from_torchao_model_(model: nn.Module, *, activation: ScalingRecipe | str | N
 
     Returns the names of the converted weights. Nothing is replaced unless all can be.
 
-    Raises OptionError if no linear layer has a torchao weight, UnsupportedError for a model that is itself the layer, and for
-    one with hooks, and DialectError, naming the layer, for a weight or inputs that breccia has no recipe for. Quantized embeddings
-    are left.
+    Raises OptionError if no linear layer has a torchao weight, UnsupportedError for a model that is itself the layer, and
+    for one with hooks, and DialectError, naming the layer, for a weight or inputs that breccia has no recipe for. Quantized
+    embeddings are left.
     """
     _need_module("from_torchao_model_", model)
     layers = {
