@@ -87,7 +87,9 @@ def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, rec
         arguments: list[Any] = [*sent] if type(sent) is tuple else [sent]  # pyright: ignore[reportUnknownArgumentType]
         options: dict[str, Any] = arguments.pop() if len(arguments) > 1 and isinstance(arguments[-1], dict) else {}
         told = {"framework": place.framework, "recipe": st.recipe}
-        options |= {name: told[name] for name in told if name in inspect.signature(back).parameters}
+        signature = inspect.signature(back)
+        given = signature.bind_partial(*arguments).arguments
+        options |= {name: told[name] for name in told if name in signature.parameters and name not in given}
         found = back(*arguments, **options)
         expect(isinstance(found, ScaledTensor), f"{other.name} returned {type(found).__name__}, expected a ScaledTensor")
         expect_tensor(place, found, st)
