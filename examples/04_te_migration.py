@@ -1,4 +1,4 @@
-"""Continue in breccia what TransformerEngine began: an FP8 weight in both orientations, and the amax history of delayed scaling.
+"""Continue in breccia what TransformerEngine began: an FP8 weight in both orientations, and the amax history.
 
 TransformerEngine is not needed: a stand-in with the attributes of its class holds buffers that PyTorch makes here, with the
 arithmetic of TransformerEngine's delayed scaling. The bridge reads attributes, so the library's own tensors convert alike.

@@ -406,7 +406,7 @@ def test_without_the_library_the_error_says_what_to_install() -> None:
     if "transformer_engine" in sys.modules:
         pytest.skip("TransformerEngine is loaded")
     st = breccia.cast(torch.randn(64, 128), "mxfp8")
-    with pytest.raises(ImportError, match=r"TransformerEngine 2\.x, whose MXFP8Tensor cannot be imported .*pip install"):
+    with pytest.raises(ImportError, match=r"TransformerEngine 2\.x, whose Float8Tensor cannot be imported .*pip install"):
         to_transformer_engine(st)
 
 
@@ -565,7 +565,7 @@ def test_other_classes_and_options_are_refused() -> None:
     with pytest.raises(OptionError, match='padding is "refuse" or "drop"'):
         from_transformer_engine(mxfp8()[0], padding="keep")
     with pytest.raises(UnsupportedError, match="takes a torch ScaledTensor, or a TensorPair of two, got numpy"):
-        to_transformer_engine(breccia.cast(torch.zeros(32, 32).numpy(), "mxfp8"))
+        to_transformer_engine(breccia.cast(torch.zeros(32, 32).numpy(), "mxfp8"), like=mxfp8()[0])
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ def test_other_classes_and_options_are_refused() -> None:
 )
 def test_formats_without_a_class_are_refused_with_a_remedy(recipe: str, message: str) -> None:
     with pytest.raises(DialectError, match=message):
-        to_transformer_engine(breccia.cast(torch.zeros(64, 64), recipe))
+        to_transformer_engine(breccia.cast(torch.zeros(64, 64), recipe), like=mxfp8()[0])
 
 
 def test_like_must_be_of_the_same_class_and_format() -> None:

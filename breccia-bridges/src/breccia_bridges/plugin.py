@@ -25,15 +25,12 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
         Bridge("to_dlpack", "breccia_bridges.dlpack:to_dlpack"),
-        *_both("torchao", "torchao"),
-        *_both("transformer_engine", "transformer_engine", "transformer_engine_torch", install="'transformer-engine[pytorch]'"),
+        *_both("torchao"),
+        *_both("transformer_engine"),
+        *_both("bitsandbytes"),
         Bridge("from_te_recipe", f"{engine}:from_te_recipe", ("torch",), "torch"),
-        Bridge(
-            "to_te_recipe", f"{engine}:to_te_recipe", ("torch", "transformer_engine_torch"), "'transformer-engine[pytorch]'"
-        ),
+        Bridge("to_te_recipe", f"{engine}:to_te_recipe", ("torch",), "torch"),
         Bridge("torchao_activation", "breccia_bridges.torchao:torchao_activation", ("torch",), "torch"),
-        Bridge("from_bitsandbytes", "breccia_bridges.bitsandbytes:from_bitsandbytes", ("torch",), "torch"),
-        Bridge("to_bitsandbytes", "breccia_bridges.bitsandbytes:to_bitsandbytes", ("torch", "bitsandbytes"), "bitsandbytes"),
         Bridge("from_compressed_tensors", "breccia_bridges.compressed_tensors:from_compressed_tensors", ("torch",), "torch"),
         Bridge("from_qwix", "breccia_bridges.qwix:from_qwix", ("jax",), "jax"),
         Bridge("to_qwix", "breccia_bridges.qwix:to_qwix", ("jax", "qwix"), "qwix"),
@@ -44,12 +41,10 @@ def breccia_bridges() -> Iterable[Bridge]:
     ]
 
 
-def _both(library: str, module: str, *requires: str, install: str = "") -> Iterable[Bridge]:
-    """`from_library` and `to_library`; the latter needs the library."""
-    yield Bridge(f"from_{library}", f"breccia_bridges.{module}:from_{library}", ("torch",), "torch")
-    yield Bridge(
-        f"to_{library}", f"breccia_bridges.{module}:to_{library}", ("torch", *(requires or (module,))), install or module
-    )
+def _both(library: str) -> Iterable[Bridge]:
+    """`from_library`, and `to_library`, which says what to install when it is called: with `like=` it imports nothing."""
+    for name in (f"from_{library}", f"to_{library}"):
+        yield Bridge(name, f"breccia_bridges.{library}:{name}", ("torch",), "torch")
 
 
 @hookimpl

@@ -108,6 +108,8 @@ def to_torchao(
 
     Raises ImportError without torchao, DialectError for a format or layout that torchao has no class for.
     """
+    if like is None:
+        _class("Float8Tensor")
     _need_torch(scaled)
     name = _class_of(scaled) if like is None else type(like).__name__
     if name not in _WRITERS:

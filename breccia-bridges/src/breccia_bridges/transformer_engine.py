@@ -307,6 +307,8 @@ def to_transformer_engine(
 
     Raises ImportError without TransformerEngine (unless `like` is given), DialectError for other formats and shapes.
     """
+    if like is None:
+        _load(_CLASSES[0])
     pair = _pair(scaled)
     first = pair[0] if pair[0] is not None else pair[1]
     assert first is not None
