@@ -429,3 +429,26 @@ def test_codes_with_float_zero_points_decode_to_torchaos_floats() -> None:
         breccia.dequantize(ours), (data.float() - zero.repeat_interleave(32, -1)) * scale.repeat_interleave(32, -1)
     )
     assert_same(to_torchao(ours, like=theirs), theirs)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("lead", ((), (3,)))
+def test_int4_tensors_with_a_float_bias_decode_by_their_formula_and_return(dtype: Any, lead: tuple[int, ...]) -> None:
+    """torchao decodes them on GPUs alone: by its documentation, code * scale + zero_point."""
+    from torchao.quantization import Int4Tensor
+
+    codes = torch.randint(-8, 8, (*lead, 16, 128), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    data = ((codes[..., ::2] & 15) | (codes[..., 1::2] << 4)).to(torch.int8)
+    scale, bias = (plain(*lead, 4, 16, dtype=dtype, seed=n) for n in (1, 2))
+    block = [*(1 for _ in lead), 1, 32]
+    theirs = Int4Tensor(data, scale, bias, block, torch.Size(codes.shape))
+    ours = breccia.from_foreign(theirs)
+    assert ours.recipe.name == "int4_signed_bias" and ours.storage == "transposed"
+    assert ours.data.data_ptr() == data.data_ptr() and ours.scale.data_ptr() == scale.data_ptr()
+    wide = (x.mT.float().repeat_interleave(32, -1) for x in (scale, bias))
+    assert torch.equal(breccia.dequantize(ours), codes.float() * next(wide) + next(wide))
+    assert_same(to_torchao(ours, like=theirs), theirs)
+    assert bytes_equal(from_torchao(to_torchao(ours)), ours)
+    theirs.scale = theirs.scale[..., :2, :]
+    with pytest.raises(DialectError, match=r"Int4Tensor .*shape \(.*4, 16\) and one float dtype; found"):
+        from_torchao(theirs)

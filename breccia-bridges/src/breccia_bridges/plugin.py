@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
 
-from breccia import Bridge, Command, Foreign, hookimpl
+from breccia import Bridge, Command, Foreign, Format, Level, ScalingRecipe, hookimpl
+from breccia.backend import BF16, F16, F32, INT4, check_choices, one_of
 
 api = 1
+_FLOATS = {"bf16": BF16, "fp16": F16, "fp32": F32}
+
+
+@dataclass(frozen=True)
+class SignedInt4Scaling(ScalingRecipe):
+    """Signed 4-bit integers with a float bias, `x = scale * code + bias`: what torchao's Int4Tensor holds.
+
+    It is for reading such tensors. A cast measures codes from the bias up and so writes 0..7 only: to quantize, use
+    `INT4Scaling(signed=False, symmetric=False, offset="bias")`.
+    """
+
+    name: ClassVar[str] = "int4_signed_bias"
+    source: ClassVar[str] = "torchao 0.18, torchao.quantization.Int4Tensor"
+    group_size: int = 128
+    scale_dtype: str = field(default="bf16", metadata=one_of(_FLOATS))
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(INT4, (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
+
+
+@hookimpl
+def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
+    return [SignedInt4Scaling]
 
 
 @hookimpl
@@ -69,6 +100,7 @@ def breccia_foreign() -> Iterable[Foreign]:
                     "Float8Tensor",
                     "Int8Tensor",
                     "IntxUnpackedToInt8Tensor",
+                    "Int4Tensor",
                     "MXTensor",
                     "NVFP4Tensor",
                     "AffineQuantizedTensor",

@@ -1,4 +1,4 @@
-"""torchao's tensors: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, MXTensor, NVFP4Tensor, both ways.
+"""torchao's tensors: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, MXTensor, NVFP4Tensor, both ways.
 
 Their codes and scales are breccia's, in other packings at most: 6-bit and integer codes one to a byte, swizzled scales,
 zero-points of signed codes. A bridge relabels or repacks them; it computes no value. Attributes that a ScaledTensor lacks (the
@@ -45,6 +45,7 @@ from breccia.backend import (
     unpack,
 )
 
+from .plugin import SignedInt4Scaling
 from .wrapping import attribute, check_padding, chosen, title, wrapped
 
 Tensor = Any
@@ -55,6 +56,7 @@ _CLASSES = {
     "Float8Tensor": f"{_WORKFLOWS}.float8.float8_tensor",
     "Int8Tensor": f"{_WORKFLOWS}.int8.int8_tensor",
     "IntxUnpackedToInt8Tensor": f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor",
+    "Int4Tensor": f"{_WORKFLOWS}.int4.int4_tensor",
     "MXTensor": "torchao.prototype.mx_formats.mx_tensor",
     "NVFP4Tensor": "torchao.prototype.mx_formats.nvfp4_tensor",
 }
@@ -67,8 +69,8 @@ def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledT
     """Convert a torchao tensor, bit by bit; codes and scales are shared where torchao packs them as breccia does.
 
     tensor: Float8Tensor (scales per tensor, row or block), Int8Tensor, IntxUnpackedToInt8Tensor, MXTensor (FP8, FP6, FP4),
-        NVFP4Tensor, or the AffineQuantizedTensor of older releases. Swizzled scales stay so, in storage "swizzle_128x4". A
-        transposed tensor (`.t()`) has its blocks along axis -2.
+        NVFP4Tensor, Int4Tensor, or the AffineQuantizedTensor of older releases. Swizzled scales stay so, in storage
+        "swizzle_128x4". A transposed tensor (`.t()`) has its blocks along axis -2.
     recipe: the recipe that wrote the tensor, which its bytes do not tell: `MXFP8BlockScaling(scale_rule="floor")`, say. By
         default one of the same format.
 
@@ -97,8 +99,9 @@ def to_torchao(
 ) -> Tensor:
     """Convert a tensor to the torchao class of its format, bit by bit.
 
-    FP8 becomes a Float8Tensor, MX an MXTensor, NVFP4 an NVFP4Tensor, symmetric INT8 by rows an Int8Tensor. Other INT8 and INT4
-    becomes an IntxUnpackedToInt8Tensor, one code to a byte, because torchao's linear layer ignores an Int8Tensor's zero-points.
+    FP8 becomes a Float8Tensor, MX an MXTensor, NVFP4 an NVFP4Tensor, `int4_signed_bias` an Int4Tensor, symmetric INT8 by rows
+    an Int8Tensor. Other INT8 and INT4 becomes an IntxUnpackedToInt8Tensor, one code to a byte, because torchao's linear layer
+    ignores an Int8Tensor's zero-points.
 
     like: a torchao tensor whose class and attributes to take over: `to_torchao(from_torchao(t), like=t)` equals `t`.
     dtype: the dtype that torchao decodes to, and that a linear layer's inputs have; by default that of `like`, else FP32.
@@ -340,6 +343,28 @@ def _blocks(tensor: Tensor, data: Array, scale: Array, whole: Array | None, reci
     return found.mT if transposed else found
 
 
+def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    """Signed codes with a float bias; scales and biases lie transposed, (K / group, N)."""
+    if getattr(tensor, "act_pre_scale", None) is not None:
+        raise DialectError(f"{title(tensor)} has act_pre_scale, by which its layer multiplies the inputs. Fold it in before.")
+    data, scale, bias = (attribute(tensor, name) for name in ("qdata", "scale", "zero_point"))
+    *lead, rows, group = attribute(tensor, "block_size")
+    dtype = _SCALE_DTYPES.get(scale.dtype)
+    shape = (*data.shape[:-1], 2 * data.shape[-1])
+    expected = (*shape[:-2], shape[-1] // group, shape[-2])
+    if rows != 1 or any(n != 1 for n in lead) or dtype is None or tuple(scale.shape) != expected or bias.dtype != scale.dtype:
+        raise DialectError(
+            f"{title(tensor)} of shape {shape} with block_size {[*lead, rows, group]} has scales and biases of shape "
+            f"{expected} and "
+            f"one float dtype; found {tuple(scale.shape)} of {scale.dtype} and {tuple(bias.shape)} of {bias.dtype}.",
+            expected=expected,
+            found=tuple(scale.shape),
+        )
+    inferred = SignedInt4Scaling(group, dtype)
+    layout = Stored(inferred.layout, "transposed")
+    return wrapped(tensor, data.view(torch.uint8), scale, chosen(recipe, inferred, tensor), layout=layout, zero_point=bias)
+
+
 def _affine(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     """AffineQuantizedTensor: torchao before 0.16, with plain layouts; by attributes, in any of the spellings it had."""
     inner = next((found for n in ("tensor_impl", "layout_tensor") if (found := getattr(tensor, n, None)) is not None), None)
@@ -371,6 +396,7 @@ _READERS: dict[str, Callable[[Tensor, ScalingRecipe | None], ScaledTensor]] = {
     "Float8Tensor": _float8,
     "Int8Tensor": _int8,
     "IntxUnpackedToInt8Tensor": _intx,
+    "Int4Tensor": _int4,
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
     "AffineQuantizedTensor": _affine,
@@ -445,6 +471,20 @@ def _to_integers(scaled: ScaledTensor, given: dict[str, Any], name: str, bits: i
     return {"qdata": data, "scale": scale, "zero_point": zero, "block_size": given.get("block_size") or block}
 
 
+def _to_int4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    if not isinstance(scaled.recipe, SignedInt4Scaling):
+        raise _unlike(scaled, "Int4Tensor", "signed 4-bit integers with a float bias")
+    block = _block_size(scaled.to_plain(), "Int4Tensor")
+    if scaled.axis != -1:
+        raise DialectError(f"torchao's Int4Tensor has groups along the last axis; this tensor is {scaled!r}. Pass its .mT.")
+    stored = scaled.to_storage("transposed")
+    for name in ("dtype", "zero_point"):
+        given.pop(name, None)
+    _keep_block(given, block)
+    parts = {"qdata": stored.data.view(torch.int8), "scale": stored.scale, "zero_point": stored.zero_point}
+    return parts | {"block_size": given.get("block_size") or block, "shape": torch.Size(scaled.shape)}
+
+
 def _to_mx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
     fmt = scaled.recipe.format
     if fmt.element not in (E4M3, E5M2, E2M3, E3M2, E2M1) or fmt.scale.codec.name != "E8M0" or len(fmt.levels) > 1:
@@ -501,6 +541,7 @@ _WRITERS: dict[str, Callable[[ScaledTensor, dict[str, Any], type], dict[str, Any
     "Float8Tensor": _to_float8,
     "Int8Tensor": _to_int8,
     "IntxUnpackedToInt8Tensor": _to_intx,
+    "Int4Tensor": _to_int4,
     "MXTensor": _to_mx,
     "NVFP4Tensor": _to_nvfp4,
 }
@@ -514,6 +555,8 @@ def _class_of(scaled: ScaledTensor) -> str:
     recipe, fmt = scaled.recipe, scaled.recipe.format
     if isinstance(recipe, NVFP4BlockScaling):
         return "NVFP4Tensor"
+    if isinstance(recipe, SignedInt4Scaling):
+        return "Int4Tensor"
     if fmt.scale.codec.name == "E8M0" and fmt.element in (E4M3, E5M2, E2M3, E3M2, E2M1):
         return "MXTensor"
     if fmt.element in (E4M3, E5M2) and fmt.scale.codec.bits == 32:

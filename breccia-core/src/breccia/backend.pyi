@@ -105,7 +105,9 @@ from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from .recipes import NF4Scaling as NF4Scaling
 from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
+from .recipes import check_choices as check_choices
 from .recipes import check_recipe as check_recipe
+from .recipes import one_of as one_of
 from .selection import EXCLUDED as EXCLUDED
 from .selection import KEPT as KEPT
 from .selection import Selection as Selection
