@@ -443,7 +443,7 @@ def test_int4_tensors_with_a_float_bias_decode_by_their_formula_and_return(dtype
     block = [*(1 for _ in lead), 1, 32]
     theirs = Int4Tensor(data, scale, bias, block, torch.Size(codes.shape))
     ours = breccia.from_foreign(theirs)
-    assert ours.recipe.name == "int4_signed_bias" and ours.storage == "transposed"
+    assert ours.recipe.name == "int4_bias" and ours.storage == "transposed"
     assert ours.data.data_ptr() == data.data_ptr() and ours.scale.data_ptr() == scale.data_ptr()
     wide = (x.mT.float().repeat_interleave(32, -1) for x in (scale, bias))
     assert torch.equal(breccia.dequantize(ours), codes.float() * next(wide) + next(wide))

@@ -22,7 +22,7 @@ class SignedInt4Scaling(ScalingRecipe):
     `INT4Scaling(signed=False, symmetric=False, offset="bias")`.
     """
 
-    name: ClassVar[str] = "int4_signed_bias"
+    name: ClassVar[str] = "int4_bias"
     source: ClassVar[str] = "torchao 0.18, torchao.quantization.Int4Tensor"
     group_size: int = 128
     scale_dtype: str = field(default="bf16", metadata=one_of(_FLOATS))

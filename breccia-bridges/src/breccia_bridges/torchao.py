@@ -99,7 +99,7 @@ def to_torchao(
 ) -> Tensor:
     """Convert a tensor to the torchao class of its format, bit by bit.
 
-    FP8 becomes a Float8Tensor, MX an MXTensor, NVFP4 an NVFP4Tensor, `int4_signed_bias` an Int4Tensor, symmetric INT8 by rows
+    FP8 becomes a Float8Tensor, MX an MXTensor, NVFP4 an NVFP4Tensor, `int4_bias` an Int4Tensor, symmetric INT8 by rows
     an Int8Tensor. Other INT8 and INT4 becomes an IntxUnpackedToInt8Tensor, one code to a byte, because torchao's linear layer
     ignores an Int8Tensor's zero-points.
 
