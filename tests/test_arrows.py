@@ -32,7 +32,18 @@ PACKAGES = {
 #: Package -> (third-party packages it may import at the top of a module, those it may import only inside functions).
 TERMINAL = {"typer", "rich"}
 REPORT = {"plotly", "jinja2", "markupsafe"}
-NEIGHBOURS = {"torch", "jax", "mlx", "torchao", "transformer_engine", "compressed_tensors", "ml_dtypes", "qwix", "gguf"}
+NEIGHBOURS = {
+    "torch",
+    "jax",
+    "mlx",
+    "torchao",
+    "transformer_engine",
+    "compressed_tensors",
+    "ml_dtypes",
+    "qwix",
+    "gguf",
+    "bitsandbytes",
+}
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
@@ -41,6 +52,8 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_triton": ({"triton", "torch", "jax", "numpy", "platformdirs"}, {"jax_triton"}),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
+#: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
+OF_TORCH = {"torchao", "transformer_engine", "bitsandbytes", "compressed_tensors"}
 #: The package of breccia_torch that alone may import transformers.
 HF = "hf"
 #: The same for parts of core; the rest of core imports pluggy only. NumPy is for its backend and the conformance kit.
@@ -70,7 +83,7 @@ ORDER = [
     {"tensors"},
     {"dispatch"},
     {"kernels"},
-    {"api", "bridges"},
+    {"api", "bridges", "foreign"},
     {"cli"},
     {"__main__"},
 ]
@@ -140,6 +153,8 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
         top, lazy = FOREIGN[package]
         if distribution == "breccia-torch" and name.partition(".")[0] == HF:
             top = top | {"transformers"}
+        if distribution == "breccia-bridges" and name in OF_TORCH:
+            top = top | {"torch"}
     return {package, *ours, *top}, {package, *ours, *top, *lazy}
 
 

@@ -17,7 +17,7 @@ EXPECTED = {
     "01_quickstart": ((), "8192 bytes -> 2112 bytes"),
     "02_training": (("breccia_torch",), "every recipe is within 3 percentage points of FP32: True"),
     "03_checkpoint": (("breccia_bridges",), "quantized: ['mlp.weight'] at 4.50 bits per parameter"),
-    "04_transformer_engine": (("breccia_torch",), "the next scale is TransformerEngine's: True"),
+    "04_te_migration": (("breccia_torch", "breccia_bridges"), "the next scale is TransformerEngine's: True"),
     "05_torch_model": (("breccia_torch", "breccia_bridges"), "the loaded model gives the same outputs: True"),
     "06_jax": (("breccia_jax",), "the loss fell to less than half: True"),
     "07_mlx": (("breccia_mlx",), "the loaded model gives the same outputs: True"),
@@ -25,9 +25,10 @@ EXPECTED = {
         ("breccia_torch", "breccia_bridges", "transformers"),
         "quantized 56 tensors at 4.51 bits per parameter",
     ),
+    "09_torchao": (("breccia_torch", "breccia_bridges", "torchao"), "the same bytes after a return: True"),
 }
 #: Longer than about 3 seconds, most of it imports: torch.optim, JAX's compiler, transformers.
-SLOW = ("02_training", "06_jax", "08_hugging_face")
+SLOW = ("02_training", "06_jax", "08_hugging_face", "09_torchao")
 #: A framework whose breccia package is installed may itself be missing.
 FRAMEWORKS = {"breccia_torch": "torch", "breccia_jax": "jax", "breccia_mlx": "mlx", "breccia_bridges": "safetensors"}
 #: Nothing is downloaded, and others want the cores: one thread is enough for models as small as these.

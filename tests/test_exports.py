@@ -140,7 +140,8 @@ def test_bridges_have_the_signatures_of_their_stub() -> None:
         if isinstance(node, ast.FunctionDef) and node.name != "__getattr__":
             promised: dict[str, Any] = {}
             exec("from __future__ import annotations\n" + ast.unparse(node), promised)
-            real = inspect.signature(getattr(breccia.bridges, node.name)).parameters.values()
+            target = breccia.dispatch.registry.registry().bridges[node.name].target
+            real = inspect.signature(breccia.targets.load(target)).parameters.values()
             stubs = inspect.signature(promised[node.name]).parameters.values()
             assert [(p.name, p.kind, p.default) for p in real] == [(p.name, p.kind, p.default) for p in stubs], node.name
 
@@ -218,7 +219,9 @@ def test_import_star_takes_the_bridges_whose_requirements_are_installed(monkeypa
 def test_import_star_works_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = breccia.targets.installed
     monkeypatch.setattr(breccia.targets, "installed", lambda module: module != "mlx" and installed(module))
-    assert set(dir(breccia.bridges)) - set(breccia.bridges.__all__) == {"from_mlx", "to_mlx"}
+    of_mlx = {bridge.name for bridge in breccia.dispatch.registry.registry().bridges.values() if "mlx" in bridge.requires}
+    assert of_mlx == {"from_mlx", "to_mlx", "from_mlx_layer", "to_mlx_layer"}
+    assert not of_mlx & set(breccia.bridges.__all__) and of_mlx <= set(dir(breccia.bridges))
     exec("from breccia.bridges import *", {})
     with pytest.raises(
         ImportError, match=r"^breccia\.bridges\.to_mlx needs mlx, which is not installed: pip install breccia-mlx"

@@ -21,7 +21,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import breccia
-from breccia import Bridge, Codec, Format, Kernel, Level, MXFP8BlockScaling, NVFP4BlockScaling, ScalingRecipe, api, hookimpl
+from breccia import (
+    Bridge,
+    Codec,
+    Foreign,
+    Format,
+    Kernel,
+    Level,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    ScalingRecipe,
+    api,
+    hookimpl,
+)
 from breccia.arrays import frameworks
 from breccia.arrays.frameworks import Device
 from breccia.arrays.ops import NUMPY, Ops
@@ -1600,6 +1612,55 @@ def test_a_bridge_that_is_no_function_is_reported(declare: Callable[..., list[La
         w for w in declare(bridges=[Bridge("to_stray", f"{__name__}:BACK")]) if w.sentence.startswith("it_is_available_or")
     ]
     assert outcome(law) == "breccia.bridges.to_stray is not a function"
+
+
+class Parcel:
+    """A foreign tensor: the components and what the bytes do not tell."""
+
+    def __init__(self, st: ScaledTensor) -> None:
+        self.st = st
+
+
+class Flipped(Parcel):
+    """A parcel whose reader flips a byte."""
+
+
+def to_parcel(st: ScaledTensor) -> Parcel:
+    return Parcel(st)
+
+
+def to_flipped_parcel(st: ScaledTensor) -> Flipped:
+    return Flipped(st)
+
+
+def from_parcel(parcel: Parcel) -> ScaledTensor:
+    if type(parcel) is not Flipped:
+        return parcel.st
+    data = np.array(parcel.st.data)
+    data.reshape(-1).view(np.uint8)[0] ^= 1
+    return ScaledTensor(data, parcel.st.scale, parcel.st.recipe, parcel.st.layout, parcel.st.zero_point, parcel.st.global_scale)
+
+
+def abroad(out: str | None, back: str = "from_parcel") -> list[Foreign]:
+    classes = (f"{__name__}:Parcel", f"{__name__}:Flipped")
+    return [Foreign("stray", classes, f"{__name__}:{back}", None if out is None else f"{__name__}:{out}")]
+
+
+RETURNS = "what_it_builds_is_found_by_its_class_and_returns"
+
+
+def test_the_laws_of_foreign_classes_hold_for_correct_ones(declare: Callable[..., list[Law]]) -> None:
+    laws = declare(foreign=abroad("to_parcel"))
+    assert {law.sentence for law in laws if law.kind == "foreign"} >= {RETURNS, "its_functions_load_or_say_what_is_missing"}
+    assert verdicts([law for law in laws if law.kind == "foreign"]) == {}
+    assert RETURNS not in {law.sentence for law in declare(foreign=abroad(None))}
+
+
+def test_the_laws_of_foreign_classes_report_faults(declare: Callable[..., list[Law]]) -> None:
+    found = [outcome(law) for law in declare(foreign=abroad("to_flipped_parcel")) if law.sentence == RETURNS]
+    assert any(re.search(r"^data: 1 of \d+ differ, the first at \[0, 0\]", one) for one in found), found
+    (law,) = [w for w in declare(foreign=abroad(None, "BACK")) if w.sentence.startswith("its_functions_load")]
+    assert outcome(law) == f"{__name__}:BACK is not a function"
 
 
 # ---------------------------------------------------------------------------------------------- manifests

@@ -124,8 +124,8 @@ def test_an_undeclared_storage_is_refused_with_the_nearest_name(where: str) -> N
     with pytest.raises(UnknownNameError) as e:
         UNKNOWN[where]()
     assert str(e.value) == (
-        "no storage 'swizle_128x4'; did you mean 'swizzle_128x4'? Known: column_major, "
-        "interleaved, mma_16x128, swizzle_128x4, transposed."
+        "no storage 'swizle_128x4'; did you mean 'swizzle_128x4'? Known: column_major, interleaved, mma_16x128, "
+        "padded_128x4, padded_1x4, swizzle_128x4, transposed."
     )
     assert e.value.found["name"] == "swizle_128x4"
 

@@ -23,6 +23,8 @@ from breccia.backend import (
     framework_of,
 )
 
+from .wrapping import attribute
+
 #: The recipes of the modes whose scales are codes.
 _RECIPES: dict[str, ScalingRecipe] = {
     "mxfp4": MXFP4BlockScaling(),
@@ -122,6 +124,31 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
 
     options = {"group_size": group, "bits": scaled.recipe.format.element.bits, "mode": mode}
     return scaled.data.view(mx.uint32), scaled.scale, scaled.zero_point, options
+
+
+def from_mlx_layer(layer: Any) -> ScaledTensor:
+    """The weight of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`: `from_mlx` of its arrays and attributes."""
+    options = {"group_size": attribute(layer, "group_size"), "bits": attribute(layer, "bits")}
+    return from_mlx(layer.weight, layer.scales, layer.get("biases"), mode=getattr(layer, "mode", "affine"), **options)
+
+
+def to_mlx_layer(scaled: ScaledTensor, *, bias: Array | None = None) -> Any:
+    """An `mlx.nn.QuantizedLinear` with this weight, shape (out, in), and that bias. Raises what `to_mlx` raises."""
+    import mlx.nn as nn
+
+    w, scales, biases, options = to_mlx(scaled)
+    if scaled.ndim != 2:
+        raise DialectError(
+            f"a linear layer has a matrix as its weight; this tensor has shape {scaled.shape}.", shape=scaled.shape
+        )
+    rows, columns = scaled.shape
+    layer = nn.QuantizedLinear(columns, rows, bias is not None, **options)
+    layer.weight, layer.scales = w, scales
+    if biases is not None:
+        layer.biases = biases
+    if bias is not None:
+        layer.bias = bias
+    return layer
 
 
 def _recipe(mode: str, group_size: int | None, bits: int | None, scales: Array) -> ScalingRecipe:

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
 
-from breccia import Bridge, Command, hookimpl
+from breccia import Bridge, Command, Foreign, Format, Level, ScalingRecipe, hookimpl
+from breccia.backend import BF16, F16, F32, INT4, check_choices, one_of
 
 api = 1
+_FLOATS = {"bf16": BF16, "fp16": F16, "fp32": F32}
+
+
+@dataclass(frozen=True)
+class SignedInt4Scaling(ScalingRecipe):
+    """Signed 4-bit integers with a float bias, `x = scale * code + bias`: what torchao's Int4Tensor holds.
+
+    It is for reading such tensors. A cast measures codes from the bias up and so writes 0..7 only: to quantize, use
+    `INT4Scaling(signed=False, symmetric=False, offset="bias")`.
+    """
+
+    name: ClassVar[str] = "int4_bias"
+    source: ClassVar[str] = "torchao 0.18, torchao.quantization.Int4Tensor"
+    group_size: int = 128
+    scale_dtype: str = field(default="bf16", metadata=one_of(_FLOATS))
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(INT4, (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
+
+
+@hookimpl
+def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
+    return [SignedInt4Scaling]
 
 
 @hookimpl
 def breccia_bridges() -> Iterable[Bridge]:
     safetensors = "breccia_bridges.safetensors"
     deepseek = "breccia_bridges.deepseek"
+    engine = "breccia_bridges.transformer_engine"
     return [
         Bridge("save_safetensors", f"{safetensors}:save_safetensors"),
         Bridge("load_safetensors", f"{safetensors}:load_safetensors"),
@@ -24,8 +56,85 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("to_deepseek_v3", f"{deepseek}:to_deepseek_v3"),
         Bridge("from_dlpack", "breccia_bridges.dlpack:from_dlpack"),
         Bridge("to_dlpack", "breccia_bridges.dlpack:to_dlpack"),
+        *_both("torchao"),
+        *_both("transformer_engine"),
+        *_both("bitsandbytes"),
+        Bridge("from_te_recipe", f"{engine}:from_te_recipe", ("torch",), "torch"),
+        Bridge("to_te_recipe", f"{engine}:to_te_recipe", ("torch",), "torch"),
+        Bridge("torchao_activation", "breccia_bridges.torchao:torchao_activation", ("torch",), "torch"),
+        Bridge("from_compressed_tensors", "breccia_bridges.compressed_tensors:from_compressed_tensors", ("torch",), "torch"),
+        Bridge("from_qwix", "breccia_bridges.qwix:from_qwix", ("jax",), "jax"),
+        Bridge("to_qwix", "breccia_bridges.qwix:to_qwix", ("jax", "qwix"), "qwix"),
+        Bridge("from_mlx_layer", "breccia_bridges.mlx:from_mlx_layer", requires=("mlx",), install="breccia-mlx"),
+        Bridge("to_mlx_layer", "breccia_bridges.mlx:to_mlx_layer", requires=("mlx",), install="breccia-mlx"),
         Bridge("from_mlx", "breccia_bridges.mlx:from_mlx", requires=("mlx",), install="breccia-mlx"),
         Bridge("to_mlx", "breccia_bridges.mlx:to_mlx", requires=("mlx",), install="breccia-mlx"),
+    ]
+
+
+def _both(library: str) -> Iterable[Bridge]:
+    """`from_library`, and `to_library`, which says what to install when it is called: with `like=` it imports nothing."""
+    for name in (f"from_{library}", f"to_{library}"):
+        yield Bridge(name, f"breccia_bridges.{library}:{name}", ("torch",), "torch")
+
+
+@hookimpl
+def breccia_foreign() -> Iterable[Foreign]:
+    torchao, engine = "breccia_bridges.torchao", "breccia_bridges.transformer_engine"
+    return [
+        Foreign(
+            "transformer_engine",
+            tuple(
+                f"transformer_engine:{name}{storage}"
+                for name in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
+                for storage in ("", "Storage")
+            ),
+            f"{engine}:from_transformer_engine",
+            f"{engine}:to_transformer_engine",
+        ),
+        Foreign(
+            "torchao",
+            tuple(
+                f"torchao:{name}"
+                for name in (
+                    "Float8Tensor",
+                    "Int8Tensor",
+                    "IntxUnpackedToInt8Tensor",
+                    "Int4Tensor",
+                    "MXTensor",
+                    "NVFP4Tensor",
+                    "AffineQuantizedTensor",
+                )
+            ),
+            f"{torchao}:from_torchao",
+            f"{torchao}:to_torchao",
+            requires=("torchao",),
+            install="torchao",
+        ),
+        Foreign(
+            "bitsandbytes",
+            ("bitsandbytes:Params4bit",),
+            "breccia_bridges.bitsandbytes:from_bitsandbytes",
+            "breccia_bridges.bitsandbytes:to_bitsandbytes",
+            requires=("bitsandbytes",),
+            install="bitsandbytes",
+        ),
+        Foreign(
+            "mlx",
+            ("mlx.nn:QuantizedLinear", "mlx.nn:QuantizedEmbedding"),
+            "breccia_bridges.mlx:from_mlx_layer",
+            "breccia_bridges.mlx:to_mlx_layer",
+            requires=("mlx",),
+            install="breccia-mlx",
+        ),
+        Foreign(
+            "qwix",
+            ("qwix:QArray",),
+            "breccia_bridges.qwix:from_qwix",
+            "breccia_bridges.qwix:to_qwix",
+            requires=("qwix",),
+            install="qwix",
+        ),
     ]
 
 

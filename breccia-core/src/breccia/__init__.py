@@ -35,6 +35,8 @@ _HOMES: dict[str, str] = {
     ),
     **dict.fromkeys(("ScaledTensor", "bytes_equal", "from_buffer"), "tensors.tensor"),
     **dict.fromkeys(("concat", "stack"), "tensors.structure"),
+    "TensorPair": "tensors.pair",
+    **dict.fromkeys(("from_foreign", "to_foreign"), "foreign"),
     **dict.fromkeys(
         (
             "ScalingRecipe",
@@ -61,7 +63,7 @@ _HOMES: dict[str, str] = {
     "Explanation": "dispatch.explanation",
     **dict.fromkeys(("Device", "Framework"), "arrays.frameworks"),
     "Storage": "tensors.storage",
-    **dict.fromkeys(("Bridge", "Command", "hookimpl"), "dispatch.hookspecs"),
+    **dict.fromkeys(("Bridge", "Command", "Foreign", "hookimpl"), "dispatch.hookspecs"),
     "AmaxHistory": "tensors.history",
     "ErrorMetrics": "error_metrics",
     **dict.fromkeys(("set_num_threads", "get_num_threads"), "kernels.threads"),

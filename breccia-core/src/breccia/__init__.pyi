@@ -30,6 +30,7 @@ from .codecs import PowerOfTwo as PowerOfTwo
 from .dispatch.explanation import Explanation as Explanation
 from .dispatch.hookspecs import Bridge as Bridge
 from .dispatch.hookspecs import Command as Command
+from .dispatch.hookspecs import Foreign as Foreign
 from .dispatch.hookspecs import hookimpl as hookimpl
 from .dispatch.kernel import Kernel as Kernel
 from .error_metrics import ErrorMetrics as ErrorMetrics
@@ -51,6 +52,8 @@ from .errors import RecipeError as RecipeError
 from .errors import ShapeError as ShapeError
 from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
+from .foreign import from_foreign as from_foreign
+from .foreign import to_foreign as to_foreign
 from .formats import Format as Format
 from .formats import Level as Level
 from .kernels.threads import get_num_threads as get_num_threads
@@ -77,6 +80,7 @@ from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from .recipes import ScalingRecipe as ScalingRecipe
 from .specs import recipe as recipe
 from .tensors.history import AmaxHistory as AmaxHistory
+from .tensors.pair import TensorPair as TensorPair
 from .tensors.storage import Storage as Storage
 from .tensors.structure import concat as concat
 from .tensors.structure import stack as stack

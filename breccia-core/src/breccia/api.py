@@ -22,6 +22,7 @@ from .options import DEFAULT, PLAIN, CastOptions
 from .recipes import DelayedScaling, ScalingRecipe
 from .specs import as_recipe, recipe
 from .tensors.checks import contraction_axis
+from .tensors.pair import TensorPair
 from .tensors.tensor import ScaledTensor, scaled
 
 if TYPE_CHECKING:
@@ -74,16 +75,17 @@ def cast_pair(
     nonfinite: str = "propagate",
     storage: str = PLAIN,
     prefer: Prefer = None,
-) -> tuple[ScaledTensor, ScaledTensor]:
+) -> TensorPair:
     """`x` quantized twice under `recipe`: with blocks along its last axis, and along the one before it.
 
-    A backward pass multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a
-    kernel may compute both in one read of `x`. Options are those of `cast`.
+    Returns a `TensorPair`, which unpacks like a tuple: `rows, columns = breccia.cast_pair(x, recipe)`. A backward pass
+    multiplies by both. The results equal `cast(x, recipe)` and `cast(x, recipe, axis=-2)` byte for byte; a kernel may compute
+    both in one read of `x`. Options are those of `cast`.
     """
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     options = _options(x, -1, None, rounding, seed, nonfinite, storage, None)
-    return _frontend("cast_pair", x)(x, recipe, options, prefer)
+    return TensorPair(*_frontend("cast_pair", x)(x, recipe, options, prefer))
 
 
 def record_amax(x: Any, recipe: DelayedScaling, amaxes: Any, scale: Any, *, prefer: Prefer = None) -> tuple[Any, Any]:

@@ -8,7 +8,12 @@ def __getattr__(name: str) -> object:
     """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     from importlib import import_module
 
-    homes = {"enable_compile": "operators", "load_model": "checkpoint", "quantize_": "quantize", "save_model": "checkpoint"}
+    homes = {
+        **dict.fromkeys(("load_model", "save_model"), "checkpoint"),
+        **dict.fromkeys(("from_torchao_model_", "to_torchao_model_"), "torchao"),
+        "enable_compile": "operators",
+        "quantize_": "quantize",
+    }
     if name == "nn":
         return import_module(f"{__name__}.nn")
     if name not in homes:
@@ -20,4 +25,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["enable_compile", "load_model", "nn", "quantize_", "save_model"]
+__all__ = ["enable_compile", "from_torchao_model_", "load_model", "nn", "quantize_", "save_model", "to_torchao_model_"]

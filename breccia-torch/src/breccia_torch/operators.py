@@ -28,6 +28,7 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     Stored,
+    TensorPair,
     UnsupportedError,
     as_recipe,
     calls,
@@ -676,7 +677,7 @@ def cast_pair(
     nonfinite: str = "propagate",
     storage: str = "plain",
     prefer: Any = None,
-) -> tuple[ScaledTensor, ScaledTensor]:
+) -> TensorPair:
     """`breccia.cast_pair` under a compiler."""
     recipe = _named(recipe)
     _plain_call("cast_pair", storage=_other_than_plain(storage), prefer=prefer)
@@ -685,7 +686,7 @@ def cast_pair(
     parts = torch.ops.breccia.cast_pair(x, _text(kind, fields), *options[2:])
     half = len(parts) // 2
     shape = tuple(x.shape)
-    return _written(parts[:half], recipe, shape, -1), _written(parts[half:], recipe, shape, -2)
+    return TensorPair(_written(parts[:half], recipe, shape, -1), _written(parts[half:], recipe, shape, -2))
 
 
 def record_amax(x: Array, recipe: Any, amaxes: Any, scale: Any) -> tuple[Array, Array]:

@@ -56,6 +56,44 @@ class Bridge:
 
 
 @dataclass(frozen=True)
+class Foreign:
+    """Another library's classes of quantized tensors, which `breccia.from_foreign` and `breccia.to_foreign` convert.
+
+    name: the library, as `to_foreign(st, name)` takes it.
+    classes: "module:Class" each. They are never imported: an object is of a class if its own class or a base has that name and
+        was defined in that module or below it, so that "acme:Tensor" names any class `Tensor` of the package acme.
+    from_foreign: object reference of f(obj, **options) -> ScaledTensor or TensorPair.
+    to_foreign: object reference of f(st, **options) -> the library's object; None if there is no way back.
+    requires: modules that `to_foreign` needs. install: the requirement that provides them, for pip.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    from_foreign: str
+    to_foreign: str | None = None
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    plugin: str = field(default="", compare=False)
+
+    def check(self) -> None:
+        """Raise PluginError if the declaration is invalid."""
+        what = f"foreign library {self.name!r}"
+        targets.check_fields(self, what)
+        for reference in self.classes:
+            targets.check(reference, f"{what}: classes")
+        if not self.classes:
+            raise PluginError(f"{what}: classes names at least one class, like ('acme:Tensor',).")
+        targets.check(self.from_foreign, f"{what}: from_foreign")
+        if self.to_foreign is not None:
+            targets.check(self.to_foreign, f"{what}: to_foreign")
+        if bool(self.requires) != bool(self.install):
+            raise PluginError(
+                f"{what}: requires is a tuple of modules, and install their pip requirement; got "
+                f"requires={self.requires!r}, install={self.install!r}."
+            )
+
+
+@dataclass(frozen=True)
 class Command:
     """A command of the `breccia` program, loaded on first use.
 
@@ -123,6 +161,12 @@ def breccia_kernels() -> Iterable[Kernel]:
 @hookspec
 def breccia_bridges() -> Iterable[Bridge]:
     """Functions of `breccia.bridges`."""
+    return ()
+
+
+@hookspec
+def breccia_foreign() -> Iterable[Foreign]:
+    """Classes of other libraries that `breccia.from_foreign` and `breccia.to_foreign` convert."""
     return ()
 
 

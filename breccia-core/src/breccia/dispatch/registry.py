@@ -31,7 +31,7 @@ from ..rules import Rule
 from ..siblings import SIBLINGS
 from ..tensors.storage import Storage
 from . import builtin, hookspecs
-from .hookspecs import Bridge, Command
+from .hookspecs import Bridge, Command, Foreign
 from .kernel import Kernel
 from .table import Table
 
@@ -115,7 +115,7 @@ def _evaluated(what: str, question: Callable[[], _T], kind: type) -> _T:
     return found
 
 
-def _declaration(declared: Framework | Kernel | Storage | Bridge | Command) -> None:
+def _declaration(declared: Framework | Kernel | Storage | Bridge | Foreign | Command) -> None:
     declared.check()
 
 
@@ -128,6 +128,7 @@ KINDS: dict[str, _Kind] = {
     "breccia_frameworks": _Kind(Framework, False, _declaration),
     "breccia_kernels": _Kind(Kernel, False, _declaration),
     "breccia_bridges": _Kind(Bridge, False, _declaration),
+    "breccia_foreign": _Kind(Foreign, False, _declaration),
     "breccia_cli": _Kind(Command, False, _declaration),
 }
 
@@ -163,6 +164,8 @@ class Registry:
         self.specs: dict[str, ScalingRecipe] = {}
         #: The framework of each type of array met so far; see `frameworks.framework_of`.
         self.types: dict[type, Framework] = {}
+        #: The library of each foreign class met so far; see `foreign.library_of`.
+        self.foreign_types: dict[type, Foreign] = {}
         self.table = Table(self.declared["breccia_kernels"].values(), prefer, tracing, self.frameworks, auditing)
         if _CORE_NAME in blocked:
             warn("BRECCIA_BLOCK names 'core', which cannot be blocked: every call needs it. It stays.")
@@ -191,6 +194,10 @@ class Registry:
     @property
     def bridges(self) -> dict[str, Bridge]:
         return self.declared["breccia_bridges"]
+
+    @property
+    def foreign(self) -> dict[str, Foreign]:
+        return self.declared["breccia_foreign"]
 
     @property
     def commands(self) -> dict[str, Command]:
@@ -346,7 +353,7 @@ def _declares(hook: str, name: str) -> str:
 
 
 def _stamped(value: Any, plugin: str) -> Any:
-    return replace(value, plugin=plugin) if isinstance(value, Kernel | Storage | Bridge | Command) else value
+    return replace(value, plugin=plugin) if isinstance(value, Kernel | Storage | Bridge | Foreign | Command) else value
 
 
 def _list(text: str) -> list[str]:

@@ -142,6 +142,36 @@ def column_major(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     return _scales(parts, change)
 
 
+def padded_1x4(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Scales (rows, columns), columns padded with zeros to a multiple of 4: TransformerEngine's order for 128x128 tiles."""
+    return _padded(ops, parts, 1, 4)
+
+
+def padded_128x4(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Scales (rows, columns), padded with zeros to multiples of 128 and 4: `swizzle_128x4` before the swizzle."""
+    return _padded(ops, parts, 128, 4)
+
+
+def cropped(ops: Ops, parts: Parts, plain: Plain) -> Parts:
+    """Inverse of `padded_1x4` and of `padded_128x4`."""
+    rows, columns = plain.scale_shape[-2:]
+
+    def change(scale: Array) -> Array:
+        words = ops.load(scale)[..., :rows, :columns]
+        return ops.store(ops.reshape(ops.reshape(words, (-1,)), plain.scale_shape), _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
+def _padded(ops: Ops, parts: Parts, rows: int, columns: int) -> Parts:
+    def change(scale: Array) -> Array:
+        words = ops.load(scale)
+        *lead, m, n = words.shape
+        return ops.store(ops.pad(words, (*(0 for _ in lead), -m % rows, -n % columns)), _dtype(ops, scale))
+
+    return _scales(parts, change)
+
+
 def transposed(ops: Ops, parts: Parts, plain: Plain) -> Parts:
     """Scales (columns, rows), without padding."""
 
@@ -230,5 +260,7 @@ STORAGES: tuple[Storage, ...] = (
     Storage("column_major", f"{_HERE}column_major", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
     Storage("transposed", f"{_HERE}transposed", f"{_HERE}rows_first", f"{_HERE}accepts_blocks"),
     Storage("mma_16x128", f"{_FRAGMENTS}in_fragments", f"{_FRAGMENTS}out_of_fragments", f"{_FRAGMENTS}accepts", data_axes=3),
+    Storage("padded_1x4", f"{_HERE}padded_1x4", f"{_HERE}cropped", f"{_HERE}accepts_blocks"),
+    Storage("padded_128x4", f"{_HERE}padded_128x4", f"{_HERE}cropped", f"{_HERE}accepts_blocks"),
     Storage("interleaved", f"{_HERE}interleaved", f"{_HERE}deinterleaved", f"{_HERE}accepts_rows", data_axes=3),
 )

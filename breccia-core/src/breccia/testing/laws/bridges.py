@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ... import bridges as facade
-from ... import targets
-from ...dispatch.hookspecs import Bridge
+from ... import foreign, targets
+from ...dispatch.hookspecs import Bridge, Foreign
 from ...errors import BrecciaError
 from ...kernels import reference
 from ...recipes import ScalingRecipe
@@ -33,11 +33,17 @@ def laws(subject: Subject) -> Iterator[Law]:
     for name, bridge in found.items():
         yield from each("bridges", name, (it_is_available_or_says_what_to_install,), bridge)
         other = found.get(f"from_{name.removeprefix('to_')}")
-        if name.startswith("to_") and other is not None:
+        if name.startswith("to_") and other is not None and not name.endswith("_recipe"):  # those convert recipes
             yield from each("bridges", name, (it_accepts_some_recipe,), bridge, recipes)
             checks = (accepted_tensors_round_trip_byte_for_byte,)
             for recipe in recipes:
                 yield from each("bridges", f"{name}.{recipe.spec}", checks, bridge, other, recipe)
+    for library in subject.of("foreign"):
+        yield from each("foreign", library.name, (its_functions_load_or_say_what_is_missing,), library)
+        if library.to_foreign is not None:
+            checks = (what_it_builds_is_found_by_its_class_and_returns,)
+            for recipe in recipes:
+                yield from each("foreign", f"{library.name}.{recipe.spec}", checks, library, recipe)
 
 
 def it_is_available_or_says_what_to_install(bridge: Bridge) -> None:
@@ -68,7 +74,7 @@ def it_accepts_some_recipe(bridge: Bridge, recipes: list[ScalingRecipe]) -> None
 def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, recipe: ScalingRecipe) -> None:
     """If `to_x` returns a tuple, `from_x` gets its items as arguments, and a dict at its end as options.
 
-    `from_x` may also take `framework=`.
+    `from_x` may also take `framework=`, and `recipe=`, the recipe that the library's bytes do not tell.
     """
     _skip_unless_installed(bridge)
     for shape in (_FULL, _PARTIAL):
@@ -80,14 +86,45 @@ def accepted_tensors_round_trip_byte_for_byte(bridge: Bridge, other: Bridge, rec
         back = targets.load(other.target)
         arguments: list[Any] = [*sent] if type(sent) is tuple else [sent]  # pyright: ignore[reportUnknownArgumentType]
         options: dict[str, Any] = arguments.pop() if len(arguments) > 1 and isinstance(arguments[-1], dict) else {}
-        if "framework" in inspect.signature(back).parameters:
-            options["framework"] = place.framework
+        told = {"framework": place.framework, "recipe": st.recipe}
+        signature = inspect.signature(back)
+        given = signature.bind_partial(*arguments).arguments
+        options |= {name: told[name] for name in told if name in signature.parameters and name not in given}
         found = back(*arguments, **options)
         expect(isinstance(found, ScaledTensor), f"{other.name} returned {type(found).__name__}, expected a ScaledTensor")
         expect_tensor(place, found, st)
 
 
-def _skip_unless_installed(bridge: Bridge) -> None:
+def its_functions_load_or_say_what_is_missing(library: Foreign) -> None:
+    """A module that needs the library may fail to load with an ImportError; any other error is a fault."""
+    for target in (library.from_foreign, library.to_foreign):
+        if target is not None:
+            try:
+                expect(callable(targets.load(target)), f"{target} is not a function")
+            except ImportError as e:
+                expect(bool(str(e)), f"{target} raises an ImportError without a message")
+
+
+def what_it_builds_is_found_by_its_class_and_returns(library: Foreign, recipe: ScalingRecipe) -> None:
+    """`from_foreign` of what `to_foreign` builds is the same tensor, byte for byte, at every place that the library accepts."""
+    _skip_unless_installed(library)
+    assert library.to_foreign is not None
+    for place in (p for p in everywhere() if not p.absence):
+        st = moved(_tensor(recipe, _FULL), place)
+        try:
+            theirs = foreign.to_foreign(st, library.name)
+        except BrecciaError:
+            continue
+        except ImportError as e:
+            pytest.skip(str(e))
+        back = targets.load(library.from_foreign)
+        told = {"recipe": st.recipe} if "recipe" in inspect.signature(back).parameters else {}
+        found: Any = foreign.from_foreign(theirs, **told)
+        expect(isinstance(found, ScaledTensor), f"from_foreign returned {type(found).__name__}, expected a ScaledTensor")
+        expect_tensor(place, found, _tensor(recipe, _FULL))
+
+
+def _skip_unless_installed(bridge: Bridge | Foreign) -> None:
     absent = [module for module in bridge.requires if not targets.installed(module)]
     if absent:
         pytest.skip(f"{', '.join(absent)} is not installed")
@@ -100,6 +137,8 @@ def _exported(bridge: Bridge, st: ScaledTensor, refusals: list[BrecciaError]) ->
             return place, targets.load(bridge.target)(moved(st, place))
         except BrecciaError as e:
             refusals.append(e)
+        except ImportError as e:  # a library that is needed only to build its objects
+            pytest.skip(str(e))
     return None
 
 

@@ -1,0 +1,694 @@
+"""torchao's tensors: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, MXTensor, NVFP4Tensor, both ways.
+
+Their codes and scales are breccia's, in other packings at most: 6-bit and integer codes one to a byte, swizzled scales,
+zero-points of signed codes. A bridge relabels or repacks them; it computes no value. Attributes that a ScaledTensor lacks (the
+dtype that torchao decodes to, kernel preferences, how inputs are quantized) come from `like=` or keywords on the way back.
+
+Source: torchao 0.18.0, run on a CPU. AffineQuantizedTensor, of torchao before 0.16, is read by its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from breccia.backend import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    TENSOR,
+    Array,
+    Codec,
+    DialectError,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    INT4Scaling,
+    INT8Scaling,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerChannel,
+    PerTensor,
+    ScaledTensor,
+    ScalingRecipe,
+    Stored,
+    UnsupportedError,
+    ops_of,
+    pack,
+    targets,
+    unpack,
+)
+
+from .plugin import SignedInt4Scaling
+from .wrapping import attribute, check_padding, chosen, title, wrapped
+
+Tensor = Any
+
+_WORKFLOWS = "torchao.quantization.quantize_.workflows"
+#: Where torchao 0.18 defines its classes.
+_CLASSES = {
+    "Float8Tensor": f"{_WORKFLOWS}.float8.float8_tensor",
+    "Int8Tensor": f"{_WORKFLOWS}.int8.int8_tensor",
+    "IntxUnpackedToInt8Tensor": f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor",
+    "Int4Tensor": f"{_WORKFLOWS}.int4.int4_tensor",
+    "MXTensor": "torchao.prototype.mx_formats.mx_tensor",
+    "NVFP4Tensor": "torchao.prototype.mx_formats.nvfp4_tensor",
+}
+_FP8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+_SCALE_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_SWIZZLE = "swizzle_128x4"
+
+
+def from_torchao(tensor: Tensor, recipe: ScalingRecipe | None = None) -> ScaledTensor:
+    """Convert a torchao tensor, bit by bit; codes and scales are shared where torchao packs them as breccia does.
+
+    tensor: Float8Tensor (scales per tensor, row or block), Int8Tensor, IntxUnpackedToInt8Tensor, MXTensor (FP8, FP6, FP4),
+        NVFP4Tensor, Int4Tensor, or the AffineQuantizedTensor of older releases. Swizzled scales stay so, in storage
+        "swizzle_128x4". A transposed tensor (`.t()`) has its blocks along axis -2.
+    recipe: the recipe that wrote the tensor, which its bytes do not tell: `MXFP8BlockScaling(scale_rule="floor")`, say. By
+        default one of the same format.
+
+    How the tensor's linear layer quantizes its inputs is not part of the result; see `torchao_activation`.
+
+    Raises UnsupportedError for another class, DialectError for a format without a recipe and for contradictory attributes.
+    """
+    name = next((kind.__name__ for kind in type(tensor).__mro__ if kind.__name__ in _READERS), None)
+    if name is None:
+        raise UnsupportedError(
+            f"from_torchao converts {', '.join(_READERS)}; got {title(tensor)}. Quantize with a config that gives one "
+            f"of these, "
+            "or pass a tensor of high precision to breccia.cast.",
+            found=type(tensor).__name__,
+        )
+    return _READERS[name](tensor, recipe)
+
+
+def to_torchao(
+    scaled: ScaledTensor,
+    *,
+    like: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    activation: ScalingRecipe | None = None,
+    **attributes: Any,
+) -> Tensor:
+    """Convert a tensor to the torchao class of its format, bit by bit.
+
+    FP8 becomes a Float8Tensor, MX an MXTensor, NVFP4 an NVFP4Tensor, `int4_bias` an Int4Tensor, symmetric INT8 by rows
+    an Int8Tensor. Other INT8 and INT4 becomes an IntxUnpackedToInt8Tensor, one code to a byte, because torchao's linear layer
+    ignores an Int8Tensor's zero-points.
+
+    like: a torchao tensor whose class and attributes to take over: `to_torchao(from_torchao(t), like=t)` equals `t`.
+    dtype: the dtype that torchao decodes to, and that a linear layer's inputs have; by default that of `like`, else FP32.
+    activation: the recipe under which torchao's linear layer quantizes its inputs; None leaves them alone. torchao multiplies
+        by an MXTensor only with inputs in MX.
+    attributes: further arguments of the class, such as `act_quant_kwargs=`.
+
+    Raises ImportError without torchao, DialectError for a format or layout that torchao has no class for.
+    """
+    if like is None:
+        _class("Float8Tensor")
+    _need_torch(scaled)
+    name = _class_of(scaled) if like is None else type(like).__name__
+    if name not in _WRITERS:
+        raise UnsupportedError(f"to_torchao builds {', '.join(_WRITERS)}; like= is {title(like)}.", found=name)
+    kind: Any = _class(name) if like is None else type(like)
+    given: dict[str, Any] = {} if like is None else {n: getattr(like, n) for n in _attribute_names(kind)}
+    if dtype is not None or like is None:
+        given["orig_dtype" if name in ("MXTensor", "NVFP4Tensor") else "dtype"] = dtype or torch.float32
+    if activation is not None:
+        given |= _activation_options(activation)
+    given |= attributes
+    found = _WRITERS[name](scaled, given, kind)
+    try:
+        return kind(**(given | found))
+    except TypeError as e:
+        raise DialectError(
+            f"torchao's {name} does not take these attributes: {e}. This bridge is written for torchao 0.18.", found=name
+        ) from e
+
+
+def _activation_options(recipe: ScalingRecipe) -> dict[str, Any]:
+    """The attributes with which torchao quantizes inputs under a recipe: the inverse of `torchao_activation`."""
+
+    def made(path: str, **options: Any) -> Any:
+        return targets.load(path)(**options)
+
+    granularity = "torchao.quantization.granularity"
+    if isinstance(recipe, Float8RowScaling | Float8CurrentScaling | Float8BlockScaling):
+        if isinstance(recipe, Float8BlockScaling):
+            each = targets.load(f"{granularity}:PerBlock")([recipe.block_m, recipe.block_k])
+        else:
+            each = made(f"{granularity}:{'PerRow' if isinstance(recipe, Float8RowScaling) else 'PerTensor'}")
+        codes = next(dtype for dtype, fmt in _FP8.items() if fmt == recipe.fp8_format)
+        path = f"{_CLASSES['Float8Tensor']}:QuantizeTensorToFloat8Kwargs"
+        config = made("torchao.float8.inference:Float8MMConfig", use_fast_accum=False)
+        options = made(path, float8_dtype=codes, granularity=each, mm_config=config)
+        return {"act_quant_kwargs": options, "mm_config": config}
+    if isinstance(recipe, INT8Scaling) and recipe.signed and recipe.group_size is None:
+        each = made(f"{granularity}:PerRow")
+        return {"act_quant_kwargs": made(f"{_CLASSES['Int8Tensor']}:QuantizeTensorToInt8Kwargs", granularity=each)}
+    if isinstance(recipe, MXFP8BlockScaling | MXFP6BlockScaling | MXFP4BlockScaling):
+        mode = targets.load("torchao.prototype.mx_formats.config:ScaleCalculationMode")(recipe.scale_rule)
+        path = f"{_CLASSES['MXTensor']}:QuantizeTensorToMXKwargs"
+        return {"act_quant_kwargs": made(path, elem_dtype=_mx_element(recipe.format.element), scaling_mode=mode)}
+    if isinstance(recipe, NVFP4BlockScaling):
+        path = f"{_CLASSES['NVFP4Tensor']}:QuantizeTensorToNVFP4Kwargs"
+        return {"act_quant_kwargs": made(path, use_dynamic_per_tensor_scale=recipe.two_level)}
+    raise DialectError(f"torchao has no way to quantize inputs under {recipe!r}.", recipe=recipe)
+
+
+def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
+    """The recipe under which torchao's linear layer quantizes its inputs for this weight; None if it leaves them alone.
+
+    Raises DialectError if breccia has no such recipe: static scales, asymmetric codes, a smoothing factor.
+    """
+    for name in ("act_pre_scale", "act_quant_scale", "act_per_tensor_scale"):
+        if getattr(tensor, name, None) is not None:
+            raise DialectError(
+                f"{title(tensor)} has {name}, a fixed scale of the inputs, which no recipe describes.", found=name
+            )
+    if (found := getattr(tensor, "activation_quantization", None)) is not None:
+        raise DialectError(f"{title(tensor)} quantizes inputs as {found}: asymmetric per token, which no recipe describes.")
+    options = getattr(tensor, "act_quant_kwargs", None)
+    if options is None:
+        return None
+    kind, granularity = type(options).__name__, type(getattr(options, "granularity", None)).__name__
+    if kind == "QuantizeTensorToFloat8Kwargs" and options.float8_dtype in _FP8:
+        fmt = _FP8[options.float8_dtype]
+        if granularity == "PerRow":
+            return Float8RowScaling(fmt)
+        if granularity == "PerTensor":
+            return Float8CurrentScaling(fmt)
+        block = getattr(options.granularity, "block_size", None)
+        if granularity == "PerBlock" and block is not None:
+            return Float8BlockScaling(fmt, block_k=block[-1], block_m=block[-2])
+    if kind == "QuantizeTensorToInt8Kwargs" and granularity == "PerRow" and options.mapping_type.name == "SYMMETRIC":
+        return INT8Scaling(scale_rule="half_range")
+    if kind == "QuantizeTensorToMXKwargs" and (rule := options.scaling_mode.value) in ("floor", "rceil", "even"):
+        return _mx_recipe(options.elem_dtype, rule)
+    if kind == "QuantizeTensorToNVFP4Kwargs":
+        return NVFP4BlockScaling(two_level=bool(options.use_dynamic_per_tensor_scale))
+    raise DialectError(f"{title(tensor)} quantizes its inputs by {options}, which no recipe describes.", found=kind)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _float8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    data, scale = attribute(tensor, "qdata"), attribute(tensor, "scale")
+    fmt = _FP8.get(data.dtype)
+    if fmt is None:
+        raise DialectError(f"{title(tensor)} has codes in {data.dtype}; a recipe exists for {_listed(_FP8)}.", found=data.dtype)
+    block: list[int] = [*(attribute(tensor, "block_size") or ())]
+    if not block and scale.numel() == 1:
+        block = list(data.shape)
+    m, k, axis = _matrix_block(tensor, data, scale, block)
+    if recipe is not None and list(recipe.format.scale.block) == block[-2:]:
+        m, k, axis = *block[-2:], -1  # blocks as long as the rows: both readings decode alike, and the caller chose
+    if (m, k) == TENSOR:
+        inferred: ScalingRecipe = Float8CurrentScaling(fmt)
+        scale = scale.reshape(scale.shape[:-2] if any(n > 1 for n in scale.shape) else ())
+    elif k is None:
+        inferred = Float8RowScaling(fmt)
+    else:
+        assert m is not None
+        inferred = Float8BlockScaling(fmt, block_k=k, block_m=m)
+    found = chosen(recipe, inferred, tensor)
+    return wrapped(tensor, data, scale, found, layout=inferred.layout.oriented(axis), axis=axis)
+
+
+def _int8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    if getattr(tensor, "act_pre_scale", None) is not None:
+        raise DialectError(
+            f"{title(tensor)} has act_pre_scale: its layer multiplies the inputs by it, so the weight alone is not that of the "
+            "model. Fold the factor into the layer before, or quantize without SmoothQuant and AWQ."
+        )
+    return _integers(tensor, recipe, 8)
+
+
+def _intx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    """Integers of up to 8 bits, one to a byte; those of 4 bits are packed, others stay 8-bit codes."""
+    target = attribute(tensor, "target_dtype")
+    bits = int(str(target).rpartition("int")[2])
+    data = attribute(tensor, "qdata")
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if bool(((data < low) | (data > high)).any()):
+        raise DialectError(
+            f"{title(tensor)}: codes of {target} lie in {low}..{high}; found {int(data.min())}..{int(data.max())}."
+        )
+    return _integers(tensor, recipe, 4 if bits == 4 else 8)
+
+
+def _integers(tensor: Tensor, recipe: ScalingRecipe | None, bits: int) -> ScaledTensor:
+    data, scale, zero = (attribute(tensor, name) for name in ("qdata", "scale", "zero_point"))
+    block = list(attribute(tensor, "block_size"))
+    return _of_integers(tensor, recipe, bits, data, scale, zero, block)
+
+
+def _of_integers(
+    tensor: Tensor, recipe: ScalingRecipe | None, bits: int, data: Array, scale: Array, zero: Array | None, block: list[int]
+) -> ScaledTensor:
+    """Signed codes in int8; symmetric if all zero-points are 0, else unsigned codes with zero-points moved as much."""
+    kind, half = (INT4Scaling, 8) if bits == 4 else (INT8Scaling, 128)
+    scale_dtype = _SCALE_DTYPES.get(scale.dtype)
+    if scale_dtype is None or data.dtype != torch.int8:
+        raise DialectError(
+            f"{title(tensor)} has codes in {data.dtype} and scales in {scale.dtype}; recipes have int8 codes and scales in "
+            f"{_listed(_SCALE_DTYPES)}."
+        )
+    m, k, axis = _matrix_block(tensor, data, scale, block)
+    if (m, k) == TENSOR:
+        scale, zero = (None if x is None else x.expand(*data.shape[:-1], 1) for x in (scale, zero))
+        m, k = 1, None
+    if m != 1:
+        raise DialectError(
+            f"{title(tensor)} has one scale per {m} x {k} integers; recipes have one per row, or group of a row."
+        )
+    group = k if k is not None or bits == 8 else data.shape[axis]
+    asymmetric = zero is not None and bool((zero != 0).any())
+    options: dict[str, Any] = {"group_size": group, "scale_dtype": scale_dtype, "signed": not asymmetric}
+    found = chosen(recipe, kind(**options, symmetric=not asymmetric), tensor)
+    codes = data
+    if asymmetric:
+        assert zero is not None
+        zero = _moved(tensor, zero, half)
+        codes = data.to(torch.int16) + half
+    ops = ops_of(data)
+    if bits == 4:
+        words = ops.load(codes.to(torch.uint8)) & 15
+        codes = _packed(words, found.format.element, axis)
+    else:
+        codes = codes if codes is data else codes.to(torch.uint8)
+    layout = PerChannel() if k is None else found.layout.oriented(axis)
+    shape = tuple(data.shape)
+    return wrapped(tensor, codes, scale, found, layout=layout, zero_point=zero if asymmetric else None, axis=axis, shape=shape)
+
+
+def _moved(tensor: Tensor, zero: Array, half: int) -> Array:
+    """Zero-points of signed codes as those of unsigned ones. Raises DialectError if a float zero-point would be rounded."""
+    if not zero.dtype.is_floating_point:
+        return (zero.to(torch.int16) + half).to(torch.uint8)
+    wide = zero.float() + half
+    if not torch.equal(wide - half, zero.float()):
+        raise DialectError(f"{title(tensor)} has float zero-points that cannot be moved to unsigned codes without rounding.")
+    return wide
+
+
+def _mx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    data, scale, size = (attribute(tensor, name) for name in ("qdata", "scale", "block_size"))
+    if size != 32:
+        raise DialectError(f"{title(tensor)} has block_size={size}; the MX recipes have blocks of 32.", found=size)
+    inferred = _mx_recipe(attribute(tensor, "elem_dtype"), "rceil")
+    element = inferred.format.element
+    if element in (E2M3, E3M2):
+        axis = -2 if _is_transposed(data) else -1
+        data = _packed(ops_of(data).load(data), element, axis)
+    return _blocks(tensor, data, scale, None, chosen(recipe, inferred, tensor))
+
+
+def _nvfp4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    data, scale, size = (attribute(tensor, name) for name in ("qdata", "scale", "block_size"))
+    if size != 16:
+        raise DialectError(f"{title(tensor)} has block_size={size}; NVFP4 has blocks of 16.", found=size)
+    whole = attribute(tensor, "per_tensor_scale")
+    inferred = NVFP4BlockScaling(two_level=whole is not None)
+    if whole is not None:
+        whole = whole.reshape(whole.shape[:-2])  # () or (experts, 1, 1)
+    return _blocks(tensor, data, scale, whole, chosen(recipe, inferred, tensor))
+
+
+def _blocks(tensor: Tensor, data: Array, scale: Array, whole: Array | None, recipe: ScalingRecipe) -> ScaledTensor:
+    """Codes of blocks within a row, plain or swizzled; transposed if their strides are."""
+    if data.dtype == torch.float4_e2m1fn_x2:
+        data = data.view(torch.uint8)
+    if transposed := _is_transposed(tensor.qdata):
+        data, scale = data.mT, scale.mT
+    layout = recipe.layout
+    if attribute(tensor, "is_swizzled_scales"):
+        *lead, rows, columns = scale.shape
+        if rows % 32 or columns % 16:
+            raise DialectError(
+                f"{title(tensor)} has swizzled scales of shape {tuple(scale.shape)}: not tiles of 32 x 16 bytes."
+            )
+        scale = scale.reshape(*lead, rows // 32, columns // 16, 512)
+        layout = Stored(layout, _SWIZZLE)
+    found = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=whole)
+    check_padding(found, tensor, "scale", "Quantize the tensor again.")
+    return found.mT if transposed else found
+
+
+def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    """Signed codes with a float bias; scales and biases lie transposed, (K / group, N)."""
+    if getattr(tensor, "act_pre_scale", None) is not None:
+        raise DialectError(f"{title(tensor)} has act_pre_scale, by which its layer multiplies the inputs. Fold it in before.")
+    data, scale, bias = (attribute(tensor, name) for name in ("qdata", "scale", "zero_point"))
+    *lead, rows, group = attribute(tensor, "block_size")
+    dtype = _SCALE_DTYPES.get(scale.dtype)
+    shape = (*data.shape[:-1], 2 * data.shape[-1])
+    expected = (*shape[:-2], shape[-1] // group, shape[-2])
+    if rows != 1 or any(n != 1 for n in lead) or dtype is None or tuple(scale.shape) != expected or bias.dtype != scale.dtype:
+        raise DialectError(
+            f"{title(tensor)} of shape {shape} with block_size {[*lead, rows, group]} has scales and biases of shape "
+            f"{expected} and "
+            f"one float dtype; found {tuple(scale.shape)} of {scale.dtype} and {tuple(bias.shape)} of {bias.dtype}.",
+            expected=expected,
+            found=tuple(scale.shape),
+        )
+    inferred = SignedInt4Scaling(group, dtype)
+    layout = Stored(inferred.layout, "transposed")
+    return wrapped(tensor, data.view(torch.uint8), scale, chosen(recipe, inferred, tensor), layout=layout, zero_point=bias)
+
+
+def _affine(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
+    """AffineQuantizedTensor: torchao before 0.16, with plain layouts; by attributes, in any of the spellings it had."""
+    inner = next((found for n in ("tensor_impl", "layout_tensor") if (found := getattr(tensor, n, None)) is not None), None)
+    if inner is not None and hasattr(inner, "get_plain"):
+        data, scale, zero = inner.get_plain()
+    else:
+        data, scale, zero = attribute(tensor, "int_data"), attribute(tensor, "scale"), getattr(tensor, "zero_point", None)
+    domain = getattr(getattr(tensor, "zero_point_domain", None), "name", "INT")
+    if domain not in ("INT", "NONE"):
+        raise DialectError(f"{title(tensor)} has zero-points in domain {domain}, values instead of codes; no recipe has these.")
+    shape = tuple(data.shape)
+    if scale.numel() == 1:
+        scale = scale.reshape((1,) * data.ndim)
+    elif scale.ndim == data.ndim - 1:
+        scale = scale[..., None]
+    zero = zero if zero is None else zero.reshape(scale.shape)
+    block = list(getattr(tensor, "block_size", None) or (n // s for n, s in zip(shape, scale.shape, strict=True)))
+    low, high = getattr(tensor, "quant_min", None), getattr(tensor, "quant_max", None)
+    if data.dtype == torch.uint8:  # unsigned codes: the same values from signed ones
+        half = 8 if (low, high) == (0, 15) else 128
+        data = (data.to(torch.int16) - half).to(torch.int8)
+        zero = zero.to(torch.int16) - half if zero is not None else torch.full_like(scale, -half, dtype=torch.int16)
+        low, high = (None if n is None else n - half for n in (low, high))
+    bits = 4 if (low, high) in ((-8, 7), (-7, 7)) else 8
+    return _of_integers(tensor, recipe, bits, data, scale, zero, block)
+
+
+_READERS: dict[str, Callable[[Tensor, ScalingRecipe | None], ScaledTensor]] = {
+    "Float8Tensor": _float8,
+    "Int8Tensor": _int8,
+    "IntxUnpackedToInt8Tensor": _intx,
+    "Int4Tensor": _int4,
+    "MXTensor": _mx,
+    "NVFP4Tensor": _nvfp4,
+    "AffineQuantizedTensor": _affine,
+}
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def _to_float8(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    scaled = scaled.to_plain()
+    if scaled.recipe.format.element not in (E4M3, E5M2) or scaled.recipe.format.scale.codec.bits != 32:
+        raise _unlike(scaled, "Float8Tensor", "FP8 codes under FP32 scales")
+    block = _block_size(scaled, "Float8Tensor")
+    data = scaled.data
+    if data.dtype == torch.uint8:
+        data = data.view(torch.float8_e4m3fn if scaled.recipe.format.element == E4M3 else torch.float8_e5m2)
+    scale = scaled.scale.reshape([n // b for n, b in zip(scaled.shape, block, strict=True)])
+    _keep_block(given, block)
+    return {"qdata": data, "scale": scale, "block_size": given.get("block_size") or block}
+
+
+def _to_int8(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    return _to_integers(scaled, given, kind.__name__, 8)
+
+
+def _to_intx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    bits = scaled.recipe.format.element.bits
+    found = _to_integers(scaled, given, kind.__name__, bits)
+    given.setdefault("target_dtype", getattr(torch, f"int{bits}"))
+    given.setdefault("activation_quantization", None)
+    if found["zero_point"] is None:
+        found["zero_point"] = torch.zeros_like(found["scale"], dtype=torch.int8)
+    return found
+
+
+def _to_integers(scaled: ScaledTensor, given: dict[str, Any], name: str, bits: int) -> dict[str, Any]:
+    scaled = scaled.to_plain()
+    fmt = scaled.recipe.format
+    if not isinstance(scaled.recipe, INT4Scaling if bits == 4 else INT8Scaling) or fmt.offset == "bias":
+        raise _unlike(scaled, name, f"integers of {bits} bits without a bias")
+    block, half = _block_size(scaled, name), 8 if bits == 4 else 128
+    signed = scaled.recipe.signed
+    codes = _unpacked(scaled) if bits == 4 else scaled.data.view(torch.uint8)
+    zero = scaled.zero_point
+    if signed:
+        data = (((codes + half) & (2 * half - 1)) - half).to(torch.int8) if bits == 4 else codes.view(torch.int8)
+    else:
+        data = (codes.to(torch.int16) - half).to(torch.int8)
+        zero = torch.zeros_like(scaled.scale, dtype=torch.int16) if zero is None else zero
+        floating = zero.dtype.is_floating_point
+        zero = zero - half if floating else (zero.to(torch.int16) - half)
+        if not floating:
+            if bool(((zero < -128) | (zero > 127)).any()):
+                raise DialectError(f"torchao's {name} has zero-points in int8; some of this tensor's lie outside {-half}..127.")
+            zero = zero.to(torch.int8)
+        elif name == "IntxUnpackedToInt8Tensor" and given.get("dtype") is not None:
+            narrow = zero.to(scaled.scale.dtype)
+            zero = narrow if torch.equal(narrow.float(), zero.float()) else zero
+    shape = [n // b for n, b in zip(scaled.shape, block, strict=True)]
+    scale = scaled.scale.reshape(shape)
+    zero = None if zero is None else zero.reshape(shape)
+    wanted = given.get("block_size")
+    if wanted is not None and list(wanted) == list(scaled.shape) and list(wanted) != block:  # like= has one scale for all
+        first = (slice(0, 1),) * scale.ndim
+        if not torch.equal(scale, scale[first].expand_as(scale)):
+            raise DialectError(f"like= has one scale for the whole tensor; this tensor has different ones: {scaled!r}.")
+        scale, zero, block = scale[first], None if zero is None else zero[first], list(wanted)
+    if zero is None and given.pop("zero_point", None) is not None:
+        zero = torch.zeros_like(scale, dtype=torch.int8)
+    _keep_block(given, block)
+    return {"qdata": data, "scale": scale, "zero_point": zero, "block_size": given.get("block_size") or block}
+
+
+def _to_int4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    if not isinstance(scaled.recipe, SignedInt4Scaling):
+        raise _unlike(scaled, "Int4Tensor", "signed 4-bit integers with a float bias")
+    block = _block_size(scaled.to_plain(), "Int4Tensor")
+    if scaled.axis != -1:
+        raise DialectError(f"torchao's Int4Tensor has groups along the last axis; this tensor is {scaled!r}. Pass its .mT.")
+    stored = scaled.to_storage("transposed")
+    for name in ("dtype", "zero_point"):
+        given.pop(name, None)
+    _keep_block(given, block)
+    parts = {"qdata": stored.data.view(torch.int8), "scale": stored.scale, "zero_point": stored.zero_point}
+    return parts | {"block_size": given.get("block_size") or block, "shape": torch.Size(scaled.shape)}
+
+
+def _to_mx(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    fmt = scaled.recipe.format
+    if fmt.element not in (E4M3, E5M2, E2M3, E3M2, E2M1) or fmt.scale.codec.name != "E8M0" or len(fmt.levels) > 1:
+        raise _unlike(scaled, "MXTensor", "an MX format of FP8, FP6 or FP4")
+    found = _to_blocks(scaled, "MXTensor", torch.float8_e8m0fnu)
+    if fmt.element in (E2M3, E3M2):
+        found["qdata"] = _unpacked(scaled).to(torch.uint8)
+    elif fmt.element is not E2M1:
+        found["qdata"] = found["qdata"].view(_mx_element(fmt.element))
+    given.setdefault("act_quant_kwargs", None)
+    if "kernel_preference" not in given:
+        given["kernel_preference"] = targets.load("torchao.quantization.quantize_.common:KernelPreference").EMULATED
+    return found | {"elem_dtype": _mx_element(fmt.element), "block_size": 32}
+
+
+def _to_nvfp4(scaled: ScaledTensor, given: dict[str, Any], kind: type) -> dict[str, Any]:
+    recipe = scaled.recipe
+    if not isinstance(recipe, NVFP4BlockScaling):
+        raise _unlike(scaled, "NVFP4Tensor", "NVFP4")
+    if recipe.global_sense != "multiplier":
+        raise DialectError(
+            f"torchao stores the tensor scale of NVFP4 as a multiplier, amax / 2688; this tensor has it as "
+            f"{recipe.global_sense}. "
+            "Converting it can round; requantize to breccia.NVFP4BlockScaling() if that is acceptable.",
+            found=recipe.global_sense,
+        )
+    found, whole = _to_blocks(scaled, "NVFP4Tensor", torch.float8_e4m3fn), scaled.global_scale
+    if whole is not None and whole.ndim:
+        if scaled.ndim != 3 or whole.ndim != 1:
+            raise DialectError(f"torchao has one tensor scale for all, or one per expert of a 3-D tensor; got {scaled!r}.")
+        whole = whole[:, None, None]
+    return found | {"block_size": 16, "per_tensor_scale": whole}
+
+
+def _to_blocks(scaled: ScaledTensor, name: str, scale_dtype: torch.dtype) -> dict[str, Any]:
+    """qdata, scale and is_swizzled_scales of blocks within a row."""
+    transposed = scaled.axis == -2
+    scaled = scaled.mT if transposed else scaled
+    swizzled = scaled.layout.storage == _SWIZZLE
+    scaled = scaled if swizzled else scaled.to_plain()
+    if scaled.layout.plain.partial or scaled.ndim < 2 or scaled.padding:
+        raise DialectError(f"torchao's {name} has whole blocks along the last axis; this tensor is {scaled!r}.")
+    data, scale = scaled.data, scaled.scale
+    if swizzled:
+        *lead, down, along, _ = scale.shape
+        scale = scale.reshape(*lead, 32 * down, 16 * along)
+    scale = scale if scale.dtype == scale_dtype else scale.view(scale_dtype)
+    if transposed:
+        data, scale = data.mT, scale.mT
+    return {"qdata": data, "scale": scale, "is_swizzled_scales": swizzled}
+
+
+_WRITERS: dict[str, Callable[[ScaledTensor, dict[str, Any], type], dict[str, Any]]] = {
+    "Float8Tensor": _to_float8,
+    "Int8Tensor": _to_int8,
+    "IntxUnpackedToInt8Tensor": _to_intx,
+    "Int4Tensor": _to_int4,
+    "MXTensor": _to_mx,
+    "NVFP4Tensor": _to_nvfp4,
+}
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+def _class_of(scaled: ScaledTensor) -> str:
+    """The torchao class of a tensor's format. Raises DialectError."""
+    recipe, fmt = scaled.recipe, scaled.recipe.format
+    if isinstance(recipe, NVFP4BlockScaling):
+        return "NVFP4Tensor"
+    if isinstance(recipe, SignedInt4Scaling):
+        return "Int4Tensor"
+    if fmt.scale.codec.name == "E8M0" and fmt.element in (E4M3, E5M2, E2M3, E3M2, E2M1):
+        return "MXTensor"
+    if fmt.element in (E4M3, E5M2) and fmt.scale.codec.bits == 32:
+        return "Float8Tensor"
+    if isinstance(recipe, INT4Scaling | INT8Scaling) and fmt.offset != "bias":
+        by_rows = fmt.element.bits == 8 and recipe.signed and scaled.layout.block(scaled.axis) == (1, None)
+        return "Int8Tensor" if by_rows else "IntxUnpackedToInt8Tensor"  # Int8Tensor's linear ignores zero-points
+    raise _unlike(scaled, "classes", "FP8, INT8, INT4 without a bias, MX and NVFP4")
+
+
+def _class(name: str) -> type:
+    try:
+        return targets.load(f"{_CLASSES[name]}:{name}")
+    except ImportError as e:
+        raise ImportError(
+            f"to_torchao needs torchao, which cannot be imported ({e}): pip install torchao.", name="torchao"
+        ) from e
+
+
+def _attribute_names(kind: Any) -> list[str]:
+    """The arguments of a torchao class that are not the codes and scales; `zero_point` says whether there is one."""
+    names = [*kind.tensor_attribute_names, *getattr(kind, "optional_tensor_attribute_names", ())]
+    names += getattr(kind, "optional_tensor_data_names", ())
+    return [name for name in names if name not in ("per_tensor_scale", "is_swizzled_scales", "elem_dtype")]
+
+
+def _matrix_block(tensor: Tensor, data: Array, scale: Array, block: list[int]) -> tuple[int | None, int | None, int]:
+    """(rows, length, axis) of a scale's block, None for all; the axis that blocks run along. Raises DialectError."""
+    shape = tuple(data.shape)
+    if len(block) != len(shape) or len(shape) < 2 or any(b < 1 or n % b for n, b in zip(shape, block, strict=True)):
+        raise DialectError(
+            f"{title(tensor)} of shape {shape} has block_size {block}, which does not divide it; pass a matrix, or a stack of "
+            "matrices, in whole blocks.",
+            block_size=block,
+            shape=shape,
+        )
+    expected = tuple(n // b for n, b in zip(shape, block, strict=True))
+    if tuple(scale.shape) != expected and scale.numel() != 1:
+        raise DialectError(
+            f"{title(tensor)} of shape {shape} with block_size {block} has scales of shape {expected}; found "
+            f"{tuple(scale.shape)}.",
+            expected=expected,
+            found=tuple(scale.shape),
+        )
+    *lead, m, k = block
+    if any(b != 1 for b in lead) and block != list(shape):
+        raise DialectError(f"{title(tensor)} has block_size {block}: scales that matrices share, which no layout describes.")
+    if (m, k) == shape[-2:] and m > 1:
+        return None, None, -1
+    if k == shape[-1] and m == 1:
+        return 1, None, -1
+    if m == shape[-2] and k == 1:
+        return 1, None, -2
+    return m, k, -1
+
+
+def _block_size(scaled: ScaledTensor, name: str) -> list[int]:
+    """torchao's block_size: the shape of the elements that share a scale. Raises DialectError for partial blocks."""
+    shape = scaled.shape
+    if scaled.layout.partial or len(shape) < 2:
+        raise DialectError(
+            f"torchao's {name} has whole blocks; this tensor has shape {shape} and {scaled.layout}. Cast its values padded.",
+            shape=shape,
+        )
+    m, k = scaled.layout.block(scaled.axis)
+    if (m, k) == TENSOR and not scaled.scale.shape:
+        return list(shape)
+    if isinstance(scaled.layout, PerTensor) and len(scaled.scale.shape) != len(shape) - 2:
+        raise DialectError(f"torchao's {name} has one scale for all matrices or one for each; this tensor is {scaled!r}.")
+    rows, length = (shape[-2], shape[-1]) if scaled.axis == -1 else (shape[-1], shape[-2])
+    pair = [m or rows, k or length]
+    return [1] * (len(shape) - 2) + (pair if scaled.axis == -1 else pair[::-1])
+
+
+def _keep_block(given: dict[str, Any], block: list[int]) -> None:
+    """Raise DialectError if block_size, of `like` or a keyword, is another one than the tensor's; `like` keeps its type."""
+    wanted = given.get("block_size")
+    if wanted and list(wanted) != block:
+        raise DialectError(f"block_size is {list(wanted)} in like= or the keywords, and {block} in the tensor.", found=block)
+
+
+def _mx_recipe(element: Any, rule: str) -> ScalingRecipe:
+    if element in _FP8:
+        return MXFP8BlockScaling(_FP8[element], scale_rule=rule)
+    if element == torch.float4_e2m1fn_x2:
+        return MXFP4BlockScaling(scale_rule=rule)
+    if element in ("fp6_e2m3", "fp6_e3m2"):
+        return MXFP6BlockScaling(element[4:].upper(), scale_rule=rule)
+    raise DialectError(f"torchao's MXTensor has elements {element}, which no MX recipe has.", found=element)
+
+
+def _mx_element(element: Codec) -> Any:
+    """torchao's name of an MX element: a dtype, or text for FP6."""
+    if element in (E2M3, E3M2):
+        return f"fp6_{element.name.lower()}"
+    return {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.float4_e2m1fn_x2}[element.name]
+
+
+def _is_transposed(data: Array) -> bool:
+    return data.ndim > 1 and data.stride(-2) < data.stride(-1)
+
+
+def _packed(codes: Array, element: Codec, axis: int) -> Array:
+    """int32 codes in breccia's packing along `axis`."""
+    ops = ops_of(codes)
+    return pack(ops, codes, element) if axis == -1 else pack(ops, codes.mT, element).mT
+
+
+def _unpacked(scaled: ScaledTensor) -> Array:
+    """The codes of a plain tensor, one per int32."""
+    ops, element, length = ops_of(scaled.data), scaled.recipe.format.element, scaled.shape[scaled.axis]
+    if scaled.axis == -1:
+        return unpack(ops, scaled.data, element, length)
+    return unpack(ops, scaled.data.mT, element, length).mT
+
+
+def _unlike(scaled: ScaledTensor, name: str, wanted: str) -> DialectError:
+    return DialectError(
+        f"torchao's {name} hold {wanted}; this tensor is {scaled.recipe!r}. Requantize it first: "
+        "breccia.requantize(st, breccia.MXFP8BlockScaling()), for example.",
+        recipe=scaled.recipe,
+    )
+
+
+def _need_torch(scaled: ScaledTensor) -> None:
+    if not isinstance(scaled, ScaledTensor) or scaled.framework != "torch":
+        found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
+        raise UnsupportedError(
+            f"to_torchao takes a torch ScaledTensor, got {found}; convert one by breccia.bridges.from_dlpack(st, 'torch').",
+            found=found,
+        )
+
+
+def _listed(dtypes: dict[Any, Any]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)

@@ -1,0 +1,87 @@
+"""Helpers of the bridges to other libraries' tensor classes: reading attributes, and errors that name the class and version."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from breccia.backend import (
+    PLAIN,
+    Array,
+    BrecciaError,
+    DialectError,
+    ScaledTensor,
+    ScalingRecipe,
+    dtype_name,
+    ops_of,
+)
+
+
+def title(obj: Any) -> str:
+    """The class of an object in messages, with the version of its library: "torchao's Float8Tensor (torchao 0.18.0)"."""
+    kind = type(obj)
+    package = kind.__module__.partition(".")[0]
+    return f"{kind.__qualname__} ({package}{_version(package)})"
+
+
+def _version(package: str) -> str:
+    found = getattr(sys.modules.get(package), "__version__", None)
+    if found is None:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            return ", unknown version"
+    return f" {found}"
+
+
+def attribute(obj: Any, name: str) -> Any:
+    """An attribute of a foreign object. Raises DialectError if the class lacks it: another version of the library."""
+    try:
+        return getattr(obj, name)
+    except AttributeError:
+        raise DialectError(
+            f"{title(obj)} has no attribute {name!r}, which this bridge reads; it is of a version that breccia does not know. "
+            "Wrap its buffers with breccia.from_buffer.",
+            attribute=name,
+        ) from None
+
+
+def chosen(recipe: ScalingRecipe | None, inferred: ScalingRecipe, obj: Any) -> ScalingRecipe:
+    """The recipe that the caller passed, or the inferred one. Raises DialectError if they decode differently."""
+    if recipe is None:
+        return inferred
+    if recipe.format != inferred.format:
+        raise DialectError(
+            f"recipe={recipe!r} decodes differently than {title(obj)}, which is {inferred!r}. Omit recipe=, or pass "
+            "one of that format.",
+            recipe=recipe,
+            inferred=inferred,
+        )
+    return recipe
+
+
+def wrapped(obj: Any, data: Array, scale: Array, recipe: ScalingRecipe, **fields: Any) -> ScaledTensor:
+    """A ScaledTensor of a foreign object's buffers. Raises DialectError where they contradict each other."""
+    layout = fields.pop("layout", None) or recipe.layout
+    try:
+        return ScaledTensor(data, scale, recipe, layout, **fields)
+    except BrecciaError as e:
+        raise DialectError(f"{title(obj)} has buffers that contradict each other: {e}", **e.found) from e
+
+
+def check_padding(st: ScaledTensor, obj: Any, name: str, remedy: str) -> None:
+    """Raise DialectError if the padding of stored scales is not zero. Reads them, so a GPU is synchronized."""
+    if st.layout.storage == PLAIN:
+        return
+    stored, again = st.scale, st.to_plain().to_storage(st.layout.storage).scale
+    ops = ops_of(stored)
+    differ = ops.load(stored) != ops.load(again)
+    if ops.any(differ):
+        found = ops.to_numpy(stored)[ops.to_numpy(differ)].reshape(-1)[0]
+        raise DialectError(
+            f"{title(obj)}: the padding of {name} (shape {tuple(stored.shape)}, {dtype_name(stored)}) holds {found}; padding "
+            f"is zero. {remedy}",
+            part=name,
+            found=found,
+        )
