@@ -138,7 +138,7 @@ def to_qwix(scaled: ScaledTensor, *, like: Any = None) -> Any:
     elif len(scale.shape) < scaled.ndim:
         scale = scale.reshape(*scale.shape, *(1 for _ in range(scaled.ndim - len(scale.shape))))
     qtype = jnp.dtype(kind) if kind not in (*_BLOCKS, "nf4") else kind
-    return qwix.QArray(qvalue=codes, scale=scale, qtype=qtype)
+    return qwix.QArray(qvalue=codes, scale=scale, qtype=qtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_signed(scaled: ScaledTensor) -> bool:
