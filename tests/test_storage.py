@@ -709,7 +709,7 @@ def test_an_unknown_storage_is_refused_with_the_nearest_name(place: Place) -> No
             verb()
         assert str(e.value) == (
             "no storage 'colum_major'; did you mean 'column_major'? Known: column_major, interleaved, mma_16x128, "
-            "swizzle_128x4, transposed."
+            "padded_128x4, padded_1x4, swizzle_128x4, transposed."
         )
     # tests/test_weight_only.py has the form of the last one.
     assert {*STORAGES, "mma_16x128"} == set(registry.registry().declared["breccia_storages"])
