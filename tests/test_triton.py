@@ -434,6 +434,7 @@ def test_requantize_keeps_codes_and_refuses_as_the_generic_algorithm() -> None:
         triton_cast.requantize(st, breccia.recipe("nvfp4"), CastOptions(nonfinite="raise"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(40, 160), (2, 130, 96), (256, 128)])
 @pytest.mark.parametrize("storage", plugin.STORAGES)
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "fp8_block", "int4,symmetric=false,signed=false,group_size=32"])
