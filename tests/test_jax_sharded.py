@@ -156,7 +156,85 @@ def exported_functions_keep_their_shardings() -> None:
     assert breccia.bytes_equal(st, breccia.cast(X, BLOCK)) and spread(st.data)[0] == "d"
 
 
+#: Recipes with two levels, tiles, and zero-points.
+KINDS = [breccia.recipe(spec) for spec in ("nvfp4", "fp8_block,block_m=4,block_k=32", "int4,symmetric=false,signed=false")]
+W = wide((24, 512), seed=2, exponents=2)
+
+
+def on_explicit_mesh(set_mesh: bool, check: Any) -> None:
+    """check(x, w, recipe, spec) for every recipe, with x sharded along rows and columns; w along its rows."""
+    from contextlib import nullcontext
+
+    import jax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh) if set_mesh else nullcontext():
+        spec = ("a", "b")
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec(*spec)))
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec("b", None)))
+        for recipe in KINDS if set_mesh else KINDS[:1]:
+            check(x, w, recipe, spec)
+
+
+def casts_keep_the_sharding(x: Any, w: Any, recipe: Any, spec: Any) -> None:
+    import jax
+
+    for axis in (-1, -2):
+        expected = breccia.cast(X, recipe, axis=axis)
+        for st in (breccia.cast(x, recipe, axis=axis), jax.jit(lambda x, axis=axis: breccia.cast(x, recipe, axis=axis))(x)):
+            assert breccia.bytes_equal(st, expected), (recipe, spec)
+            assert spread(st.data) == spec, (recipe, spec)
+            if st.scale.ndim == 2:
+                whole = [n % {"a": 2, "b": 4, None: 1}[name] == 0 for n, name in zip(st.scale.shape, spec, strict=True)]
+                assert spread(st.scale) == tuple(name if fits else None for name, fits in zip(spec, whole, strict=True))
+    values = breccia.dequantize(breccia.cast(x, recipe))
+    assert spread(values) == spec and np.array_equal(values, breccia.dequantize(breccia.cast(X, recipe)))
+    rows, columns = breccia.cast_pair(x, recipe)
+    assert breccia.bytes_equal(rows, breccia.cast(X, recipe)) and breccia.bytes_equal(columns, breccia.cast(X, recipe, axis=-2))
+    again = breccia.requantize(rows, "mxfp8")
+    assert breccia.bytes_equal(again, breccia.requantize(breccia.cast(X, recipe), "mxfp8")) and spread(again.data) == spec
+    straight = breccia.cast_ste(x, recipe)
+    assert spread(straight) == spec and np.array_equal(straight, breccia.cast_ste(X, recipe))
+
+
+def explicit_meshes_shard_what_is_cast() -> None:
+    on_explicit_mesh(True, casts_keep_the_sharding)
+
+
+def explicit_meshes_need_no_context() -> None:
+    on_explicit_mesh(False, casts_keep_the_sharding)
+
+
+def products_keep_the_sharding(x: Any, w: Any, recipe: Any, spec: Any) -> None:
+    import jax
+
+    st, weight = breccia.cast(x, recipe), breccia.cast(w, recipe)
+    left, right = (np.asarray(breccia.dequantize(breccia.cast(a, recipe)), np.float64) for a in (X, W))
+    # The rows of the product are sharded as those of x, its columns as the rows of w: both by "b" is one too many.
+    expected = (spec[0], "b")
+    cases = [(breccia.matmul(st, weight.mT), left), (breccia.matmul(x, weight.mT), X.astype(np.float64))]
+    cases.append((breccia.cast_matmul(x, recipe, weight.mT), left))
+    for y, a in cases:
+        # Sums of K products in FP32 in any order: at most K * 2^-24 of the sum of magnitudes, nearly.
+        bound = 2 * X.shape[1] * 2.0**-24 * (np.abs(a) @ np.abs(right).T) + 1e-30
+        assert spread(y) == expected and (np.abs(np.asarray(y) - a @ right.T) <= bound).all(), (recipe, spec)
+    gradient = jax.grad(lambda x: breccia.cast_matmul(x, recipe, weight.mT).sum())(x)
+    assert spread(gradient) == spec
+    bound = 2 * W.shape[0] * 2.0**-24 * np.abs(right).sum(0) + 1e-30
+    assert (np.abs(np.asarray(gradient) - right.sum(0)) <= bound).all(), (recipe, spec)
+    gradient = jax.grad(lambda x: breccia.cast_ste(x, recipe).sum())(x)
+    assert spread(gradient) == spec and (np.asarray(gradient) == 1).all()
+
+
+def explicit_meshes_shard_products_and_gradients() -> None:
+    on_explicit_mesh(True, products_keep_the_sharding)
+
+
 CHECKS = [
+    explicit_meshes_shard_what_is_cast,
+    explicit_meshes_need_no_context,
+    explicit_meshes_shard_products_and_gradients,
     blocks_are_cast_where_they_are,
     a_tensors_amax_alone_is_exchanged,
     products_stay_where_their_rows_are,

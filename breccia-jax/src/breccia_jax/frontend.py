@@ -32,6 +32,7 @@ from breccia.backend import (
     registry,
 )
 
+from .meshes import automatic, like_first, product
 from .ops import JAX
 
 Array = Any
@@ -140,24 +141,36 @@ def cast_ste_clipped(
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> ScaledTensor:
-    return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+    def run(x: Array, scale: Any, seed: Any) -> ScaledTensor:
+        return calls.cast(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+
+    return automatic(like_first, run, x, scale, seed)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _cast_pair(x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table) -> Any:
-    return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+    def run(x: Array, scale: Any, seed: Any) -> Any:
+        return calls.cast_pair(lax.stop_gradient(x), recipe, _options(static, scale, seed), names)
+
+    return automatic(like_first, run, x, scale, seed)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _dequantize(st: ScaledTensor, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.dequantize(_fixed(st), out_dtype, None, names)
+    def run(st: ScaledTensor) -> Array:
+        return calls.dequantize(_fixed(st), out_dtype, None, names)
+
+    return automatic(like_first, run, st)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _requantize(
     st: ScaledTensor, scale: Any, seed: Any, recipe: ScalingRecipe, static: Any, names: Names, table: Table
 ) -> ScaledTensor:
-    return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), False, names)
+    def run(st: ScaledTensor, scale: Any, seed: Any) -> ScaledTensor:
+        return calls.requantize(_fixed(st), recipe, _options(static, scale, seed), False, names)
+
+    return automatic(like_first, run, st, scale, seed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
@@ -171,8 +184,13 @@ def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -
     return y, _tangent(JAX.matmul, primals, tangents, y)
 
 
-#: The backward pass decodes a weight again instead of saving it in FP32.
-_matmul = jax.jit(jax.checkpoint(_product, static_argnums=(3, 4, 5)), static_argnums=(3, 4, 5))
+# Checkpoints: the backward pass decodes a weight again instead of saving it in FP32.
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _matmul(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Table) -> Array:
+    def run(a: Any, b: Any, bias: Any) -> Array:
+        return _product(a, b, bias, out_dtype, names, table)
+
+    return automatic(product, jax.checkpoint(run), a, b, bias)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
@@ -188,7 +206,12 @@ def _(recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table, primals
     return y, _tangent(JAX.matmul, primals, tangents, y, written)
 
 
-_cast_matmul = jax.jit(jax.checkpoint(_cast_product, static_argnums=(3, 4, 5, 6)), static_argnums=(3, 4, 5, 6))
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _cast_matmul(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table) -> Array:
+    def run(x: Array, b: Any, bias: Any) -> Array:
+        return _cast_product(x, b, bias, recipe, out_dtype, names, table)
+
+    return automatic(product, jax.checkpoint(run), x, b, bias)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
@@ -208,7 +231,12 @@ def _grouped(offsets: Array, a: Array, b: Array) -> Array:
     return JAX.grouped_matmul(a, b, offsets)
 
 
-_grouped_matmul = jax.jit(jax.checkpoint(_grouped_product, static_argnums=(3, 4, 5)), static_argnums=(3, 4, 5))
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str, names: Names, table: Table) -> Array:
+    def run(a: Any, b: Any, offsets: Array) -> Array:
+        return _grouped_product(a, b, offsets, out_dtype, names, table)
+
+    return automatic(product, jax.checkpoint(run), a, b, offsets)
 
 
 def _tangent(product: Any, primals: Any, tangents: Any, y: Array, written: Any = None) -> Array:
@@ -254,7 +282,14 @@ def _(
     return y, jnp.where((x >= low) & (x <= high), tangent, jnp.zeros_like(tangent))
 
 
-_straight = jax.jit(_round_trip, static_argnums=(3, 4, 5, 6, 7))
+@partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
+def _straight(
+    x: Array, scale: Any, seed: Any, recipe: ScalingRecipe, clip: Any, static: Any, names: Names, table: Table
+) -> Array:
+    def run(x: Array, scale: Any, seed: Any) -> Array:
+        return _round_trip(x, scale, seed, recipe, clip, static, names, table)
+
+    return automatic(like_first, run, x, scale, seed)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,78 @@
+"""Explicit meshes (`jax.sharding.AxisType.Explicit`), where every operation says how its result is sharded.
+
+breccia's algorithms reshape into blocks, and such reshapes have no sharding of their own there. So an op runs in JAX's
+automatic mode inside, and its results are sharded as its operands are, along every axis that the shards divide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+#: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
+Spec = tuple[Any, ...]
+#: From the specs of operands (of a ScaledTensor: of its codes), and the shape of a result, to the result's spec.
+Rule = Callable[[list[Spec], tuple[int, ...]], Spec]
+
+
+def like_first(specs: list[Spec], shape: tuple[int, ...]) -> Spec:
+    """As the first operand. Results of other ranks, such as the scale of a tensor, are replicated."""
+    return specs[0] if len(specs[0]) == len(shape) else ()
+
+
+def product(specs: list[Spec], shape: tuple[int, ...]) -> Spec:
+    """Rows as those of the first operand, columns as those of the second one, unless a mesh axis would be named twice."""
+    first, second = specs[0], specs[1]
+    lead, columns = first[:-1][-(len(shape) - 1) :], second[-1]
+    lead = (None,) * (len(shape) - 1 - len(lead)) + lead
+    taken = {name for axis in lead for name in _names(axis)}
+    return (*lead, None if taken & set(_names(columns)) else columns)
+
+
+def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
+    """`function(*operands)`; on an explicit mesh in automatic mode, with results sharded by `rule`."""
+    specs = [_spec(operand) for operand in operands if operand is not None]
+    mesh = next((mesh for mesh, _ in specs if mesh is not None), None)
+    if mesh is None:
+        return function(*operands)
+    shapes = jax.eval_shape(function, *jax.tree.map(_shape, operands))
+    placed = [spec for _, spec in specs]
+
+    def sharding(result: Any) -> NamedSharding:
+        spec = rule(placed, result.shape) or (None,) * len(result.shape)
+        whole = [axis if n % _shards(mesh, axis) == 0 else None for axis, n in zip(spec, result.shape, strict=True)]
+        return NamedSharding(mesh, PartitionSpec(*whole))
+
+    results, structure = jax.tree.flatten(shapes)
+
+    def leaves(*operands: Any) -> list[Any]:  # made in automatic mode too
+        return jax.tree.leaves(function(*operands))
+
+    run: Any = jax.sharding.auto_axes(leaves, axes=mesh.explicit_axes, out_sharding=[sharding(result) for result in results])
+    return jax.tree.unflatten(structure, run(*operands))
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _spec(operand: Any) -> tuple[Any, Spec]:
+    """(The explicit mesh of an operand, or None; the spec of its first leaf)."""
+    leaf = jax.tree.leaves(operand)[0]
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    spec: Spec = () if sharding is None else tuple(sharding.spec)
+    spec = (*spec, *(None,) * (leaf.ndim - len(spec)))
+    mesh = None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding.mesh
+    return mesh, spec
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
+def _shards(mesh: Any, axis: Any) -> int:
+    return math.prod(mesh.shape[name] for name in _names(axis))
