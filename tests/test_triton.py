@@ -124,6 +124,7 @@ def test_every_recipe_is_cast_bit_for_bit(spec: str, axis: int) -> None:
     check(numbers((40, 72), seed=1), spec, axis=axis)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.startswith(("mxfp6", "mxfp4", "nvfp4", "nf4", "int4"))])
 def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int) -> None:
@@ -169,6 +170,7 @@ def test_halves_are_cast_as_their_fp32_values(spec: str, dtype: Any) -> None:
     check(numbers((34, 96), seed=2, dtype=dtype), spec)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("spec", ["fp8_block", "nvfp4", "mxfp4", "fp8_current", "fp8_row", "fp8_block,block_m=32,block_k=32"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_leading_axes_and_strides_are_taken(spec: str, axis: int) -> None:

@@ -43,6 +43,7 @@ pytestmark = [
     *([pytest.mark.gpu] if ON_GPU else []),  # where there is one, every test runs on it
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.rest,  # `make test` runs the kernels on torch tensors
 ]
 
 #: One recipe of each family of kernels, and one of each kind of scale.
