@@ -588,7 +588,7 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
 
 
 def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_plans, "CONFIGURATIONS", tmp_path)
+    monkeypatch.setattr(fp8_plans, "SHIPPED", tmp_path)
     text = '{"device": "NVIDIA H200", "slowdowns": {"cuda row row small": 1.25}}'
     (tmp_path / "matmul_nvidia_h200.json").write_text(text)
     (tmp_path / "matmul_nvidia_h100.json").write_text(text)

@@ -267,8 +267,8 @@ def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
 @lru_cache
 def measured_on(device: str) -> dict[str, Config]:
     """The shipped configurations of a device, by their keys."""
-    path = SHIPPED / f"weight_only_{file_name(device)}" if device else SHIPPED / ""
-    if not path.is_file():
+    path = SHIPPED / f"weight_only_{file_name(device)}"
+    if not device or not path.is_file():
         return {}
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

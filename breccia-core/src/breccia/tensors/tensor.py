@@ -454,16 +454,18 @@ class ScaledTensor:
 
 def with_parts(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
     """A copy of `st` with exactly these components, and other fields changed."""
-    fields: dict[str, Any] = {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
-    return ScaledTensor.from_parts(**(fields | changed | parts))
+    return ScaledTensor.from_parts(**(_metadata(st) | changed | parts))
 
 
 def moved(st: ScaledTensor, parts: dict[str, Any], **changed: Any) -> ScaledTensor:
     """`with_parts`, for parts made from those of `held_parts`."""
     if st.held is None:
         return with_parts(st, parts, **changed)
-    fields: dict[str, Any] = {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
-    return ScaledTensor.from_held(st.held.moved(tuple(map(parts.get, PARTS))), **(fields | changed))
+    return ScaledTensor.from_held(st.held.moved(tuple(map(parts.get, PARTS))), **(_metadata(st) | changed))
+
+
+def _metadata(st: ScaledTensor) -> dict[str, Any]:
+    return {"recipe": st.recipe, "layout": st.layout, "axis": st.axis, "padding": st.padding}
 
 
 def restored(

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
-from ..choices import file_name
+from ..choices import SHIPPED, file_name
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -321,8 +320,6 @@ class Variant:
 
 # ------------------------------------------------------------------------------------------------ time
 
-#: Measured times, by device.
-CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
 #: A device's FP8 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
 #: Times over that bound without a measurement: breccia's kernel is taken to be faster where it runs.
@@ -337,7 +334,7 @@ def slowdowns(device: str) -> Mapping[str, float]:
 
     From `configurations/matmul_<device>.json`, which `benchmarks/bench_matmul.py --table` writes.
     """
-    path = CONFIGURATIONS / f"matmul_{file_name(device)}"
+    path = SHIPPED / f"matmul_{file_name(device)}"
     if not device or not path.is_file():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
