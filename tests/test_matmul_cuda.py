@@ -489,6 +489,24 @@ def test_groups_have_a_persistent_grid_and_their_offsets_on_the_device(stand_in:
     assert (args.M, args.matrices, args.w_matrix, args.sw_matrix) == (300, 4, 1, 264)
 
 
+@pytest.mark.parametrize("storage", ["plain", "column_major"])
+def test_scales_of_groups_are_plain_as_tiles_begin_at_any_row(stand_in: StandIn, storage: str) -> None:
+    a, ends = breccia.cast(torch.randn(53, 640), BLOCK, storage=storage), torch.tensor([5, 53])
+    fp8_matmul.grouped_matmul(a, cpu((2, 264, 640), BLOCK).mT, ends, "bfloat16")
+    assert stand_in.variants[-1].a_plain and not stand_in.variants[-1].w_plain
+    assert stand_in.maps[2][3:6] == [[8, 53, 1], [32, 32 * 53], [4, 64, 1]]
+    assert stand_in.maps[3][3:6] == [[264, 5, 2], [4 * 264, 4 * 5 * 264], [64, 1, 1]]
+
+
+def test_one_matrix_of_w_has_one_matrix_of_scales(stand_in: StandIn) -> None:
+    for w in (cpu((72, 640), TILES), cpu((1, 72, 640), TILES)):
+        fp8_matmul.matmul(cpu((2, 50, 640), BLOCK), w.mT)
+        _, args = stand_in.launched[-1]
+        assert (args.matrices, args.w_matrix, args.sw_matrix) == (2, 0, 0)
+    fp8_matmul.matmul(cpu((2, 50, 640), BLOCK), cpu((2, 272, 640), TILES).mT)
+    assert stand_in.launched[-1][1].sw_matrix == 3 * 5
+
+
 def test_wrong_devices_and_wrong_outputs_are_refused_before_any_launch(stand_in: StandIn) -> None:
     a, w = cpu((300, 512), ROW), cpu((264, 512), ROW)
     elsewhere = torch.empty(264, device="meta")

@@ -101,7 +101,8 @@ class _Call:
                 self.bias, self.bias_dtype = self._address(bias.contiguous(), bias), bias.dtype
             if offsets is not None:
                 self.offsets = self._address(offsets.to(torch.int32).contiguous(), offsets)
-            self.a, self.w = _Side(a, False, self.copies), _Side(b, True, self.copies)
+            self.a = _Side(a, False, self.copies, groups=offsets is not None)
+            self.w = _Side(b, True, self.copies)
         if offsets is None and self.w.matrices == 1 and self.a.matrices > 1 and self.a.merged():
             self.a.merge()
 
@@ -168,16 +169,22 @@ class _Side:
 
     data, scale: addresses. scale_row, scale_matrix: from one row's scale to the next one's, and from one matrix's. pitch: of
     column-major scales, from one block of K to the next; 0 for plain ones.
+
+    groups: tiles begin at any row. The copy engine reads column-major scales only from every fourth row on (it raises an
+    illegal instruction elsewhere: measured on an H200), so plain ones are made of them.
     """
 
-    def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any]) -> None:
+    def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any], groups: bool = False) -> None:
         need_dense(st.data)
         data = st.data.mT if transposed else st.data
         made = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else data.contiguous().clone()
         self.rows, self.k, self.matrices = *data.shape[-2:], math.prod(data.shape[:-2])
         self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
         self.pitch = self.scale_row = self.scale_matrix = 0
-        scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed)
+        self.scales = -(-self.k // STEP)  # of a row, with those that fill it up
+        scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed, groups)
+        if self.matrices == 1:
+            self.scale_matrix = 0  # every matrix of the other operand meets this one
         copies += [made] if made is not data else []
         copies += [scale] if scale.data_ptr() != st.scale.data_ptr() else []
         self.data, self.scale = made.data_ptr(), scale.data_ptr()
@@ -189,13 +196,15 @@ class _Side:
         self.scale_matrix = 1
         return scale.reshape(*scale.shape, *[1] * (len(lead) - scale.ndim)).expand(lead).contiguous()
 
-    def _blocks(self, st: ScaledTensor, transposed: bool) -> Any:
-        scale, steps = st.scale, -(-self.k // STEP)
+    def _blocks(self, st: ScaledTensor, transposed: bool, groups: bool) -> Any:
+        scale, steps = st.scale, self.scales
         if st.layout.storage != PLAIN:
-            self.pitch = scale.shape[-1]
-            return _aligned(scale)
+            if not groups:
+                self.pitch = scale.shape[-1]
+                return _aligned(scale)
+            scale = st.to_plain().scale
         if self.kind == "row":
-            self.scale_row, self.scale_matrix = 1, self.rows if self.matrices > 1 else 0
+            self.scale_row, self.scale_matrix = 1, self.rows
             # One number for each row, whichever axis is 1; (rows,) are those of every matrix.
             return scale.contiguous() if scale.numel() == self.rows * self.matrices else scale.reshape(-1).repeat(self.matrices)
         scale = scale.mT if transposed else scale
@@ -203,9 +212,13 @@ class _Side:
             self.scale_matrix = -(-self.rows // STEP) * steps
             return scale.contiguous()
         if self.kind == "1x32":  # four of a step, zeros where K ends
-            return _padded(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), 4 * steps)
+            self.scales = 4 * steps
+            return _padded(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), self.scales)
         if steps * scale.itemsize % ALIGNED == 0:
             return _aligned(scale)
+        if groups:
+            self.scales = -(-steps // 4) * 4
+            return _padded(scale, self.scales)
         self.pitch = -(-self.rows // 4) * 4
         turned = scale.new_empty((*scale.shape[:-2], steps, self.pitch))
         turned[..., : self.rows] = scale.mT
@@ -226,7 +239,7 @@ class _Side:
 
     def scale_map(self, box: int) -> TensorMap:
         """The scales of blocks, for so many rows."""
-        steps = -(-self.k // STEP) * (4 if self.kind == "1x32" else 1)
+        steps = self.scales
         if self.pitch:
             shape, strides, part = (self.matrices, steps, self.rows), (steps * self.pitch, self.pitch), (1, 1, box)
         else:
