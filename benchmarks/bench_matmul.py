@@ -1,6 +1,7 @@
-"""FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS) and against BF16, in one run.
+"""FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), TransformerEngine's, humming's and BF16.
 
-    python benchmarks/bench_matmul.py [--kinds tiles] [--shapes 4096x7168x16384] [--burst] [--seconds 80] [--out RESULTS]
+    python benchmarks/bench_matmul.py [--kinds tiles] [--rivals humming] [--shapes 4096x7168x16384] [--burst] [--seconds 80]
+        [--out RESULTS]
 
 A GPU lowers its clock under load, so the samples of all kernels of a row are interleaved: after a load of 0.25 s ("hot"), or
 each after 0.35 s without work ("burst"). A sample is one replay of a CUDA graph of 20 calls. Where the weight fits the device's
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +45,9 @@ KINDS = {
     "tensor fast": ("fp8_current", "fp8_current"),
     "grouped row": ("fp8_row", "fp8_row"),
 }
+#: Libraries whose products are timed where they are installed, by the module that says so.
+TRANSFORMER_ENGINE, HUMMING = "transformer-engine", "humming"
+RIVALS = {TRANSFORMER_ENGINE: "transformer_engine", HUMMING: "humming"}
 #: Experts of grouped products, whose rows are uneven.
 EXPERTS = 8
 #: Relative errors above this, of random data in BF16, are a wrong product.
@@ -68,7 +73,7 @@ def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[
 
 
 def makers(
-    kind: str, a: Any, ws: list[Any], column_major: Any, tiles: list[str]
+    kind: str, a: Any, ws: list[Any], column_major: Any, tiles: list[str], rivals: list[str]
 ) -> dict[str, Callable[[], Call | None]]:  # fmt: skip
     """The calls of a row, by name; each makes what it needs before it is timed. tiles: those to try besides the chosen one."""
     import torch
@@ -101,6 +106,10 @@ def makers(
     if column_major is not None:
         found["breccia, column-major scales"] = by(ours, column_major)
         found["torch"] = lambda: torch_blocks(kind, column_major, ws, out)
+    if TRANSFORMER_ENGINE in rivals and kind in ("tensor", "tensor fast", "tiles", "blocks"):
+        found[TRANSFORMER_ENGINE] = lambda: transformer_engine(kind, a, ws, out)
+    if HUMMING in rivals and kind in HUMMING_CONFIGS:
+        found[HUMMING] = lambda: humming(kind, a, ws)
     found |= {f"tile {name}": by(ours, tile=name) for name in tiles}
     return found | ({"bf16": bf16} if kind in ("tiles", "mx") else {})
 
@@ -143,6 +152,49 @@ def torch_blocks(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
         )  # fmt: skip
 
     return bench_gpu.rotating(call, pairs)
+
+
+def transformer_engine(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
+    """TransformerEngine's products (cuBLAS behind its own checks), of the same codes and scales."""
+    import torch
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    import breccia
+
+    left, *weights = (breccia.to_foreign(st, "transformer_engine") for st in (a, *ws))
+    precise = not kind.endswith("fast")
+
+    def call(w: Any) -> object:
+        return general_gemm(w, left, out_dtype=torch.bfloat16, out=out, use_split_accumulator=precise)[0]
+
+    return bench_gpu.rotating(call, weights)
+
+
+#: humming's configurations (weight, activations) of a kind: with group size 0 there is one scale for each row.
+HUMMING_CONFIGS = {
+    "tiles": ({"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}, {"dtype": "float8e4m3", "group_size": 128}),
+    "row": ({"dtype": "float8e4m3"}, {"dtype": "float8e4m3"}),
+}
+
+
+def humming(kind: str, a: Any, ws: list[Any]) -> Call:
+    """humming's FP8 products. It quantizes weights and activations itself, from the numbers that ours decode to, untimed."""
+    import torch
+    from humming.forward import may_quant_input  # pyright: ignore[reportMissingImports]
+    from humming.layer import HummingLayer  # pyright: ignore[reportMissingImports]
+
+    import breccia
+
+    weight, activations = HUMMING_CONFIGS[kind]
+    layers: list[Any] = []
+    for w in ws:
+        n, k = w.shape
+        layer = HummingLayer(n, k, dict(weight), dict(activations), torch_dtype=torch.bfloat16).cuda()
+        layer.load_from_unquantized(breccia.dequantize(w, torch.bfloat16))
+        layer.transform()
+        layers.append(layer)
+    codes, scale = may_quant_input(layers[0].humming_config, breccia.dequantize(a, torch.bfloat16))
+    return bench_gpu.rotating(lambda layer: layer(codes, input_scale=scale), layers)
 
 
 def grouped_makers(a: Any, ws: list[Any], out: Any) -> dict[str, Callable[[], Call | None]]:
@@ -277,6 +329,9 @@ def main(
     burst: Annotated[bool, typer.Option("--burst", help="Idle before every sample; no load before a row.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the script.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
+    rivals: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(RIVALS)}; repeatable; by default the installed.")
+    ] = None,
     tiles: Annotated[list[str] | None, typer.Option(help="Also force these tiles of fp8_plans.TABLE; repeatable.")] = None,
     table: Annotated[Path | None, typer.Option(help="File for the measured times that `score` reads.")] = None,
 ) -> None:
@@ -285,6 +340,8 @@ def main(
 
     bench_gpu.check_device(device)
     chosen = bench_gpu.known(kinds, tuple(KINDS), "--kinds")
+    against = bench_gpu.known(rivals, tuple(RIVALS), "--rivals")
+    against = [name for name in against if rivals or find_spec(RIVALS[name])]
     sides = [lengths(shape) for shape in shapes or SHAPES]
     options = {"device": device, "state": "burst" if burst else "hot", "samples": samples, "graph_calls": bench_gpu.GRAPH_CALLS}
     result: dict[str, Any] = {"benchmark": "matmul-gpu", "schema": common.SCHEMA}
@@ -302,7 +359,7 @@ def main(
                 blocks = kind in ("tiles", "blocks")
                 turned = column_major(a) if blocks else None
                 row["times"], row["clock_mhz"] = measured(
-                    makers(kind, a, ws, turned, tiles or []), kind, a, ws[0], samples, device, burst
+                    makers(kind, a, ws, turned, tiles or [], against), kind, a, ws[0], samples, device, burst
                 )  # fmt: skip
             except Exception as e:
                 row["error"] = bench_gpu.message(e)

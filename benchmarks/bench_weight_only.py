@@ -173,12 +173,10 @@ def build(operand: Any, configs: list[Any]) -> None:
     from breccia_triton import weight_plans
     from breccia_triton.cuda import compiler, program
 
-    header = (program.FOLDER / "weight_only.cuh").read_text(encoding="utf-8")
     nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
 
     def one(config: Any) -> None:
-        headers = {"weight_only.cuh": header}
-        headers |= {"wgmma.cuh": weight_plans.wgmma_header(config.batch)} if config.wide else {}
+        headers = {"wgmma.cuh": weight_plans.wgmma_header(config.batch)} if config.wide else {}
         path = program.FOLDER / f"weight_only_{'wide' if config.wide else 'small'}.cu"
         macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
         compiler.cubin(compiler.Source.read(path, headers), "sm_90a", macros, nvrtc)

@@ -194,10 +194,10 @@ def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     prelude = (Path(__file__).parent / "weight_only_host.cpp").read_text(encoding="utf-8")
     source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM + _PRODUCT)
-    options = [f"-D{key}={value}" for key, value in macros]
+    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{CUDA}"]
+    options += [f"-D{key}={value}" for key, value in macros]
     found = subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", *options, str(source), "-o", str(library)],
-        capture_output=True, text=True, check=False,
+        ["g++", *options, str(source), "-o", str(library)], capture_output=True, text=True, check=False
     )  # fmt: skip
     if "_Float16" in found.stderr:
         pytest.skip("the C++ compiler has no _Float16")
@@ -435,8 +435,7 @@ def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
     operand = plans.operand_of(fmt, fmt.scale.block)
     assert isinstance(operand, plans.Operand)
     config = next(c for c in plans.configs(operand, 32 if wide else 8, 8192, 8192) if c.fits(operand, 8, 8192))
-    headers = {"weight_only.cuh": (CUDA / "weight_only.cuh").read_text(encoding="utf-8")}
-    headers |= {"wgmma.cuh": plans.wgmma_header(config.batch)} if wide else {}
+    headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if wide else {}
     source = compiler.Source.read(CUDA / f"weight_only_{'wide' if wide else 'small'}.cu", headers)
     macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
     _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))

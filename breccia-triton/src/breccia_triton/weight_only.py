@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, checks, composites, dtype_name, output_dtype, reference, targets
+from breccia.backend import ScaledTensor, checks, composites, dtype_name, output_dtype, reference
 from breccia_torch.ops import TORCH
 
 from . import weight_plans as plans
@@ -168,15 +168,9 @@ def _settled(data: Any) -> bool:
 
 def function(operand: Operand, config: Config, act: str, out: str, bias: str | None, call: Any) -> Any:
     """The compiled kernel. call: has the device and m."""
-    headers = [("weight_only.cuh", _text("weight_only.cuh"))]
+    kind, headers = "small", ()
     if config.wide:
-        headers.append(("wgmma.cuh", plans.wgmma_header(config.batch)))
-    kind = "wide" if config.wide else "small"
-    source = program.source_of(f"weight_only_{kind}.cu", tuple(headers))
+        kind, headers = "wide", (("wgmma.cuh", plans.wgmma_header(config.batch)),)
+    source = program.source_of(f"weight_only_{kind}.cu", headers)
     macros = plans.macros_of(operand, config, act, out, bias)
     return program.function(source, f"weight_only_{kind}", macros, config.shared(operand, call.m), call.device)
-
-
-@targets.once
-def _text(name: str) -> str:
-    return (program.FOLDER / name).read_text(encoding="utf-8")

@@ -34,6 +34,9 @@ class CompileError(BrecciaError, RuntimeError):
     """NVRTC rejected a source, or could not be used. log: what it printed."""
 
 
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Source:
     """A CUDA C++ source: its text, and the texts of files that it includes by `#include "name"`, by name."""
@@ -44,8 +47,17 @@ class Source:
 
     @staticmethod
     def read(path: Path, headers: Mapping[str, str] | None = None) -> Source:
-        """The source in a file. headers: included texts that are not files beside it."""
-        return Source(path.name, path.read_text(encoding="utf-8"), dict(headers or {}))
+        """The source in a file, with the files beside it that it includes. headers: other included texts, by name."""
+        found = dict(headers or {})
+        text = path.read_text(encoding="utf-8")
+        waiting = [text]
+        while waiting:
+            for name in _INCLUDE.findall(waiting.pop()):
+                beside = path.parent / name
+                if name not in found and beside.is_file():
+                    found[name] = beside.read_text(encoding="utf-8")
+                    waiting.append(found[name])
+        return Source(path.name, text, found)
 
 
 class Compiler:

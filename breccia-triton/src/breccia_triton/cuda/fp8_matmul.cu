@@ -21,7 +21,7 @@
 //   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
 //   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
-typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+#include "ptx.cuh"
 #include "wgmma.cuh"  // multiply(float* d, u64 a, u64 w, int add): d[64,BN] (+)= A[64,32] W[BN,32]^T, by one warpgroup
 
 #define OUTER 0
@@ -63,24 +63,10 @@ struct Args {
 
 // ------------------------------------------------------------------------------------------------ PTX
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 b, u32 n) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n));
-}
-__device__ __forceinline__ void barrier_expect(u32 b, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 b) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory");
-}
 // Without .release.cluster, which would cost a fence of the whole device. Nothing but the end of reads is announced.
 __device__ __forceinline__ void barrier_arrive_in(u32 b, u32 block) {
     asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [a];\n}"
                  ::"r"(b), "r"(block) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 b, u32 phase) {
-    asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}"
-                 ::"r"(b), "r"(phase) : "memory");
 }
 __device__ __forceinline__ void copy(u32 to, const TensorMap* map, int x, int y, int z, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
@@ -98,13 +84,6 @@ __device__ __forceinline__ void prefetch(const TensorMap* map, int x, int y, int
 __device__ __forceinline__ void copy_out(const TensorMap* map, int x, int y, int z, u32 from) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(from) : "memory");
-}
-__device__ __forceinline__ u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 __device__ __forceinline__ void group_sync(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 __device__ __forceinline__ void group_arrive(int id, int n) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory"); }
@@ -199,7 +178,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     const u32 ring = shared_address(smem), staging = ring + STAGES * STAGE_BYTES, sa_ring = staging + NWG * BUFFERS * OUT_BYTES;
     const u32 sw_ring = sa_ring + STAGES * SA_BYTES, full = sw_ring + STAGES * SW_ROOM, empty = full + 8 * STAGES;
     // This block in its cluster: ci along M, cj along N, ck along K; and the steps along K that it takes.
-    const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0, ci = rank % CM, cj = rank / CM % CN, ck = rank / (CM * CN);
+    const int rank = CLUSTER > 1 ? cluster_rank() : 0, ci = rank % CM, cj = rank / CM % CN, ck = rank / (CM * CN);
     const int steps = (args.K + 127) / 128, k0 = steps * ck / SK, k1 = steps * (ck + 1) / SK, count = k1 - k0;
     const int first_tile = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
 
@@ -208,7 +187,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, (CM + CN - 1) * NWG * 4);  // a warp of each consumer that reads what this block copies
         }
-        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+        barriers_visible();
     }
     if (CLUSTER > 1) cluster_sync(); else __syncthreads();
     if (DEPENDENT) {
@@ -219,8 +198,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll 1
             for (int k = k0; k < min(k1, k0 + STAGES); k++)
                 prefetch(&map_w, k * 128, tile.column + cj * BN, tile.matrix * args.w_matrix);
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+        wait_for_grid_ahead();
+        start_next_grid();
     }
 
     // 65536 registers: threads of the producer give theirs up for those of the consumers, which hold sums and a product.
@@ -237,7 +216,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int k = k0; k < k1; k++) {
                     const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
                     barrier_wait(empty + 8 * stage, phase);
-                    barrier_expect(bar, STAGE_BYTES + SA_BYTES + SW_BYTES);
+                    barrier_arrive_expecting(bar, STAGE_BYTES + SA_BYTES + SW_BYTES);
                     // Each of the blocks that share an operand copies one part of it, to all of them.
                     if (CN == 1) copy(a, &map_a, k * 128, row, za, bar);
                     else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * 128, row + cj * (BM / CN), za, bar,

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 
 @lru_cache
 def source_of(name: str, headers: tuple[tuple[str, str], ...] = ()) -> compiler.Source:
-    """A source of this folder. headers: (name, text) of what it includes."""
+    """A source of this folder. headers: (name, text) of what it includes besides files of this folder."""
     return compiler.Source.read(FOLDER / name, dict(headers))
 
 

@@ -12,7 +12,7 @@
 //         FRACTION fraction bits of integer codes.   GROUP 16, 32, 64, 128 columns of a scale.   ZERO 1: there are zero-points.   ACT (of x) 0 bf16, 1 fp16.
 //         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.
 #pragma once
-typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef unsigned char u8;
+#include "ptx.cuh"
 
 #define INT4 0
 #define UINT4 1
@@ -38,15 +38,7 @@ constexpr bool AT_DECODE = FMT == E2M1 && SCALE >= SCALE_E8M0;   // scales are m
 
 // ---- PTX ------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(n)); }
-__device__ __forceinline__ void barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void arrive(u32 b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory"); }
-__device__ __forceinline__ void arrive_expecting(u32 b, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void expect(u32 b, u32 bytes) { asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void wait(u32 b, u32 phase) {
-    asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(b), "r"(phase) : "memory");
-}
+__device__ __forceinline__ void barrier_expect(u32 b, u32 bytes) { asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(bytes) : "memory"); }
 // Weights are read once: they may leave L2 first.
 __device__ __forceinline__ u64 evict_first() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
@@ -58,15 +50,8 @@ __device__ __forceinline__ float2 load_floats(u32 a) { float2 v; asm volatile("l
 __device__ __forceinline__ u32 load_4(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
 __device__ __forceinline__ u32 load_2(u32 a) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a)); return v; }
 __device__ __forceinline__ u32 load_1(u32 a) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
-// Programmatic dependent launch: this grid may start before the one ahead has ended. Weights are fetched before the wait,
-// activations after it. The next grid may start only after our wait: by then everything ahead of us is complete, so its early
-// reads of weights cannot overtake the kernel that wrote them.
-__device__ __forceinline__ void wait_for_grid_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void start_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ int cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return (int)r; }
-__device__ __forceinline__ void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Only keeps the block's shared memory alive while others read it: relaxed, as a release would flush the whole device's writes.
-__device__ __forceinline__ void cluster_end() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+// Weights are fetched before the wait for the grid ahead, activations after it. The next grid may start only after our wait: by
+// then everything ahead of us is complete, so its early reads of weights cannot overtake the kernel that wrote them.
 __device__ __forceinline__ float load_of_rank(u32 a, u32 rank) {
     u32 there; float v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(rank));

@@ -48,7 +48,7 @@ weight_only_small(const __grid_constant__ Weight w, const u16* __restrict__ x, c
     const u64 policy = evict_first();
     auto fetch_w = [&](int i) {                                        // by lane 0
         const int s = i % STAGES;
-        arrive_expecting(full + 8 * s, STAGE);
+        barrier_arrive_expecting(full + 8 * s, STAGE);
         bulk_load(w_ring + s * STAGE, weights + (u64)chunk(i) * CHUNK, STAGE, full + 8 * s, policy);
     };
     auto fetch_x = [&](int i) {                                        // 16 bytes at a time, zeros beyond K
@@ -68,7 +68,7 @@ weight_only_small(const __grid_constant__ Weight w, const u16* __restrict__ x, c
     for (int i = 0; i < STAGES && i < mine; i++) fetch_x(i);
 
     if (flags >> ACT & 1) {                                            // the same for all blocks of the cluster
-        for (int i = 0; i < STAGES && i < mine; i++) wait(full + 8 * i, 0);
+        for (int i = 0; i < STAGES && i < mine; i++) barrier_wait(full + 8 * i, 0);
         if (rank == 0) slow_rows(w, x, bias, y, 0, M, row0, ROWS, N, K, ldx, ldy);
         return;
     }
@@ -82,7 +82,7 @@ weight_only_small(const __grid_constant__ Weight w, const u16* __restrict__ x, c
 
     for (int i = 0; i < mine; i++) {
         const int s = i % STAGES;
-        wait(full + 8 * s, (i / STAGES) & 1);
+        barrier_wait(full + 8 * s, (i / STAGES) & 1);
         u32 b[BATCH][UNITS][2];
 #pragma unroll
         for (int n = 0; n < BATCH; n++)
@@ -154,6 +154,6 @@ weight_only_small(const __grid_constant__ Weight w, const u16* __restrict__ x, c
             for (int r = 0; r < SPLIT; r++) sum += load_of_rank(shared_address(shared + m * SUM_PITCH + row), r);
             if (row0 + row < N) finish(y, bias, ldy, m, row0 + row, sum, factor);
         }
-        cluster_end();
+        cluster_meet();
     }
 }

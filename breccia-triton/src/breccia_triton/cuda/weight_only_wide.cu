@@ -50,7 +50,7 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
     const u64 policy = evict_first();
     auto fetch_w = [&](int i) {
         const u32 s = i % STAGES;
-        expect(full + 8 * s, W_STAGE);
+        barrier_expect(full + 8 * s, W_STAGE);
 #pragma unroll
         for (int r = 0; r < HIGH; r++)
             bulk_load(w_ring + s * W_STAGE + r * CHUNK, w.chunks + ((u64)block(r) * chunks + first + i) * CHUNK, CHUNK, full + 8 * s, policy);
@@ -63,7 +63,7 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
     __syncthreads();
     if (flags >> ACT & 1) {                                            // the same for all blocks of the cluster
         if (thread == WARPS * 32)
-            for (int i = 0; i < STAGES && i < mine; i++) { arrive(full + 8 * i); wait(full + 8 * i, 0); }
+            for (int i = 0; i < STAGES && i < mine; i++) { barrier_arrive(full + 8 * i); barrier_wait(full + 8 * i, 0); }
         wait_for_grid_ahead();
         if (thread == 0) start_next_grid();
         if (rank == 0) slow_rows(w, x, bias, y, m0, min(M, m0 + BATCH), row0, ROWS, N, K, ldx, ldy);
@@ -79,10 +79,10 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
             for (int i = 0; i < mine; i++) {
                 const u32 s = i % STAGES;
                 if (i >= STAGES) {
-                    wait(empty + 8 * s, (i / STAGES - 1) & 1);
+                    barrier_wait(empty + 8 * s, (i / STAGES - 1) & 1);
                     fetch_w(i);
                 }
-                arrive_expecting(full + 8 * s, X_STAGE);
+                barrier_arrive_expecting(full + 8 * s, X_STAGE);
                 tma_load(x_ring + s * X_STAGE, &map, (first + i) * COLUMNS, m0, full + 8 * s);
                 tma_load(x_ring + s * X_STAGE + X_TILE, &map, (first + i) * COLUMNS + 64, m0, full + 8 * s);
             }
@@ -97,7 +97,7 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
 
         auto load_and_decode = [&](int i, Decoded& d) {
             const u32 s = i % STAGES, slice = w_ring + s * W_STAGE + high * CHUNK + tile * SLICE;
-            wait(full + 8 * s, (i / STAGES) & 1);
+            barrier_wait(full + 8 * s, (i / STAGES) & 1);
             Codes codes;
             Rows rows = {};
             load_codes(slice, lane, codes);
@@ -115,7 +115,7 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
             auto x_tile = [&](int j) { return ((u64)0x40000040u << 32) | (base + ((j / 4) * X_TILE + (j % 4) * 32) / 16); };
             auto release = [&] {                                       // every lane has read the stage, then one says so
                 __syncwarp();
-                if (lane == 0) arrive(empty + 8 * s);
+                if (lane == 0) barrier_arrive(empty + 8 * s);
             };
             if constexpr (AT_DECODE) {
                 wgmma_fence();
@@ -183,5 +183,5 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
             if (row0 + row < N) finish(y, bias, ldy, m0 + m, row0 + row, sum, factor);
         }
     }
-    if (SPLIT > 1) cluster_end();
+    if (SPLIT > 1) cluster_meet();
 }
