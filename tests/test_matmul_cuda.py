@@ -248,6 +248,15 @@ def test_a_product_waits_for_the_casts_ahead_of_it() -> None:
 
 
 @on_cuda
+@pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks"])
+def test_torch_multiplies_any_number_of_rows(pair: str) -> None:
+    for rows, k in ((1, 256), (3, 512), (4, 640), (17, 1024), (130, 128)):
+        a, w = operand((rows, k), PAIRS[pair][0], 1), operand((144, k), PAIRS[pair][1], 2)
+        assert breccia.explain("matmul", a, w.mT, out_dtype="bfloat16", prefer="torch.scaled_mm").running == "torch.scaled_mm"
+        check(breccia.matmul(a, w.mT, "bfloat16", prefer="torch.scaled_mm"), a, w.mT, "bfloat16")
+
+
+@on_cuda
 @pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks", "mx"])
 @pytest.mark.parametrize("rows", [(5, 0, 40, 3), (300, 200, 1, 500), (0, 0, 0, 0), (64, 64, 64, 64)], ids=str)
 def test_groups_multiply_their_own_matrices(pair: str, rows: tuple[int, ...]) -> None:

@@ -30,7 +30,7 @@ STORAGES = ("swizzle_128x4", "column_major", "transposed")
 _PRODUCTS = (
     ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
     ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
-    ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, True),
+    ("grouped_matmul", "fp8_matmul:grouped_matmul", "cuda.fp8_grouped_matmul", "fp8_plans:accepts_grouped", None, False),
     ("matmul", "scaled_mm:scaled_mm", "torch.scaled_mm", "scaled_mm_plans:accepts", "fp8_plans:score_of_torch", False),
     (
         "matmul",

@@ -15,6 +15,9 @@ from ..launch import on
 from .fp8_matmul import check_out
 from .fp8_plans import kind_of
 
+#: cuBLAS (13.0) takes rows with 1x128 blocks in multiples of this.
+_ROWS = 4
+
 
 def scaled_mm(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`matmul` as `breccia.matmul` documents it, without fast accumulation."""
@@ -38,7 +41,7 @@ def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, fast: bool) -
     right = b.data.mT.reshape(b.shape[-1], k).t()
     with on(a.data.device):
         if kinds[0] == "1x128":
-            found = _blocks(a, b, left, right, kinds, dtype, rows)
+            found = _blocks(a, b, left, right, kinds, dtype, rows)[:rows]
         else:
             shapes = ((), ()) if kinds[0] == "tensor" else ((rows, 1), (1, b.shape[-1]))
             scale_a, scale_b = (_rows(st.scale, shape) for st, shape in zip((a, b), shapes, strict=True))
@@ -62,10 +65,20 @@ def _blocks(a: Any, b: Any, left: Any, right: Any, kinds: tuple[str, str], dtype
     functional: Any = torch.nn.functional  # new names, which older stubs lack
     kind = functional.ScalingType
     across = kind.BlockWise128x128 if kinds[1] == "128x128" else kind.BlockWise1x128
-    scale_a = rows_adjacent(a.scale.reshape(rows, -1))
+    scale_a = a.scale.reshape(rows, -1)
+    if missing := -rows % _ROWS:
+        left = torch.nn.functional.pad(left.view(torch.uint8), (0, 0, 0, missing)).view(left.dtype)
+        scale_a = torch.nn.functional.pad(scale_a, (0, 0, 0, missing))
+    scale_a = rows_adjacent(scale_a)
     scale_b = b.scale.mT.reshape(-1, b.scale.shape[-2])
-    scale_b = scale_b.t() if kinds[1] == "128x128" else rows_adjacent(scale_b)
+    scale_b = padded(scale_b).t() if kinds[1] == "128x128" else rows_adjacent(scale_b)
     return functional.scaled_mm(left, right, scale_a, kind.BlockWise1x128, scale_b, across, output_dtype=dtype)
+
+
+def padded(scale: Any) -> Any:
+    """Scales of 128x128 tiles (tiles of N, tiles of K) with tiles of K in multiples of 4, which torch asks for."""
+    missing = -scale.shape[-1] % 4
+    return torch.nn.functional.pad(scale, (0, missing)) if missing else scale.contiguous()
 
 
 def rows_adjacent(scale: Any) -> Any:
