@@ -569,7 +569,7 @@ def gpu_quantize(result: Result) -> Table:
 
 
 def matmul_gpu(result: Result) -> Table:
-    """Rates of products of FP8 tensors, and breccia's time over torch's."""
+    """Rates of products of FP8 tensors, and the fastest rival's time over breccia's with plain scales."""
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
         m, n, k = row["shape"]
@@ -580,15 +580,17 @@ def matmul_gpu(result: Result) -> Table:
                 return ABSENT
             return trio((each / taken[name][key] for key in ("max_s", "median_s", "min_s")), 1)
 
-        ours = [times["median_s"] for name, times in taken.items() if name.startswith(OURS)]
-        over = ratio(taken["torch"]["median_s"] / min(ours)) if ours and "torch" in taken else ABSENT
-        rates = map(rate, (OURS, f"{OURS}, column-major scales", "torch", "bf16"))
+        rivals = [taken[name]["median_s"] for name in ("torch", "transformer-engine", "humming") if name in taken]
+        over = ratio(min(rivals) / taken[OURS]["median_s"]) if rivals and OURS in taken else ABSENT
+        rates = map(rate, (OURS, f"{OURS}, column-major scales", "torch", "transformer-engine", "humming", "bf16"))
         rows.append((row["kind"], f"{m}×{n}×{k}", row["tile"], *rates, over))
-    headings = ("scales", "M×N×K", "tile", OURS, "column-major scales", "torch", "BF16", "breccia / torch")
+    rivals = ("torch", "TransformerEngine", "humming")
+    headings = ("scales", "M×N×K", "tile", OURS, "column-major scales", *rivals, "BF16", "breccia / best rival")
     note = (
         f"TFLOP/s, min / median / max of {result['options']['samples']} samples of a CUDA graph of "
         f"{result['options']['graph_calls']} calls, interleaved ({result['options']['state']}). Result in BF16. torch: "
-        "`torch._scaled_mm`, for tiles and blocks `torch.nn.functional.scaled_mm` with scales in the order that it reads."
+        "`torch._scaled_mm`, for tiles and blocks `torch.nn.functional.scaled_mm` with scales in the order that it reads. "
+        "The last column is for plain scales."
     )
     return Table("products of FP8 tensors", headings, tuple(rows), note)
 

@@ -423,6 +423,27 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     plans.measured_on.cache_clear()
 
 
+def test_every_shipped_configuration_fits_its_shape() -> None:
+    specs = ("int4", "int4,group_size=32", "int4,symmetric=false,signed=false", "mxfp4", "nvfp4", "fp8_block", "mxfp8", "int8")
+    operands: dict[str, plans.Operand] = {}
+    for recipe in map(breccia.recipe, specs):
+        operand = plans.operand_of(recipe.format, recipe.layout.block(-1))
+        assert isinstance(operand, plans.Operand)
+        operands[f"{choices.codecs_of(recipe.format)} {operand.group}"] = operand
+    files = list(choices.SHIPPED.glob("weight_only_*.json"))
+    assert files
+    for path in files:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        assert path.name == f"weight_only_{choices.file_name(found['device'])}"
+        measured = plans.measured_on(found["device"])
+        assert measured.keys() == found["configs"].keys()
+        for key, config in measured.items():
+            codecs, group, m, n, k = key.split(" ")
+            operand = operands[f"{codecs} {group}"]
+            assert config.fits(operand, int(m), int(k)), key
+            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"]) == config
+
+
 def test_the_wheel_has_the_cuda_sources() -> None:
     assert {"weight_only.cuh", "weight_only_small.cu", "weight_only_wide.cu"} <= {path.name for path in CUDA.iterdir()}
 

@@ -219,27 +219,32 @@ class Config:
 
 def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
     """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
-    bytes_, blocks = (8 if of.codes >= 3 else 4), -(-n // ROWS)
+    wide_codes, blocks = of.codes >= 3, -(-n // ROWS)
     few, many = blocks <= PROCESSORS // 2, blocks > 1.25 * PROCESSORS
+    # What was fastest on an H200, at 4096 x 4096, 8192 x 8192, 28672 x 8192 and 8192 x 28672: benchmarks/bench_weight_only.py.
     if m <= SMALL:
         batch = 8 if m <= 8 else 16
-        if few:
+        if blocks <= PROCESSORS // 4:
             yield Config(batch, 4, 8, 2, split=2)
-        elif many:
-            yield Config(batch, 4, 8, 3 if m <= 4 and bytes_ == 4 else 2, per_sm=2)
+        elif few:
+            yield Config(batch, 2, 8, 3)
+        elif many and not wide_codes:
+            yield Config(batch, 4, 8, 3 if m <= 4 else 2, per_sm=2)
         if m <= 8:
-            yield Config(8, 4, 8, 3) if bytes_ == 8 else Config(8, 4, 16, 2)
+            yield Config(8, 2, 8, 3) if wide_codes else Config(8, 4, 12 if k <= 16384 else 16, 2)
             yield Config(8, 4, 8, 4)
         else:
-            yield Config(16, 4, 8 if bytes_ == 8 else 12, 2)
+            yield Config(16, 4, 8 if wide_codes else 12, 2)
         for deep, stages in ((12, 2), (8, 3), (8, 2), (4, 2), (2, 2)):
             yield Config(batch, 4, deep, stages)
     batch = next((b for b in (16, 32, 64) if m <= b), 128)
     if batch < 128:
-        if few:
-            yield Config(batch, 1, 2, 4, split=2, wide=True)
+        if few or batch == (32 if many else 64):
+            yield Config(batch, 1, 1, 4, split=2, per_sm=2, wide=True)
         elif many:
             yield Config(batch, 2, 1, 4, wide=True)
+        elif not wide_codes:
+            yield Config(batch, 2, 1, 4, split=2, wide=True)
         for stages in (8, 6, 5, 4, 3, 2):
             yield Config(batch, 1, 2, stages, wide=True)
     else:
