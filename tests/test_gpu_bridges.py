@@ -73,12 +73,10 @@ NAMES = (
 
 
 def made(name: str, shape: tuple[int, int] = SHAPE) -> Any:
-    try:
-        return quantizers()[name]()(values(shape))
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        if name in ("mxfp8", "nvfp4") and torch.cuda.get_device_capability() < (10, 0):
-            pytest.skip(f"TransformerEngine quantizes {name} on Blackwell: {str(e).splitlines()[0][:80]}")
-        raise
+    make = quantizers()[name]
+    if name in ("mxfp8", "nvfp4") and torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip(f"TransformerEngine quantizes and decodes {name} on Blackwell only")
+    return make()(values(shape))
 
 
 def buffers(te_t: Any) -> dict[str, Any]:
@@ -105,16 +103,14 @@ def assert_same_buffers(a: Any, b: Any, shared: bool) -> None:
 def _there_and_back(name: str, shape: tuple[int, int]) -> None:
     """Decoded alike, equal buffers back, at the same addresses; and without `like=` a tensor that TransformerEngine decodes."""
     theirs = made(name, shape)
-    padding = "refuse" if shape == SHAPE else "drop"
-    ours = breccia.from_foreign(theirs, usage="rowwise", padding=padding)
+    ours = breccia.from_foreign(theirs, usage="rowwise")
     expected = theirs.dequantize(dtype=torch.float32)
     found = breccia.dequantize(ours)
     assert torch.equal(found, expected), f"{int((found != expected).sum())} of {found.numel()} values differ"
     usage = "both" if name.startswith(("blocks", "tiles", "mxfp8", "nvfp4")) or theirs._transpose is not None else "rowwise"
-    both = breccia.from_foreign(theirs, usage=usage, padding=padding)
+    both = breccia.from_foreign(theirs, usage=usage)
     back = breccia.to_foreign(both, "transformer_engine", like=theirs)
-    if padding == "refuse":
-        assert_same_buffers(back, theirs, shared=True)
+    assert_same_buffers(back, theirs, shared=True)
     assert torch.equal(back.dequantize(dtype=torch.float32), expected)
     fresh = breccia.to_foreign(ours, "transformer_engine", dtype=torch.bfloat16)
     assert type(fresh) is type(theirs) and torch.equal(fresh.dequantize(dtype=torch.float32), expected)
@@ -123,6 +119,22 @@ def _there_and_back(name: str, shape: tuple[int, int]) -> None:
 for _name in NAMES:
     CASES[f"there_and_back/{_name}"] = lambda name=_name: _there_and_back(name, SHAPE)
     CASES[f"there_and_back_padded/{_name}"] = lambda name=_name: _there_and_back(name, PADDED)
+
+
+def _from_buffers(recipe: str, shape: tuple[int, int]) -> None:
+    """The library's class made of breccia's bytes, on any device, and back: equal bytes, rowwise codes at the same address."""
+    library()
+    ours = breccia.cast_pair(values(shape), recipe)
+    theirs = breccia.to_foreign(ours, "transformer_engine", dtype=torch.bfloat16)
+    assert type(theirs).__module__.startswith("transformer_engine.") and theirs.shape == shape
+    back = breccia.from_foreign(theirs, usage="both")
+    assert all(breccia.bytes_equal(before, after) for before, after in zip(ours, back, strict=True))
+    assert ours.rowwise.data.data_ptr() == back.rowwise.data.data_ptr()
+
+
+for _name, _recipe in (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4,global_sense=amax"), ("blocks", "fp8_block,scale_rule=te")):
+    CASES[f"from_buffers/{_name}"] = lambda recipe=_recipe: _from_buffers(recipe, SHAPE)
+    CASES[f"from_buffers_padded/{_name}"] = lambda recipe=_recipe: _from_buffers(recipe, (96, 160))
 
 
 def _columnwise(name: str) -> None:
@@ -198,9 +210,11 @@ def _recipes() -> None:
     from transformer_engine.common import recipe as recipes
 
     for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
-        for role in ("input", "weight", "grad"):
-            ours = breccia.bridges.from_te_recipe(getattr(recipes, name)(), role)
-            assert type(breccia.bridges.to_te_recipe(ours)).__name__ == name
+        theirs = getattr(recipes, name)()
+        ours, weight, grad = (breccia.bridges.from_te_recipe(theirs, role) for role in ("input", "weight", "grad"))
+        assert type(breccia.bridges.to_te_recipe(weight)).__name__ == name
+        back = breccia.bridges.to_te_recipe(ours, grad=grad)
+        assert type(back).__name__ == name and getattr(back, "fp8_format", None) == getattr(theirs, "fp8_format", None)
 
 
 @case("torchao/float8_row_linear")
@@ -221,8 +235,10 @@ def _torchao() -> None:
         ours = model(x)
         to_torchao_model_(model, dtype=torch.bfloat16)
         after = model(x)
-    assert (ours - before).float().norm() < 0.02 * before.float().norm()
-    assert (after - before).float().norm() < 0.02 * before.float().norm()
+    # torchao divides a BF16 amax by 448 in BF16, so a scale differs by at most 2^-9, relatively. Codes are at least 2^-4 apart,
+    # so at most one in 32 is another one, by at most 2^-3: 0.022 of the norm, in each of two layers.
+    assert (ours - before).float().norm() < 2 * 0.022 * before.float().norm()
+    assert torch.equal(after, before)
 
 
 @pytest.mark.gpu

@@ -452,6 +452,8 @@ def test_recipes_map_back() -> None:
     assert type(to_te_recipe(breccia.NVFP4BlockScaling())).__name__ == "NVFP4BlockScaling"
     with pytest.raises(DialectError, match="HYBRID"):
         to_te_recipe(breccia.MXFP8BlockScaling("E5M2"), grad=breccia.MXFP8BlockScaling())
+    with pytest.raises(DialectError, match="no recipe with E5M2 inputs and weights; .* as grad="):
+        to_te_recipe(breccia.DelayedScaling("E5M2"))
     with pytest.raises(DialectError, match="of one kind for all roles"):
         to_te_recipe(breccia.MXFP8BlockScaling(), grad=breccia.Float8CurrentScaling())
     with pytest.raises(DialectError, match="no counterpart of INT4Scaling"):
@@ -515,11 +517,9 @@ def poisoned(scale: Any) -> Any:
         (lambda: changed(nvfp4, _row_scaled_nvfp4=lambda _: True), "one amax per row"),
         (lambda: changed(nvfp4, _nvfp4_e4m3_max=lambda _: 256), "scales blocks to 256 instead of 448"),
         (
-            lambda: changed(lambda: blockwise((256, 640)), _rowwise_scale_inv=poisoned),
-            r"Float8BlockwiseQTensor .*padding of _rowwise_scale_inv .* holds 9\.0; padding is zero.*padding=.drop",
+            lambda: changed(lambda: mxfp8((96, 160)), _rowwise_scale_inv=poisoned),
+            r"MXFP8Tensor .*padding of _rowwise_scale_inv .* holds 9; padding is zero.*padding=.drop",
         ),
-        (lambda: changed(lambda: mxfp8((96, 160)), _rowwise_scale_inv=poisoned), r"padding of _rowwise_scale_inv .* holds 9;"),
-        (lambda: changed(lambda: blockwise((198, 326), False), _rowwise_scale_inv=poisoned), "padding of _rowwise_scale_inv"),
     ),
 )
 def test_contradictions_are_errors_that_name_tensor_value_and_version(theirs: Callable[[], Any], message: str) -> None:
@@ -534,6 +534,18 @@ def test_padding_that_is_not_zero_can_be_dropped() -> None:
     assert ours.storage == "plain" and bytes_equal(ours, from_transformer_engine(clean))
     assert_same(to_transformer_engine(TensorPair(ours, from_transformer_engine(clean, usage="columnwise")), like=clean), clean)
     assert same_floats(breccia.dequantize(ours), values)
+
+
+@pytest.mark.parametrize(("shape", "tiles"), [((256, 640), True), ((198, 326), False)])
+def test_padding_that_transformer_engine_leaves_uninitialized_is_shared_as_it_is(shape: tuple[int, int], tiles: bool) -> None:
+    clean, values = blockwise(shape, tiles)
+    theirs = changed(lambda: blockwise(shape, tiles), _rowwise_scale_inv=poisoned)
+    ours = from_transformer_engine(theirs)
+    assert ours.scale.data_ptr() == theirs._rowwise_scale_inv.data_ptr() and ours.storage != "plain"
+    assert same_floats(breccia.dequantize(ours), values) and bytes_equal(ours, from_transformer_engine(clean, padding="refuse"))
+    assert from_transformer_engine(theirs, padding="drop").storage == "plain"
+    with pytest.raises(DialectError, match=r"padding of _rowwise_scale_inv .* holds 9\.0"):
+        from_transformer_engine(theirs, padding="refuse")
 
 
 def test_a_missing_orientation_is_named_and_never_guessed() -> None:
@@ -562,8 +574,8 @@ def test_other_classes_and_options_are_refused() -> None:
         from_transformer_engine(torch.zeros(2))
     with pytest.raises(OptionError, match="usage is one of rowwise, columnwise, both; got 'rows'"):
         from_transformer_engine(mxfp8()[0], usage="rows")
-    with pytest.raises(OptionError, match='padding is "refuse" or "drop"'):
-        from_transformer_engine(mxfp8()[0], padding="keep")
+    with pytest.raises(OptionError, match="padding is one of refuse, keep, drop; got 'zero'"):
+        from_transformer_engine(mxfp8()[0], padding="zero")
     with pytest.raises(UnsupportedError, match="takes a torch ScaledTensor, or a TensorPair of two, got numpy"):
         to_transformer_engine(breccia.cast(torch.zeros(32, 32).numpy(), "mxfp8"), like=mxfp8()[0])
 

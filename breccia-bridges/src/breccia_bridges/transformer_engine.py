@@ -44,10 +44,8 @@ Tensor = Any
 
 _CLASSES = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
 _USAGES = ("rowwise", "columnwise", "both")
-_DROP = (
-    'TransformerEngine leaves padding uninitialized in places: pass padding="drop" to copy the scales without it, if their '
-    "values are right."
-)
+_PADDING = ("refuse", "keep", "drop")
+_DROP = 'Pass padding="drop" to copy the scales without it, if their values are right.'
 
 
 class _Part(NamedTuple):
@@ -62,7 +60,7 @@ class _Part(NamedTuple):
 
 
 def from_transformer_engine(
-    te_t: Tensor, recipe: ScalingRecipe | None = None, *, usage: str | None = None, padding: str = "refuse"
+    te_t: Tensor, recipe: ScalingRecipe | None = None, *, usage: str | None = None, padding: str | None = None
 ) -> Any:
     """Convert a TransformerEngine tensor, zero-copy: codes and scales are shared, padded and transposed scales as storages.
 
@@ -71,16 +69,17 @@ def from_transformer_engine(
     usage: "rowwise" or "columnwise" gives a ScaledTensor of that orientation (axis -1 or -2), "both" a TensorPair. By default
         rowwise if the tensor has it. Where the other orientation follows exactly (one scale per tensor, 128 x 128 tiles), it is
         derived from the one present.
-    padding: "refuse" raises for padding of scales that is not zero, which reads it (a GPU is synchronized); "drop" copies the
-        scales without padding.
+    padding: of scales. "refuse" raises where it is not zero, which reads it (a GPU is synchronized); "keep" shares it as it is;
+        "drop" copies the scales without it. By default "keep" for Float8BlockwiseQTensor, whose padding TransformerEngine 2.20
+        leaves uninitialized (measured) and no product reads, and "refuse" for the others.
 
     Raises UnsupportedError for another class, DialectError for a missing orientation, contradictory buffers, and variants that
     decode otherwise (row-scaled NVFP4, rotated columnwise data).
     """
     if usage not in (None, *_USAGES):
         raise OptionError(f"usage is one of {', '.join(_USAGES)}; got {usage!r}.", usage=usage)
-    if padding not in ("refuse", "drop"):
-        raise OptionError(f'padding is "refuse" or "drop"; got {padding!r}.', padding=padding)
+    if padding not in (None, *_PADDING):
+        raise OptionError(f"padding is one of {', '.join(_PADDING)}; got {padding!r}.", padding=padding)
     name = _class_name(te_t)
     if name is None:
         raise UnsupportedError(
@@ -89,6 +88,8 @@ def from_transformer_engine(
             "or wrap its buffers with breccia.from_buffer.",
             found=type(te_t).__name__,
         )
+    if padding is None:
+        padding = "keep" if name == "Float8BlockwiseQTensor" else "refuse"
     found = chosen(recipe, _recipe_of(te_t, name), te_t)
     if usage is None:
         present = attribute(te_t, "_data" if name == "Float8Tensor" else "_rowwise_data") is not None
@@ -172,7 +173,7 @@ def _blocks(te_t: Tensor, name: str, recipe: ScalingRecipe, part: _Part, columnw
     st = wrapped(te_t, flat, scale, recipe, layout=layout, global_scale=amax)
     if padding == "refuse":
         check_padding(st, te_t, "_columnwise_scale_inv" if columnwise else "_rowwise_scale_inv", _DROP)
-    else:
+    elif padding == "drop":
         st = st.to_plain()
     if data.ndim != 2:
         st = _stacked(te_t, st, tuple(data.shape), m)
@@ -585,7 +586,8 @@ def to_te_recipe(recipe: ScalingRecipe, *, grad: ScalingRecipe | None = None) ->
     E4M3 with E5M2 gradients is HYBRID. `Float8BlockScaling` is always tiles for weights and blocks for the others there, so
     `block_m` says only the role.
 
-    Raises ImportError without TransformerEngine, DialectError for recipes that it has no counterpart for.
+    Raises ImportError without TransformerEngine, DialectError for recipes that it has no counterpart for, among them E5M2 for
+    inputs and weights.
     """
     module = "transformer_engine.common.recipe"
     grad = grad or recipe
@@ -605,6 +607,12 @@ def to_te_recipe(recipe: ScalingRecipe, *, grad: ScalingRecipe | None = None) ->
     if name == "HYBRID" and formats != ("E4M3", "E5M2"):
         raise DialectError(
             f"TransformerEngine has E4M3 with E5M2 gradients (HYBRID), or one format; got {formats}.", found=formats
+        )
+    if name == "E5M2":
+        raise DialectError(
+            f"TransformerEngine has no recipe with E5M2 inputs and weights; got {recipe!r}. Pass the recipe of the weights, "
+            "and this one as grad=.",
+            recipe=recipe,
         )
     options: dict[str, Any] = {"fp8_format": getattr(_find("Format", (module,)), name)}
     if isinstance(recipe, DelayedScaling):
