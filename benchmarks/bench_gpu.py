@@ -71,6 +71,8 @@ LOAD_S, IDLE_S = 0.25, 0.35
 WARM_UP = 3
 #: The part of `--seconds` that each pass of breccia 0.1.3 may take.
 OLD_SHARE = 0.1
+#: Seconds between two writings of the result.
+SAVE_S = 10.0
 
 #: Recipes of `quantize`, and sizes of its model: the linear layers of Llama 3.2 1B.
 QUANTIZED = ("fp8_block", "mxfp8", "nvfp4", "int4")
@@ -480,6 +482,7 @@ def casts(
         "samples": samples,
     }
     result = {"benchmark": "gpu-casts", "schema": common.SCHEMA, "provenance": where(device), "options": options}
+    state = "burst" if burst else ""
     there, absent = loaded(names, device, DTYPES[dtype])
     flags = ["casts", "--device", device, "--dtype", dtype, "--samples", str(samples), *(["--burst"] if burst else [])]
     if seconds < math.inf:
@@ -496,14 +499,25 @@ def casts(
         except SystemExit as e:
             absent[OLD] = str(e)
 
-    started, left = time.monotonic(), 0
+    def so_far(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The result with these rows; others count as left."""
+        rows = json.loads(json.dumps(rows))
+        merged(rows, passes)
+        for row in rows:
+            for timed in row["times"].values():
+                for what in ("device", "graph", "host"):  # thousands of samples: their least, median and most remain
+                    timed.get(what, {}).pop("seconds", None)
+        versions = {name: one.version for name, one in there.items()} | ({OLD: rivals.OLD_VERSION} if passes else {})
+        return {**result, "rivals": versions, "absent": absent, "left": len(planned) - len(rows), "rows": rows}
+
+    planned = list(cases(specs, chosen_ops, sides))
+    started = saved = time.monotonic()
     measure_old()
     largest = max(sides, key=math.prod)
     rows: list[dict[str, Any]] = []
-    for spec, op, shape in cases(specs, chosen_ops, sides):
+    for spec, op, shape in planned:
         if time.monotonic() - started > seconds:
-            left += 1
-            continue
+            break
         print(f"measuring {op} of {shape[0]}x{shape[1]} under {spec}", file=sys.stderr)
         row: dict[str, Any] = {"recipe": spec, "op": op, "shape": shape}
         xs = matrices(shape, DTYPES[dtype], device)
@@ -518,15 +532,11 @@ def casts(
         times, clock = measured(makers, samples, device, burst, shape != largest)
         row |= {"bytes": ours.nbytes, "copy_bytes": 2 * xs[0].nbytes, "kernel": ours.kernel, "clock_mhz": clock}
         rows.append({**row, "times": times})
+        if out is not None and time.monotonic() - saved > SAVE_S:  # a run that is stopped leaves what it has
+            tables.save(so_far(rows), out, state)
+            saved = time.monotonic()
     measure_old()
-    merged(rows, passes)
-    for row in rows:
-        for timed in row["times"].values():
-            for what in ("device", "graph", "host"):  # thousands of samples: their least, median and most remain
-                timed.get(what, {}).pop("seconds", None)
-    versions = {name: one.version for name, one in there.items()} | ({OLD: rivals.OLD_VERSION} if passes else {})
-    result |= {"rivals": versions, "absent": absent, "left": left, "rows": rows}
-    tables.tell(json.loads(json.dumps(result)), out, as_json, "burst" if burst else "")
+    tables.tell(so_far(rows), out, as_json, state)
 
 
 def model_of(layers: int, width: int, keys: int, hidden: int, device: str) -> Any:

@@ -716,7 +716,12 @@ def tell(result: Result, out: Path | None, as_json: bool, state: str = "") -> No
                 drawn.add_row(*row)
             console.print(drawn)
     if out is not None:
-        tag = common.device_tag(result["provenance"].get("device", "")) or common.machine_tag()
-        path = common.save(result, out, f"{tag}-{state}" if state else tag)
+        path = save(result, out, state)
         if not as_json:
             Console().print(f"written: {path}", soft_wrap=True, markup=False)
+
+
+def save(result: Result, out: Path, state: str = "") -> Path:
+    """Write a result, and return its file, named after the device or the machine, and the state."""
+    tag = common.device_tag(result["provenance"].get("device", "")) or common.machine_tag()
+    return common.save(result, out, f"{tag}-{state}" if state else tag)
