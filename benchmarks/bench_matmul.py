@@ -73,7 +73,7 @@ def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[
 
 
 def makers(
-    kind: str, a: Any, ws: list[Any], column_major: Any, tiles: list[str], rivals: list[str]
+    kind: str, a: Any, ws: list[Any], column_major: Any, tiles: list[str], rivals: list[str], copiers: bool
 ) -> dict[str, Callable[[], Call | None]]:  # fmt: skip
     """The calls of a row, by name; each makes what it needs before it is timed. tiles: those to try besides the chosen one."""
     import torch
@@ -84,10 +84,9 @@ def makers(
     shape = (a.shape[0], ws[0].shape[-2])
     out = torch.empty(shape, device=a.data.device, dtype=torch.bfloat16)
 
-    def by(kernel: str, left: Any = a, tile: str = "") -> Callable[[], Call | None]:
+    def by(kernel: str, left: Any = a, tile: str = "", copiers: bool = False) -> Callable[[], Call | None]:
         def make() -> Call | None:
-            if tiles:
-                force(tile)
+            force(tile, copiers)
             return bench_gpu.rotating(lambda w: breccia.matmul(left, w, "bfloat16", out=out, prefer=kernel), [w.mT for w in ws])
 
         return make
@@ -112,16 +111,20 @@ def makers(
     if HUMMING in rivals and kind in HUMMING_CONFIGS:
         found[HUMMING] = lambda: humming(kind, a, ws)
     found |= {f"tile {name}": by(ours, tile=name) for name in tiles}
+    if copiers and kind in ("tiles", "blocks", "mx"):
+        found["breccia, copiers"] = by(ours, copiers=True)
+        found |= {f"tile {name}, copiers": by(ours, tile=name, copiers=True) for name in tiles}
     return found | ({"bf16": bf16} if kind in ("tiles", "mx") else {})
 
 
-def force(name: str) -> None:
+def force(name: str, copiers: bool) -> None:
     """Let breccia's kernel take the tile named for calls that are prepared from now on; "" for the one that it chooses."""
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
     tiles = {tile.name: tile for tile in (*fp8_plans.TABLE, fp8_plans.short(fp8_plans.TABLE[0], 1))}
     chosen = fp8_plans.tile_of if not name else lambda *lengths: tiles[name]
     fp8_matmul.tile_of = chosen  # pyright: ignore[reportAttributeAccessIssue]
+    fp8_plans.COPIERS = copiers  # pyright: ignore[reportConstantRedefinition]
     fp8_matmul.forget()
 
 
@@ -337,6 +340,7 @@ def main(
         list[str] | None, typer.Option(help=f"Of {', '.join(RIVALS)}; repeatable; by default the installed.")
     ] = None,
     tiles: Annotated[list[str] | None, typer.Option(help="Also force these tiles of fp8_plans.TABLE; repeatable.")] = None,
+    copiers: Annotated[bool, typer.Option("--copiers", help="Also with warps that copy plain scales.")] = False,
     table: Annotated[Path | None, typer.Option(help="File for the measured times that `score` reads.")] = None,
 ) -> None:
     """Time products of FP8 tensors."""
@@ -363,7 +367,7 @@ def main(
                 blocks = kind in ("tiles", "blocks")
                 turned = column_major(a) if blocks else None
                 row["times"], row["clock_mhz"] = measured(
-                    makers(kind, a, ws, turned, tiles or [], against), kind, a, ws[0], samples, device, burst
+                    makers(kind, a, ws, turned, tiles or [], against, copiers), kind, a, ws[0], samples, device, burst
                 )  # fmt: skip
             except Exception as e:
                 row["error"] = bench_gpu.message(e)

@@ -102,8 +102,12 @@ def test_codecs_multiply_in_any_pairing(pair: str, codecs: tuple[str, str]) -> N
 
 @on_cuda
 @pytest.mark.parametrize("tile", [*fp8_plans.TABLE, *fp8_plans.GROUPED[1:2]], ids=lambda t: t.name)
-@pytest.mark.parametrize("pair", ["tensor", "tiles", "blocks", "mx"])
-def test_every_tile_multiplies_every_shape(tile: Any, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("pair", "copiers"),
+    [("tensor", False), *((pair, copiers) for pair in ("tiles", "blocks", "mx") for copiers in (False, True))],
+)
+def test_every_tile_multiplies_every_shape(tile: Any, pair: str, copiers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_plans, "COPIERS", copiers)
     monkeypatch.setattr(fp8_matmul, "tile_of", lambda m, n, k, matrices, processors: fp8_plans.short(tile, -(-k // 128)))
     fp8_matmul.forget()
     try:
@@ -259,7 +263,11 @@ def test_torch_multiplies_any_number_of_rows(pair: str) -> None:
 @on_cuda
 @pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks", "mx"])
 @pytest.mark.parametrize("rows", [(5, 0, 40, 3), (300, 200, 1, 500), (0, 0, 0, 0), (64, 64, 64, 64)], ids=str)
-def test_groups_multiply_their_own_matrices(pair: str, rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("copiers", [False, True])
+def test_groups_multiply_their_own_matrices(
+    pair: str, rows: tuple[int, ...], copiers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_plans, "COPIERS", copiers)
     for n, k in ((264, 512), (77, 640)):
         ends = np.cumsum(rows).astype(np.int32)
         m = int(ends[-1]) + 7  # rows of no group
@@ -342,6 +350,10 @@ def all_variants() -> list[fp8_plans.Variant]:
     ]
     found += [fp8_plans.Variant(t, promote=False) for t in tiles]
     found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4) for t in tiles]
+    blocks = (fp8_plans.TILES, fp8_plans.BLOCKS)
+    found += [fp8_plans.Variant(t, s, copiers=True) for t in tiles for s in blocks]
+    found += [fp8_plans.Variant(t, fp8_plans.BLOCKS, pieces=4, copiers=True) for t in tiles]
+    found += [fp8_plans.Variant(t, s, grouped=True, copiers=True) for t in fp8_plans.GROUPED for s in blocks]
     found += [
         fp8_plans.Variant(t, s, staged=staged, grouped=True)
         for t, s, staged in itertools.product(fp8_plans.GROUPED, range(3), (True, False))
@@ -505,6 +517,18 @@ def test_scales_of_groups_are_plain_as_tiles_begin_at_any_row(stand_in: StandIn,
     assert stand_in.variants[-1].a_plain and not stand_in.variants[-1].w_plain
     assert stand_in.maps[2][3:6] == [[8, 53, 1], [32, 32 * 53], [4, 64, 1]]
     assert stand_in.maps[3][3:6] == [[264, 5, 2], [4 * 264, 4 * 5 * 264], [64, 1, 1]]
+
+
+def test_plain_scales_that_warps_copy_are_read_in_place(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_plans, "COPIERS", True)
+    a, w, ends = cpu((53, 640), BLOCK), cpu((2, 264, 640), BLOCK), torch.tensor([5, 53], dtype=torch.int32)
+    fp8_matmul.grouped_matmul(a, w.mT, ends, "bfloat16")
+    _, args = stand_in.launched[-1]
+    assert stand_in.variants[-1].copiers and len(stand_in.maps) == 3  # codes of both, and the output
+    assert (args.sa, args.sw, args.sa_row, args.sw_row) == (a.scale.data_ptr(), w.scale.data_ptr(), 5, 5)
+    assert (args.sa_matrix, args.sw_matrix) == (0, 264 * 5)
+    fp8_matmul.matmul(cpu((2, 3, 50, 640), BLOCK), cpu((72, 640), TILES).mT)
+    assert (stand_in.launched[-1][1].M, stand_in.launched[-1][1].matrices) == (300, 1)
 
 
 def test_one_matrix_of_w_has_one_matrix_of_scales(stand_in: StandIn) -> None:

@@ -18,6 +18,8 @@
 //                    of W. BLOCKS: 1 x 128 of both
 //   PIECES           1; 4 with BLOCKS means 1 x 32 of both, where every instruction's product is promoted
 //   A_PLAIN, W_PLAIN scales of blocks are [rows][K / 128] in memory, not [K / 128][rows]; those of 1 x 32 are [rows][K / 32]
+//   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else the copy engine does,
+//                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
 //   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
 //   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
@@ -35,8 +37,10 @@
 constexpr int BM = 64 * NWG * H, REGISTERS = BN / 2, CLUSTER = CM * CN * SK;
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
-constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * (A_PLAIN ? 16 : 4);
-constexpr int SW_BYTES = SCALES == BLOCKS ? BN * (W_PLAIN ? 16 : 4) : 0;  // copied
+// Bytes of a row's scales in a stage: of four pieces, of four steps (the copy engine's least box), or of this step.
+constexpr int A_ROW = PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4, W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
+constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * A_ROW, SW_BYTES = SCALES == BLOCKS ? BN * W_ROW : 0;  // in a stage
+constexpr bool A_COPIER = COPIERS && A_PLAIN && SCALES != OUTER, W_COPIER = COPIERS && W_PLAIN && SCALES == BLOCKS;
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
 // Columns of one box of the output: 128, 64 or 32 bytes.
 constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -50,14 +54,14 @@ constexpr int W_SCALES = SCALES != TILES ? 1 : SEGMENTS ? BN / UNIT : (128 - UNI
 
 struct __align__(64) TensorMap { u8 bytes[128]; };
 struct Args {
-    const float *sa, *sw;           // scales that are not copied: of OUTER, and of W for TILES
+    const float *sa, *sw;           // scales that the copy engine does not copy
     const void* bias;
     void* out;
     const int* offsets;             // ends of the groups
     long long sa_matrix, sw_matrix; // from one matrix's scales to the next one's
     long long out_row, out_matrix;
     int M, N, K, matrices;
-    int sa_row, sw_row;             // from one row's scale to the next one's: 0 for one scale
+    int sa_row, sw_row;             // from one row's scale (or first scale) to the next one's: 0 for one scale
     int a_matrix, w_matrix;         // 1 where each matrix of the output has its own of A, of W; else 0
 };
 
@@ -76,6 +80,16 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, int x,
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
                  "[%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks) : "memory");
+}
+// By threads, without the copy engine: 4 or 16 bytes, zeros unless `there`.
+__device__ __forceinline__ void copy_4(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 b) {  // once this thread's copies have landed
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(b) : "memory");
 }
 __device__ __forceinline__ void prefetch(const TensorMap* map, int x, int y, int z) {  // to the L2 cache
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
@@ -184,7 +198,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, 1);
+            barrier_init(full + 8 * s, 1 + 32 * (A_COPIER + W_COPIER));
             barrier_init(empty + 8 * s, (CM + CN - 1) * NWG * 4);  // a warp of each consumer that reads what this block copies
         }
         barriers_visible();
@@ -216,7 +230,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int k = k0; k < k1; k++) {
                     const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
                     barrier_wait(empty + 8 * stage, phase);
-                    barrier_arrive_expecting(bar, STAGE_BYTES + SA_BYTES + SW_BYTES);
+                    barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
                     // Each of the blocks that share an operand copies one part of it, to all of them.
                     if (CN == 1) copy(a, &map_a, k * 128, row, za, bar);
                     else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * 128, row + cj * (BM / CN), za, bar,
@@ -226,10 +240,32 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                                      (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
                     // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
                     const int four = PIECES == 4 ? 4 * k : k & ~3;
-                    if (SCALES != OUTER)
+                    if (SCALES != OUTER && !A_COPIER)
                         copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row, A_PLAIN ? row : k, za, bar);
-                    if (SCALES == BLOCKS)
+                    if (SCALES == BLOCKS && !W_COPIER)
                         copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
+                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                }
+            }
+        } else if ((A_COPIER && warp == 1) || (W_COPIER && warp == 2)) {
+            const bool of_a = A_COPIER && (!W_COPIER || warp == 1);
+            const int rows = of_a ? BM : BN, limit = of_a ? args.M : args.N, pitch = of_a ? args.sa_row : args.sw_row;
+            u32 stage = 0, phase = 1;
+            Walk walk; Tile tile;
+#pragma unroll 1
+            for (int t = first_tile; walk.seek(args, t, tile); t += clusters) {
+                const int row = of_a ? tile.row + ci * BM : tile.column + cj * BN;
+                const float* from = of_a ? args.sa + (GROUPED ? 0 : tile.matrix * args.sa_matrix) : args.sw + tile.matrix * args.sw_matrix;
+#pragma unroll 1
+                for (int k = k0; k < k1; k++) {
+                    const u32 to = of_a ? sa_ring + stage * SA_BYTES : sw_ring + stage * SW_ROOM;
+                    barrier_wait(empty + 8 * stage, phase);
+                    for (int r = lane; r < rows; r += 32) {  // zeros beyond the last row
+                        const bool there = row + r < limit;
+                        const float* at = from + (long long)(there ? row + r : 0) * pitch + PIECES * k;
+                        if (PIECES == 4) copy_16(to + r * 16, at, there); else copy_4(to + r * 4, at, there);
+                    }
+                    barrier_arrive_after_copies(full + 8 * stage);
                     if (++stage == STAGES) { stage = 0; phase ^= 1; }
                 }
             }
@@ -270,10 +306,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         };
         auto row_scales = [&](u32 stage, int k) {  // the scales of this thread's rows in a stage that has arrived
             if constexpr (SCALES != OUTER && PIECES == 1) {
-                constexpr int row = A_PLAIN ? 16 : 4;  // bytes
-                const u32 at = sa_ring + stage * SA_BYTES + (group * 64 * H + low) * row + (A_PLAIN ? (k & 3) * 4 : 0);
+                const u32 at = sa_ring + stage * SA_BYTES + (group * 64 * H + low) * A_ROW + (A_ROW == 16 ? (k & 3) * 4 : 0);
 #pragma unroll
-                for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * row); sa1[h] = load(at + (h * 64 + 8) * row); }
+                for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * A_ROW); sa1[h] = load(at + (h * 64 + 8) * A_ROW); }
             }
         };
         bool more = walk.seek(args, first_tile, tile);
@@ -341,7 +376,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     if (SCALES != BLOCKS) release();
                     if constexpr (PROMOTE) {
                         const int part = PIECES == 4 ? piece : (k0 + k) & 3;  // of four scales side by side
-                        const u32 sw = sw_ring + here * SW_ROOM + (W_PLAIN ? pair * 16 + part * 4 : pair * 4);
+                        const u32 sw = sw_ring + here * SW_ROOM + (W_ROW == 16 ? pair * 16 + part * 4 : pair * 4);
                         if constexpr (PIECES == 4) {
                             const u32 sa = sa_ring + here * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
                             f0[h][0] = load(sa); f1[h][0] = load(sa + 128);
@@ -358,7 +393,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                                 add_scaled(to[2], from[2], f1[h][s]); add_scaled(to[3], from[3], f1[h][s]);
                             } else {
                                 float c0, c1;
-                                if constexpr (W_PLAIN) { c0 = load(sw + j * 128); c1 = load(sw + j * 128 + 16); }
+                                if constexpr (W_ROW == 16) { c0 = load(sw + j * 128); c1 = load(sw + j * 128 + 16); }
                                 else load2(sw + j * 32, c0, c1);
                                 add_scaled(to[0], from[0], c0 * f0[h][0]); add_scaled(to[1], from[1], c1 * f0[h][0]);
                                 add_scaled(to[2], from[2], c0 * f1[h][0]); add_scaled(to[3], from[3], c1 * f1[h][0]);

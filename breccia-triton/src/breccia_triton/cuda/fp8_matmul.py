@@ -22,7 +22,7 @@ from breccia_torch.ops import need_dense
 
 from ..launch import Remembered, current_stream, empty, on
 from ..operands import writable
-from . import program, wgmma
+from . import fp8_plans, program, wgmma
 from .driver import Launch, TensorMap, driver
 from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
 
@@ -135,7 +135,7 @@ class _Call:
         m, n, k = a.rows, w.rows, a.k
         facts = (
             m, n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch, self.dtype, self.bias_dtype,
-            self.promote, grouped, self.device,
+            self.promote, grouped, self.device, fp8_plans.COPIERS,
         )  # fmt: skip
         plan = _plans.get(facts)
         if plan is None:
@@ -149,8 +149,8 @@ class _Call:
         maps = (
             a.data_map(tile.rows // tile.share[1]),
             w.data_map(tile.columns // tile.share[0]),
-            a.scale_map(tile.rows) if variant.scales != OUTER else none,
-            w.scale_map(tile.columns) if variant.scales == BLOCKS else none,
+            a.scale_map(tile.rows) if variant.scales != OUTER and (a.pitch or not variant.copiers) else none,
+            w.scale_map(tile.columns) if variant.scales == BLOCKS and (w.pitch or not variant.copiers) else none,
             _output_map(out, self.dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else none,
         )
         stream = current_stream(self.device)
@@ -212,21 +212,26 @@ class _Side:
             self.scale_matrix = -(-self.rows // STEP) * steps
             return scale.contiguous()
         if self.kind == "1x32":  # four of a step, zeros where K ends
-            self.scales = 4 * steps
-            return _padded(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), self.scales)
-        if steps * scale.itemsize % ALIGNED == 0:
-            return _aligned(scale)
+            return self._plain(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), 4 * steps)
+        if steps * scale.itemsize % ALIGNED == 0 or fp8_plans.COPIERS:
+            return self._plain(scale, steps)
         if groups:
-            self.scales = -(-steps // 4) * 4
-            return _padded(scale, self.scales)
+            return self._plain(scale, -(-steps // 4) * 4)
         self.pitch = -(-self.rows // 4) * 4
         turned = scale.new_empty((*scale.shape[:-2], steps, self.pitch))
         turned[..., : self.rows] = scale.mT
         return turned
 
+    def _plain(self, scale: Any, columns: int) -> Any:
+        """Scales (rows, columns), zeros in columns that they do not have."""
+        self.scales = self.scale_row = columns
+        self.scale_matrix = self.rows * columns
+        one_by_one = fp8_plans.COPIERS and self.kind != "1x32"  # else 16 bytes at a time
+        return scale.contiguous() if one_by_one else _padded(scale, columns)
+
     def merged(self) -> bool:
         """Whether all matrices can be one with more rows."""
-        return self.pitch == 0 and (self.scale_row == 1 or self.scale_matrix == 0)
+        return self.pitch == 0 and self.scale_matrix in (0, self.rows * self.scale_row)
 
     def merge(self) -> None:
         """All matrices as one."""
@@ -287,7 +292,7 @@ class _Plan:
     @staticmethod
     def of(
         m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
-        dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device,
+        dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device, copiers: bool,
     ) -> _Plan:  # fmt: skip
         """The kernel for a product of these lengths. The output is contiguous, and 16 divides its address."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -296,7 +301,7 @@ class _Plan:
         added = "none" if bias is None else _NAMES[bias]
         variant = Variant(
             tile, SCALES[kinds], codecs, _NAMES[dtype], added, a_plain, w_plain, staged, n % 2 == 0, promote, grouped,
-            4 if kinds[0] == "1x32" else 1,
+            4 if kinds[0] == "1x32" else 1, copiers,
         )  # fmt: skip
         function = loaded(variant, device)
         # As many clusters as run at a time walk over all tiles. With split-K each has one: its ring holds the partial sums.

@@ -46,6 +46,9 @@ SCALES = {
 }
 #: Macros OUT and BIAS.
 KINDS = {"none": 0, "float32": 1, "float16": 2, "bfloat16": 3}
+#: Whether warps copy plain scales of blocks, one number for each row and step, or the copy engine in boxes of 16 bytes a row,
+#: which takes as long as the codes of the row. Not yet measured, so off.
+COPIERS = False
 #: Bytes of shared memory that a block can have.
 SHARED = 232448
 
@@ -279,13 +282,15 @@ class Variant:
     promote: bool = True
     grouped: bool = False
     pieces: int = 1
+    copiers: bool = False
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of shared memory of one stage of the ring, with its scales and barriers."""
         tile = self.tile
-        a = 0 if self.scales == OUTER else tile.rows * (16 if self.a_plain else 4)
-        w = 0 if self.scales != BLOCKS else -(-tile.columns * (16 if self.w_plain else 4) // 128) * 128
+        a, w = (16 if self.pieces == 4 or (plain and not self.copiers) else 4 for plain in (self.a_plain, self.w_plain))
+        a = 0 if self.scales == OUTER else tile.rows * a
+        w = 0 if self.scales != BLOCKS else -(-tile.columns * w // 128) * 128
         return (tile.rows + tile.columns) * STEP + a + w + 16
 
     @property
@@ -314,7 +319,7 @@ class Variant:
             "DEPENDENT": int(t.dependent), "PROMOTE": int(self.promote), "SCALES": self.scales, "A_PLAIN": int(self.a_plain),
             "W_PLAIN": int(self.w_plain), "OUT": KINDS[self.out], "BIAS": KINDS[self.bias], "STAGED": int(self.staged),
             "PAIRS": int(self.pairs), "GROUPED": int(self.grouped),
-            "PIECES": self.pieces,
+            "PIECES": self.pieces, "COPIERS": int(self.copiers),
         }  # fmt: skip
 
 
