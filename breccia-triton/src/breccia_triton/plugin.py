@@ -25,8 +25,8 @@ _KERNELS = (
 #: Storages of scales that the kernels read and write.
 STORAGES = ("swizzle_128x4", "column_major", "transposed")
 
-#: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it runs only where it is named: it
-#: keeps less than the contract, or (groups) has not passed all of its tests on a GPU since it was last changed.
+#: Products: op, module and function in `cuda`, name, what it accepts, which score, whether it runs only where it is named, as
+#: it keeps less than the contract.
 _PRODUCTS = (
     ("matmul", "fp8_matmul:matmul", "cuda.fp8_matmul", "fp8_plans:accepts_matmul", "fp8_plans:score", False),
     ("matmul", "fp8_matmul:matmul_fast", "cuda.fp8_matmul_fast", "fp8_plans:accepts_fast", "fp8_plans:score", True),
