@@ -12,6 +12,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"{__name__}.{name}")
     homes = {
         **dict.fromkeys(("combine", "dequantize", "partition", "quantize"), "trees"),
+        "assembled": "checkpoints",
         "DotGeneral": "dot_general",
         "ScaledWeight": "weights",
         "register": "container",
@@ -25,4 +26,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["DotGeneral", "ScaledWeight", "combine", "dequantize", "partition", "quantize", "register"]
+__all__ = ["DotGeneral", "ScaledWeight", "assembled", "combine", "dequantize", "partition", "quantize", "register"]

@@ -1,3 +1,4 @@
+from .checkpoints import assembled as assembled
 from .container import register as register
 from .dot_general import DotGeneral as DotGeneral
 from .trees import combine as combine
@@ -6,4 +7,4 @@ from .trees import partition as partition
 from .trees import quantize as quantize
 from .weights import ScaledWeight as ScaledWeight
 
-__all__ = ["DotGeneral", "ScaledWeight", "combine", "dequantize", "partition", "quantize", "register"]
+__all__ = ["DotGeneral", "ScaledWeight", "assembled", "combine", "dequantize", "partition", "quantize", "register"]

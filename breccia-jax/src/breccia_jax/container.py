@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax, tree_util
 
-from breccia.backend import FLOATS, PARTS, Metadata, ScaledTensor, dtype_name, once
+from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once
 
-_KEYS = tuple(map(tree_util.GetAttrKey, PARTS))
+from .checkpoints import component_key
+
 _WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
 #: The dtypes of components whose leaves are integers in their place; None for the others.
 Dtypes = tuple[str | None, ...]
@@ -81,12 +82,13 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     return leaves, Static(Metadata.of(st), dtypes)
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
+def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
+    """(The leaves with their keys, the other fields)."""
     leaves, static = _flatten(st)
-    return tuple(zip(_KEYS, leaves, strict=True)), static
+    return tuple((component_key(n, static), leaf) for n, leaf in enumerate(leaves)), static
 
 
-def _unflatten(static: Static, leaves: Any) -> ScaledTensor:
+def unflatten(static: Static, leaves: Any) -> ScaledTensor:
     """Unchecked: JAX passes placeholders."""
     if any(static.dtypes):
         return ScaledTensor.from_held(Held(tuple(leaves), static.dtypes), *static.metadata)
@@ -100,7 +102,7 @@ def register() -> None:
     breccia does this at the first array of a type if JAX is already imported. Call it if JAX is imported later, and before
     `jax.export.deserialize` in a process without a ScaledTensor.
     """
-    tree_util.register_pytree_with_keys(ScaledTensor, _flatten_with_keys, _unflatten, _flatten)
+    tree_util.register_pytree_with_keys(ScaledTensor, flatten_with_keys, unflatten, _flatten)
     export.register_pytree_node_serialization(
         ScaledTensor,
         serialized_name="breccia.ScaledTensor",

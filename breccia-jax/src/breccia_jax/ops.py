@@ -122,7 +122,7 @@ class _JaxOps(Ops):
         # Bitcast via one wider item: XLA on CPUs computes and reads every other code separately, which takes
         # five times as long (measured: jax 0.10 and 0.11).
         count = codes.shape[-1]
-        if count not in _WORDS:
+        if count not in _WORDS or not _static(codes):
             return super().pack_bits(codes, bits)
         item = lax.bitcast_convert_type(lax.optimization_barrier(codes.astype(jnp.uint8)), _WORDS[count]).astype(jnp.int32)
         word = item & 0xFF
@@ -131,7 +131,7 @@ class _JaxOps(Ops):
         return word
 
     def unpack_bits(self, word: Array, bits: int, count: int) -> Array:
-        if count not in _WORDS:
+        if count not in _WORDS or not _static(word):
             return super().unpack_bits(word, bits, count)
         mask = (1 << bits) - 1
         item = word & mask
@@ -170,6 +170,11 @@ class _JaxOps(Ops):
         if name == "bfloat16":
             return array.view(np.uint16)
         return array.view(np.uint8) if name.startswith("float8") else array
+
+
+def _static(a: Array) -> bool:
+    """Are its lengths numbers? Exported functions may have symbols, of which XLA finds no bitcast to items of another size."""
+    return all(isinstance(n, int) for n in a.shape)
 
 
 def _bytes(a: Array) -> Array:
@@ -228,14 +233,15 @@ def _divided(a: Array, b: Array) -> Array:
     return jnp.where(normal, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN: no rounding
 
 
-def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
-    """(high, low) * n modulo 2^64 on uint32 words, by 16-bit halves."""
+def _times(low: Array, high: Array, n: Any) -> tuple[Array, Array]:
+    """(high, low) * n modulo 2^64 on uint32 words, by 16-bit halves. n: a length, which may be a symbol."""
     mask = 0xFFFF
+    n = n & 0xFFFFFFFF if isinstance(n, int) else jnp.asarray(n).astype(jnp.uint32)
     n0, n1 = n & mask, (n >> 16) & mask
     a0, a1 = low & mask, low >> 16
     p00, p01, p10, p11 = a0 * n0, a0 * n1, a1 * n0, a1 * n1
     middle = (p00 >> 16) + (p01 & mask) + (p10 & mask)
-    return (p00 & mask) | (middle << 16), high * (n & 0xFFFFFFFF) + p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
+    return (p00 & mask) | (middle << 16), high * n + p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
 
 
 def device() -> str:

@@ -12,6 +12,7 @@ import breccia
 from breccia.backend import OptionError, ScaledTensor, dtype_name
 
 from . import container
+from .checkpoints import weight_key
 
 Array = Any
 Shape = tuple[int, ...]
@@ -80,7 +81,7 @@ class ScaledWeight:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[Shape, str]]:
         container.register()
-        return ((tree_util.GetAttrKey("tensor"), self.tensor),), (self.ends, self.dtype)
+        return ((weight_key(self.ends, self.dtype), self.tensor),), (self.ends, self.dtype)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Shape, str], children: tuple[Any]) -> ScaledWeight:

@@ -431,6 +431,14 @@ class ScaledTensor:
     #: NumPy's operators defer to this class, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
 
+    def __matmul__(self, other: Any) -> Any:
+        """Refused: the dtype of the product is to be chosen."""
+        raise UnsupportedError("st @ x is breccia.matmul(st, x), where out_dtype= is the dtype of the product.")
+
+    def __rmatmul__(self, other: Any) -> Any:
+        """Refused, as `__matmul__`."""
+        raise UnsupportedError("x @ st is breccia.matmul(x, st), where out_dtype= is the dtype of the product.")
+
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refused: it would dequantize implicitly."""
         raise UnsupportedError("a ScaledTensor is not an array; breccia.dequantize(st) returns its values, st.data its codes.")
