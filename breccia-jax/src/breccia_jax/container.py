@@ -17,7 +17,7 @@ from jax import export, lax, tree_util
 
 from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once
 
-from .checkpoints import component_key
+from .keys import component_key
 
 _WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
 #: The dtypes of components whose leaves are integers in their place; None for the others.
@@ -85,7 +85,7 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
 def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
     """(The leaves with their keys, the other fields)."""
     leaves, static = _flatten(st)
-    return tuple((component_key(n, static), leaf) for n, leaf in enumerate(leaves)), static
+    return tuple((component_key(n, static.metadata, static.dtypes[n]), leaf) for n, leaf in enumerate(leaves)), static
 
 
 def unflatten(static: Static, leaves: Any) -> ScaledTensor:

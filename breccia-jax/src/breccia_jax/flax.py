@@ -18,8 +18,8 @@ from jax import tree_util
 from breccia.backend import OptionError, ScaledTensor
 
 from . import container, loading
-from .checkpoints import parsed
 from .dot_general import DotGeneral
+from .keys import parsed
 from .loading import Names
 from .rules import Parameter, Report, Rules, apply
 from .weights import ScaledWeight

@@ -12,7 +12,7 @@ import breccia
 from breccia.backend import OptionError, ScaledTensor, dtype_name
 
 from . import container
-from .checkpoints import weight_key
+from .keys import weight_key
 
 Array = Any
 Shape = tuple[int, ...]
