@@ -14,8 +14,8 @@ from jax.core import Tracer
 from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
 
 #: On CPUs XLA's reduction of a block is scalar; comparing halves from 128 down to 16 is six times faster (measured).
-#: Longer axes may be sharded over several devices, which would have to exchange halves.
-_CHUNK, _LANES, _LONGEST = 128, 16, 256
+#: Longer axes may be sharded over the devices, which would have to exchange halves.
+_SHORTEST, _CHUNK, _LONGEST = 16, 128, 256
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
 
 
@@ -71,11 +71,11 @@ class _JaxOps(Ops):
         inside = {axis % i.ndim for axis in axes}
         found = [1 if axis in inside else n for axis, n in enumerate(i.shape)]
         length = i.shape[-1]
-        chunk = min(length & -length, _CHUNK)
-        if i.ndim - 1 in inside and chunk > 2 * _LANES and length <= _LONGEST:
+        chunk = _chunk(length)
+        if i.ndim - 1 in inside and chunk >= _SHORTEST:
             i = jnp.reshape(i, (*i.shape[:-1], length // chunk, chunk))
             inside.add(i.ndim - 1)
-            for half in (chunk >> n for n in range(1, (chunk // _LANES).bit_length())):
+            for half in (chunk >> 1, chunk >> 2, chunk >> 3):
                 i = jnp.maximum(i[..., :half], i[..., half:])
         return jnp.reshape(jnp.max(i, axis=tuple(inside)), found)
 
@@ -172,6 +172,15 @@ class _JaxOps(Ops):
         return array.view(np.uint8) if name.startswith("float8") else array
 
 
+def _chunk(length: Any) -> int:
+    """The largest power of two up to `_CHUNK` by which an axis is cut; its shards are cut by it too."""
+    if not isinstance(length, int):
+        return 1
+    if length > _LONGEST:
+        length = length // jax.device_count() if length % jax.device_count() == 0 else 1
+    return min(length & -length, _CHUNK)
+
+
 def _static(a: Array) -> bool:
     """Are its lengths numbers? Exported functions may have symbols, of which XLA finds no bitcast to items of another size."""
     return all(isinstance(n, int) for n in a.shape)
@@ -198,11 +207,22 @@ def _concrete(a: Array) -> Array:
 
 @jax.jit
 def _divided(a: Array, b: Array) -> Array:
-    """fl(a / b), from a quotient of significands that is corrected in integers.
+    """fl(a / b), for operands of one shape.
 
     XLA's division is not IEEE: it replaces equal known divisors by one reciprocal, and on CUDA it is always approximate (30 %
-    of quotients of random numbers differ in the last bit: jax 0.11, H200).
+    of quotients of random numbers differ in the last bit: jax 0.11, H200). On CPUs it is, for a divisor that the compiler does
+    not know.
     """
+    return lax.platform_dependent(a, b, cpu=_opaque, default=_corrected)
+
+
+def _opaque(a: Array, b: Array) -> Array:
+    """a / b, for a divisor that the compiler does not know, not even under vmap, where `a` alone may have the mapped axis."""
+    return a / lax.optimization_barrier(lax.select(a == a, b, b))
+
+
+def _corrected(a: Array, b: Array) -> Array:
+    """fl(a / b), from a quotient of significands that is corrected in integers."""
     u, v = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
     sign = (u ^ v) & ~MAGNITUDE
     u, v = u & MAGNITUDE, v & MAGNITUDE
