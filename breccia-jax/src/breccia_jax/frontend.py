@@ -33,7 +33,7 @@ from breccia.backend import (
 )
 
 from .meshes import automatic, check_shard, like_first, product
-from .ops import JAX
+from .ops import JAX, dot
 
 Array = Any
 Names = tuple[str, ...] | None
@@ -181,7 +181,7 @@ def _product(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Tab
 @_product.defjvp
 def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
     y = _product(*primals, out_dtype, names, table)
-    return y, _tangent(JAX.matmul, primals, tangents, y)
+    return y, _tangent(dot, primals, tangents, y)
 
 
 # Checkpoints: the backward pass decodes a weight again instead of saving it in FP32.
@@ -203,7 +203,7 @@ def _(recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table, primals
     x, b, bias = primals
     y = _cast_product(x, b, bias, recipe, out_dtype, names, table)
     written = None if isinstance(b, ScaledTensor) else calls.cast(lax.stop_gradient(x), recipe)
-    return y, _tangent(JAX.matmul, primals, tangents, y, written)
+    return y, _tangent(dot, primals, tangents, y, written)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
