@@ -8,6 +8,7 @@ its components when they are read: for free in compiled functions, with a copy o
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,18 @@ class Held(NamedTuple):
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         return Held(leaves, self.dtypes)
+
+    def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
+        """Compiled for slices of concrete arrays; other positions would compile a function each."""
+        here = isinstance(self.leaves[0], jax.Array) and not isinstance(self.leaves[0], jax.core.Tracer)
+        if here and all(isinstance(cut, range) for cut in argument):
+            return _structural(st, structural, argument)
+        return structural(st, argument)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _structural(st: ScaledTensor, structural: Any, argument: Any) -> ScaledTensor:
+    return structural(st, argument)
 
 
 class Static(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +60,10 @@ class Held(Protocol):
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         """The same for other leaves."""
+        ...
+
+    def run(self, structural: Callable[[ScaledTensor, Any], ScaledTensor], st: ScaledTensor, argument: Any) -> ScaledTensor:
+        """`structural(st, argument)`, which a framework may compile."""
         ...
 
 
@@ -299,7 +303,8 @@ class ScaledTensor:
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
         """
-        return self._cut(read_index(index, self.shape))
+        cuts = read_index(index, self.shape)
+        return self._cut(cuts) if self.held is None else self.held.run(ScaledTensor._cut, self, cuts)
 
     def __len__(self) -> int:
         return self.shape[0]
