@@ -38,7 +38,7 @@ def _walk(tree: Any, prefix: str) -> Iterator[tuple[Any, Any]]:
         if value is None and prefix:
             continue
         if _is_tree(value):
-            yield from _walk(value, key)
+            yield from _walk(value, str(key))
         else:
             yield key, scaled(value)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax, tree_util
+from jax.core import Tracer
 
 from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once
 
@@ -49,7 +50,7 @@ class Held(NamedTuple):
 
     def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
         """Compiled for slices of concrete arrays; other positions would compile a function each."""
-        here = isinstance(self.leaves[0], jax.Array) and not isinstance(self.leaves[0], jax.core.Tracer)
+        here = isinstance(self.leaves[0], jax.Array) and not isinstance(self.leaves[0], Tracer)
         if here and all(isinstance(cut, range) for cut in argument):
             return _structural(st, structural, argument)
         return structural(st, argument)

@@ -75,7 +75,7 @@ class DotGeneral:
         m, n = (math.prod(x.shape[a] for a in axes) for x, axes in ((lhs, rows), (rhs, columns)))
         a = lhs.transpose(*left_batch, *rows, *left).reshape(*batch, m, k)
         b = rhs.transpose(*right_batch, *right, *columns).reshape(*batch, k, n)
-        y = _product(a, b, self, dtype_name(jnp.zeros((), dtype)))
+        y: Any = _product(a, b, self, dtype_name(jnp.zeros((), dtype)))
         y = y.reshape(*batch, *(lhs.shape[a] for a in rows), *(rhs.shape[a] for a in columns))
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
@@ -85,13 +85,13 @@ def _product(a: Array, b: Array, how: DotGeneral, dtype: str) -> Array:
     return _forward(a, b, how, dtype)[0]
 
 
-def _forward(a: Array, b: Array, how: DotGeneral, dtype: str) -> tuple[Array, tuple[Any, Any]]:
+def _forward(a: Array, b: Array, how: DotGeneral, dtype: str) -> tuple[Array, tuple[Any, ...]]:
     left, right = _cast(a, how.lhs, -1), _cast(b, how.rhs, -2)
     saved = (left, right) if how.gradients is None else (a, b)
     return breccia.matmul(left, right, dtype), (*saved, a[:0], b[:0])  # empty: their dtypes
 
 
-def _backward(how: DotGeneral, dtype: str, saved: tuple[Any, Any, Any, Any], dy: Array) -> tuple[Array, Array]:
+def _backward(how: DotGeneral, dtype: str, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Array]:
     a, b, *like = saved
     da, db = (dtype_name(x) for x in like)
     if how.gradients is None:

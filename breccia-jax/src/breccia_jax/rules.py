@@ -105,7 +105,7 @@ def _chosen(
 ) -> tuple[dict[str, tuple[ScalingRecipe, tuple[int, ...]]], dict[str, str]]:
     """(recipe, axes) of the chosen parameters, and the reasons for the others."""
     by_pattern = {pattern: _parsed(rule) for pattern, rule in rules.items()} if isinstance(rules, Mapping) else None
-    one = None if by_pattern is not None else _parsed(rules)
+    one = None if isinstance(rules, Mapping) else _parsed(rules)
     names = [p.name for p in parameters]
     if by_pattern is not None:
         if selection.include or selection.exclude:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..arrays.frameworks import dtype_name, place_of
 from ..options import PLAIN
@@ -25,24 +25,23 @@ def line(st: ScaledTensor) -> str:
 
     A tensor of placeholders, which trees pass around (shapes, dtypes, shardings, None), prints them.
     """
-    if (found := placeholders(st)) is not None:
-        return f"breccia.ScaledTensor({st.recipe.spec!r}, {', '.join(f'{name}={part!r}' for name, part in found.items())})"
+    try:
+        return _line(st)
+    except Exception:  # of any kind: placeholders may be any object
+        return _placeholders(st)
+
+
+def _line(st: ScaledTensor) -> str:
     others = "" if st.axis == -1 else f", axis={st.axis}"
     others += "" if st.storage == PLAIN else f", storage={st.storage!r}"
     where = f"{st.framework} {place_of(st.held_data)}"
     return f"breccia.ScaledTensor({st.recipe.spec!r}, shape={st.shape}, {where}, {bits_per_value(st)} bits per value{others})"
 
 
-def placeholders(st: ScaledTensor) -> dict[str, Any] | None:
-    """What the tensor holds in place of its components, if these are not the arrays of a tensor."""
+def _placeholders(st: ScaledTensor) -> str:
     held = (st.data, st.scale, st.zero_point, st.global_scale) if st.held is None else st.held.leaves
-    try:
-        if all(place_of(part) is not None and int(part.nbytes) >= 0 for part in held if part is not None):
-            st.framework, st.shape, st.nbytes  # noqa: B018
-            return None
-    except Exception:  # of any kind: placeholders may be any object
-        pass
-    return {name: part for name, part in zip(PARTS, held, strict=True) if part is not None or name in ("data", "scale")}
+    shown = [f"{name}={part!r}" for name, part in zip(PARTS, held, strict=True) if part is not None or name in PARTS[:2]]
+    return f"breccia.ScaledTensor({st.recipe.spec!r}, {', '.join(shown)})"
 
 
 def description(st: ScaledTensor) -> str:
@@ -53,8 +52,13 @@ def description(st: ScaledTensor) -> str:
 
 def table(st: ScaledTensor) -> str:
     """An HTML table, for notebooks."""
-    if placeholders(st) is not None:
-        return f"<code>{escape(line(st))}</code>"
+    try:
+        return _table(st)
+    except Exception:  # as in `line`
+        return f"<code>{escape(_placeholders(st))}</code>"
+
+
+def _table(st: ScaledTensor) -> str:
     facts = {
         "recipe": st.recipe.spec,
         "shape": st.shape,
