@@ -62,6 +62,7 @@ bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework torch --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework jax --rivals all --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_jax.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_calls.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
@@ -84,9 +85,9 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e "./breccia-core[cli,testing,ml-dtypes]" $(SIBLINGS) pytest-xdist ruff pyright \
 		mkdocs-material "mkdocstrings[python]" matplotlib playwright flatbuffers
-	@# Neighbours, for docs/agreement.md, and libraries of JAX, for tests of training.
+	@# Neighbours, for docs/agreement.md, and libraries of JAX, for tests of training, models and checkpoints.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		torchao compressed-tensors gguf optax equinox flax
+		torchao compressed-tensors gguf optax equinox flax orbax-checkpoint
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
 	@# library is missing.
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine

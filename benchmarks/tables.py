@@ -646,6 +646,26 @@ def matmul_cpu(result: Result) -> Table:
     )
 
 
+def jax_cpu(result: Result) -> Table:
+    """Milliseconds of casts, products and slices in JAX, and how many times faster than plain JAX they are."""
+    by = {(row["what"], row["case"], row["arm"]): row for row in result["rows"]}
+
+    def shown(what: str, case: str, arm: str) -> tuple[str, ...]:
+        found, base = by[what, case, arm], by[what, case, "plain"]
+        name = f"cast, {case}" if what == "cast" else f"one row by {arm} {case}" if what == "product" else case
+        pair = [trio((row["min_s"], row["median_s"]), 1e3 if what != "slice" else 1e6) for row in (found, base)]
+        return name, *pair, ratio(base["min_s"] / found["min_s"])
+
+    return Table(
+        "JAX on the CPU",
+        ("call", "breccia", "plain JAX", "plain JAX / breccia"),
+        tuple(shown(*key) for key in by if key[2] != "plain"),
+        f"Milliseconds, of st[0:4] microseconds: min / median; ratios of the minima. Matrices of {result['options']['size']} × "
+        f"{result['options']['size']}, compiled calls, jax {result['options']['jax']}, arms interleaved. Plain products are of "
+        "an FP32 weight in the same order.",
+    )
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -680,6 +700,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "parity-mlx": {"parity-mlx": parity},
     "training": {"training": training},
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
+    "jax-cpu": {"jax-cpu": jax_cpu},
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},

@@ -114,7 +114,7 @@ def jax_in_rest(values: Iterable[Any]) -> list[Any]:
 
     A value is the name of a framework, or the path of a page named after one.
     """
-    return [pytest.param(value, marks=pytest.mark.rest) if Path(value).stem == "jax" else value for value in values]
+    return [pytest.param(value, marks=pytest.mark.rest) if Path(value).stem in ("jax", "flax") else value for value in values]
 
 
 def on_cuda(test: Any) -> Any:

@@ -52,6 +52,8 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_triton": ({"triton", "torch", "jax", "numpy", "platformdirs"}, {"jax_triton"}),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),
 }
+#: Modules of breccia_jax that are for another library, and import it at the top.
+OF_LIBRARIES = {"flax", "equinox"}
 #: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
 OF_TORCH = {"torchao", "transformer_engine", "bitsandbytes", "compressed_tensors"}
 #: The package of breccia_torch that alone may import transformers.
@@ -153,6 +155,8 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
         top, lazy = FOREIGN[package]
         if distribution == "breccia-torch" and name.partition(".")[0] == HF:
             top = top | {"transformers"}
+        if distribution == "breccia-jax" and name in OF_LIBRARIES:
+            top = top | {name}
         if distribution == "breccia-bridges" and name in OF_TORCH:
             top = top | {"torch"}
     return {package, *ours, *top}, {package, *ours, *top, *lazy}

@@ -461,6 +461,17 @@ def test_strips_are_compared_with_numpy_and_the_last_row_with_the_oracle(module,
     assert "stochastic, last row: data[0, 7], byte 0: 0x" in found[-1]
 
 
+@pytest.mark.rest
+def test_jax_is_measured_beside_plain_jax() -> None:
+    pytest.importorskip("jax")
+    done = run("bench_jax.py", "--size", "256", "--runs", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    plain = {(row["what"], row["case"]) for row in rows if row["arm"] == "plain"}
+    assert plain == {(row["what"], row["case"]) for row in rows if row["arm"] != "plain"}
+    assert len([row for row in rows if row["what"] == "cast"]) == 16 and all(row["min_s"] > 0 for row in rows)
+
+
 def test_documents_match_the_results() -> None:
     done = run("draw.py", "--check")
     assert done.returncode == 0, done.stderr

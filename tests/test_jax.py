@@ -127,7 +127,22 @@ def test_a_tensor_of_placeholders_is_not_checked() -> None:
     for leaf in (None, object(), 0, "x", jax.ShapeDtypeStruct((1,), jnp.int8)):
         made = jax.tree.map(lambda _, leaf=leaf: leaf, st)
         assert made.data is leaf and made.scale is leaf and made.zero_point is None and made.recipe == NVFP4
+        assert repr(made) == f"breccia.ScaledTensor('nvfp4', data={leaf!r}, scale={leaf!r}" + (
+            ")" if leaf is None else f", global_scale={leaf!r})"
+        )
+        assert made._repr_html_().startswith("<code>breccia.ScaledTensor(")
+    for leaf_of in (
+        lambda a: a.shape,
+        lambda a: a.dtype,
+        lambda a: jax.sharding.PartitionSpec("d"),
+        lambda a: {},
+        bool,
+        jnp.sum,
+    ):
+        made = jax.tree.map(lambda a, leaf_of=leaf_of: leaf_of(a) if leaf_of is not bool else True, st)
+        assert repr({"w": made}).startswith("{'w': breccia.ScaledTensor('nvfp4', data=")
     shapes = jax.eval_shape(lambda x: breccia.cast(x, NVFP4), jax.ShapeDtypeStruct((4, 70), jnp.bfloat16))
+    assert "data=ShapeDtypeStruct(" in repr(shapes)
     assert (shapes.shape, shapes.data.shape, shapes.scale.shape, shapes.global_scale.shape) == ((4, 70), (4, 35), (4, 5), ())
 
 
@@ -447,6 +462,30 @@ def test_exported_functions_keep_the_metadata_of_their_tensors(kind: breccia.Sca
             assert breccia.bytes_equal(found, expected) and found.recipe == kind
         else:
             assert same(found, expected)
+
+
+@pytest.mark.rest
+@each_kind
+def test_functions_of_any_number_of_rows_are_exported(kind: breccia.ScalingRecipe) -> None:
+    pytest.importorskip("flatbuffers")  # jax.export needs it
+    st = breccia.cast(rows(8), kind)
+    seed = jnp.uint32(3)
+
+    def function(x: Any, st: Any) -> Any:
+        drawn = breccia.cast(x, kind, rounding="stochastic", seed=seed)
+        written = breccia.cast(x, kind)
+        return breccia.matmul(x, st.mT), breccia.dequantize(written), breccia.cast_ste(x, kind), written.data, drawn.data
+
+    (count,) = export.symbolic_shape("4*b")
+    x = jax.ShapeDtypeStruct((count, 64), jnp.float32)
+    weight = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), st)
+    read = export.deserialize(export.export(jax.jit(function))(x, weight).serialize())
+    for n in (4, 12):
+        product, *others = read.call(rows(n), st)
+        expected, *wanted = jax.jit(function)(rows(n), st)
+        assert agrees(product, rows(n), breccia.dequantize(st).T) and agrees(expected, rows(n), breccia.dequantize(st).T)
+        for found, other in zip(others, wanted, strict=True):
+            assert np.array_equal(np.asarray(found).view(np.uint8), np.asarray(other).view(np.uint8))
 
 
 def test_a_donated_tensor_cannot_be_used_again() -> None:
@@ -843,6 +882,15 @@ def test_a_scaled_tensor_cannot_be_converted_to_an_array() -> None:
     for call in (np.asarray, jnp.asarray, lambda st: jnp.ones((4, 32)) @ st):
         with pytest.raises(TypeError):
             call(st)
+    for x in (jnp.ones((2, 32)), np.ones((2, 32), np.float32)):
+        with pytest.raises(
+            breccia.UnsupportedError, match=r"^x @ st is breccia\.matmul\(x, st\), where out_dtype= is the dtype"
+        ):
+            x @ st.mT
+        with pytest.raises(breccia.UnsupportedError, match=r"^x @ st is breccia\.matmul\(x, st\)"):
+            jax.jit(lambda st, x=x: x @ st.mT)(st)
+    with pytest.raises(breccia.UnsupportedError, match=r"^st @ x is breccia\.matmul\(st, x\)"):
+        st @ jnp.ones((32, 2))
     assert JAX.to_numpy(st.data).dtype == np.uint8
 
 
@@ -961,7 +1009,10 @@ def test_the_package_has_the_names_of_its_stub() -> None:
     assert dir(breccia_jax) == sorted(breccia_jax.__all__)
     for name in breccia_jax.__all__:
         assert callable(getattr(breccia_jax, name))
-    with pytest.raises(AttributeError, match="module 'breccia_jax' has no attribute 'quantise'; it has combine, dequantize, "):
+    with pytest.raises(
+        AttributeError,
+        match="module 'breccia_jax' has no attribute 'quantise'; it has DotGeneral, ScaledWeight, assembled, combine, ",
+    ):
         breccia_jax.quantise  # noqa: B018
 
 

@@ -231,7 +231,94 @@ def explicit_meshes_shard_products_and_gradients() -> None:
     on_explicit_mesh(True, products_keep_the_sharding)
 
 
+def every_op_runs_on_every_kind_of_axis() -> None:
+    """Auto, Explicit and Manual axes, and a mesh of two kinds; with and without `jax.set_mesh`."""
+    from contextlib import nullcontext
+
+    import jax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    for kinds, manual in [
+        ((auto, auto), ()),
+        ((explicit, explicit), ()),
+        ((auto, explicit), ()),
+        ((auto, auto), ("a", "b")),
+        ((explicit, explicit), ("a", "b")),
+        ((auto, auto), ("a",)),
+        ((explicit, explicit), ("a",)),
+        ((auto, explicit), ("a",)),
+    ]:
+        mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+        for set_mesh in (True, False):
+            with jax.set_mesh(mesh) if set_mesh else nullcontext():
+                x = jax.device_put(X, NamedSharding(mesh, P("a", None)))
+                w = breccia.cast(jax.device_put(W, NamedSharding(mesh, P())), BLOCK)
+
+                def ops(x: Any, w: Any) -> Any:
+                    st = breccia.cast(x, BLOCK)
+                    return st, breccia.dequantize(st), breccia.matmul(st, w.mT), breccia.cast_ste(x, BLOCK)
+
+                run = ops
+                if manual:
+                    run = jax.shard_map(ops, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names=set(manual))
+                for function in (jax.jit(run),) if manual else (ops, jax.jit(ops)):
+                    st, values, y, straight = function(x, w)
+                    case = kinds, manual, set_mesh
+                    expected = breccia.cast(X, BLOCK)
+                    assert breccia.bytes_equal(st, expected), case
+                    assert np.array_equal(values, breccia.dequantize(expected)), case
+                    assert np.array_equal(straight, values), case
+                    assert spread(st.data)[0] in ("a", ("a",)) and spread(y)[0] in ("a", ("a",)), case
+                    left, right = (np.asarray(breccia.dequantize(breccia.cast(a, BLOCK)), np.float64) for a in (X, W))
+                    # Sums of K products in FP32 in any order: at most K * 2^-24 of the sum of magnitudes, nearly.
+                    bound = 2 * X.shape[1] * 2.0**-24 * (np.abs(left) @ np.abs(right).T) + 1e-30
+                    assert (np.abs(np.asarray(y) - left @ right.T) <= bound).all(), case
+
+
+def a_shard_map_that_splits_a_block_is_refused_by_name() -> None:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    mesh = placed(X).sharding.mesh
+    cases: list[tuple[str, int, Any, tuple[Any, Any], str]] = [
+        ("fp8_block,block_k=128", -1, lambda st: breccia.dequantize(st), (P(None, "d"), P()), r"blocks of 128 along axis -1"),
+        (
+            "fp8_block,block_k=128",
+            -1,
+            lambda w: breccia.matmul(jax.numpy.asarray(X[:, :64]), w.mT),
+            (P(None, "d"), P()),
+            "blocks of 128 along axis -2",
+        ),
+        (
+            "fp8_block,block_k=128",
+            -1,
+            lambda st: breccia.requantize(st, "int4"),
+            (P(None, "d"), P()),
+            "blocks of 128 along axis -1",
+        ),
+        ("int4,group_size=128", -2, lambda st: breccia.dequantize(st), (P("d", None), P()), "blocks of 128 along axis -2"),
+        ("fp8_block,block_m=4,block_k=32", -1, lambda st: breccia.dequantize(st), (P("d"), P()), "blocks of 4 along axis -2"),
+        ("mxfp8", -1, lambda st: breccia.dequantize(st), (P(None, "d"), P()), "blocks of 32 along axis -1"),
+    ]
+    for spec, axis, op, parts, message in cases:
+        st = breccia.cast(jax.numpy.asarray(X if axis == -1 else X.T.copy()), spec, axis=axis)
+        specs = jax.tree.unflatten(jax.tree.structure(st), parts)
+        try:
+            jax.jit(jax.shard_map(op, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False))(st)
+        except breccia.LayoutError as e:
+            text = str(e)
+            name = "b" if "axis -2" in message and "fp8_block,block_k" in spec else "st"
+            assert f"inside shard_map over 'd', the shard of {name} has codes of shape" in text and message in text, text
+            assert f"Shard {name} along another axis, or give each shard a multiple of" in text, text
+        else:
+            raise AssertionError((spec, "was not refused"))
+
+
 CHECKS = [
+    every_op_runs_on_every_kind_of_axis,
+    a_shard_map_that_splits_a_block_is_refused_by_name,
     explicit_meshes_shard_what_is_cast,
     explicit_meshes_need_no_context,
     explicit_meshes_shard_products_and_gradients,

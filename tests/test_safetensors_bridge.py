@@ -123,6 +123,34 @@ def test_a_transposed_view_is_stored_contiguously_with_its_axis(framework: str, 
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_trees_are_saved_under_joined_names(framework: str, tmp_path: Path) -> None:
+    make = converter(framework)
+    w, b = cast_on(framework, X, breccia.MXFP8BlockScaling()), make(X[0])
+    tree = {"params": {"dense": {"kernel": w, "bias": b}, "layers": [{"w": b}, {"w": w, "none": None}]}, "flat.name": b}
+    save_safetensors(tree, tmp_path / "f")
+    back = load_safetensors(tmp_path / "f", framework=framework)
+    names = ["flat.name", "params.dense.bias", "params.dense.kernel", "params.layers.0.w", "params.layers.1.w"]
+    assert sorted(back) == names
+    found = load_safetensors(tmp_path / "f", framework=framework, nested=True)
+    assert found["params"]["layers"].keys() == {"0", "1"} and raw(found["flat"]["name"]) == raw(b)
+    for st_ in (found["params"]["dense"]["kernel"], found["params"]["layers"]["1"]["w"]):
+        assert_same(st_, w)
+
+
+def test_trees_without_flat_names_are_refused(tmp_path: Path) -> None:
+    a = np.ones(2, np.float32)
+    with pytest.raises(breccia.UnsupportedError, match=r"two tensors of the tree have the name 'a\.b', since keys are joined"):
+        save_safetensors({"a": {"b": a}, "a.b": a}, tmp_path / "f")
+    with pytest.raises(breccia.UnsupportedError, match=r"keys of a tree of tensors are text or integers; a has \(1, 2\)"):
+        save_safetensors({"a": {(1, 2): a}}, tmp_path / "f")
+    with pytest.raises(breccia.UnsupportedError, match="keys of a tree of tensors are text or integers; the tree has True"):
+        save_safetensors({True: {"a": a}}, tmp_path / "f")
+    save_safetensors({"a": a, "a.b": a}, tmp_path / "f")
+    with pytest.raises(breccia.UnsupportedError, match=r"'a' is a tensor and the beginning of the name 'a\.b', which nested"):
+        load_safetensors(tmp_path / "f", nested=True)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_plain_arrays_are_saved_beside_scaled_tensors(framework: str, tmp_path: Path) -> None:
     convert = converter(framework)
     plain = {

@@ -51,6 +51,7 @@ from breccia.backend import (
     targets,
 )
 
+from . import nested as trees
 from .checkpoint import checkpoint_files
 from .safetensors_file import DTYPES, Container, Shape, Shards, Writer, check_text, in_both
 
@@ -179,7 +180,7 @@ def _plain_dtype(name: str, array: Array) -> str:
 
 
 def save_safetensors(
-    tensors: Mapping[str, ScaledTensor | Array],
+    tensors: Mapping[str, Any],
     path: str | os.PathLike[str],
     extra_metadata: Mapping[str, str] | None = None,
     *,
@@ -187,6 +188,8 @@ def save_safetensors(
 ) -> None:
     """Write scaled tensors and plain arrays, of any installed framework, to a safetensors file.
 
+    tensors: by name. Values may be nested mappings and lists of them, such as the parameters of a Flax model, whose keys are
+        joined by dots.
     extra_metadata: further entries of the file's metadata, str to str; keys that end in ".config" are reserved.
     force: replace an existing file, atomically at the end; `force=False` raises FileExistsError instead.
 
@@ -196,7 +199,7 @@ def save_safetensors(
         raise UnsupportedError(
             f"save_safetensors takes (tensors, path): a mapping of names first; got {type(tensors).__name__}."
         )
-    tensors = {name: t.to_plain() if isinstance(t, ScaledTensor) else t for name, t in tensors.items()}
+    tensors = {name: t.to_plain() if isinstance(t, ScaledTensor) else t for name, t in trees.flat(tensors).items()}
     described = {name: describe(name, tensor) for name, tensor in tensors.items()}
     with open_writer(path, described, extra_metadata, force=force) as writer:
         for name, tensor in tensors.items():
@@ -269,14 +272,20 @@ def _metadata(configs: Mapping[str, Config], extra: Mapping[str, str]) -> dict[s
 
 
 def load_safetensors(
-    path: str | os.PathLike[str], *, names: Sequence[str] | None = None, framework: str = "numpy", device: Any = None
-) -> dict[str, ScaledTensor | Array]:
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    framework: str = "numpy",
+    device: Any = None,
+    nested: bool = False,
+) -> dict[str, Any]:
     """Scaled tensors and plain arrays of a safetensors file, or of a checkpoint folder of them, by name.
 
     names: the tensors to read, as names or shell-style globs over whole names; by default all. Of files without any of them
         only the header is read.
     framework: of the returned arrays; "numpy" maps the file and reads on access (copy-on-write: the file never changes).
     device: the device to put them on, in that framework's spelling.
+    nested: return nested dicts, by the dots in names.
 
     Any safetensors file loads; without breccia's configs it gives plain arrays only. Plain BF16 and float8 arrays need
     ml_dtypes on NumPy; MLX, which has no float8, shows those as uint8.
@@ -313,7 +322,7 @@ def load_safetensors(
             DtypeWarning,
             stacklevel=2,
         )
-    return out
+    return trees.nested(out) if nested else out
 
 
 def opened(path: Path) -> list[Container]:

@@ -38,6 +38,7 @@ _HOMES: dict[str, str] = {
             "from_buffer",
             "logical_shape",
             "restored",
+            "scaled",
             "transposed",
         ),
         "tensors.tensor",

@@ -140,6 +140,7 @@ from .tensors.tensor import fill as fill
 from .tensors.tensor import from_buffer as from_buffer
 from .tensors.tensor import logical_shape as logical_shape
 from .tensors.tensor import restored as restored
+from .tensors.tensor import scaled as scaled
 from .tensors.tensor import transposed as transposed
 
 __all__: list[str]

@@ -42,7 +42,12 @@ def from_transformer_engine(
     te_t: Any, recipe: ScalingRecipe | None = None, *, usage: str | None = None, padding: str = "refuse"
 ) -> Any: ...
 def load_safetensors(
-    path: str | os.PathLike[str], *, names: Sequence[str] | None = None, framework: str = "numpy", device: Any = None
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    framework: str = "numpy",
+    device: Any = None,
+    nested: bool = False,
 ) -> dict[str, Any]: ...
 def refuse_in_transformers(folder: str | os.PathLike[str]) -> None: ...
 def safetensors_metadata(tensors: Mapping[str, ScaledTensor]) -> dict[str, str]: ...

@@ -325,7 +325,10 @@ class Integer(Codec):
         """As `Codec.encode`; `zero_point` (integers in FP32) is added to the rounded number."""
         least, most = (math.ldexp(end, -self.fraction_bits) for end in (self.low, self.high))
         y = ops.minimum(ops.maximum(y, least - zero_point), most - zero_point)
-        u = ops.bitcast_to_int(y * 2.0**self.fraction_bits if self.fraction_bits else y)
+        y = y * 2.0**self.fraction_bits if self.fraction_bits else y
+        if word is None and (found := ops.native_round(y, self.bits)) is not None:
+            return (found + ops.to_int32(zero_point)) & ((1 << self.bits) - 1)
+        u = ops.bitcast_to_int(y)
         magnitude = u & MAGNITUDE
         whole = _round_shift(ops, _significand(ops, magnitude), 150 - (magnitude >> 23), word)
         signed = ops.where(u < 0, -whole, whole) + ops.to_int32(zero_point)

@@ -8,7 +8,15 @@ def __getattr__(name: str) -> object:
     """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     from importlib import import_module
 
-    homes = {**dict.fromkeys(("combine", "dequantize", "partition", "quantize"), "trees"), "register": "container"}
+    if name in ("flax", "equinox"):  # these import those libraries
+        return import_module(f"{__name__}.{name}")
+    homes = {
+        **dict.fromkeys(("combine", "dequantize", "partition", "quantize"), "trees"),
+        "assembled": "checkpoints",
+        "DotGeneral": "dot_general",
+        "ScaledWeight": "weights",
+        "register": "container",
+    }
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"{__name__}.{homes[name]}"), name)
@@ -18,4 +26,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["combine", "dequantize", "partition", "quantize", "register"]
+__all__ = ["DotGeneral", "ScaledWeight", "assembled", "combine", "dequantize", "partition", "quantize", "register"]

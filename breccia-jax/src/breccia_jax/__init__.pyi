@@ -1,7 +1,10 @@
+from .checkpoints import assembled as assembled
 from .container import register as register
+from .dot_general import DotGeneral as DotGeneral
 from .trees import combine as combine
 from .trees import dequantize as dequantize
 from .trees import partition as partition
 from .trees import quantize as quantize
+from .weights import ScaledWeight as ScaledWeight
 
-__all__ = ["combine", "dequantize", "partition", "quantize", "register"]
+__all__ = ["DotGeneral", "ScaledWeight", "assembled", "combine", "dequantize", "partition", "quantize", "register"]

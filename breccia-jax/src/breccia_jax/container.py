@@ -8,16 +8,19 @@ its components when they are read: for free in compiled functions, with a copy o
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax, tree_util
+from jax.core import Tracer
 
-from breccia.backend import FLOATS, PARTS, Metadata, ScaledTensor, dtype_name, once
+from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once
 
-_KEYS = tuple(map(tree_util.GetAttrKey, PARTS))
+from .keys import component_key
+
 _WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
 #: The dtypes of components whose leaves are integers in their place; None for the others.
 Dtypes = tuple[str | None, ...]
@@ -44,6 +47,18 @@ class Held(NamedTuple):
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         return Held(leaves, self.dtypes)
+
+    def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
+        """Compiled for slices of concrete arrays; other positions would compile a function each."""
+        here = isinstance(self.leaves[0], jax.Array) and not isinstance(self.leaves[0], Tracer)
+        if here and all(isinstance(cut, range) for cut in argument):
+            return _structural(st, structural, argument)
+        return structural(st, argument)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _structural(st: ScaledTensor, structural: Any, argument: Any) -> ScaledTensor:
+    return structural(st, argument)
 
 
 class Static(NamedTuple):
@@ -81,12 +96,13 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     return leaves, Static(Metadata.of(st), dtypes)
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
+def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
+    """(The leaves with their keys, the other fields)."""
     leaves, static = _flatten(st)
-    return tuple(zip(_KEYS, leaves, strict=True)), static
+    return tuple((component_key(n, static.metadata, static.dtypes[n]), leaf) for n, leaf in enumerate(leaves)), static
 
 
-def _unflatten(static: Static, leaves: Any) -> ScaledTensor:
+def unflatten(static: Static, leaves: Any) -> ScaledTensor:
     """Unchecked: JAX passes placeholders."""
     if any(static.dtypes):
         return ScaledTensor.from_held(Held(tuple(leaves), static.dtypes), *static.metadata)
@@ -100,7 +116,7 @@ def register() -> None:
     breccia does this at the first array of a type if JAX is already imported. Call it if JAX is imported later, and before
     `jax.export.deserialize` in a process without a ScaledTensor.
     """
-    tree_util.register_pytree_with_keys(ScaledTensor, _flatten_with_keys, _unflatten, _flatten)
+    tree_util.register_pytree_with_keys(ScaledTensor, flatten_with_keys, unflatten, _flatten)
     export.register_pytree_node_serialization(
         ScaledTensor,
         serialized_name="breccia.ScaledTensor",

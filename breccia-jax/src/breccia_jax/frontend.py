@@ -32,8 +32,8 @@ from breccia.backend import (
     registry,
 )
 
-from .meshes import automatic, like_first, product
-from .ops import JAX
+from .meshes import automatic, check_shard, like_first, product
+from .ops import JAX, dot
 
 Array = Any
 Names = tuple[str, ...] | None
@@ -175,13 +175,13 @@ def _requantize(
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _product(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.matmul(_fixed(a), _fixed(b), bias, out_dtype, None, names)
+    return calls.matmul(_fixed(a, "a"), _fixed(b, "b"), bias, out_dtype, None, names)
 
 
 @_product.defjvp
 def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
     y = _product(*primals, out_dtype, names, table)
-    return y, _tangent(JAX.matmul, primals, tangents, y)
+    return y, _tangent(dot, primals, tangents, y)
 
 
 # Checkpoints: the backward pass decodes a weight again instead of saving it in FP32.
@@ -195,7 +195,7 @@ def _matmul(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Tabl
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def _cast_product(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.cast_matmul(x, recipe, _fixed(b), bias, out_dtype, names)
+    return calls.cast_matmul(x, recipe, _fixed(b, "b"), bias, out_dtype, names)
 
 
 @_cast_product.defjvp
@@ -203,7 +203,7 @@ def _(recipe: ScalingRecipe, out_dtype: str, names: Names, table: Table, primals
     x, b, bias = primals
     y = _cast_product(x, b, bias, recipe, out_dtype, names, table)
     written = None if isinstance(b, ScaledTensor) else calls.cast(lax.stop_gradient(x), recipe)
-    return y, _tangent(JAX.matmul, primals, tangents, y, written)
+    return y, _tangent(dot, primals, tangents, y, written)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
@@ -216,7 +216,7 @@ def _cast_matmul(x: Array, b: Any, bias: Any, recipe: ScalingRecipe, out_dtype: 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _grouped_product(a: Any, b: Any, offsets: Array, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.grouped_matmul(_fixed(a), _fixed(b), offsets, out_dtype, None, names)
+    return calls.grouped_matmul(_fixed(a, "a"), _fixed(b, "b"), offsets, out_dtype, None, names)
 
 
 @_grouped_product.defjvp
@@ -340,6 +340,9 @@ def _eager(x: Array, options: CastOptions) -> bool:
     return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
 
 
-def _fixed(x: Any) -> Any:
-    """The operand, with gradients stopped if it is scaled."""
-    return jax.tree.map(lax.stop_gradient, x) if isinstance(x, ScaledTensor) else x
+def _fixed(x: Any, name: str = "st") -> Any:
+    """The operand, with gradients stopped if it is scaled. Raises LayoutError for a shard that splits its blocks."""
+    if not isinstance(x, ScaledTensor):
+        return x
+    check_shard(name, x)
+    return jax.tree.map(lax.stop_gradient, x)

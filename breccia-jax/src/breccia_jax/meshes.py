@@ -1,7 +1,8 @@
-"""Explicit meshes (`jax.sharding.AxisType.Explicit`), where every operation says how its result is sharded.
+"""Meshes: what is sharded how on explicit ones, and shards that split a block.
 
-breccia's algorithms reshape into blocks, and such reshapes have no sharding of their own there. So an op runs in JAX's
-automatic mode inside, and its results are sharded as its operands are, along every axis that the shards divide.
+On explicit meshes (`jax.sharding.AxisType.Explicit`) every operation says how its result is sharded. breccia's algorithms
+reshape into blocks, and such reshapes have no sharding of their own there. So an op runs in JAX's automatic mode inside, and
+its results are sharded as its operands are, along every axis that the shards divide.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from breccia import LayoutError
+from breccia.backend import PLAIN, ScaledTensor
 
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
 Spec = tuple[Any, ...]
@@ -54,6 +58,36 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
 
     run: Any = jax.sharding.auto_axes(leaves, axes=mesh.explicit_axes, out_sharding=[sharding(result) for result in results])
     return jax.tree.unflatten(structure, run(*operands))
+
+
+def check_shard(name: str, st: ScaledTensor) -> None:
+    """Raise LayoutError inside a `shard_map` where the shard of operand `name` has not the scales of its blocks.
+
+    A shard that splits a partial last block cannot be told from a whole tensor with such a block, and passes.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes or st.storage != PLAIN:
+        return
+    shape, layout = st.shape, st.layout
+    try:
+        layout.validate(st.held_data, st.scale, shape=shape, axis=st.axis)
+    except LayoutError as e:
+        rows, along = layout.block(st.axis)
+        sides, found = {st.axis: along, -3 - st.axis: rows}, tuple(st.scale.shape)
+        whole = len(found) == len(shape)
+        split = [a for a, n in sides.items() if n and not (whole and found[a] * n == shape[a])]
+        axis = split[0] if split else st.axis
+        size = sides[axis] or shape[axis]
+        raise LayoutError(
+            f"inside shard_map over {', '.join(map(repr, axes))}, the shard of {name} has codes of shape {shape} and scales of "
+            f"shape {tuple(st.scale.shape)}, which are not those of its blocks ({layout}, axis {st.axis}): the shards split "
+            f"blocks of {size} along axis {axis}. Shard {name} along another axis, or give each shard a multiple of {size} "
+            f"there, with one PartitionSpec for codes and scales.",
+            name=name,
+            axis=axis,
+            block=size,
+            shape=shape,
+        ) from e
 
 
 def _shape(x: Any) -> Any:

@@ -14,8 +14,9 @@ from jax.core import Tracer
 from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
 
 #: On CPUs XLA's reduction of a block is scalar; comparing halves from 128 down to 16 is six times faster (measured).
-#: Longer axes may be sharded over several devices, which would have to exchange halves.
-_CHUNK, _LANES, _LONGEST = 128, 16, 256
+#: Longer axes may be sharded over the devices, which would have to exchange halves.
+_SHORTEST, _CHUNK, _LONGEST = 16, 128, 256
+_ROUNDER = np.float32(1.5 * 2**23)
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32}
 
 
@@ -71,11 +72,11 @@ class _JaxOps(Ops):
         inside = {axis % i.ndim for axis in axes}
         found = [1 if axis in inside else n for axis, n in enumerate(i.shape)]
         length = i.shape[-1]
-        chunk = min(length & -length, _CHUNK)
-        if i.ndim - 1 in inside and chunk > 2 * _LANES and length <= _LONGEST:
+        chunk = _chunk(length)
+        if i.ndim - 1 in inside and chunk >= _SHORTEST:
             i = jnp.reshape(i, (*i.shape[:-1], length // chunk, chunk))
             inside.add(i.ndim - 1)
-            for half in (chunk >> n for n in range(1, (chunk // _LANES).bit_length())):
+            for half in (chunk >> 1, chunk >> 2, chunk >> 3):
                 i = jnp.maximum(i[..., :half], i[..., half:])
         return jnp.reshape(jnp.max(i, axis=tuple(inside)), found)
 
@@ -113,16 +114,23 @@ class _JaxOps(Ops):
         return jnp.asarray(value, jnp.float32)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+        one_row = a.ndim == b.ndim == 2 and a.shape[0] == 1 and _chunk(b.shape[0]) >= _SHORTEST
+        return _row_product(a, b) if one_row else dot(a, b)
 
     def transpose(self, a: Array, axes: tuple[int, ...]) -> Array:
         return jnp.transpose(a, axes)
+
+    def native_round(self, y: Array, bits: int) -> Array | None:
+        if bits != 8:  # XLA on CPUs then packs codes four times as slowly (measured: jax 0.10)
+            return None
+        # One unit in the last place of 1.5 * 2^23 is 1, so that the sum is rounded to an integer, in its lowest bits.
+        return self.bitcast_to_int(y + _ROUNDER) - int(_ROUNDER.view(np.int32))
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
         # Bitcast via one wider item: XLA on CPUs computes and reads every other code separately, which takes
         # five times as long (measured: jax 0.10 and 0.11).
         count = codes.shape[-1]
-        if count not in _WORDS:
+        if count not in _WORDS or not _static(codes):
             return super().pack_bits(codes, bits)
         item = lax.bitcast_convert_type(lax.optimization_barrier(codes.astype(jnp.uint8)), _WORDS[count]).astype(jnp.int32)
         word = item & 0xFF
@@ -131,7 +139,7 @@ class _JaxOps(Ops):
         return word
 
     def unpack_bits(self, word: Array, bits: int, count: int) -> Array:
-        if count not in _WORDS:
+        if count not in _WORDS or not _static(word):
             return super().unpack_bits(word, bits, count)
         mask = (1 << bits) - 1
         item = word & mask
@@ -172,6 +180,48 @@ class _JaxOps(Ops):
         return array.view(np.uint8) if name.startswith("float8") else array
 
 
+def dot(a: Array, b: Array) -> Array:
+    """a @ b in FP32."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+@jax.custom_batching.custom_vmap
+def _row_product(a: Array, b: Array) -> Array:
+    """(1, K) by (K, N). On CPUs as a sum of products, by which XLA decodes `b` while it reads the codes: five times as fast as
+    to decode a weight and then to multiply it (measured).
+    """
+    return lax.platform_dependent(a, b, cpu=_summed, default=dot)
+
+
+@_row_product.def_vmap
+def _(size: int, mapped: list[bool], a: Array, b: Array) -> tuple[Array, bool]:
+    """Several rows are a product of matrices."""
+    return jax.vmap(dot, in_axes=tuple(0 if one else None for one in mapped))(a, b), True
+
+
+def _summed(a: Array, b: Array) -> Array:
+    chunk = half = _chunk(b.shape[0])
+    products = jnp.reshape(jnp.swapaxes(a, 0, 1) * b, (-1, chunk, b.shape[1]))
+    while half > 1:  # pairs first: XLA adds the items of an axis one by one
+        half //= 2
+        products = products[:, :half] + products[:, half:]
+    return jnp.reshape(jnp.sum(products, (0, 1)), (1, b.shape[1]))
+
+
+def _chunk(length: Any) -> int:
+    """The largest power of two up to `_CHUNK` by which an axis is cut; its shards are cut by it too."""
+    if not isinstance(length, int):
+        return 1
+    if length > _LONGEST:
+        length = length // jax.device_count() if length % jax.device_count() == 0 else 1
+    return min(length & -length, _CHUNK)
+
+
+def _static(a: Array) -> bool:
+    """Are its lengths numbers? Exported functions may have symbols, of which XLA finds no bitcast to items of another size."""
+    return all(isinstance(n, int) for n in a.shape)
+
+
 def _bytes(a: Array) -> Array:
     """Float8 as bit patterns: XLA on CPUs concatenates float8 via wider floats, which changes NaNs (measured: jax 0.10)."""
     return lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 and a.dtype.kind not in "iub" else a
@@ -193,11 +243,22 @@ def _concrete(a: Array) -> Array:
 
 @jax.jit
 def _divided(a: Array, b: Array) -> Array:
-    """fl(a / b), from a quotient of significands that is corrected in integers.
+    """fl(a / b), for operands of one shape.
 
     XLA's division is not IEEE: it replaces equal known divisors by one reciprocal, and on CUDA it is always approximate (30 %
-    of quotients of random numbers differ in the last bit: jax 0.11, H200).
+    of quotients of random numbers differ in the last bit: jax 0.11, H200). On CPUs it is, for a divisor that the compiler does
+    not know.
     """
+    return lax.platform_dependent(a, b, cpu=_opaque, default=_corrected)
+
+
+def _opaque(a: Array, b: Array) -> Array:
+    """a / b, for a divisor that the compiler does not know, not even under vmap, where `a` alone may have the mapped axis."""
+    return a / lax.optimization_barrier(lax.select(a == a, b, b))
+
+
+def _corrected(a: Array, b: Array) -> Array:
+    """fl(a / b), from a quotient of significands that is corrected in integers."""
     u, v = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
     sign = (u ^ v) & ~MAGNITUDE
     u, v = u & MAGNITUDE, v & MAGNITUDE
@@ -228,14 +289,15 @@ def _divided(a: Array, b: Array) -> Array:
     return jnp.where(normal, lax.bitcast_convert_type(bits | sign, jnp.float32), a / b)  # zeros, Inf and NaN: no rounding
 
 
-def _times(low: Array, high: Array, n: int) -> tuple[Array, Array]:
-    """(high, low) * n modulo 2^64 on uint32 words, by 16-bit halves."""
+def _times(low: Array, high: Array, n: Any) -> tuple[Array, Array]:
+    """(high, low) * n modulo 2^64 on uint32 words, by 16-bit halves. n: a length, which may be a symbol."""
     mask = 0xFFFF
+    n = n & 0xFFFFFFFF if isinstance(n, int) else jnp.asarray(n).astype(jnp.uint32)
     n0, n1 = n & mask, (n >> 16) & mask
     a0, a1 = low & mask, low >> 16
     p00, p01, p10, p11 = a0 * n0, a0 * n1, a1 * n0, a1 * n1
     middle = (p00 >> 16) + (p01 & mask) + (p10 & mask)
-    return (p00 & mask) | (middle << 16), high * (n & 0xFFFFFFFF) + p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
+    return (p00 & mask) | (middle << 16), high * n + p11 + (p01 >> 16) + (p10 >> 16) + (middle >> 16)
 
 
 def device() -> str:

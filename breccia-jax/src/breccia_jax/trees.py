@@ -12,6 +12,7 @@ import breccia
 from breccia.backend import FLOATS, BrecciaError, OptionError, ScaledTensor, ScalingRecipe, as_recipe, dtype_name
 
 from . import container
+from .weights import ScaledWeight
 
 Filter = Callable[[str, Any], bool]
 Tree = TypeVar("Tree")
@@ -56,14 +57,19 @@ def quantize(params: Tree, recipe: ScalingRecipe | str, filter: Filter | None = 
     return tree_util.tree_unflatten(structure, found)
 
 
-def dequantize(params: Tree, dtype: Any = "float32") -> Tree:
-    """Replace the ScaledTensors of a tree by `breccia.dequantize(leaf, dtype)`; other leaves stay."""
+def dequantize(params: Tree, dtype: Any = None) -> Tree:
+    """Replace the ScaledTensors of a tree by `breccia.dequantize(leaf, dtype)`; other leaves stay.
+
+    dtype: by default FP32, and for a ScaledWeight the dtype of its parameter.
+    """
     container.register()
 
     def values(leaf: Any) -> Any:
-        return breccia.dequantize(leaf, out_dtype=dtype) if _is_scaled(leaf) else leaf
+        if isinstance(leaf, ScaledWeight):
+            return leaf.unbox(dtype)
+        return breccia.dequantize(leaf, out_dtype=dtype or "float32") if _is_scaled(leaf) else leaf
 
-    return jax.tree.map(values, params, is_leaf=_is_scaled)
+    return jax.tree.map(values, params, is_leaf=lambda leaf: _is_scaled(leaf) or isinstance(leaf, ScaledWeight))
 
 
 def partition(params: Tree) -> tuple[Tree, Tree]:

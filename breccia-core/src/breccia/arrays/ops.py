@@ -158,6 +158,10 @@ class Ops(Protocol):
         """int32 codes of finite FP32 `y` by a native dtype cast, nearest and saturating; None where it has none."""
         return None
 
+    def native_round(self, y: Array, bits: int) -> Array | None:
+        """int32 of FP32 `y`, ties to even, for codes of `bits` bits, by a native rounding; None where that is not faster."""
+        return None
+
     def pack_bits(self, codes: Array, bits: int) -> Array:
         """int32 words of the codes along the last axis, less than 2^bits each, the first in the lowest bits; 24 bits in all."""
         word = codes[..., 0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..arrays.frameworks import dtype_name, place_of
 from ..options import PLAIN
-from .components import components
+from .components import PARTS, components
 
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
@@ -21,11 +21,27 @@ def bits_per_value(st: ScaledTensor) -> str:
 
 
 def line(st: ScaledTensor) -> str:
-    """`breccia.ScaledTensor('nvfp4', shape=(64, 256), torch cpu, 4.502 bits per value)`; axis and storage if not default."""
+    """`breccia.ScaledTensor('nvfp4', shape=(64, 256), torch cpu, 4.502 bits per value)`; axis and storage if not default.
+
+    A tensor of placeholders, which trees pass around (shapes, dtypes, shardings, None), prints them.
+    """
+    try:
+        return _line(st)
+    except Exception:  # of any kind: placeholders may be any object
+        return _placeholders(st)
+
+
+def _line(st: ScaledTensor) -> str:
     others = "" if st.axis == -1 else f", axis={st.axis}"
     others += "" if st.storage == PLAIN else f", storage={st.storage!r}"
     where = f"{st.framework} {place_of(st.held_data)}"
     return f"breccia.ScaledTensor({st.recipe.spec!r}, shape={st.shape}, {where}, {bits_per_value(st)} bits per value{others})"
+
+
+def _placeholders(st: ScaledTensor) -> str:
+    held = (st.data, st.scale, st.zero_point, st.global_scale) if st.held is None else st.held.leaves
+    shown = [f"{name}={part!r}" for name, part in zip(PARTS, held, strict=True) if part is not None or name in PARTS[:2]]
+    return f"breccia.ScaledTensor({st.recipe.spec!r}, {', '.join(shown)})"
 
 
 def description(st: ScaledTensor) -> str:
@@ -36,6 +52,13 @@ def description(st: ScaledTensor) -> str:
 
 def table(st: ScaledTensor) -> str:
     """An HTML table, for notebooks."""
+    try:
+        return _table(st)
+    except Exception:  # as in `line`
+        return f"<code>{escape(_placeholders(st))}</code>"
+
+
+def _table(st: ScaledTensor) -> str:
     facts = {
         "recipe": st.recipe.spec,
         "shape": st.shape,

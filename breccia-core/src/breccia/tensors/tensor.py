@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +60,10 @@ class Held(Protocol):
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         """The same for other leaves."""
+        ...
+
+    def run(self, structural: Callable[[ScaledTensor, Any], ScaledTensor], st: ScaledTensor, argument: Any) -> ScaledTensor:
+        """`structural(st, argument)`, which a framework may compile."""
         ...
 
 
@@ -299,7 +303,8 @@ class ScaledTensor:
 
         Raises OutOfRangeError (an IndexError), LayoutError naming the unit, UnsupportedError for lists and masks.
         """
-        return self._cut(read_index(index, self.shape))
+        cuts = read_index(index, self.shape)
+        return self._cut(cuts) if self.held is None else self.held.run(ScaledTensor._cut, self, cuts)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -430,6 +435,14 @@ class ScaledTensor:
 
     #: NumPy's operators defer to this class, so that `array @ st` is a TypeError and not an array of objects.
     __array_ufunc__ = None
+
+    def __matmul__(self, other: Any) -> Any:
+        """Refused: the dtype of the product is to be chosen."""
+        raise UnsupportedError("st @ x is breccia.matmul(st, x), where out_dtype= is the dtype of the product.")
+
+    def __rmatmul__(self, other: Any) -> Any:
+        """Refused, as `__matmul__`."""
+        raise UnsupportedError("x @ st is breccia.matmul(x, st), where out_dtype= is the dtype of the product.")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refused: it would dequantize implicitly."""

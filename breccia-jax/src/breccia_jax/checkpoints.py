@@ -1,0 +1,58 @@
+"""`assembled`: the quantized leaves of a tree that a checkpoint restored without a target; see `breccia_jax.keys`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from breccia.backend import PARTS, BrecciaError, CorruptFileError, Metadata, ScaledTensor
+
+from .container import Static, unflatten
+from .keys import TENSOR, parsed
+from .weights import ScaledWeight
+
+
+def assembled(tree: Any) -> Any:
+    """The tree with its ScaledTensors and ScaledWeights, from one that a checkpoint restored without a target.
+
+    For what Orbax restores, and `flax.serialization.msgpack_restore`: nested dicts, in which a quantized leaf is a dict of its
+    components under names with its metadata. Other leaves stay.
+
+    Raises CorruptFileError for components that contradict each other.
+    """
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(assembled, tree)) if type(tree) in (list, tuple) else tree
+    if not isinstance(tree, Mapping):
+        return tree
+    named = [parsed(name) for name in tree]
+    if tree and all(named):
+        return _whole({found[0]: (found[1], leaf) for found, leaf in zip(named, tree.values(), strict=True) if found})
+    return {name: assembled(leaf) for name, leaf in tree.items()}
+
+
+def _whole(children: dict[str, tuple[dict[str, Any], Any]]) -> Any:
+    if TENSOR in children:
+        facts, leaf = children[TENSOR]
+        return ScaledWeight(assembled(leaf), tuple(facts["ends"]), facts["dtype"])
+    shown = {name: leaf for name, (_, leaf) in children.items() if leaf is not None}
+    facts = {name: {k: v for k, v in found.items() if k != "dtype"} for name, (found, _) in children.items()}
+    try:
+        if "data" not in shown or "scale" not in shown or any(found != facts["data"] for found in facts.values()):
+            raise CorruptFileError("its components are not those of one tensor.", names=tuple(children))
+        metadata = Metadata.from_json(json.dumps(facts["data"]))
+        dtypes = tuple(children[name][0]["dtype"] if name in shown else None for name in PARTS)
+        st = unflatten(Static(metadata, dtypes), [_array(shown.get(name)) for name in PARTS])
+        parts = {name: getattr(st, name) for name in (*PARTS, "recipe", "layout", "axis", "padding")}
+        ScaledTensor(**parts)  # checks them
+        return st
+    except BrecciaError as e:
+        raise CorruptFileError(f"a quantized leaf of the tree cannot be put together: {e}", **e.found) from e
+
+
+def _array(leaf: Any) -> Any:
+    """Checkpoints of Flax have NumPy arrays."""
+    return jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf

@@ -1,0 +1,134 @@
+"""Equinox: quantize the layers of a module, which then runs as it is.
+
+Importing this imports Equinox (`pip install 'breccia-jax[equinox]'`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+from jax import tree_util
+
+from breccia.backend import ScaledTensor
+
+from . import container, loading
+from .loading import Names
+from .rules import Parameter, Report, Rules, apply
+from .trees import dequantize
+from .weights import ScaledWeight
+
+__all__ = ["Report", "ScaledLayer", "ScaledWeight", "load_model", "quantize"]
+
+Module = TypeVar("Module")
+
+#: Layers with one weight (out, ...), whose other axes are contracted.
+_LAYERS = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Embedding)
+
+
+class ScaledLayer(eqx.Module):
+    """A layer of Equinox with a quantized weight, which is decoded when the layer is called.
+
+    layer: the layer, with a ScaledWeight as its `weight`. Its other attributes are attributes of this one.
+    """
+
+    layer: Any
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return dequantize(self.layer)(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "layer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.layer, name)
+
+
+def quantize(
+    module: Module, rules: Rules, *, include: Iterable[str] = (), exclude: Iterable[str] = ()
+) -> tuple[Module, Report]:
+    """The module with quantized layers, and a report of what was taken, what was left, and why.
+
+    Linear, convolution and embedding layers become ScaledLayers, those inside `eqx.nn.MultiheadAttention` too. Blocks run along
+    the axes of a weight behind its first one. rules, include, exclude and what it raises: as `breccia_jax.flax.quantize`, with
+    names such as "layers.0.weight".
+    """
+    container.register()
+    places, structure = _flatten(module)
+    made, report = apply(_parameters(places), rules, include, exclude)
+    return tree_util.tree_unflatten(structure, [_put(place, made) for place in places]), report
+
+
+def load_model(module: Module, path: str | os.PathLike[str], *, names: Names = None, strict: bool = True) -> Module:
+    """The module with the parameters of a safetensors file or folder, quantized ones as they are in the file.
+
+    Arguments and errors are those of `breccia_jax.flax.load_model`. Weights of Equinox have torch's names and order. A module
+    of `jax.ShapeDtypeStruct`s, which `eqx.filter_eval_shape` makes, may be given.
+    """
+    container.register()
+    places, structure = _flatten(module)
+    found = loading.load({name: a for place in places for name, a in place.arrays.items()}, path, names, strict)
+    return tree_util.tree_unflatten(structure, [_put(place, found) for place in places])
+
+
+class _Place(NamedTuple):
+    """A layer, or an array outside of one: its path, and its arrays by name."""
+
+    name: str
+    leaf: Any
+    arrays: dict[str, Any]
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, (*_LAYERS, ScaledLayer, ScaledWeight, ScaledTensor))
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, ScaledWeight | ScaledTensor)
+
+
+def _flatten(module: Any) -> tuple[list[_Place], Any]:
+    listed, structure = tree_util.tree_flatten_with_path(module, is_leaf=_is_place)
+    places: list[_Place] = []
+    for path, leaf in listed:
+        name = _named(path)
+        inner = tree_util.tree_flatten_with_path(_layer(leaf), is_leaf=_is_weight)[0]
+        arrays = {_named(name, within): a for within, a in inner if hasattr(a, "shape") and hasattr(a, "dtype")}
+        places.append(_Place(name, leaf, arrays))
+    return places, structure
+
+
+def _parameters(places: list[_Place]) -> list[Parameter]:
+    found: list[Parameter] = []
+    for place in places:
+        for name, array in place.arrays.items():
+            if _is_weight(array):
+                continue
+            if isinstance(place.leaf, _LAYERS) and name.rpartition(".")[2] == "weight":
+                ndim = 2 + (place.leaf.num_spatial_dims if isinstance(place.leaf, eqx.nn.Conv | eqx.nn.ConvTranspose) else 0)
+                stacked = array.ndim - ndim
+                found.append(Parameter(name, array, tuple(range(stacked + 1, array.ndim))))
+            else:
+                found.append(Parameter(name, array, None, "no weight of a Linear, convolution or Embedding layer"))
+    return found
+
+
+def _put(place: _Place, new: dict[str, Any]) -> Any:
+    """The layer or array, with the arrays of `new` in place of its own."""
+    if not isinstance(place.leaf, (*_LAYERS, ScaledLayer)):
+        return new.get(place.name, place.leaf)
+    listed, structure = tree_util.tree_flatten_with_path(_layer(place.leaf), is_leaf=_is_weight)
+    leaves = [new.get(_named(place.name, within), leaf) for within, leaf in listed]
+    layer = tree_util.tree_unflatten(structure, leaves)
+    return ScaledLayer(layer) if any(map(_is_weight, leaves)) else layer
+
+
+def _layer(leaf: Any) -> Any:
+    return leaf.layer if isinstance(leaf, ScaledLayer) else leaf
+
+
+def _named(*paths: Any) -> str:
+    """Paths joined by dots; a name is one of them."""
+    texts = [path if isinstance(path, str) else tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    return ".".join(filter(None, texts))

@@ -1,0 +1,289 @@
+"""Flax: quantize the parameters of linen models, and nnx models, which then run as they are.
+
+Importing this imports Flax (`pip install 'breccia-jax[flax]'`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx, serialization
+from flax.core.meta import AxisMetadata
+from jax import tree_util
+
+from breccia.backend import OptionError, ScaledTensor
+
+from . import container, loading
+from .dot_general import DotGeneral
+from .keys import parsed
+from .loading import Names
+from .rules import Parameter, Report, Rules, apply
+from .weights import ScaledWeight
+
+__all__ = ["DotGeneral", "Report", "ScaledParam", "ScaledWeight", "load_model", "quantize"]
+
+Model = TypeVar("Model")
+Axes = tuple[int, ...]
+
+#: linen reads a quantized parameter as it reads boxes with metadata: by `unbox`.
+AxisMetadata.register(ScaledWeight)
+
+
+def _state(flatten: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], dict[str, Any]]:
+    def state(node: Any) -> dict[str, Any]:
+        children = flatten(node)[0]
+        return {key.name: serialization.to_state_dict(child) for key, child in children if child is not None}
+
+    return state
+
+
+def _from_state(
+    flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]
+) -> Callable[[Any, dict[str, Any]], Any]:
+    def from_state(target: Any, state: dict[str, Any]) -> Any:
+        children, static = flatten(target)
+        names = [key.name for key, child in children if child is not None]
+        if set(names) != set(state):
+            raise OptionError(
+                f"the state holds {_told(state)}, and the target {_told(names)}; a target has the recipe, layout and axis of "
+                "what was stored. breccia_jax.assembled(flax.serialization.msgpack_restore(...)) needs no target.",
+                found=sorted(state),
+                expected=sorted(names),
+            )
+        given = [
+            None if child is None else serialization.from_state_dict(child, state[key.name], name=key.attribute)
+            for key, child in children
+        ]
+        return unflatten(static, given)
+
+    return from_state
+
+
+def _told(names: Iterable[str]) -> str:
+    """The recipe and the axis in the names of components, or what they are."""
+    found = next(iter(map(parsed, names)), None)
+    if found is None:
+        return "no quantized parameter"
+    facts = found[1]
+    if "recipe" not in facts:
+        return f"a quantized parameter of {facts['ends']} {facts['dtype']}"
+    recipe = ", ".join(f"{name}={value}" for name, value in facts["recipe"]["fields"].items())
+    return f"{facts['recipe']['name']} ({recipe}) along axis {facts['axis']} in {facts['layout']['name']}"
+
+
+for _kind, _flattened, _made in (
+    (ScaledTensor, container.flatten_with_keys, container.unflatten),
+    (ScaledWeight, ScaledWeight.tree_flatten_with_keys, ScaledWeight.tree_unflatten),
+):
+    serialization.register_serialization_state(_kind, _state(_flattened), _from_state(_flattened, _made))
+
+
+class ScaledParam(nnx.Variable[Any]):
+    """An nnx variable with a quantized parameter; not an `nnx.Param`, so optimizers leave it alone.
+
+    `variable[...]` and `variable.get_value()` are the decoded values, `variable.get_raw_value()` is the ScaledWeight.
+    """
+
+    def get_value(self, **options: Any) -> Any:
+        value = super().get_value(**options)
+        return value.unbox() if isinstance(value, ScaledWeight) else value
+
+    @property
+    def __scaled_tensor__(self) -> ScaledTensor:
+        return self.get_raw_value().tensor
+
+
+def quantize(model: Model, rules: Rules, *, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> tuple[Model, Report]:
+    """The quantized model, and a report of what was taken, what was left, and why.
+
+    model: variables or parameters of a linen model, as `init` returns them, or an nnx module, which is not changed.
+        `module.apply(variables, ...)` and the nnx module run as before: layers read decoded values, inside `jax.jit` one at a
+        time.
+    rules: a recipe; a pair of a recipe and the contracted axes; or a mapping from shell-style patterns of names to recipes,
+        pairs, or None to leave what matches. The first pattern that matches applies, and parameters that none matches are left.
+        A single rule leaves embeddings, norms, routers and output heads (`breccia.backend.KEPT`).
+    include, exclude: patterns of names, beside a single rule: `exclude` beats `include`, which beats that default.
+
+    Names are paths joined by dots, "params.Dense_0.kernel". Blocks run along the axes that a layer contracts. In an nnx module
+    these are those of its layers. In a tree of linen's they follow from the shape of the bias beside a kernel, and from Flax's
+    names of the parts of attention; kernels of two axes are (in, out), embeddings (entries, features) with blocks along
+    features. Where this does not tell, the parameter is left, and a rule with the axes takes it.
+
+    Raises what `breccia.cast` raises, naming the parameter; UnknownNameError for a pattern that matches no parameter;
+    OptionError for wrong rules, and if no parameter is chosen.
+    """
+    container.register()
+    if isinstance(model, nnx.Module):
+        return _quantize_nnx(model, rules, include, exclude)
+    places, structure = _flatten(model)
+    made, report = apply(list(_parameters(places)), rules, include, exclude)
+    leaves = [_put(place, made.get(place.name)) for place in places]
+    return tree_util.tree_unflatten(structure, leaves), report
+
+
+def load_model(model: Model, path: str | os.PathLike[str], *, names: Names = None, strict: bool = True) -> Model:
+    """The model with the parameters of a safetensors file or folder, quantized ones as they are in the file.
+
+    model: variables or parameters of a linen model, or an nnx module, which is not changed. Arrays may be
+        `jax.ShapeDtypeStruct`s, as `jax.eval_shape(module.init, ...)` and `nnx.eval_shape` return them.
+    path: what `breccia convert` or `breccia.bridges.save_safetensors` wrote, or any safetensors checkpoint.
+    names: the name in the file for names of parameters, as a mapping or a function. By default a parameter
+        "params.layers_0.mlp.kernel" is found under its name, under its name without "params.", and where torch has another
+        name and order, as "layers_0.mlp.weight" of shape (out, in). Names that are given are looked up in both orders.
+    strict: raise UnknownNameError if the file lacks a parameter, or has a tensor that the model lacks.
+
+    Raises ShapeError naming the parameter, and what `breccia.bridges.load_safetensors` raises.
+    """
+    container.register()
+    if isinstance(model, nnx.Module):
+        graph, state = nnx.split(model)
+        variables = nnx.to_flat_state(state)
+        held = {".".join(map(str, way)): v for way, v in variables if isinstance(v, nnx.Param | ScaledParam)}
+        found = loading.load({name: v.get_raw_value() for name, v in held.items()}, path, names, strict)
+        new = [(way, _variable(v, found.get(".".join(map(str, way))))) for way, v in variables]
+        return nnx.merge(graph, nnx.from_flat_state(new))
+    places, structure = _flatten(model)
+    found = loading.load({place.name: place.array for place in places}, path, names, strict)
+    return tree_util.tree_unflatten(structure, [_put(place, found.get(place.name)) for place in places])
+
+
+# ------------------------------------------------------------------------------------------------ linen
+
+
+class _Place(NamedTuple):
+    """A leaf of linen's variables: its name, the leaf, which may be a box with metadata, and the array in it."""
+
+    name: str
+    leaf: Any
+    array: Any
+
+
+def _is_place(leaf: Any) -> bool:
+    return isinstance(leaf, AxisMetadata | ScaledTensor)
+
+
+def _flatten(model: Any) -> tuple[list[_Place], Any]:
+    listed, structure = tree_util.tree_flatten_with_path(model, is_leaf=_is_place)
+    return [_Place(tree_util.keystr(path, simple=True, separator="."), leaf, _inside(leaf)) for path, leaf in listed], structure
+
+
+def _inside(leaf: Any) -> Any:
+    """The array or the quantized weight in a box of linen's."""
+    if not isinstance(leaf, AxisMetadata) or isinstance(leaf, ScaledWeight):
+        return leaf
+    found = tree_util.tree_leaves(leaf, is_leaf=lambda x: x is not leaf and _is_place(x))
+    return found[0] if len(found) == 1 else leaf
+
+
+def _put(place: _Place, new: Any) -> Any:
+    if new is None:
+        return place.leaf
+    if isinstance(place.leaf, AxisMetadata) and not isinstance(place.leaf, ScaledWeight):
+        return place.leaf.replace_boxed(new)
+    return new
+
+
+def _parameters(places: list[_Place]) -> Iterator[Parameter]:
+    shapes = {place.name: tuple(place.array.shape) for place in places if hasattr(place.array, "shape")}
+    for place in places:
+        owner, _, leaf = place.name.rpartition(".")
+        if place.name in shapes and not _is_place(place.array):
+            axes, why = _contracted(owner, leaf, shapes[place.name], shapes.get(f"{owner}.bias".lstrip(".")))
+            yield Parameter(place.name, place.array, axes, why)
+
+
+def _contracted(owner: str, leaf: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> tuple[Axes | None, str]:
+    """The contracted axes of a linen parameter, or None and the reason."""
+    ndim = len(shape)
+    if leaf == "embedding":
+        return (ndim - 1,), ""
+    if leaf != "kernel":
+        return None, f"{leaf!r} is no kernel or embedding: a rule with axes takes it"
+    if bias is not None:  # of the shape of a layer's features, behind the axes of stacked layers
+        fits = [
+            (stacked, len(bias) - stacked)
+            for stacked in range(len(bias))
+            if bias[:stacked] == shape[:stacked] and bias[stacked:] == shape[ndim - len(bias) + stacked :]
+        ]
+        found = [tuple(range(stacked, ndim - features)) for stacked, features in fits if stacked + features < ndim]
+    elif ndim == 2:
+        found = [(0,)]
+    else:
+        part = owner.rpartition(".")[2]
+        found = [(0,)] if part in ("query", "key", "value") else [tuple(range(ndim - 1))] if part == "out" else []
+    if len(found) == 1:
+        return found[0], ""
+    return None, "its axes may be contracted or features: a rule with axes takes it"
+
+
+# ------------------------------------------------------------------------------------------------ nnx
+
+
+def _quantize_nnx(model: Any, rules: Rules, include: Iterable[str], exclude: Iterable[str]) -> tuple[Any, Report]:
+    model = nnx.clone(model)
+    places: dict[str, tuple[Any, str, Any]] = {}
+    parameters: list[Parameter] = []
+    owners: dict[int, set[Axes | None]] = {}
+    for path, module in nnx.iter_modules(model):
+        for leaf, variable in vars(module).items():
+            if isinstance(variable, nnx.Param) and hasattr(variable.get_raw_value(), "shape"):
+                name = ".".join(map(str, (*path, leaf)))
+                axes, why = _contracted_by(module, leaf, variable)
+                places[name] = module, leaf, variable
+                owners.setdefault(id(variable), set()).add(axes)
+                parameters.append(Parameter(name, variable.get_raw_value(), axes, why))
+    listed = [
+        replace(p, axes=None, why="shared by layers that contract different axes")
+        if len(owners[id(places[p.name][2])]) > 1
+        else p
+        for p in parameters
+    ]
+    made, report = apply(listed, rules, include, exclude)
+    shared: dict[int, ScaledParam] = {}
+    for name, weight in made.items():
+        module, leaf, variable = places[name]
+        new = shared.setdefault(id(variable), ScaledParam(weight))
+        for owner, attribute, other in places.values():
+            if other is variable:
+                setattr(owner, attribute, new)
+    return model, report
+
+
+def _contracted_by(module: Any, leaf: str, variable: Any) -> tuple[Axes | None, str]:
+    """The contracted axes of a parameter of an nnx module, or None and the reason."""
+    ndim = variable.get_raw_value().ndim
+    axes, whole = None, ndim
+    if leaf == "kernel" and isinstance(module, nnx.Linear):
+        axes, whole = (0,), 2
+    elif leaf == "kernel" and isinstance(module, nnx.LinearGeneral):
+        batch, contracted = len(module.batch_axis), len(module.in_features)
+        axes, whole = tuple(range(batch, batch + contracted)), batch + contracted + len(module.out_features)
+    elif leaf == "kernel" and isinstance(module, nnx.ConvTranspose):
+        whole = len(module.kernel_shape)
+        axes = (whole - 1,) if module.transpose_kernel else tuple(range(whole - 1))
+    elif leaf == "kernel" and isinstance(module, nnx.Conv):
+        whole = len(module.kernel_shape)
+        axes = tuple(range(whole - 1))
+    elif leaf == "embedding" and isinstance(module, nnx.Embed):
+        axes, whole = (1,), 2
+    elif leaf == "kernel" and isinstance(module, nnx.Einsum) and module.einsum_str:
+        left, right = module.einsum_str.replace(" ", "").split("->")
+        labels = left.split(",")[1]
+        axes = tuple(n for n, label in enumerate(labels) if label not in right)
+        whole = len(labels)
+        axes = axes if axes and axes == tuple(range(axes[0], axes[-1] + 1)) and "." not in labels else None
+    if axes is None or whole > ndim:
+        return None, f"{leaf!r} of {type(module).__name__} has no known contracted axes: a rule with axes takes it"
+    return tuple(a + ndim - whole for a in axes), ""  # behind the axes of stacked layers
+
+
+def _variable(held: Any, new: Any) -> Any:
+    if new is None:
+        return held
+    if isinstance(new, ScaledWeight):
+        return ScaledParam(new)
+    return nnx.Param(jnp.asarray(new)) if isinstance(held, ScaledParam) else held.replace(new)

@@ -1,0 +1,140 @@
+"""ScaledWeight: a quantized parameter of a model, which takes the place of its array."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from jax import export, tree_util
+
+import breccia
+from breccia.backend import OptionError, ScaledTensor, dtype_name
+
+from . import container
+from .keys import weight_key
+
+Array = Any
+Shape = tuple[int, ...]
+
+
+@tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, repr=False, eq=False)
+class ScaledWeight:
+    """A ScaledTensor in place of a parameter of any shape, whose contracted axes it has as one.
+
+    tensor: of shape (..., K, N) or (..., M, K), with blocks along K.
+    ends: the axes of the parameter that the last two of the tensor stand for: (in, heads, features) for a tensor of shape
+        (in, heads * features). Leading axes are those of the tensor, so `vmap` and `scan` may take them off.
+    dtype: the dtype name of the parameter's values.
+
+    A pytree node. JAX and Flax read its values where a model reads the parameter: `weight.unbox()` decodes them.
+    """
+
+    tensor: ScaledTensor
+    ends: Shape
+    dtype: str
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the parameter."""
+        return (*self.tensor.shape[:-2], *self.ends)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def __scaled_tensor__(self) -> ScaledTensor:
+        """Lets the ops of `breccia` accept the weight: `breccia.matmul(x, weight)`."""
+        return self.tensor
+
+    def unbox(self, dtype: Any = None) -> Array:
+        """The values, as an array of the parameter's shape, in its dtype or in `dtype`."""
+        values = breccia.dequantize(self.tensor, out_dtype=self.dtype if dtype is None else dtype)
+        return values if values.shape == self.shape else values.reshape(self.shape)
+
+    def replace_boxed(self, val: Any) -> Any:
+        """A parameter with other values is no quantized one."""
+        return val
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> ScaledWeight:
+        """Flax tells that a transform adds an axis; the shape is that of the components."""
+        return _leading(self, index)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> ScaledWeight:
+        """Flax tells that a transform takes an axis off."""
+        return _leading(self, index)
+
+    def __jax_array__(self) -> Array:
+        return self.unbox()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index is Ellipsis else self.unbox()[index]
+
+    def __repr__(self) -> str:
+        return f"breccia_jax.ScaledWeight({self.tensor!r}, ends={self.ends}, dtype={self.dtype!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[Shape, str]]:
+        container.register()
+        return ((weight_key(self.ends, self.dtype), self.tensor),), (self.ends, self.dtype)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Shape, str], children: tuple[Any]) -> ScaledWeight:
+        return cls(children[0], *static)
+
+
+def _leading(weight: ScaledWeight, index: int) -> ScaledWeight:
+    if index != 0:
+        raise OptionError(
+            f"a quantized parameter has its layers along axis 0; the transform uses axis {index}. Use axis 0 for the "
+            "parameters, or leave this one in high precision.",
+            axis=index,
+        )
+    return weight
+
+
+def quantized(array: Array, recipe: Any, axes: tuple[int, ...]) -> ScaledWeight:
+    """The parameter `array` under `recipe`, with blocks along its contracted `axes`, which must be consecutive.
+
+    Axes in front of the contracted ones are cast one by one, so that each has its own tensor-level scale, unless the contracted
+    axes are the last ones. Raises what `breccia.cast` raises.
+    """
+    import jax
+
+    axis, lead, matrix, ends = matrix_of(tuple(array.shape), axes)
+    x = array.reshape(matrix)
+
+    def cast(x: Array) -> ScaledTensor:
+        return breccia.cast(x, recipe, axis=axis)
+
+    for _ in range(lead):
+        cast = jax.vmap(cast)
+    return ScaledWeight(cast(x), ends, dtype_name(array))
+
+
+def matrix_of(shape: Shape, axes: tuple[int, ...]) -> tuple[int, int, Shape, Shape]:
+    """(the axis of blocks, the number of leading axes, the shape as matrices, the axes that the last two stand for)."""
+    first, after = axes[0], axes[-1] + 1
+    k = 1
+    for n in shape[first:after]:
+        k *= n
+    if after == len(shape):  # rows, each contracted
+        rows = max(first - 1, 0)
+        return -1, rows, (*shape[:first], k) if first else (1, k), shape[rows:]
+    columns = 1
+    for n in shape[after:]:
+        columns *= n
+    return -2, first, (*shape[:first], k, columns), shape[first:]
+
+
+export.register_pytree_node_serialization(
+    ScaledWeight,
+    serialized_name="breccia_jax.ScaledWeight",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda written: (tuple((listed := json.loads(written))[0]), listed[1]),
+)
