@@ -644,6 +644,28 @@ def matmul_cpu(result: Result) -> Table:
     )
 
 
+def forms(result: Result) -> Table:
+    """Milliseconds of each form of a cast, as a multiple of the recipe's plain form, of a copy, and of a write."""
+    options = result["options"]
+    rows = [row for row in result["rows"] if row["op"] not in ("copy", "write")]
+
+    def times(row: Result, what: str) -> str:
+        return f"{row[what]:.2f}" if what in row else ""
+
+    return Table(
+        "forms of casts on the CPU",
+        ("recipe", "op", "form", "ms", "of plain", "of copy", "of write"),
+        tuple(
+            (row["recipe"], row["op"], row["form"], three(row["median_s"] * 1e3))
+            + tuple(times(row, what) for what in ("over_plain", "over_copy", "over_write"))
+            for row in rows
+        ),
+        f"A matrix of {options['size']} × {options['size']} in {options['framework']}, {options['threads']} thread(s), medians. "
+        "plain: the recipe's default, of FP32 and along the last axis. copy: of the FP32 matrix. write: of the result's size. "
+        f"The slowest copy took {options['copy_spread']:.2f} times the median one.",
+    )
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -680,6 +702,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
+    "forms": {"forms": forms},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
 }
