@@ -71,6 +71,7 @@ _HOMES: dict[str, str] = {
             "Integer",
             "MAGNITUDE",
             "MANTISSA",
+            "Minifloat",
             "NF4",
             "NORMAL",
             "PowerOfTwo",
@@ -109,7 +110,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),
-    **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),
+    **dict.fromkeys(("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),
     # Errors, the registry and the command line.
     **dict.fromkeys(
         (

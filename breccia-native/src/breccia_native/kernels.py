@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from breccia.backend import (
     DEFAULT,
+    F32_INF,
+    Blocks,
     CastOptions,
+    Codec,
     FloatCodes,
+    Integer,
     IntegerCodes,
     Microkernels,
+    Minifloat,
     ScaledCodes,
     ScaledTensor,
     ScalingRecipe,
@@ -18,7 +26,7 @@ from breccia.backend import (
 )
 from breccia.backend import numpy as kernels
 
-from . import microkernels
+from . import decoding, microkernels
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -59,6 +67,57 @@ def _store(values: Any, dtype: str, found: Any) -> None:
     microkernels.store(values, _KINDS[dtype], found)
 
 
+def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, found: Any, stream: bool) -> None:
+    table, fields = _element(codec)
+    b, none = blocks, _NONE
+    decoding.decode(
+        data,
+        codec.bits,
+        table,
+        fields,
+        b.k,
+        b.m,
+        b.scale,
+        none if b.of_bytes is None else b.of_bytes,
+        b.halved,
+        none if b.subtracted is None else b.subtracted,
+        none if b.added is None else b.added,
+        b.global_scale,
+        b.divides,
+        _KINDS[dtype],
+        stream,
+        found,
+    )
+
+
+@lru_cache(maxsize=64)
+def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
+    """The FP32 numbers of all codes, and the fields of `element` in decoding.c: a form that computes these very numbers."""
+    table = np.array(codec.table, np.uint32)
+    fields = (_TABLE, 0, 0, 0, 0, 0.0)
+    magnitudes = np.arange(1 << codec.bits)
+    match codec:
+        case Integer() if codec.bits == 8:
+            flip, unit = 128 * codec.signed, math.ldexp(1.0, -codec.fraction_bits)
+            numbers = (((magnitudes ^ flip) - flip) * unit).astype(np.float32).view(np.uint32)
+            fields = (_INTEGER, 0, 0, 0, flip, unit)
+        case Minifloat() if codec.bits in (6, 8) and codec.signed and codec.mantissa_bits > 0 and codec.exponent_bits <= 5:
+            p, top, unit = codec.mantissa_bits, 1 << (codec.bits - 1), math.ldexp(1.0, 15 - codec.bias)
+            infinite, nan = (int(np.argmax(np.append(where, True))) for where in (table[:top] >= F32_INF, table[:top] > F32_INF))
+            a = magnitudes & (top - 1)
+            halves = np.where(a >= nan, 0x7E00, np.where(a >= infinite, 0x7C00, a << (10 - p)))
+            halves |= (magnitudes >= top).astype(halves.dtype) << 15
+            numbers = (halves.astype(np.uint16).view(np.float16).astype(np.float32) * np.float32(unit)).view(np.uint32)
+            fields = (_MINIFLOAT, p, infinite, nan, 0, unit)
+        case _:
+            numbers = table
+    exact = numbers.shape == table.shape and (numbers == table).all()
+    return table.view(np.float32), fields if exact else (_TABLE, 0, 0, 0, 0, 0.0)
+
+
+#: How decoding.c makes numbers from codes.
+_TABLE, _MINIFLOAT, _INTEGER = range(3)
+_NONE = b""
 #: The numbers of dtypes in C.
 _KINDS = {"float32": 32, "bfloat16": 16, "float16": -16}
 _MICROKERNELS = Microkernels(
@@ -71,4 +130,5 @@ _MICROKERNELS = Microkernels(
     store=_store,
     extremes=microkernels.extremes,
     shifted=_shifted,
+    decode=_decode,
 )

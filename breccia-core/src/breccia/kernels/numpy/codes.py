@@ -156,6 +156,25 @@ class TableCodes:
 _Codes = FloatCodes | IntegerCodes | TableCodes
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What is done to the numbers of codes in blocks of `m` rows by `k`, in this order; arrays have one item a block, C order.
+
+    `subtracted` from them; times `scale`, FP32 or bytes that `of_bytes` has FP32 numbers for (where `halved`, byte 0 stands for
+    half of its number, an FP32 subnormal); times `global_scale`, or divided by it; plus `added`, both terms flushed below 2^-126.
+    """
+
+    m: int
+    k: int
+    scale: Array
+    of_bytes: Array | None = None
+    halved: bool = False
+    subtracted: Array | None = None
+    added: Array | None = None
+    global_scale: float | None = None
+    divides: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Microkernels:
     """Compiled replacements of NumPy's loops, with the same bytes; NumPy is used where one is None.
@@ -172,6 +191,8 @@ class Microkernels:
     `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added. Zeros where
     the inverse is 0.
     store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
+    decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
+    matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
     """
 
     amax: Callable[[Array, int, Array], None] | None = None
@@ -183,6 +204,7 @@ class Microkernels:
     divided: Callable[[_Codes], ScaledCodes | None] | None = None
     extremes: Callable[[Array, int, Array, Array], None] | None = None
     shifted: Callable[[IntegerCodes, Array, Array, Array, Array, int, Array], None] | None = None
+    decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
 
 
 #: NumPy alone.

@@ -117,15 +117,15 @@ def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
     return jobs
 
 
-def run_each(step: Any, jobs: list[Job], m: int, unit: int) -> None:
-    """`step(buffers, i, *jobs[i])` for all jobs, on all threads."""
-    size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs)
+def run_each(step: Any, jobs: list[Job], m: int, unit: int, buffers: bool = True) -> None:
+    """`step(buffers, i, *jobs[i])` for all jobs, on all threads. buffers: whether they have room for a job."""
+    size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs) if buffers else 0
 
     def work(first: int, end: int) -> None:
-        buffers = own_buffers(size)
+        own = own_buffers(size)
         with np.errstate(all="ignore"):  # the contract allows overflow and NaN as results
             for i in range(first, end):
-                step(buffers, i, *jobs[i])
+                step(own, i, *jobs[i])
 
     spread(work, len(jobs), thread_count())
 
