@@ -5,7 +5,7 @@ a copy of the matrix.
     python benchmarks/bench_forms.py [--size 4096] [--recipes nvfp4] [--framework torch] [--out benchmarks/results]
 
 The plain form is the recipe's default, of FP32 input, in blocks along the last axis. Forms of one recipe, its plain one, the copy
-and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is median over median.
+and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is minimum over minimum.
 Exits with 1 where `--limit` is given and a form is slower than this multiple of its plain form.
 """
 
@@ -123,9 +123,9 @@ def measured(arrays: Arrays, recipe: breccia.ScalingRecipe, runs: int, seconds: 
     for i, times in zip(quick, common.swept([found[i][2] for i in quick], runs, seconds), strict=True):
         once[i] = times
     rows = [{"recipe": recipe.name, "op": op, "form": form, **once[i]} for i, (op, form, _) in enumerate(found)]
-    by = {(row["op"], row["form"]): row["median_s"] for row in rows}
+    by = {(row["op"], row["form"]): row["min_s"] for row in rows}
     for row in rows:
-        s = row["median_s"]
+        s = row["min_s"]
         row["over_copy"] = round(s / by["copy", COPY], 3)
         if row["op"] == "dequantize":
             row["over_write"] = round(s / by["write", row["form"] if row["form"] in DTYPES else "float32"], 3)
@@ -140,7 +140,9 @@ def main(
     seconds: Annotated[float, typer.Option(help="Least seconds of the turns of a recipe.")] = 3.0,
     framework: Annotated[str, typer.Option(help="Whose arrays: numpy or torch.")] = "numpy",
     recipes: Annotated[list[str] | None, typer.Option(help="Only these recipes; repeatable.")] = None,
-    limit: Annotated[float | None, typer.Option(help="Exit with 1 if a form takes more than this times its plain form.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Exit with 1 if a form takes more than this times its plain form.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

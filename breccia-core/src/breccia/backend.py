@@ -110,7 +110,9 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),
-    **dict.fromkeys(("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),
+    **dict.fromkeys(
+        ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"
+    ),
     # Errors, the registry and the command line.
     **dict.fromkeys(
         (

@@ -39,7 +39,20 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
     return kernels.dequantize(st, out_dtype, out, _MICROKERNELS)
 
 
-def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes | None:
+def _amax(source: Any, k: int, found: Any) -> None:
+    microkernels.amax(source, k, found, _kind(source))
+
+
+def _extremes(source: Any, k: int, low: Any, high: Any) -> None:
+    microkernels.extremes(source, k, low, high, _kind(source))
+
+
+def _kind(source: Any) -> int:
+    """The number of a source's dtype in C."""
+    return 32 if source.itemsize == 4 else -16 if source.dtype.kind == "f" else 16
+
+
+def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes:
     match codes:
         case FloatCodes():
             fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
@@ -47,16 +60,22 @@ def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False
         case IntegerCodes():
             return partial(_write, microkernels.integers, divides, (codes.low, codes.high, float(codes.magic), codes.mask))
         case _:
-            return None
+            fields = (codes.thresholds, codes.values, codes.order, codes.zero)
+            return partial(_write, microkernels.tables, divides, fields)
 
 
-def _write(step: Any, divides: bool, fields: tuple[float, ...], source: Any, inverse: Any, k: int, codes: Any) -> None:
-    step(source, inverse, k, divides, codes, *fields)
+def _write(
+    step: Any, divides: bool, fields: tuple[Any, ...], source: Any, inverse: Any, k: int, codes: Any, words: Any = None
+) -> None:
+    step(source, inverse, k, divides, codes, *fields, _kind(source), _NONE if words is None else words)
 
 
-def _shifted(codes: IntegerCodes, source: Any, inverse: Any, before: Any, after: Any, k: int, found: Any) -> None:
+def _shifted(
+    codes: IntegerCodes, source: Any, inverse: Any, before: Any, after: Any, k: int, found: Any, words: Any = None
+) -> None:
     fields = (codes.low, codes.high, float(codes.magic), codes.mask)
-    microkernels.shifted(source, inverse, before, after, k, found, *fields)
+    words = _NONE if words is None else words
+    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), words)
 
 
 def _load(values: Any, dtype: str, columns: int, found: Any) -> None:
@@ -103,7 +122,9 @@ def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
             fields = (_INTEGER, 0, 0, 0, flip, unit)
         case Minifloat() if codec.bits in (6, 8) and codec.signed and codec.mantissa_bits > 0 and codec.exponent_bits <= 5:
             p, top, unit = codec.mantissa_bits, 1 << (codec.bits - 1), math.ldexp(1.0, 15 - codec.bias)
-            infinite, nan = (int(np.argmax(np.append(where, True))) for where in (table[:top] >= F32_INF, table[:top] > F32_INF))
+            infinite, nan = (
+                int(np.argmax(np.append(where, True))) for where in (table[:top] >= F32_INF, table[:top] > F32_INF)
+            )
             a = magnitudes & (top - 1)
             halves = np.where(a >= nan, 0x7E00, np.where(a >= infinite, 0x7C00, a << (10 - p)))
             halves |= (magnitudes >= top).astype(halves.dtype) << 15
@@ -121,14 +142,16 @@ _NONE = b""
 #: The numbers of dtypes in C.
 _KINDS = {"float32": 32, "bfloat16": 16, "float16": -16}
 _MICROKERNELS = Microkernels(
-    amax=microkernels.amax,
+    amax=_amax,
     pairs=microkernels.pairs,
     scaled=_scaled,
     divided=partial(_scaled, divides=True),
     values=microkernels.values,
     load=_load,
     store=_store,
-    extremes=microkernels.extremes,
+    extremes=_extremes,
+    words=microkernels.words,
+    sixes=microkernels.sixes,
     shifted=_shifted,
     decode=_decode,
 )

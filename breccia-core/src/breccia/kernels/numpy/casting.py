@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32_INF, MAGNITUDE, NORMAL
+from ...codecs import F32_INF, MAGNITUDE, NORMAL, f32_bits
 from ...formats import TENSOR, Block
 from ...layouts import Layout, Shape
 from ...options import DEFAULT, CastOptions
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The same for chunks of the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
+#: FP32 bits of `LARGE`.
+_LARGE_BITS = f32_bits(LARGE)
 #: The size of arrays whose cost is dominated by NumPy's call overhead.
 _SMALL_ARRAY = 1 << 13
 
@@ -66,7 +68,10 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microk
     axis = contraction_axis(options.axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
-    known = options.rounding == "nearest" and x.size > 0 and call.possible
+    if options.rounding == "stochastic":
+        low, high = NUMPY.words(options.seed)
+        call.seed = (high & 0xFFFFFFFF) << 32 | (low & 0xFFFFFFFF)
+    known = (call.seed is None or microkernels.words is not None) and x.size > 0 and call.possible
     if known and scale is not None:
         call.supply(reference.check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
     if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
@@ -110,6 +115,8 @@ class _Cast:
         self.given_global: Array | None = None
         self.lead: Shape = ()
         self.own_codes = False
+        #: Of stochastic rounding
+        self.seed: int | None = None
         self.pieces: list[Piece] = []
         self.global_scales: list[GlobalScale] = []
 
@@ -177,7 +184,7 @@ class _Cast:
         data = data.view(U1).reshape(*self.y.shape[:-1], -1)
         self.pieces, flat = cut_pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
         step = self._write if self.plan.fast else self._hand_over
-        if self.plan.shifted is not None and self.given is None and self.m == 1:
+        if self.plan.shifted is not None and self.m == 1:
             step = self._write_shifted
         if step == self._hand_over:
             for piece in self.pieces:
@@ -200,17 +207,35 @@ class _Cast:
         found = np.zeros(len(jobs), U4)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
-            source = load_piece(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source, self.plan.microkernels.load)
+            source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0)
             found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
+                source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, True)
                 a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
                 found[i] = a.max(where=a < F32_INF, initial=0)
 
         run_each(step, jobs, 1, self.plan.count)
         return found
 
+    def _load(self, work: Buffers, values: Array, rows: int, columns: int, wide: bool = False) -> Array:
+        """A chunk in one row, padded with zeros: in FP32, or unless `wide` in a dtype that the microkernels read."""
+        return load_piece(values, rows, columns, work.source, self.plan.microkernels.load, wide or not self.plan.narrow)
+
+    def _words(self, room: Array, piece: Piece, r0: int, r1: int, c0: int, c1: int, columns: int) -> Array | None:
+        """Random words of a chunk in rows of `columns`, in `room`, unless numbers are rounded to nearest."""
+        words = self.plan.microkernels.words
+        if self.seed is None or words is None:
+            return None
+        room, across = room[: (r1 - r0) * columns], piece.shape[1]
+        if columns == across:
+            words(self.seed, piece.first + r0 * across, room)
+            return room
+        for r in range(r0, r1):
+            words(self.seed, piece.first + r * across + c0, room[(r - r0) * columns :][: c1 - c0])
+        return room
+
     def _amax(self, work: Buffers, source: Array, k: int) -> Array:
-        """Bits of the largest magnitude of each `k` FP32 numbers."""
+        """Bits of the largest magnitude of each `k` numbers, as FP32."""
         n = source.size
         if self.plan.microkernels.amax is None:
             np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n])
@@ -221,14 +246,21 @@ class _Cast:
 
     def _write_global(self, target: Array, whole: list[Job]) -> None:
         scales = self.plan.global_scales
-        assert scales is not None
         with np.errstate(all="ignore"):
+            fmt = self.plan.fmt
             if self.given_global is not None:
-                target[...] = scales.codec.accept(NUMPY, self.given_global).view(F4)
+                target[...] = fmt.levels[0].codec.accept(NUMPY, self.given_global).view(F4)
             else:
                 amax = self._largest(whole, True).max(keepdims=True)
-                target[...] = (scales.fast_path(amax, None) or scales.slow_path(amax, None, None))[0][0]
-            self.global_scales = [GlobalScale(value, self.plan.scales) for value in target.reshape(-1)]
+                if scales is None:
+                    target[...] = reference.sensed(NUMPY, np.where(amax < NORMAL, U4(0), amax).view(F4), fmt)[0]
+                else:
+                    target[...] = (scales.fast_path(amax, None) or scales.slow_path(amax, None, None))[0][0]
+            multipliers = reference.multiplier(NUMPY, target.reshape(-1), fmt)
+            self.global_scales = [
+                GlobalScale(*pair)
+                for pair in zip(multipliers, [self.plan.scales] * target.size, target.reshape(-1), strict=True)
+            ]
 
     def _write(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks."""
@@ -236,7 +268,7 @@ class _Cast:
         assert scales is not None and writer is not None and piece.scale is not None
         m = self.m if self.m > 1 else 1
         rows, columns = rounded_up(r1 - r0, m), rounded_up(c1 - c0, self.unit)
-        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source, self.plan.microkernels.load)
+        source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
         amax = self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
@@ -250,7 +282,7 @@ class _Cast:
             if scales.subnormal(found[0]).any():
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             if found[1].max() > LARGE:
-                source = _flushed(work, source)
+                source = _flushed(work, self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True))
         stored, inverse = found
         target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
         target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
@@ -260,7 +292,10 @@ class _Cast:
         if m > 1:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
         target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
-        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp)
+        words = self._words(work.b, piece, r0, r1, c0, c1, columns)
+        if words is not None and rows > r1 - r0:  # rows of padding have no words
+            words = work.b[: rows * columns]
+        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp, words)
 
     def _write_shifted(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks of one row, with a zero-point or a bias for each."""
@@ -270,14 +305,20 @@ class _Cast:
         rows, columns = r1 - r0, c1 - c0
         if columns % k:  # padding is not among the numbers of its block
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
-        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source, plan.microkernels.load)
+        source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
         low, high = (np.empty(source.size // k, F4) for _ in range(2))
         extremes(source, k, low, high)
         if fmt.offset == "zero_point":
             np.minimum(low, 0, out=low)
             np.maximum(high, 0, out=high)
         width = high - low
-        found = scales.fast_path(width.view(U4), None) if self._amax(work, source, k).max() < F32_INF else None
+        amax, found = self._amax(work, source, k), None
+        if piece.supplied is not None:
+            found = scales.slow_path(amax, self._accepted(piece, r0, c0, rows, columns // k), None)
+            if amax.max() >= _LARGE_BITS or found[1].max() > LARGE or not found[1].all():
+                found = None
+        elif amax.max() < F32_INF:
+            found = scales.fast_path(width.view(U4), None)
         if found is None:
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
         stored, inverse = found
@@ -295,7 +336,7 @@ class _Cast:
         piece.zero_point[places] = NUMPY.store(offset, piece.zero_point.dtype.name).reshape(blocks)
         target = piece.data[r0:r1, byte_range(fmt.element, c0, c1)]
         codes = work.codes[: source.size]
-        shifted(plan.shifted, source, inverse, before, after, k, codes)
+        shifted(plan.shifted, source, inverse, before, after, k, codes, self._words(work.b, piece, r0, r1, c0, c1, columns))
         self._pack(work, codes, target, (rows, columns))
 
     def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
@@ -317,32 +358,34 @@ class _Cast:
         padded: tuple[int, int],
         columns: int,
         clamp: bool,
+        words: Array | None,
     ) -> None:
         """Codes of `source`, of shape `padded` with `columns` real ones, times `inverse` of each `k`, to `target`.
 
-        Blocks whose inverse is 0 have codes of +0.
+        Blocks whose inverse is 0 have codes of +0. words: to round them stochastically.
         """
         plan, writer, n = self.plan, self.plan.codes, source.size
         assert writer is not None
         in_place = plan.bits == 8 and target.size == n and target.flags.c_contiguous
         codes = target.reshape(-1) if in_place else work.codes[:n]
         if plan.scaled is not None:
-            plan.scaled(source, inverse, k, codes)
+            plan.scaled(source, inverse, k, codes, words)
         else:
             times_scale(source, inverse, k, work.scaled[:n].view(F4))
             writer.write(work, n, codes, clamp)
             if not np.logical_and.reduce(inverse):
                 codes.reshape(-1, k)[inverse == 0] = writer.zero
-            if writer.zero and columns < padded[1]:
-                codes.reshape(padded)[:, columns:] = 0
+        if writer.zero and columns < padded[1]:
+            codes.reshape(padded)[:, columns:] = 0
         if not in_place:
             self._pack(work, codes, target, padded)
 
     def _pack(self, work: Buffers, codes: Array, target: Array, padded: tuple[int, int]) -> None:
         """Codes, one a byte and of shape `padded`, to `target`."""
-        bits, pairs = self.plan.bits, self.plan.microkernels.pairs
-        if bits == 4 and pairs is not None and 2 * target.size == codes.size and target.flags.c_contiguous:
-            pairs(codes, target)
+        bits, microkernels = self.plan.bits, self.plan.microkernels
+        packed = {4: microkernels.pairs, 6: microkernels.sixes}.get(bits)
+        if packed is not None and 8 * target.size == bits * codes.size and target.flags.c_contiguous:
+            packed(codes, target)
         else:
             pack_codes(codes.reshape(padded), bits, target, work.sign)
 
@@ -372,38 +415,47 @@ class _Cast:
                 target[...] = 0
                 return
             padded = r1 - r0, rounded_up(c1 - c0, self.plan.count)
-            source = load_piece(piece.values[r0:r1, c0:c1], *padded, work.source, self.plan.microkernels.load)
+            chunk = piece.values[r0:r1, c0:c1]
+            source = self._load(work, chunk, *padded)
             n, fit, special = source.size, fits[number], subnormal[number]
             if self.own_codes:
-                largest = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n]).max()
+                largest = self._amax(work, source, n)[0]
                 special |= largest >= F32_INF
                 fit = largest.view(F4) * inverse[number] < writer.limit
             if special or not self.plan.fast:
                 given = stored[number].reshape(() if self.per_tensor else (1, 1))
-                chunk = piece.values[r0:r1, c0:c1]
-                target[...] = reference.cast(chunk, self.plan.recipe, CastOptions(scale=given)).data.view(U1)
+                target[...] = self._generic(piece, r0, r1, c0, c1, chunk.shape, given).data.view(U1)
                 return
             if inverse[number] > LARGE:
-                source = _flushed(work, source)
-            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit)
+                source = _flushed(work, self._load(work, chunk, *padded, True))
+            words = self._words(work.b, piece, r0, r1, c0, c1, padded[1])
+            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit, words)
 
         run_each(step, jobs, 1, self.plan.count)
 
     # -- without a fast path ------------------------------------------------------------------------------------
 
+    def _generic(self, piece: Piece, r0: int, r1: int, c0: int, c1: int, shape: Shape, scale: Any) -> ScaledTensor:
+        """A chunk in another shape, by the generic algorithm."""
+        words, values = None, piece.values[r0:r1, c0:c1]
+        if self.seed is not None:
+            words = self._words(np.empty(values.size, U4), piece, r0, r1, c0, c1, c1 - c0)
+        words = None if words is None else words.view(I4).reshape(shape)
+        return reference.cast(values.reshape(shape), self.plan.recipe, CastOptions(scale=scale), words)
+
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
         """One chunk of whole blocks, by the generic algorithm."""
         assert piece.scale is not None
-        values, given = piece.values[r0:r1, c0:c1], None
+        shape, given = (r1 - r0, c1 - c0), None
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
         if self.global_scales:
-            given = self.global_scales[piece.lead].value
+            given = self.global_scales[piece.lead].stored
         elif piece.supplied is not None:
             given = piece.supplied[places]
         if self.k >= self.y.shape[-1]:  # a block is a row, which would be longer in a flat piece
-            values = values.reshape(-1, self.y.shape[-1])
+            shape = -1, self.y.shape[-1]
             given = given if given is None or self.global_scales else given.reshape(-1, 1)
-        written = reference.cast(values, self.plan.recipe, CastOptions(scale=given))
+        written = self._generic(piece, r0, r1, c0, c1, shape, given)
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),
             (written.scale, piece.scale[places]),

@@ -42,7 +42,6 @@ class Plan:
         self.unsupported = sys.byteorder != "little"
         if level is not None:
             self.unsupported |= type(recipe.rules[0]) is not Linear or level.codec != F32 or fmt.scale.block == TENSOR
-            self.unsupported |= level.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
         #: Whether codes are computed by division. Only microkernels do so; without them, the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
@@ -61,12 +60,15 @@ class Plan:
         #: Whether codes are computed here, not by the generic algorithm.
         self.fast = self.codes is not None and (not self.divides or (self.scaled is not None and level is None))
         self.scales = None if self.codes is None and self.shifted is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
-        self.global_scales = None if level is None or self.unsupported else Scales(recipe, 0, microkernels)
+        own = level is not None and level.sense == "multiplier" and not self.unsupported
+        self.global_scales = Scales(recipe, 0, microkernels) if own else None
+        #: Whether microkernels read 16-bit numbers as they are
+        self.narrow = microkernels.load is not None and (self.scaled is not None or self.shifted is not None)
         self._layouts: dict[Any, Layout] = {}
         #: Whether blocks are runs within a row, so that short arrays need the fewest calls
         self.plain = (
             known and not self.divides and not self.unsupported and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
-        )
+        ) and (level is None or own)
 
     def short(self, x: Array) -> ScaledTensor | None:
         """`cast` of small, contiguous FP32 `x` with whole blocks and normal numbers; None for others."""
@@ -89,14 +91,14 @@ class Plan:
             if found is None:
                 return None
             global_scale = found[0].reshape(())
-            divisor = GlobalScale(found[0][0], scales)
+            divisor = GlobalScale(found[0][0], scales, global_scale)
         found = scales.fast_path(amax, divisor)
         if found is None:
             return None
         stored, inverse = found
         if self.scaled is not None:
             codes = np.empty(size, U1)
-            self.scaled(flat, inverse, k, codes)
+            self.scaled(flat, inverse, k, codes, None)
         else:
             codes = writer.few(x.reshape(-1, k) * inverse[:, None])
             if scales.values is not None and not inverse.all():
@@ -109,6 +111,9 @@ class Plan:
         elif self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(U2)
             data = (pairs | (pairs >> 4)).astype(U1)
+        elif microkernels.sixes is not None:
+            data = np.empty((*shape[:-1], columns * 3 // 4), U1)
+            microkernels.sixes(codes, data)
         else:
             data = np.empty((size // k, k * self.bits // 8), U1)
             pack_codes(codes.reshape(-1, k), self.bits, data, np.empty(size, U1))
@@ -131,9 +136,14 @@ def plan_of(recipe: ScalingRecipe, microkernels: Microkernels = PLAIN) -> Plan:
 
 
 def accepts_cast(call: Call) -> str | None:
-    """Why `cast` would pass the whole array to the generic algorithm, or None."""
+    """Why `cast` without microkernels would pass the whole array to the generic algorithm, or None."""
     if call.option("rounding") == "stochastic":
         return "stochastic rounding is the generic algorithm's"
+    return accepts_compiled_cast(call)
+
+
+def accepts_compiled_cast(call: Call) -> str | None:
+    """The same with microkernels, which also round stochastically."""
     assert call.a.recipe is not None
     plan = plan_of(call.a.recipe)
     if plan.unsupported or (plan.codes is None and plan.fmt.scale.block == TENSOR):

@@ -105,7 +105,7 @@ class Scales:
             inverses = global_scale.inverses
         if self._written is not None:
             stored = np.empty(t.size, U1)
-            self._written(t, ONE, t.size, stored)
+            self._written(t, ONE, t.size, stored, None)
         else:
             stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
@@ -149,10 +149,13 @@ class Scales:
 
 
 class GlobalScale:
-    """The FP32 global scale of a two-level format, with values derived from it for all blocks."""
+    """The FP32 global scale of a two-level format, with values derived from it for all blocks.
 
-    def __init__(self, value: Array, scales: Scales | None) -> None:
-        self.value = value
+    value: the multiplier. stored: the number that stands for it in the tensor.
+    """
+
+    def __init__(self, value: Array, scales: Scales | None, stored: Array) -> None:
+        self.value, self.stored = value, stored
         #: `inverse` of every code of the fine level; None where some might not be normal.
         self.inverses: Any = None
         if scales is not None and scales.values is not None and _SMALL <= value <= 1 / _SMALL:
