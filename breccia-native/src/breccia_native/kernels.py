@@ -39,6 +39,10 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
     return kernels.dequantize(st, out_dtype, out, _MICROKERNELS)
 
 
+#: The seed of no stochastic rounding.
+_NEAREST = (0, 0, 0, 0)
+
+
 def _amax(source: Any, k: int, found: Any) -> None:
     microkernels.amax(source, k, found, _kind(source))
 
@@ -65,17 +69,35 @@ def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False
 
 
 def _write(
-    step: Any, divides: bool, fields: tuple[Any, ...], source: Any, inverse: Any, k: int, codes: Any, words: Any = None
+    step: Any,
+    divides: bool,
+    fields: tuple[Any, ...],
+    source: Any,
+    inverse: Any,
+    k: int,
+    codes: Any,
+    dither: tuple[int, int, int, int] = _NEAREST,
 ) -> None:
-    step(source, inverse, k, divides, codes, *fields, _kind(source), _NONE if words is None else words)
+    step(source, inverse, k, divides, codes, *fields, _kind(source), *dither)
 
 
 def _shifted(
-    codes: IntegerCodes, source: Any, inverse: Any, before: Any, after: Any, k: int, found: Any, words: Any = None
+    codes: IntegerCodes,
+    source: Any,
+    inverse: Any,
+    before: Any,
+    after: Any,
+    k: int,
+    found: Any,
+    dither: tuple[int, int, int, int] = _NEAREST,
 ) -> None:
     fields = (codes.low, codes.high, float(codes.magic), codes.mask)
-    words = _NONE if words is None else words
-    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), words)
+    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), *dither)
+
+
+def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, found: Any, inverse: Any, global_scale: float) -> None:
+    fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
+    microkernels.scales(amax, divisor, global_scale, *fields, inverses, found, inverse)
 
 
 def _load(values: Any, dtype: str, columns: int, found: Any) -> None:
@@ -152,6 +174,7 @@ _MICROKERNELS = Microkernels(
     extremes=_extremes,
     words=microkernels.words,
     sixes=microkernels.sixes,
+    scales=_scales,
     shifted=_shifted,
     decode=_decode,
 )

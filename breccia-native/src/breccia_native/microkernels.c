@@ -133,22 +133,41 @@ INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize
     return room;
 }
 
+INLINE void extremes_of_each(const float *y, Py_ssize_t blocks, Py_ssize_t k, int32_t *least, int32_t *most)
+{
+    for (Py_ssize_t b = 0; b < blocks; b++, y += k) {
+        int32_t low = least[b], high = most[b];
+        for (Py_ssize_t i = 0; i < k; i++) {
+            const int32_t a = ordered(bits_of(y[i]));
+            low = a < low ? a : low;
+            high = a > high ? a : high;
+        }
+        least[b] = low;
+        most[b] = high;
+    }
+}
+
 INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *low, uint32_t *high)
 {
     float room[STRIP];
-    for (Py_ssize_t b = 0; b < blocks; b++) {
-        int32_t least = INT32_MAX, most = INT32_MIN;
+    const Py_ssize_t together = k < STRIP ? STRIP / k : 1;
+    for (Py_ssize_t b = 0; b < blocks; b += together) {
+        const Py_ssize_t several = together < blocks - b ? together : blocks - b;
+        int32_t least[STRIP], most[STRIP];
+        for (Py_ssize_t j = 0; j < several; j++)
+            least[j] = INT32_MAX, most[j] = INT32_MIN;
         for (Py_ssize_t start = 0; start < k; start += STRIP) {
             const Py_ssize_t n = k - start < STRIP ? k - start : STRIP;
-            const float *y = strip_of(x, kind, b * k + start, n, 0, room);
-            for (Py_ssize_t i = 0; i < n; i++) {
-                const int32_t a = ordered(bits_of(y[i]));
-                least = a < least ? a : least;
-                most = a > most ? a : most;
+            const float *y = strip_of(x, kind, b * k + start, several * n, 0, room);
+            switch (n) {
+            case 16: extremes_of_each(y, several, 16, least, most); break;
+            case 32: extremes_of_each(y, several, 32, least, most); break;
+            case 128: extremes_of_each(y, several, 128, least, most); break;
+            default: extremes_of_each(y, several, n, least, most);
             }
         }
-        low[b] = unordered(least);
-        high[b] = unordered(most);
+        for (Py_ssize_t j = 0; j < several; j++)
+            low[b + j] = unordered(least[j]), high[b + j] = unordered(most[j]);
     }
 }
 
@@ -183,6 +202,22 @@ INLINE void words_of(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, 
     }
 }
 
+/* Where the random words of stochastic rounding come from: numbers in rows of `width`, of which each begins `stride` elements of the
+   whole tensor after the one before. Rounding is to nearest where width is 0. */
+typedef struct {
+    uint64_t seed, first;
+    Py_ssize_t width, stride;
+} dither;
+
+/* The words of numbers start .. start + n. */
+INLINE void words_at(dither d, Py_ssize_t start, Py_ssize_t n, uint32_t *found)
+{
+    for (Py_ssize_t i = 0, run, r = start / d.width, c = start % d.width; i < n; i += run, r++, c = 0) {
+        run = d.width - c < n - i ? d.width - c : n - i;
+        words_of((uint32_t)d.seed, (uint32_t)(d.seed >> 32), d.first + (uint64_t)(r * d.stride + c), run, found + i);
+    }
+}
+
 /* m / 2^shift, rounded up where the fraction's first 30 bits and the word's carry; 1 <= shift, m < 2^24. */
 INLINE uint32_t dithered(uint32_t m, int32_t shift, uint32_t word)
 {
@@ -204,14 +239,13 @@ INLINE void times(const float *x, float by, Py_ssize_t n, int divides, float *y)
         y[i] = divides ? x[i] / by : x[i] * by;
 }
 
-/* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0. With
-   `words`, one for each number, codes are rounded stochastically. */
+/* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0. */
 typedef struct {
     const char *x;
     int kind, divides;
     Py_ssize_t n, k;
     const float *inverse;
-    const uint32_t *words;
+    dither random;
 } numbers;
 
 /* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
@@ -224,7 +258,7 @@ typedef struct {
 INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divides, place *next, float *y)
 {
     float room[STRIP];
-    const float *x = strip_of(all->x, all->kind, start, n, all->words != NULL, room);
+    const float *x = strip_of(all->x, all->kind, start, n, all->random.width > 0, room);
     for (Py_ssize_t i = 0, length; i < n; i += length) {
         const float by = *next->inverse;
         length = next->left < n - i ? next->left : n - i;
@@ -253,14 +287,14 @@ typedef struct {
 INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *codes)
 {
     float y[STRIP];
-    uint32_t found[STRIP];
+    uint32_t found[STRIP], words[STRIP];
     const int32_t first = (int32_t)(f.floor >> 23), mantissa = 23 - f.shift;
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
         scaled(all, start, length, divides, &next, y);
-        if (all->words) {
-            const uint32_t *words = all->words + start;
+        if (all->random.width) {
+            words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++) {
                 const uint32_t u = bits_of(y[i]);
                 int32_t a = (int32_t)(u & MAGNITUDE);
@@ -307,15 +341,19 @@ INLINE int32_t dithered_integer(float y, float units, uint32_t word)
 INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *codes)
 {
     float y[STRIP];
+    uint32_t found[STRIP], words[STRIP];
     const float units = 0x1.8p23f / f.magic;
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
         scaled(all, start, length, divides, &next, y);
-        if (all->words)
+        if (all->random.width) {
+            words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++)
-                codes[start + i] = (uint8_t)(dithered_integer(clamped(y[i], f.low, f.high), units, all->words[start + i]) & f.mask);
-        else
+                found[i] = (uint32_t)dithered_integer(clamped(y[i], f.low, f.high), units, words[i]);
+            for (Py_ssize_t i = 0; i < length; i++)
+                codes[start + i] = (uint8_t)(found[i] & f.mask);
+        } else
             for (Py_ssize_t i = 0; i < length; i++)
                 codes[start + i] = (uint8_t)(bits_of(clamped(y[i], f.low, f.high) + f.magic) & f.mask);
     }
@@ -333,13 +371,15 @@ INLINE void tables_of(const numbers *all, int divides, table f, uint8_t *codes)
 {
     float y[STRIP];
     int32_t found[STRIP];
+    uint32_t words[STRIP];
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
         const float *inverse = next.inverse;
         Py_ssize_t left = next.left;
         scaled(all, start, length, divides, &next, y);
-        if (all->words) {
+        if (all->random.width) {
+            words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++) {
                 const float within = clamped(y[i], f.values[0], f.values[15]);
                 float low = f.values[0], high = f.values[1];
@@ -352,7 +392,7 @@ INLINE void tables_of(const numbers *all, int divides, table f, uint8_t *codes)
                 }
                 const float width = high - low, part = (within - low) / (low < high ? width : 1.0f);
                 const float most = part < 1.0f ? part : 1.0f;
-                found[i] = at + ((int32_t)(most * 0x1p30f) + (int32_t)(all->words[start + i] >> 2) >= 1 << 30);
+                found[i] = at + ((int32_t)(most * 0x1p30f) + (int32_t)(words[i] >> 2) >= 1 << 30);
             }
         } else
             for (Py_ssize_t i = 0; i < length; i++) {
@@ -376,31 +416,71 @@ typedef struct {
     const float *before, *after;
 } offsets;
 
+/* n numbers of block b. */
+INLINE void block_shifted(
+    const float *x, const numbers *all, offsets o, integer f, Py_ssize_t b, const uint32_t *words, Py_ssize_t n, uint8_t *codes)
+{
+    const float by = all->inverse[b], before = o.before[b], after = o.after[b], low = f.low - after, high = f.high - after;
+    const uint8_t add = (uint8_t)(int32_t)after;
+    if (by == 0) {
+        memset(codes, 0, (size_t)n);
+        return;
+    }
+    if (words) {
+        const float units = 0x1.8p23f / f.magic;
+        uint32_t found[STRIP];
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const float less = x[i] - before, y = ((int32_t)(bits_of(less) & MAGNITUDE) < (int32_t)NORMAL ? 0.0f : less) * by;
+            found[i] = (uint32_t)dithered_integer(clamped(y, low, high), units, words[i]);
+        }
+        for (Py_ssize_t i = 0; i < n; i++)
+            codes[i] = (uint8_t)((found[i] + add) & f.mask);
+    } else
+        for (Py_ssize_t i = 0; i < n; i++)
+            codes[i] = (uint8_t)((bits_of(clamped((x[i] - before) * by, low, high) + f.magic) + add) & f.mask);
+}
+
 INLINE void shifted_of(const numbers *all, offsets o, integer f, uint8_t *codes)
 {
     float room[STRIP];
-    const float units = 0x1.8p23f / f.magic;
-    for (Py_ssize_t block = 0; block < all->n; block += all->k) {
-        const Py_ssize_t b = block / all->k;
-        const float by = all->inverse[b], before = o.before[b], after = o.after[b], low = f.low - after, high = f.high - after;
-        const uint8_t add = (uint8_t)(int32_t)after;
-        if (by == 0) {
-            memset(codes + block, 0, (size_t)all->k);
-            continue;
+    uint32_t words[STRIP];
+    const Py_ssize_t k = all->k, whole = k < STRIP ? STRIP / k * k : k;
+    const uint32_t *drawn = all->random.width ? words : NULL;
+    for (Py_ssize_t first = 0; first < all->n; first += whole) { /* some short blocks, or a long one */
+        const Py_ssize_t end = whole < all->n - first ? first + whole : all->n;
+        for (Py_ssize_t start = first, n; start < end; start += n) {
+            n = end - start < STRIP ? end - start : STRIP;
+            const float *x = strip_of(all->x, all->kind, start, n, drawn != NULL, room);
+            if (drawn)
+                words_at(all->random, start, n, words);
+            for (Py_ssize_t i = 0, run; i < n; i += run) {
+                run = k < n - i ? k : n - i;
+                const uint32_t *own = drawn ? drawn + i : NULL;
+                if (run == 32)
+                    block_shifted(x + i, all, o, f, (start + i) / k, own, 32, codes + start + i);
+                else if (run == 128)
+                    block_shifted(x + i, all, o, f, (start + i) / k, own, 128, codes + start + i);
+                else
+                    block_shifted(x + i, all, o, f, (start + i) / k, own, run, codes + start + i);
+            }
         }
-        for (Py_ssize_t start = block, length; start < block + all->k; start += length) {
-            length = block + all->k - start < STRIP ? block + all->k - start : STRIP;
-            const float *x = strip_of(all->x, all->kind, start, length, all->words != NULL, room);
-            if (all->words)
-                for (Py_ssize_t i = 0; i < length; i++) {
-                    const float less = x[i] - before, y = ((bits_of(less) & MAGNITUDE) < NORMAL ? 0.0f : less) * by;
-                    codes[start + i] =
-                        (uint8_t)((dithered_integer(clamped(y, low, high), units, all->words[start + i]) + add) & f.mask);
-                }
-            else
-                for (Py_ssize_t i = 0; i < length; i++)
-                    codes[start + i] = (uint8_t)((bits_of(clamped((x[i] - before) * by, low, high) + f.magic) + add) & f.mask);
-        }
+    }
+}
+
+/* Scales of 8 bits from amax: codes of amax / divisor / global_scale, and the inverse of each by a table of 256. */
+INLINE void scales_of(
+    const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f, const float *inverses, uint8_t *codes, float *inverse)
+{
+    const float one = 1;
+    for (Py_ssize_t start = 0; start < n; start += STRIP) {
+        const Py_ssize_t length = n - start < STRIP ? n - start : STRIP;
+        float t[STRIP];
+        for (Py_ssize_t i = 0; i < length; i++)
+            t[i] = amax[start + i] / divisor / global_scale;
+        const numbers all = {(const char *)t, FP32, 0, length, length, &one, {0}};
+        floats_of(&all, 0, f, codes + start);
+        for (Py_ssize_t i = start; i < start + length; i++)
+            inverse[i] = inverses[codes[i]];
     }
 }
 
@@ -456,6 +536,7 @@ typedef struct {
     void (*floats)(const numbers *, minifloat, uint8_t *);
     void (*integers)(const numbers *, integer, uint8_t *);
     void (*tables)(const numbers *, table, uint8_t *);
+    void (*scales)(const float *, Py_ssize_t, float, float, minifloat, const float *, uint8_t *, float *);
     void (*pairs)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*sixes)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
@@ -520,6 +601,11 @@ typedef struct {
         else                                                                                                                \
             tables_of(all, 0, f, codes);                                                                                    \
     }                                                                                                                       \
+    target static void name##_scales(const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f,       \
+        const float *inverses, uint8_t *codes, float *inverse)                                                              \
+    {                                                                                                                       \
+        scales_of(amax, n, divisor, global_scale, f, inverses, codes, inverse);                                             \
+    }                                                                                                                       \
     target static void name##_pairs(const uint8_t *codes, Py_ssize_t n, uint8_t *data)                                      \
     {                                                                                                                       \
         pairs_of(codes, n, data);                                                                                           \
@@ -538,7 +624,7 @@ typedef struct {
     }                                                                                                                       \
     static const version name = {                                                                                           \
         name##_load, name##_store, name##_amax, name##_extremes, name##_words, name##_shifted, name##_floats,               \
-        name##_integers, name##_tables, name##_pairs, name##_sixes, name##_values};
+        name##_integers, name##_tables, name##_scales, name##_pairs, name##_sixes, name##_values};
 
 VERSION(baseline, )
 
@@ -567,16 +653,6 @@ static int sizes_agree(const Py_buffer *x, int kind, const Py_buffer *per_block,
     PyErr_Format(PyExc_ValueError,
         "wanted aligned %s numbers in blocks of k = %zd and one number a block; got %zd and %zd bytes. Call breccia.cast.",
         kind == FP32 ? "FP32" : "16-bit", k, x->len, per_block->len);
-    return 0;
-}
-
-/* Likewise unless there is a word for each number, or none at all. */
-static int has_words(const Py_buffer *words, Py_ssize_t n)
-{
-    if (words->len == 0 || (words->len == 4 * n && (uintptr_t)words->buf % 4 == 0))
-        return 1;
-    PyErr_Format(PyExc_ValueError, "wanted a random word of 4 bytes for each of %zd numbers; got %zd bytes. Call breccia.cast.", n,
-        words->len);
     return 0;
 }
 
@@ -720,8 +796,9 @@ static PyObject *words(PyObject *self, PyObject *args)
 
 /* The arguments of all writers of codes. */
 typedef struct {
-    Py_buffer x, inverse, codes, words;
+    Py_buffer x, inverse, codes;
     numbers all;
+    unsigned long long seed, first;
 } writing;
 
 /* Sets ValueError and returns 0 unless sizes agree. */
@@ -730,8 +807,15 @@ static int ready(writing *w)
     w->all.x = w->x.buf;
     w->all.n = w->x.len / size_of(w->all.kind);
     w->all.inverse = w->inverse.buf;
-    w->all.words = w->words.len ? w->words.buf : NULL;
-    return sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) && has_length(&w->codes, w->all.n) && has_words(&w->words, w->all.n);
+    w->all.random.seed = w->seed;
+    w->all.random.first = w->first;
+    if (!sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) || !has_length(&w->codes, w->all.n))
+        return 0;
+    if (w->all.random.width >= 0 && w->all.random.stride >= 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "wanted a width and a stride of rows, at least 0; got %zd and %zd. Call breccia.cast.",
+        w->all.random.width, w->all.random.stride);
+    return 0;
 }
 
 static PyObject *written(writing *w, int done)
@@ -739,12 +823,12 @@ static PyObject *written(writing *w, int done)
     PyBuffer_Release(&w->x);
     PyBuffer_Release(&w->inverse);
     PyBuffer_Release(&w->codes);
-    PyBuffer_Release(&w->words);
     return result(done);
 }
 
 PyDoc_STRVAR(shifted_doc,
-    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask, kind=32, words=b''): as integers, with numbers of each\n"
+    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "as integers, with numbers of each\n"
     "block of k that are subtracted before the numbers are scaled, and added to their codes.");
 
 static PyObject *shifted(PyObject *self, PyObject *args)
@@ -752,8 +836,8 @@ static PyObject *shifted(PyObject *self, PyObject *args)
     writing w = {.all.kind = FP32};
     Py_buffer before, after;
     integer f;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*nw*fffb|iy*:shifted", &w.x, &w.inverse, &before, &after, &w.all.k, &w.codes, &f.low, &f.high,
-            &f.magic, &f.mask, &w.all.kind, &w.words))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*nw*fffb|iKKnn:shifted", &w.x, &w.inverse, &before, &after, &w.all.k, &w.codes, &f.low, &f.high,
+            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
     const int done =
         ready(&w) && sizes_agree(&w.x, w.all.kind, &before, w.all.k) && sizes_agree(&w.x, w.all.kind, &after, w.all.k);
@@ -769,16 +853,18 @@ static PyObject *shifted(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(floats_doc,
-    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, words=b''): codes of a minifloat, one a\n"
+    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "codes of a minifloat, one a\n"
     "byte, of numbers times the inverse scale of their block of k, or divided by its scale; zeros where that is 0. The others are the\n"
-    "fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16. words: one for each number, to round stochastically.");
+    "fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16. Unless width is 0, codes are\n"
+    "rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each other, the first at `first`.");
 
 static PyObject *floats(PyObject *self, PyObject *args)
 {
     writing w = {.all.kind = FP32};
     minifloat f;
-    if (!PyArg_ParseTuple(args, "y*y*niw*IIIii|iy*:floats", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.floor, &f.lift,
-            &f.largest, &f.shift, &f.sign, &w.all.kind, &w.words))
+    if (!PyArg_ParseTuple(args, "y*y*niw*IIIii|iKKnn:floats", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.floor, &f.lift,
+            &f.largest, &f.shift, &f.sign, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
     const int done = ready(&w);
     if (done) {
@@ -790,15 +876,16 @@ static PyObject *floats(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(integers_doc,
-    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, words=b''): as floats, for the fields of\n"
+    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "as floats, for the fields of\n"
     "numpy.IntegerCodes.");
 
 static PyObject *integers(PyObject *self, PyObject *args)
 {
     writing w = {.all.kind = FP32};
     integer f;
-    if (!PyArg_ParseTuple(args, "y*y*niw*fffb|iy*:integers", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.low, &f.high,
-            &f.magic, &f.mask, &w.all.kind, &w.words))
+    if (!PyArg_ParseTuple(args, "y*y*niw*fffb|iKKnn:integers", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.low, &f.high,
+            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
     const int done = ready(&w);
     if (done) {
@@ -810,7 +897,8 @@ static PyObject *integers(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(tables_doc,
-    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, words=b''): as floats, for a table of 16 numbers\n"
+    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "as floats, for a table of 16 numbers\n"
     "in ascending order: the smallest number rounded to each, of which the first is unused, their values, and codes; the code of +0.");
 
 static PyObject *tables(PyObject *self, PyObject *args)
@@ -818,8 +906,8 @@ static PyObject *tables(PyObject *self, PyObject *args)
     writing w = {.all.kind = FP32};
     Py_buffer starts, values, order;
     table f;
-    if (!PyArg_ParseTuple(args, "y*y*niw*y*y*y*b|iy*:tables", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &starts, &values,
-            &order, &f.zero, &w.all.kind, &w.words))
+    if (!PyArg_ParseTuple(args, "y*y*niw*y*y*y*b|iKKnn:tables", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &starts, &values,
+            &order, &f.zero, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
     int done = ready(&w);
     if (done && (starts.len != 64 || values.len != 64 || order.len != 16 || (uintptr_t)starts.buf % 4 || (uintptr_t)values.buf % 4)) {
@@ -838,6 +926,35 @@ static PyObject *tables(PyObject *self, PyObject *args)
     PyBuffer_Release(&values);
     PyBuffer_Release(&order);
     return written(&w, done);
+}
+
+PyDoc_STRVAR(scales_doc,
+    "scales(amax, divisor, global_scale, floor, lift, largest, shift, sign, inverses, codes, inverse): codes of a minifloat of FP32\n"
+    "amax / divisor / global_scale, and the FP32 inverse of each, from a table of 256. The others are the fields of numpy.FloatCodes.");
+
+static PyObject *scales(PyObject *self, PyObject *args)
+{
+    Py_buffer x, inverses, codes, inverse;
+    minifloat f;
+    float divisor, global_scale;
+    if (!PyArg_ParseTuple(args, "y*ffIIIiiy*w*w*:scales", &x, &divisor, &global_scale, &f.floor, &f.lift, &f.largest, &f.shift, &f.sign,
+            &inverses, &codes, &inverse))
+        return NULL;
+    int done = sizes_agree(&x, FP32, &inverse, 1) && has_length(&codes, x.len / 4);
+    if (done && (inverses.len != 1024 || (uintptr_t)inverses.buf % 4)) {
+        PyErr_Format(PyExc_ValueError, "wanted FP32 inverses of 256 codes; got %zd bytes. Call breccia.cast.", inverses.len);
+        done = 0;
+    }
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->scales(x.buf, x.len / 4, divisor, global_scale, f, inverses.buf, codes.buf, inverse.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&inverses);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&inverse);
+    return result(done);
 }
 
 PyDoc_STRVAR(sixes_doc, "sixes(codes, data): four codes of 6 bits, one a byte, to each three bytes of data; the first in the low bits.");
@@ -917,6 +1034,7 @@ static PyMethodDef methods[] = {
     {"integers", integers, METH_VARARGS, integers_doc},
     {"words", words, METH_VARARGS, words_doc},
     {"tables", tables, METH_VARARGS, tables_doc},
+    {"scales", scales, METH_VARARGS, scales_doc},
     {"sixes", sixes, METH_VARARGS, sixes_doc},
     {"pairs", pairs, METH_VARARGS, pairs_doc},
     {"values", values, METH_VARARGS, values_doc},

@@ -22,7 +22,10 @@ def shifted(
     magic: float,
     mask: int,
     kind: int = 32,
-    words: Any = b"",
+    seed: int = 0,
+    first: int = 0,
+    width: int = 0,
+    stride: int = 0,
     /,
 ) -> None: ...
 def floats(
@@ -37,7 +40,10 @@ def floats(
     shift: int,
     sign: int,
     kind: int = 32,
-    words: Any = b"",
+    seed: int = 0,
+    first: int = 0,
+    width: int = 0,
+    stride: int = 0,
     /,
 ) -> None: ...
 def integers(
@@ -51,7 +57,10 @@ def integers(
     magic: float,
     mask: int,
     kind: int = 32,
-    words: Any = b"",
+    seed: int = 0,
+    first: int = 0,
+    width: int = 0,
+    stride: int = 0,
     /,
 ) -> None: ...
 def tables(
@@ -65,7 +74,24 @@ def tables(
     order: Any,
     zero: int,
     kind: int = 32,
-    words: Any = b"",
+    seed: int = 0,
+    first: int = 0,
+    width: int = 0,
+    stride: int = 0,
+    /,
+) -> None: ...
+def scales(
+    amax: Any,
+    divisor: float,
+    global_scale: float,
+    floor: int,
+    lift: int,
+    largest: int,
+    shift: int,
+    sign: int,
+    inverses: Any,
+    codes: Any,
+    inverse: Any,
     /,
 ) -> None: ...
 def pairs(codes: Any, data: Any, /) -> None: ...

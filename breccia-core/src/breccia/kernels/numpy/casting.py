@@ -20,14 +20,14 @@ from ...tensors.grids import packed_length
 from ...tensors.tensor import ScaledTensor
 from .. import checks, reference
 from ..plans import scattered
-from .codes import PLAIN, pack_codes
+from .codes import NEAREST, PLAIN, pack_codes
 from .pieces import all_jobs, block_sides, byte_range, cut_pieces, load_piece, rounded_up, run_each, unit_of, within_blocks
 from .plan import plan_of
 from .scales import LARGE, GlobalScale
 from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, times_scale
 
 if TYPE_CHECKING:
-    from .codes import Microkernels
+    from .codes import Dither, Microkernels
     from .pieces import Job, Piece
     from .plan import Plan
     from .workspace import Buffers
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The same for chunks of the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
+#: The most blocks whose amax is kept between two passes: 8 MB.
+_KEPT = 1 << 21
 #: FP32 bits of `LARGE`.
 _LARGE_BITS = f32_bits(LARGE)
 #: The size of arrays whose cost is dominated by NumPy's call overhead.
@@ -119,6 +121,8 @@ class _Cast:
         self.seed: int | None = None
         self.pieces: list[Piece] = []
         self.global_scales: list[GlobalScale] = []
+        #: Bits of the amax of blocks, by chunk, where the global scale needed them already.
+        self.kept: list[Array] = []
 
     @property
     def possible(self) -> bool:
@@ -192,25 +196,28 @@ class _Cast:
         whole = all_jobs(self.pieces, 1, self.plan.count) if refuse or self.per_tensor or self.two_level else []
         if refuse and self._largest(whole, False).max() >= F32_INF:
             reference.refuse_nonfinite(NUMPY, np.full(1, np.nan, F4))
+        m = 1 if flat else self.m
+        jobs = [] if self.large else all_jobs(self.pieces, m, self.unit)
         if global_scale is not None:
-            self._write_global(global_scale, whole)
+            self._write_global(global_scale, whole, jobs)
         if self.per_tensor:
             self._write_large(scale, whole)
         elif self.large:
             self._write_large(scale, within_blocks(self.pieces, self.m, self.k, self.plan.count))
         else:
-            m = 1 if flat else self.m
-            run_each(step, all_jobs(self.pieces, m, self.unit), m, self.unit)
+            run_each(step, jobs, m, self.unit)
 
     def _largest(self, jobs: list[Job], finite: bool) -> Array:
         """Bits of the largest magnitude of each job, or of its finite ones."""
         found = np.zeros(len(jobs), U4)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
-            source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0)
+            values = piece.values[r0:r1, c0:c1]
+            values = values.T if values.strides[0] < values.strides[1] else values  # in the order of memory
+            source = self._load(work, values, *values.shape)
             found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
-                source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, True)
+                source = self._load(work, values, *values.shape, True)
                 a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
                 found[i] = a.max(where=a < F32_INF, initial=0)
 
@@ -221,18 +228,12 @@ class _Cast:
         """A chunk in one row, padded with zeros: in FP32, or unless `wide` in a dtype that the microkernels read."""
         return load_piece(values, rows, columns, work.source, self.plan.microkernels.load, wide or not self.plan.narrow)
 
-    def _words(self, room: Array, piece: Piece, r0: int, r1: int, c0: int, c1: int, columns: int) -> Array | None:
-        """Random words of a chunk in rows of `columns`, in `room`, unless numbers are rounded to nearest."""
-        words = self.plan.microkernels.words
-        if self.seed is None or words is None:
-            return None
-        room, across = room[: (r1 - r0) * columns], piece.shape[1]
-        if columns == across:
-            words(self.seed, piece.first + r0 * across, room)
-            return room
-        for r in range(r0, r1):
-            words(self.seed, piece.first + r * across + c0, room[(r - r0) * columns :][: c1 - c0])
-        return room
+    def _dither(self, piece: Piece, r0: int, c0: int, columns: int) -> Dither:
+        """Of a chunk in rows of `columns`."""
+        if self.seed is None:
+            return NEAREST
+        across = piece.shape[1]
+        return self.seed, piece.first + r0 * across + c0, columns, across
 
     def _amax(self, work: Buffers, source: Array, k: int) -> Array:
         """Bits of the largest magnitude of each `k` numbers, as FP32."""
@@ -244,14 +245,30 @@ class _Cast:
         self.plan.microkernels.amax(source, k, found)
         return found
 
-    def _write_global(self, target: Array, whole: list[Job]) -> None:
+    def _amax_of_blocks(self, jobs: list[Job]) -> Array:
+        """Bits of the largest finite magnitude of all, keeping those of each block for `_write`, which has the same jobs."""
+        self.kept = [np.empty(0, U4)] * len(jobs)
+
+        def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+            source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, rounded_up(c1 - c0, self.unit))
+            self.kept[i] = self._amax(work, source, self.k)
+
+        run_each(step, jobs, 1, self.unit)
+        return np.array([amax.max() for amax in self.kept], U4)
+
+    def _write_global(self, target: Array, whole: list[Job], jobs: list[Job]) -> None:
+        """`whole`: chunks of the tensor. jobs: those of `_write`."""
         scales = self.plan.global_scales
         with np.errstate(all="ignore"):
             fmt = self.plan.fmt
             if self.given_global is not None:
                 target[...] = fmt.levels[0].codec.accept(NUMPY, self.given_global).view(F4)
             else:
-                amax = self._largest(whole, True).max(keepdims=True)
+                amax = np.full(1, F32_INF, U4)
+                if self.plan.narrow and self.m == 1 and self.y.flags.c_contiguous and self.y.size <= _KEPT * self.k:
+                    amax = self._amax_of_blocks(jobs).max(keepdims=True)
+                if amax[0] >= F32_INF:  # of the finite numbers only
+                    amax = self._largest(whole, True).max(keepdims=True)
                 if scales is None:
                     target[...] = reference.sensed(NUMPY, np.where(amax < NORMAL, U4(0), amax).view(F4), fmt)[0]
                 else:
@@ -269,7 +286,7 @@ class _Cast:
         m = self.m if self.m > 1 else 1
         rows, columns = rounded_up(r1 - r0, m), rounded_up(c1 - c0, self.unit)
         source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
-        amax = self._amax(work, source, k)
+        amax = self.kept[i] if self.kept else self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
         global_scale = self.global_scales[piece.lead] if self.global_scales else None
@@ -292,10 +309,8 @@ class _Cast:
         if m > 1:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
         target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
-        words = self._words(work.b, piece, r0, r1, c0, c1, columns)
-        if words is not None and rows > r1 - r0:  # rows of padding have no words
-            words = work.b[: rows * columns]
-        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp, words)
+        dither = self._dither(piece, r0, c0, columns)
+        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp, dither)
 
     def _write_shifted(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks of one row, with a zero-point or a bias for each."""
@@ -336,7 +351,7 @@ class _Cast:
         piece.zero_point[places] = NUMPY.store(offset, piece.zero_point.dtype.name).reshape(blocks)
         target = piece.data[r0:r1, byte_range(fmt.element, c0, c1)]
         codes = work.codes[: source.size]
-        shifted(plan.shifted, source, inverse, before, after, k, codes, self._words(work.b, piece, r0, r1, c0, c1, columns))
+        shifted(plan.shifted, source, inverse, before, after, k, codes, self._dither(piece, r0, c0, columns))
         self._pack(work, codes, target, (rows, columns))
 
     def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
@@ -358,18 +373,18 @@ class _Cast:
         padded: tuple[int, int],
         columns: int,
         clamp: bool,
-        words: Array | None,
+        dither: Dither,
     ) -> None:
         """Codes of `source`, of shape `padded` with `columns` real ones, times `inverse` of each `k`, to `target`.
 
-        Blocks whose inverse is 0 have codes of +0. words: to round them stochastically.
+        Blocks whose inverse is 0 have codes of +0.
         """
         plan, writer, n = self.plan, self.plan.codes, source.size
         assert writer is not None
         in_place = plan.bits == 8 and target.size == n and target.flags.c_contiguous
         codes = target.reshape(-1) if in_place else work.codes[:n]
         if plan.scaled is not None:
-            plan.scaled(source, inverse, k, codes, words)
+            plan.scaled(source, inverse, k, codes, dither)
         else:
             times_scale(source, inverse, k, work.scaled[:n].view(F4))
             writer.write(work, n, codes, clamp)
@@ -428,8 +443,8 @@ class _Cast:
                 return
             if inverse[number] > LARGE:
                 source = _flushed(work, self._load(work, chunk, *padded, True))
-            words = self._words(work.b, piece, r0, r1, c0, c1, padded[1])
-            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit, words)
+            dither = self._dither(piece, r0, c0, padded[1])
+            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit, dither)
 
         run_each(step, jobs, 1, self.plan.count)
 
@@ -438,9 +453,11 @@ class _Cast:
     def _generic(self, piece: Piece, r0: int, r1: int, c0: int, c1: int, shape: Shape, scale: Any) -> ScaledTensor:
         """A chunk in another shape, by the generic algorithm."""
         words, values = None, piece.values[r0:r1, c0:c1]
-        if self.seed is not None:
-            words = self._words(np.empty(values.size, U4), piece, r0, r1, c0, c1, c1 - c0)
-        words = None if words is None else words.view(I4).reshape(shape)
+        if self.seed is not None and self.plan.microkernels.words is not None:
+            words = np.empty(values.shape, U4)
+            for r in range(r0, r1):
+                self.plan.microkernels.words(self.seed, piece.first + r * piece.shape[1] + c0, words[r - r0])
+            words = words.view(I4).reshape(shape)
         return reference.cast(values.reshape(shape), self.plan.recipe, CastOptions(scale=scale), words)
 
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:

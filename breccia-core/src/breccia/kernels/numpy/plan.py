@@ -19,7 +19,7 @@ from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from .. import checks
 from ..plans import k_last, scattered
-from .codes import PLAIN, IntegerCodes, code_writer, pack_codes
+from .codes import NEAREST, PLAIN, IntegerCodes, code_writer, pack_codes
 from .pieces import block_sides, unit_of
 from .scales import GlobalScale, Scales
 from .workspace import MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
@@ -98,7 +98,7 @@ class Plan:
         stored, inverse = found
         if self.scaled is not None:
             codes = np.empty(size, U1)
-            self.scaled(flat, inverse, k, codes, None)
+            self.scaled(flat, inverse, k, codes, NEAREST)
         else:
             codes = writer.few(x.reshape(-1, k) * inverse[:, None])
             if scales.values is not None and not inverse.all():

@@ -45,7 +45,7 @@ class Scales:
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
             if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := code_writer(codec), FloatCodes):
                 low, self._form, self._writer = 0.0, self._linear8, writer
-                self._written = None if microkernels.scaled is None else microkernels.scaled(writer)
+                self._compiled = microkernels.scales
                 self.values = np.array(codec.table, U4).view(F4)
                 self.divisors = np.where(self.values > 0, self.values, F4(np.inf))
                 self._inverses = codec.divide(NUMPY, np.ones(256, F4), np.arange(256, dtype=U1))[0]
@@ -78,6 +78,8 @@ class Scales:
             least, most = ordered[0], ordered[-1]
             if zeros := least == 0:
                 least = next(filter(None, ordered), self._low)
+        elif not self._low:
+            least, most, zeros = 0, int(np.maximum.reduce(amax)), False
         else:
             least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
             if zeros := least == 0:
@@ -98,16 +100,16 @@ class Scales:
         return (u >> 16).astype(U2), np.divide(UNIT, u.view(F4))
 
     def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
+        inverses = self._inverses if global_scale is None else global_scale.inverses
+        if self._compiled is not None:
+            stored, inverse = np.empty(amax.size, U1), np.empty(amax.size, F4)
+            by = 1.0 if global_scale is None else float(global_scale.value)
+            self._compiled(self._writer, amax, self.qmax, inverses, stored, inverse, by)
+            return stored, inverse
         t = np.divide(amax.view(F4), self._divisor)
-        inverses = self._inverses
         if global_scale is not None:
             np.divide(t, global_scale.value, out=t)
-            inverses = global_scale.inverses
-        if self._written is not None:
-            stored = np.empty(t.size, U1)
-            self._written(t, ONE, t.size, stored, None)
-        else:
-            stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
+        stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
 
     def _exponent(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
