@@ -1,11 +1,11 @@
-"""Time of every form of a cast on the CPU: each recipe with each other value of its fields, and each option of `cast`; input in
-BF16 and FP16; `dequantize` to FP32, FP16 and BF16 into `out=`; `requantize`. Compared with the plain form of the recipe, and with
-a copy of the matrix.
+"""Time of every form of a cast on the CPU: each recipe with each other value of its fields, and each option of `cast`; input
+in BF16 and FP16; `dequantize` to FP32, FP16 and BF16 into `out=`; `requantize`. Compared with the plain form of the recipe, and
+with a copy of the matrix.
 
     python benchmarks/bench_forms.py [--size 4096] [--recipes nvfp4] [--framework torch] [--out benchmarks/results]
 
-The plain form is the recipe's default, of FP32 input, in blocks along the last axis. Forms of one recipe, its plain one, the copy
-and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is minimum over minimum.
+The plain form is the recipe's default, of FP32 input, in blocks along the last axis. Forms of one recipe, its plain one, the
+copy and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is minimum over minimum.
 Exits with 1 where `--limit` is given and a form is slower than this multiple of its plain form.
 """
 
@@ -34,9 +34,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"group_size": 32},
     {"group_size": 128},
     {"block_size": 16},
-    {"symmetric": False},
-    {"symmetric": False, "offset": "bias"},
-    {"symmetric": False, "scale_dtype": "fp32"},
+    {"signed": False, "symmetric": False},
+    {"signed": False, "symmetric": False, "offset": "bias"},
+    {"signed": False, "symmetric": False, "scale_dtype": "fp32"},
 )
 #: The copy and the write of the matrix, beside the forms of each recipe.
 COPY, WRITE = "copy", "write"

@@ -666,6 +666,23 @@ def forms(result: Result) -> Table:
     )
 
 
+def native_parity(result: Result) -> Table:
+    """Values and bytes compared with the generic algorithm's, and bytes that differ, by op and instruction set."""
+    kinds = dict.fromkeys((row["op"], row["instructions"]) for row in result["rows"])
+
+    def sums(op: str, name: str) -> tuple[str, ...]:
+        rows = [row for row in result["rows"] if (row["op"], row["instructions"]) == (op, name)]
+        return tuple(f"{sum(row[what] for row in rows):,}" for what in ("values", "bytes", "differing"))
+
+    recipes = dict.fromkeys(row["recipe"] for row in result["rows"])
+    return Table(
+        "compiled kernels against the generic algorithm",
+        ("op", "instruction set", "values", "bytes", "differing bytes"),
+        tuple((*kind, *sums(*kind)) for kind in kinds),
+        f"{len(recipes)} recipes with every form and option in turn, at least {result['options']['values']:,} values of each recipe.",
+    )
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -703,6 +720,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "forms": {"forms": forms},
+    "native-parity": {"native-parity": native_parity},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32_INF, MAGNITUDE, NORMAL, f32_bits
+from ...codecs import F32_INF, MAGNITUDE, NORMAL
 from ...formats import TENSOR, Block
 from ...layouts import Layout, Shape
 from ...options import DEFAULT, CastOptions
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 GENERIC = 1 << 15
 #: The most blocks whose amax is kept between two passes: 8 MB.
 _KEPT = 1 << 21
-#: FP32 bits of `LARGE`.
-_LARGE_BITS = f32_bits(LARGE)
 #: The size of arrays whose cost is dominated by NumPy's call overhead.
 _SMALL_ARRAY = 1 << 13
 
@@ -303,7 +301,7 @@ class _Cast:
         stored, inverse = found
         target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
         target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
-        clamp = not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
+        clamp = self.plan.scaled is None and not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
         if self.plan.divides:
             inverse = scales.read(stored, inverse)
         if m > 1:
@@ -314,44 +312,23 @@ class _Cast:
 
     def _write_shifted(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks of one row, with a zero-point or a bias for each."""
-        plan, scales, k, fmt = self.plan, self.plan.scales, self.k, self.plan.fmt
-        extremes, shifted = plan.microkernels.extremes, plan.microkernels.shifted
-        assert scales is not None and plan.shifted is not None and extremes is not None and shifted is not None
+        plan, k = self.plan, self.k
         rows, columns = r1 - r0, c1 - c0
         if columns % k:  # padding is not among the numbers of its block
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
         source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
-        low, high = (np.empty(source.size // k, F4) for _ in range(2))
-        extremes(source, k, low, high)
-        if fmt.offset == "zero_point":
-            np.minimum(low, 0, out=low)
-            np.maximum(high, 0, out=high)
-        width = high - low
-        amax, found = self._amax(work, source, k), None
-        if piece.supplied is not None:
-            found = scales.slow_path(amax, self._accepted(piece, r0, c0, rows, columns // k), None)
-            if amax.max() >= _LARGE_BITS or found[1].max() > LARGE or not found[1].all():
-                found = None
-        elif amax.max() < F32_INF:
-            found = scales.fast_path(width.view(U4), None)
+        accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows, columns // k)
+        codes = work.codes[: source.size]
+        found = plan.offsets(source, k, codes, self._dither(piece, r0, c0, columns), accepted)
         if found is None:
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
-        stored, inverse = found
+        stored, offset = found
         assert piece.scale is not None and piece.zero_point is not None
-        nothing = np.zeros(low.size, F4)
-        if fmt.offset == "zero_point":
-            offset = fmt.element.encode(NUMPY, -low * inverse)
-            before, after = nothing, fmt.element.decode(NUMPY, offset)
-        else:
-            offset = fmt.scale.codec.encode(NUMPY, low)
-            before, after = fmt.scale.codec.read(NUMPY, NUMPY.store(offset, scales.storage)), nothing
         blocks = rows, columns // k
         places = slice(r0, r1), slice(c0 // k, c1 // k)
         piece.scale[places] = stored.reshape(blocks)
-        piece.zero_point[places] = NUMPY.store(offset, piece.zero_point.dtype.name).reshape(blocks)
-        target = piece.data[r0:r1, byte_range(fmt.element, c0, c1)]
-        codes = work.codes[: source.size]
-        shifted(plan.shifted, source, inverse, before, after, k, codes, self._dither(piece, r0, c0, columns))
+        piece.zero_point[places] = offset.reshape(blocks)
+        target = piece.data[r0:r1, byte_range(plan.fmt.element, c0, c1)]
         self._pack(work, codes, target, (rows, columns))
 
     def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:

@@ -191,8 +191,8 @@ class Microkernels:
 
     amax(source, k, amax): FP32 bits of the largest magnitude of each `k` numbers into uint32; contiguous and 1-D.
     words(seed, first, found): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
-    scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a byte, and
-    the FP32 numbers that the table `inverses` has for these codes.
+    scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a byte,
+    and the FP32 numbers that the table `inverses` has for these codes.
     sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
@@ -202,8 +202,8 @@ class Microkernels:
     rows of `columns`, with zeros after its columns and rows; 16-bit numbers are passed as uint16.
     extremes(source, k, low, high): the smallest and the largest of each `k` numbers, in FP32; below 2^-126 they count as +0.
     shifted(codes, source, inverse, before, after, k, found, dither): codes of an integer codec, one a byte. From each `k`
-    numbers `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added. Zeros where
-    the inverse is 0.
+    numbers `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added.
+    Zeros where the inverse is 0.
     store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.

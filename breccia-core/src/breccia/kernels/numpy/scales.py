@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Between these powers of two, scales and amax cause neither FP32 subnormals nor overflow in computing codes.
 _SMALL, LARGE = 2.0**-60, 2.0**100
+#: Storage dtypes of the scale codecs that `_rounded` knows.
+_ROUNDED = ("float32", "float16", "bfloat16", "uint16")
 #: Counts up to which Python's min and max are faster, and up to which codes are computed in the fewest calls.
 _LISTED, _FEW = 32, 64
 
@@ -90,14 +92,26 @@ class Scales:
         t = np.divide(amax.view(F4), self._divisor)
         if zeros:
             np.copyto(t, UNIT, where=amax == 0)
+        stored, scale = self._rounded(t)
+        return stored, np.divide(UNIT, scale)
+
+    def _rounded(self, t: Array) -> tuple[Array, Array]:
+        """(stored, as FP32) of finite numbers in a codec of 16 or 32 bits, in whose range they are."""
         if self.codec.bits == 32:
-            return t, np.divide(UNIT, t)
+            return t, t
         if self.storage == "float16":
             stored = t.astype(np.float16)
-            return stored, np.divide(UNIT, stored.astype(F4))
+            return stored, stored.astype(F4)
         u = t.view(U4)
         u = (u + ((u >> 16) & 1) + 0x7FFF) & 0xFFFF0000
-        return (u >> 16).astype(U2), np.divide(UNIT, u.view(F4))
+        return (u >> 16).astype(U2), u.view(F4)
+
+    def nearest(self, low: Array) -> tuple[Array, Array]:
+        """(stored, as FP32) of finite numbers of either sign, such as biases."""
+        if self.storage in _ROUNDED and np.abs(low).max() <= self.codec.max:
+            return self._rounded(low)
+        stored = NUMPY.store(self.codec.encode(NUMPY, low), self.storage)
+        return stored, self.codec.read(NUMPY, stored)
 
     def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
         inverses = self._inverses if global_scale is None else global_scale.inverses
