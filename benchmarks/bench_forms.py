@@ -5,8 +5,8 @@ with a copy of the matrix.
     python benchmarks/bench_forms.py [--size 4096] [--recipes nvfp4] [--framework torch] [--out benchmarks/results]
 
 The plain form is the recipe's default, of FP32 input, in blocks along the last axis. Forms of one recipe, its plain one, the
-copy and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is minimum over minimum.
-Exits with 1 where `--limit` is given and a form is slower than this multiple of its plain form.
+copy and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is minimum over
+minimum. Exits with 1 where `--limit` is given and a form is slower than this multiple of its plain form.
 """
 
 from __future__ import annotations

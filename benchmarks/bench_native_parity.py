@@ -1,11 +1,12 @@
-"""Parity of the compiled CPU kernels with the generic algorithm, in differing bytes, for each instruction set of this processor.
+"""Parity of the compiled CPU kernels with the generic algorithm, in differing bytes, for each instruction set of this CPU.
 
     python benchmarks/bench_native_parity.py [--values 100000000] [--recipes nvfp4] [--out benchmarks/results]
 
-Blocks of random bit patterns of FP32, BF16 and FP16, normal numbers with NaN and Inf, ties, zeros and numbers at the edges of the
-format (parity.py) are cast, decoded to three dtypes, and requantized: each recipe, with every form of bench_forms.py and option of
-`cast` in turn, in shapes with and without partial blocks. What the generic algorithm writes is computed once for all instruction
-sets. `--values` are compared of each recipe, op and instruction set. Exits with 1 where a byte differs, after naming it.
+Blocks of random bit patterns of FP32, BF16 and FP16, normal numbers with NaN and Inf, ties, zeros and numbers at the edges of
+the format (parity.py) are cast, decoded to three dtypes, and requantized: each recipe, with every form of bench_forms.py and
+option of `cast` in turn, in shapes with and without partial blocks. What the generic algorithm writes is computed once for all
+instruction sets. `--values` are compared of each recipe, op and instruction set. Exits with 1 where a byte differs, after
+naming it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,8 +47,8 @@ OPS = ("cast", "dequantize", "requantize")
 
 def draws(rng: np.random.Generator, recipe: breccia.ScalingRecipe) -> Iterator[np.ndarray]:
     """Blocks without an end: every shape with every way of drawing, in three dtypes."""
-    faulty: Callable[..., np.ndarray] = lambda *given: parity.normal(*given, exponents=20, faulty=True)
-    bits = [lambda *given, d=d, f=f: parity.patterns(*given, dtype=d, finite=f) for d in parity.DTYPES for f in (False, True)]
+    faulty = partial(parity.normal, exponents=20, faulty=True)
+    bits = [partial(parity.patterns, dtype=d, finite=f) for d in parity.DTYPES for f in (False, True)]
     for draw, shape in itertools.cycle(
         zip(itertools.cycle([*bits, faulty, parity.zeros, parity.ties, parity.edges]), SHAPES * 10)
     ):
@@ -103,9 +105,9 @@ def compared(recipe: breccia.ScalingRecipe, values: int, seed: int) -> list[dict
         }
         out = np.empty_like(expected["dequantize"])
         calls: dict[str, Callable[[], Any]] = {
-            "cast": lambda: breccia.cast(x, form, **given),
-            "dequantize": lambda: breccia.dequantize(cast, out_dtype=dtype, out=out),
-            "requantize": lambda: breccia.requantize(cast, target),
+            "cast": partial(breccia.cast, x, form, **given),
+            "dequantize": partial(breccia.dequantize, cast, out_dtype=dtype, out=out),
+            "requantize": partial(breccia.requantize, cast, target),
         }
         for name, op in itertools.product(sets, OPS):
             microkernels.use(name)
