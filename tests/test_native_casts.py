@@ -28,7 +28,7 @@ LENGTHS = sorted({n + d for n in (1, 4, 8, 16, 32, 64, 256, 512) for d in (-1, 0
 ELEMENTS = [E4M3, E5M2, E2M1, E2M3, E3M2, INT4, UINT4, INT8, UINT8, MXINT8, NF4]
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=[SETS[0], *(pytest.param(name, marks=pytest.mark.rest) for name in SETS[1:])])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Kernels of one instruction set."""
     for module in (microkernels, decoding):
@@ -338,6 +338,36 @@ def test_mismatched_buffers_are_refused_before_writing() -> None:
     with pytest.raises(ValueError, match="this processor has the instruction sets .* got 'avx9000'"):
         decoding.use("avx9000")
     assert (codes == 7).all() and (found == 7).all()
+
+
+def test_casts_of_tensors_use_no_more_threads_than_torch_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from breccia.kernels.numpy import pieces
+
+    asked: list[int] = []
+
+    def spread(work: Any, count: int, threads: int) -> None:
+        asked.append(threads)
+        work(0, count)
+
+    monkeypatch.setattr(pieces, "spread", spread)
+    x, before, allowed = torch.randn(512, 1024), torch.get_num_threads(), breccia.get_num_threads()
+    out = torch.empty(512, 1024, dtype=torch.bfloat16)
+    try:
+        breccia.set_num_threads(4)
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            st = breccia.cast(x, breccia.MXFP8BlockScaling())
+            breccia.cast(x, breccia.MXFP8BlockScaling(), axis=-2)
+            breccia.dequantize(st)
+            breccia.dequantize(st, out_dtype="bfloat16", out=out)
+            assert asked == [min(threads, 4)] * 4
+            asked.clear()
+        breccia.cast(x.numpy(), breccia.MXFP8BlockScaling())  # an array is not torch's
+        assert asked == [4]
+    finally:
+        torch.set_num_threads(before)
+        breccia.set_num_threads(allowed)
 
 
 @pytest.mark.slow
