@@ -89,8 +89,8 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		torchao compressed-tensors gguf optax equinox flax
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
-	@# library is missing.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine
+	@# library is missing. qwix and bitsandbytes need nothing else here.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine qwix bitsandbytes
 	touch $@
 
 # Core alone: with a framework or another of breccia's distributions present, other kernels would hide a mutant.
