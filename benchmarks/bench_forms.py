@@ -6,7 +6,7 @@ with a copy of the matrix.
 
 The plain form is the recipe's default, of FP32 input, in blocks along the last axis. Forms of one recipe, its plain one, the
 copy and the write take turns in one process, so that a machine that slows down slows all of them. A ratio is minimum over
-minimum. Exits with 1 where `--limit` is given and a form is slower than this multiple of its plain form.
+minimum; those of CPU time do not depend on what else runs. Exits with 1 where `--limit` is given and a form is slower than this multiple of its plain form.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,21 +117,37 @@ class Arrays:
 
 
 def measured(arrays: Arrays, recipe: breccia.ScalingRecipe, runs: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for each form of a recipe. Slow forms, of more than half a second, are called once."""
+    """A row for each form of a recipe."""
     found = list(arrays.calls(recipe))
-    once = [common.timed(call, 1, warm_up=1) for _, _, call in found]
-    quick = [i for i, times in enumerate(once) if times["min_s"] < 0.5]
-    for i, times in zip(quick, common.swept([found[i][2] for i in quick], runs, seconds), strict=True):
-        once[i] = times
-    rows = [{"recipe": recipe.name, "op": op, "form": form, **once[i]} for i, (op, form, _) in enumerate(found)]
-    by = {(row["op"], row["form"]): row["min_s"] for row in rows}
+    taken: list[list[tuple[float, float]]] = [[] for _ in found]
+    until = time.perf_counter() + seconds
+    while len(taken[0]) < runs or time.perf_counter() < until:
+        for (_, _, call), times in zip(found, taken, strict=True):
+            call()  # uncounted
+            start = time.perf_counter(), time.process_time()
+            call()
+            times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    rows = [
+        {
+            "recipe": recipe.name,
+            "op": op,
+            "form": form,
+            **common.summary([wall for wall, _ in times]),
+            "cpu_s": round(min(cpu for _, cpu in times), 10),
+        }
+        for (op, form, _), times in zip(found, taken, strict=True)
+    ]
+    by = {(row["op"], row["form"]): row for row in rows}
+
+    def over(row: dict[str, Any], other: dict[str, Any], what: str = "min_s") -> float:
+        return round(row[what] / other[what], 3)
+
     for row in rows:
-        s = row["min_s"]
-        row["over_copy"] = round(s / by["copy", COPY], 3)
+        row["over_copy"] = over(row, by["copy", COPY])
         if row["op"] == "dequantize":
-            row["over_write"] = round(s / by["write", row["form"] if row["form"] in DTYPES else "float32"], 3)
-        if (row["op"], PLAIN) in by:
-            row["over_plain"] = round(s / by[row["op"], PLAIN], 3)
+            row["over_write"] = over(row, by["write", row["form"] if row["form"] in DTYPES else "float32"])
+        if (plain := by.get((row["op"], PLAIN))) is not None:
+            row["over_plain"], row["cpu_over_plain"] = over(row, plain), over(row, plain, "cpu_s")
     return rows
 
 

@@ -654,14 +654,14 @@ def forms(result: Result) -> Table:
 
     return Table(
         "forms of casts on the CPU",
-        ("recipe", "op", "form", "ms", "of plain", "of copy", "of write"),
+        ("recipe", "op", "form", "ms", "of plain", "of plain, CPU time", "of copy", "of write"),
         tuple(
             (
                 row["recipe"],
                 row["op"],
                 row["form"],
                 three(row["min_s"] * 1e3),
-                *(times(row, what) for what in ("over_plain", "over_copy", "over_write")),
+                *(times(row, what) for what in ("over_plain", "cpu_over_plain", "over_copy", "over_write")),
             )
             for row in rows
         ),
