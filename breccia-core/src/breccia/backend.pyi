@@ -77,9 +77,9 @@ from .kernels import reference as reference
 from .kernels import threads as threads
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import renames as renames
+from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
-from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import Microkernels as Microkernels
 from .kernels.numpy.codes import ScaledCodes as ScaledCodes
 from .kernels.numpy.codes import TableCodes as TableCodes

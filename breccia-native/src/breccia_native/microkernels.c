@@ -233,10 +233,23 @@ INLINE uint32_t significant(uint32_t a)
 
 /* -------------------------------------------------------------------------------------------------- codes */
 
-INLINE void times(const float *x, float by, Py_ssize_t n, int divides, float *y)
+/* Number i of x, which is of the kind. */
+INLINE float at(const char *x, int kind, Py_ssize_t i)
+{
+    float y;
+    uint16_t half;
+    if (kind == FP32) {
+        memcpy(&y, x + 4 * i, 4);
+        return y;
+    }
+    memcpy(&half, x + 2 * i, 2);
+    return float_of(kind == BF16 ? (uint32_t)half << 16 : bits_of_half(half));
+}
+
+INLINE void times(const char *x, int kind, float by, Py_ssize_t n, int divides, float *y)
 {
     for (Py_ssize_t i = 0; i < n; i++)
-        y[i] = divides ? x[i] / by : x[i] * by;
+        y[i] = divides ? at(x, kind, i) / by : at(x, kind, i) * by;
 }
 
 /* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0. */
@@ -254,27 +267,46 @@ typedef struct {
     Py_ssize_t left;
 } place;
 
-/* y = the next n scaled numbers. */
-INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divides, place *next, float *y)
+/* y = n numbers of x times the inverse scales of their blocks. Loops over usual blocks have a length known at compile time. */
+INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
 {
-    float room[STRIP];
-    const float *x = strip_of(all->x, all->kind, start, n, all->random.width > 0, room);
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
     for (Py_ssize_t i = 0, length; i < n; i += length) {
         const float by = *next->inverse;
         length = next->left < n - i ? next->left : n - i;
         if (by == 0)
             memset(y + i, 0, 4 * (size_t)length);
         else if (length == 16)
-            times(x + i, by, 16, divides, y + i);
+            times(x + i * size, kind, by, 16, divides, y + i);
         else if (length == 32)
-            times(x + i, by, 32, divides, y + i);
+            times(x + i * size, kind, by, 32, divides, y + i);
         else
-            times(x + i, by, length, divides, y + i);
+            times(x + i * size, kind, by, length, divides, y + i);
         next->left -= length;
         if (next->left == 0) {
             next->inverse++;
-            next->left = all->k;
+            next->left = k;
         }
+    }
+}
+
+/* y = the next n scaled numbers. */
+INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divides, place *next, float *y)
+{
+    const Py_ssize_t size = all->kind == FP32 ? 4 : 2;
+    const char *x = all->x + start * size;
+    float room[STRIP];
+    if (all->random.width > 0) {
+        x = (const char *)strip_of(all->x, all->kind, start, n, 1, room);
+        scaled_of(x, FP32, all->k, n, divides, next, y);
+        return;
+    }
+    for (Py_ssize_t i = 0; i < n * size; i += 64)
+        FETCH(x + AHEAD + i);
+    switch (all->kind) { /* each compiled for its kind */
+    case FP32: scaled_of(x, FP32, all->k, n, divides, next, y); break;
+    case BF16: scaled_of(x, BF16, all->k, n, divides, next, y); break;
+    default: scaled_of(x, FP16, all->k, n, divides, next, y);
     }
 }
 

@@ -21,20 +21,33 @@ from ...tensors.tensor import ScaledTensor
 from .. import checks, reference
 from ..plans import scattered
 from .codes import NEAREST, PLAIN, pack_codes
-from .pieces import all_jobs, block_sides, byte_range, cut_pieces, load_piece, rounded_up, run_each, unit_of, within_blocks
+from .pieces import (
+    Piece,
+    all_jobs,
+    block_sides,
+    byte_range,
+    cut_pieces,
+    load_piece,
+    rounded_up,
+    run_each,
+    unit_of,
+    within_blocks,
+)
 from .plan import plan_of
 from .scales import LARGE, GlobalScale
-from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, times_scale
+from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, thread_count, times_scale
 
 if TYPE_CHECKING:
     from .codes import Dither, Microkernels
-    from .pieces import Job, Piece
+    from .pieces import Job
     from .plan import Plan
     from .workspace import Buffers
 
 
 #: The same for chunks of the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
+#: Elements of a chunk of numbers that are read where they lie.
+_LONG = 1 << 19
 #: The most blocks whose amax is kept between two passes: 8 MB.
 _KEPT = 1 << 21
 #: The size of arrays whose cost is dominated by NumPy's call overhead.
@@ -191,7 +204,11 @@ class _Cast:
         if step == self._hand_over:
             for piece in self.pieces:
                 piece.limit = min(piece.limit, GENERIC)
-        whole = all_jobs(self.pieces, 1, self.plan.count) if refuse or self.per_tensor or self.two_level else []
+        if self.plan.narrow and self.y.flags.c_contiguous:  # without buffers, longer chunks take less of Python
+            longer = min(max(self.y.size // (4 * thread_count()), chunk_size()), _LONG)
+            for piece in self.pieces:
+                piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
+        whole = all_jobs(list(map(_turned, self.pieces)), 1, 1) if refuse or self.per_tensor or self.two_level else []
         if refuse and self._largest(whole, False).max() >= F32_INF:
             reference.refuse_nonfinite(NUMPY, np.full(1, np.nan, F4))
         m = 1 if flat else self.m
@@ -199,9 +216,10 @@ class _Cast:
         if global_scale is not None:
             self._write_global(global_scale, whole, jobs)
         if self.per_tensor:
-            self._write_large(scale, whole)
+            self._write_large(scale, all_jobs(self.pieces, 1, self.plan.count), whole)
         elif self.large:
-            self._write_large(scale, within_blocks(self.pieces, self.m, self.k, self.plan.count))
+            jobs = within_blocks(self.pieces, self.m, self.k, self.plan.count)
+            self._write_large(scale, jobs, jobs)
         else:
             run_each(step, jobs, m, self.unit)
 
@@ -211,7 +229,6 @@ class _Cast:
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
             values = piece.values[r0:r1, c0:c1]
-            values = values.T if values.strides[0] < values.strides[1] else values  # in the order of memory
             source = self._load(work, values, *values.shape)
             found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
@@ -383,13 +400,13 @@ class _Cast:
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
 
-    def _write_large(self, scale: Array, jobs: list[Job]) -> None:
-        """The amax of every block first, then the codes."""
+    def _write_large(self, scale: Array, jobs: list[Job], read: list[Job]) -> None:
+        """The amax of every block first, from the jobs `read`, then the codes."""
         scales, writer = self.plan.scales, self.plan.codes
         assert scales is not None and writer is not None
         amax = np.zeros(scale.size, U4)
         if not self.own_codes:
-            np.maximum.at(amax, [job[-1] for job in jobs], self._largest(jobs, False))
+            np.maximum.at(amax, [job[-1] for job in read], self._largest(read, False))
         with np.errstate(all="ignore"):
             found = scales.fast_path(amax, None) if self.given is None else None
             if found is None:
@@ -457,6 +474,16 @@ class _Cast:
         ):
             if target is not None:
                 target[...] = part.reshape(target.shape)
+
+
+def _turned(piece: Piece) -> Piece:
+    """The numbers of a matrix in the order of memory, for what does not depend on their order."""
+    down, along = piece.values.strides
+    if down >= along:
+        return piece
+    values = piece.values.T
+    values = values.reshape(1, -1) if values.flags.c_contiguous else values
+    return Piece(values, piece.data, None, None, None, piece.lead, piece.limit, piece.first)
 
 
 def _flushed(work: Buffers, source: Array) -> Array:

@@ -191,8 +191,8 @@ class Microkernels:
 
     amax(source, k, amax): FP32 bits of the largest magnitude of each `k` numbers into uint32; contiguous and 1-D.
     words(seed, first, found): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
-    scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a byte,
-    and the FP32 numbers that the table `inverses` has for these codes.
+    scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a
+    byte, and the FP32 numbers that the table `inverses` has for these codes.
     sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.

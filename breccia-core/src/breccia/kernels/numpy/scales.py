@@ -13,7 +13,7 @@ from ...codecs import F32_INF, NORMAL, Minifloat, PowerOfTwo, f32_bits
 from ...recipes import ScalingRecipe
 from ...rules import Exponent, Linear
 from .codes import MODEST, FloatCodes, code_writer
-from .workspace import F4, I4, ONE, U1, U2, U4, UNIT
+from .workspace import F4, I4, U1, U2, U4, UNIT
 
 if TYPE_CHECKING:
     from .codes import Microkernels
