@@ -232,7 +232,7 @@ class _Cast:
             source = self._load(work, values, *values.shape)
             found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
-                source = self._load(work, values, *values.shape, True)
+                source = self._load(work, values, *values.shape, wide=True)
                 a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
                 found[i] = a.max(where=a < F32_INF, initial=0)
 
