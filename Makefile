@@ -78,7 +78,8 @@ clean:
 	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
-		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/microkernels.c breccia-native/src/breccia_native/products.c \
+		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/microkernels.c breccia-native/src/breccia_native/decoding.c \
+		breccia-native/src/breccia_native/numbers.h breccia-native/src/breccia_native/versions.h breccia-native/src/breccia_native/products.c \
 		breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
@@ -89,8 +90,8 @@ $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproje
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		torchao compressed-tensors gguf optax equinox flax orbax-checkpoint
 	@# Of TransformerEngine there are the reference quantizers alone, in Python; `import transformer_engine` says that the
-	@# library is missing.
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine
+	@# library is missing. qwix and bitsandbytes need nothing else here.
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps transformer-engine qwix bitsandbytes
 	touch $@
 
 # Core alone: with a framework or another of breccia's distributions present, other kernels would hide a mutant.
@@ -112,7 +113,8 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 
 $(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
 		breccia-mlx/pyproject.toml breccia-bridges/pyproject.toml \
-		breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/microkernels.c breccia-native/src/breccia_native/products.c
+		breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/microkernels.c breccia-native/src/breccia_native/decoding.c \
+		breccia-native/src/breccia_native/numbers.h breccia-native/src/breccia_native/versions.h breccia-native/src/breccia_native/products.c
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \

@@ -666,6 +666,50 @@ def jax_cpu(result: Result) -> Table:
     )
 
 
+def forms(result: Result) -> Table:
+    """Milliseconds of each form of a cast, as a multiple of the recipe's plain form, of a copy, and of a write."""
+    options = result["options"]
+    rows = [row for row in result["rows"] if row["op"] not in ("copy", "write")]
+
+    def times(row: Result, what: str) -> str:
+        return f"{row[what]:.2f}" if what in row else ""
+
+    return Table(
+        "forms of casts on the CPU",
+        ("recipe", "op", "form", "ms", "of plain", "of plain, CPU time", "of copy", "of write"),
+        tuple(
+            (
+                row["recipe"],
+                row["op"],
+                row["form"],
+                three(row["min_s"] * 1e3),
+                *(times(row, what) for what in ("over_plain", "cpu_over_plain", "over_copy", "over_write")),
+            )
+            for row in rows
+        ),
+        f"A matrix of {options['size']} × {options['size']} in {options['framework']}, {options['threads']} thread(s), minima. "
+        "plain: the default, of FP32 and along the last axis. copy: of the FP32 matrix. write: of the result's size. "
+        f"The slowest copy took {options['copy_spread']:.2f} times the median one.",
+    )
+
+
+def native_parity(result: Result) -> Table:
+    """Values and bytes compared with the generic algorithm's, and bytes that differ, by op and instruction set."""
+    kinds = dict.fromkeys((row["op"], row["instructions"]) for row in result["rows"])
+
+    def sums(op: str, name: str) -> tuple[str, ...]:
+        rows = [row for row in result["rows"] if (row["op"], row["instructions"]) == (op, name)]
+        return tuple(f"{sum(row[what] for row in rows):,}" for what in ("values", "bytes", "differing"))
+
+    recipes = dict.fromkeys(row["recipe"] for row in result["rows"])
+    return Table(
+        "compiled kernels against the generic algorithm",
+        ("op", "instruction set", "values", "bytes", "differing bytes"),
+        tuple((*kind, *sums(*kind)) for kind in kinds),
+        f"{len(recipes)} recipes with every form and option in turn, at least {result['options']['values']:,} values of each.",
+    )
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -703,6 +747,8 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "jax-cpu": {"jax-cpu": jax_cpu},
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
+    "forms": {"forms": forms},
+    "native-parity": {"native-parity": native_parity},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
 }

@@ -2,16 +2,28 @@
 
 from setuptools import Extension, setup
 
+HEADERS = [f"src/breccia_native/{name}.h" for name in ("numbers", "versions")]
+
 setup(
     ext_modules=[
         Extension(
             "breccia_native.microkernels",
             ["src/breccia_native/microkernels.c"],
+            depends=HEADERS,
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # Contraction would fuse a product into the addition that rounds, and change codes.
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math"],
             py_limited_api=True,
             # Without a compiler the distribution installs all the same, and its kernel says why it does not run.
+            optional=True,
+        ),
+        Extension(
+            "breccia_native.decoding",
+            ["src/breccia_native/decoding.c"],
+            depends=HEADERS,
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math"],
+            py_limited_api=True,
             optional=True,
         ),
         Extension(

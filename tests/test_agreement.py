@@ -69,7 +69,9 @@ def theirs(quantizer: Quantizer, x: np.ndarray) -> Written:
     return found
 
 
-every = pytest.mark.parametrize("quantizer", DECLARED, indirect=True, ids=lambda of: f"{of[0]}: {of[1]}")
+#: qwix compiles each quantizer for seconds.
+SLOW = [pytest.param(of, marks=pytest.mark.rest) if of[0] == "qwix" else of for of in DECLARED]
+every = pytest.mark.parametrize("quantizer", SLOW, indirect=True, ids=lambda of: f"{of[0]}: {of[1]}")
 
 # -- the page and its result -----------------------------------------------------------------------------------------
 

@@ -147,6 +147,7 @@ def test_tensors_of_other_recipes_are_refused_with_the_call_that_converts_them()
     other = breccia.cast(x, breccia.MXFP8BlockScaling())
     with pytest.raises(breccia.DialectError) as refused:
         to_deepseek_v3(other)
+    assert isinstance(refused.value, NotImplementedError)  # what breccia 0.1 raised
     assert "this one is 'mxfp8'" in str(refused.value)
     assert "breccia.requantize(scaled, breccia.Float8BlockScaling(block_m=128))" in str(refused.value)
     to_deepseek_v3(breccia.requantize(other, breccia.Float8BlockScaling(block_m=128)))

@@ -35,6 +35,7 @@ def params(bnb: Any, kind: str = "nf4", nested: bool = False, block: int = 64, s
     return held.to("cpu")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("block", (64, 128))
 @pytest.mark.parametrize("nested", (False, True))
 def test_nf4_weights_of_bitsandbytes_decode_to_its_floats(bnb: Any, nested: bool, block: int) -> None:
@@ -46,6 +47,7 @@ def test_nf4_weights_of_bitsandbytes_decode_to_its_floats(bnb: Any, nested: bool
     assert torch.equal(breccia.dequantize(ours), bnb.functional.dequantize_4bit(theirs.data, theirs.quant_state))
 
 
+@pytest.mark.rest
 def test_nf4_weights_return_to_bitsandbytes(bnb: Any) -> None:
     import torch
 
@@ -62,6 +64,7 @@ def test_nf4_weights_return_to_bitsandbytes(bnb: Any) -> None:
     assert bytes_equal(breccia.from_foreign(made), ours)
 
 
+@pytest.mark.rest
 def test_what_no_recipe_describes_is_refused(bnb: Any) -> None:
     import torch
 
@@ -120,7 +123,7 @@ def qarray(name: str) -> Any:
     return core.quantize(jnp.asarray(numbers(64, 128)), how)
 
 
-@pytest.mark.parametrize("name", QWIX)
+@pytest.mark.parametrize("name", [n if n == "mxfp8" else pytest.param(n, marks=pytest.mark.rest) for n in QWIX])
 def test_qwix_arrays_decode_to_its_floats_and_return(name: str) -> None:
     theirs = qarray(name)
     from qwix._src.core import qarray as core

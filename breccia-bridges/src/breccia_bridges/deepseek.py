@@ -14,6 +14,10 @@ from breccia.backend import E8M0, Array, DialectError, Float8BlockScaling, Scale
 TILE_M = 128
 
 
+class NotBlocksError(DialectError, NotImplementedError):
+    """The tensor's recipe is not block-scaled FP8. Programs for breccia 0.1 catch NotImplementedError."""
+
+
 def from_deepseek_v3(
     data: Array, scale: Array, *, block_k: int = 128, fp8_format: str = "E4M3", block_m: int | None = None
 ) -> ScaledTensor:
@@ -63,11 +67,12 @@ def from_deepseek_v3(
 def to_deepseek_v3(scaled: ScaledTensor) -> tuple[Any, Any]:
     """`(data, scale)` of a block-scaled FP8 tensor, for `weight` and `weight_scale_inv`; zero-copy.
 
-    Raises DialectError for any other recipe, for blocks not along the last axis, and for scales that are not FP32.
+    Raises DialectError for any other recipe (a NotImplementedError, too), for blocks not along the last axis, and for scales
+    that are not FP32.
     """
     target = "breccia.Float8BlockScaling(block_m=128)"
     if not isinstance(scaled.recipe, Float8BlockScaling):
-        raise DialectError(
+        raise NotBlocksError(
             f"DeepSeek-V3 stores tensors of recipe 'fp8_block'; this one is {scaled.recipe.name!r}. Convert it first: "
             f"breccia.requantize(scaled, {target}) for a weight, block_m=1 for activations.",
             recipe=scaled.recipe,

@@ -72,6 +72,7 @@ _HOMES: dict[str, str] = {
             "Integer",
             "MAGNITUDE",
             "MANTISSA",
+            "Minifloat",
             "NF4",
             "NORMAL",
             "PowerOfTwo",
@@ -110,7 +111,9 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("pack", "unpack"), "kernels.reference"),
     # The NumPy kernels, for compiled kernels that replace parts of them.
     **dict.fromkeys(("numpy",), "kernels"),
-    **dict.fromkeys(("FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"),
+    **dict.fromkeys(
+        ("Blocks", "FloatCodes", "IntegerCodes", "ScaledCodes", "Microkernels", "TableCodes"), "kernels.numpy.codes"
+    ),
     # Errors, the registry and the command line.
     **dict.fromkeys(
         (

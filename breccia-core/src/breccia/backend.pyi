@@ -39,6 +39,7 @@ from .codecs import UINT4 as UINT4
 from .codecs import UINT8 as UINT8
 from .codecs import Codec as Codec
 from .codecs import Integer as Integer
+from .codecs import Minifloat as Minifloat
 from .codecs import PowerOfTwo as PowerOfTwo
 from .codecs import f32 as f32
 from .codecs import f32_bits as f32_bits
@@ -76,6 +77,7 @@ from .kernels import reference as reference
 from .kernels import threads as threads
 from .kernels.exact import keeps_parts as keeps_parts
 from .kernels.exact import renames as renames
+from .kernels.numpy.codes import Blocks as Blocks
 from .kernels.numpy.codes import FloatCodes as FloatCodes
 from .kernels.numpy.codes import IntegerCodes as IntegerCodes
 from .kernels.numpy.codes import Microkernels as Microkernels

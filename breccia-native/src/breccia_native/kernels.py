@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from breccia.backend import (
     DEFAULT,
+    F32_INF,
+    Blocks,
     CastOptions,
+    Codec,
     FloatCodes,
+    Integer,
     IntegerCodes,
     Microkernels,
+    Minifloat,
     ScaledCodes,
     ScaledTensor,
     ScalingRecipe,
@@ -18,7 +26,7 @@ from breccia.backend import (
 )
 from breccia.backend import numpy as kernels
 
-from . import microkernels
+from . import decoding, microkernels
 
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
@@ -31,7 +39,24 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
     return kernels.dequantize(st, out_dtype, out, _MICROKERNELS)
 
 
-def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes | None:
+#: The seed of no stochastic rounding.
+_NEAREST = (0, 0, 0, 0)
+
+
+def _amax(source: Any, k: int, found: Any) -> None:
+    microkernels.amax(source, k, found, _kind(source))
+
+
+def _extremes(source: Any, k: int, low: Any, high: Any) -> None:
+    microkernels.extremes(source, k, low, high, _kind(source))
+
+
+def _kind(source: Any) -> int:
+    """The number of a source's dtype in C."""
+    return 32 if source.itemsize == 4 else -16 if source.dtype.kind == "f" else 16
+
+
+def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False) -> ScaledCodes:
     match codes:
         case FloatCodes():
             fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
@@ -39,16 +64,40 @@ def _scaled(codes: FloatCodes | IntegerCodes | TableCodes, divides: bool = False
         case IntegerCodes():
             return partial(_write, microkernels.integers, divides, (codes.low, codes.high, float(codes.magic), codes.mask))
         case _:
-            return None
+            fields = (codes.thresholds, codes.values, codes.order, codes.zero)
+            return partial(_write, microkernels.tables, divides, fields)
 
 
-def _write(step: Any, divides: bool, fields: tuple[float, ...], source: Any, inverse: Any, k: int, codes: Any) -> None:
-    step(source, inverse, k, divides, codes, *fields)
+def _write(
+    step: Any,
+    divides: bool,
+    fields: tuple[Any, ...],
+    source: Any,
+    inverse: Any,
+    k: int,
+    codes: Any,
+    dither: tuple[int, int, int, int] = _NEAREST,
+) -> None:
+    step(source, inverse, k, divides, codes, *fields, _kind(source), *dither)
 
 
-def _shifted(codes: IntegerCodes, source: Any, inverse: Any, before: Any, after: Any, k: int, found: Any) -> None:
+def _shifted(
+    codes: IntegerCodes,
+    source: Any,
+    inverse: Any,
+    before: Any,
+    after: Any,
+    k: int,
+    found: Any,
+    dither: tuple[int, int, int, int] = _NEAREST,
+) -> None:
     fields = (codes.low, codes.high, float(codes.magic), codes.mask)
-    microkernels.shifted(source, inverse, before, after, k, found, *fields)
+    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), *dither)
+
+
+def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, found: Any, inverse: Any, global_scale: float) -> None:
+    fields = (codes.floor, codes.lift, codes.largest, codes.shift, codes.sign)
+    microkernels.scales(amax, divisor, global_scale, *fields, inverses, found, inverse)
 
 
 def _load(values: Any, dtype: str, columns: int, found: Any) -> None:
@@ -59,16 +108,73 @@ def _store(values: Any, dtype: str, found: Any) -> None:
     microkernels.store(values, _KINDS[dtype], found)
 
 
+def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, found: Any, stream: bool) -> None:
+    table, fields = _element(codec)
+    b, none = blocks, _NONE
+    decoding.decode(
+        data,
+        codec.bits,
+        table,
+        fields,
+        b.k,
+        b.m,
+        b.scale,
+        none if b.of_bytes is None else b.of_bytes,
+        b.halved,
+        none if b.subtracted is None else b.subtracted,
+        none if b.added is None else b.added,
+        b.global_scale,
+        b.divides,
+        _KINDS[dtype],
+        stream,
+        found,
+    )
+
+
+@lru_cache(maxsize=64)
+def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
+    """The FP32 numbers of all codes, and the fields of `element` in decoding.c: a form that computes these very numbers."""
+    table = np.array(codec.table, np.uint32)
+    fields = (_TABLE, 0, 0, 0, 0, 0.0)
+    magnitudes = np.arange(1 << codec.bits)
+    match codec:
+        case Integer() if codec.bits == 8:
+            flip, unit = 128 * codec.signed, math.ldexp(1.0, -codec.fraction_bits)
+            numbers = (((magnitudes ^ flip) - flip) * unit).astype(np.float32).view(np.uint32)
+            fields = (_INTEGER, 0, 0, 0, flip, unit)
+        case Minifloat() if codec.bits in (6, 8) and codec.signed and codec.mantissa_bits > 0 and codec.exponent_bits <= 5:
+            p, top, unit = codec.mantissa_bits, 1 << (codec.bits - 1), math.ldexp(1.0, 15 - codec.bias)
+            infinite, nan = (
+                int(np.argmax(np.append(where, True))) for where in (table[:top] >= F32_INF, table[:top] > F32_INF)
+            )
+            a = magnitudes & (top - 1)
+            halves = np.where(a >= nan, 0x7E00, np.where(a >= infinite, 0x7C00, a << (10 - p)))
+            halves |= (magnitudes >= top).astype(halves.dtype) << 15
+            numbers = (halves.astype(np.uint16).view(np.float16).astype(np.float32) * np.float32(unit)).view(np.uint32)
+            fields = (_MINIFLOAT, p, infinite, nan, 0, unit)
+        case _:
+            numbers = table
+    exact = numbers.shape == table.shape and (numbers == table).all()
+    return table.view(np.float32), fields if exact else (_TABLE, 0, 0, 0, 0, 0.0)
+
+
+#: How decoding.c makes numbers from codes.
+_TABLE, _MINIFLOAT, _INTEGER = range(3)
+_NONE = b""
 #: The numbers of dtypes in C.
 _KINDS = {"float32": 32, "bfloat16": 16, "float16": -16}
 _MICROKERNELS = Microkernels(
-    amax=microkernels.amax,
+    amax=_amax,
     pairs=microkernels.pairs,
     scaled=_scaled,
     divided=partial(_scaled, divides=True),
     values=microkernels.values,
     load=_load,
     store=_store,
-    extremes=microkernels.extremes,
+    extremes=_extremes,
+    words=microkernels.words,
+    sixes=microkernels.sixes,
+    scales=_scales,
     shifted=_shifted,
+    decode=_decode,
 )

@@ -6,78 +6,9 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
 
-#if defined(_MSC_VER)
-#define INLINE static __forceinline
-#else
-#define INLINE static inline __attribute__((always_inline))
-#endif
-
-#define MAGNITUDE 0x7fffffffu
-#define EXPONENT 0x7f800000u
-#define NORMAL 0x00800000u
-
-INLINE uint32_t bits_of(float y)
-{
-    uint32_t u;
-    memcpy(&u, &y, 4);
-    return u;
-}
-
-INLINE float float_of(uint32_t u)
-{
-    float y;
-    memcpy(&y, &u, 4);
-    return y;
-}
-
-/* -------------------------------------------------------------------------------------------------- floating dtypes */
-
-#define BF16 16
-#define FP16 -16
-#define FP32 32
-
-/* FP16 as FP32, exactly: exponents are moved up, and subnormal numbers are integers times 2^-24. */
-INLINE uint32_t bits_of_half(uint16_t h)
-{
-    const uint32_t a = h & 0x7fffu;
-    const uint32_t u = (a << 13) + (a >= 0x7c00u ? 224u << 23 : 112u << 23);
-    const uint32_t tiny = bits_of((float)(int32_t)a * 0x1p-24f);
-    return (a < 0x400u ? tiny : u) | ((uint32_t)(h & 0x8000u) << 16);
-}
-
-/* To nearest, ties to even; NaNs as NumPy converts them. */
-INLINE uint16_t half_of(uint32_t u)
-{
-    const uint32_t a = u & MAGNITUDE, payload = (a >> 13) & 0x3ffu;
-    const uint32_t normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
-    const uint32_t tiny = bits_of(float_of(a) + 0.5f) - 0x3f000000u; /* the last bit of 0.5 is 2^-24 */
-    const uint32_t finite = a < 0x38800000u ? tiny : a >= 0x477ff000u ? 0x7c00u : normal;
-    const uint32_t nan = 0x7c00u | (payload ? payload : 1u);
-    return (uint16_t)((a > EXPONENT ? nan : finite) | ((u >> 16) & 0x8000u));
-}
-
-/* To nearest, ties to even; a NaN becomes the one without a payload. */
-INLINE uint16_t bfloat_of(uint32_t u)
-{
-    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = 0x7fc0u | ((u >> 16) & 0x8000u);
-    return (uint16_t)((u & MAGNITUDE) > EXPONENT ? nan : rounded);
-}
-
-INLINE void row_of(const char *x, Py_ssize_t n, int kind, uint32_t *found)
-{
-    const uint16_t *half = (const uint16_t *)x;
-    if (kind == FP32)
-        memcpy(found, x, 4 * (size_t)n);
-    else if (kind == BF16)
-        for (Py_ssize_t i = 0; i < n; i++)
-            found[i] = (uint32_t)half[i] << 16;
-    else
-        for (Py_ssize_t i = 0; i < n; i++)
-            found[i] = bits_of_half(half[i]);
-}
+#include "numbers.h"
+#include "versions.h"
 
 INLINE uint32_t number_at(const char *x, int kind)
 {
@@ -125,38 +56,40 @@ INLINE void numbers_of(matrix x, uint32_t *found, Py_ssize_t columns)
             found[r * columns + c] = number_at(x.at + r * x.down + c * x.along, x.kind);
 }
 
-INLINE void halves_of(const uint32_t *x, Py_ssize_t n, int kind, uint16_t *found)
-{
-    if (kind == BF16)
-        for (Py_ssize_t i = 0; i < n; i++)
-            found[i] = bfloat_of(x[i]);
-    else
-        for (Py_ssize_t i = 0; i < n; i++)
-            found[i] = half_of(x[i]);
-}
-
 /* -------------------------------------------------------------------------------------------------- amax */
 
-INLINE void largest_of_each(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *amax)
+/* Magnitudes are non-negative as signed integers, which all processors can compare. */
+INLINE void largest_of_each(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *amax)
 {
-    for (Py_ssize_t b = 0; b < blocks; b++, x += k) {
-        int32_t most = 0; /* magnitudes are non-negative as int32, which all processors can compare */
-        for (Py_ssize_t i = 0; i < k; i++) {
-            const int32_t a = (int32_t)(x[i] & MAGNITUDE);
-            most = a > most ? a : most;
+    for (Py_ssize_t b = 0; b < blocks; b++) {
+        if (kind == FP32) {
+            const uint32_t *numbers = (const uint32_t *)x + b * k;
+            int32_t most = 0;
+            for (Py_ssize_t i = 0; i < k; i++) {
+                const int32_t a = (int32_t)(numbers[i] & MAGNITUDE);
+                most = a > most ? a : most;
+            }
+            amax[b] = (uint32_t)most;
+        } else {
+            const uint16_t *numbers = (const uint16_t *)x + b * k;
+            int16_t most = 0;
+            for (Py_ssize_t i = 0; i < k; i++) {
+                const int16_t a = (int16_t)(numbers[i] & 0x7fffu);
+                most = a > most ? a : most;
+            }
+            amax[b] = kind == BF16 ? (uint32_t)most << 16 : bits_of_half((uint16_t)most);
         }
-        amax[b] = (uint32_t)most;
     }
 }
 
 /* Loops over the formats' block sizes have a length known at compile time. */
-INLINE void amax_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *amax)
+INLINE void amax_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *amax)
 {
     switch (k) {
-    case 16: largest_of_each(x, blocks, 16, amax); break;
-    case 32: largest_of_each(x, blocks, 32, amax); break;
-    case 128: largest_of_each(x, blocks, 128, amax); break;
-    default: largest_of_each(x, blocks, k, amax);
+    case 16: largest_of_each(x, blocks, 16, kind, amax); break;
+    case 32: largest_of_each(x, blocks, 32, kind, amax); break;
+    case 128: largest_of_each(x, blocks, 128, kind, amax); break;
+    default: largest_of_each(x, blocks, k, kind, amax);
     }
 }
 
@@ -172,25 +105,9 @@ INLINE uint32_t unordered(int32_t key)
     return (uint32_t)key ^ ((uint32_t)(key >> 31) >> 1);
 }
 
-INLINE void extremes_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *low, uint32_t *high)
-{
-    for (Py_ssize_t b = 0; b < blocks; b++, x += k) {
-        int32_t least = INT32_MAX, most = INT32_MIN;
-        for (Py_ssize_t i = 0; i < k; i++) {
-            const int32_t a = ordered(x[i]);
-            least = a < least ? a : least;
-            most = a > most ? a : most;
-        }
-        low[b] = unordered(least);
-        high[b] = unordered(most);
-    }
-}
-
-/* -------------------------------------------------------------------------------------------------- codes */
-
-/* Numbers scaled before they are encoded: they stay in the L1 cache. Meanwhile what comes AHEAD is prefetched. */
+/* Numbers converted or scaled at once: they stay in the L1 cache. Meanwhile what comes AHEAD bytes later is prefetched. */
 #define STRIP 256
-#define AHEAD 2048
+#define AHEAD 8192
 
 #if defined(__GNUC__)
 #define FETCH(address) __builtin_prefetch(address)
@@ -198,17 +115,151 @@ INLINE void extremes_of(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint
 #define FETCH(address)
 #endif
 
-INLINE void times(const float *x, float by, Py_ssize_t n, int divides, float *y)
+/* FP32 numbers start .. start + n, n <= STRIP, of x, possibly in `room`. clean: those below 2^-126 as zeros of their sign. */
+INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize_t n, int clean, float *room)
 {
-    Py_ssize_t i = 0;
-    for (; i + 16 <= n; i += 16) { /* a cache line */
-        FETCH(x + i + AHEAD);
-        for (Py_ssize_t j = i; j < i + 16; j++)
-            y[j] = divides ? x[j] / by : x[j] * by;
-    }
-    for (; i < n; i++)
-        y[i] = divides ? x[i] / by : x[i] * by;
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
+    x += start * size;
+    for (Py_ssize_t i = 0; i < n * size; i += 64)
+        FETCH(x + AHEAD + i);
+    if (kind == FP32 && !clean)
+        return (const float *)x;
+    uint32_t found[STRIP];
+    row_of(x, n, kind, found);
+    if (clean)
+        for (Py_ssize_t i = 0; i < n; i++)
+            found[i] = (int32_t)(found[i] & MAGNITUDE) < (int32_t)NORMAL ? found[i] & ~MAGNITUDE : found[i];
+    memcpy(room, found, 4 * (size_t)n);
+    return room;
 }
+
+INLINE void extremes_of_each(const float *y, Py_ssize_t blocks, Py_ssize_t k, int32_t *least, int32_t *most)
+{
+    for (Py_ssize_t b = 0; b < blocks; b++, y += k) {
+        int32_t low = least[b], high = most[b];
+        for (Py_ssize_t i = 0; i < k; i++) {
+            const int32_t a = ordered(bits_of(y[i]));
+            low = a < low ? a : low;
+            high = a > high ? a : high;
+        }
+        least[b] = low;
+        most[b] = high;
+    }
+}
+
+INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *low, uint32_t *high)
+{
+    float room[STRIP];
+    const Py_ssize_t together = k < STRIP ? STRIP / k : 1;
+    for (Py_ssize_t b = 0; b < blocks; b += together) {
+        const Py_ssize_t several = together < blocks - b ? together : blocks - b;
+        int32_t least[STRIP], most[STRIP];
+        for (Py_ssize_t j = 0; j < several; j++)
+            least[j] = INT32_MAX, most[j] = INT32_MIN;
+        for (Py_ssize_t start = 0; start < k; start += STRIP) {
+            const Py_ssize_t n = k - start < STRIP ? k - start : STRIP;
+            const float *y = strip_of(x, kind, b * k + start, several * n, 0, room);
+            switch (n) {
+            case 16: extremes_of_each(y, several, 16, least, most); break;
+            case 32: extremes_of_each(y, several, 32, least, most); break;
+            case 128: extremes_of_each(y, several, 128, least, most); break;
+            default: extremes_of_each(y, several, n, least, most);
+            }
+        }
+        for (Py_ssize_t j = 0; j < several; j++)
+            low[b + j] = unordered(least[j]), high[b + j] = unordered(most[j]);
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------- random words */
+
+#define ROTATED(y, r) (((y) << (r)) | ((y) >> (32 - (r))))
+
+/* The first words of Threefry-2x32 with 20 rounds for counters first .. first + n (docs/spec/numerics.md, section 5.5). */
+INLINE void words_of(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, uint32_t *found)
+{
+    static const int rotations[8] = {13, 15, 26, 6, 17, 29, 16, 24};
+    const uint32_t key[3] = {low, high, 0x1BD11BDAu ^ low ^ high};
+    for (Py_ssize_t i = 0, run; i < n; i += run) { /* the high half of a counter is the same within a run */
+        const uint64_t at = first + (uint64_t)i, to_carry = (1ull << 32) - (at & 0xffffffffu);
+        const uint32_t from = (uint32_t)at, top = (uint32_t)(at >> 32);
+        run = (uint64_t)(n - i) < to_carry ? n - i : (Py_ssize_t)to_carry;
+        for (Py_ssize_t j = 0; j < run; j++) {
+            uint32_t x = from + (uint32_t)j + key[0], y = top + key[1];
+#if defined(__GNUC__)
+#pragma GCC unroll 20
+#endif
+            for (int r = 0; r < 20; r++) {
+                x += y;
+                y = ROTATED(y, rotations[r % 8]) ^ x;
+                if (r % 4 == 3) {
+                    x += key[(r / 4 + 1) % 3];
+                    y += key[(r / 4 + 2) % 3] + (uint32_t)(r / 4 + 1);
+                }
+            }
+            found[i + j] = x;
+        }
+    }
+}
+
+/* Where the random words of stochastic rounding come from: numbers in rows of `width`, of which each begins `stride` elements of the
+   whole tensor after the one before. Rounding is to nearest where width is 0. */
+typedef struct {
+    uint64_t seed, first;
+    Py_ssize_t width, stride;
+} dither;
+
+/* The words of numbers start .. start + n. */
+INLINE void words_at(dither d, Py_ssize_t start, Py_ssize_t n, uint32_t *found)
+{
+    for (Py_ssize_t i = 0, run, r = start / d.width, c = start % d.width; i < n; i += run, r++, c = 0) {
+        run = d.width - c < n - i ? d.width - c : n - i;
+        words_of((uint32_t)d.seed, (uint32_t)(d.seed >> 32), d.first + (uint64_t)(r * d.stride + c), run, found + i);
+    }
+}
+
+/* m / 2^shift, rounded up where the fraction's first 30 bits and the word's carry; 1 <= shift, m < 2^24. */
+INLINE uint32_t dithered(uint32_t m, int32_t shift, uint32_t word)
+{
+    const int32_t cut = shift < 30 ? shift : 30, beyond = shift - cut < 31 ? shift - cut : 31;
+    return ((m >> beyond) + (word >> (32 - cut))) >> cut;
+}
+
+/* The 24 bits of a magnitude's significand; 0 below 2^-126. */
+INLINE uint32_t significant(uint32_t a)
+{
+    return (int32_t)a < (int32_t)NORMAL ? 0 : (a & (NORMAL - 1)) | NORMAL;
+}
+
+/* -------------------------------------------------------------------------------------------------- codes */
+
+/* Number i of x, which is of the kind. */
+INLINE float at(const char *x, int kind, Py_ssize_t i)
+{
+    float y;
+    uint16_t half;
+    if (kind == FP32) {
+        memcpy(&y, x + 4 * i, 4);
+        return y;
+    }
+    memcpy(&half, x + 2 * i, 2);
+    return float_of(kind == BF16 ? (uint32_t)half << 16 : bits_of_half(half));
+}
+
+INLINE void times(const char *x, int kind, float by, Py_ssize_t n, int divides, float *y)
+{
+    for (Py_ssize_t i = 0; i < n; i++)
+        y[i] = divides ? at(x, kind, i) / by : at(x, kind, i) * by;
+}
+
+/* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0. */
+typedef struct {
+    const char *x;
+    int kind, divides;
+    Py_ssize_t n, k;
+    const float *inverse;
+    dither random;
+} numbers;
 
 /* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
 typedef struct {
@@ -216,21 +267,46 @@ typedef struct {
     Py_ssize_t left;
 } place;
 
-/* y = the next n of x, each times the inverse scale of its block of k, or divided by its scale; +0 where that is 0, whatever x is. */
-INLINE void scaled(const float *x, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
+/* y = n numbers of x times the inverse scales of their blocks. Loops over usual blocks have a length known at compile time. */
+INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
 {
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
     for (Py_ssize_t i = 0, length; i < n; i += length) {
         const float by = *next->inverse;
         length = next->left < n - i ? next->left : n - i;
         if (by == 0)
             memset(y + i, 0, 4 * (size_t)length);
+        else if (length == 16)
+            times(x + i * size, kind, by, 16, divides, y + i);
+        else if (length == 32)
+            times(x + i * size, kind, by, 32, divides, y + i);
         else
-            times(x + i, by, length, divides, y + i);
+            times(x + i * size, kind, by, length, divides, y + i);
         next->left -= length;
         if (next->left == 0) {
             next->inverse++;
             next->left = k;
         }
+    }
+}
+
+/* y = the next n scaled numbers. */
+INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divides, place *next, float *y)
+{
+    const Py_ssize_t size = all->kind == FP32 ? 4 : 2;
+    const char *x = all->x + start * size;
+    float room[STRIP];
+    if (all->random.width > 0) {
+        x = (const char *)strip_of(all->x, all->kind, start, n, 1, room);
+        scaled_of(x, FP32, all->k, n, divides, next, y);
+        return;
+    }
+    for (Py_ssize_t i = 0; i < n * size; i += 64)
+        FETCH(x + AHEAD + i);
+    switch (all->kind) { /* each compiled for its kind */
+    case FP32: scaled_of(x, FP32, all->k, n, divides, next, y); break;
+    case BF16: scaled_of(x, BF16, all->k, n, divides, next, y); break;
+    default: scaled_of(x, FP16, all->k, n, divides, next, y);
     }
 }
 
@@ -240,26 +316,37 @@ typedef struct {
     int shift, sign;
 } minifloat;
 
-INLINE void floats_of(
-    const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, minifloat f, uint8_t *codes)
+INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *codes)
 {
     float y[STRIP];
-    uint32_t words[STRIP];
-    place next = {inverse, k};
-    for (Py_ssize_t start = 0; start < n; start += STRIP) {
-        const Py_ssize_t length = n - start < STRIP ? n - start : STRIP;
-        scaled(x + start, k, length, divides, &next, y);
-        for (Py_ssize_t i = 0; i < length; i++) {
-            const uint32_t u = bits_of(y[i]);
-            int32_t a = (int32_t)(u & MAGNITUDE), e;
-            a = a > (int32_t)f.largest ? (int32_t)f.largest : a;
-            e = (int32_t)((uint32_t)a & EXPONENT);
-            e = (e > (int32_t)f.floor ? e : (int32_t)f.floor) + (int32_t)f.lift;
-            const uint32_t sum = bits_of(float_of((uint32_t)a) + float_of((uint32_t)e));
-            words[i] = ((sum + ((uint32_t)e >> f.shift)) & 0xff) | ((u >> 31) << f.sign);
-        }
+    uint32_t found[STRIP], words[STRIP];
+    const int32_t first = (int32_t)(f.floor >> 23), mantissa = 23 - f.shift;
+    place next = {all->inverse, all->k};
+    for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
+        const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
+        scaled(all, start, length, divides, &next, y);
+        if (all->random.width) {
+            words_at(all->random, start, length, words);
+            for (Py_ssize_t i = 0; i < length; i++) {
+                const uint32_t u = bits_of(y[i]);
+                int32_t a = (int32_t)(u & MAGNITUDE);
+                a = a > (int32_t)f.largest ? (int32_t)f.largest : a;
+                const int32_t e = (int32_t)((uint32_t)a >> 23), above = e > first ? e - first : 0, below = e < first ? first - e : 0;
+                const uint32_t m = dithered(significant((uint32_t)a), f.shift + below, words[i]);
+                found[i] = (m + ((uint32_t)above << mantissa)) | ((u >> 31) << f.sign);
+            }
+        } else
+            for (Py_ssize_t i = 0; i < length; i++) {
+                const uint32_t u = bits_of(y[i]);
+                int32_t a = (int32_t)(u & MAGNITUDE), e;
+                a = a > (int32_t)f.largest ? (int32_t)f.largest : a;
+                e = (int32_t)((uint32_t)a & EXPONENT);
+                e = (e > (int32_t)f.floor ? e : (int32_t)f.floor) + (int32_t)f.lift;
+                const uint32_t sum = bits_of(float_of((uint32_t)a) + float_of((uint32_t)e));
+                found[i] = ((sum + ((uint32_t)e >> f.shift)) & 0xff) | ((u >> 31) << f.sign);
+            }
         for (Py_ssize_t i = 0; i < length; i++) /* a separate loop, else each of the terms above would be narrowed */
-            codes[start + i] = (uint8_t)words[i];
+            codes[start + i] = (uint8_t)found[i];
     }
 }
 
@@ -269,39 +356,174 @@ typedef struct {
     uint8_t mask;
 } integer;
 
-INLINE void integers_of(
-    const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, integer f, uint8_t *codes)
+INLINE float clamped(float y, float low, float high)
+{
+    const float below = y < high ? y : high;
+    return below > low ? below : low;
+}
+
+/* The integer that y times `units` is rounded to. */
+INLINE int32_t dithered_integer(float y, float units, uint32_t word)
+{
+    const uint32_t u = bits_of(y * units), a = u & MAGNITUDE;
+    const int32_t whole = (int32_t)dithered(significant(a), 150 - (int32_t)(a >> 23), word);
+    return (int32_t)u < 0 ? -whole : whole;
+}
+
+INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *codes)
 {
     float y[STRIP];
-    place next = {inverse, k};
-    for (Py_ssize_t start = 0; start < n; start += STRIP) {
-        const Py_ssize_t length = n - start < STRIP ? n - start : STRIP;
-        scaled(x + start, k, length, divides, &next, y);
-        for (Py_ssize_t i = 0; i < length; i++) {
-            const float below = y[i] < f.high ? y[i] : f.high, within = below > f.low ? below : f.low;
-            codes[start + i] = (uint8_t)(bits_of(within + f.magic) & f.mask);
+    uint32_t found[STRIP], words[STRIP];
+    const float units = 0x1.8p23f / f.magic;
+    place next = {all->inverse, all->k};
+    for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
+        const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
+        scaled(all, start, length, divides, &next, y);
+        if (all->random.width) {
+            words_at(all->random, start, length, words);
+            for (Py_ssize_t i = 0; i < length; i++)
+                found[i] = (uint32_t)dithered_integer(clamped(y[i], f.low, f.high), units, words[i]);
+            for (Py_ssize_t i = 0; i < length; i++)
+                codes[start + i] = (uint8_t)(found[i] & f.mask);
+        } else
+            for (Py_ssize_t i = 0; i < length; i++)
+                codes[start + i] = (uint8_t)(bits_of(clamped(y[i], f.low, f.high) + f.magic) & f.mask);
+    }
+}
+
+/* Fields of breccia.kernels.numpy.TableCodes: by position in ascending order the smallest number rounded to the value there, the
+   value, and its code; and the code of +0. */
+typedef struct {
+    const float *starts, *values;
+    const uint8_t *order;
+    uint8_t zero;
+} table;
+
+INLINE void tables_of(const numbers *all, int divides, table f, uint8_t *codes)
+{
+    float y[STRIP];
+    int32_t found[STRIP];
+    uint32_t words[STRIP];
+    place next = {all->inverse, all->k};
+    for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
+        const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
+        const float *inverse = next.inverse;
+        Py_ssize_t left = next.left;
+        scaled(all, start, length, divides, &next, y);
+        if (all->random.width) {
+            words_at(all->random, start, length, words);
+            for (Py_ssize_t i = 0; i < length; i++) {
+                const float within = clamped(y[i], f.values[0], f.values[15]);
+                float low = f.values[0], high = f.values[1];
+                int32_t at = 0;
+                for (int j = 1; j < 16; j++) {
+                    const int reached = within >= f.values[j];
+                    at += reached;
+                    low = reached ? f.values[j] : low;
+                    high = reached ? f.values[j < 15 ? j + 1 : 15] : high;
+                }
+                const float width = high - low, part = (within - low) / (low < high ? width : 1.0f);
+                const float most = part < 1.0f ? part : 1.0f;
+                found[i] = at + ((int32_t)(most * 0x1p30f) + (int32_t)(words[i] >> 2) >= 1 << 30);
+            }
+        } else
+            for (Py_ssize_t i = 0; i < length; i++) {
+                int32_t at = 0;
+                for (int j = 1; j < 16; j++)
+                    at += y[i] >= f.starts[j];
+                found[i] = at;
+            }
+        for (Py_ssize_t i = 0; i < length; i++)
+            codes[start + i] = f.order[found[i]];
+        for (Py_ssize_t i = 0, run; i < length; i += run, left = all->k, inverse++) { /* +0 where there is no scale */
+            run = left < length - i ? left : length - i;
+            if (*inverse == 0)
+                memset(codes + start + i, f.zero, (size_t)run);
         }
     }
 }
 
-/* What is the same for all numbers of a block: the inverse scale, what is subtracted before, and added to codes. */
+/* What is the same for all numbers of a block: what is subtracted before, and added to codes. */
 typedef struct {
-    const float *inverse, *before, *after;
+    const float *before, *after;
 } offsets;
 
-INLINE void shifted_of(const float *x, offsets o, Py_ssize_t n, Py_ssize_t k, integer f, uint8_t *codes)
+/* n numbers of block b. */
+INLINE void block_shifted(
+    const float *x, const numbers *all, offsets o, integer f, Py_ssize_t b, const uint32_t *words, Py_ssize_t n, uint8_t *codes)
 {
-    for (Py_ssize_t start = 0, b = 0; start < n; start += k, b++) {
-        const float by = o.inverse[b], before = o.before[b], after = o.after[b], low = f.low - after, high = f.high - after;
-        const uint8_t add = (uint8_t)(int32_t)after;
-        if (by == 0) {
-            memset(codes + start, 0, (size_t)k);
-            continue;
+    const float by = all->inverse[b], before = o.before[b], after = o.after[b], low = f.low - after, high = f.high - after;
+    const uint8_t add = (uint8_t)(int32_t)after;
+    if (by == 0) {
+        memset(codes, 0, (size_t)n);
+        return;
+    }
+    if (words) {
+        const float units = 0x1.8p23f / f.magic;
+        uint32_t found[STRIP];
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const float less = x[i] - before, y = ((int32_t)(bits_of(less) & MAGNITUDE) < (int32_t)NORMAL ? 0.0f : less) * by;
+            found[i] = (uint32_t)dithered_integer(clamped(y, low, high), units, words[i]);
         }
-        for (Py_ssize_t i = start; i < start + k; i++) {
-            const float y = (x[i] - before) * by, below = y < high ? y : high, within = below > low ? below : low;
-            codes[i] = (uint8_t)((bits_of(within + f.magic) + add) & f.mask);
+        for (Py_ssize_t i = 0; i < n; i++)
+            codes[i] = (uint8_t)((found[i] + add) & f.mask);
+    } else
+        for (Py_ssize_t i = 0; i < n; i++)
+            codes[i] = (uint8_t)((bits_of(clamped((x[i] - before) * by, low, high) + f.magic) + add) & f.mask);
+}
+
+INLINE void shifted_of(const numbers *all, offsets o, integer f, uint8_t *codes)
+{
+    float room[STRIP];
+    uint32_t words[STRIP];
+    const Py_ssize_t k = all->k, whole = k < STRIP ? STRIP / k * k : k;
+    const uint32_t *drawn = all->random.width ? words : NULL;
+    for (Py_ssize_t first = 0; first < all->n; first += whole) { /* some short blocks, or a long one */
+        const Py_ssize_t end = whole < all->n - first ? first + whole : all->n;
+        for (Py_ssize_t start = first, n; start < end; start += n) {
+            n = end - start < STRIP ? end - start : STRIP;
+            const float *x = strip_of(all->x, all->kind, start, n, drawn != NULL, room);
+            if (drawn)
+                words_at(all->random, start, n, words);
+            for (Py_ssize_t i = 0, run; i < n; i += run) {
+                run = k < n - i ? k : n - i;
+                const uint32_t *own = drawn ? drawn + i : NULL;
+                if (run == 32)
+                    block_shifted(x + i, all, o, f, (start + i) / k, own, 32, codes + start + i);
+                else if (run == 128)
+                    block_shifted(x + i, all, o, f, (start + i) / k, own, 128, codes + start + i);
+                else
+                    block_shifted(x + i, all, o, f, (start + i) / k, own, run, codes + start + i);
+            }
         }
+    }
+}
+
+/* Scales of 8 bits from amax: codes of amax / divisor / global_scale, and the inverse of each by a table of 256. */
+INLINE void scales_of(
+    const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f, const float *inverses, uint8_t *codes, float *inverse)
+{
+    const float one = 1;
+    for (Py_ssize_t start = 0; start < n; start += STRIP) {
+        const Py_ssize_t length = n - start < STRIP ? n - start : STRIP;
+        float t[STRIP];
+        for (Py_ssize_t i = 0; i < length; i++)
+            t[i] = amax[start + i] / divisor / global_scale;
+        const numbers all = {(const char *)t, FP32, 0, length, length, &one, {0}};
+        floats_of(&all, 0, f, codes + start);
+        for (Py_ssize_t i = start; i < start + length; i++)
+            inverse[i] = inverses[codes[i]];
+    }
+}
+
+/* Four codes of 6 bits to three bytes. */
+INLINE void sixes_of(const uint8_t *codes, Py_ssize_t groups, uint8_t *data)
+{
+    for (Py_ssize_t i = 0; i < groups; i++, codes += 4, data += 3) {
+        const uint32_t w = codes[0] | (uint32_t)codes[1] << 6 | (uint32_t)codes[2] << 12 | (uint32_t)codes[3] << 18;
+        data[0] = (uint8_t)w;
+        data[1] = (uint8_t)(w >> 8);
+        data[2] = (uint8_t)(w >> 16);
     }
 }
 
@@ -339,12 +561,16 @@ INLINE void values_of_pairs(const uint8_t *data, const float *table, const float
 typedef struct {
     void (*load)(matrix, uint32_t *, Py_ssize_t);
     void (*store)(const uint32_t *, Py_ssize_t, int, uint16_t *);
-    void (*amax)(const uint32_t *, Py_ssize_t, Py_ssize_t, uint32_t *);
-    void (*extremes)(const uint32_t *, Py_ssize_t, Py_ssize_t, uint32_t *, uint32_t *);
-    void (*shifted)(const float *, offsets, Py_ssize_t, Py_ssize_t, integer, uint8_t *);
-    void (*floats)(const float *, const float *, Py_ssize_t, Py_ssize_t, int, minifloat, uint8_t *);
-    void (*integers)(const float *, const float *, Py_ssize_t, Py_ssize_t, int, integer, uint8_t *);
+    void (*amax)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *);
+    void (*extremes)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *, uint32_t *);
+    void (*words)(uint32_t, uint32_t, uint64_t, Py_ssize_t, uint32_t *);
+    void (*shifted)(const numbers *, offsets, integer, uint8_t *);
+    void (*floats)(const numbers *, minifloat, uint8_t *);
+    void (*integers)(const numbers *, integer, uint8_t *);
+    void (*tables)(const numbers *, table, uint8_t *);
+    void (*scales)(const float *, Py_ssize_t, float, float, minifloat, const float *, uint8_t *, float *);
     void (*pairs)(const uint8_t *, Py_ssize_t, uint8_t *);
+    void (*sixes)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
 
@@ -365,38 +591,60 @@ typedef struct {
         else                                                                                                                \
             halves_of(x, n, FP16, found);                                                                                   \
     }                                                                                                                       \
-    target static void name##_amax(const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *amax)                      \
+    target static void name##_amax(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *amax)                \
     {                                                                                                                       \
-        amax_of(x, blocks, k, amax);                                                                                        \
+        switch (kind) {                                                                                                     \
+        case FP32: amax_of(x, blocks, k, FP32, amax); break;                                                                \
+        case BF16: amax_of(x, blocks, k, BF16, amax); break;                                                                \
+        default: amax_of(x, blocks, k, FP16, amax);                                                                         \
+        }                                                                                                                   \
     }                                                                                                                       \
     target static void name##_extremes(                                                                                     \
-        const uint32_t *x, Py_ssize_t blocks, Py_ssize_t k, uint32_t *low, uint32_t *high)                                  \
+        const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *low, uint32_t *high)                            \
     {                                                                                                                       \
-        extremes_of(x, blocks, k, low, high);                                                                               \
+        extremes_of(x, blocks, k, kind, low, high);                                                                         \
     }                                                                                                                       \
-    target static void name##_shifted(const float *x, offsets o, Py_ssize_t n, Py_ssize_t k, integer f, uint8_t *codes)     \
+    target static void name##_words(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, uint32_t *found)             \
     {                                                                                                                       \
-        shifted_of(x, o, n, k, f, codes);                                                                                   \
+        words_of(low, high, first, n, found);                                                                               \
     }                                                                                                                       \
-    target static void name##_floats(                                                                                       \
-        const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, minifloat f, uint8_t *codes)         \
+    target static void name##_shifted(const numbers *all, offsets o, integer f, uint8_t *codes)                             \
     {                                                                                                                       \
-        if (divides)                                                                                                        \
-            floats_of(x, inverse, n, k, 1, f, codes);                                                                       \
+        shifted_of(all, o, f, codes);                                                                                       \
+    }                                                                                                                       \
+    target static void name##_floats(const numbers *all, minifloat f, uint8_t *codes)                                       \
+    {                                                                                                                       \
+        if (all->divides)                                                                                                   \
+            floats_of(all, 1, f, codes);                                                                                    \
         else                                                                                                                \
-            floats_of(x, inverse, n, k, 0, f, codes);                                                                       \
+            floats_of(all, 0, f, codes);                                                                                    \
     }                                                                                                                       \
-    target static void name##_integers(                                                                                     \
-        const float *x, const float *inverse, Py_ssize_t n, Py_ssize_t k, int divides, integer f, uint8_t *codes)           \
+    target static void name##_integers(const numbers *all, integer f, uint8_t *codes)                                       \
     {                                                                                                                       \
-        if (divides)                                                                                                        \
-            integers_of(x, inverse, n, k, 1, f, codes);                                                                     \
+        if (all->divides)                                                                                                   \
+            integers_of(all, 1, f, codes);                                                                                  \
         else                                                                                                                \
-            integers_of(x, inverse, n, k, 0, f, codes);                                                                     \
+            integers_of(all, 0, f, codes);                                                                                  \
+    }                                                                                                                       \
+    target static void name##_tables(const numbers *all, table f, uint8_t *codes)                                           \
+    {                                                                                                                       \
+        if (all->divides)                                                                                                   \
+            tables_of(all, 1, f, codes);                                                                                    \
+        else                                                                                                                \
+            tables_of(all, 0, f, codes);                                                                                    \
+    }                                                                                                                       \
+    target static void name##_scales(const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f,       \
+        const float *inverses, uint8_t *codes, float *inverse)                                                              \
+    {                                                                                                                       \
+        scales_of(amax, n, divisor, global_scale, f, inverses, codes, inverse);                                             \
     }                                                                                                                       \
     target static void name##_pairs(const uint8_t *codes, Py_ssize_t n, uint8_t *data)                                      \
     {                                                                                                                       \
         pairs_of(codes, n, data);                                                                                           \
+    }                                                                                                                       \
+    target static void name##_sixes(const uint8_t *codes, Py_ssize_t groups, uint8_t *data)                                 \
+    {                                                                                                                       \
+        sixes_of(codes, groups, data);                                                                                      \
     }                                                                                                                       \
     target static void name##_values(                                                                                       \
         const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, int bits, float *values)   \
@@ -407,48 +655,36 @@ typedef struct {
             values_of_pairs(data, table, scale, n, k, values);                                                              \
     }                                                                                                                       \
     static const version name = {                                                                                           \
-        name##_load, name##_store, name##_amax, name##_extremes, name##_shifted, name##_floats, name##_integers,               \
-        name##_pairs, name##_values};
+        name##_load, name##_store, name##_amax, name##_extremes, name##_words, name##_shifted, name##_floats,               \
+        name##_integers, name##_tables, name##_scales, name##_pairs, name##_sixes, name##_values};
 
 VERSION(baseline, )
 
-#if defined(__GNUC__) && defined(__x86_64__)
-#if defined(__clang__)
-#define WIDE
-#else
-#define WIDE ",prefer-vector-width=512"
-#endif
-VERSION(avx2, __attribute__((target("avx2"))))
-VERSION(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl" WIDE))))
-
-static const version *best(void)
-{
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return &avx512;
-    return __builtin_cpu_supports("avx2") ? &avx2 : &baseline;
-}
-#else
-static const version *best(void)
-{
-    return &baseline;
-}
+#if defined(X86_VERSIONS)
+VERSION(avx2, FOR_AVX2)
+VERSION(avx512, FOR_AVX512)
 #endif
 
-static const version *here = &baseline;
+#define here ((const version *)chosen)
 
 /* -------------------------------------------------------------------------------------------------- for Python */
 
-/* Sets ValueError and returns 0 unless both buffers have the 4-byte items that blocks of k need. */
-static int sizes_agree(const Py_buffer *x, const Py_buffer *per_block, Py_ssize_t k)
+/* Bytes of a number of a kind. */
+static Py_ssize_t size_of(int kind)
 {
-    if (k > 0 && x->len % 4 == 0 && x->len / 4 % k == 0 && per_block->len == x->len / k && (uintptr_t)x->buf % 4 == 0 &&
-        (uintptr_t)per_block->buf % 4 == 0)
+    return kind == FP32 ? 4 : 2;
+}
+
+/* Sets ValueError and returns 0 unless x holds numbers of the kind in blocks of k, and per_block 4 bytes for each. */
+static int sizes_agree(const Py_buffer *x, int kind, const Py_buffer *per_block, Py_ssize_t k)
+{
+    const Py_ssize_t size = size_of(kind);
+    if (k > 0 && x->len % size == 0 && x->len / size % k == 0 && per_block->len == x->len / size / k * 4 &&
+        (uintptr_t)x->buf % size == 0 && (uintptr_t)per_block->buf % 4 == 0)
         return 1;
     PyErr_Format(PyExc_ValueError,
-        "wanted aligned FP32 numbers in blocks of k = %zd and one number a block; got %zd and %zd bytes. Call breccia.cast.", k,
-        x->len, per_block->len);
+        "wanted aligned %s numbers in blocks of k = %zd and one number a block; got %zd and %zd bytes. Call breccia.cast.",
+        kind == FP32 ? "FP32" : "16-bit", k, x->len, per_block->len);
     return 0;
 }
 
@@ -528,18 +764,19 @@ static PyObject *store(PyObject *self, PyObject *args)
     return result(fits);
 }
 
-PyDoc_STRVAR(amax_doc, "amax(source, k, amax): bits of the largest magnitude of each k FP32 numbers, as uint32.");
+PyDoc_STRVAR(amax_doc, "amax(source, k, amax, kind=32): FP32 bits of the largest magnitude of each k numbers, as uint32.");
 
 static PyObject *amax(PyObject *self, PyObject *args)
 {
     Py_buffer x, found;
     Py_ssize_t k;
-    if (!PyArg_ParseTuple(args, "y*nw*:amax", &x, &k, &found))
+    int kind = FP32;
+    if (!PyArg_ParseTuple(args, "y*nw*|i:amax", &x, &k, &found, &kind))
         return NULL;
-    const int done = sizes_agree(&x, &found, k);
+    const int done = sizes_agree(&x, kind, &found, k);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->amax(x.buf, x.len / 4 / k, k, found.buf);
+        here->amax(x.buf, x.len / size_of(kind) / k, k, kind, found.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -548,18 +785,19 @@ static PyObject *amax(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(extremes_doc,
-    "extremes(source, k, low, high): the smallest and the largest of each k FP32 numbers. Numbers below 2^-126 count as +0.");
+    "extremes(source, k, low, high, kind=32): the smallest and the largest of each k numbers, as FP32. Those below 2^-126 are +0.");
 
 static PyObject *extremes(PyObject *self, PyObject *args)
 {
     Py_buffer x, low, high;
     Py_ssize_t k;
-    if (!PyArg_ParseTuple(args, "y*nw*w*:extremes", &x, &k, &low, &high))
+    int kind = FP32;
+    if (!PyArg_ParseTuple(args, "y*nw*w*|i:extremes", &x, &k, &low, &high, &kind))
         return NULL;
-    const int done = sizes_agree(&x, &low, k) && sizes_agree(&x, &high, k);
+    const int done = sizes_agree(&x, kind, &low, k) && sizes_agree(&x, kind, &high, k);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->extremes(x.buf, x.len / 4 / k, k, low.buf, high.buf);
+        here->extremes(x.buf, x.len / size_of(kind) / k, k, kind, low.buf, high.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -568,81 +806,204 @@ static PyObject *extremes(PyObject *self, PyObject *args)
     return result(done);
 }
 
+PyDoc_STRVAR(words_doc,
+    "words(seed, first, found): the first words of Threefry-2x32 with 20 rounds, key `seed`, for counters from `first` on, as uint32.");
+
+static PyObject *words(PyObject *self, PyObject *args)
+{
+    unsigned long long seed, first;
+    Py_buffer found;
+    if (!PyArg_ParseTuple(args, "KKw*:words", &seed, &first, &found))
+        return NULL;
+    const int done = found.len % 4 == 0 && (uintptr_t)found.buf % 4 == 0;
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->words((uint32_t)seed, (uint32_t)(seed >> 32), first, found.len / 4, found.buf);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError, "wanted aligned room for words of 4 bytes; got %zd bytes. Call breccia.cast.", found.len);
+    PyBuffer_Release(&found);
+    return result(done);
+}
+
+/* The arguments of all writers of codes. */
+typedef struct {
+    Py_buffer x, inverse, codes;
+    numbers all;
+    unsigned long long seed, first;
+} writing;
+
+/* Sets ValueError and returns 0 unless sizes agree. */
+static int ready(writing *w)
+{
+    w->all.x = w->x.buf;
+    w->all.n = w->x.len / size_of(w->all.kind);
+    w->all.inverse = w->inverse.buf;
+    w->all.random.seed = w->seed;
+    w->all.random.first = w->first;
+    if (!sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) || !has_length(&w->codes, w->all.n))
+        return 0;
+    if (w->all.random.width >= 0 && w->all.random.stride >= 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "wanted a width and a stride of rows, at least 0; got %zd and %zd. Call breccia.cast.",
+        w->all.random.width, w->all.random.stride);
+    return 0;
+}
+
+static PyObject *written(writing *w, int done)
+{
+    PyBuffer_Release(&w->x);
+    PyBuffer_Release(&w->inverse);
+    PyBuffer_Release(&w->codes);
+    return result(done);
+}
+
 PyDoc_STRVAR(shifted_doc,
-    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask): as integers, with numbers of each block of k that are\n"
-    "subtracted before the numbers are scaled, and added to their codes.");
+    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "as integers, with numbers of each\n"
+    "block of k that are subtracted before the numbers are scaled, and added to their codes.");
 
 static PyObject *shifted(PyObject *self, PyObject *args)
 {
-    Py_buffer x, inverse, before, after, codes;
-    Py_ssize_t k;
+    writing w = {.all.kind = FP32};
+    Py_buffer before, after;
     integer f;
-    if (!PyArg_ParseTuple(
-            args, "y*y*y*y*nw*fffb:shifted", &x, &inverse, &before, &after, &k, &codes, &f.low, &f.high, &f.magic, &f.mask))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*nw*fffb|iKKnn:shifted", &w.x, &w.inverse, &before, &after, &w.all.k, &w.codes, &f.low, &f.high,
+            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
-    const int done = sizes_agree(&x, &inverse, k) && sizes_agree(&x, &before, k) && sizes_agree(&x, &after, k) &&
-                     has_length(&codes, x.len / 4);
+    const int done =
+        ready(&w) && sizes_agree(&w.x, w.all.kind, &before, w.all.k) && sizes_agree(&w.x, w.all.kind, &after, w.all.k);
     if (done) {
-        const offsets o = {inverse.buf, before.buf, after.buf};
+        const offsets o = {before.buf, after.buf};
         Py_BEGIN_ALLOW_THREADS
-        here->shifted(x.buf, o, x.len / 4, k, f, codes.buf);
+        here->shifted(&w.all, o, f, w.codes.buf);
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&inverse);
     PyBuffer_Release(&before);
     PyBuffer_Release(&after);
-    PyBuffer_Release(&codes);
-    return result(done);
+    return written(&w, done);
 }
 
 PyDoc_STRVAR(floats_doc,
-    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign): codes of a minifloat, one a byte, of FP32 numbers\n"
-    "times the inverse scale of their block of k, or divided by its scale; zeros where that is 0. The others are the fields of\n"
-    "numpy._FloatCodes.");
+    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "codes of a minifloat, one a\n"
+    "byte, of numbers times the inverse scale of their block of k, or divided by its scale; zeros where that is 0. The others are the\n"
+    "fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16. Unless width is 0, codes are\n"
+    "rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each other, the first at `first`.");
 
 static PyObject *floats(PyObject *self, PyObject *args)
 {
-    Py_buffer x, inverse, codes;
-    Py_ssize_t k;
-    int divides;
+    writing w = {.all.kind = FP32};
     minifloat f;
-    if (!PyArg_ParseTuple(
-            args, "y*y*niw*IIIii:floats", &x, &inverse, &k, &divides, &codes, &f.floor, &f.lift, &f.largest, &f.shift, &f.sign))
+    if (!PyArg_ParseTuple(args, "y*y*niw*IIIii|iKKnn:floats", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.floor, &f.lift,
+            &f.largest, &f.shift, &f.sign, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
-    const int done = sizes_agree(&x, &inverse, k) && has_length(&codes, x.len / 4);
+    const int done = ready(&w);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->floats(x.buf, inverse.buf, x.len / 4, k, divides, f, codes.buf);
+        here->floats(&w.all, f, w.codes.buf);
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&inverse);
-    PyBuffer_Release(&codes);
-    return result(done);
+    return written(&w, done);
 }
 
 PyDoc_STRVAR(integers_doc,
-    "integers(source, inverse, k, divides, codes, low, high, magic, mask): as floats, for the fields of numpy._IntegerCodes.");
+    "integers(source, inverse, k, divides, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "as floats, for the fields of\n"
+    "numpy.IntegerCodes.");
 
 static PyObject *integers(PyObject *self, PyObject *args)
 {
-    Py_buffer x, inverse, codes;
-    Py_ssize_t k;
-    int divides;
+    writing w = {.all.kind = FP32};
     integer f;
-    if (!PyArg_ParseTuple(
-            args, "y*y*niw*fffb:integers", &x, &inverse, &k, &divides, &codes, &f.low, &f.high, &f.magic, &f.mask))
+    if (!PyArg_ParseTuple(args, "y*y*niw*fffb|iKKnn:integers", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.low, &f.high,
+            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
-    const int done = sizes_agree(&x, &inverse, k) && has_length(&codes, x.len / 4);
+    const int done = ready(&w);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->integers(x.buf, inverse.buf, x.len / 4, k, divides, f, codes.buf);
+        here->integers(&w.all, f, w.codes.buf);
+        Py_END_ALLOW_THREADS
+    }
+    return written(&w, done);
+}
+
+PyDoc_STRVAR(tables_doc,
+    "tables(source, inverse, k, divides, codes, starts, values, order, zero, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "as floats, for a table of 16 numbers\n"
+    "in ascending order: the smallest number rounded to each, of which the first is unused, their values, and codes; the code of +0.");
+
+static PyObject *tables(PyObject *self, PyObject *args)
+{
+    writing w = {.all.kind = FP32};
+    Py_buffer starts, values, order;
+    table f;
+    if (!PyArg_ParseTuple(args, "y*y*niw*y*y*y*b|iKKnn:tables", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &starts, &values,
+            &order, &f.zero, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
+        return NULL;
+    int done = ready(&w);
+    if (done && (starts.len != 64 || values.len != 64 || order.len != 16 || (uintptr_t)starts.buf % 4 || (uintptr_t)values.buf % 4)) {
+        PyErr_Format(PyExc_ValueError,
+            "wanted a table of 16 FP32 numbers, twice, and of their codes; got %zd, %zd and %zd bytes. Call breccia.cast.", starts.len,
+            values.len, order.len);
+        done = 0;
+    }
+    if (done) {
+        f.starts = starts.buf, f.values = values.buf, f.order = order.buf;
+        Py_BEGIN_ALLOW_THREADS
+        here->tables(&w.all, f, w.codes.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&starts);
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&order);
+    return written(&w, done);
+}
+
+PyDoc_STRVAR(scales_doc,
+    "scales(amax, divisor, global_scale, floor, lift, largest, shift, sign, inverses, codes, inverse): codes of a minifloat of FP32\n"
+    "amax / divisor / global_scale, and the FP32 inverse of each, from a table of 256. The others are the fields of numpy.FloatCodes.");
+
+static PyObject *scales(PyObject *self, PyObject *args)
+{
+    Py_buffer x, inverses, codes, inverse;
+    minifloat f;
+    float divisor, global_scale;
+    if (!PyArg_ParseTuple(args, "y*ffIIIiiy*w*w*:scales", &x, &divisor, &global_scale, &f.floor, &f.lift, &f.largest, &f.shift, &f.sign,
+            &inverses, &codes, &inverse))
+        return NULL;
+    int done = sizes_agree(&x, FP32, &inverse, 1) && has_length(&codes, x.len / 4);
+    if (done && (inverses.len != 1024 || (uintptr_t)inverses.buf % 4)) {
+        PyErr_Format(PyExc_ValueError, "wanted FP32 inverses of 256 codes; got %zd bytes. Call breccia.cast.", inverses.len);
+        done = 0;
+    }
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->scales(x.buf, x.len / 4, divisor, global_scale, f, inverses.buf, codes.buf, inverse.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
-    PyBuffer_Release(&inverse);
+    PyBuffer_Release(&inverses);
     PyBuffer_Release(&codes);
+    PyBuffer_Release(&inverse);
+    return result(done);
+}
+
+PyDoc_STRVAR(sixes_doc, "sixes(codes, data): four codes of 6 bits, one a byte, to each three bytes of data; the first in the low bits.");
+
+static PyObject *sixes(PyObject *self, PyObject *args)
+{
+    Py_buffer codes, data;
+    if (!PyArg_ParseTuple(args, "y*w*:sixes", &codes, &data))
+        return NULL;
+    const int done = has_length(&codes, data.len / 3 * 4) && has_length(&codes, (data.len * 4 + 2) / 3);
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->sixes(codes.buf, data.len / 3, data.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&data);
     return result(done);
 }
 
@@ -675,7 +1036,7 @@ static PyObject *values(PyObject *self, PyObject *args)
     int bits;
     if (!PyArg_ParseTuple(args, "y*y*y*niw*:values", &data, &table, &scale, &k, &bits, &found))
         return NULL;
-    int done = sizes_agree(&found, &scale, k) && has_length(&data, found.len / 4 * bits / 8);
+    int done = sizes_agree(&found, FP32, &scale, k) && has_length(&data, found.len / 4 * bits / 8);
     if (done && ((bits != 4 && bits != 8) || table.len != 4 << bits || (uintptr_t)table.buf % 4 || (bits == 4 && k % 2))) {
         PyErr_Format(PyExc_ValueError,
             "wanted codes of 4 or 8 bits with a number for each, and whole bytes in each block; got %d bits, %zd bytes of numbers and "
@@ -703,8 +1064,13 @@ static PyMethodDef methods[] = {
     {"shifted", shifted, METH_VARARGS, shifted_doc},
     {"floats", floats, METH_VARARGS, floats_doc},
     {"integers", integers, METH_VARARGS, integers_doc},
+    {"words", words, METH_VARARGS, words_doc},
+    {"tables", tables, METH_VARARGS, tables_doc},
+    {"scales", scales, METH_VARARGS, scales_doc},
+    {"sixes", sixes, METH_VARARGS, sixes_doc},
     {"pairs", pairs, METH_VARARGS, pairs_doc},
     {"values", values, METH_VARARGS, values_doc},
+    {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -720,6 +1086,6 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_microkernels(void)
 {
-    here = best();
+    ADD_VERSIONS(&avx512, &avx2, &baseline);
     return PyModuleDef_Init(&module);
 }

@@ -16,8 +16,8 @@ _FASTER = -400
 def breccia_kernels() -> Iterable[Kernel]:
     # These also run for torch's CPU tensors: breccia_torch.cpu calls the NumPy kernels.
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
-    for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
-        accepts = f"breccia.kernels.{module}:accepts_{op}"
+    for op, accepted in (("cast", "numpy.plan:accepts_compiled_cast"), ("dequantize", "plans:accepts_dequantize")):
+        accepts = f"breccia.kernels.{accepted}"
         yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)
     available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
     yield Kernel(

@@ -29,7 +29,7 @@ Array = Any
 
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """`cast` by the kernel for NumPy arrays."""
+    """`cast` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
     need_dense(x)
     scale, out = options.scale, options.out
     supplied = isinstance(scale, torch.Tensor)
@@ -40,18 +40,25 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
         options = options.replace(scale=given, out=None if out is None else _arrays(out))
     elif x.dtype not in _FLOATS:
         checks.check_cast(x, recipe)
-    written = calls.cast(_floats(x), recipe, options)
+    if x.numel() <= _ALONE:
+        written = calls.cast(_floats(x), recipe, options)
+    else:
+        with threads.at_most(torch.get_num_threads()):
+            written = calls.cast(_floats(x), recipe, options)
     return _tensors(written) if out is None else out
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`dequantize` by the kernel for NumPy arrays."""
+    """`dequantize` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
     if out is not None and not _readable(out):
         return reference.dequantize(st, out_dtype, out)
-    if out is None:
-        return _tensor(calls.dequantize(_arrays(st), out_dtype), getattr(torch, out_dtype))
-    calls.dequantize(_arrays(st), out_dtype, _floats(out))
-    return out
+    into = None if out is None else _floats(out)
+    if st.data.numel() <= _ALONE:
+        found = calls.dequantize(_arrays(st), out_dtype, into)
+    else:
+        with threads.at_most(torch.get_num_threads()):
+            found = calls.dequantize(_arrays(st), out_dtype, into)
+    return _tensor(found, getattr(torch, out_dtype)) if out is None else out
 
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
@@ -151,6 +158,8 @@ def _dtypes(recipe: ScalingRecipe) -> dict[str, torch.dtype]:
 
 _known: dict[InternedKey, dict[str, torch.dtype]] = {}
 _REMEMBERED = 256
+#: Elements up to which the kernels use one thread.
+_ALONE = 1 << 13
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -20,21 +20,36 @@ from ...tensors.grids import packed_length
 from ...tensors.tensor import ScaledTensor
 from .. import checks, reference
 from ..plans import scattered
-from .codes import PLAIN, pack_codes
-from .pieces import all_jobs, block_sides, byte_range, cut_pieces, load_piece, rounded_up, run_each, unit_of, within_blocks
+from .codes import NEAREST, PLAIN, pack_codes
+from .pieces import (
+    Piece,
+    all_jobs,
+    block_sides,
+    byte_range,
+    cut_pieces,
+    load_piece,
+    rounded_up,
+    run_each,
+    unit_of,
+    within_blocks,
+)
 from .plan import plan_of
 from .scales import LARGE, GlobalScale
-from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, times_scale
+from .workspace import F4, F32_DTYPE, I4, U1, U4, block_amax, chunk_size, thread_count, times_scale
 
 if TYPE_CHECKING:
-    from .codes import Microkernels
-    from .pieces import Job, Piece
+    from .codes import Dither, Microkernels
+    from .pieces import Job
     from .plan import Plan
     from .workspace import Buffers
 
 
 #: The same for chunks of the generic algorithm, which needs some 100 bytes per element.
 GENERIC = 1 << 15
+#: Elements of a chunk of numbers that are read where they lie.
+_LONG = 1 << 19
+#: The most blocks whose amax is kept between two passes: 8 MB.
+_KEPT = 1 << 21
 #: The size of arrays whose cost is dominated by NumPy's call overhead.
 _SMALL_ARRAY = 1 << 13
 
@@ -66,7 +81,10 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microk
     axis = contraction_axis(options.axis, x.ndim)
     layout = plan.layout(x.shape, axis)
     call = _Cast(plan, np.asarray(x), layout.block(axis), axis)
-    known = options.rounding == "nearest" and x.size > 0 and call.possible
+    if options.rounding == "stochastic":
+        low, high = NUMPY.words(options.seed)
+        call.seed = (high & 0xFFFFFFFF) << 32 | (low & 0xFFFFFFFF)
+    known = (call.seed is None or microkernels.words is not None) and x.size > 0 and call.possible
     if known and scale is not None:
         call.supply(reference.check_supplied(NUMPY, scale, x, recipe.format, layout, axis))
     if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
@@ -110,8 +128,12 @@ class _Cast:
         self.given_global: Array | None = None
         self.lead: Shape = ()
         self.own_codes = False
+        #: Of stochastic rounding
+        self.seed: int | None = None
         self.pieces: list[Piece] = []
         self.global_scales: list[GlobalScale] = []
+        #: Bits of the amax of blocks, by chunk, where the global scale needed them already.
+        self.kept: list[Array] = []
 
     @property
     def possible(self) -> bool:
@@ -177,40 +199,59 @@ class _Cast:
         data = data.view(U1).reshape(*self.y.shape[:-1], -1)
         self.pieces, flat = cut_pieces(self.y, self.block, self.unit, self.lead, data, *of_blocks)
         step = self._write if self.plan.fast else self._hand_over
-        if self.plan.shifted is not None and self.given is None and self.m == 1:
+        if self.plan.shifted is not None and self.m == 1:
             step = self._write_shifted
         if step == self._hand_over:
             for piece in self.pieces:
                 piece.limit = min(piece.limit, GENERIC)
-        whole = all_jobs(self.pieces, 1, self.plan.count) if refuse or self.per_tensor or self.two_level else []
+        if self.plan.narrow and self.y.flags.c_contiguous:  # without buffers, longer chunks take less of Python
+            longer = min(max(self.y.size // (4 * thread_count()), chunk_size()), _LONG)
+            for piece in self.pieces:
+                piece.limit = min(longer, piece.limit) if step == self._hand_over else longer
+        whole = all_jobs(list(map(_turned, self.pieces)), 1, 1) if refuse or self.per_tensor or self.two_level else []
         if refuse and self._largest(whole, False).max() >= F32_INF:
             reference.refuse_nonfinite(NUMPY, np.full(1, np.nan, F4))
+        m = 1 if flat else self.m
+        jobs = [] if self.large else all_jobs(self.pieces, m, self.unit)
         if global_scale is not None:
-            self._write_global(global_scale, whole)
+            self._write_global(global_scale, whole, jobs)
         if self.per_tensor:
-            self._write_large(scale, whole)
+            self._write_large(scale, all_jobs(self.pieces, 1, self.plan.count), whole)
         elif self.large:
-            self._write_large(scale, within_blocks(self.pieces, self.m, self.k, self.plan.count))
+            jobs = within_blocks(self.pieces, self.m, self.k, self.plan.count)
+            self._write_large(scale, jobs, jobs)
         else:
-            m = 1 if flat else self.m
-            run_each(step, all_jobs(self.pieces, m, self.unit), m, self.unit)
+            run_each(step, jobs, m, self.unit)
 
     def _largest(self, jobs: list[Job], finite: bool) -> Array:
         """Bits of the largest magnitude of each job, or of its finite ones."""
         found = np.zeros(len(jobs), U4)
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
-            source = load_piece(piece.values[r0:r1, c0:c1], r1 - r0, c1 - c0, work.source, self.plan.microkernels.load)
+            values = piece.values[r0:r1, c0:c1]
+            source = self._load(work, values, *values.shape)
             found[i : i + 1] = self._amax(work, source, source.size)
             if finite and found[i] >= F32_INF:
+                source = self._load(work, values, *values.shape, wide=True)
                 a = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[: source.size])
                 found[i] = a.max(where=a < F32_INF, initial=0)
 
         run_each(step, jobs, 1, self.plan.count)
         return found
 
+    def _load(self, work: Buffers, values: Array, rows: int, columns: int, wide: bool = False) -> Array:
+        """A chunk in one row, padded with zeros: in FP32, or unless `wide` in a dtype that the microkernels read."""
+        return load_piece(values, rows, columns, work.source, self.plan.microkernels.load, wide or not self.plan.narrow)
+
+    def _dither(self, piece: Piece, r0: int, c0: int, columns: int) -> Dither:
+        """Of a chunk in rows of `columns`."""
+        if self.seed is None:
+            return NEAREST
+        across = piece.shape[1]
+        return self.seed, piece.first + r0 * across + c0, columns, across
+
     def _amax(self, work: Buffers, source: Array, k: int) -> Array:
-        """Bits of the largest magnitude of each `k` FP32 numbers."""
+        """Bits of the largest magnitude of each `k` numbers, as FP32."""
         n = source.size
         if self.plan.microkernels.amax is None:
             np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n])
@@ -219,16 +260,39 @@ class _Cast:
         self.plan.microkernels.amax(source, k, found)
         return found
 
-    def _write_global(self, target: Array, whole: list[Job]) -> None:
+    def _amax_of_blocks(self, jobs: list[Job]) -> Array:
+        """Bits of the largest finite magnitude of all, keeping those of each block for `_write`, which has the same jobs."""
+        self.kept = [np.empty(0, U4)] * len(jobs)
+
+        def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
+            source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, rounded_up(c1 - c0, self.unit))
+            self.kept[i] = self._amax(work, source, self.k)
+
+        run_each(step, jobs, 1, self.unit)
+        return np.array([amax.max() for amax in self.kept], U4)
+
+    def _write_global(self, target: Array, whole: list[Job], jobs: list[Job]) -> None:
+        """`whole`: chunks of the tensor. jobs: those of `_write`."""
         scales = self.plan.global_scales
-        assert scales is not None
         with np.errstate(all="ignore"):
+            fmt = self.plan.fmt
             if self.given_global is not None:
-                target[...] = scales.codec.accept(NUMPY, self.given_global).view(F4)
+                target[...] = fmt.levels[0].codec.accept(NUMPY, self.given_global).view(F4)
             else:
-                amax = self._largest(whole, True).max(keepdims=True)
-                target[...] = (scales.fast_path(amax, None) or scales.slow_path(amax, None, None))[0][0]
-            self.global_scales = [GlobalScale(value, self.plan.scales) for value in target.reshape(-1)]
+                amax = np.full(1, F32_INF, U4)
+                if self.plan.narrow and self.m == 1 and self.y.flags.c_contiguous and self.y.size <= _KEPT * self.k:
+                    amax = self._amax_of_blocks(jobs).max(keepdims=True)
+                if amax[0] >= F32_INF:  # of the finite numbers only
+                    amax = self._largest(whole, True).max(keepdims=True)
+                if scales is None:
+                    target[...] = reference.sensed(NUMPY, np.where(amax < NORMAL, U4(0), amax).view(F4), fmt)[0]
+                else:
+                    target[...] = (scales.fast_path(amax, None) or scales.slow_path(amax, None, None))[0][0]
+            multipliers = reference.multiplier(NUMPY, target.reshape(-1), fmt)
+            self.global_scales = [
+                GlobalScale(*pair)
+                for pair in zip(multipliers, [self.plan.scales] * target.size, target.reshape(-1), strict=True)
+            ]
 
     def _write(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks."""
@@ -236,8 +300,8 @@ class _Cast:
         assert scales is not None and writer is not None and piece.scale is not None
         m = self.m if self.m > 1 else 1
         rows, columns = rounded_up(r1 - r0, m), rounded_up(c1 - c0, self.unit)
-        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source, self.plan.microkernels.load)
-        amax = self._amax(work, source, k)
+        source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
+        amax = self.kept[i] if self.kept else self._amax(work, source, k)
         if m > 1:
             amax = amax.reshape(rows // m, m, -1).max(axis=1).reshape(-1)
         global_scale = self.global_scales[piece.lead] if self.global_scales else None
@@ -250,52 +314,38 @@ class _Cast:
             if scales.subnormal(found[0]).any():
                 return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
             if found[1].max() > LARGE:
-                source = _flushed(work, source)
+                source = _flushed(work, self._load(work, piece.values[r0:r1, c0:c1], rows, columns, True))
         stored, inverse = found
         target = piece.scale[r0 // m : -(-r1 // m), c0 // k : -(-c1 // k)]
         target[...] = stored.reshape(rows // m, -1)[:, : target.shape[1]]
-        clamp = not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
+        clamp = self.plan.scaled is None and not np.maximum.reduce(amax.view(F4) * inverse) < writer.limit
         if self.plan.divides:
             inverse = scales.read(stored, inverse)
         if m > 1:
             inverse = inverse.reshape(rows // m, -1).repeat(m, axis=0).reshape(-1)
         target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
-        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp)
+        dither = self._dither(piece, r0, c0, columns)
+        self._write_codes(work, source, inverse, k, target, (rows, columns), c1 - c0, clamp, dither)
 
     def _write_shifted(self, work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
         """One chunk of whole blocks of one row, with a zero-point or a bias for each."""
-        plan, scales, k, fmt = self.plan, self.plan.scales, self.k, self.plan.fmt
-        extremes, shifted = plan.microkernels.extremes, plan.microkernels.shifted
-        assert scales is not None and plan.shifted is not None and extremes is not None and shifted is not None
+        plan, k = self.plan, self.k
         rows, columns = r1 - r0, c1 - c0
         if columns % k:  # padding is not among the numbers of its block
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
-        source = load_piece(piece.values[r0:r1, c0:c1], rows, columns, work.source, plan.microkernels.load)
-        low, high = (np.empty(source.size // k, F4) for _ in range(2))
-        extremes(source, k, low, high)
-        if fmt.offset == "zero_point":
-            np.minimum(low, 0, out=low)
-            np.maximum(high, 0, out=high)
-        width = high - low
-        found = scales.fast_path(width.view(U4), None) if self._amax(work, source, k).max() < F32_INF else None
+        source = self._load(work, piece.values[r0:r1, c0:c1], rows, columns)
+        accepted = None if piece.supplied is None else self._accepted(piece, r0, c0, rows, columns // k)
+        codes = work.codes[: source.size]
+        found = plan.offsets(source, k, codes, self._dither(piece, r0, c0, columns), accepted)
         if found is None:
             return self._hand_over(work, i, piece, r0, r1, c0, c1, 0)
-        stored, inverse = found
+        stored, offset = found
         assert piece.scale is not None and piece.zero_point is not None
-        nothing = np.zeros(low.size, F4)
-        if fmt.offset == "zero_point":
-            offset = fmt.element.encode(NUMPY, -low * inverse)
-            before, after = nothing, fmt.element.decode(NUMPY, offset)
-        else:
-            offset = fmt.scale.codec.encode(NUMPY, low)
-            before, after = fmt.scale.codec.read(NUMPY, NUMPY.store(offset, scales.storage)), nothing
         blocks = rows, columns // k
         places = slice(r0, r1), slice(c0 // k, c1 // k)
         piece.scale[places] = stored.reshape(blocks)
-        piece.zero_point[places] = NUMPY.store(offset, piece.zero_point.dtype.name).reshape(blocks)
-        target = piece.data[r0:r1, byte_range(fmt.element, c0, c1)]
-        codes = work.codes[: source.size]
-        shifted(plan.shifted, source, inverse, before, after, k, codes)
+        piece.zero_point[places] = offset.reshape(blocks)
+        target = piece.data[r0:r1, byte_range(plan.fmt.element, c0, c1)]
         self._pack(work, codes, target, (rows, columns))
 
     def _accepted(self, piece: Piece, r0: int, c0: int, rows: int, columns: int) -> Array:
@@ -317,6 +367,7 @@ class _Cast:
         padded: tuple[int, int],
         columns: int,
         clamp: bool,
+        dither: Dither,
     ) -> None:
         """Codes of `source`, of shape `padded` with `columns` real ones, times `inverse` of each `k`, to `target`.
 
@@ -327,34 +378,35 @@ class _Cast:
         in_place = plan.bits == 8 and target.size == n and target.flags.c_contiguous
         codes = target.reshape(-1) if in_place else work.codes[:n]
         if plan.scaled is not None:
-            plan.scaled(source, inverse, k, codes)
+            plan.scaled(source, inverse, k, codes, dither)
         else:
             times_scale(source, inverse, k, work.scaled[:n].view(F4))
             writer.write(work, n, codes, clamp)
             if not np.logical_and.reduce(inverse):
                 codes.reshape(-1, k)[inverse == 0] = writer.zero
-            if writer.zero and columns < padded[1]:
-                codes.reshape(padded)[:, columns:] = 0
+        if writer.zero and columns < padded[1]:
+            codes.reshape(padded)[:, columns:] = 0
         if not in_place:
             self._pack(work, codes, target, padded)
 
     def _pack(self, work: Buffers, codes: Array, target: Array, padded: tuple[int, int]) -> None:
         """Codes, one a byte and of shape `padded`, to `target`."""
-        bits, pairs = self.plan.bits, self.plan.microkernels.pairs
-        if bits == 4 and pairs is not None and 2 * target.size == codes.size and target.flags.c_contiguous:
-            pairs(codes, target)
+        bits, microkernels = self.plan.bits, self.plan.microkernels
+        packed = {4: microkernels.pairs, 6: microkernels.sixes}.get(bits)
+        if packed is not None and 8 * target.size == bits * codes.size and target.flags.c_contiguous:
+            packed(codes, target)
         else:
             pack_codes(codes.reshape(padded), bits, target, work.sign)
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------
 
-    def _write_large(self, scale: Array, jobs: list[Job]) -> None:
-        """The amax of every block first, then the codes."""
+    def _write_large(self, scale: Array, jobs: list[Job], read: list[Job]) -> None:
+        """The amax of every block first, from the jobs `read`, then the codes."""
         scales, writer = self.plan.scales, self.plan.codes
         assert scales is not None and writer is not None
         amax = np.zeros(scale.size, U4)
         if not self.own_codes:
-            np.maximum.at(amax, [job[-1] for job in jobs], self._largest(jobs, False))
+            np.maximum.at(amax, [job[-1] for job in read], self._largest(read, False))
         with np.errstate(all="ignore"):
             found = scales.fast_path(amax, None) if self.given is None else None
             if found is None:
@@ -372,38 +424,49 @@ class _Cast:
                 target[...] = 0
                 return
             padded = r1 - r0, rounded_up(c1 - c0, self.plan.count)
-            source = load_piece(piece.values[r0:r1, c0:c1], *padded, work.source, self.plan.microkernels.load)
+            chunk = piece.values[r0:r1, c0:c1]
+            source = self._load(work, chunk, *padded)
             n, fit, special = source.size, fits[number], subnormal[number]
             if self.own_codes:
-                largest = np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n]).max()
+                largest = self._amax(work, source, n)[0]
                 special |= largest >= F32_INF
                 fit = largest.view(F4) * inverse[number] < writer.limit
             if special or not self.plan.fast:
                 given = stored[number].reshape(() if self.per_tensor else (1, 1))
-                chunk = piece.values[r0:r1, c0:c1]
-                target[...] = reference.cast(chunk, self.plan.recipe, CastOptions(scale=given)).data.view(U1)
+                target[...] = self._generic(piece, r0, r1, c0, c1, chunk.shape, given).data.view(U1)
                 return
             if inverse[number] > LARGE:
-                source = _flushed(work, source)
-            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit)
+                source = _flushed(work, self._load(work, chunk, *padded, True))
+            dither = self._dither(piece, r0, c0, padded[1])
+            self._write_codes(work, source, by[number : number + 1], n, target, padded, c1 - c0, not fit, dither)
 
         run_each(step, jobs, 1, self.plan.count)
 
     # -- without a fast path ------------------------------------------------------------------------------------
 
+    def _generic(self, piece: Piece, r0: int, r1: int, c0: int, c1: int, shape: Shape, scale: Any) -> ScaledTensor:
+        """A chunk in another shape, by the generic algorithm."""
+        words, values = None, piece.values[r0:r1, c0:c1]
+        if self.seed is not None and self.plan.microkernels.words is not None:
+            words = np.empty(values.shape, U4)
+            for r in range(r0, r1):
+                self.plan.microkernels.words(self.seed, piece.first + r * piece.shape[1] + c0, words[r - r0])
+            words = words.view(I4).reshape(shape)
+        return reference.cast(values.reshape(shape), self.plan.recipe, CastOptions(scale=scale), words)
+
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
         """One chunk of whole blocks, by the generic algorithm."""
         assert piece.scale is not None
-        values, given = piece.values[r0:r1, c0:c1], None
+        shape, given = (r1 - r0, c1 - c0), None
         places = slice(r0 // self.m, -(-r1 // self.m)), slice(c0 // self.k, -(-c1 // self.k))
         if self.global_scales:
-            given = self.global_scales[piece.lead].value
+            given = self.global_scales[piece.lead].stored
         elif piece.supplied is not None:
             given = piece.supplied[places]
         if self.k >= self.y.shape[-1]:  # a block is a row, which would be longer in a flat piece
-            values = values.reshape(-1, self.y.shape[-1])
+            shape = -1, self.y.shape[-1]
             given = given if given is None or self.global_scales else given.reshape(-1, 1)
-        written = reference.cast(values, self.plan.recipe, CastOptions(scale=given))
+        written = self._generic(piece, r0, r1, c0, c1, shape, given)
         for part, target in (
             (written.data.view(U1), piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]),
             (written.scale, piece.scale[places]),
@@ -411,6 +474,16 @@ class _Cast:
         ):
             if target is not None:
                 target[...] = part.reshape(target.shape)
+
+
+def _turned(piece: Piece) -> Piece:
+    """The numbers of a matrix in the order of memory, for what does not depend on their order."""
+    down, along = piece.values.strides
+    if down >= along:
+        return piece
+    values = piece.values.T
+    values = values.reshape(1, -1) if values.flags.c_contiguous else values
+    return Piece(values, piece.data, None, None, None, piece.lead, piece.limit, piece.first)
 
 
 def _flushed(work: Buffers, source: Array) -> Array:

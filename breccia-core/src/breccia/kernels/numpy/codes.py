@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 _FINEST = 2.0**-24
 #: The least of the largest codes and qmax for which that holds; then for their reciprocals.
 MODEST = 2.0**20
-#: write(source, inverse, k, codes): codes of FP32 numbers (no NaN) times the number of their block of `k`, clamped, into as
-#: many bytes; zeros where that number is 0. All arrays are contiguous and 1-D.
-ScaledCodes = Callable[[Array, Array, int, Array], None]
+#: Of stochastic rounding: (seed, number of the first element, width, stride). Sources are rows of `width` elements, which begin
+#: `stride` elements of the whole tensor after each other, in C order with K last. Rounding is to nearest where width is 0.
+Dither = tuple[int, int, int, int]
+#: To nearest.
+NEAREST: Dither = (0, 0, 0, 0)
+#: write(source, inverse, k, codes, dither): codes of numbers (no NaN) times the number of their block of `k`, clamped, into as
+#: many bytes; +0 where that number is 0. All arrays are contiguous and 1-D.
+ScaledCodes = Callable[[Array, Array, int, Array, Dither], None]
 
 
 class FloatCodes:
@@ -135,8 +140,10 @@ class TableCodes:
     limit = math.inf
 
     def __init__(self, codec: Lookup) -> None:
-        self.starts: Array = np.array(codec.thresholds[1:], U4).view(F4)
+        self.thresholds: Array = np.array(codec.thresholds, U4).view(F4)
+        self.starts: Array = self.thresholds[1:]
         self.order: Array = np.array(codec.order, U1)
+        self.values: Array = np.array([codec.values[code] for code in codec.order], F4)
         self.zero = int(codec.encode(NUMPY, np.zeros(1, F4))[0])
 
     def write(self, work: Buffers, n: int, codes: Array, clamp: bool) -> None:
@@ -156,22 +163,50 @@ class TableCodes:
 _Codes = FloatCodes | IntegerCodes | TableCodes
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What is done to the numbers of codes in blocks of `m` rows by `k`, in this order; arrays have one item a block, C order.
+
+    `subtracted` from them; times `scale`, FP32 or bytes that `of_bytes` has FP32 numbers for (where `halved`, byte 0 stands for
+    half of its number, an FP32 subnormal); times `global_scale`, or divided by it; plus `added`, both terms flushed
+    below 2^-126.
+    """
+
+    m: int
+    k: int
+    scale: Array
+    of_bytes: Array | None = None
+    halved: bool = False
+    subtracted: Array | None = None
+    added: Array | None = None
+    global_scale: float | None = None
+    divides: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Microkernels:
     """Compiled replacements of NumPy's loops, with the same bytes; NumPy is used where one is None.
 
-    amax(source, k, amax): bits of the largest magnitude of each `k` FP32 numbers into uint32; contiguous and 1-D.
+    Where there is a `load`, sources are FP32, FP16, or BF16 as uint16; else FP32.
+
+    amax(source, k, amax): FP32 bits of the largest magnitude of each `k` numbers into uint32; contiguous and 1-D.
+    words(seed, first, found): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
+    scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a
+    byte, and the FP32 numbers that the table `inverses` has for these codes.
+    sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
     divided: likewise, with scales in place of inverse ones, by which numbers are divided.
     values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
     load(values, dtype, columns, found): a matrix of "float32", "float16" or "bfloat16" in any order as FP32 into contiguous
     rows of `columns`, with zeros after its columns and rows; 16-bit numbers are passed as uint16.
-    extremes(source, k, low, high): the smallest and the largest of each `k` FP32 numbers; below 2^-126 they count as +0.
-    shifted(codes, source, inverse, before, after, k, found): codes of an integer codec, one a byte. From each `k` numbers
-    `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added. Zeros where
-    the inverse is 0.
+    extremes(source, k, low, high): the smallest and the largest of each `k` numbers, in FP32; below 2^-126 they count as +0.
+    shifted(codes, source, inverse, before, after, k, found, dither): codes of an integer codec, one a byte. From each `k`
+    numbers `before` is subtracted; times `inverse` they are clamped and rounded, and `after` (integers in FP32) is added.
+    Zeros where the inverse is 0.
     store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
+    decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
+    matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
     """
 
     amax: Callable[[Array, int, Array], None] | None = None
@@ -182,7 +217,11 @@ class Microkernels:
     store: Callable[[Array, str, Array], None] | None = None
     divided: Callable[[_Codes], ScaledCodes | None] | None = None
     extremes: Callable[[Array, int, Array, Array], None] | None = None
-    shifted: Callable[[IntegerCodes, Array, Array, Array, Array, int, Array], None] | None = None
+    shifted: Callable[[IntegerCodes, Array, Array, Array, Array, int, Array, Dither], None] | None = None
+    words: Callable[[int, int, Array], None] | None = None
+    sixes: Callable[[Array, Array], None] | None = None
+    scales: Callable[[FloatCodes, Array, float, Array, Array, Array, float], None] | None = None
+    decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
 
 
 #: NumPy alone.

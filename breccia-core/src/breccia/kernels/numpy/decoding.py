@@ -20,7 +20,7 @@ from ...tensors.grids import packed_length, packing
 from ...tensors.tensor import ScaledTensor
 from .. import reference
 from ..plans import LAYOUTS, scattered
-from .codes import PLAIN
+from .codes import PLAIN, Blocks
 from .pieces import all_jobs, block_sides, byte_range, cut_pieces, rounded_up, run_each, unit_of, within_blocks
 from .workspace import F4, F32_DTYPE, MOST_THREADS, U1, U2, U4, U8, chunk_size, remembered
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 #: Bytes of codes decoded at once by one thread.
 _SHORT = 1 << 16
+#: Bytes of a result from which writing it past the caches pays off.
+_STREAMED = 1 << 24
+#: Elements of a chunk for a compiled microkernel, which needs no buffers: long ones take less of Python.
+_LONG = 1 << 20
 #: Number of elements from which a table of byte pairs (512 KB) pays off.
 _PAIRED = 1 << 20
 
@@ -46,6 +50,10 @@ class _Values:
         self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
+        #: Whether compiled microkernels decode it, of which biases are no obstacle
+        self.compiled = (self.known or fmt.offset == "bias") and fmt.scale.sense != "divisor" and sys.byteorder == "little"
+        self.compiled &= self.bits in (4, 6, 8) and type(element).decode is Codec.decode
+        self.compiled &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.element, self.codec = element, codec
         #: Whether a value is code * scale, times the global scale if any
         multiplies = all(level.sense == "multiplier" for level in fmt.levels)
@@ -156,8 +164,9 @@ def dequantize(
     dtype = NUMPY.to_float(np.empty(0, F4), name).dtype
     if type(out) is np.ndarray and (out.shape, out.dtype) == (st.shape, dtype) and not _overlaps(out, st):
         result = out.swapaxes(-1, -2) if st.axis == -2 else out
-        if result.flags.carray:
-            _Dequantize(st, result, microkernels).run()
+        call = _Dequantize(st, result, microkernels)
+        if result.flags.carray or (call.compiled and result.flags.behaved and not scattered(shape, block, lead, False)):
+            call.run()
             return out
     result = np.empty(shape, dtype)
     _Dequantize(st, result, microkernels).run()
@@ -188,6 +197,8 @@ class _Dequantize:
         self.k = k if k < columns else self.unit
 
         self.large = self.per_tensor or self.m * self.unit > chunk_size()
+        self.compiled = microkernels.decode is not None and tables.compiled
+        self.stream = result.nbytes >= _STREAMED
         #: Whether there are enough look-ups for a table of byte pairs: in total, and in each block with its own table
         self.many = self.result.size >= _PAIRED
         each = math.prod(self.result.shape[-2:]) if st.scale.ndim else self.result.size
@@ -213,15 +224,60 @@ class _Dequantize:
         if scattered(shape, self.block, (), data.flags.c_contiguous):
             data = np.ascontiguousarray(data)
         pieces, flat = cut_pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
+        if self.compiled:
+            for piece in pieces:
+                piece.limit = _LONG
         if self.per_tensor:
             jobs = all_jobs(pieces, 1, tables.count)
         elif self.large:
             jobs = within_blocks(pieces, self.m, self.k, tables.count)
         else:
-            m = 1 if flat else self.m
-            run_each(self._blocks if tables.known else self._hand_over, all_jobs(pieces, m, self.unit), m, self.unit)
+            m = self.m = 1 if flat else self.m
+            step = self._compiled if self.compiled else self._blocks if tables.known else self._hand_over
+            run_each(step, all_jobs(pieces, m, self.unit), m, self.unit, not self.compiled)
             return
-        run_each(self._one_scale if tables.known else self._hand_over, jobs, 1, tables.count)
+        step = self._compiled if self.compiled else self._one_scale if tables.known else self._hand_over
+        run_each(step, jobs, 1, tables.count, not self.compiled)
+
+    def _compiled(self, _: Buffers, __: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
+        """A chunk of whole blocks, or within one block."""
+        fmt, tables, decode = self.fmt, self.tables, self.microkernels.decode
+        assert decode is not None
+        if self.large:
+            m, k = r1 - r0, c1 - c0
+            scale, offset = (None if a is None else a[number : number + 1] for a in (self.scale, self.zero_point))
+        else:
+            m, k = self.m, self.k
+            places = slice(r0 // m, -(-r1 // m)), slice(c0 // k, -(-c1 // k))
+            scale, offset = (None if a is None else a[places] for a in (piece.scale, piece.zero_point))
+        assert scale is not None
+        of_bytes = None
+        if fmt.scale.sense == "amax":
+            scale = NUMPY.div(fmt.scale.codec.read(NUMPY, scale), fmt.qmax(fmt.scale))
+        elif tables.scales is not None:
+            of_bytes = tables.scales
+        elif scale.dtype is not F32_DTYPE:
+            scale = fmt.scale.codec.read(NUMPY, scale)
+        offset = None if offset is None else np.ascontiguousarray(reference.offsets_of(NUMPY, offset))
+        global_scale, level = None, fmt.global_scale
+        if self.global_scale is not None and level is not None:
+            g = self.global_scale[piece.lead]
+            global_scale = float(NUMPY.div(g, fmt.qmax(level)) if level.sense == "amax" else g)
+        blocks = Blocks(
+            m,
+            k,
+            np.ascontiguousarray(scale),
+            of_bytes,
+            tables.halves is not None,
+            offset if fmt.offset == "zero_point" else None,
+            offset if fmt.offset == "bias" else None,
+            global_scale,
+            level is not None and level.sense == "divisor",
+        )
+        target = piece.values[r0:r1, c0:c1]
+        data = piece.data[r0:r1, byte_range(self.fmt.element, c0, c1)]
+        data = data if data.strides[1] == 1 else np.ascontiguousarray(data)
+        decode(tables.element, data, blocks, self.dtype, target if target.dtype == F4 else target.view(U2), self.stream)
 
     def _decoded(self, work: Buffers, table: Array, piece: Piece, r0: int, r1: int, c0: int, c1: int) -> tuple[Array, Array]:
         """(values of a chunk, rows by columns; their destination, possibly the same memory)."""

@@ -43,6 +43,7 @@ class Piece:
 
     values are high-precision numbers, data packed codes, and the others one item per block, None if absent.
     lead: index of the matrix among those with their own per-tensor scale. limit: elements of a chunk.
+    first: the number of its first element in C order, K last.
     """
 
     values: Array
@@ -52,6 +53,7 @@ class Piece:
     supplied: Array | None
     lead: int
     limit: int
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,7 +77,8 @@ def cut_pieces(
     for index in np.ndindex(*prefix) if prefix else ((),):
         number = int(np.ravel_multi_index(index[: len(lead)], lead)) if lead else 0
         parts = [matrix(part, index) for part in (values, data, *of_blocks)]
-        pieces.append(Piece(parts[0], parts[1], parts[2], parts[3], parts[4], number, limit))
+        first = len(pieces) * parts[0].size
+        pieces.append(Piece(parts[0], parts[1], parts[2], parts[3], parts[4], number, limit, first))
     return pieces, flat
 
 
@@ -117,23 +120,23 @@ def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
     return jobs
 
 
-def run_each(step: Any, jobs: list[Job], m: int, unit: int) -> None:
-    """`step(buffers, i, *jobs[i])` for all jobs, on all threads."""
-    size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs)
+def run_each(step: Any, jobs: list[Job], m: int, unit: int, buffers: bool = True) -> None:
+    """`step(buffers, i, *jobs[i])` for all jobs, on all threads. buffers: whether they have room for a job."""
+    size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs) if buffers else 0
 
     def work(first: int, end: int) -> None:
-        buffers = own_buffers(size)
+        own = own_buffers(size)
         with np.errstate(all="ignore"):  # the contract allows overflow and NaN as results
             for i in range(first, end):
-                step(buffers, i, *jobs[i])
+                step(own, i, *jobs[i])
 
     spread(work, len(jobs), thread_count())
 
 
-def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any = None) -> Array:
+def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any = None, wide: bool = True) -> Array:
     """`values` (r, c) as aligned FP32 in one row, padded with zeros to (rows, columns): a view where possible.
 
-    load: of `Microkernels`.
+    load: of `Microkernels`. wide: whether 16-bit numbers, too, become FP32 where they could be viewed; BF16 is uint16 in views.
     """
     r, c = values.shape
     aligned = values.flags.aligned and values.dtype.isnative
@@ -141,6 +144,8 @@ def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any 
         return values.reshape(-1)
     flat = buffer[: rows * columns]
     name = dtype_name(values)
+    if not wide and (r, c) == (rows, columns) and values.flags.c_contiguous and aligned and name in FLOATS:
+        return (values.view(U2) if name == "bfloat16" else values).reshape(-1)
     if load is not None and aligned and name in FLOATS:
         load(values if values.dtype == F4 else values.view(U2), name, columns, flat)
         return flat.view(F4)

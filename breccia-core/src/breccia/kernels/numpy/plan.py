@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.ops import NUMPY, Array
-from ...codecs import F32, Minifloat, PowerOfTwo
+from ...codecs import F32, F32_INF, Minifloat, PowerOfTwo, f32_bits
 from ...formats import TENSOR
 from ...layouts import Layout, Shape
 from ...recipes import ScalingRecipe
@@ -19,14 +19,18 @@ from ...tensors.grids import packing
 from ...tensors.tensor import ScaledTensor
 from .. import checks
 from ..plans import k_last, scattered
-from .codes import PLAIN, IntegerCodes, code_writer, pack_codes
+from .codes import NEAREST, PLAIN, IntegerCodes, code_writer, pack_codes
 from .pieces import block_sides, unit_of
-from .scales import GlobalScale, Scales
-from .workspace import MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
+from .scales import LARGE, GlobalScale, Scales
+from .workspace import F4, MAGNITUDE_BITS, U1, U2, U4, chunk_size, remembered
 
 if TYPE_CHECKING:
     from ...dispatch.call import Call
-    from .codes import Microkernels
+    from .codes import Dither, Microkernels
+
+
+#: FP32 bits of `LARGE`.
+_LARGE_BITS = f32_bits(LARGE)
 
 
 class Plan:
@@ -42,7 +46,6 @@ class Plan:
         self.unsupported = sys.byteorder != "little"
         if level is not None:
             self.unsupported |= type(recipe.rules[0]) is not Linear or level.codec != F32 or fmt.scale.block == TENSOR
-            self.unsupported |= level.sense != "multiplier"
         multiplies = type(fine).scaled in (Rule.scaled, Inverse.scaled)
         #: Whether codes are computed by division. Only microkernels do so; without them, the generic algorithm.
         self.divides = type(fine).scaled is Divide.scaled
@@ -55,29 +58,43 @@ class Plan:
             writer = code_writer(fmt.element)
             if isinstance(writer, IntegerCodes) and not writer.codec.fraction_bits:
                 self.shifted = writer
+        #: The FP32 numbers of its codes.
+        self.numbers: Array = np.array(fmt.element.table if self.shifted else (), U4).view(F4)
         #: The writer of codes from unscaled numbers.
         written = microkernels.divided if self.divides else microkernels.scaled
         self.scaled = None if written is None or self.codes is None else written(self.codes)
         #: Whether codes are computed here, not by the generic algorithm.
         self.fast = self.codes is not None and (not self.divides or (self.scaled is not None and level is None))
         self.scales = None if self.codes is None and self.shifted is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
-        self.global_scales = None if level is None or self.unsupported else Scales(recipe, 0, microkernels)
+        own = level is not None and level.sense == "multiplier" and not self.unsupported
+        self.global_scales = Scales(recipe, 0, microkernels) if own else None
+        #: Whether microkernels read 16-bit numbers as they are
+        self.narrow = microkernels.load is not None and (self.scaled is not None or self.shifted is not None)
         self._layouts: dict[Any, Layout] = {}
         #: Whether blocks are runs within a row, so that short arrays need the fewest calls
         self.plain = (
             known and not self.divides and not self.unsupported and (fmt.scale.block == TENSOR or fmt.scale.block[0] == 1)
-        )
+        ) and (level is None or own)
+        self.plain |= self.shifted is not None and fmt.scale.block != TENSOR and fmt.scale.block[0] == 1
 
     def short(self, x: Array) -> ScaledTensor | None:
         """`cast` of small, contiguous FP32 `x` with whole blocks and normal numbers; None for others."""
         scales, writer, shape = self.scales, self.codes, x.shape
-        if not self.plain or scales is None or writer is None:
+        if not self.plain or scales is None:
             return None
         block, size, columns, microkernels = self.block, x.size, shape[-1], self.microkernels
         k = block[1] or (size if block == TENSOR else columns)
         if (block != TENSOR and columns % k) or columns % self.count or k % self.count:
             return None
         flat = x.reshape(-1)
+        if writer is None:
+            codes = np.empty(size, U1)
+            found = self.offsets(flat, k, codes, NEAREST)
+            if found is None:
+                return None
+            blocks = *shape[:-1], -1
+            stored, offset = (part.reshape(blocks) for part in found)
+            return ScaledTensor.from_parts(self._packed(codes, shape, k), stored, self.recipe, self.layout(shape, -1), offset)
         if microkernels.amax is None:
             amax = np.maximum.reduce(x.reshape(-1, k).view(U4) & MAGNITUDE_BITS, axis=1)
         else:
@@ -89,32 +106,77 @@ class Plan:
             if found is None:
                 return None
             global_scale = found[0].reshape(())
-            divisor = GlobalScale(found[0][0], scales)
+            divisor = GlobalScale(found[0][0], scales, global_scale)
         found = scales.fast_path(amax, divisor)
         if found is None:
             return None
         stored, inverse = found
         if self.scaled is not None:
             codes = np.empty(size, U1)
-            self.scaled(flat, inverse, k, codes)
+            self.scaled(flat, inverse, k, codes, NEAREST)
         else:
             codes = writer.few(x.reshape(-1, k) * inverse[:, None])
             if scales.values is not None and not inverse.all():
                 codes[inverse == 0] = writer.zero
+        data = self._packed(codes, shape, k)
+        stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
+        return ScaledTensor.from_parts(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
+
+    def _packed(self, codes: Array, shape: Shape, k: int) -> Array:
+        """Codes, one a byte, as data of the logical `shape`."""
+        microkernels, columns = self.microkernels, shape[-1]
         if self.bits == 8:
-            data = codes.reshape(shape).view(self.storage)
+            return codes.reshape(shape).view(self.storage)
         elif self.bits == 4 and microkernels.pairs is not None:
             data = np.empty((*shape[:-1], columns // 2), U1)
             microkernels.pairs(codes, data)
         elif self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(U2)
             data = (pairs | (pairs >> 4)).astype(U1)
+        elif microkernels.sixes is not None:
+            data = np.empty((*shape[:-1], columns * 3 // 4), U1)
+            microkernels.sixes(codes, data)
         else:
-            data = np.empty((size // k, k * self.bits // 8), U1)
-            pack_codes(codes.reshape(-1, k), self.bits, data, np.empty(size, U1))
+            data = np.empty((codes.size // k, k * self.bits // 8), U1)
+            pack_codes(codes.reshape(-1, k), self.bits, data, np.empty(codes.size, U1))
             data = data.reshape(*shape[:-1], -1)
-        stored = stored.reshape(() if block == TENSOR else (*shape[:-1], -1))
-        return ScaledTensor.from_parts(data, stored, self.recipe, self.layout(shape, -1), None, global_scale)
+        return data
+
+    def offsets(
+        self, source: Array, k: int, codes: Array, dither: Dither, accepted: Array | None = None
+    ) -> tuple[Array, Array] | None:
+        """(stored scales, zero-points or biases) of blocks of `k` numbers, and `codes`; None where numbers are not normal.
+
+        accepted: int32 codes of supplied scales.
+        """
+        scales, microkernels, fmt, writer = self.scales, self.microkernels, self.fmt, self.shifted
+        extremes, shifted = microkernels.extremes, microkernels.shifted
+        assert scales is not None and writer is not None and extremes is not None and shifted is not None
+        low, high = np.empty(source.size // k, F4), np.empty(source.size // k, F4)
+        extremes(source, k, low, high)
+        zeroed = fmt.offset == "zero_point"
+        if zeroed:
+            low, high = np.minimum(low, 0), np.maximum(high, 0)
+        found, amax = None, np.empty(low.size, U4)
+        microkernels.amax(source, k, amax)  # pyright: ignore[reportOptionalCall]
+        most = np.maximum.reduce(amax)
+        if accepted is not None:
+            found = scales.slow_path(amax, accepted, None)
+            if most >= _LARGE_BITS or found[1].max() > LARGE or not found[1].all():
+                return None
+        elif most < F32_INF:
+            found = scales.fast_path((high - low).view(U4), None)
+        if found is None:
+            return None
+        stored, inverse = found
+        nothing = np.zeros(low.size, F4)
+        if zeroed:
+            offset = writer.few(-low * inverse)
+            before, after = nothing, self.numbers.take(offset)
+        else:
+            offset, before, after = *scales.nearest(low), nothing
+        shifted(writer, source, inverse, before, after, k, codes, dither)
+        return stored, offset
 
     def layout(self, shape: Shape, axis: int) -> Layout:
         """`checks.fitted_layout`, cached by what it depends on."""
@@ -131,9 +193,14 @@ def plan_of(recipe: ScalingRecipe, microkernels: Microkernels = PLAIN) -> Plan:
 
 
 def accepts_cast(call: Call) -> str | None:
-    """Why `cast` would pass the whole array to the generic algorithm, or None."""
+    """Why `cast` without microkernels would pass the whole array to the generic algorithm, or None."""
     if call.option("rounding") == "stochastic":
         return "stochastic rounding is the generic algorithm's"
+    return accepts_compiled_cast(call)
+
+
+def accepts_compiled_cast(call: Call) -> str | None:
+    """The same with microkernels, which also round stochastically."""
     assert call.a.recipe is not None
     plan = plan_of(call.a.recipe)
     if plan.unsupported or (plan.codes is None and plan.fmt.scale.block == TENSOR):

@@ -13,7 +13,7 @@ from ...codecs import F32_INF, NORMAL, Minifloat, PowerOfTwo, f32_bits
 from ...recipes import ScalingRecipe
 from ...rules import Exponent, Linear
 from .codes import MODEST, FloatCodes, code_writer
-from .workspace import F4, I4, ONE, U1, U2, U4, UNIT
+from .workspace import F4, I4, U1, U2, U4, UNIT
 
 if TYPE_CHECKING:
     from .codes import Microkernels
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Between these powers of two, scales and amax cause neither FP32 subnormals nor overflow in computing codes.
 _SMALL, LARGE = 2.0**-60, 2.0**100
+#: Storage dtypes of the scale codecs that `_rounded` knows.
+_ROUNDED = ("float32", "float16", "bfloat16", "uint16")
 #: Counts up to which Python's min and max are faster, and up to which codes are computed in the fewest calls.
 _LISTED, _FEW = 32, 64
 
@@ -45,7 +47,7 @@ class Scales:
         if type(rule) is Linear and rule.margin == 0 and type(codec) is Minifloat:
             if codec.bits == 8 and codec.scale_min == 0.0 and isinstance(writer := code_writer(codec), FloatCodes):
                 low, self._form, self._writer = 0.0, self._linear8, writer
-                self._written = None if microkernels.scaled is None else microkernels.scaled(writer)
+                self._compiled = microkernels.scales
                 self.values = np.array(codec.table, U4).view(F4)
                 self.divisors = np.where(self.values > 0, self.values, F4(np.inf))
                 self._inverses = codec.divide(NUMPY, np.ones(256, F4), np.arange(256, dtype=U1))[0]
@@ -78,6 +80,8 @@ class Scales:
             least, most = ordered[0], ordered[-1]
             if zeros := least == 0:
                 least = next(filter(None, ordered), self._low)
+        elif not self._low:
+            least, most, zeros = 0, int(np.maximum.reduce(amax)), False
         else:
             least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
             if zeros := least == 0:
@@ -88,26 +92,38 @@ class Scales:
         t = np.divide(amax.view(F4), self._divisor)
         if zeros:
             np.copyto(t, UNIT, where=amax == 0)
+        stored, scale = self._rounded(t)
+        return stored, np.divide(UNIT, scale)
+
+    def _rounded(self, t: Array) -> tuple[Array, Array]:
+        """(stored, as FP32) of finite numbers in a codec of 16 or 32 bits, in whose range they are."""
         if self.codec.bits == 32:
-            return t, np.divide(UNIT, t)
+            return t, t
         if self.storage == "float16":
             stored = t.astype(np.float16)
-            return stored, np.divide(UNIT, stored.astype(F4))
+            return stored, stored.astype(F4)
         u = t.view(U4)
         u = (u + ((u >> 16) & 1) + 0x7FFF) & 0xFFFF0000
-        return (u >> 16).astype(U2), np.divide(UNIT, u.view(F4))
+        return (u >> 16).astype(U2), u.view(F4)
+
+    def nearest(self, low: Array) -> tuple[Array, Array]:
+        """(stored, as FP32) of finite numbers of either sign, such as biases."""
+        if self.storage in _ROUNDED and np.abs(low).max() <= self.codec.max:
+            return self._rounded(low)
+        stored = NUMPY.store(self.codec.encode(NUMPY, low), self.storage)
+        return stored, self.codec.read(NUMPY, stored)
 
     def _linear8(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
+        inverses = self._inverses if global_scale is None else global_scale.inverses
+        if self._compiled is not None:
+            stored, inverse = np.empty(amax.size, U1), np.empty(amax.size, F4)
+            by = 1.0 if global_scale is None else float(global_scale.value)
+            self._compiled(self._writer, amax, self.qmax, inverses, stored, inverse, by)
+            return stored, inverse
         t = np.divide(amax.view(F4), self._divisor)
-        inverses = self._inverses
         if global_scale is not None:
             np.divide(t, global_scale.value, out=t)
-            inverses = global_scale.inverses
-        if self._written is not None:
-            stored = np.empty(t.size, U1)
-            self._written(t, ONE, t.size, stored)
-        else:
-            stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
+        stored = self._writer.few(t) if t.size <= _FEW else self._writer.small(t)
         return stored, inverses.take(stored)
 
     def _exponent(self, amax: Array, zeros: bool, global_scale: GlobalScale | None) -> tuple[Array, Array]:
@@ -149,10 +165,13 @@ class Scales:
 
 
 class GlobalScale:
-    """The FP32 global scale of a two-level format, with values derived from it for all blocks."""
+    """The FP32 global scale of a two-level format, with values derived from it for all blocks.
 
-    def __init__(self, value: Array, scales: Scales | None) -> None:
-        self.value = value
+    value: the multiplier. stored: the number that stands for it in the tensor.
+    """
+
+    def __init__(self, value: Array, scales: Scales | None, stored: Array) -> None:
+        self.value, self.stored = value, stored
         #: `inverse` of every code of the fine level; None where some might not be normal.
         self.inverses: Any = None
         if scales is not None and scales.values is not None and _SMALL <= value <= 1 / _SMALL:

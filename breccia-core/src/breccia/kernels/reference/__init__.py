@@ -10,7 +10,7 @@ split and broadcast from the left.
 
 from __future__ import annotations
 
-from .casting import assign, assigned, cast, check_supplied, random_words, refuse_nonfinite
+from .casting import assign, assigned, cast, check_supplied, multiplier, random_words, refuse_nonfinite, sensed
 from .composed import cast_pair, cast_ste, cast_ste_clipped, extremes
 from .decoding import apply_scale, dequantize, offsets_of, result
 from .packing import pack, unpack
@@ -35,6 +35,7 @@ __all__ = [
     "extremes",
     "grouped_matmul",
     "matmul",
+    "multiplier",
     "offsets_of",
     "pack",
     "product",
@@ -43,6 +44,7 @@ __all__ = [
     "refuse_nonfinite",
     "requantize",
     "result",
+    "sensed",
     "unpack",
     "values",
 ]

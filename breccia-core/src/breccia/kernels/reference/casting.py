@@ -23,8 +23,11 @@ from .packing import pack
 from .tiles import Tiles, k_last
 
 
-def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
-    """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents, in plain storage."""
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words: Array | None = None) -> ScaledTensor:
+    """Quantize FP32, FP16 or BF16 `x` (at least 1-D; 2-D for block recipes) as `breccia.cast` documents, in plain storage.
+
+    words: for a part of an array, int32 random words in place of those of the seed, of the part's shape with K last.
+    """
     check_cast(x, recipe)
     ops = ops_of(x)
     axis, scale, out = contraction_axis(options.axis, len(x.shape)), options.scale, options.out
@@ -38,7 +41,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
         tiles = Tiles(ops, tuple(y.shape), layout.block(axis), lead)
         if options.nonfinite == "raise":
             refuse_nonfinite(ops, y)
-        words = random_words(ops, y, options.seed) if options.rounding == "stochastic" else None
+        if options.rounding == "stochastic":
+            words = random_words(ops, y, options.seed)
         st = _write(ops, y, words, recipe, fmt, tiles, scale)
     data, stored, zero_point, global_scale = st
     if tiles.block != TENSOR:  # per-tensor scales have only leading axes
@@ -69,16 +73,16 @@ def _write(
     words = None if words is None else tiles.split(words)
 
     level, element, rule = fmt.scale, fmt.element, recipe.rules[-1]
-    multiplier = global_scale = None
+    factor = global_scale = None
     if fmt.global_scale is not None:
         global_scale = _global_scale(ops, y, magnitude, recipe, fmt, supplied)
-        multiplier, supplied = tiles.broadcast_global(_multiplier(ops, ops.f32(global_scale), fmt)), None
+        factor, supplied = tiles.broadcast_global(multiplier(ops, ops.f32(global_scale), fmt)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
     faulty = amax >= F32_INF
     low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
     if supplied is None:
-        codes = rule.scale(ops, statistic, level.codec, element, fmt.qmax(level), multiplier)
+        codes = rule.scale(ops, statistic, level.codec, element, fmt.qmax(level), factor)
         codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
     else:
         codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
@@ -89,7 +93,7 @@ def _write(
     stored = ops.store(codes, ops.storage(level.codec))
 
     def in_units_of_scale(x: Array) -> tuple[Array, Array]:
-        y, usable = rule.scaled(ops, x, stored, level.codec, multiplier, statistic, fmt.qmax(level))
+        y, usable = rule.scaled(ops, x, stored, level.codec, factor, statistic, fmt.qmax(level))
         return saturated(ops, y), usable
 
     zero_point = None
@@ -122,16 +126,21 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
     amax = ops.bitcast_to_float(ops.amax(finite, whole.axes))
     if level.sense != "multiplier":
-        qmax = fmt.qmax(level)
-        ordinary = ops.where(amax == 0, qmax, ops.maximum(amax, qmax * 2.0**-126))
-        number = ordinary if level.sense == "amax" else ops.minimum(ops.div(qmax, ordinary), 2.0**126)
-        return whole.scale(ops.store(level.codec.encode(ops, number), ops.storage(level.codec)))
+        return whole.scale(ops.store(level.codec.encode(ops, sensed(ops, amax, fmt)), ops.storage(level.codec)))
     codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.qmax(level), None)
     codes = ops.where(amax == 0, level.codec.zero_scale, codes)
     return whole.scale(ops.store(codes, ops.storage(level.codec)))
 
 
-def _multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
+def sensed(ops: Ops, amax: Array, fmt: Format) -> Array:
+    """The global scale, in FP32, of tensors with these amax, where it is stored as an amax or as a divisor."""
+    level = fmt.levels[0]
+    qmax = fmt.qmax(level)
+    ordinary = ops.where(amax == 0, qmax, ops.maximum(amax, qmax * 2.0**-126))
+    return ordinary if level.sense == "amax" else ops.minimum(ops.div(qmax, ordinary), 2.0**126)
+
+
+def multiplier(ops: Ops, stored: Array, fmt: Format) -> Array:
     """The multiplier of a stored global scale."""
     level = fmt.levels[0]
     if level.sense == "multiplier":

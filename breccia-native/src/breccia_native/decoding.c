@@ -1,0 +1,528 @@
+/* The microkernel of dequantize: codes of a matrix, times the scales of their blocks, as FP32, FP16 or BF16.
+
+   The arithmetic is that of breccia/kernels/reference/decoding.py, in its order: contraction into fused multiply-adds must stay off
+   (see setup.py). Codes are decoded in strips that stay in the L1 cache. Large results are written past the caches. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "numbers.h"
+#include "versions.h"
+
+#if defined(X86_VERSIONS)
+#include <immintrin.h>
+#endif
+
+/* Numbers decoded at once: whole bytes for codes of 4, 6 and 8 bits. */
+#define STRIP 256
+/* Rows of a strip that are transposed together: a cache line of FP32. */
+#define SIDE 16
+
+/* How codes become numbers: by a table; as a minifloat, computed without one; as an integer times a unit. */
+enum { TABLE, MINIFLOAT, INTEGER };
+
+typedef struct {
+    int bits, form;
+    const float *table;
+    int mantissa, infinite, nan; /* of a minifloat: bits of the mantissa; the first codes of infinite numbers, and of NaN */
+    int flip;                    /* of an integer: 128 if it is signed */
+    float unit;                  /* of an integer; of a minifloat, 2^(15 - bias) */
+} element;
+
+/* What is done to numbers, in this order; a NULL for what is not. One item per block. */
+typedef struct {
+    const float *subtracted;
+    const char *scale;       /* FP32, or bytes */
+    const float *of_bytes;   /* the FP32 scale of each byte, of which byte 0 is twice what it stands for if `halved` */
+    int halved;
+    int has_global, divides; /* whether there is a global scale, and numbers are divided by it */
+    float global_scale;
+    const float *added;
+} factors;
+
+/* A matrix to decode. Rows of codes are `pitch` bytes apart, blocks are m rows by k, and a row of blocks has `blocks` items. */
+typedef struct {
+    const uint8_t *data;
+    Py_ssize_t rows, columns, pitch, m, k, blocks;
+    char *out;
+    Py_ssize_t down, along; /* strides of the result in bytes */
+    int kind, stream;
+} task;
+
+/* What versions do with instructions of their own: FP32 numbers of pairs of 4-bit codes, the first in the low half, by a table of 16
+   numbers; FP16 as FP32; and FP32 as FP16, where NaNs are quiet. */
+typedef struct {
+    void (*pairs)(const uint8_t *data, Py_ssize_t n, const float *table, float *y);
+    void (*widen)(const uint16_t *halves, Py_ssize_t n, float *y);
+    void (*narrow)(const float *y, Py_ssize_t n, uint16_t *halves);
+} routines;
+
+/* -------------------------------------------------------------------------------------------------- routines */
+
+INLINE void some_pairs(const uint8_t *data, Py_ssize_t start, Py_ssize_t n, const float *table, float *y)
+{
+    for (Py_ssize_t i = start; i < n; i++)
+        y[i] = table[i % 2 ? data[i / 2] >> 4 : data[i / 2] & 15];
+}
+
+INLINE void some_widened(const uint16_t *halves, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    for (Py_ssize_t i = start; i < n; i++)
+        y[i] = float_of(bits_of_half(halves[i]));
+}
+
+INLINE void some_narrowed(const float *y, Py_ssize_t start, Py_ssize_t n, uint16_t *halves)
+{
+    for (Py_ssize_t i = start; i < n; i++)
+        halves[i] = half_of(bits_of(y[i]));
+}
+
+static void portable_pairs(const uint8_t *data, Py_ssize_t n, const float *table, float *y)
+{
+    some_pairs(data, 0, n, table, y);
+}
+
+static void portable_widen(const uint16_t *halves, Py_ssize_t n, float *y)
+{
+    some_widened(halves, 0, n, y);
+}
+
+static void portable_narrow(const float *y, Py_ssize_t n, uint16_t *halves)
+{
+    some_narrowed(y, 0, n, halves);
+}
+
+#if defined(X86_VERSIONS)
+/* 16 codes of 8 bytes, one a byte. */
+INLINE __m128i halves_of_bytes(const uint8_t *data)
+{
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)data), low = _mm_set1_epi8(15);
+    return _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+}
+
+FOR_AVX512 static void avx512_pairs(const uint8_t *data, Py_ssize_t n, const float *table, float *y)
+{
+    const __m512 all = _mm512_loadu_ps(table);
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(halves_of_bytes(data + i / 2)), all));
+    some_pairs(data, i, n, table, y);
+}
+
+FOR_AVX2 static void avx2_pairs(const uint8_t *data, Py_ssize_t n, const float *table, float *y)
+{
+    const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m128i codes = halves_of_bytes(data + i / 2);
+        for (int j = 0; j < 16; j += 8) { /* the fourth bit of a code selects the half of the table */
+            const __m256i at = _mm256_cvtepu8_epi32(j ? _mm_srli_si128(codes, 8) : codes);
+            const __m256 found[2] = {_mm256_permutevar8x32_ps(low, at), _mm256_permutevar8x32_ps(high, at)};
+            _mm256_storeu_ps(y + i + j, _mm256_blendv_ps(found[0], found[1], _mm256_castsi256_ps(_mm256_slli_epi32(at, 28))));
+        }
+    }
+    some_pairs(data, i, n, table, y);
+}
+
+FOR_AVX512 static void avx512_widen(const uint16_t *halves, Py_ssize_t n, float *y)
+{
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + i))));
+    some_widened(halves, i, n, y);
+}
+
+FOR_AVX2 static void avx2_widen(const uint16_t *halves, Py_ssize_t n, float *y)
+{
+    Py_ssize_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i))));
+    some_widened(halves, i, n, y);
+}
+
+FOR_AVX512 static void avx512_narrow(const float *y, Py_ssize_t n, uint16_t *halves)
+{
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm256_storeu_si256((__m256i *)(halves + i), _mm512_cvtps_ph(_mm512_loadu_ps(y + i), _MM_FROUND_TO_NEAREST_INT));
+    some_narrowed(y, i, n, halves);
+}
+
+FOR_AVX2 static void avx2_narrow(const float *y, Py_ssize_t n, uint16_t *halves)
+{
+    Py_ssize_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(y + i), _MM_FROUND_TO_NEAREST_INT));
+    some_narrowed(y, i, n, halves);
+}
+#endif
+
+/* -------------------------------------------------------------------------------------------------- codes */
+
+INLINE void integers_decoded(const uint8_t *codes, Py_ssize_t n, const element *e, float *y)
+{
+    const int flip = e->flip;
+    const float unit = e->unit;
+    for (Py_ssize_t i = 0; i < n; i++)
+        y[i] = (float)((codes[i] ^ flip) - flip) * unit;
+}
+
+/* By way of FP16, which has the exponents of all minifloats of 8 bits: `unit` is the ratio of the biases. */
+INLINE void minifloats_decoded(const uint8_t *codes, Py_ssize_t n, const element *e, int bits, const routines *own, float *y)
+{
+    const uint16_t sign = (uint16_t)(1u << (bits - 1)), up = (uint16_t)(1u << (10 - e->mantissa)); /* products, not shifts: in 16 bits */
+    const uint16_t infinite = (uint16_t)e->infinite, nan = (uint16_t)e->nan;
+    const float unit = e->unit;
+    uint16_t halves[STRIP];
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const uint16_t c = codes[i], a = c & (uint16_t)(sign - 1u), finite = (uint16_t)(a * up);
+        const uint16_t at_most = a >= infinite ? 0x7c00 : finite, magnitude = a >= nan ? 0x7e00 : at_most;
+        halves[i] = (uint16_t)(magnitude | (uint16_t)((c & sign) * (0x8000u / sign)));
+    }
+    own->widen(halves, n, y);
+    for (Py_ssize_t i = 0; i < n; i++)
+        y[i] *= unit;
+}
+
+/* Codes of 6 bits, four in three bytes, as one a byte; n may end within a group, whose bytes are all there. */
+INLINE void codes_of_sixes(const uint8_t *data, Py_ssize_t n, uint8_t *codes)
+{
+    for (Py_ssize_t i = 0; i < n; i += 4, data += 3) {
+        const uint32_t w = data[0] | (uint32_t)data[1] << 8 | (uint32_t)data[2] << 16;
+        const uint32_t spread = (w & 0x3fu) | (w & 0xfc0u) << 2 | (w & 0x3f000u) << 4 | (w & 0xfc0000u) << 6;
+        memcpy(codes + i, &spread, 4);
+    }
+}
+
+INLINE void codes_decoded(const uint8_t *data, Py_ssize_t n, const element *e, const routines *own, float *y)
+{
+    uint8_t codes[STRIP];
+    if (e->bits == 4) {
+        own->pairs(data, n, e->table, y);
+        return;
+    }
+    if (e->bits == 6) {
+        codes_of_sixes(data, n, codes);
+        data = codes;
+    }
+    if (e->form == INTEGER)
+        integers_decoded(data, n, e, y);
+    else if (e->form == MINIFLOAT && e->bits == 8)
+        minifloats_decoded(data, n, e, 8, own, y);
+    else if (e->form == MINIFLOAT)
+        minifloats_decoded(data, n, e, 6, own, y);
+    else
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = e->table[data[i]];
+}
+
+/* -------------------------------------------------------------------------------------------------- scales */
+
+/* +0 for magnitudes below 2^-126. */
+INLINE float flushed(float y)
+{
+    return (int32_t)(bits_of(y) & MAGNITUDE) < (int32_t)NORMAL ? 0.0f : y;
+}
+
+INLINE float scale_at(const factors *f, Py_ssize_t block)
+{
+    float by;
+    if (f->of_bytes)
+        return f->of_bytes[(uint8_t)f->scale[block]];
+    memcpy(&by, f->scale + 4 * block, 4);
+    return by;
+}
+
+/* The next numbers of a row: the block they are in, and how many numbers of it are left. */
+typedef struct {
+    Py_ssize_t block, left;
+} place;
+
+/* y times the scales of blocks. A length k that is known at compile time makes the loop over short blocks a few instructions. */
+INLINE void blocks_scaled(float *y, Py_ssize_t n, Py_ssize_t k, const factors *f, place at)
+{
+    for (Py_ssize_t i = 0, run; i < n; i += run, at.block++, at.left = k) {
+        run = at.left < n - i ? at.left : n - i;
+        const float by = scale_at(f, at.block);
+        if (run == k)
+            for (Py_ssize_t j = i; j < i + k; j++)
+                y[j] *= by;
+        else
+            for (Py_ssize_t j = i; j < i + run; j++)
+                y[j] *= by;
+    }
+}
+
+/* What comes before the scale, for blocks that need it: offsets, and scales of half the number in the table. */
+INLINE void blocks_prepared(float *y, Py_ssize_t n, Py_ssize_t k, const factors *f, place at)
+{
+    for (Py_ssize_t i = 0, run; i < n; i += run, at.block++, at.left = k) {
+        run = at.left < n - i ? at.left : n - i;
+        if (f->subtracted) {
+            const float less = f->subtracted[at.block];
+            for (Py_ssize_t j = i; j < i + run; j++)
+                y[j] -= less;
+        }
+        if (f->halved && f->of_bytes && f->scale[at.block] == 0)
+            for (Py_ssize_t j = i; j < i + run; j++)
+                y[j] *= 0.5f;
+    }
+}
+
+INLINE void blocks_added(float *y, Py_ssize_t n, Py_ssize_t k, const factors *f, place at)
+{
+    for (Py_ssize_t i = 0, run; i < n; i += run, at.block++, at.left = k) {
+        run = at.left < n - i ? at.left : n - i;
+        const float more = flushed(f->added[at.block]);
+        for (Py_ssize_t j = i; j < i + run; j++)
+            y[j] = flushed(y[j]) + more;
+    }
+}
+
+/* A strip of row r that begins at column c. */
+INLINE void strip_of(
+    const task *t, const element *e, const factors *f, const routines *own, Py_ssize_t r, Py_ssize_t c, Py_ssize_t n, float *y)
+{
+    const place at = {r / t->m * t->blocks + c / t->k, t->k - c % t->k};
+    codes_decoded(t->data + r * t->pitch + c * e->bits / 8, n, e, own, y);
+    if (f->subtracted || f->halved)
+        blocks_prepared(y, n, t->k, f, at);
+    switch (t->k) {
+    case 16: blocks_scaled(y, n, 16, f, at); break;
+    case 32: blocks_scaled(y, n, 32, f, at); break;
+    case 128: blocks_scaled(y, n, 128, f, at); break;
+    default: blocks_scaled(y, n, t->k, f, at);
+    }
+    if (f->has_global) {
+        const float g = f->global_scale;
+        if (f->divides)
+            for (Py_ssize_t i = 0; i < n; i++)
+                y[i] /= g;
+        else
+            for (Py_ssize_t i = 0; i < n; i++)
+                y[i] *= g;
+    }
+    if (f->added)
+        blocks_added(y, n, t->k, f, at);
+}
+
+/* -------------------------------------------------------------------------------------------------- results */
+
+/* Copies bytes that will not be read soon: past the caches, where the processor can. */
+INLINE void write_past(char *to, const char *from, Py_ssize_t n, int stream)
+{
+#if defined(X86_VERSIONS)
+    if (stream) {
+        Py_ssize_t i = -(intptr_t)to & 15;
+        i = i < n ? i : n;
+        memcpy(to, from, (size_t)i);
+        for (; i + 16 <= n; i += 16)
+            _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        to += i, from += i, n -= i;
+    }
+#endif
+    memcpy(to, from, (size_t)n);
+}
+
+/* n numbers, adjacent in the result. */
+INLINE void emit(char *to, const float *y, Py_ssize_t n, int kind, const routines *own, int stream)
+{
+    if (kind == FP32) {
+        write_past(to, (const char *)y, 4 * n, stream);
+        return;
+    }
+    uint16_t halves[STRIP];
+    if (kind == FP16)
+        own->narrow(y, n, halves);
+    else
+        for (Py_ssize_t i = 0; i < n; i++)
+            halves[i] = bfloat_of(bits_of(y[i]));
+    write_past(to, (const char *)halves, 2 * n, stream);
+}
+
+/* turned[j] = the jth number of each of SIDE rows, `STRIP` numbers apart, for four j. */
+INLINE void four_turned(const float *rows, float turned[4][SIDE])
+{
+    for (int r = 0; r < SIDE; r += 4) {
+        const float *a = rows + r * STRIP;
+#if defined(X86_VERSIONS)
+        __m128 q0 = _mm_loadu_ps(a), q1 = _mm_loadu_ps(a + STRIP), q2 = _mm_loadu_ps(a + 2 * STRIP), q3 = _mm_loadu_ps(a + 3 * STRIP);
+        _MM_TRANSPOSE4_PS(q0, q1, q2, q3);
+        _mm_storeu_ps(turned[0] + r, q0);
+        _mm_storeu_ps(turned[1] + r, q1);
+        _mm_storeu_ps(turned[2] + r, q2);
+        _mm_storeu_ps(turned[3] + r, q3);
+#else
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < 4; i++)
+                turned[j][r + i] = a[i * STRIP + j];
+#endif
+    }
+}
+
+INLINE void matrix_decoded(const task *t, const element *e, const factors *f, const routines *own, int kind)
+{
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
+    const int turned = t->along != size && t->down == size;
+    float y[SIDE * STRIP];
+    for (Py_ssize_t r = 0, height; r < t->rows; r += height) {
+        height = turned && t->rows - r >= SIDE ? SIDE : 1;
+        for (Py_ssize_t c = 0; c < t->columns; c += STRIP) {
+            const Py_ssize_t n = t->columns - c < STRIP ? t->columns - c : STRIP;
+            char *to = t->out + r * t->down + c * t->along;
+            for (Py_ssize_t i = 0; i < height; i++)
+                strip_of(t, e, f, own, r + i, c, n, y + i * STRIP);
+            if (t->along == size)
+                emit(to, y, n, kind, own, t->stream);
+            else if (height == 1)
+                for (Py_ssize_t i = 0; i < n; i++)
+                    emit(to + i * t->along, y + i, 1, kind, own, 0);
+            else {
+                float columns[4][SIDE];
+                for (Py_ssize_t i = 0; i < n; i += 4) {
+                    four_turned(y + i, columns);
+                    for (Py_ssize_t j = 0; j < 4 && i + j < n; j++)
+                        emit(to + (i + j) * t->along, columns[j], SIDE, kind, own, t->stream);
+                }
+            }
+        }
+    }
+#if defined(X86_VERSIONS)
+    if (t->stream)
+        _mm_sfence();
+#endif
+}
+
+/* -------------------------------------------------------------------------------------------------- processors */
+
+typedef struct {
+    void (*decode)(const task *, const element *, const factors *);
+} version;
+
+#define VERSION(name, target)                                                                                               \
+    static const routines name##_routines = {name##_pairs, name##_widen, name##_narrow};                                    \
+    target static void name##_decode(const task *t, const element *e, const factors *f)                                     \
+    {                                                                                                                       \
+        switch (t->kind) { /* each compiled for its kind */                                                                 \
+        case FP32: matrix_decoded(t, e, f, &name##_routines, FP32); break;                                                  \
+        case BF16: matrix_decoded(t, e, f, &name##_routines, BF16); break;                                                  \
+        default: matrix_decoded(t, e, f, &name##_routines, FP16);                                                           \
+        }                                                                                                                   \
+    }                                                                                                                       \
+    static const version name = {name##_decode};
+
+VERSION(portable, )
+#if defined(X86_VERSIONS)
+VERSION(avx2, FOR_AVX2)
+VERSION(avx512, FOR_AVX512)
+#endif
+
+#define here ((const version *)chosen)
+
+/* -------------------------------------------------------------------------------------------------- for Python */
+
+static int is_missing(const Py_buffer *x)
+{
+    return x->len == 0;
+}
+
+/* Is the buffer of aligned FP32, one a block, or missing? */
+static int per_block(const Py_buffer *x, Py_ssize_t count)
+{
+    return is_missing(x) || (x->len == 4 * count && (uintptr_t)x->buf % 4 == 0);
+}
+
+PyDoc_STRVAR(decode_doc,
+    "decode(data, bits, table, fields, k, m, scale, of_bytes, halved, subtracted, added, global_scale, divides, kind, stream, found):\n"
+    "the numbers of a matrix of codes. data: rows of bytes; found: a matrix in any order of FP32 (kind 32), BF16 (16) or FP16 (-16),\n"
+    "16-bit numbers as integers. fields: (form, mantissa, infinite, nan, flip, unit), see `element`. Blocks have m rows and k\n"
+    "columns. scale: FP32, or bytes, for which of_bytes has FP32 numbers. subtracted, added: FP32 for each block, or empty.\n"
+    "global_scale: a float, or None; with divides, numbers are divided by it. stream: write past the caches.");
+
+static PyObject *decode(PyObject *self, PyObject *args)
+{
+    PyObject *values, *codes, *given;
+    Py_buffer table, scale, of_bytes, subtracted, added, data, found;
+    element e;
+    factors f = {0};
+    task t = {0};
+    if (!PyArg_ParseTuple(args, "Oiy*(iiiiif)nny*y*py*y*OpipO:decode", &codes, &e.bits, &table, &e.form, &e.mantissa,
+            &e.infinite, &e.nan, &e.flip, &e.unit, &t.k, &t.m, &scale, &of_bytes, &f.halved, &subtracted, &added, &given, &f.divides,
+            &t.kind, &t.stream, &values))
+        return NULL;
+    int done = 0;
+    f.has_global = given != Py_None;
+    const double global_scale = f.has_global ? PyFloat_AsDouble(given) : 0;
+    if (global_scale == -1.0 && PyErr_Occurred())
+        goto arguments;
+    f.global_scale = (float)global_scale;
+    if (PyObject_GetBuffer(codes, &data, PyBUF_STRIDED_RO) < 0)
+        goto arguments;
+    if (PyObject_GetBuffer(values, &found, PyBUF_STRIDED) < 0)
+        goto codes;
+    const int size = t.kind == FP32 ? 4 : 2;
+    const int matrices = data.ndim == 2 && data.itemsize == 1 && found.ndim == 2 && found.itemsize == size;
+    if (matrices) {
+        t.rows = found.shape[0], t.columns = found.shape[1], t.down = found.strides[0], t.along = found.strides[1];
+        t.data = data.buf, t.pitch = data.strides[0], t.out = found.buf;
+    }
+    const Py_ssize_t bytes = e.bits == 6 ? (t.columns + 3) / 4 * 3 : (t.columns * e.bits + 7) / 8;
+    done = matrices && t.k > 0 && t.m > 0 && (e.bits == 4 || e.bits == 6 || e.bits == 8) && data.shape[0] == t.rows &&
+           data.shape[1] == bytes && (data.strides[1] == 1 || bytes <= 1) && (uintptr_t)t.out % size == 0 && t.down % size == 0 &&
+           t.along % size == 0;
+    if (done) {
+        t.blocks = t.columns / t.k + (t.columns % t.k != 0);
+        const Py_ssize_t count = (t.rows / t.m + (t.rows % t.m != 0)) * t.blocks;
+        const int by_table = is_missing(&of_bytes) ? 4 : 1;
+        done = scale.len == by_table * count && (uintptr_t)scale.buf % by_table == 0 && per_block(&of_bytes, 256) &&
+               per_block(&subtracted, count) && per_block(&added, count) && e.form >= TABLE && e.form <= INTEGER &&
+               (uintptr_t)table.buf % 4 == 0 && ((e.bits != 4 && e.form != TABLE) || table.len == 4 << e.bits) &&
+               (e.form != MINIFLOAT || (e.mantissa > 0 && e.mantissa < 8)) &&
+               (e.form != INTEGER || e.bits != 6);
+    }
+    if (done) {
+        e.table = table.buf;
+        f.scale = scale.buf, f.of_bytes = is_missing(&of_bytes) ? NULL : of_bytes.buf;
+        f.subtracted = is_missing(&subtracted) ? NULL : subtracted.buf;
+        f.added = is_missing(&added) ? NULL : added.buf;
+        Py_BEGIN_ALLOW_THREADS
+        here->decode(&t, &e, &f);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError,
+            "wanted rows of codes of 4, 6 or 8 bits, an aligned matrix for as many numbers, and a scale for each block of m = %zd by "
+            "k = %zd; got %d bits, %zd bytes of codes, of scales %zd, and %zd of room. Call breccia.dequantize.",
+            t.m, t.k, e.bits, data.len, scale.len, found.len);
+    PyBuffer_Release(&found);
+codes:
+    PyBuffer_Release(&data);
+arguments:
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&scale);
+    PyBuffer_Release(&of_bytes);
+    PyBuffer_Release(&subtracted);
+    PyBuffer_Release(&added);
+    return done ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"decode", decode, METH_VARARGS, decode_doc},
+    {"use", use, METH_VARARGS, use_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "breccia_native.decoding",
+    .m_doc = "The compiled microkernel of dequantize; see breccia_native.kernels, which calls it.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit_decoding(void)
+{
+    ADD_VERSIONS(&avx512, &avx2, &portable);
+    return PyModuleDef_Init(&module);
+}

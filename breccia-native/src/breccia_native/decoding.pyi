@@ -1,0 +1,24 @@
+"""The function of `decoding.c`. Arguments are buffers; ValueError is raised if sizes do not match."""
+
+from typing import Any
+
+def decode(
+    data: Any,
+    bits: int,
+    table: Any,
+    fields: tuple[int, int, int, int, int, float],
+    k: int,
+    m: int,
+    scale: Any,
+    of_bytes: Any,
+    halved: bool,
+    subtracted: Any,
+    added: Any,
+    global_scale: float | None,
+    divides: bool,
+    kind: int,
+    stream: bool,
+    found: Any,
+    /,
+) -> None: ...
+def use(name: str = ..., /) -> list[str]: ...

@@ -1,0 +1,80 @@
+/* The versions of an extension's functions, one for each kind of processor, and the choice between them at run time. */
+
+#ifndef BRECCIA_VERSIONS_H
+#define BRECCIA_VERSIONS_H
+
+#include <Python.h>
+#include <string.h>
+
+/* The attributes of functions compiled for processors with AVX-512, and with AVX2. */
+#if defined(__GNUC__) && defined(__x86_64__)
+#define X86_VERSIONS 1
+#if defined(__clang__)
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
+#define FOR_AVX2 __attribute__((target("avx2,f16c")))
+#endif
+
+/* Those that this processor runs, the best first, and the one in use. */
+static struct {
+    const char *name;
+    const void *functions;
+} versions[4];
+static const void *chosen;
+
+static void add_version(const char *name, const void *functions)
+{
+    int i = 0;
+    while (versions[i].name && strcmp(versions[i].name, name))
+        i++;
+    versions[i].name = name;
+    versions[i].functions = functions;
+    chosen = versions[0].functions;
+}
+
+#if defined(X86_VERSIONS)
+#define ADD_VERSIONS(avx512, avx2, portable)                                                                                \
+    do {                                                                                                                    \
+        __builtin_cpu_init();                                                                                               \
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
+            __builtin_cpu_supports("avx512vl"))                                                                             \
+            add_version("avx512", avx512);                                                                                  \
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))                                               \
+            add_version("avx2", avx2);                                                                                      \
+        add_version("portable", portable);                                                                                  \
+    } while (0)
+#else
+#define ADD_VERSIONS(avx512, avx2, portable) add_version("portable", portable)
+#endif
+
+PyDoc_STRVAR(use_doc,
+    "use(name): let calls run for that instruction set, and return the names of those that this processor has, the best first.\n"
+    "Without a name, only return them. For tests: no call may be running.");
+
+static PyObject *use(PyObject *self, PyObject *args)
+{
+    const char *name = NULL;
+    if (!PyArg_ParseTuple(args, "|s:use", &name))
+        return NULL;
+    PyObject *names = PyList_New(0);
+    int found = name == NULL;
+    for (int i = 0; names && i < 4 && versions[i].name; i++) {
+        PyObject *each = PyUnicode_FromString(versions[i].name);
+        if (!each || PyList_Append(names, each) < 0)
+            Py_CLEAR(names);
+        Py_XDECREF(each);
+        if (name && strcmp(name, versions[i].name) == 0) {
+            chosen = versions[i].functions;
+            found = 1;
+        }
+    }
+    if (names && !found) {
+        PyErr_Format(PyExc_ValueError, "this processor has the instruction sets %R; got '%s'.", names, name);
+        Py_CLEAR(names);
+    }
+    return names;
+}
+
+#endif
