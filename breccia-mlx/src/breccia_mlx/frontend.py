@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
 
-from .ops import MLX
+from .ops import MLX, together
 
 Array = Any
 #: A tuple of arrays.
@@ -47,10 +47,10 @@ def matmul(
 ) -> Array:
     """Differentiable in plain array operands and in the bias."""
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and bias is None):
-        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+        return _multiplied(a, b, bias, out_dtype, out, prefer)
 
     def forward(a: Any, b: Any, bias: Any) -> Array:
-        return calls.matmul(a, b, bias, out_dtype, None, prefer)
+        return _multiplied(a, b, bias, out_dtype, None, prefer)
 
     return _product(forward, None, _matmul_fp32, (a, b, bias))
 
@@ -66,7 +66,8 @@ def cast_matmul(
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
 
     def forward(x: Any, b: Any, bias: Any) -> Array:
-        return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
+        with together(x, b, bias):
+            return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
 
     return _product(forward, recipe, _matmul_fp32, (x, b, bias))
 
@@ -76,16 +77,26 @@ def grouped_matmul(
 ) -> Array:
     """Differentiable in plain array operands."""
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
-        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+        return _grouped(a, b, offsets, out_dtype, out, prefer)
 
     def forward(a: Any, b: Any, offsets: Any) -> Array:
-        return calls.grouped_matmul(a, b, offsets, out_dtype, None, prefer)
+        return _grouped(a, b, offsets, out_dtype, None, prefer)
 
     return _product(forward, None, None, (a, b, offsets))
 
 
+def _multiplied(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    with together(a, b, bias):
+        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+
+
+def _grouped(a: Any, b: Any, offsets: Array, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    with together(a, b, offsets):
+        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+
+
 def _matmul_fp32(a: Any, b: Any) -> Array:
-    return calls.matmul(a, b)
+    return _multiplied(a, b, None, "float32", None, None)
 
 
 class _Operand(NamedTuple):
@@ -121,7 +132,7 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         return found
 
     def multiplied(a: Any, b: Any, third: Any) -> Array:
-        return calls.grouped_matmul(a, b, third) if product is None else product(a, b)
+        return _grouped(a, b, third, "float32", None, None) if product is None else product(a, b)
 
     def in_product(a: Any) -> Any:
         """The first operand as it enters the product."""

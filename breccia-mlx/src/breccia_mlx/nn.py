@@ -26,6 +26,9 @@ from breccia.backend import (
     dtype_name,
 )
 
+from . import native
+from .ops import opaque
+
 Array = Any
 #: Called with a layer's path and the layer: whether to quantize it, or how.
 Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -68,7 +71,7 @@ class ScaledWeight(nn.Module):
     def tensor(self) -> ScaledTensor:
         """The ScaledTensor of the current parameters; zero-copy."""
         words = zip(self[self._name].items(), self._dtypes, strict=True)
-        return self._metadata.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
+        return self._metadata.assembled(**{name: _as_floats(part, dtype) for (name, part), dtype in words})
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
@@ -90,6 +93,12 @@ class ScaledWeight(nn.Module):
 
 def _as_words(part: Array) -> Array:
     return part.view(_WORDS[part.dtype.size]) if mx.issubdtype(part.dtype, mx.floating) else part
+
+
+def _as_floats(part: Array, dtype: str) -> Array:
+    """Inverse of `_as_words`. Integers stay the same object: `native.has_nan` caches by it."""
+    kind = getattr(mx, dtype)
+    return part if part.dtype == kind else part.view(kind)
 
 
 class _Scaled(nn.Module):
@@ -114,14 +123,26 @@ class _Scaled(nn.Module):
             )
         rows = mx.reshape(x, (-1, length)) if x.size else mx.zeros((0, length), x.dtype)
         weight, dtype = self.weight.tensor.mT, x.dtype if dtype is None else dtype
+        prefer = _compiled(rows, weight) if self.prefer is None and self.activation is None else self.prefer
         if self.activation is None:
-            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
-        elif self.prefer is None:
+            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=prefer)
+        elif prefer is None:
             y = breccia.cast_matmul(rows, self.activation, weight, dtype, bias=bias)
         else:  # the name is of a kernel of `matmul`
             rows = breccia.cast_ste(rows, self.activation)
-            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
+            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=prefer)
         return mx.reshape(y, (*x.shape[:-1], self.weight.shape[0]))
+
+
+def _compiled(rows: Array, weight: ScaledTensor) -> str | None:
+    """The kernel to name for few rows in a function compiled with the weight among its inputs, where the default one decodes.
+
+    Only mx.compile makes placeholders of a model's parameters; those of `rows` may be of mx.vmap, which `mx.quantized_matmul`
+    does not support.
+    """
+    if opaque(weight.data) is None or native.unsupported(weight) is not None:
+        return None
+    return native.NAME if len(rows) <= native.most_rows(weight.recipe.format, native.MOST_COMPILED_ROWS) else None
 
 
 class ScaledLinear(_Scaled):
