@@ -1,4 +1,4 @@
-"""MLX's own quantized arrays: same bytes and values as breccia's, and `mx.quantized_matmul` runs if `prefer=` names it."""
+"""MLX's own quantized arrays: same bytes and values as breccia's, and products by `mx.quantized_matmul` and by breccia-native."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from conftest import every_decodable, wide
 
 import breccia
 from breccia.bridges import from_mlx, to_mlx
+from breccia.dispatch import registry
+from breccia.kernels import bounds
 from breccia.tensors.tensor import ScaledTensor
+from breccia_mlx import cpu, native
+from breccia_native.availability import missing_products
 
 MXFP8, MXFP4 = breccia.MXFP8BlockScaling(), breccia.MXFP4BlockScaling()
 NVFP4 = breccia.NVFP4BlockScaling(two_level=False)
 QUANTIZED = "mlx.quantized_matmul"
+#: The default kernels for few rows.
+DEFAULT = "mlx.cpu.quantized_matmul"
+DEFAULTS = (DEFAULT,) if missing_products("cpu") else ("mlx.cpu.matmul", DEFAULT)
 
 
 def affine(bits: int, group_size: int = 64, scale_dtype: str = "fp32") -> breccia.ScalingRecipe:
@@ -183,36 +190,93 @@ def test_tensors_without_an_mlx_mode_are_refused_with_a_remedy() -> None:
 # -- the product -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernel", DEFAULTS)
 @pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, breccia.NVFP4BlockScaling(), affine(4), affine(8)], ids=repr)
 @pytest.mark.parametrize(("rows", "length"), [(1, 4096), (3, 512)])
-def test_quantized_matmul_stays_within_the_bound_with_one_large_and_many_small_terms(
-    recipe: breccia.ScalingRecipe, rows: int, length: int
+def test_default_products_stay_within_the_bound_with_one_large_and_many_small_terms(
+    recipe: breccia.ScalingRecipe, rows: int, length: int, kernel: str
 ) -> None:
-    """The bound of `matmul`: K + 1 roundings of each term, one more for the tensor scale, against FP64.
-
-    Biases are one more term of each group, of the magnitude of the codes' sum: hence |code * scale| + |bias| for |w|.
-    """
+    """The bound of `matmul` against FP64: K + 1 terms, one more for the tensor scale."""
     rng = np.random.default_rng(length)
     x = rng.uniform(0.5, 1, (rows, length)).astype(np.float32)
     x[:, 0] = 2.0**12
     w = mx.array(rng.uniform(0.5, 1, (16, length)).astype(np.float32))
     st = breccia.cast(w, recipe)
     values = np.array(breccia.dequantize(st)).astype(np.float64)
-    size = np.abs(values)
-    if st.zero_point is not None:
-        bias = np.repeat(np.array(st.zero_point).astype(np.float64), recipe.format.scale.block[1], axis=1)
-        size = np.abs(values - bias) + np.abs(bias)
-    u = 2.0**-24
-    n = length + 2
-    bound = n * u / (1 - n * u) * (np.abs(x.astype(np.float64)) @ size.T)
+    bound = bounds.accumulated(np.abs(x.astype(np.float64)) @ np.abs(values).T, length + 2, length)
     exact = x.astype(np.float64) @ values.T
-    found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=QUANTIZED))
+    prefer = kernel if rows <= native.most_rows(recipe.format, native.MOST_ROWS) or kernel != DEFAULT else QUANTIZED
+    found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=prefer))
     assert (np.abs(found - exact) <= bound).all()
 
     total = np.zeros((rows, 16), np.float16)  # the bound is not vacuous: sums in FP16 break it
     for k in range(length):
         total = (total + (x[:, k : k + 1] * values[:, k]).astype(np.float16)).astype(np.float16)
     assert (np.abs(total - exact) > bound).any()
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, affine(4, 32), affine(8, 32)], ids=lambda r: r.name)
+def test_quantized_matmul_multiplies_by_the_decoded_values(recipe: breccia.ScalingRecipe) -> None:
+    """A row with a single one picks out column k: a product that is exact, also where code times scale and bias cancel."""
+    rng = np.random.default_rng(1)
+    st = breccia.cast(weight(2, 8, 64), recipe)
+    if st.zero_point is not None:
+        code = rng.integers(0, 16, st.scale.shape)
+        bias = mx.array((-np.array(st.scale) * code * (1 + 2.0**-22)).astype(np.float32))
+        st = breccia.from_buffer(st.data, st.scale, recipe, st.layout, bias)
+    picked = breccia.matmul(mx.eye(64), st.mT, prefer=QUANTIZED)
+    assert np.array_equal(np.array(picked.T), np.array(breccia.dequantize(st)))
+
+
+def test_native_products_are_the_default_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def winner(rows: int, recipe: breccia.ScalingRecipe) -> str:
+        found = breccia.explain("matmul", mx.ones((rows, 256)), breccia.cast(weight(), recipe).mT).winner
+        assert found is not None
+        return found.name
+
+    assert [winner(1, MXFP4), winner(65, MXFP4)] == [DEFAULTS[0], "composite.matmul"]
+    monkeypatch.setenv("BRECCIA_BLOCK", "native")
+    registry.reload()
+    try:
+        assert {winner(rows, recipe) for recipe in (MXFP4, NVFP4, affine(4)) for rows in (1, 4)} == {DEFAULT}
+        assert [winner(1, MXFP8), winner(2, MXFP8), winner(5, affine(8))] == [DEFAULT, *["composite.matmul"] * 2]
+        assert winner(1, breccia.INT8Scaling()) == "composite.matmul"
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+
+
+@pytest.mark.parametrize("kernel", [QUANTIZED, *DEFAULTS])
+def test_nan_scales_are_found_once_and_decoded(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over codes that are not zero, which MLX multiplies by Inf."""
+    st = breccia.cast(mx.ones((4, 64)), MXFP8)
+    scale = mx.array([[127, 127], [255, 127], [127, 127], [127, 255]], mx.uint8)
+    bad = breccia.from_buffer(st.data, scale, MXFP8, st.layout).mT
+    looked: list[Any] = []
+    monkeypatch.setattr(native, "_read_nan", lambda scale, read=native._read_nan: looked.append(scale) or read(scale))
+    for x in (mx.ones((1, 64)), mx.zeros((1, 64)), mx.ones((1, 64))):
+        y = np.array(breccia.matmul(x, bad, prefer=kernel))
+        assert np.isnan(y[0, [1, 3]]).all() and np.isfinite(y[0, [0, 2]]).all()
+    assert len(looked) == (0 if kernel == "mlx.cpu.matmul" else 1)
+    known = len(native._found)
+    if looked:
+        looked.clear()
+        del bad
+        assert len(native._found) == known - 1, "the finding goes with the array"
+
+
+def test_a_compiled_function_decodes_captured_codes_on_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It contains the codes, not their decoded values, which take several times the memory."""
+    st = breccia.cast(weight(), MXFP8)
+    ran: list[str] = []
+    monkeypatch.setattr(cpu, "dequantize", lambda *arguments: ran.append("cpu"))
+    registry.reload()
+    try:
+        function = mx.compile(lambda x: breccia.matmul(x, st.mT))
+        assert function(mx.ones((2, 256))).shape == (2, 24) and not ran
+    finally:
+        monkeypatch.undo()
+        registry.reload()
 
 
 def test_quantized_matmul_runs_only_when_named_and_says_what_it_accepts() -> None:

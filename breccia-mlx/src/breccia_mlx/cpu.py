@@ -14,7 +14,7 @@ import numpy as np
 
 from breccia.backend import DEFAULT, CastOptions, Metadata, ScaledTensor, ScalingRecipe, calls, components, reference
 
-from .ops import MLX
+from .ops import MLX, opaque
 
 Array = Any
 
@@ -25,6 +25,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if options.out is not None or (hasattr(scale, "shape") and not isinstance(scale, mx.array)):
         return reference.cast(x, recipe, options)  # which refuses them: MLX's arrays are immutable
     if isinstance(scale, mx.array):
+        if opaque(scale) is not None:
+            return reference.cast(x, recipe, options)
         options = options.replace(scale=_array(scale))
     return _over(calls.cast(_floats(x), recipe, options), _taken)
 

@@ -21,7 +21,7 @@ from .ops import MLX
 Array = Any
 
 #: MLX's name for the formats of these element and scale codecs, and their block.
-_MODES: dict[tuple[Codec, Codec], tuple[str, int | None]] = {
+_MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
     (E2M1, E8M0): ("mxfp4", 32),
     (E4M3, E8M0): ("mxfp8", 32),
     (E2M1, E4M3): ("nvfp4", 16),
@@ -42,7 +42,7 @@ def mode(fmt: Format) -> dict[str, Any] | None:
         return None
     if fmt.offset == "bias" and fmt.element in (UINT4, UINT8) and k in _GROUPS:
         return {"mode": "affine", "group_size": k, "bits": fmt.element.bits}
-    name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", None))
+    name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", 0))
     return {"mode": name, "group_size": k, "bits": fmt.element.bits} if k == block and fmt.offset == "none" else None
 
 
@@ -89,7 +89,7 @@ def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = 
     w = b.mT
     if 0 in (*a.shape, *b.shape):
         return reference.matmul(a, b, bias, out_dtype, out)  # MLX 0.32.4 divides by a length of zero
-    if w.recipe.format.scale.codec == E8M0 and has_nan(w.scale):
+    if w.recipe.format.scale.codec == E8M0 and has_nan(b.scale):
         return composites.matmul(a, b, bias, out_dtype, out)
     x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
     options = mode(w.recipe.format)
@@ -106,16 +106,20 @@ _found: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
 def has_nan(scale: Array) -> bool:
-    """Whether E8M0 scales contain NaN. They are read once per array; False for placeholders."""
+    """Whether E8M0 scales contain NaN. They are read once per array, so keep `st.mT`; False for placeholders."""
     key = id(scale)
     known = _found.get(key)
     if known is not None and known[0]() is scale:
         return known[1]
     try:
-        found = bool(mx.any(scale == E8M0.nan).item())
+        found = _read_nan(scale)
     except ValueError as e:
         if "transformations" not in str(e):
             raise
         return False
     _found[key] = (weakref.ref(scale, lambda _: _found.pop(key, None)), found)
     return found
+
+
+def _read_nan(scale: Array) -> bool:
+    return bool(mx.any(scale == E8M0.nan).item())

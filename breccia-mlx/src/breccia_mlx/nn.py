@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,17 @@ class ScaledWeight(nn.Module):
         return self._metadata.assembled(**{name: _as_floats(part, dtype) for (name, part), dtype in words})
 
     @property
+    def transposed(self) -> ScaledTensor:
+        """`tensor.mT`, the same object until the parameters change: kernels keep what they find out about it."""
+        parts, known = tuple(self[self._name].values()), self.__dict__.get("_known")
+        if known is not None and all(map(operator.is_, parts, known[0])):
+            return known[1]
+        found = self.tensor.mT
+        if opaque(*parts) is None:
+            object.__setattr__(self, "_known", (parts, found))
+        return found
+
+    @property
     def __scaled_tensor__(self) -> ScaledTensor:
         """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
         return self.tensor
@@ -122,7 +134,7 @@ class _Scaled(nn.Module):
                 f"the layer takes inputs of shape (..., {length}); got {tuple(x.shape)}.", found=tuple(x.shape), length=length
             )
         rows = mx.reshape(x, (-1, length)) if x.size else mx.zeros((0, length), x.dtype)
-        weight, dtype = self.weight.tensor.mT, x.dtype if dtype is None else dtype
+        weight, dtype = self.weight.transposed, x.dtype if dtype is None else dtype
         prefer = _compiled(rows, weight) if self.prefer is None and self.activation is None else self.prefer
         if self.activation is None:
             y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=prefer)

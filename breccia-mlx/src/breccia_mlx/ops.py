@@ -155,7 +155,9 @@ def together(*operands: Any) -> Iterator[None]:
 
     Else a compiled function would contain the decoded values of a weight that it captures, instead of its codes.
     """
-    parts = [part for x in operands if x is not None for part in (components(x).values() if isinstance(x, ScaledTensor) else (x,))]
+    parts = [
+        part for x in operands if x is not None for part in (components(x).values() if isinstance(x, ScaledTensor) else (x,))
+    ]
     outer = _local.__dict__.get("tracing", False)
     _local.tracing = outer or opaque(*parts) == _PLACEHOLDER
     try:
