@@ -3,7 +3,7 @@
 On a CPU it decodes to the contract's numbers and meets the bound of `matmul` (tests/test_mlx_native.py), except that an E8M0
 scale of NaN multiplies as Inf: tensors with such a scale are found once, and decoded. By default it runs for few rows of
 arrays in memory. By name it runs everywhere: in compiled functions, though `mx.vmap` has no rule for it, and on Metal, where
-it is unmeasured, and where sums of affine codes and of biases may be accumulated separately, which is inexact if the two cancel.
+it is unmeasured; sums of affine codes and of biases may be accumulated separately there, which is inexact if the two cancel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from breccia.backend import E2M1, E4M3, E8M0, UINT4, UINT8, Call, Codec, Format, ScaledTensor, calls, composites, reference
+from breccia.backend import E2M1, E4M3, E8M0, Call, Codec, Format, Integer, ScaledTensor, calls, composites, reference
 
 from .ops import MLX
 
@@ -28,7 +28,8 @@ _MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
 }
 #: The name of the kernel in the table.
 NAME = "mlx.quantized_matmul"
-_GROUPS = (32, 64, 128)
+#: Of mode "affine".
+_GROUPS, _WIDTHS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 #: Rows up to which the product takes less time than decoding the weight by the NumPy kernels. It takes as long for each row.
 MOST_ROWS = 4
 #: The same where the generic algorithm decodes: inside `mx.compile`.
@@ -40,10 +41,14 @@ def mode(fmt: Format) -> dict[str, Any] | None:
     m, k = fmt.scale.block
     if m != 1 or any(level.sense != "multiplier" for level in fmt.levels):
         return None
-    if fmt.offset == "bias" and fmt.element in (UINT4, UINT8) and k in _GROUPS:
+    if fmt.offset == "bias" and _affine(fmt.element) and k in _GROUPS:
         return {"mode": "affine", "group_size": k, "bits": fmt.element.bits}
     name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", 0))
     return {"mode": name, "group_size": k, "bits": fmt.element.bits} if k == block and fmt.offset == "none" else None
+
+
+def _affine(element: Codec) -> bool:
+    return isinstance(element, Integer) and not element.signed and not element.fraction_bits and element.bits in _WIDTHS
 
 
 def accepts(call: Call) -> str | None:
