@@ -421,3 +421,15 @@ def test_subnormal_elements_become_zero_under_codecs_with_equally_fine_steps(cod
         assert found.data.tobytes() == expected.data.tobytes()
         assert found.scale.tobytes() == expected.scale.tobytes()
         assert not reference.dequantize(found)[:, 2:].any()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("rows", [4, 400], ids=["short", "long"])
+def test_unaligned_arrays_cast_to_the_same_bytes(recipe: ScalingRecipe, rows: int, offset: int) -> None:
+    """Files may have a header of any length, so arrays mapped from them start at any byte."""
+    x = np.random.default_rng(0).standard_normal((rows, 64)).astype(np.float32)
+    memory = np.zeros(x.nbytes + 4, np.uint8)
+    memory[offset : offset + x.nbytes] = x.view(np.uint8).reshape(-1)
+    unaligned = memory[offset : offset + x.nbytes].view(np.float32).reshape(x.shape)
+    assert not unaligned.flags.aligned
+    assert breccia.bytes_equal(breccia.cast(unaligned, recipe), breccia.cast(x, recipe))
