@@ -123,7 +123,8 @@ def load_model(
             continue
         _check_shape(name, _shape(layer), tuple(found[name].shape))
         if type(layer) in LAYERS and not isinstance(found[name], ScaledTensor):
-            new[name] = found[name].astype(layer.weight.dtype)
+            plain: Any = layer
+            new[name] = found[name].astype(plain.weight.dtype)
             continue
         if id(layer) not in made:
             made[id(layer)] = _layer(name, layer, found[name], activation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -150,7 +150,7 @@ def opaque(*arrays: Array) -> str | None:
 
 
 @contextmanager
-def together(*operands: Any) -> Iterator[None]:
+def together(*operands: Any) -> Generator[None]:
     """If an operand is a placeholder, `opaque` describes all arrays as one.
 
     Else a compiled function would contain the decoded values of a weight that it captures, instead of its codes.

@@ -147,15 +147,15 @@ def _checked(path: str, module: Any, options: dict[str, Any]) -> ScalingRecipe |
             path=path,
         )
     try:
-        recipe, options["activation"] = options["recipe"], as_activation(options["activation"])
-        options["recipe"] = None if recipe is None else as_recipe(recipe)
+        options["activation"] = as_activation(options["activation"])
+        options["recipe"] = recipe = None if options["recipe"] is None else as_recipe(options["recipe"])
         held = bridges.from_mlx_layer(module) if isinstance(module, QUANTIZED) else None
         if held is None and recipe is None:
             raise OptionError("the weight is not quantized; pass a recipe.")
         if held is None:
-            checks.check_cast(module.weight, options["recipe"])
+            checks.check_cast(module.weight, recipe)
         if recipe is not None:
-            checks.fitted_layout(options["recipe"], tuple((module.weight if held is None else held).shape), -1)
+            checks.fitted_layout(recipe, tuple((module.weight if held is None else held).shape), -1)
     except BrecciaError as e:
         raise type(e)(f"quantize: {path}.weight: {e}", **e.found) from e
     return None if held is None else held.recipe
