@@ -60,6 +60,7 @@ _CODE_AT = 20
 #: The first fields of DLManagedTensorVersioned, before its tensor: major, minor, context, deleter, flags. The older
 #: DLManagedTensor begins with the tensor.
 _MANAGED = struct.Struct("=IIQQQ")
+_TENSOR_BYTES, _MANAGED_BYTES = (ctypes.c_char * each.size for each in (_TENSOR, _MANAGED))
 
 
 _READ_ONLY = 1
@@ -107,22 +108,22 @@ def _opened(capsule: Any) -> _Opened:
     name = _capsule_name(capsule)
     at, read_only = _capsule_pointer(capsule, name), False
     if name != b"dltensor":
-        major, _, _, _, flags = _MANAGED.unpack(ctypes.string_at(at, _MANAGED.size))
+        major, _, _, _, flags = _MANAGED.unpack(_MANAGED_BYTES.from_address(at))
         if name != b"dltensor_versioned" or major != 1:
             raise BufferError(f"a capsule {name!r} is not a DLPack tensor of version 1 or earlier")
         at, read_only = at + _MANAGED.size, bool(flags & _READ_ONLY)
-    data, device, _, ndim, code, bits, lanes, shape, strides, offset = _TENSOR.unpack(ctypes.string_at(at, _TENSOR.size))
+    data, device, _, ndim, code, bits, lanes, shape, strides, offset = _TENSOR.unpack(_TENSOR_BYTES.from_address(at))
     return _Opened(at, read_only, data, device, code, bits, lanes, _integers(shape, ndim), _integers(strides, ndim), offset)
 
 
 def _integers(at: int, count: int) -> Shape:
     """The 64-bit integers at an address; none at NULL."""
-    return _counted(count).unpack(ctypes.string_at(at, 8 * count)) if at and count else ()
+    return tuple(_counted(count).from_address(at)[:]) if at and count else ()
 
 
 @cache
-def _counted(count: int) -> struct.Struct:
-    return struct.Struct(f"={count}q")
+def _counted(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * count
 
 
 def _address(array: Array) -> int:
@@ -196,13 +197,14 @@ class _Refused(BufferError):
 class Part:
     """An array as the argument of any `from_dlpack`; `renamed` maps its dtype's name to the exported one."""
 
-    __slots__ = ("_consumer", "_renamed", "address", "array", "refused")
+    __slots__ = ("_consumer", "_renamed", "address", "array", "device_type", "refused")
 
     def __init__(self, array: Any, renamed: Callable[[str], str], consumer: _Consumer) -> None:
         self.array = NUMPY.to_numpy(array) if _is_numpy(array) and not _exchangeable(array) else array
         self._renamed, self._consumer = renamed, consumer
-        #: The address at the last export.
+        #: The address and the DLDeviceType at the last export.
         self.address: int | None = None
+        self.device_type = 0
         #: Why the export failed; consumers may raise an error of their own.
         self.refused: _Refused | None = None
 
@@ -221,7 +223,7 @@ class Part:
             raise self._no(_said(e), _VALUES) from e
         if 0 not in tensor.shape:
             self._check(tensor)
-        self.address = tensor.data + tensor.byte_offset
+        self.address, self.device_type = tensor.data + tensor.byte_offset, tensor.device_type
         found = _NAMES.get((tensor.code, tensor.bits))
         if found is not None and tensor.lanes == 1:
             wanted = self._renamed(found)
@@ -486,10 +488,8 @@ class _Transfer:
         """A component as an array of the target, on `device`."""
         enter = _entrance(self.consumer.module or self.target.module)
         try:
-            if self.consumer.capsules and part.__dlpack_device__()[0] == _CPU:
-                found = enter(part.__dlpack__(max_version=_VERSION))
-            else:
-                found = enter(part)
+            capsule = part.__dlpack__(max_version=_VERSION) if self.consumer.capsules else None
+            found = enter(part if capsule is None or part.device_type != _CPU else capsule)
         except Exception as e:  # some consumers replace the error raised here by their own
             if part.refused:
                 raise part.refused from e
