@@ -244,6 +244,8 @@ def test_a_layer_keeps_its_transposed_weight_until_new_weights_are_loaded(model:
     weight = model.head.weight
     first = weight.transposed
     assert weight.transposed is first and breccia.bytes_equal(first.mT, weight.tensor)
+    again = copy.deepcopy(weight)
+    assert "_known" in vars(weight) and "_known" not in vars(again) and breccia.bytes_equal(again.tensor, weight.tensor)
     other = Model()
     breccia_mlx.quantize(other, MXFP8)
     model.load_weights(list(tree_flatten(other.parameters())))

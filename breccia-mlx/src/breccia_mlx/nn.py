@@ -77,6 +77,10 @@ class ScaledWeight(nn.Module):
             object.__setattr__(self, "_known", (parts, found))
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave out what `transposed` keeps."""
+        return {name: value for name, value in self.__dict__.items() if name != "_known"}
+
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
         """Lets the ops of `breccia` accept the weight: `breccia.dequantize(layer.weight)`."""
