@@ -76,7 +76,7 @@ def handovers(x: Any) -> dict[str, Callable[[], Any]]:
     for here, st in tensors.items():
         found[f"to_dlpack 16×128, mxfp8, {here}"] = lambda st=st: to_dlpack(st)
         for there in [name for name in tensors if name != here]:
-            found[f"from_dlpack 16×128, mxfp8, {here} to {there}"] = lambda st=st, to=there.lower(): from_dlpack(st, to)
+            found[f"from_dlpack 16×128, mxfp8, {here} to {there}"] = lambda st=st, to=there: from_dlpack(st, to.lower())
     plain = tensors["NumPy"].data.view("uint8")
     found["jax.numpy.from_dlpack of one array, NumPy to JAX"] = lambda: jnp.from_dlpack(plain)
     return found
