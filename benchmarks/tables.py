@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -710,6 +710,33 @@ def native_parity(result: Result) -> Table:
     )
 
 
+def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
+    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratio is MLX's median to breccia's."""
+    by = {(row["op"], row["recipe"], row["arm"]): row for row in result["rows"] if row["op"].startswith(ops)}
+    keys = dict.fromkeys((op, recipe) for op, recipe, _ in by)
+    several = len({op for op, _ in keys}) > 1
+
+    def cell(op: str, recipe: str, arm: str) -> str:
+        found = by.get((op, recipe, arm))
+        return "" if found is None else trio((found["min_s"], found["median_s"]), 1e3)
+
+    def row(op: str, recipe: str) -> tuple[str, ...]:
+        ours, theirs = (by[op, recipe, arm]["median_s"] for arm in ("breccia", "MLX"))
+        named = (recipe, op.partition(", ")[2]) if several else (recipe,)
+        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], ratio(theirs / ours)
+
+    return Table(
+        f"MLX: {what}",
+        ("recipe", *(("rows",) if several else ()), *(_MLX_ARMS.get(arm, arm) for arm in arms), "MLX's mode", "ratio"),
+        tuple(row(*key) for key in keys),
+        f"Milliseconds, min / median, arms interleaved, MLX {result['options']['mlx']} on the CPU. ratio: MLX's median to "
+        "breccia's.",
+    )
+
+
+_MLX_ARMS = {"generic": "generic algorithm", "compiled": "breccia in mx.compile", "MLX compiled": "MLX in mx.compile"}
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -745,6 +772,13 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "training": {"training": training},
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
     "jax-cpu": {"jax-cpu": jax_cpu},
+    "mlx": {
+        "mlx-cast": lambda result: mlx(result, "cast", ("breccia", "MLX", "generic", "compiled"), "casts"),
+        "mlx-dequantize": lambda result: mlx(result, "dequantize", ("breccia", "MLX", "generic", "compiled"), "dequantize"),
+        "mlx-layer": lambda result: mlx(
+            result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
+        ),
+    },
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "forms": {"forms": forms},

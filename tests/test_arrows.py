@@ -47,7 +47,7 @@ NEIGHBOURS = {
 FOREIGN: dict[str, tuple[set[str], set[str]]] = {
     "breccia_torch": ({"torch", "numpy"}, {"ml_dtypes"}),
     "breccia_jax": ({"jax", "numpy", "ml_dtypes"}, set()),
-    "breccia_mlx": ({"mlx", "numpy"}, set()),
+    "breccia_mlx": ({"mlx", "numpy"}, {"ml_dtypes"}),
     "breccia_native": ({"numpy"}, set()),
     "breccia_triton": ({"triton", "torch", "jax", "numpy", "platformdirs"}, {"jax_triton"}),
     "breccia_bridges": ({"numpy", "safetensors", *TERMINAL}, NEIGHBOURS | REPORT),

@@ -1059,7 +1059,7 @@ def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
         code == 1
         and err
         == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: fp8_block, fp8_current, fp8_delayed, fp8_row, "
-        "int4, int4_bias, int8, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
+        "int4, int4_bias, int8, mlx_affine, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
     )
     code, _, err = run("convrt")
     assert code == 2 and "convert" in err

@@ -217,9 +217,13 @@ def test_other_import_errors_still_show(tmp_path: Path) -> None:
 NUMPY = "numpy" if missing("cpu") else "native"
 CAST = f"{NUMPY}.cast"
 #: Framework -> prefix of the kernels for `cast` and `dequantize` on its CPU arrays, if not the generic algorithm.
-KERNELS = {"numpy": NUMPY, "torch": "torch.cpu"}
+KERNELS = {"numpy": NUMPY, "torch": "torch.cpu", "mlx": "mlx.cpu"}
 #: Framework -> the kernel for `matmul` of few rows on its CPU arrays, if not the composite.
-MATMULS = {"numpy": "numpy.matmul"} if missing_products("cpu") else {"numpy": "native.matmul", "torch": "torch.cpu.matmul"}
+MATMULS = (
+    {"numpy": "numpy.matmul"}
+    if missing_products("cpu")
+    else {"numpy": "native.matmul", "torch": "torch.cpu.matmul", "mlx": "mlx.cpu.matmul"}
+)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])

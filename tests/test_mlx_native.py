@@ -1,4 +1,4 @@
-"""MLX's own quantized arrays: same bytes and values as breccia's, and `mx.quantized_matmul` runs if `prefer=` names it."""
+"""MLX's own quantized arrays: same bytes and values as breccia's, and products by MLX and breccia-native."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from conftest import every_decodable, wide
 
 import breccia
 from breccia.bridges import from_mlx, to_mlx
+from breccia.dispatch import registry
+from breccia.kernels import bounds
 from breccia.tensors.tensor import ScaledTensor
+from breccia_mlx import cpu, native
+from breccia_native.availability import missing_products
 
 MXFP8, MXFP4 = breccia.MXFP8BlockScaling(), breccia.MXFP4BlockScaling()
 NVFP4 = breccia.NVFP4BlockScaling(two_level=False)
 QUANTIZED = "mlx.quantized_matmul"
+#: The default kernels for few rows.
+DEFAULT = "mlx.cpu.quantized_matmul"
+DEFAULTS = (DEFAULT,) if missing_products("cpu") else ("mlx.cpu.matmul", DEFAULT)
 
 
 def affine(bits: int, group_size: int = 64, scale_dtype: str = "fp32") -> breccia.ScalingRecipe:
-    kind = {4: breccia.INT4Scaling, 8: breccia.INT8Scaling}[bits]
+    kind = {4: breccia.INT4Scaling, 8: breccia.INT8Scaling}.get(bits)
+    if kind is None:
+        return breccia.recipe(f"mlx_affine,bits={bits},group_size={group_size},scale_dtype={scale_dtype}")
     return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
 
 
+WIDTHS = (2, 3, 4, 5, 6, 8)
 #: Each mode of `mx.quantize` -> (its options, the equivalent recipe).
 MODES: dict[str, tuple[dict[str, Any], breccia.ScalingRecipe]] = {
     "mxfp4": ({"mode": "mxfp4"}, MXFP4),
@@ -30,6 +40,8 @@ MODES: dict[str, tuple[dict[str, Any], breccia.ScalingRecipe]] = {
     "nvfp4": ({"mode": "nvfp4"}, NVFP4),
     "affine": ({}, affine(4)),
     "affine, 8 bits": ({"bits": 8, "group_size": 32}, affine(8, 32)),
+    **{f"affine, {bits} bits": ({"bits": bits}, affine(bits)) for bits in (2, 3, 5, 6)},
+    "affine, 3 bits, groups of 32": ({"bits": 3, "group_size": 32}, affine(3, 32)),
     "affine, groups of 128": ({"mode": "affine", "bits": 4, "group_size": 128}, affine(4, 128)),
 }
 
@@ -86,6 +98,27 @@ def recipe_group(st: ScaledTensor) -> Any:
     return st.recipe.format.scale.block[1]
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_affine_arrays_return_byte_for_byte(bits: int, group_size: int) -> None:
+    """Random words too: every code under every scale."""
+    rng = np.random.default_rng(bits)
+    words = mx.array(rng.integers(0, 2**32, (24, 256 * bits // 32), dtype=np.uint64).astype(np.uint32))
+    made, scales, biases = mx.quantize(weight(), bits=bits, group_size=group_size)
+    for w in (made, words):
+        st = from_mlx(w, scales, biases, bits=bits, group_size=group_size)
+        assert st.shape == (24, 256) and st.recipe == affine(bits, group_size)
+        again = to_mlx(st)
+        assert all(mx.array_equal(a, b) for a, b in zip(again, (w, scales, biases), strict=False))
+        theirs = mx.dequantize(w, scales, biases, bits=bits, group_size=group_size)
+        assert np.array_equal(np.array(breccia.dequantize(st)), np.array(theirs))
+        x = mx.array(rng.standard_normal((3, 256)).astype(np.float32))
+        values = np.array(theirs, np.float64)
+        size = np.abs(np.array(x, np.float64)) @ np.abs(values).T
+        y = np.array(breccia.matmul(x, st.mT))
+        assert (np.abs(y - np.array(x, np.float64) @ values.T) <= bounds.accumulated(size, 256, 256)).all()
+
+
 def test_leading_axes_are_kept() -> None:
     w = mx.stack([weight(1), weight(2)])
     st = from_mlx(*mx.quantize(w, mode="mxfp8"), mode="mxfp8")
@@ -120,7 +153,7 @@ def test_every_code_under_every_scale_matches_mlx_except_where_documented(recipe
 
 
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("float16", "fp16"), ("bfloat16", "bf16")])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_16_bit_scales_are_accepted_and_decoded_in_fp32(dtype: str, scale_dtype: str, bits: int) -> None:
     """MLX computes in the dtype of the scales; with FP32 scales it computes the same values as breccia."""
     w, scales, biases = mx.quantize(weight().astype(getattr(mx, dtype)), bits=bits)
@@ -152,11 +185,12 @@ def test_arguments_that_do_not_fit_an_mlx_mode_are_refused(change: dict[str, Any
         from_mlx(w, scales, biases, **{"mode": "mxfp8"} | change)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5, 6])
-def test_widths_without_a_recipe_are_refused(bits: int) -> None:
-    parts = mx.quantize(weight(), bits=bits)
-    with pytest.raises(breccia.DialectError, match=f"affine arrays of 4 or 8 bits.* got bits={bits}, group_size=64"):
-        from_mlx(*parts, bits=bits)
+def test_arrays_without_a_recipe_are_refused() -> None:
+    w, scales, biases = mx.quantize(weight(), bits=2)
+    with pytest.raises(breccia.DialectError, match=r"affine arrays of 2, 3, 4, 5, 6, 8 bits.* got bits=1, group_size=64"):
+        from_mlx(w, scales, biases, bits=1)
+    with pytest.raises(breccia.RecipeError, match="bits"):
+        breccia.recipe("mlx_affine,bits=4")
     with pytest.raises(breccia.DialectError, match="mode 'affine' has biases; got none"):
         from_mlx(*mx.quantize(weight())[:2])
 
@@ -183,30 +217,25 @@ def test_tensors_without_an_mlx_mode_are_refused_with_a_remedy() -> None:
 # -- the product -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, breccia.NVFP4BlockScaling(), affine(4), affine(8)], ids=repr)
+@pytest.mark.parametrize("kernel", DEFAULTS)
+@pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, breccia.NVFP4BlockScaling(), *map(affine, WIDTHS)], ids=repr)
 @pytest.mark.parametrize(("rows", "length"), [(1, 4096), (3, 512)])
-def test_quantized_matmul_stays_within_the_bound_with_one_large_and_many_small_terms(
-    recipe: breccia.ScalingRecipe, rows: int, length: int
+def test_default_products_stay_within_the_bound_with_one_large_and_many_small_terms(
+    recipe: breccia.ScalingRecipe, rows: int, length: int, kernel: str
 ) -> None:
-    """The bound of `matmul`: K + 1 roundings of each term, one more for the tensor scale, against FP64.
-
-    Biases are one more term of each group, of the magnitude of the codes' sum: hence |code * scale| + |bias| for |w|.
-    """
+    """The bound of `matmul` against FP64: K + 1 terms, one more for the tensor scale."""
     rng = np.random.default_rng(length)
     x = rng.uniform(0.5, 1, (rows, length)).astype(np.float32)
     x[:, 0] = 2.0**12
     w = mx.array(rng.uniform(0.5, 1, (16, length)).astype(np.float32))
     st = breccia.cast(w, recipe)
     values = np.array(breccia.dequantize(st)).astype(np.float64)
-    size = np.abs(values)
-    if st.zero_point is not None:
-        bias = np.repeat(np.array(st.zero_point).astype(np.float64), recipe.format.scale.block[1], axis=1)
-        size = np.abs(values - bias) + np.abs(bias)
-    u = 2.0**-24
-    n = length + 2
-    bound = n * u / (1 - n * u) * (np.abs(x.astype(np.float64)) @ size.T)
+    bound = bounds.accumulated(np.abs(x.astype(np.float64)) @ np.abs(values).T, length + 2, length)
     exact = x.astype(np.float64) @ values.T
-    found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=QUANTIZED))
+    if kernel == "mlx.cpu.matmul" and recipe.format.element.bits not in (4, 8):
+        pytest.skip("breccia-native multiplies codes of 4 and 8 bits")
+    prefer = kernel if rows <= native.most_rows(recipe.format, native.MOST_ROWS) or kernel != DEFAULT else QUANTIZED
+    found = np.array(breccia.matmul(mx.array(x), st.mT, prefer=prefer))
     assert (np.abs(found - exact) <= bound).all()
 
     total = np.zeros((rows, 16), np.float16)  # the bound is not vacuous: sums in FP16 break it
@@ -215,11 +244,75 @@ def test_quantized_matmul_stays_within_the_bound_with_one_large_and_many_small_t
     assert (np.abs(total - exact) > bound).any()
 
 
+@pytest.mark.parametrize("recipe", [MXFP8, MXFP4, NVFP4, *(affine(b, 32) for b in WIDTHS)], ids=lambda r: r.spec)
+def test_quantized_matmul_multiplies_by_the_decoded_values(recipe: breccia.ScalingRecipe) -> None:
+    """A row with a single one picks out column k: a product that is exact, also where code times scale and bias cancel."""
+    rng = np.random.default_rng(1)
+    st = breccia.cast(weight(2, 8, 64), recipe)
+    if st.zero_point is not None:
+        code = rng.integers(0, 2**recipe.format.element.bits, st.scale.shape)
+        bias = mx.array((-np.array(st.scale) * code * (1 + 2.0**-22)).astype(np.float32))
+        st = breccia.from_buffer(st.data, st.scale, recipe, st.layout, bias)
+    picked = breccia.matmul(mx.eye(64), st.mT, prefer=QUANTIZED)
+    assert np.array_equal(np.array(picked.T), np.array(breccia.dequantize(st)))
+
+
+def test_native_products_are_the_default_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def winner(rows: int, recipe: breccia.ScalingRecipe) -> str:
+        found = breccia.explain("matmul", mx.ones((rows, 256)), breccia.cast(weight(), recipe).mT).winner
+        assert found is not None
+        return found.name
+
+    assert [winner(1, MXFP4), winner(65, MXFP4)] == [DEFAULTS[0], "composite.matmul"]
+    monkeypatch.setenv("BRECCIA_BLOCK", "native")
+    registry.reload()
+    try:
+        assert {winner(rows, recipe) for recipe in (MXFP4, NVFP4, affine(4)) for rows in (1, 4)} == {DEFAULT}
+        assert [winner(1, MXFP8), winner(2, MXFP8), winner(5, affine(8))] == [DEFAULT, *["composite.matmul"] * 2]
+        assert winner(1, breccia.INT8Scaling()) == "composite.matmul"
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+
+
+@pytest.mark.parametrize("kernel", [QUANTIZED, *DEFAULTS])
+def test_nan_scales_are_found_once_and_decoded(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over codes that are not zero, which MLX multiplies by Inf."""
+    st = breccia.cast(mx.ones((4, 64)), MXFP8)
+    scale = mx.array([[127, 127], [255, 127], [127, 127], [127, 255]], mx.uint8)
+    bad = breccia.from_buffer(st.data, scale, MXFP8, st.layout).mT
+    looked: list[Any] = []
+    monkeypatch.setattr(native, "_read_nan", lambda scale, read=native._read_nan: looked.append(scale) or read(scale))
+    for x in (mx.ones((1, 64)), mx.zeros((1, 64)), mx.ones((1, 64))):
+        y = np.array(breccia.matmul(x, bad, prefer=kernel))
+        assert np.isnan(y[0, [1, 3]]).all() and np.isfinite(y[0, [0, 2]]).all()
+    assert len(looked) == (0 if kernel == "mlx.cpu.matmul" else 1)
+    known = len(native._found)
+    if looked:
+        looked.clear()
+        del bad
+        assert len(native._found) == known - 1, "the finding goes with the array"
+
+
+def test_a_compiled_function_decodes_captured_codes_on_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It contains the codes, not their decoded values, which take several times the memory."""
+    st = breccia.cast(weight(), MXFP8)
+    ran: list[str] = []
+    monkeypatch.setattr(cpu, "dequantize", lambda *arguments: ran.append("cpu"))
+    registry.reload()
+    try:
+        function = mx.compile(lambda x: breccia.matmul(x, st.mT))
+        assert function(mx.ones((2, 256))).shape == (2, 24) and not ran
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+
+
 def test_quantized_matmul_runs_only_when_named_and_says_what_it_accepts() -> None:
     x, w = mx.ones((2, 256)), weight()
     st = breccia.cast(w, MXFP8)
     explained = breccia.explain("matmul", x, st.mT)
-    assert explained.winner is not None and explained.winner.name == "composite.matmul"
+    assert explained.winner is not None and explained.winner.name != QUANTIZED
     assert f"opt-in: it does not follow the contract of matmul; name it with prefer='{QUANTIZED}'" in str(explained)
     named = breccia.explain("matmul", x, st.mT, prefer=QUANTIZED)
     assert named.winner is not None and named.winner.name == QUANTIZED

@@ -421,3 +421,47 @@ def test_subnormal_elements_become_zero_under_codecs_with_equally_fine_steps(cod
         assert found.data.tobytes() == expected.data.tobytes()
         assert found.scale.tobytes() == expected.scale.tobytes()
         assert not reference.dequantize(found)[:, 2:].any()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("rows", [4, 400], ids=["short", "long"])
+def test_unaligned_arrays_cast_to_the_same_bytes(recipe: ScalingRecipe, rows: int, offset: int) -> None:
+    """Files may have a header of any length, so arrays mapped from them start at any byte."""
+    x = np.random.default_rng(0).standard_normal((rows, 64)).astype(np.float32)
+    memory = np.zeros(x.nbytes + 4, np.uint8)
+    memory[offset : offset + x.nbytes] = x.view(np.uint8).reshape(-1)
+    unaligned = memory[offset : offset + x.nbytes].view(np.float32).reshape(x.shape)
+    assert not unaligned.flags.aligned
+    assert breccia.bytes_equal(breccia.cast(unaligned, recipe), breccia.cast(x, recipe))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("columns", [64, 200])
+def test_integers_of_any_width_with_biases_have_the_bytes_and_values_of_the_generic_algorithm(bits: int, columns: int) -> None:
+    """Casts, and decoding of every code under ordinary, zero, subnormal and huge scales and biases, and under NaN."""
+
+    @dataclass(frozen=True)
+    class Biased(breccia.ScalingRecipe):
+        name: ClassVar[str] = "biased"
+
+        @cached_property
+        def format(self) -> Format:
+            return Format(Integer(f"U{bits}", bits, None, "unsigned binary", False), (Level(F32, (1, 32)),), "bias")
+
+    recipe = Biased()
+    x = wide((40, columns), seed=bits, exponents=3)
+    x[3] = 0.0
+    written = kernels.cast(x, recipe)
+    assert breccia.bytes_equal(written, reference.cast(x, recipe))
+    rng = np.random.default_rng(bits)
+    shape = written.scale.shape
+    few = np.array([0.0, -0.0, 2.0**-149, -(2.0**-130), 2.0**-126, -1.5, 3e38, np.inf, np.nan, 0.1], np.float32)
+    data = rng.integers(0, 256, written.data.shape, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        for scale, bias in ((few, few), (few[4:6], few), (few, few[4:6]), (few[5:6], few[9:])):
+            scale, bias = (rng.choice(each, shape) for each in (scale, bias))
+            st = ScaledTensor.from_parts(data, scale, recipe, written.layout, bias, None, -1, written.padding)
+            found, wanted = kernels.dequantize(st), reference.dequantize(st)
+            nan = np.isnan(wanted)
+            assert np.array_equal(np.isnan(found), nan)
+            assert np.array_equal(found.view(np.int32)[~nan], wanted.view(np.int32)[~nan])

@@ -158,6 +158,14 @@ def test_a_valid_file_opens(tmp_path: Path) -> None:
         opened.array("emty")
 
 
+def test_null_in_place_of_metadata_is_no_metadata(tmp_path: Path) -> None:
+    """MLX 0.32 writes it."""
+    path = tmp_path / "null"
+    path.write_bytes(file_of({"__metadata__": None, "x": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"ab"))
+    found = Container(path)
+    assert found.metadata == {} and found.array("x").tobytes() == b"ab"
+
+
 def test_arrays_are_mapped_copy_on_write_and_the_file_never_changes(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     with Writer(path, {"a": ("F32", (3,))}) as w:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,8 @@ from breccia.backend import (
     CorruptFileError,
     DialectError,
     Framework,
+    InternedKey,
     Layout,
-    Metadata,
     Ops,
     OptionError,
     ScaledTensor,
@@ -52,34 +53,14 @@ ALIGNMENT = 64
 # ------------------------------------------------------------------------------------------------ the C structure
 
 
-class _Tensor(ctypes.Structure):
-    """DLTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Versioned(ctypes.Structure):
-    """The first fields of DLManagedTensorVersioned. The older DLManagedTensor begins with the tensor."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
-    )
+#: DLTensor: data, device type and id, ndim, dtype (code, bits, lanes), pointers to shape and strides, byte offset.
+_TENSOR = struct.Struct("=QiiiBBHQQQ")
+#: Where its dtype's code is.
+_CODE_AT = 20
+#: The first fields of DLManagedTensorVersioned, before its tensor: major, minor, context, deleter, flags. The older
+#: DLManagedTensor begins with the tensor.
+_MANAGED = struct.Struct("=IIQQQ")
+_TENSOR_BYTES, _MANAGED_BYTES = (ctypes.c_char * each.size for each in (_TENSOR, _MANAGED))
 
 
 _READ_ONLY = 1
@@ -103,21 +84,46 @@ _CODES = {
     "float8_e8m0fnu": (14, 8),
 }
 _NAMES = {code: name for name, code in _CODES.items()}
-_METAL = 8
+_CPU, _METAL = 1, 8
 #: Kinds of device by DLDeviceType.
-_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", _METAL: "metal", 10: "rocm", 13: "cuda"}
+_DEVICES = {_CPU: "cpu", 2: "cuda", 3: "cpu", _METAL: "metal", 10: "rocm", 13: "cuda"}
 
 
-def _opened(capsule: Any) -> tuple[_Tensor, bool]:
-    """The DLTensor of an unconsumed capsule, and whether its memory is read-only."""
+class _Opened(NamedTuple):
+    """The DLTensor of an unconsumed capsule. at: its address. read_only: is its memory?"""
+
+    at: int
+    read_only: bool
+    data: int
+    device_type: int
+    code: int
+    bits: int
+    lanes: int
+    shape: Shape
+    strides: Shape
+    byte_offset: int
+
+
+def _opened(capsule: Any) -> _Opened:
     name = _capsule_name(capsule)
-    address = _capsule_pointer(capsule, name)
-    if name == b"dltensor":
-        return _Tensor.from_address(address), False
-    managed = _Versioned.from_address(address)
-    if name != b"dltensor_versioned" or managed.major != 1:
-        raise BufferError(f"a capsule {name!r} is not a DLPack tensor of version 1 or earlier")
-    return managed.tensor, bool(managed.flags & _READ_ONLY)
+    at, read_only = _capsule_pointer(capsule, name), False
+    if name != b"dltensor":
+        major, _, _, _, flags = _MANAGED.unpack(_MANAGED_BYTES.from_address(at))
+        if name != b"dltensor_versioned" or major != 1:
+            raise BufferError(f"a capsule {name!r} is not a DLPack tensor of version 1 or earlier")
+        at, read_only = at + _MANAGED.size, bool(flags & _READ_ONLY)
+    data, device, _, ndim, code, bits, lanes, shape, strides, offset = _TENSOR.unpack(_TENSOR_BYTES.from_address(at))
+    return _Opened(at, read_only, data, device, code, bits, lanes, _integers(shape, ndim), _integers(strides, ndim), offset)
+
+
+def _integers(at: int, count: int) -> Shape:
+    """The 64-bit integers at an address; none at NULL."""
+    return tuple(_counted(count).from_address(at)[:]) if at and count else ()
+
+
+@cache
+def _counted(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * count
 
 
 def _address(array: Array) -> int:
@@ -125,8 +131,8 @@ def _address(array: Array) -> int:
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     capsule = array.__dlpack__()  # it owns the structure
-    tensor, _ = _opened(capsule)
-    return (tensor.data or 0) + tensor.byte_offset
+    tensor = _opened(capsule)
+    return tensor.data + tensor.byte_offset
 
 
 # ------------------------------------------------------------------------------------------------ consumers
@@ -137,7 +143,7 @@ def _any(shape: Shape, strides: Shape) -> bool:
 
 
 def _forward(shape: Shape, strides: Shape) -> bool:
-    return all(step >= 0 for step in strides)
+    return not strides or min(strides) >= 0
 
 
 def _compact(shape: Shape, strides: Shape) -> bool:
@@ -155,7 +161,8 @@ class _Consumer:
     """A framework's requirements on shared memory; a component that does not meet them is copied first.
 
     module: of its `from_dlpack`; by default the framework's own. writes: are its arrays mutable? aligned: required alignment
-    in bytes; JAX copies unaligned memory. metal: can it read Metal memory?
+    in bytes; JAX copies unaligned memory. metal: can it read Metal memory? capsules: does it take a capsule in place of an
+    exporter? That is faster, and on a CPU no stream has to be negotiated.
     """
 
     strides: Callable[[Shape, Shape], bool] = _compact
@@ -163,14 +170,15 @@ class _Consumer:
     aligned: int = 1
     metal: bool = False
     module: str = ""
+    capsules: bool = False
 
 
 #: Negative strides abort the process in torch 2.13. JAX 0.10 accepts permutations of C order.
 _CONSUMERS = {
     "numpy": _Consumer(_any, writes=False),
-    "torch": _Consumer(_forward),
+    "torch": _Consumer(_forward, capsules=True),
     "jax": _Consumer(_compact, writes=False, aligned=ALIGNMENT, module="jax.numpy"),
-    "mlx": _Consumer(_forward, writes=False, metal=True),
+    "mlx": _Consumer(_forward, writes=False, metal=True, capsules=True),
 }
 
 
@@ -189,13 +197,14 @@ class _Refused(BufferError):
 class Part:
     """An array as the argument of any `from_dlpack`; `renamed` maps its dtype's name to the exported one."""
 
-    __slots__ = ("_consumer", "_renamed", "address", "array", "refused")
+    __slots__ = ("_consumer", "_renamed", "address", "array", "device_type", "refused")
 
     def __init__(self, array: Any, renamed: Callable[[str], str], consumer: _Consumer) -> None:
         self.array = NUMPY.to_numpy(array) if _is_numpy(array) and not _exchangeable(array) else array
         self._renamed, self._consumer = renamed, consumer
-        #: The address at the last export.
+        #: The address and the DLDeviceType at the last export.
         self.address: int | None = None
+        self.device_type = 0
         #: Why the export failed; consumers may raise an error of their own.
         self.refused: _Refused | None = None
 
@@ -209,16 +218,17 @@ class Part:
         """A capsule, by those options of the array API standard that the array's own method supports."""
         capsule = self._exported(options)
         try:
-            tensor, read_only = _opened(capsule)
+            tensor = _opened(capsule)
         except (BufferError, ValueError) as e:
             raise self._no(_said(e), _VALUES) from e
-        shape = tuple(tensor.shape[: tensor.ndim])
-        if math.prod(shape):
-            self._check(tensor, shape, read_only)
-        self.address = (tensor.data or 0) + tensor.byte_offset
+        if 0 not in tensor.shape:
+            self._check(tensor)
+        self.address, self.device_type = tensor.data + tensor.byte_offset, tensor.device_type
         found = _NAMES.get((tensor.code, tensor.bits))
-        if found and tensor.lanes == 1:
-            tensor.code, _ = _CODES.get(self._renamed(found), (tensor.code, 0))
+        if found is not None and tensor.lanes == 1:
+            wanted = self._renamed(found)
+            if wanted != found and wanted in _CODES:
+                ctypes.c_uint8.from_address(tensor.at + _CODE_AT).value = _CODES[wanted][0]
         return capsule
 
     def _exported(self, options: dict[str, Any]) -> Any:
@@ -232,16 +242,15 @@ class Part:
         except Exception as e:
             raise self._no(_said(e), "" if _is_numpy(self.array) else _VALUES) from e
 
-    def _check(self, tensor: _Tensor, shape: Shape, read_only: bool) -> None:
+    def _check(self, tensor: _Opened) -> None:
         if not tensor.data:
             raise self._no("it has no values in memory", _VALUES)
         if tensor.device_type == _METAL and not self._consumer.metal:
             raise self._no("it is in Metal memory")
-        if read_only and self._consumer.writes:
+        if tensor.read_only and self._consumer.writes:
             raise self._no("it is read-only, and shared memory would be writable")
-        steps = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else ()
-        if steps and not self._consumer.strides(shape, steps):
-            raise self._no(f"its strides are not supported (strides {steps}, shape {shape})")
+        if tensor.strides and not self._consumer.strides(tensor.shape, tensor.strides):
+            raise self._no(f"its strides are not supported (strides {tensor.strides}, shape {tensor.shape})")
 
     def _no(self, why: str, remedy: str = "") -> _Refused:
         self.refused = _Refused(why, remedy)
@@ -273,13 +282,11 @@ def _neutral(name: str) -> str:
 
 def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
     """Maps a component's dtype to the one in which `ops` stores it, of the same bits: float8 and uint8, bfloat16 and uint16."""
-
-    def renamed(name: str) -> str:
-        if codec is not None and codec.dtype and codec.dtype.startswith("float8") and name in ("uint8", codec.dtype):
-            return ops.storage(codec)
-        return ops.bfloat16 if name in ("bfloat16", "uint16") else name
-
-    return renamed
+    words = ops.bfloat16
+    names = {"bfloat16": words, "uint16": words}
+    if codec is not None and codec.dtype and codec.dtype.startswith("float8"):
+        names |= dict.fromkeys(("uint8", codec.dtype), ops.storage(codec))
+    return lambda name: names.get(name, name)
 
 
 # ------------------------------------------------------------------------------------------------ bundles
@@ -389,15 +396,19 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
     """
     if copy is not None and not isinstance(copy, bool):
         raise OptionError(f"copy is None, True or False; got {copy!r}.", copy=copy)
-    target: Framework = registry().look_up("breccia_frameworks", framework, "framework")
-    transfer = _Transfer(target, targets.load(target.ops), _CONSUMERS.get(framework, _Consumer()), device, copy)
+    transfer = _transfer(framework)
+    if device is not None or copy is not None:
+        transfer = replace(transfer, device=device, copy=copy)
     if isinstance(source, ScaledTensor):
         source = source.to_plain()
         parts = components(source)
         taken = transfer.taken(parts, source.recipe)
         if all(taken[name] is part for name, part in parts.items()):
             return source
-        return Metadata.of(source).assembled(**taken)
+        data, scale, zero_point, global_scale = map(taken.get, PARTS)
+        return ScaledTensor.from_parts(
+            data, scale, source.recipe, source.layout, zero_point, global_scale, source.axis, source.padding
+        )
     if not isinstance(source, Bundle):
         raise UnsupportedError(
             f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Make "
@@ -410,21 +421,22 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The target framework and device of components, and whether to copy."""
+    """The target framework and device of components, and whether to copy. stored: see `_renamings`, by recipe."""
 
     target: Framework
     ops: Ops
     consumer: _Consumer
-    device: Any
-    copy: bool | None
+    stored: dict[InternedKey, dict[str, Callable[[str], str]]]
+    device: Any = None
+    copy: bool | None = None
 
     def taken(self, parts: dict[str, Any], recipe: ScalingRecipe) -> dict[str, Array]:
         """The components of a tensor, as arrays of the target."""
-        codecs, found = recipe.format.parts, dict[str, Array]()
+        renamed, found = self._renamings(recipe), dict[str, Array]()
         for name, part in parts.items():
             array = part.array if isinstance(part, Part) else part
             try:
-                found[name] = self._taken(array, _stored(codecs.get(name), self.ops))
+                found[name] = self._taken(array, renamed[name])
             except _Refused as e:
                 said = f"from_dlpack: {self.target.name} cannot {{}} {name}: {e}. "
                 if e.remedy:
@@ -432,16 +444,27 @@ class _Transfer:
                 raise OptionError(f"{said.format('share')}copy=None copies it.", part=name, copy=False) from e
         return found
 
+    def _renamings(self, recipe: ScalingRecipe) -> dict[str, Callable[[str], str]]:
+        """`_stored` of each component of a recipe."""
+        known = self.stored.get(recipe.interned_key)
+        if known is None:
+            if len(self.stored) >= _REMEMBERED:
+                self.stored.clear()
+            codecs = recipe.format.parts
+            known = self.stored[recipe.interned_key] = {name: _stored(codecs.get(name), self.ops) for name in PARTS}
+        return known
+
     def _taken(self, array: Any, renamed: Callable[[str], str]) -> Array:
         """One component. Raises _Refused."""
-        own = _framework(array) is self.target and renamed(dtype_name(array)) == dtype_name(array)
-        if own and self.copy is not True:
+        if self.copy is not True and _framework(array) is self.target and renamed(name := dtype_name(array)) == name:
             found = array if self.device is None else self.ops.to(array, self.device)
             if self.copy is None or found is array:
                 return found
         part = Part(array, renamed, self.consumer)
-        here = _DEVICES.get(int(part.__dlpack_device__()[0]))
+        here = None
         try:
+            if self.device is not None or self.copy is not None:
+                here = _DEVICES.get(int(part.__dlpack_device__()[0]))
             if self.device is not None and _kind(self.device) != here:
                 part.__dlpack__(max_version=_VERSION)
                 raise _Refused(f"it is on {here}, and device={self.device!r} is another device")
@@ -463,8 +486,10 @@ class _Transfer:
 
     def _shared(self, part: Part) -> Array:
         """A component as an array of the target, on `device`."""
+        enter = _entrance(self.consumer.module or self.target.module)
         try:
-            found = _entrance(self.consumer.module or self.target.module)(part)
+            capsule = part.__dlpack__(max_version=_VERSION) if self.consumer.capsules else None
+            found = enter(part if capsule is None or part.device_type != _CPU else capsule)
         except Exception as e:  # some consumers replace the error raised here by their own
             if part.refused:
                 raise part.refused from e
@@ -479,6 +504,22 @@ class _Transfer:
         fresh = raw[start : start + host.nbytes].view(host.dtype.newbyteorder("=")).reshape(host.shape)
         np.copyto(fresh, host)
         return replace(self, device=device, copy=None)._shared(Part(fresh, renamed, self.consumer))
+
+
+def _transfer(framework: str) -> _Transfer:
+    """To the framework's default device, sharing memory where possible. Raises UnknownNameError."""
+    declared = registry()
+    known = _transfers.get(framework)
+    if known is None or known[0] is not declared:
+        target: Framework = declared.look_up("breccia_frameworks", framework, "framework")
+        found = _Transfer(target, targets.load(target.ops), _CONSUMERS.get(framework, _Consumer()), {})
+        known = _transfers[framework] = (declared, found)
+    return known[1]
+
+
+#: By the name of a framework: the registry that declares it, and the transfer.
+_transfers: dict[str, tuple[Any, _Transfer]] = {}
+_REMEMBERED = 256
 
 
 def _framework(array: Any) -> Framework | None:

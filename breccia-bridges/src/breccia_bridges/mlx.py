@@ -23,6 +23,7 @@ from breccia.backend import (
     framework_of,
 )
 
+from .plugin import AffineScaling
 from .wrapping import attribute
 
 #: The recipes of the modes whose scales are codes.
@@ -31,7 +32,7 @@ _RECIPES: dict[str, ScalingRecipe] = {
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(two_level=False),
 }
-_INTEGERS = {4: INT4Scaling, 8: INT8Scaling}
+_WIDTHS = (2, 3, 4, 5, 6, 8)
 _SCALE_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Group sizes that MLX has in mode "affine".
 _GROUPS = (32, 64, 128)
@@ -51,9 +52,10 @@ def from_mlx(
     w: uint32 words, (..., M, K * bits / 32). scales, biases: (..., M, K / group_size).
     group_size, bits, mode: as in `mx.quantize`, with its defaults, or from `quantization` in a checkpoint's config.json.
 
-    Mode "affine" is `INT4Scaling` or `INT8Scaling` with a bias. A scale may then be negative; it decodes as it is.
+    Mode "affine" is `INT4Scaling` or `INT8Scaling` with a bias, and of 2, 3, 5 and 6 bits the recipe `mlx_affine`. A scale may
+    then be negative; it decodes as it is.
 
-    Raises DialectError for arrays that MLX does not produce, or that have no recipe (widths other than 4 and 8 bits).
+    Raises DialectError for arrays that MLX does not produce, or that have no recipe (one bit).
     """
     _need_mlx("from_mlx", w)
     recipe = _recipe(mode, group_size, bits, scales)
@@ -103,9 +105,9 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
     mode = _mode(scaled.recipe)
     if mode is None:
         raise DialectError(
-            "MLX's modes are mxfp4, mxfp8, nvfp4 without a tensor scale, and affine: integers of 4 or 8 bits with a bias, in "
-            f"groups of 32, 64 or 128. This tensor is {scaled.recipe!r}. Requantize it first, to breccia.MXFP8BlockScaling() "
-            'or breccia.INT4Scaling(group_size=64, signed=False, symmetric=False, offset="bias").',
+            "MLX's modes are mxfp4, mxfp8, nvfp4 without a tensor scale, and affine: integers of 2 to 8 bits, but not 7, with "
+            f"a bias, in groups of 32, 64 or 128. This tensor is {scaled.recipe!r}. Requantize it first, to "
+            'breccia.MXFP8BlockScaling() or breccia.INT4Scaling(group_size=64, signed=False, symmetric=False, offset="bias").',
             recipe=scaled.recipe,
         )
     if scaled.axis != -1:
@@ -164,20 +166,24 @@ def _recipe(mode: str, group_size: int | None, bits: int | None, scales: Array) 
     if mode != "affine":
         raise DialectError(f"mode is one of affine, {', '.join(_RECIPES)}; got {mode!r}.", mode=mode)
     bits, group_size = bits or 4, group_size or 64
-    kind, scale_dtype = _INTEGERS.get(bits), _SCALE_DTYPES.get(dtype_name(scales))
-    if kind is None or group_size not in _GROUPS or scale_dtype is None:
+    scale_dtype = _SCALE_DTYPES.get(dtype_name(scales))
+    if bits not in _WIDTHS or group_size not in _GROUPS or scale_dtype is None:
         raise DialectError(
-            f"affine arrays of 4 or 8 bits, in groups of 32, 64 or 128, with scales in {', '.join(_SCALE_DTYPES)}, have a "
-            f"recipe; got bits={bits}, group_size={group_size} and scales in {dtype_name(scales)}. Cast its values.",
+            f"affine arrays of {', '.join(map(str, _WIDTHS))} bits, in groups of 32, 64 or 128, with scales in "
+            f"{', '.join(_SCALE_DTYPES)}, have a recipe; got bits={bits}, group_size={group_size} and scales in "
+            f"{dtype_name(scales)}. Cast its values.",
             bits=bits,
             group_size=group_size,
         )
+    kind = {4: INT4Scaling, 8: INT8Scaling}.get(bits)
+    if kind is None:
+        return AffineScaling(bits, group_size, scale_dtype)
     return kind(group_size=group_size, signed=False, symmetric=False, offset="bias", scale_dtype=scale_dtype)
 
 
 def _mode(recipe: ScalingRecipe) -> str | None:
     fmt = recipe.format
-    if isinstance(recipe, INT4Scaling | INT8Scaling):
+    if isinstance(recipe, INT4Scaling | INT8Scaling | AffineScaling):
         return "affine" if fmt.offset == "bias" and fmt.scale.block[1] in _GROUPS else None
     return next((mode for mode, known in _RECIPES.items() if known.format == fmt), None)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from breccia import Bridge, Command, Foreign, Format, Level, ScalingRecipe, hookimpl
-from breccia.backend import BF16, F16, F32, INT4, check_choices, one_of
+from breccia import Bridge, Codec, Command, Foreign, Format, Level, ScalingRecipe, hookimpl
+from breccia.backend import BF16, F16, F32, INT4, Integer, check_choices, one_of
 
 api = 1
 _FLOATS = {"bf16": BF16, "fp16": F16, "fp32": F32}
@@ -35,9 +35,40 @@ class SignedInt4Scaling(ScalingRecipe):
         return Format(INT4, (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
 
 
+#: Unsigned integers by width. Core has those of 4 and 8 bits.
+_UNSIGNED = {bits: Integer(f"UINT{bits}", bits, None, "unsigned binary", False) for bits in (2, 3, 5, 6)}
+
+
+@dataclass(frozen=True)
+class AffineScaling(ScalingRecipe):
+    """Unsigned integers of 2, 3, 5 or 6 bits with a float bias, `x = scale * code + bias`: MLX's mode "affine".
+
+    Those of 4 and 8 bits are `INT4Scaling` and `INT8Scaling` with `signed=False, symmetric=False, offset="bias"`. Codes are
+    packed from the lowest bit up, without gaps: 8 codes of 3 bits in 3 bytes.
+    """
+
+    name: ClassVar[str] = "mlx_affine"
+    source: ClassVar[str] = "MLX 0.32, mlx.core.quantize, mode 'affine'"
+    bits: int = field(default=3, metadata=one_of(_UNSIGNED))
+    group_size: int = field(default=64, metadata=one_of((32, 64, 128)))
+    scale_dtype: str = field(default="fp16", metadata=one_of(_FLOATS))
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(_UNSIGNED[self.bits], (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
+
+
+@hookimpl
+def breccia_codecs() -> Iterable[Codec]:
+    return _UNSIGNED.values()
+
+
 @hookimpl
 def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
-    return [SignedInt4Scaling]
+    return [SignedInt4Scaling, AffineScaling]
 
 
 @hookimpl

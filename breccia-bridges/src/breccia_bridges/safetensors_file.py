@@ -212,6 +212,8 @@ class Container:
         return out
 
     def _metadata(self, value: Any) -> dict[str, str]:
+        if value is None:  # MLX 0.32 writes null where there is none
+            return {}
         if not isinstance(value, dict):
             self._refuse(f"__metadata__ is an object of strings; found {short(value)}.", _REWRITE)
         for key, item in value.items():

@@ -144,20 +144,22 @@ def _parts_of(listed: Any) -> tuple[str | None, dict[str, Any] | None]:
     return (name if isinstance(name, str) else None), (cast("dict[str, Any]", fields) if isinstance(fields, dict) else None)
 
 
-def settle(declared: Any, field: str, allowed: Collection[str], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
+def settle(declared: Any, field: str, allowed: Collection[Any], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
     """Set a field to its spelling in `allowed`, from any case or from an alias. Raises RecipeError for another value.
 
+    Values that are not text, such as widths, must be equal and of the same type.
     aliases: canonical spellings by lower-case ones. They also match objects with such a name, such as dtypes.
     """
     value = getattr(declared, field)
-    if isinstance(value, str) and value in allowed:
+    if any(type(value) is type(each) and value == each for each in allowed):
         return
+    spellings = [each for each in allowed if isinstance(each, str)]
     name = getattr(value, "__name__", None) or getattr(value, "name", None) or value
     text = value if isinstance(value, str) else str(name).rpartition(".")[2] if aliases else ""
-    found = aliases.get(text.lower()) or next((each for each in allowed if each.lower() == text.lower()), None)
+    found = aliases.get(text.lower()) or next((each for each in spellings if each.lower() == text.lower()), None)
     if found is None:
         named = " or ".join(map(repr, allowed)) if len(allowed) < 3 else f"one of {', '.join(map(repr, allowed))}"
-        raise RecipeError(f"{field} must be {named}, got {value!r}{did_you_mean(text, allowed)}", **{field: value})
+        raise RecipeError(f"{field} must be {named}, got {value!r}{did_you_mean(text, spellings)}", **{field: value})
     object.__setattr__(declared, field, found)
 
 

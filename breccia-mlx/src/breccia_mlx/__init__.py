@@ -8,7 +8,11 @@ def __getattr__(name: str) -> object:
     """Load public names on first use. `__init__.pyi` declares them for type checkers; a test compares the two."""
     from importlib import import_module
 
-    homes = {"from_tree": "container", "quantize": "nn", "to_tree": "container"}
+    homes = {
+        **dict.fromkeys(("from_tree", "to_tree"), "container"),
+        **dict.fromkeys(("QuantizeSummary", "quantize"), "quantizing"),
+        **dict.fromkeys(("load_model", "save_model"), "loading"),
+    }
     if name == "nn":
         return import_module(f"{__name__}.nn")
     if name not in homes:
@@ -20,4 +24,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["from_tree", "nn", "quantize", "to_tree"]
+__all__ = ["QuantizeSummary", "from_tree", "load_model", "nn", "quantize", "save_model", "to_tree"]

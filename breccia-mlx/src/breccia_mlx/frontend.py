@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
 
-from .ops import MLX
+from .ops import MLX, opaque, together
 
 Array = Any
 #: A tuple of arrays.
@@ -47,10 +47,10 @@ def matmul(
 ) -> Array:
     """Differentiable in plain array operands and in the bias."""
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and bias is None):
-        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+        return _multiplied(a, b, bias, out_dtype, out, prefer)
 
     def forward(a: Any, b: Any, bias: Any) -> Array:
-        return calls.matmul(a, b, bias, out_dtype, None, prefer)
+        return _multiplied(a, b, bias, out_dtype, None, prefer)
 
     return _product(forward, None, _matmul_fp32, (a, b, bias))
 
@@ -66,7 +66,8 @@ def cast_matmul(
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
 
     def forward(x: Any, b: Any, bias: Any) -> Array:
-        return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
+        with together(x, b, bias):
+            return calls.cast_matmul(x, recipe, b, bias, out_dtype, prefer)
 
     return _product(forward, recipe, _matmul_fp32, (x, b, bias))
 
@@ -76,31 +77,49 @@ def grouped_matmul(
 ) -> Array:
     """Differentiable in plain array operands."""
     if out is not None or (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
-        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+        return _grouped(a, b, offsets, out_dtype, out, prefer)
 
     def forward(a: Any, b: Any, offsets: Any) -> Array:
-        return calls.grouped_matmul(a, b, offsets, out_dtype, None, prefer)
+        return _grouped(a, b, offsets, out_dtype, None, prefer)
 
     return _product(forward, None, None, (a, b, offsets))
 
 
+def _multiplied(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    with together(a, b, bias):
+        return calls.matmul(a, b, bias, out_dtype, out, prefer)
+
+
+def _grouped(a: Any, b: Any, offsets: Array, out_dtype: str, out: Array | None, prefer: Prefer) -> Array:
+    with together(a, b, offsets):
+        return calls.grouped_matmul(a, b, offsets, out_dtype, out, prefer)
+
+
 def _matmul_fp32(a: Any, b: Any) -> Array:
-    return calls.matmul(a, b)
+    return _multiplied(a, b, None, "float32", None, None)
 
 
 class _Operand(NamedTuple):
-    """How an operand is flattened into the arrays of a custom function: metadata and component names, if scaled."""
+    """How an operand is passed to a custom function.
+
+    metadata and names of components: a scaled tensor that is flattened into arrays. captured: one in memory, which no
+    transformation maps over; passed as arrays, its components would be other objects on each call.
+    """
 
     metadata: Metadata | None
     names: tuple[str, ...]
+    captured: ScaledTensor | None = None
 
     @classmethod
     def of(cls, x: Any) -> _Operand:
-        return (
-            cls(Metadata.of(x), tuple(components(x)))
-            if isinstance(x, ScaledTensor)
-            else cls(None, () if x is None else ("array",))
-        )
+        if not isinstance(x, ScaledTensor):
+            return cls(None, () if x is None else ("array",))
+        parts = components(x)
+        return cls(Metadata.of(x), tuple(parts)) if opaque(*parts.values()) is not None else cls(None, (), x)
+
+    @property
+    def scaled(self) -> bool:
+        return self.metadata is not None or self.captured is not None
 
 
 def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, product: Any, operands: tuple[Any, ...]) -> Array:
@@ -114,14 +133,16 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
     def whole(arrays: Arrays) -> list[Any]:
         """The operands from their flattened arrays."""
         left, found = list(arrays), list[Any]()
-        for metadata, names in how:
+        for metadata, names, captured in how:
             taken = [left.pop(0) for _ in names]
-            parts = dict(zip(names, taken, strict=True))
-            found.append(metadata.assembled(**parts) if metadata is not None else taken[0] if taken else None)
+            if metadata is not None:
+                found.append(metadata.assembled(**dict(zip(names, taken, strict=True))))
+            else:
+                found.append(taken[0] if taken else captured)
         return found
 
     def multiplied(a: Any, b: Any, third: Any) -> Array:
-        return calls.grouped_matmul(a, b, third) if product is None else product(a, b)
+        return _grouped(a, b, third, "float32", None, None) if product is None else product(a, b)
 
     def in_product(a: Any) -> Any:
         """The first operand as it enters the product."""
@@ -130,15 +151,17 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
     def gradients(gradient: Array, *arrays: Array) -> Arrays:
         a, b, third = whole(arrays)
         found: list[Array] = []
-        for place, (x, (metadata, names)) in enumerate(zip((a, b, third), how, strict=True)):
-            if metadata is not None or (product is None and place == 2):
-                found += [mx.zeros_like(part) for part in (components(x).values() if metadata is not None else (x,))]
+        for place, (x, operand) in enumerate(zip((a, b, third), how, strict=True)):
+            if operand.captured is not None:
+                continue
+            if operand.scaled or (product is None and place == 2):
+                found += [mx.zeros_like(part) for part in (components(x).values() if operand.scaled else (x,))]
             elif place == 0:
                 found.append(_summed(multiplied(gradient, _transposed(b), third), x))
             elif place == 1:
                 left = in_product(a)
                 found.append(_by_group(left, gradient, third, x) if product is None else _summed(product(left.mT, gradient), x))
-            elif names:
+            elif operand.names:
                 found.append(_summed(MLX.f32(gradient), x))
         return tuple(found)
 
@@ -146,20 +169,18 @@ def _product(forward: Callable[..., Array], recipe: ScalingRecipe | None, produc
         a, b, third = whole(arrays)
         da, db, dthird = whole(tangents)
         terms: list[Array] = []
-        if how[0].metadata is None:
+        if not how[0].scaled:
             terms.append(multiplied(da, b, third))
-        if how[1].metadata is None:
+        if not how[1].scaled:
             terms.append(multiplied(in_product(a), db, third))
         if product is not None and dthird is not None:
             terms.append(MLX.f32(dthird))
         y = sum(terms[1:], terms[0])
         return y
 
-    flat = [
-        part
-        for x in operands
-        for part in (components(x).values() if isinstance(x, ScaledTensor) else () if x is None else (x,))
-    ]
+    flat: list[Array] = []
+    for x, operand in zip(operands, how, strict=True):
+        flat += components(x).values() if operand.metadata is not None else [x] if operand.names else []
     return _with_rules(lambda *arrays: forward(*whole(arrays)), gradients, tangent)(*flat)
 
 

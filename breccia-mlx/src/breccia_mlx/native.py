@@ -1,29 +1,39 @@
 """`mx.quantized_matmul`, which multiplies the codes of some formats without decoding them into memory first.
 
-It runs only if requested by name. On a CPU it meets the bound of `matmul` (tests/test_mlx_native.py), but an E8M0 scale of
-NaN multiplies as Inf, `mx.vmap` has no rule for it, and for many rows it can be slower than decoding. It is unmeasured on
-Metal, where sums of affine codes and of biases may be accumulated separately, which is inexact if the two cancel.
+On a CPU it decodes to the contract's numbers and meets the bound of `matmul` (tests/test_mlx_native.py), except that an E8M0
+scale of NaN multiplies as Inf: tensors with such a scale are found once, and decoded. By default it runs for few rows of
+arrays in memory. By name it runs everywhere: in compiled functions, though `mx.vmap` has no rule for it, and on Metal, where
+it is unmeasured; sums of affine codes and of biases may be accumulated separately there, which is inexact if the two cancel.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from typing import Any
 
 import mlx.core as mx
 
-from breccia.backend import E2M1, E4M3, E8M0, UINT4, UINT8, Call, Codec, Format, ScaledTensor, calls, reference
+from breccia.backend import E2M1, E4M3, E8M0, Call, Codec, Format, Integer, ScaledTensor, calls, composites, reference
 
 from .ops import MLX
 
 Array = Any
 
 #: MLX's name for the formats of these element and scale codecs, and their block.
-_MODES: dict[tuple[Codec, Codec], tuple[str, int | None]] = {
+_MODES: dict[tuple[Codec, Codec], tuple[str, int]] = {
     (E2M1, E8M0): ("mxfp4", 32),
     (E4M3, E8M0): ("mxfp8", 32),
     (E2M1, E4M3): ("nvfp4", 16),
 }
-_GROUPS = (32, 64, 128)
+#: The name of the kernel in the table.
+NAME = "mlx.quantized_matmul"
+#: Of mode "affine".
+_GROUPS, _WIDTHS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+#: Rows up to which the product takes less time than decoding the weight by the NumPy kernels. It takes as long for each row.
+MOST_ROWS = 4
+#: The same where the generic algorithm decodes: inside `mx.compile`.
+MOST_COMPILED_ROWS = 16
 
 
 def mode(fmt: Format) -> dict[str, Any] | None:
@@ -31,16 +41,24 @@ def mode(fmt: Format) -> dict[str, Any] | None:
     m, k = fmt.scale.block
     if m != 1 or any(level.sense != "multiplier" for level in fmt.levels):
         return None
-    if fmt.offset == "bias" and fmt.element in (UINT4, UINT8) and k in _GROUPS:
+    if fmt.offset == "bias" and _affine(fmt.element) and k in _GROUPS:
         return {"mode": "affine", "group_size": k, "bits": fmt.element.bits}
-    name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", None))
+    name, block = _MODES.get((fmt.element, fmt.scale.codec), ("", 0))
     return {"mode": name, "group_size": k, "bits": fmt.element.bits} if k == block and fmt.offset == "none" else None
+
+
+def _affine(element: Codec) -> bool:
+    return isinstance(element, Integer) and not element.signed and not element.fraction_bits and element.bits in _WIDTHS
 
 
 def accepts(call: Call) -> str | None:
     """Why `mx.quantized_matmul` cannot compute a product, or None."""
-    w = call.b
-    if w is None or w.recipe is None or w.layout is None:
+    return "mx.quantized_matmul multiplies by a quantized b" if call.b is None else unsupported(call.b)
+
+
+def unsupported(w: Any) -> str | None:
+    """Why `mx.quantized_matmul` cannot multiply by `w`, the second operand of a call or a ScaledTensor, or None."""
+    if w.recipe is None or w.layout is None:
         return "mx.quantized_matmul multiplies by a quantized b"
     options = mode(w.recipe.format)
     if options is None:
@@ -52,12 +70,33 @@ def accepts(call: Call) -> str | None:
     return None
 
 
+def accepts_rows(call: Call) -> str | None:
+    """`accepts`, and why decoding the weight is faster."""
+    reason = accepts(call)
+    if reason is not None or call.b is None or call.b.recipe is None:
+        return reason
+    most = most_rows(call.b.recipe.format, MOST_ROWS)
+    if math.prod(call.a.shape[:-1]) > most:
+        return f"for more than {most} rows a product of the decoded weight is faster"
+    return None
+
+
+def most_rows(fmt: Format, most: int) -> int:
+    """The rows up to which MLX is faster than a product of the decoded weight, given those for most formats."""
+    return most // 4 if fmt.element == E4M3 else most
+
+
 def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
-    """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that MLX has a mode for."""
+    """`a @ b` by `mx.quantized_matmul` in FP32, for `b` the `.mT` of a weight that MLX has a mode for.
+
+    A weight with a NaN among its E8M0 scales is decoded instead; placeholders cannot be checked.
+    """
+    w = b.mT
     if 0 in (*a.shape, *b.shape):
         return reference.matmul(a, b, bias, out_dtype, out)  # MLX 0.32.4 divides by a length of zero
+    if w.recipe.format.scale.codec == E8M0 and has_nan(b.scale):
+        return composites.matmul(a, b, bias, out_dtype, out)
     x = calls.dequantize(a) if isinstance(a, ScaledTensor) else MLX.f32(a)
-    w = b.mT
     options = mode(w.recipe.format)
     y = mx.quantized_matmul(x, w.data.view(mx.uint32), w.scale, w.zero_point, transpose=True, **options or {})
     if w.global_scale is not None:
@@ -65,3 +104,27 @@ def matmul(a: Any, b: ScaledTensor, bias: Array | None = None, out_dtype: str = 
     if bias is not None:
         y = y + MLX.f32(bias)
     return reference.result(MLX, y, out_dtype, out)
+
+
+#: By the id of an array of E8M0 scales: a reference that removes the entry with the array, and whether it contains NaN.
+_found: dict[int, tuple[weakref.ref[Any], bool]] = {}
+
+
+def has_nan(scale: Array) -> bool:
+    """Whether E8M0 scales contain NaN. They are read once per array, so keep `st.mT`; False for placeholders."""
+    key = id(scale)
+    known = _found.get(key)
+    if known is not None and known[0]() is scale:
+        return known[1]
+    try:
+        found = _read_nan(scale)
+    except ValueError as e:
+        if "transformations" not in str(e):
+            raise
+        return False
+    _found[key] = (weakref.ref(scale, lambda _: _found.pop(key, None)), found)
+    return found
+
+
+def _read_nan(scale: Array) -> bool:
+    return bool(mx.any(scale == E8M0.nan).item())

@@ -1,36 +1,32 @@
-"""Layers whose weight is a ScaledTensor, and `quantize`, which puts them into a model, like `mlx.nn.quantize`."""
+"""Layers whose weight is a ScaledTensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 import breccia
+from breccia import bridges
 from breccia.backend import (
     TENSOR,
-    BrecciaError,
     Metadata,
-    OptionError,
     PerBlockK,
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
     UnsupportedError,
     as_recipe,
-    checks,
     components,
     dtype_name,
 )
 
-Array = Any
-#: Called with a layer's path and the layer: whether to quantize it, or how.
-Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
+from . import native
+from .ops import opaque
 
-_OPTIONS = ("recipe", "activation", "prefer")
+Array = Any
 #: Integers of the width of float scales: changes of a model's precision skip them.
 _WORDS = {2: mx.uint16, 4: mx.uint32}
 
@@ -68,7 +64,22 @@ class ScaledWeight(nn.Module):
     def tensor(self) -> ScaledTensor:
         """The ScaledTensor of the current parameters; zero-copy."""
         words = zip(self[self._name].items(), self._dtypes, strict=True)
-        return self._metadata.assembled(**{name: part.view(getattr(mx, dtype)) for (name, part), dtype in words})
+        return self._metadata.assembled(**{name: _as_floats(part, dtype) for (name, part), dtype in words})
+
+    @property
+    def transposed(self) -> ScaledTensor:
+        """`tensor.mT`, the same object until the parameters change: kernels keep what they find out about it."""
+        parts, known = tuple(self[self._name].values()), self.__dict__.get("_known")
+        if known is not None and all(map(operator.is_, parts, known[0])):
+            return known[1]
+        found = self.tensor.mT
+        if opaque(*parts) is None:
+            object.__setattr__(self, "_known", (parts, found))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave out what `transposed` keeps."""
+        return {name: value for name, value in self.__dict__.items() if name != "_known"}
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
@@ -92,6 +103,12 @@ def _as_words(part: Array) -> Array:
     return part.view(_WORDS[part.dtype.size]) if mx.issubdtype(part.dtype, mx.floating) else part
 
 
+def _as_floats(part: Array, dtype: str) -> Array:
+    """Inverse of `_as_words`. Integers stay the same object: `native.has_nan` caches by it."""
+    kind = getattr(mx, dtype)
+    return part if part.dtype == kind else part.view(kind)
+
+
 class _Scaled(nn.Module):
     """A layer of one quantized weight (M, K), blocks along K."""
 
@@ -113,15 +130,27 @@ class _Scaled(nn.Module):
                 f"the layer takes inputs of shape (..., {length}); got {tuple(x.shape)}.", found=tuple(x.shape), length=length
             )
         rows = mx.reshape(x, (-1, length)) if x.size else mx.zeros((0, length), x.dtype)
-        weight, dtype = self.weight.tensor.mT, x.dtype if dtype is None else dtype
+        weight, dtype = self.weight.transposed, x.dtype if dtype is None else dtype
+        prefer = _compiled(rows, weight) if self.prefer is None and self.activation is None else self.prefer
         if self.activation is None:
-            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
-        elif self.prefer is None:
+            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=prefer)
+        elif prefer is None:
             y = breccia.cast_matmul(rows, self.activation, weight, dtype, bias=bias)
         else:  # the name is of a kernel of `matmul`
             rows = breccia.cast_ste(rows, self.activation)
-            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=self.prefer)
+            y = breccia.matmul(rows, weight, dtype, bias=bias, prefer=prefer)
         return mx.reshape(y, (*x.shape[:-1], self.weight.shape[0]))
+
+
+def _compiled(rows: Array, weight: ScaledTensor) -> str | None:
+    """The kernel to name for few rows in a function compiled with the weight among its inputs, where the default one decodes.
+
+    Only mx.compile makes placeholders of a model's parameters; those of `rows` may be of mx.vmap, which `mx.quantized_matmul`
+    does not support.
+    """
+    if opaque(weight.data) is None or native.unsupported(weight) is not None:
+        return None
+    return native.NAME if len(rows) <= native.most_rows(weight.recipe.format, native.MOST_COMPILED_ROWS) else None
 
 
 class ScaledLinear(_Scaled):
@@ -155,16 +184,34 @@ class ScaledLinear(_Scaled):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
-        recipe: ScalingRecipe | str,
+        linear: nn.Linear | nn.QuantizedLinear,
+        recipe: ScalingRecipe | str | None = None,
         *,
         activation: ScalingRecipe | str | None = None,
         prefer: str | None = None,
     ) -> ScaledLinear:
-        """Quantize `linear`'s weight under `recipe` and keep its bias. Raises what `breccia.cast` raises."""
+        """Quantize `linear`'s weight under `recipe` and keep its bias.
+
+        An `mlx.nn.QuantizedLinear` keeps its codes and scales if that is their recipe, or `recipe` is None; else its values are
+        cast. Raises what `breccia.cast` and `breccia.bridges.from_mlx_layer` raise.
+        """
+        return cls.holding(quantized_weight(linear, recipe), linear, activation=activation, prefer=prefer)
+
+    @classmethod
+    def holding(
+        cls,
+        tensor: ScaledTensor,
+        linear: Any = None,
+        *,
+        activation: ScalingRecipe | str | None = None,
+        prefer: str | None = None,
+    ) -> ScaledLinear:
+        """A layer with the quantized weight `tensor`, (output_dims, input_dims), and the bias of `linear`, if it has one."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._take(ScaledWeight(breccia.cast(linear.weight, recipe)), activation, prefer)
+        self._take(ScaledWeight(tensor), activation, prefer)
+        if linear is None:
+            return self
         if "bias" in linear:
             self.bias = linear.bias
             self._no_grad.update(linear._no_grad & {"bias"})
@@ -204,14 +251,27 @@ class ScaledEmbedding(_Scaled):
 
     @classmethod
     def from_embedding(
-        cls, embedding: nn.Embedding, recipe: ScalingRecipe | str, *, prefer: str | None = None
+        cls,
+        embedding: nn.Embedding | nn.QuantizedEmbedding,
+        recipe: ScalingRecipe | str | None = None,
+        *,
+        prefer: str | None = None,
     ) -> ScaledEmbedding:
-        """Quantize `embedding`'s weight under `recipe`. Raises what `breccia.cast` raises."""
+        """Quantize `embedding`'s weight under `recipe`; an `mlx.nn.QuantizedEmbedding` as in `ScaledLinear.from_linear`.
+
+        Raises what `breccia.cast` and `breccia.bridges.from_mlx_layer` raise.
+        """
+        return cls.holding(quantized_weight(embedding, recipe), embedding, prefer=prefer)
+
+    @classmethod
+    def holding(cls, tensor: ScaledTensor, embedding: Any = None, *, prefer: str | None = None) -> ScaledEmbedding:
+        """A layer with the quantized weight `tensor`, (num_embeddings, dims), and rows of the dtype of `embedding`, or FP32."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._take(ScaledWeight(breccia.cast(embedding.weight, recipe)), None, prefer)
-        self.dtype = dtype_name(embedding.weight)
-        self.train(embedding.training)
+        self._take(ScaledWeight(tensor), None, prefer)
+        self.dtype = "float32" if embedding is None else rows_dtype(embedding)
+        if embedding is not None:
+            self.train(embedding.training)
         return self
 
     def to_embedding(self, dtype: Any = None) -> nn.Embedding:
@@ -248,92 +308,27 @@ def _rows(w: ScaledTensor, index: Array) -> ScaledTensor:
     return ScaledTensor.from_parts(w.data[index], recipe=w.recipe, layout=layout, axis=-1, padding=w.padding, **parts)
 
 
+def quantized_weight(layer: Any, recipe: ScalingRecipe | str | None) -> ScaledTensor:
+    """The weight of a layer under `recipe`; None keeps the one that it has."""
+    if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        if recipe is None:
+            raise UnsupportedError(f"the weight of a {type(layer).__name__} is not quantized; pass a recipe.")
+        return breccia.cast(layer.weight, recipe)
+    held = bridges.from_mlx_layer(layer)
+    return held if recipe is None or as_recipe(recipe) == held.recipe else breccia.requantize(held, recipe)
+
+
+def rows_dtype(embedding: Any) -> str:
+    """The dtype name of the rows that an embedding returns."""
+    if isinstance(embedding, ScaledEmbedding):
+        return embedding.dtype
+    if not isinstance(embedding, nn.QuantizedEmbedding):
+        return dtype_name(embedding.weight)
+    return dtype_name(embedding.scales) if embedding.mode == "affine" else "bfloat16"
+
+
 def as_activation(activation: Any) -> ScalingRecipe | None:
     """The recipe of activations, which may be given by name, or None. Raises UnsupportedError for anything else."""
     if activation is not None and not isinstance(activation, ScalingRecipe | str):
         raise UnsupportedError(f"activation is a ScalingRecipe instance or None; got {activation!r}.", activation=activation)
     return None if activation is None else as_recipe(activation)
-
-
-# ------------------------------------------------------------------------------------------------ quantize
-
-
-def quantize(
-    model: nn.Module,
-    recipe: ScalingRecipe | str,
-    *,
-    activation: ScalingRecipe | str | None = None,
-    prefer: str | None = None,
-    class_predicate: Predicate | None = None,
-) -> None:
-    """Replace linear and embedding layers of `model`, in place, by ScaledLinear and ScaledEmbedding ones under `recipe`.
-
-    activation: a recipe under which linear layers cast their inputs. prefer: the kernel of their products.
-    class_predicate: called with each leaf module's path and the module; True for one to quantize, or a dict of `recipe`,
-        `activation` and `prefer` for it alone. By default every `mlx.nn.Linear` and `mlx.nn.Embedding`, except subclasses.
-
-    A layer at several places is replaced by one layer. Nothing is replaced unless all chosen layers can be.
-
-    Raises what `breccia.cast` raises, naming the layer; UnsupportedError for a model that is itself such a layer, and for a
-    chosen module that is not; OptionError for other results of the predicate, and if no layer is chosen.
-    """
-    recipe, activation = as_recipe(recipe), as_activation(activation)
-    if not isinstance(model, nn.Module) or _makes(model):
-        one = ": breccia_mlx.nn has from_linear and from_embedding for a single layer." if _makes(model) else "."
-        raise UnsupportedError(f"quantize replaces layers of a model; got a {type(model).__name__}{one}")
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    given: dict[str, Any] = {"recipe": recipe, "activation": activation, "prefer": prefer}
-    chosen = {path: (m, given | how) for path, m in leaves if (how := _how(class_predicate, path, m)) is not None}
-    if not chosen:
-        plain = sum(type(m) in (nn.Linear, nn.Embedding) for _, m in leaves)
-        asked = "; class_predicate, which is called with each path and module, chose none." if class_predicate else "."
-        raise OptionError(f"quantize: no layer is chosen: {plain} of {len(leaves)} leaf modules are Linear or Embedding{asked}")
-    for path, (module, options) in chosen.items():  # before anything changes
-        _check(path, module, options)
-    made: dict[int, nn.Module] = {}
-    for module, options in chosen.values():
-        if id(module) not in made:
-            made[id(module)] = _replacement(module, **options)
-    model.update_modules(tree_unflatten([(path, made[id(module)]) for path, (module, _) in chosen.items()]))
-
-
-def _how(predicate: Predicate | None, path: str, module: nn.Module) -> dict[str, Any] | None:
-    """The individual options of a chosen layer; None if it is not chosen."""
-    if predicate is None:
-        return {} if type(module) in (nn.Linear, nn.Embedding) else None
-    answer = predicate(path, module)
-    if isinstance(answer, bool):
-        return {} if answer else None
-    if not isinstance(answer, dict) or not set(answer) <= set(_OPTIONS):
-        raise OptionError(
-            f"class_predicate must return True, False, or a dict of {', '.join(_OPTIONS)}; for {path} it returned {answer!r}.",
-            path=path,
-        )
-    return answer
-
-
-def _makes(module: Any) -> bool:
-    """Is it exactly a linear or embedding layer, not a subclass?"""
-    return any(isinstance(module, kind) and type(module).__call__ is kind.__call__ for kind in (nn.Linear, nn.Embedding))
-
-
-def _check(path: str, module: Any, options: dict[str, Any]) -> None:
-    """Raise an error naming the layer if it cannot be replaced."""
-    if not _makes(module):
-        raise UnsupportedError(
-            f"quantize: {path} is a {type(module).__name__}, but only Linear and Embedding have a quantized form; exclude "
-            "it in class_predicate.",
-            path=path,
-        )
-    try:
-        options["recipe"], options["activation"] = as_recipe(options["recipe"]), as_activation(options["activation"])
-        checks.check_cast(module.weight, options["recipe"])
-        checks.fitted_layout(options["recipe"], tuple(module.weight.shape), -1)
-    except BrecciaError as e:
-        raise type(e)(f"quantize: {path}.weight: {e}", **e.found) from e
-
-
-def _replacement(module: Any, recipe: ScalingRecipe, activation: ScalingRecipe | None, prefer: str | None) -> nn.Module:
-    if isinstance(module, nn.Linear):
-        return ScaledLinear.from_linear(module, recipe, activation=activation, prefer=prefer)
-    return ScaledEmbedding.from_embedding(module, recipe, prefer=prefer)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from breccia.backend import Array, Ops, OptionError, UnsupportedError
+from breccia.backend import Array, Ops, OptionError, ScaledTensor, UnsupportedError, components
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.int32}
 
@@ -129,6 +132,42 @@ def _table(table: tuple[int, ...]) -> Array:
 def devices() -> list[str]:
     """The default MLX device, for `breccia doctor`."""
     return [mx.default_device().type.name]
+
+
+def opaque(*arrays: Array) -> str | None:
+    """Why NumPy cannot read the memory of `arrays`, which are evaluated; None if it can."""
+    if _local.__dict__.get("tracing"):
+        return _PLACEHOLDER
+    if mx.default_device().type != mx.cpu:
+        return "an array of MLX's GPU"
+    try:
+        mx.eval(*arrays)
+    except ValueError as e:  # MLX has no API that says whether an array is a placeholder
+        if "transformations" not in str(e):
+            raise
+        return _PLACEHOLDER
+    return None
+
+
+@contextmanager
+def together(*operands: Any) -> Generator[None]:
+    """If an operand is a placeholder, `opaque` describes all arrays as one.
+
+    Else a compiled function would contain the decoded values of a weight that it captures, instead of its codes.
+    """
+    parts = [
+        part for x in operands if x is not None for part in (components(x).values() if isinstance(x, ScaledTensor) else (x,))
+    ]
+    outer = _local.__dict__.get("tracing", False)
+    _local.tracing = outer or opaque(*parts) == _PLACEHOLDER
+    try:
+        yield
+    finally:
+        _local.tracing = outer
+
+
+_PLACEHOLDER = "a placeholder of mx.compile or mx.vmap"
+_local = threading.local()
 
 
 MLX = _MlxOps()

@@ -8,14 +8,47 @@ from breccia import Framework, Kernel, hookimpl
 
 api = 1
 
+#: Below the kernel in registers of breccia-native (-400), and above composites (-900).
+_NATIVE = -500
+
 
 @hookimpl
 def breccia_frameworks() -> Iterable[Framework]:
     ops = "breccia_mlx.ops"
-    return [Framework("mlx", "mlx.core", ("array",), f"{ops}:MLX", devices=f"{ops}:devices", frontend="breccia_mlx.frontend")]
+    yield Framework(
+        "mlx",
+        "mlx.core",
+        ("array",),
+        f"{ops}:MLX",
+        devices=f"{ops}:devices",
+        kinds=("cpu",),  # all devices share this memory; `opaque` says whether the default device is another
+        frontend="breccia_mlx.frontend",
+        opaque=f"{ops}:opaque",
+    )
 
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
+    plan = "breccia.kernels.plans:plan_on_numpy"
+    for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
+        accepts = f"breccia.kernels.{module}:accepts_{op}"
+        yield Kernel(op, "mlx", f"breccia_mlx.cpu:{op}", f"mlx.cpu.{op}", device="cpu", accepts=accepts, plan=plan)
     native = "breccia_mlx.native"
-    yield Kernel("matmul", "mlx", f"{native}:matmul", "mlx.quantized_matmul", accepts=f"{native}:accepts", opt_in=True)
+    yield Kernel(
+        "matmul",
+        "mlx",
+        f"{native}:matmul",
+        "mlx.cpu.quantized_matmul",
+        device="cpu",
+        accepts=f"{native}:accepts_rows",
+        rank=_NATIVE,
+    )
+    yield Kernel(
+        "matmul",
+        "mlx",
+        f"{native}:matmul",
+        "mlx.quantized_matmul",
+        accepts=f"{native}:accepts",
+        traces=True,
+        opt_in=True,
+    )

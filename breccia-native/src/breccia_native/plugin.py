@@ -14,7 +14,7 @@ _FASTER = -400
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    # These also run for torch's CPU tensors: breccia_torch.cpu calls the NumPy kernels.
+    # These also run for arrays of torch and MLX on the CPU: breccia_torch.cpu and breccia_mlx.cpu call the NumPy kernels.
     kernels, available = "breccia_native.kernels", "breccia_native.availability:missing"
     for op, accepted in (("cast", "numpy.plan:accepts_compiled_cast"), ("dequantize", "plans:accepts_dequantize")):
         accepts = f"breccia.kernels.{accepted}"
@@ -23,14 +23,15 @@ def breccia_kernels() -> Iterable[Kernel]:
     yield Kernel(
         "matmul", "numpy", "breccia_native.matmul:matmul", "native.matmul", available=available, accepts=accepts, rank=_FASTER
     )
-    yield Kernel(
-        "matmul",
-        "torch",
-        "breccia_torch.cpu:matmul",
-        "torch.cpu.matmul",
-        device="cpu",
-        available=available,
-        accepts=accepts,
-        plan="breccia_torch.plans:plan",
-        rank=_FASTER,
-    )
+    for framework in ("torch", "mlx"):
+        yield Kernel(
+            "matmul",
+            framework,
+            f"breccia_{framework}.cpu:matmul",
+            f"{framework}.cpu.matmul",
+            device="cpu",
+            available=available,
+            accepts=accepts,
+            plan="breccia.kernels.plans:plan_on_numpy",
+            rank=_FASTER,
+        )

@@ -29,7 +29,7 @@ def breccia_frameworks() -> Iterable[Framework]:
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
-    plan = "breccia_torch.plans:plan"
+    plan = "breccia.kernels.plans:plan_on_numpy"
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "torch", f"breccia_torch.cpu:{op}", f"torch.cpu.{op}", device="cpu", accepts=accepts, plan=plan)

@@ -52,6 +52,13 @@ def accepts_dequantize(call: Call) -> str | None:
     return None
 
 
+def plan_on_numpy(call: Call) -> Iterator[Call]:
+    """The same op on the same memory, as NumPy's: for kernels of other frameworks that call those."""
+    options: Any = call.cast_options() if call.op == "cast" else _same(call)
+    a, b = (None if x is None else x.described() for x in (call.a, call.b))
+    yield call.makes(call.op, a, b, recipe=call.recipe, framework="numpy", options=options)
+
+
 # -- composites ------------------------------------------------------------------------------------------------------
 
 

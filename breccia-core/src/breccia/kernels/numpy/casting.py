@@ -68,6 +68,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microk
         and 0 < x.size <= _SMALL_ARRAY
         and x.ndim > 1
         and x.flags.c_contiguous
+        and x.flags.aligned
         and isinstance(recipe, ScalingRecipe)
     ):
         with np.errstate(all="ignore"):

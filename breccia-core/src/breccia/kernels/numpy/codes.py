@@ -231,7 +231,7 @@ PLAIN = Microkernels()
 @lru_cache(maxsize=64)
 def code_writer(codec: Codec) -> _Codes | None:
     """The fast writer of an element codec, or None."""
-    if codec.bits not in (4, 6, 8) or (type(codec) is Minifloat and not codec.signed):
+    if (codec.bits not in (4, 6, 8) and type(codec) is not Integer) or (type(codec) is Minifloat and not codec.signed):
         return None
     if type(codec) is Lookup and codec.bits == 4 and min(abs(v) for v in codec.values if v) >= _FINEST:
         return TableCodes(codec)
@@ -249,6 +249,8 @@ def pack_codes(codes: Array, bits: int, target: Array, scratch: Array) -> None:
         np.copyto(target, codes[:rows, :columns])
         return
     flat = codes.reshape(-1)
+    if bits not in (4, 6):
+        return _pack_groups(flat, bits, target, len(codes))
     words = scratch[: flat.size].view(U2)
     np.right_shift(flat.view(U2), 8 - bits, out=words)
     if bits == 4:
@@ -260,3 +262,17 @@ def pack_codes(codes: Array, bits: int, target: Array, scratch: Array) -> None:
     quads = (quads & 0xFFF) | ((quads >> 4) & 0xFFF000)
     groups = quads.view(U1).reshape(len(codes), -1, 4)
     np.copyto(target.reshape(rows, -1, 3), groups[:rows, : columns // 3, :3])
+
+
+def _pack_groups(flat: Array, bits: int, target: Array, rows: int) -> None:
+    """`pack_codes` for any width: neighbouring fields are joined until one holds a group."""
+    count = math.lcm(bits, 8) // bits
+    words, field, filled = flat.view(f"u{count}"), 8, bits
+    while field < 8 * count:
+        lower = sum(((1 << filled) - 1) << at for at in range(0, 8 * count, 2 * field))
+        words = (words & lower) | ((words >> (field - filled)) & (lower << filled))
+        field, filled = 2 * field, 2 * filled
+    size = filled // 8
+    groups = words.view(U1).reshape(rows, -1, count)
+    shown, columns = target.shape
+    np.copyto(target.reshape(shown, -1, size), groups[:shown, : columns // size, :size])

@@ -13,9 +13,10 @@ import numpy as np
 
 from ...arrays.frameworks import dtype_name, output_dtype
 from ...arrays.ops import NUMPY, Array
-from ...codecs import Codec, PowerOfTwo
+from ...codecs import Codec, Integer, PowerOfTwo
 from ...formats import TENSOR, Format
 from ...layouts import Shape
+from ...rules import flushed
 from ...tensors.grids import packed_length, packing
 from ...tensors.tensor import ScaledTensor
 from .. import reference
@@ -38,6 +39,8 @@ _STREAMED = 1 << 24
 _LONG = 1 << 20
 #: Number of elements from which a table of byte pairs (512 KB) pays off.
 _PAIRED = 1 << 20
+#: The smallest normal number of FP32.
+_SMALLEST = 2.0**-126
 
 
 class _Values:
@@ -47,7 +50,10 @@ class _Values:
         element, codec = fmt.element, fmt.scale.codec
         self.count, self.bits = packing(element)[0], element.bits
         #: Whether chunks are decoded here, not by the generic algorithm
-        self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode and fmt.offset != "bias"
+        self.known = self.bits in (4, 6, 8) and type(element).decode is Codec.decode
+        if fmt.offset == "bias":  # then only products under subnormal scales can be subnormal, see `_blocks`
+            whole = type(element) is Integer and not element.fraction_bits
+            self.known &= whole and len(fmt.levels) == 1 and fmt.scale.sense == "multiplier" and codec.bits > 8
         self.known &= type(codec) is PowerOfTwo or type(codec).multiply is Codec.multiply
         self.known &= sys.byteorder == "little"
         #: Whether compiled microkernels decode it, of which biases are no obstacle
@@ -314,11 +320,15 @@ class _Dequantize:
     def _scaled(self, number: int, lead: int) -> Array:
         """Values of all codes under the scales of block `number`."""
         fmt, one = self.fmt, self.tables.one
-        if self.zero_point is not None:
+        biased = fmt.offset == "bias"
+        if self.zero_point is not None and not biased:
             one = one - reference.offsets_of(NUMPY, self.zero_point[number : number + 1])
         one = reference.apply_scale(NUMPY, one, self.scale[number : number + 1], fmt, fmt.scale)
         if self.global_scale is not None and fmt.global_scale is not None:
             one = reference.apply_scale(NUMPY, one, self.global_scale[lead : lead + 1], fmt, fmt.global_scale)
+        if biased and self.zero_point is not None:
+            bias = reference.offsets_of(NUMPY, self.zero_point[number : number + 1])
+            one = flushed(NUMPY, one) + flushed(NUMPY, bias)
         return one
 
     def _blocks(self, work: Buffers, _: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, __: int) -> None:
@@ -337,7 +347,8 @@ class _Dequantize:
                 rows = a if m == 1 else a.repeat(m, axis=0)[: r1 - r0]
                 op(values, rows.repeat(k, axis=1)[:, : c1 - c0], out=values)
 
-        if piece.zero_point is not None:
+        biased = fmt.offset == "bias"
+        if piece.zero_point is not None and not biased:
             with_each(np.subtract, reference.offsets_of(NUMPY, piece.zero_point[places]))
         assert piece.scale is not None
         stored = piece.scale[places]
@@ -357,6 +368,11 @@ class _Dequantize:
                 np.multiply(values, g, out=values)
             else:
                 values[...] = reference.apply_scale(NUMPY, values, g, fmt, level)
+        if biased and piece.zero_point is not None:
+            magnitude = np.abs(scale)
+            if ((magnitude < _SMALLEST) & (magnitude > 0)).any():
+                values[...] = flushed(NUMPY, np.ascontiguousarray(values))
+            with_each(np.add, flushed(NUMPY, reference.offsets_of(NUMPY, piece.zero_point[places])))
         self._store(values, target)
 
     def _hand_over(self, _: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:

@@ -1,0 +1,145 @@
+"""Time of casts, of their inverse and of linear layers on MLX's CPU arrays, interleaved with MLX's own.
+
+    python benchmarks/bench_mlx.py [--size 4096] [--layer 2048] [--out benchmarks/results]
+
+Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. The arm `generic` is
+the generic algorithm, which also runs inside `mx.compile`. All arms take turns, since machines have faster and slower moments:
+compare ratios, not milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import common
+import mlx.core as mx
+import tables
+import typer
+from mlx import nn
+
+import breccia
+from breccia.backend import ScaledTensor, components
+from breccia_mlx import from_tree, to_tree
+from breccia_mlx.nn import ScaledLinear
+
+#: Recipe -> options of `mx.quantize`: the same format, or one of the same width.
+RIVALS: dict[str, dict[str, Any]] = {
+    "mxfp8": {"mode": "mxfp8"},
+    "mxfp4": {"mode": "mxfp4"},
+    "nvfp4": {"mode": "nvfp4"},
+    "nvfp4,two_level=false": {"mode": "nvfp4"},
+    "int4": {"bits": 4},
+    "int4,group_size=64,signed=false,symmetric=false,offset=bias,scale_dtype=fp32": {"bits": 4},
+    "mlx_affine,bits=3,scale_dtype=fp32": {"bits": 3},
+    "mlx_affine,bits=6,scale_dtype=fp32": {"bits": 6},
+    "int8": {"bits": 8},
+    "int8,group_size=64,signed=false,symmetric=false,offset=bias": {"bits": 8},
+    "nf4": {"bits": 4},
+    "mxfp6": {"bits": 6},
+    "mxint8": {"bits": 8},
+    "fp8_block": {"mode": "mxfp8"},
+    "fp8_row": {"mode": "mxfp8"},
+    "fp8_current": {"mode": "mxfp8"},
+}
+#: Recipes of the layers.
+LAYERS = (
+    "mxfp8",
+    "mxfp4",
+    "nvfp4,two_level=false",
+    "int4,group_size=64,signed=false,symmetric=false,offset=bias,scale_dtype=fp32",
+    "mlx_affine,bits=3,scale_dtype=fp32",
+    "int8,group_size=64,signed=false,symmetric=false,offset=bias",
+)
+
+
+def evaluated(found: Any) -> None:
+    mx.eval(components(found) if isinstance(found, ScaledTensor) else found)
+
+
+def casts(w: Any, spec: str, generic: bool) -> dict[str, dict[str, Callable[[], None]]]:
+    """The arms of both directions, by the name of the direction."""
+    recipe, options = breccia.recipe(spec), RIVALS[spec]
+    st, theirs = breccia.cast(w, recipe), mx.quantize(w, **options)
+    evaluated(st)
+    mx.eval(theirs)
+    # mx.dequantize takes the dtype from float scales, and FP32 has to be asked for where scales are codes.
+    wide = {"dtype": mx.float32} if "mode" in options else {}
+    found: dict[str, dict[str, Callable[[], None]]] = {
+        "cast": {
+            "breccia": lambda: evaluated(breccia.cast(w, recipe)),
+            "MLX": lambda: mx.eval(mx.quantize(w, **options)),
+        },
+        "dequantize": {
+            "breccia": lambda: evaluated(breccia.dequantize(st)),
+            "MLX": lambda: mx.eval(mx.dequantize(*theirs, **options, **wide)),
+        },
+    }
+    if generic:
+        compiled = mx.compile(lambda x: to_tree(breccia.cast(x, recipe)))
+        decoded = mx.compile(lambda tree: breccia.dequantize(from_tree(tree)))
+        tree = to_tree(st)
+        found["cast"] |= {
+            "generic": lambda: evaluated(breccia.cast(w, recipe, prefer="reference.cast")),
+            "compiled": lambda: mx.eval(compiled(w)),
+        }
+        found["dequantize"] |= {
+            "generic": lambda: evaluated(breccia.dequantize(st, prefer="reference.dequantize")),
+            "compiled": lambda: mx.eval(decoded(tree)),
+        }
+    return found
+
+
+def layers(size: int, spec: str, x: Any) -> dict[str, Callable[[], None]]:
+    """The arms of a linear layer of that size."""
+    linear = nn.Linear(size, size)
+    ours = ScaledLinear.from_linear(linear, spec)
+    decoding = ScaledLinear.from_linear(linear, spec, prefer="reference.matmul")
+    theirs = nn.QuantizedLinear.from_linear(linear, **{"group_size": None, **RIVALS[spec]})
+    mx.eval(ours.parameters(), decoding.parameters(), theirs.parameters())
+    compiled = [mx.compile(lambda x, layer=layer: layer(x), inputs=layer.state) for layer in (ours, theirs)]
+    return {
+        "breccia": lambda: mx.eval(ours(x)),
+        "MLX": lambda: mx.eval(theirs(x)),
+        "generic": lambda: mx.eval(decoding(x)),
+        "compiled": lambda: mx.eval(compiled[0](x)),
+        "MLX compiled": lambda: mx.eval(compiled[1](x)),
+    }
+
+
+def main(
+    size: Annotated[int, typer.Option(min=128, help="Rows and columns of the arrays that are cast.")] = 4096,
+    layer: Annotated[int, typer.Option(min=128, help="Input and output lengths of the layers.")] = 2048,
+    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4,64",
+    recipes: Annotated[str, typer.Option(help="Recipes to cast with, separated by spaces; all by default.")] = "",
+    runs: Annotated[int, typer.Option(min=1, help="Turns.")] = 7,
+    generic: Annotated[bool, typer.Option(help="Time the generic algorithm too.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time breccia on MLX's CPU arrays beside MLX."""
+    mx.set_default_device(mx.cpu)
+    w = mx.array(common.normal((size, size), 0))
+    found: list[dict[str, Any]] = []
+    for spec in recipes.split() or RIVALS:
+        for op, arms in casts(w, spec, generic).items():
+            for arm, times in zip(arms, common.swept(list(arms.values()), runs, 0), strict=True):
+                found.append({"op": op, "recipe": spec, "arm": arm, **times})
+    for spec in [s for s in LAYERS if not recipes or s in recipes.split()]:
+        for m in map(int, rows.split(",")):
+            arms = layers(layer, spec, mx.array(common.normal((m, layer), m)))
+            for arm, times in zip(arms, common.swept(list(arms.values()), runs, 0), strict=True):
+                found.append({"op": f"layer, M = {m}", "recipe": spec, "arm": arm, **times})
+    result: dict[str, Any] = {"benchmark": "mlx", "schema": common.SCHEMA, "provenance": common.provenance()}
+    options = {"size": size, "layer": layer, "mlx": version("mlx"), "rivals": {k: _named(v) for k, v in RIVALS.items()}}
+    tables.tell({**result, "options": options, "rows": found}, out, as_json)
+
+
+def _named(options: dict[str, Any]) -> str:
+    return options.get("mode") or f"affine, {options['bits']} bits"
+
+
+if __name__ == "__main__":
+    typer.run(main)
