@@ -7,18 +7,14 @@ import sys
 from typing import Any
 
 from breccia import PerBlockK, PerBlockMN, PerChannel, PerTensor
-from breccia.backend import BF16, E4M3, E5M2, E8M0, F16, F32, TENSOR, Call, Codec, Format, Integer, PowerOfTwo
+from breccia.backend import BF16, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, TENSOR, Call, Codec, Format, Integer, PowerOfTwo
 
 #: The layouts whose scales the kernel finds.
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
-#: Rows of activations up to which the kernel is faster than decoding the weight for a BLAS.
-MOST_ROWS = 64
 #: The shortest K: below it a sum may be rounded more often than the bound of FP32 accumulation allows.
 SHORTEST = 32
-#: Codes with one scale in the kernel: blocks are multiples of it.
-SPAN = 8
 
-_NAMED: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2", E8M0: "e8m0", F16: "f16", BF16: "bf16", F32: "f32"}
+_NAMED: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2", E2M3: "e2m3", E3M2: "e3m2", E8M0: "e8m0", F16: "f16", BF16: "bf16", F32: "f32"}
 
 
 def accepts(call: Call) -> str | None:
@@ -45,19 +41,13 @@ def accepts(call: Call) -> str | None:
     k = plain.shape[-1] if plain is a else plain.shape[-2]
     if k < SHORTEST:
         return f"K is {k}, less than {SHORTEST}"
-    block = recipe.layout.block()[1] if layout is None else layout.block(weight.axis)[1]
-    if block is not None and block % SPAN and block < k:
-        return f"blocks of {block} are not a multiple of {SPAN}"
-    lead, rows = plain.shape[:-2], plain.shape[-2] if plain is a else plain.shape[-1]
-    if (rows if weight.ndim > 2 else math.prod(lead) * rows) > MOST_ROWS:
-        return f"for more than {MOST_ROWS} rows of activations a BLAS product of decoded tiles is faster"
     return None
 
 
 def unsupported(fmt: Format) -> str | None:
     """Why the compiled kernel cannot decode the format, or None."""
     element, scale = fmt.element, fmt.scale.codec
-    if element.bits not in (4, 8) or type(element).decode is not Codec.decode:
+    if (element.bits not in (4, 8) and element not in (E2M3, E3M2)) or type(element).decode is not Codec.decode:
         return f"it does not decode {element.name} elements"
     first = element.table if element.bits == 4 else element.table[:1]
     if any(word & F32_EXPONENT == F32_EXPONENT for word in first):

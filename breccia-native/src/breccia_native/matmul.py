@@ -32,6 +32,8 @@ _ROLES = {"none": 0, "zero_point": 1, "bias": 2}
 _FOR_THREADS = 1 << 21
 #: Codes of a row that the kernel decodes together, to which K is padded.
 _CHUNK = 128
+#: Bytes of packed activations that are multiplied at a time, which should stay in a shared cache, and the fewest rows.
+_PACKED, _FEWEST = 8 << 20, 56
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 _EMPTY = np.empty(0, np.float32)
@@ -123,15 +125,40 @@ def _table(codec: Any) -> Array:
 
 def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     """(M, K) times the transpose of the matrix `st`, (N, K)."""
-    plan, m = _plan_of(st), len(x)
-    packed = _aligned(m * -(-k // _CHUNK) * _CHUNK)
-    x = np.ascontiguousarray(NUMPY.f32(x))
-    if not products.pack(x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1), m, k, plan.kind, packed):
-        return None
+    m, weight = len(x), _weight(st, n, k)
+    product, rows = np.empty((m, n), np.float32), max(_PACKED // (4 * k), _FEWEST)
+    for start in range(0, m, rows):
+        if not _multiplied(NUMPY.f32(x[start : start + rows]), weight, product[start : start + rows], k):
+            return None
+    return product
+
+
+class _Weight(NamedTuple):
+    """The arguments of `products.multiply` that describe a weight."""
+
+    data: Array
+    kind: int
+    table: Array
+    scale: Array
+    scale_kind: int
+    scale_table: Array
+    block: int
+    tall: int
+    divides: bool
+    factor: float
+    least: float
+    offset: Array
+    offset_kind: int
+    role: int
+
+
+def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
+    plan = _plan_of(st)
+    tall, block = st.layout.block(st.axis)
+    per_tensor = (tall, block) == TENSOR
     factor = plan.factor
     if st.global_scale is not None:
         factor = factor_of(st.recipe.format, float(st.global_scale))
-    tall, block = st.layout.block(st.axis)
     offset, offset_kind = _EMPTY, "f32"
     if st.zero_point is not None:
         offset = np.asarray(st.zero_point)
@@ -139,13 +166,7 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
             offset = reference.offsets_of(NUMPY, offset)
         offset_kind = _OFFSETS[offset.dtype]
         offset = np.ascontiguousarray(offset)
-    per_tensor = st.layout.block(st.axis) == TENSOR
-    product, taken = np.empty((m, n), np.float32), np.zeros(1, np.int64)
-    call = (
-        packed,
-        m,
-        n,
-        k,
+    return _Weight(
         np.ascontiguousarray(st.data),
         plan.kind,
         plan.table,
@@ -160,15 +181,24 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
         offset,
         _KINDS[offset_kind],
         plan.role,
-        product,
-        taken,
     )
+
+
+def _multiplied(x: Array, w: _Weight, product: Array, k: int) -> bool:
+    """Write (M, K) FP32 times the transpose of `w`, (N, K), to `product`. False where numbers are beyond the limits."""
+    m, n = product.shape
+    packed = _aligned(m * -(-k // _CHUNK) * _CHUNK)
+    x = np.ascontiguousarray(x)
+    x = x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1)
+    if not products.pack(x, m, k, w.kind, w.role, w.block, packed):
+        return False
+    call = (packed, m, n, k, *w, product, np.zeros(1, np.int64))
     if m * n * k < _FOR_THREADS or threads.get_num_threads() == 1:
-        return product if products.multiply(*call) else None
+        return products.multiply(*call)
     within: list[bool] = []
     # Each thread takes rows until none is left.
     threads.share(lambda: within.append(products.multiply(*call)), threads.get_num_threads())
-    return product if all(within) else None
+    return all(within)
 
 
 def _fp32(factor: float) -> float:
