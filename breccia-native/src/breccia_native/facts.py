@@ -50,6 +50,8 @@ def unsupported(fmt: Format) -> str | None:
     if (element.bits not in (4, 8) and element not in (E2M3, E3M2)) or type(element).decode is not Codec.decode:
         return f"it does not decode {element.name} elements"
     first = element.table if element.bits == 4 else element.table[:1]
+    if fmt.offset != "none" and not isinstance(element, Integer) and element.bits != 4:
+        return f"it does not support offsets of {element.name}"
     if any(word & F32_EXPONENT == F32_EXPONENT for word in first):
         return f"padding codes of {element.name} are not finite"
     ordinary = type(scale) is PowerOfTwo or type(scale).multiply is Codec.multiply

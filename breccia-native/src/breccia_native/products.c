@@ -21,7 +21,7 @@
 
 static void portable_tile(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
 {
-    tile_of_rows(w, p, first, chunks, 8, tile);
+    tile_of_rows(w, p, first, chunks, 8, 1, tile);
 }
 
 MICRO(portable, , f4, 4, 1)
@@ -38,7 +38,7 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, portable_streams, portable_order)
+VERSION(portable, , 4, 8, NULL, portable_streams, portable_order, portable_lift)
 
 #if defined(__x86_64__)
 #include "avx2.h"

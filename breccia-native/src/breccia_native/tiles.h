@@ -126,10 +126,11 @@ INLINE void apply_each(const weight *w, const float *scales, const float *offset
 }
 
 /* Row r of a chunk, decoded. */
-INLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c,
-    void (*const values)(const weight *, const uint8_t *, float *), float *y)
+INLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c, const float unlift, float *y)
 {
-    values(w, codes_of(p, r, c), y);
+    values_of(w, codes_of(p, r, c), y);
+    for (int i = 0; i < CHUNK; i++)
+        y[i] *= unlift;
     const float *scales = p->scales[r] + c * p->spans, *offsets = p->offsets[r] + c * p->spans;
     if (w->span == SPAN)
         apply_each(w, scales, offsets, SPAN, y);
@@ -137,13 +138,14 @@ INLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c,
         apply_each(w, scales, offsets, 1, y);
 }
 
-/* Decode `chunks` chunks of NR rows into a tile, number by number. */
-INLINE void tile_of_rows(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const int NR, float *tile)
+/* Decode `chunks` chunks of NR rows into a tile, number by number. `lift`: what scales have been multiplied by. */
+INLINE void tile_of_rows(
+    const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const int NR, const float lift, float *tile)
 {
     float y[CHUNK];
     for (Py_ssize_t c = 0; c < chunks; c++)
         for (int r = 0; r < NR; r++) {
-            row_of(w, p, r, first + c, values_of, y);
+            row_of(w, p, r, first + c, 1 / lift, y);
             for (int k = 0; k < CHUNK; k++)
                 tile[(c * CHUNK + k) * NR + r] = y[k];
         }
@@ -202,7 +204,7 @@ typedef struct {
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
    which codes are decoded in registers, by `stream`; `order` is that of activations then. */
-#define VERSION(version_name, target, most, NR, stream, streams, order)                                                     \
+#define VERSION(version_name, target, most, NR, stream, streams, order, lift)                                                   \
     target static int version_name##_rows(const weight *w, const workspace *to, const float *x, Py_ssize_t m,               \
         Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
     {                                                                                                                       \
@@ -218,6 +220,6 @@ typedef struct {
             pack_panels(x, m, k, most, to);                                                                                 \
         return within(x, m * k, MOST_X, 0);                                                                                 \
     }                                                                                                                       \
-    static const version version_name = {#version_name, version_name##_rows, version_name##_pack, version_name##_lift};
+    static const version version_name = {#version_name, version_name##_rows, version_name##_pack, lift};
 
 #endif
