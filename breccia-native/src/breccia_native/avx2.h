@@ -98,7 +98,7 @@ FOR_AVX2 INLINE void nibbles_by_avx2(
     const int M, const int role, const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
     const __m256 low = _mm256_loadu_ps(w->codes.table), high = _mm256_loadu_ps(w->codes.table + 8);
-    __m256 a[M][ROWS];
+    __m256 a[2][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm256_setzero_ps();
     for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride)
@@ -108,7 +108,7 @@ FOR_AVX2 INLINE void nibbles_by_avx2(
             for (int half = 0; half < 2; half++) {
                 const __m256i v = _mm256_loadu_si256((const void *)(codes + 32 * half));
                 const __m256 scale = _mm256_loadu_ps(p->scales[r] + c * SPANS + 8 * half);
-                __m256 span[M];
+                __m256 span[2];
                 UNROLL for (int i = 0; i < 8; i++) {
                     __m256 d = nibble_by_avx2(v, i, low, high);
                     if (role == ZERO_POINT)
@@ -129,7 +129,7 @@ FOR_AVX2 INLINE void bytes_streamed_by_avx2(
     const int M, const int kind, const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
 {
     (void)w;
-    __m256 a[M][ROWS];
+    __m256 a[2][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm256_setzero_ps();
     for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride)

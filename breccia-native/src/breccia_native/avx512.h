@@ -100,7 +100,7 @@ FOR_AVX512 INLINE void nibbles_streamed(
 {
     const __m512 table = _mm512_loadu_ps(w->codes.table);
     const int later = M == 1 && role != BIAS && !same; /* scales are applied to sums of a span */
-    __m512 a[M][ROWS];
+    __m512 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
     for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride) {
@@ -139,7 +139,7 @@ FOR_AVX512 INLINE void bytes_streamed(
     float *sums)
 {
     const int paired = IS_HALF(kind);
-    __m512 a[M][ROWS];
+    __m512 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
     for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride) {

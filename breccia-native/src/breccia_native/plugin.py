@@ -20,17 +20,38 @@ def breccia_kernels() -> Iterable[Kernel]:
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)
     available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
-    yield Kernel(
-        "matmul", "numpy", "breccia_native.matmul:matmul", "native.matmul", available=available, accepts=accepts, rank=_FASTER
-    )
-    yield Kernel(
-        "matmul",
-        "torch",
-        "breccia_torch.cpu:matmul",
-        "torch.cpu.matmul",
-        device="cpu",
-        available=available,
-        accepts=accepts,
-        plan="breccia_torch.plans:plan",
-        rank=_FASTER,
-    )
+    for op, grouped in (("matmul", ""), ("grouped_matmul", "_grouped")):
+        yield Kernel(
+            op,
+            "numpy",
+            f"breccia_native.matmul:{op}",
+            f"native.{op}",
+            available=available,
+            accepts=accepts + grouped,
+            rank=_FASTER,
+        )
+        yield Kernel(
+            op,
+            "torch",
+            f"breccia_torch.cpu:{op}",
+            f"torch.cpu.{op}",
+            device="cpu",
+            available=available,
+            accepts=accepts + grouped,
+            plan="breccia_torch.plans:plan",
+            rank=_FASTER,
+        )
+    # These round activations, so they run only where they are named.
+    for mode in ("int8", "bf16"):
+        for framework, module, prefix in (("numpy", "breccia_native.matmul", "native"), ("torch", "breccia_torch.cpu", "torch.cpu")):
+            yield Kernel(
+                "matmul",
+                framework,
+                f"{module}:matmul_{mode}",
+                f"{prefix}.matmul_{mode}",
+                device="cpu" if framework == "torch" else None,
+                available=available,
+                accepts=f"{accepts}_{mode}",
+                rank=_FASTER,
+                opt_in=True,
+            )

@@ -15,7 +15,7 @@
 #error "products.c needs the vector extensions of GCC or Clang"
 #endif
 
-#include "tiles.h"
+#include "modes.h"
 
 /* ------------------------------------------------------------------------------------------------ versions */
 
@@ -42,12 +42,33 @@ VERSION(portable, , 4, 8, NULL, portable_streams, portable_order, portable_lift)
 
 #if defined(__x86_64__)
 #include "avx2.h"
-#include "avx512.h"
+#include "modes512.h"
 #endif
 
 /* Those that this processor can run, the best first. */
 static const version *versions[4];
 static const version *here;
+/* What multiplies in each mode but FP32. `fast`: by instructions of the processor. */
+typedef struct {
+    group_rows rows;
+    float (*lift)(int);
+    int fast;
+} mode_version;
+static mode_version modes[MODES];
+static int has_vnni, has_bf16;
+
+/* Let calls run for that version. */
+static void take(const version *v)
+{
+    here = v;
+    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_rows_by_groups, portable_lift, 0};
+#if defined(__x86_64__)
+    if (v == &avx512 && has_vnni)
+        modes[INT8_MODE] = (mode_version){avx512_rows_by_integers, portable_lift, 1};
+    if (v == &avx512 && has_bf16)
+        modes[BF16_MODE] = (mode_version){avx512_rows_by_brain_floats, lift_of, 1};
+#endif
+}
 
 static void find_versions(void)
 {
@@ -60,9 +81,11 @@ static void find_versions(void)
         versions[n++] = &avx512;
     if (avx2_too)
         versions[n++] = &avx2;
+    has_vnni = __builtin_cpu_supports("avx512vnni");
+    has_bf16 = __builtin_cpu_supports("avx512bf16");
 #endif
     versions[n] = &portable;
-    here = versions[0];
+    take(versions[0]);
 }
 
 /* -------------------------------------------------------------------------------------------------- for Python */
@@ -100,36 +123,72 @@ static Py_ssize_t span_of(Py_ssize_t block, Py_ssize_t k)
     return block >= k || block % SPAN == 0 ? SPAN : 1;
 }
 
+/* Fill `g` for a mode other than FP32. */
+static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block, Py_ssize_t k, grouping *g)
+{
+    if (mode == FP32_MODE || (mode > FP32_MODE && mode < MODES && grouped(g, mode, kind, table->buf, block, k)))
+        return 1;
+    PyErr_Format(PyExc_ValueError,
+        "wanted mode 0 (FP32), or mode 1 (INT8) or 2 (BF16) for codes that it multiplies exactly, in blocks of a multiple of %d; "
+        "got mode %d, kind %d, block = %zd. Call breccia.matmul.", SPAN, mode, kind, block);
+    return 0;
+}
+
 PyDoc_STRVAR(pack_doc,
-    "pack(x, m, k, kind, role, block, packed): (m, k) FP32 activations in the order in which `multiply` takes them for codes of\n"
-    "this kind, offsets of this role and blocks of this length. packed: m times k rounded up to whole chunks of 128. Returns\n"
-    "False, and the result is unspecified, where a magnitude is above 2^100.");
+    "pack(x, m, k, mode, kind, table, role, block, packed): (m, k) FP32 activations in the order in which `multiply` takes\n"
+    "them for codes of this kind and table, offsets of this role and blocks of this length. packed: `packed_length` numbers.\n"
+    "Returns False, and the result is unspecified, where a magnitude is above 2^100, or for mode 2 below 2^-60 and not 0.");
 
 static PyObject *pack(PyObject *self, PyObject *args)
 {
-    Py_buffer x, to;
+    Py_buffer x, table, to;
     Py_ssize_t m, k, block;
-    int kind, role, fine = 0;
-    if (!PyArg_ParseTuple(args, "y*nniinw*:pack", &x, &m, &k, &kind, &role, &block, &to))
+    int mode, kind, role, fine = 0;
+    grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
+    if (!PyArg_ParseTuple(args, "y*nniiy*inw*:pack", &x, &m, &k, &mode, &kind, &table, &role, &block, &to))
         return NULL;
     const int sized = m > 0 && k > 0 && block > 0 && m <= PY_SSIZE_T_MAX / 8 / padded(k);
-    const int done = is_kind(kind) && is_float("activations", &x, sized ? m * k : 1) &&
-        is_float("packed activations", &to, sized ? m * padded(k) : 1) && (sized || refused("activations", 4, x.len));
+    const int done = is_kind(kind) && is_float("activations", &x, sized ? m * k : 1) && (sized || refused("activations", 4, x.len)) &&
+        (kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[kind])) &&
+        is_mode(mode, kind, &table, block, k, &g) && is_float("packed activations", &to, m * words_of(&g, padded(k)));
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        fine = here->pack(x.buf, m, k, kind, role, span_of(block, k), to.buf);
+        if (mode == FP32_MODE)
+            fine = here->pack(x.buf, m, k, kind, role, span_of(block, k), to.buf);
+        else
+            fine = pack_groups(&g, kind, x.buf, m, k, to.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
+    PyBuffer_Release(&table);
     PyBuffer_Release(&to);
     return done ? PyBool_FromLong(fine) : NULL;
+}
+
+PyDoc_STRVAR(packed_length_doc,
+    "packed_length(k, mode, kind, table, block): FP32 numbers that one row of packed activations takes.");
+
+static PyObject *packed_length(PyObject *self, PyObject *args)
+{
+    Py_buffer table;
+    Py_ssize_t k, block;
+    int mode, kind;
+    grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
+    if (!PyArg_ParseTuple(args, "niiy*n:packed_length", &k, &mode, &kind, &table, &block))
+        return NULL;
+    const int done = is_kind(kind) && (k > 0 && block > 0 ? 1 : refused("a length", 1, k)) &&
+        (kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[kind])) && is_mode(mode, kind, &table, block, k, &g);
+    PyBuffer_Release(&table);
+    return done ? PyLong_FromSsize_t(words_of(&g, padded(k))) : NULL;
 }
 
 /* Memory for `m` rows of activations, in cache lines. Returns 0 where there is none. */
 static int allocate(const weight *w, Py_ssize_t m, workspace *to)
 {
     const size_t spans = (size_t)(padded(w->k) / w->span), offsets = w->role == NONE ? 0 : CLAIM * spans;
-    const size_t sizes[] = {(size_t)w->groups, CLAIM * spans, offsets, CLAIM * (size_t)m, CLAIM * DEPTH * CHUNK};
+    /* A tile of INT8 codes has scales and zero-points of every SPAN codes at most. */
+    const size_t tile = CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS);
+    const size_t sizes[] = {(size_t)w->groups, CLAIM * spans, offsets, CLAIM * (size_t)m, tile};
     float **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile};
     size_t all = 16;
     for (int i = 0; i < 5; i++)
@@ -146,7 +205,7 @@ static int allocate(const weight *w, Py_ssize_t m, workspace *to)
 }
 
 PyDoc_STRVAR(multiply_doc,
-    "multiply(packed, m, n, k, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
+    "multiply(packed, m, n, k, mode, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
     "offset, offset_kind, role, product, next): the rows of the weight that no other thread has taken, in FP32.\n\n"
     "packed: by `pack`. data: (n, bytes) codes of `kind`, whose values are in `table` where the kind is a table; likewise\n"
     "scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
@@ -159,9 +218,10 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     Py_buffer x, data, table, scale, scale_table, offset, y, next;
     Py_ssize_t m, tall;
     weight w;
-    int fine = 1, memory = 1;
+    grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
+    int mode, fine = 1, memory = 1;
     memset(&w, 0, sizeof w);
-    if (!PyArg_ParseTuple(args, "y*nnny*iy*y*iy*nnpffy*iiw*w*:multiply", &x, &m, &w.n, &w.k, &data, &w.codes.kind, &table,
+    if (!PyArg_ParseTuple(args, "y*nnniy*iy*y*iy*nnpffy*iiw*w*:multiply", &x, &m, &w.n, &w.k, &mode, &data, &w.codes.kind, &table,
             &scale, &w.scale.kind, &scale_table, &w.block, &tall, &w.divides, &w.factor, &w.least,
             &offset, &w.offset.kind, &w.role, &y,
             &next))
@@ -181,11 +241,10 @@ static PyObject *multiply(PyObject *self, PyObject *args)
         w.groups = w.block < w.k ? (w.k + w.block - 1) / w.block : 1;
         w.row_bytes = (w.k * kind_bits[w.codes.kind] + 7) / 8;
         w.span = span_of(w.block, w.k);
-        w.factor *= here->lift(w.codes.kind);
         const Py_ssize_t scales = (w.n + w.tall - 1) / w.tall * w.groups;
         const Py_ssize_t scale_bytes = scales * kind_bits[w.scale.kind] / 8;
         const Py_ssize_t offset_bytes = scales * kind_bits[w.offset.kind] / 8;
-        done = is_float("packed activations", &x, m * padded(w.k)) && is_float("a product", &y, m * w.n) &&
+        done = is_float("a product", &y, m * w.n) &&
             (data.len == w.n * w.row_bytes || refused("codes", w.n * w.row_bytes, data.len)) &&
             (w.codes.kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[w.codes.kind])) &&
             (w.scale.kind > TABLE8 || is_float("a table of scales", &scale_table, 256)) &&
@@ -193,6 +252,9 @@ static PyObject *multiply(PyObject *self, PyObject *args)
             (scale.len == scale_bytes || refused("scales", scale_bytes, scale.len)) &&
             (w.role == NONE || offset.len == offset_bytes || refused("offsets", offset_bytes, offset.len)) &&
             (w.role == NONE || w.offset.kind > E5M2 || is_kind(-1)) &&
+            is_mode(mode, w.codes.kind, &table, w.block, w.k, &g) &&
+            (mode == FP32_MODE || w.role != BIAS || is_kind(-1)) &&
+            is_float("packed activations", &x, m * words_of(&g, padded(w.k))) &&
             ((next.len == 8 && (uintptr_t)next.buf % 8 == 0) || refused("an aligned counter", 8, next.len));
     }
     if (done) {
@@ -201,6 +263,7 @@ static PyObject *multiply(PyObject *self, PyObject *args)
         w.codes.items = data.buf, w.codes.table = table.buf;
         w.scale.items = scale.buf, w.scale.table = scale_table.buf;
         w.offset.items = offset.buf;
+        w.factor *= mode == FP32_MODE ? here->lift(w.codes.kind) : modes[mode].lift(w.codes.kind) / g.unit;
         Py_BEGIN_ALLOW_THREADS
         memory = allocate(&w, m, &to);
         if (memory) {
@@ -208,7 +271,11 @@ static PyObject *multiply(PyObject *self, PyObject *args)
                 const Py_ssize_t first = (Py_ssize_t)__atomic_fetch_add(counter, CLAIM, __ATOMIC_RELAXED);
                 if (first < 0 || first >= w.n)
                     break;
-                fine = here->rows(&w, &to, x.buf, m, first, first + CLAIM < w.n ? first + CLAIM : w.n, y.buf);
+                const Py_ssize_t end = first + CLAIM < w.n ? first + CLAIM : w.n;
+                if (mode == FP32_MODE)
+                    fine = here->rows(&w, &to, x.buf, m, first, end, y.buf);
+                else
+                    fine = modes[mode].rows(&w, &g, &to, x.buf, m, first, end, y.buf);
             }
             free(to.memory);
         }
@@ -262,7 +329,7 @@ static PyObject *use(PyObject *self, PyObject *args)
         }
         Py_DECREF(each);
         if (name && strcmp(name, versions[i]->name) == 0) {
-            here = versions[i];
+            take(versions[i]);
             known = 1;
         }
     }
@@ -274,7 +341,19 @@ static PyObject *use(PyObject *self, PyObject *args)
     return found;
 }
 
+PyDoc_STRVAR(fast_doc, "fast(mode): whether the instruction set in use has the instructions for mode 1 (INT8) or 2 (BF16).");
+
+static PyObject *fast(PyObject *self, PyObject *args)
+{
+    int mode;
+    if (!PyArg_ParseTuple(args, "i:fast", &mode))
+        return NULL;
+    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fast);
+}
+
 static PyMethodDef methods[] = {
+    {"fast", fast, METH_VARARGS, fast_doc},
+    {"packed_length", packed_length, METH_VARARGS, packed_length_doc},
     {"pack", pack, METH_VARARGS, pack_doc},
     {"multiply", multiply, METH_VARARGS, multiply_doc},
     {"kinds", kinds, METH_NOARGS, kinds_doc},
