@@ -239,7 +239,8 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     if (done) {
         w.tall = tall < w.n ? tall : w.n;
         w.groups = w.block < w.k ? (w.k + w.block - 1) / w.block : 1;
-        w.row_bytes = (w.k * kind_bits[w.codes.kind] + 7) / 8;
+        const int bits = kind_bits[w.codes.kind];
+        w.row_bytes = bits == 6 ? (w.k + 3) / 4 * 3 : (w.k * bits + 7) / 8;
         w.span = span_of(w.block, w.k);
         const Py_ssize_t scales = (w.n + w.tall - 1) / w.tall * w.groups;
         const Py_ssize_t scale_bytes = scales * kind_bits[w.scale.kind] / 8;
