@@ -106,10 +106,10 @@ static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize
 
 /* ------------------------------------------------------------------------------------------------ activations */
 
-/* Code i of the words of 8 codes: 4-bit codes are taken apart into the even and the odd ones. */
-INLINE int place_of(const grouping *g, int kind, int i)
+/* The code at place i of INT8 words of 8 codes: those of 4 bits are taken apart into the even and the odd ones. */
+INLINE int code_of(int kind, int i)
 {
-    return g->mode == INT8_MODE && kind == TABLE4 ? i % 8 / 2 + i % 2 * 4 : i % 8;
+    return kind == TABLE4 ? i % 4 * 2 + i / 4 : i;
 }
 
 INLINE uint32_t bf16_of(float y)
@@ -119,15 +119,14 @@ INLINE uint32_t bf16_of(float y)
 }
 
 /* Round `n` numbers to INT8 codes. Returns the scale: NaN where one is not finite. */
-INLINE float rounded(const float *x, Py_ssize_t n, int8_t *codes, float *sum)
+INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *sum)
 {
-    uint32_t most = 0;
-    int32_t all = 0;
+    int32_t most = 0, all = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
-        const uint32_t u = bits_of(x[i]) & 0x7fffffff;
+        const int32_t u = (int32_t)(bits_of(x[i]) & 0x7fffffff);
         most = u > most ? u : most;
     }
-    const float amax = float_of(most);
+    const float amax = float_of((uint32_t)most);
     *sum = 0;
     if (!(amax >= LEAST_AMAX && most < 0x7f800000)) {
         for (Py_ssize_t i = 0; i < n; i++)
@@ -136,12 +135,48 @@ INLINE float rounded(const float *x, Py_ssize_t n, int8_t *codes, float *sum)
     }
     const float inverse = 127 / amax;
     for (Py_ssize_t i = 0; i < n; i++) {
-        const float y = x[i] * inverse;
-        codes[i] = (int8_t)__builtin_lrintf(y);
-        all += codes[i];
+        const int32_t code = __builtin_irintf(x[i] * inverse);
+        codes[i] = (int8_t)code;
+        all += code;
     }
     *sum = (float)all;
     return amax / 127;
+}
+
+/* One row of a panel of `rows`: groups of q numbers, of which `left` are in x. Returns whether BF16 numbers are large enough. */
+INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
+    Py_ssize_t length, uint32_t *words, float *scales, float *sums)
+{
+    int32_t least = 0; /* negative where a number is below the smallest */
+    for (Py_ssize_t start = 0; start < length; start += q) {
+        float last[CHUNK] = {0};
+        const float *from = x + start;
+        if (start + q > left) {
+            if (start < left)
+                memcpy(last, from, 4 * (size_t)(left - start));
+            from = last;
+        }
+        if (g->mode == INT8_MODE) {
+            int8_t codes[CHUNK], moved[CHUNK];
+            scales[start / q * rows] = rounded(from, q, codes, &sums[start / q * rows]);
+            for (Py_ssize_t j = 0; j < q; j++)
+                moved[j] = codes[j / 8 * 8 + code_of(kind, (int)(j % 8))];
+            for (Py_ssize_t j = 0; j < q / 4; j++)
+                memcpy(words + (start / 4 + j) * rows, moved + 4 * j, 4);
+        } else {
+            uint32_t pairs[CHUNK / 2];
+            for (Py_ssize_t j = 0; j < q / 2; j++) {
+                const uint32_t low = bf16_of(from[2 * j]), high = bf16_of(from[2 * j + 1]);
+                const int32_t a = (int32_t)(low << 16 & 0x7fffffff), b = (int32_t)(high << 16 & 0x7fffffff);
+                const int32_t bottom = (int32_t)bits_of(LEAST_BF16);
+                pairs[j] = low | high << 16;
+                least |= ((a - bottom) & ~(a - 1)) | ((b - bottom) & ~(b - 1));
+            }
+            for (Py_ssize_t j = 0; j < q / 2; j++)
+                words[(start / 2 + j) * rows] = pairs[j];
+        }
+    }
+    return least >= 0;
 }
 
 /* In panels of up to TALLEST rows, word by word. Returns whether all are within the limits. */
@@ -151,33 +186,18 @@ INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t m
     int fine = within(x, m * k, MOST_X, 0);
     for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
         const Py_ssize_t now = height_of(m, done, panels, i);
-        uint32_t *words = (uint32_t *)to;
         float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
-        for (Py_ssize_t r = 0; r < now; r++)
-            for (Py_ssize_t start = 0; start < length; start += g->q) {
-                float last[CHUNK] = {0};
-                const float *from = x + (done + r) * k + start;
-                if (start + g->q > k) {
-                    if (start < k)
-                        memcpy(last, from, 4 * (size_t)(k - start));
-                    from = last;
-                }
-                if (g->mode == INT8_MODE) {
-                    int8_t codes[CHUNK], moved[CHUNK];
-                    const Py_ssize_t group = start / g->q * now + r;
-                    scales[group] = rounded(from, g->q, codes, &sums[group]);
-                    for (int j = 0; j < g->q; j++)
-                        moved[j / 8 * 8 + place_of(g, kind, j)] = codes[j];
-                    for (int j = 0; j < g->q / 4; j++)
-                        memcpy(words + (start / 4 + j) * now + r, moved + 4 * j, 4);
-                } else
-                    for (int j = 0; j < g->q; j += 2) {
-                        const uint32_t pair = bf16_of(from[j]) | bf16_of(from[j + 1]) << 16;
-                        const float low = float_of(pair << 16), high = float_of(pair & 0xffff0000);
-                        words[(start + j) / 2 * now + r] = pair;
-                        fine &= !((low != 0 && fabsf(low) < LEAST_BF16) || (high != 0 && fabsf(high) < LEAST_BF16));
-                    }
-            }
+        for (Py_ssize_t r = 0; r < now; r++, x += k) {
+            uint32_t *words = (uint32_t *)to + r;
+            if (g->q == 128)
+                fine &= pack_row(g, 128, kind, x, k, now, length, words, scales + r, sums + r);
+            else if (g->q == 32)
+                fine &= pack_row(g, 32, kind, x, k, now, length, words, scales + r, sums + r);
+            else if (g->q == 16)
+                fine &= pack_row(g, 16, kind, x, k, now, length, words, scales + r, sums + r);
+            else
+                fine &= pack_row(g, g->q, kind, x, k, now, length, words, scales + r, sums + r);
+        }
         to += words_of(g, length) * now;
         done += now;
     }
@@ -242,8 +262,7 @@ static void portable_group_tile(
                 uint32_t word = 0;
                 for (int j = 0; j < g->per; j++)
                     if (g->mode == INT8_MODE) {
-                        /* The place of a code is in another order than its number. */
-                        const int at = kind == TABLE4 ? i / 8 * 8 + (i % 8 / 4) + 2 * j : i + j;
+                        const int at = i / 8 * 8 + code_of(kind, i % 8 + j);
                         const int code = kind == TABLE4 ? g->bytes[codes[at / 2] >> 4 * (at & 1) & 15] : codes[at] ^ 128;
                         word |= (uint32_t)code << 8 * j;
                     } else {
@@ -298,6 +317,11 @@ static void portable_group_micro(
 UP_TO_TALLEST(PORTABLE_GROUPS)
 static const group_micro portable_groups[] = LIST_OF(portable_groups);
 
+static int portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+{
+    return pack_groups(g, kind, x, m, k, to);
+}
+
 static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
@@ -306,5 +330,6 @@ static int portable_rows_by_groups(const weight *w, const grouping *g, const wor
 
 typedef int (*group_rows)(
     const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
+typedef int (*group_packer)(const grouping *, int, const float *, Py_ssize_t, Py_ssize_t, float *);
 
 #endif

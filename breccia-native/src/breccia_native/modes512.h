@@ -173,6 +173,12 @@ FOR_BF16 INLINE void brain_floats(const int MB, const grouping *g, const group_t
 UP_TO_TALLEST(MODES512)
 static const group_micro integer_groups[] = LIST_OF(integers), brain_groups[] = LIST_OF(brain_floats);
 
+FOR_AVX512 static int avx512_pack_groups(
+    const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+{
+    return pack_groups(g, kind, x, m, k, to);
+}
+
 FOR_AVX512 static int avx512_rows_by_integers(const weight *w, const grouping *g, const workspace *to, const float *x,
     Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {

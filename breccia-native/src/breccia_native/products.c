@@ -50,6 +50,7 @@ static const version *versions[4];
 static const version *here;
 /* What multiplies in each mode but FP32. `fast`: by instructions of the processor. */
 typedef struct {
+    group_packer pack;
     group_rows rows;
     float (*lift)(int);
     int fast;
@@ -61,12 +62,12 @@ static int has_vnni, has_bf16;
 static void take(const version *v)
 {
     here = v;
-    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_rows_by_groups, portable_lift, 0};
+    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, 0};
 #if defined(__x86_64__)
     if (v == &avx512 && has_vnni)
-        modes[INT8_MODE] = (mode_version){avx512_rows_by_integers, portable_lift, 1};
+        modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_integers, portable_lift, 1};
     if (v == &avx512 && has_bf16)
-        modes[BF16_MODE] = (mode_version){avx512_rows_by_brain_floats, lift_of, 1};
+        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_brain_floats, lift_of, 1};
 #endif
 }
 
@@ -156,7 +157,7 @@ static PyObject *pack(PyObject *self, PyObject *args)
         if (mode == FP32_MODE)
             fine = here->pack(x.buf, m, k, kind, role, span_of(block, k), to.buf);
         else
-            fine = pack_groups(&g, kind, x.buf, m, k, to.buf);
+            fine = modes[mode].pack(&g, kind, x.buf, m, k, to.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
