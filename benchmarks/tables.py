@@ -625,23 +625,38 @@ def weight_only_gpu(result: Result) -> Table:
 
 def matmul_cpu(result: Result) -> Table:
     """Microseconds of products and how many times faster they are than FP32 `F.linear`, by rows of activations."""
-    options, by = result["options"], {(row["rows"], row["arm"]): row for row in result["rows"]}
-    rows, arms = dict.fromkeys(m for m, _ in by), dict.fromkeys(arm for _, arm in by)
+    options = result["options"]
+    first, second = ({(row["rows"], row["arm"]): row for row in one} for one in result["runs"])
+    rows, arms = dict.fromkeys(m for m, _ in first), dict.fromkeys(arm for _, arm in first)
+
+    def faster(by: dict[tuple[int, str], Any], m: int, arm: str) -> float:
+        return by[m, options["base"]]["median_s"] / by[m, arm]["median_s"]
 
     def cell(m: int, arm: str) -> str:
-        found, base = by[m, arm], by[m, options["base"]]
-        return f"{trio((found['min_s'], found['median_s']), 1e6)}; {ratio(base['median_s'] / found['median_s'])}"
+        if (m, arm) not in first or (m, arm) not in second:
+            return ABSENT
+        every = first[m, arm]["seconds"] + second[m, arm]["seconds"]
+        both = sorted((faster(first, m, arm), faster(second, m, arm)))
+        spread = f"{three(both[0])} to {ratio(both[1])}" if both[1] > DRIFT * both[0] else ratio(math.sqrt(both[0] * both[1]))
+        return f"{trio((min(every), statistics.median(every)), 1e6)}; {spread}"
 
-    read = min(row["min_s"] for (_, arm), row in by.items() if arm == "read")
+    read = min(one[key]["min_s"] for one in (first, second) for key in one if key[1] == "read")
+    moved = [f"{arm} at M = {m}" for m, arm in first if (m, arm) in second and _disagrees(faster(first, m, arm), faster(second, m, arm))]
+    agree = "Both passes agree" if not moved else f"**The passes disagree** in {len(moved)} of {len(first)} ratios, shown as a range"
+    absent = "".join(f" {name} did not run: {why}." for name, why in options["left_out"].items())
     return Table(
         "matmul on the CPU",
         ("arm", *(f"M = {m}" for m in rows)),
         tuple((arm, *(cell(m, arm) for m in rows)) for arm in arms),
-        f"Microseconds of FP32 activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
-        f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), torch {options['torch']}, "
-        "arms interleaved. read: "
+        f"Microseconds of activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
+        f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), arms interleaved in two "
+        f"passes. {agree} (15 %).{absent} read: "
         f"{options['read_bytes'] >> 20} MiB, at best {options['read_bytes'] / read / 1e9:.0f} GB/s.",
     )
+
+
+def _disagrees(one: float, other: float) -> bool:
+    return max(one, other) > DRIFT * min(one, other)
 
 
 # ------------------------------------------------------------------------------------------------ all of them
