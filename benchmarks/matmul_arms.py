@@ -166,8 +166,8 @@ class _Params(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
-#: Types of ggml's weights by name: number, bits of 32 codes.
-_GGML = {"Q4_0": (2, 144), "Q8_0": (8, 272), "Q4_K": (12, 144), "MXFP4": (39, 136), "NVFP4": (40, 144)}
+#: Types of ggml's weights by name: their number, and whether ggml repacks them on x86-64.
+_GGML = {"Q4_0": (2, True), "Q8_0": (8, False), "Q4_K": (12, True), "MXFP4": (39, True), "NVFP4": (40, False)}
 
 
 def ggml(size: int, threads: int) -> Arms:
@@ -202,13 +202,11 @@ def ggml(size: int, threads: int) -> Arms:
 
     w = np.ascontiguousarray(weight(size))
     found: Arms = {}
-    for name, (kind, _) in _GGML.items():
+    for name, (kind, repacks) in _GGML.items():
         length = row_size(kind, size) * size
         codes = np.empty(length, np.uint8)
         quantize(kind, w.ctypes.data, codes.ctypes.data, 0, size, size, None)
-        for way, buffers in (("", plain), (" repacked", repacked)):
-            if way and name in ("NVFP4",):  # it has no other order
-                continue
+        for way, buffers in (("", plain), (" repacked", repacked))[: 1 + repacks]:
             held = context()
             tensors = [matrix(held, kind, size, size) for _ in range(min(max(ROTATED // length, 2), COPIES))]
             if not allocate(held, buffers):

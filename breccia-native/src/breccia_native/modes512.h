@@ -99,9 +99,8 @@ FOR_AVX512 static void avx512_group_tile(
         }
 }
 
-/* One instruction, whose other operand is a word of activations for all lanes. GCC 12 copies its sums about in registers and
-   memory where they come from intrinsics. */
-#define MULTIPLY(instruction, sum, codes, word) __asm__(instruction " %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(word))
+/* One instruction. GCC 12 copies its sums about in registers and memory where they come from intrinsics. */
+#define MULTIPLY(instruction, sum, codes, words) __asm__(instruction " %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words))
 
 FOR_VNNI INLINE void integers(const int MB, const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups,
     float *sums)
@@ -116,8 +115,9 @@ FOR_VNNI INLINE void integers(const int MB, const grouping *g, const group_tile 
         for (Py_ssize_t k = 0; k < words; k++, from += WIDE, codes += MB) {
             const __m512i c = _mm512_loadu_si512(from), d = _mm512_loadu_si512(from + 16);
             UNROLL for (int m = 0; m < MB; m++) {
-                MULTIPLY("vpdpbusd", a[m], c, codes[m]);
-                MULTIPLY("vpdpbusd", b[m], d, codes[m]);
+                const __m512i y = _mm512_set1_epi32((int)codes[m]);
+                MULTIPLY("vpdpbusd", a[m], c, y);
+                MULTIPLY("vpdpbusd", b[m], d, y);
             }
         }
         UNROLL for (int m = 0; m < MB; m++) {
@@ -147,8 +147,9 @@ FOR_BF16 INLINE void brain_floats(const int MB, const grouping *g, const group_t
         for (Py_ssize_t k = 0; k < words; k++, from += WIDE, codes += MB) {
             const __m512i c = _mm512_loadu_si512(from), d = _mm512_loadu_si512(from + 16);
             UNROLL for (int m = 0; m < MB; m++) {
-                MULTIPLY("vdpbf16ps", a[m], c, codes[m]);
-                MULTIPLY("vdpbf16ps", b[m], d, codes[m]);
+                const __m512i y = _mm512_set1_epi32((int)codes[m]);
+                MULTIPLY("vdpbf16ps", a[m], c, y);
+                MULTIPLY("vdpbf16ps", b[m], d, y);
             }
         }
         UNROLL for (int m = 0; m < MB; m++) {
