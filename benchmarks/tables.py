@@ -655,6 +655,31 @@ def matmul_cpu(result: Result) -> Table:
     )
 
 
+def decoder_cpu(result: Result) -> Table:
+    """Tokens per second of a decoder on the CPU, by recipe."""
+    by = {(row["recipe"], row["batch"]): row for row in result["rows"]}
+    names, batches = dict.fromkeys(name for name, _ in by), dict.fromkeys(batch for _, batch in by)
+    base = next(iter(names))
+
+    def cell(name: str, batch: int) -> str:
+        row, first = by[name, batch], by[base, batch]
+        prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
+        return f"{three(row['tokens_per_second'])}; {ratio(row['tokens_per_second'] / first['tokens_per_second'])}; {ratio(prompt)}"
+
+    def size(name: str) -> str:
+        row = next(row for (recipe, _), row in by.items() if recipe == name)
+        return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}"
+
+    parameters = result["rows"][0]["parameters"]
+    return Table(
+        "a decoder on the CPU",
+        ("weights", "MB", *(f"batch {batch}" for batch in batches)),
+        tuple((name, size(name), *(cell(name, batch) for batch in batches)) for name in names),
+        f"A decoder of {parameters / 1e6:.0f} million parameters with random weights under Hugging Face's `generate`. MB of linear "
+        f"layers; of the model. Tokens per second after the prompt; times faster than {base}; the same for the prompt of 32 tokens.",
+    )
+
+
 def _disagrees(one: float, other: float) -> bool:
     return max(one, other) > DRIFT * min(one, other)
 
@@ -693,6 +718,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "parity-mlx": {"parity-mlx": parity},
     "training": {"training": training},
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
+    "decoder-cpu": {"decoder-cpu": decoder_cpu},
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
