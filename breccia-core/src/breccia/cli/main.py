@@ -54,6 +54,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 
 
 recipe_names = _completing(lambda: registry().recipes)
+benched_names = _completing(lambda: ["matmul", *registry().recipes])
 framework_names = _completing(lambda: registry().frameworks)
 _operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
 _op_names = _completing(lambda: OPS)
@@ -410,7 +411,7 @@ def bench(
             metavar="[matmul] RECIPE",
             help="Recipes to time; after the word matmul, products against the framework's own dense ones.",
             show_default="fp8_block mxfp8 nvfp4 int4",
-            autocompletion=recipe_names,
+            autocompletion=benched_names,
         ),
     ] = None,
     on: Annotated[
