@@ -5,8 +5,8 @@
 **On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
 prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
 
-**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to the next,
-is a CUDA graph.
+**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to
+the next, is a CUDA graph.
 
 The models are measured in rotation, since a GPU lowers its clock under load, and other processes disturb a CPU.
 """
@@ -142,8 +142,9 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int) -> t
 
 def generating(recipe: str, dimensions: tuple[int, ...]) -> tuple[Any, dict[str, Any]]:
     """(transformers' Llama with random weights, facts of the model)."""
-    import breccia_torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    import breccia_torch
 
     layers, width, heads, shared, hidden, vocabulary = dimensions
     config = LlamaConfig(
@@ -189,7 +190,9 @@ class Clock:
         self.ended = time.perf_counter()
 
 
-def on_cpu(recipes: list[str], batches: list[int], steps: int, rounds: int, dimensions: tuple[int, ...]) -> list[dict[str, Any]]:
+def on_cpu(
+    recipes: list[str], batches: list[int], steps: int, rounds: int, dimensions: tuple[int, ...]
+) -> list[dict[str, Any]]:
     """Rows of the result: seconds of a generated token after the prompt, and of the prompt."""
     models = {recipe: generating(recipe, dimensions) for recipe in [FP32, BF16, *recipes]}
     table: list[dict[str, Any]] = []

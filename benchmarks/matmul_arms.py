@@ -90,8 +90,9 @@ def in_torch(size: int, threads: int) -> Arms:
 
 
 def breccia(size: int, threads: int) -> Arms:
-    import breccia as ours
     import torch
+
+    import breccia as ours
 
     torch.set_num_threads(threads)
     ours.set_num_threads(threads)
@@ -132,7 +133,9 @@ def onnxruntime(size: int, threads: int) -> Arms:
             K=size, N=size, bits=4, block_size=block, accuracy_level=level,
         )  # fmt: skip
         x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["m", size]) for name in "xy")
-        graph = helper.make_graph([node], "g", [x], [y], [numpy_helper.from_array(codes, "w"), numpy_helper.from_array(scales, "s")])
+        graph = helper.make_graph(
+            [node], "g", [x], [y], [numpy_helper.from_array(codes, "w"), numpy_helper.from_array(scales, "s")]
+        )
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -171,7 +174,10 @@ _GGML = {"Q4_0": (2, True), "Q8_0": (8, False), "Q4_K": (12, True), "MXFP4": (39
 
 
 def ggml(size: int, threads: int) -> Arms:
-    """ggml's own products, with weights repacked for this processor where ggml does so. BRECCIA_GGML: the folder of its libraries."""
+    """ggml's own products, with weights repacked for this processor where ggml does so.
+
+    The environment variable BRECCIA_GGML has the folder of its libraries.
+    """
     folder = Path(os.environ["BRECCIA_GGML"])
     base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
     cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"), mode=ctypes.RTLD_GLOBAL)

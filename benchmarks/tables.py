@@ -641,8 +641,16 @@ def matmul_cpu(result: Result) -> Table:
         return f"{trio((min(every), statistics.median(every)), 1e6)}; {spread}"
 
     read = min(one[key]["min_s"] for one in (first, second) for key in one if key[1] == "read")
-    moved = [f"{arm} at M = {m}" for m, arm in first if (m, arm) in second and _disagrees(faster(first, m, arm), faster(second, m, arm))]
-    agree = "Both passes agree" if not moved else f"**The passes disagree** in {len(moved)} of {len(first)} ratios, shown as a range"
+    moved = [
+        f"{arm} at M = {m}"
+        for m, arm in first
+        if (m, arm) in second and _disagrees(faster(first, m, arm), faster(second, m, arm))
+    ]
+    agree = (
+        "Both passes agree"
+        if not moved
+        else f"**The passes disagree** in {len(moved)} of {len(first)} ratios, shown as a range"
+    )
     absent = "".join(f" {name} did not run: {why}." for name, why in options["left_out"].items())
     return Table(
         "matmul on the CPU",
@@ -664,7 +672,8 @@ def decoder_cpu(result: Result) -> Table:
     def cell(name: str, batch: int) -> str:
         row, first = by[name, batch], by[base, batch]
         prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
-        return f"{three(row['tokens_per_second'])}; {ratio(row['tokens_per_second'] / first['tokens_per_second'])}; {ratio(prompt)}"
+        speed = row["tokens_per_second"]
+        return f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}; {ratio(prompt)}"
 
     def size(name: str) -> str:
         row = next(row for (recipe, _), row in by.items() if recipe == name)
@@ -675,8 +684,9 @@ def decoder_cpu(result: Result) -> Table:
         "a decoder on the CPU",
         ("weights", "MB", *(f"batch {batch}" for batch in batches)),
         tuple((name, size(name), *(cell(name, batch) for batch in batches)) for name in names),
-        f"A decoder of {parameters / 1e6:.0f} million parameters with random weights under Hugging Face's `generate`. MB of linear "
-        f"layers; of the model. Tokens per second after the prompt; times faster than {base}; the same for the prompt of 32 tokens.",
+        f"A decoder of {parameters / 1e6:.0f} million parameters with random weights under Hugging Face's `generate`. MB of "
+        f"linear layers; of the model. Tokens per second after the prompt; times faster than {base}; the same for the prompt "
+        "of 32 tokens.",
     )
 
 

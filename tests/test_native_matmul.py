@@ -327,9 +327,7 @@ def test_a_limit_of_another_library_holds_in_its_thread_only() -> None:
     assert seen == [before] and threads.get_num_threads() == before
 
 
-def test_many_rows_are_multiplied_in_parts_with_the_same_bits(
-    instruction_set: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_are_multiplied_in_parts_with_the_same_bits(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     st = tensor(FORMATS["mxfp4"], 40, 200)
     x = np.random.default_rng(0).standard_normal((150, 200)).astype(np.float32)
     whole = multiplied(x, st)
@@ -497,7 +495,10 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         ({"mode": -1}, "got mode -1"),
         ({"mode": 1, "table": np.linspace(0, 1, 16, dtype=np.float32)}, "codes that it multiplies exactly"),
         ({"mode": 2, "table": np.linspace(0, 1, 16, dtype=np.float32)}, "codes that it multiplies exactly"),
-        ({"mode": 1, "block": 12, "scale": np.zeros(48, np.uint8)}, "in blocks of a multiple of 8; got mode 1, kind 0, block = 12"),
+        (
+            {"mode": 1, "block": 12, "scale": np.zeros(48, np.uint8)},
+            "in blocks of a multiple of 8; got mode 1, kind 0, block = 12",
+        ),
         ({"mode": 1, "packed": np.zeros(2 * 31, np.float32)}, "wanted packed activations: 80 aligned FP32 numbers; got 248"),
         ({"mode": 2, "packed": np.zeros(2 * 63, np.float32)}, "wanted packed activations: 128 aligned FP32 numbers; got 504"),
         ({"m": 0}, "wanted lengths of at least 1"),

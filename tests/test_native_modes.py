@@ -61,7 +61,7 @@ def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int)
 
 
 def check_int8(found: np.ndarray, x: np.ndarray, w: np.ndarray, q: int) -> None:
-    """The bound that `matmul_int8` documents: rounding of activations, then of K / q + 5 operations and decoded scales in FP32."""
+    """The bound that `matmul_int8` documents: rounding of activations, then K / q + 5 roundings in FP32."""
     k = x.shape[1]
     padded = np.zeros((len(x), -(-k // q) * q), np.float32)
     padded[:, :k] = np.abs(x)

@@ -7,7 +7,25 @@ import sys
 from typing import Any
 
 from breccia import PerBlockK, PerBlockMN, PerChannel, PerTensor
-from breccia.backend import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, TENSOR, UINT4, Call, Codec, Format, Integer, PowerOfTwo
+from breccia.backend import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    INT4,
+    TENSOR,
+    UINT4,
+    Call,
+    Codec,
+    Format,
+    Integer,
+    PowerOfTwo,
+)
 
 #: The layouts whose scales the kernel finds.
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
@@ -19,7 +37,16 @@ SPAN = 8
 #: How activations are rounded before a product: not, to INT8 in groups, to BF16. The numbers are those of products.c.
 FP32, INT8, BF16_MODE = 0, 1, 2
 
-_NAMED: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2", E2M3: "e2m3", E3M2: "e3m2", E8M0: "e8m0", F16: "f16", BF16: "bf16", F32: "f32"}
+_NAMED: dict[Codec, str] = {
+    E4M3: "e4m3",
+    E5M2: "e5m2",
+    E2M3: "e2m3",
+    E3M2: "e3m2",
+    E8M0: "e8m0",
+    F16: "f16",
+    BF16: "bf16",
+    F32: "f32",
+}
 
 
 def accepts(call: Call) -> str | None:

@@ -51,7 +51,7 @@ def matmul_int8(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "flo
 
     A group has q codes of a row along K: as many as share a scale of the weight, 128 at most. Its activations have errors of up
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
-    K / q + 3 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
+    K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
     """
     return _matmul(a, b, bias, out_dtype, out, INT8)
 
@@ -242,7 +242,7 @@ def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int) -> bool
     x = x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1)
     if not products.pack(x, m, k, mode, w.kind, w.table, w.role, w.block, packed):
         return False
-    call = (packed, m, n, k, mode, *w, product, np.zeros(1, np.int64))
+    call: tuple[Any, ...] = (packed, m, n, k, mode, *w, product, np.zeros(1, np.int64))
     if m * n * k < _FOR_THREADS or threads.get_num_threads() == 1:
         return products.multiply(*call)
     within: list[bool] = []

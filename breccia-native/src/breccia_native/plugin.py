@@ -43,7 +43,10 @@ def breccia_kernels() -> Iterable[Kernel]:
         )
     # These round activations, so they run only where they are named.
     for mode in ("int8", "bf16"):
-        for framework, module, prefix in (("numpy", "breccia_native.matmul", "native"), ("torch", "breccia_torch.cpu", "torch.cpu")):
+        for framework, module, prefix in (
+            ("numpy", "breccia_native.matmul", "native"),
+            ("torch", "breccia_torch.cpu", "torch.cpu"),
+        ):
             yield Kernel(
                 "matmul",
                 framework,

@@ -443,8 +443,8 @@ def bench(
         shape = {"on": on, "size": size, "rows": ROWS, "runs": runs}
         print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
         return
-    rows = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
-    print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), rows)
+    lines = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
+    print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), lines)
     Console(soft_wrap=True).print(
         f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by its transpose. GB/s: codes, scales and FP32 at the "
         "minimum time.",
@@ -464,8 +464,8 @@ def _bench_products(specs: list[str], on: str, size: int, runs: int, rows: str, 
         shape = {"on": on, "size": size, "runs": runs}
         print_json({**shape, "version": __version__, "products": [p.to_dict() for p in found]})
         return
-    cells = [(str(p.rows), p.arm, *(f"{1e6 * s:,.0f}" for s in p.spread[:2]), f"{p.over:.2f}x", p.kernel) for p in found]
-    print_table((">rows", "weight", ">min us", ">median", ">over FP32", "kernel"), cells)
+    lines = [(str(p.rows), p.arm, *(f"{1e6 * s:,.0f}" for s in p.spread[:2]), f"{p.over:.2f}x", p.kernel) for p in found]
+    print_table((">rows", "weight", ">min us", ">median", ">over FP32", "kernel"), lines)
     Console(soft_wrap=True).print(
         f"rows x {size} by {size} x {size} on {on}, in turns; weights rotate, so that none stays in a cache. over FP32: "
         "the median of the framework's dense FP32 product divided by this one.",
