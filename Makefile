@@ -78,8 +78,8 @@ clean:
 	rm -rf $(VENV) $(DEMO) $(BENCH) $(MUTANTS) .demo benchmarks/.rivals site
 
 $(VENV)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
-		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/microkernels.c breccia-native/src/breccia_native/decoding.c \
-		breccia-native/src/breccia_native/numbers.h breccia-native/src/breccia_native/versions.h breccia-native/src/breccia_native/products.c \
+		breccia-mlx/pyproject.toml breccia-native/pyproject.toml breccia-native/setup.py \
+		$(wildcard breccia-native/src/breccia_native/*.[ch]) \
 		breccia-triton/pyproject.toml breccia-bridges/pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
@@ -113,8 +113,7 @@ $(DEMO)/ready: constraints.txt breccia-core/pyproject.toml breccia-bridges/pypro
 
 $(BENCH)/ready: constraints.txt breccia-core/pyproject.toml breccia-torch/pyproject.toml breccia-jax/pyproject.toml \
 		breccia-mlx/pyproject.toml breccia-bridges/pyproject.toml \
-		breccia-native/pyproject.toml breccia-native/setup.py breccia-native/src/breccia_native/microkernels.c breccia-native/src/breccia_native/decoding.c \
-		breccia-native/src/breccia_native/numbers.h breccia-native/src/breccia_native/versions.h breccia-native/src/breccia_native/products.c
+		breccia-native/pyproject.toml breccia-native/setup.py $(wildcard breccia-native/src/breccia_native/*.[ch])
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \

@@ -1,15 +1,21 @@
-"""On a CUDA device: tokens per second and memory of a decoder of 1.1 billion parameters, BF16 and quantized.
+"""Tokens per second and memory of a decoder, quantized and not: of 1.1 billion parameters on CUDA, of 0.2 on a CPU.
 
-    python benchmarks/bench_decoder.py [--recipes int4 --recipes nvfp4] [--batch 1 --batch 16] [--out RESULTS]
+    python benchmarks/bench_decoder.py [--device cpu] [--recipes int4 --recipes nvfp4] [--batch 1 --batch 16] [--out RESULTS]
 
-The decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to the next,
-is a CUDA graph. The models are measured in rotation, since a GPU lowers its clock under load.
+**On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
+prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
+
+**On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to
+the next, is a CUDA graph.
+
+The models are measured in rotation, since a GPU lowers its clock under load, and other processes disturb a CPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +30,9 @@ app = typer.Typer(add_completion=False)
 #: Layers, width, heads, heads of keys and values, hidden width, vocabulary: those of TinyLlama-1.1B.
 LARGE = (22, 2048, 32, 4, 5632, 32000)
 TINY = (2, 256, 4, 2, 512, 256)
-BF16 = "bf16"
+#: The same of the decoder on a CPU.
+SMALL = (12, 1024, 16, 4, 2816, 32000)
+BF16, FP32 = "bf16", "fp32"
 
 
 class Attention(nn.Module):
@@ -111,10 +119,8 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int) -> t
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     if recipe != BF16:
         breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
-    seen = {id(t): t.nbytes for t in model.state_dict().values()}
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
-    facts["weight_bytes"] = sum(t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers()))
-    facts["model_bytes"] = sum(seen.values())
+    facts |= _bytes_of(model)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int64, device="cuda")
 
@@ -134,8 +140,108 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int) -> t
     return (graph, model, tokens, position), facts
 
 
+def generating(recipe: str, dimensions: tuple[int, ...]) -> tuple[Any, dict[str, Any]]:
+    """(transformers' Llama with random weights, facts of the model)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import breccia_torch
+
+    layers, width, heads, shared, hidden, vocabulary = dimensions
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    parameters = sum(p.numel() for p in model.parameters())
+    if recipe == BF16:
+        model = model.bfloat16()
+    elif recipe != FP32:
+        breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
+    return model, {"parameters": parameters, **_bytes_of(model)}
+
+
+def _bytes_of(model: Any) -> dict[str, int]:
+    """Bytes of the weights of linear layers, and of all weights."""
+    import breccia_torch
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
+    every = {id(t): t.nbytes for t in model.state_dict().values()}
+    weights = sum(t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers()))
+    return {"weight_bytes": weights, "model_bytes": sum(every.values())}
+
+
+class Clock:
+    """A streamer of `generate` that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        self.ended = time.perf_counter()
+
+
+def on_cpu(
+    recipes: list[str], batches: list[int], steps: int, rounds: int, dimensions: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Rows of the result: seconds of a generated token after the prompt, and of the prompt."""
+    models = {recipe: generating(recipe, dimensions) for recipe in [FP32, BF16, *recipes]}
+    table: list[dict[str, Any]] = []
+    for count in batches:
+        prompt = torch.randint(0, dimensions[-1], (count, 32), generator=torch.Generator().manual_seed(0))
+        seconds: dict[str, list[float]] = {recipe: [] for recipe in models}
+        first: dict[str, list[float]] = {recipe: [] for recipe in models}
+        for turn in range(rounds + 1):
+            for recipe, (model, _) in models.items():
+                clock, start = Clock(), time.perf_counter()
+                with torch.no_grad():
+                    model.generate(
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        max_new_tokens=1 + steps,
+                        min_new_tokens=1 + steps,
+                        do_sample=False,
+                        pad_token_id=0,
+                        streamer=clock,
+                    )
+                if turn:  # the first round is not counted
+                    _, after, *_, last = clock.times  # of the prompt, of the first token, of the last one
+                    first[recipe].append(after - start)
+                    seconds[recipe].append((last - after) / steps)
+        for recipe, (_, facts) in models.items():
+            taken = common.summary(seconds[recipe])
+            speed = count / taken["median_s"]
+            row = {"recipe": recipe, "batch": count, **facts, "step": taken, "prompt": common.summary(first[recipe])}
+            table.append({**row, "tokens_per_second": speed})
+            _print(table)
+    return table
+
+
+def _print(table: list[dict[str, Any]]) -> None:
+    """The last row, and its ratios to the first one of its batch."""
+    row = table[-1]
+    first = next(one for one in table if one["batch"] == row["batch"])
+    size, ratio = row["weight_bytes"], row["weight_bytes"] / first["weight_bytes"]
+    speed = row["tokens_per_second"]
+    print(
+        f"{row['recipe']:24s} batch {row['batch']:3d} {speed:9.1f} tokens/s {speed / first['tokens_per_second']:5.2f} x  "
+        f"weights {size / 1e9:6.3f} GB {ratio:5.3f} x  {' '.join(row.get('storages', ()))}",
+        flush=True,
+    )
+
+
 @app.command()
 def main(
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     recipes: Annotated[list[str] | None, typer.Option(help="Recipes; repeat for several.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences at a time; repeat for several.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of the cache.")] = 512,
@@ -145,6 +251,15 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
 ) -> None:
     """Time decoding under a CUDA graph."""
+    if device == "cpu":
+        names = recipes or ["int4", "mxfp4", "nvfp4", "mxfp8", "fp8_block", "int8"]
+        rows = on_cpu(names, batch or [1, 4], steps, rounds, TINY if tiny else SMALL)
+        where_ran = {**common.provenance(), "torch_threads": torch.get_num_threads()}
+        where_ran["versions"]["torch"] = torch.__version__
+        answer = {"benchmark": "decoder-cpu", "schema": common.SCHEMA, "provenance": where_ran, "rows": rows}
+        if out is not None:
+            common.save(answer, out)
+        return
     if not torch.cuda.is_available():
         sys.exit("bench_decoder: torch sees no CUDA device here.")
     from bench_gpu import where
@@ -171,13 +286,7 @@ def main(
             taken = common.summary(seconds[recipe])
             speed = count / taken["median_s"]
             table.append({"recipe": recipe, "batch": count, **facts, "step": taken, "tokens_per_second": speed})
-            first = next(one for one in table if one["batch"] == count)
-            size, ratio = facts["weight_bytes"], facts["weight_bytes"] / first["weight_bytes"]
-            print(
-                f"{recipe:24s} batch {count:3d} {speed:9.0f} tokens/s {speed / first['tokens_per_second']:5.2f} x  "
-                f"weights {size / 1e9:6.3f} GB {ratio:5.3f} x  {' '.join(facts['storages'])}",
-                flush=True,
-            )
+            _print(table)
         models.clear()
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

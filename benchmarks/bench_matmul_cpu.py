@@ -1,103 +1,118 @@
-"""Time of `matmul` of FP32 activations by quantized weights on the CPU, interleaved with torch's own products.
+"""Time of `matmul` by quantized weights on the CPU, in turns with the products of other libraries, each in its own process.
 
-    python benchmarks/bench_matmul_cpu.py [--size 4096] [--rows 1,4,16,64] [--out benchmarks/results]
+    python benchmarks/bench_matmul_cpu.py [--size 4096] [--rows 1,4,16,64,512] [--out benchmarks/results]
 
-Weights are (N, K), N = K = size. Every arm rotates over copies of its weight of 256 MiB in all, so that none stays in a cache,
-and takes its turn with all others, since machines have faster and slower moments: compare ratios, not microseconds. The arm
-`read` sums 64 MiB, of another copy each turn: what a product of one row, which reads its weight once, cannot exceed.
+Rivals: torch (FP32, BF16, int4, dynamic int8), NumPy's BLAS, ONNX Runtime's MatMulNBits (`pip install onnxruntime onnx`), MLX,
+and ggml (`python benchmarks/ggml_build.py FOLDER`, then BRECCIA_GGML=FOLDER). What is missing is left out, with the reason.
+
+Machines have faster and slower minutes: compare ratios, not microseconds. The arm `read` sums 64 MiB, of another copy each
+turn: what a product of one row, which reads its weight once, cannot exceed. All is measured twice; where medians of the two
+passes differ by more than 15 %, the result says so.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import common
-import numpy as np
 import tables
-import torch
 import typer
+from matmul_arms import LIBRARIES, READ
 
-import breccia
-from breccia.backend import components
-
-RECIPES = ("int4", "mxfp4", "nvfp4", "nf4", "mxfp8", "fp8_block", "int8")
 #: The arm that the others are compared with.
 BASE = "F.linear FP32"
-_ROTATED, _READ = 256 << 20, 64 << 20
+#: Seconds after which an arm with two calls gets no more of a row count and pass.
+LONG = 3
 
 
-def rotated(make: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
-    """Copies of a weight, each time the next."""
-    copies = [make() for _ in range(max(_ROTATED // nbytes, 2))]
-    turn = -1
+class Worker:
+    """The process of one library."""
 
-    def following() -> Any:
-        nonlocal turn
-        turn = (turn + 1) % len(copies)
-        return copies[turn]
-
-    return following
-
-
-def copied(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
-    """A tensor with memory of its own."""
-    parts = {name: part.clone() for name, part in components(st).items()}
-    given = [parts.get(name) for name in ("data", "scale", "zero_point", "global_scale")]
-    return breccia.ScaledTensor.from_parts(*given[:2], st.recipe, st.layout, *given[2:], st.axis, st.padding)
-
-
-def weights(size: int) -> dict[str, Callable[[Any], Callable[[], Any]]]:
-    """By arm, what makes its call from activations; its weights are made once."""
-    w = torch.from_numpy(common.normal((size, size), 0)) * 0.02
-    linear = torch.nn.functional.linear
-    full, half = rotated(w.clone, 4 * w.numel()), rotated(w.bfloat16().clone, 2 * w.numel())
-    blocks = rotated(lambda: np.ones(_READ // 4, np.float32), _READ)
-    arms: dict[str, Callable[[Any], Callable[[], Any]]] = {
-        BASE: lambda x: lambda: linear(x, full()),
-        "F.linear BF16": lambda x: (lambda y: lambda: linear(y, half()))(x.bfloat16()),
-        "read": lambda x: lambda: torch.from_numpy(blocks()).sum(),
-    }
-    packed = torch.randint(0, 255, (size, size // 2), dtype=torch.uint8)
-    try:
-        codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (size, size), dtype=torch.int32), 1)
-        scales = torch.ones(size // 128, size, 2, dtype=torch.bfloat16)
-        int4 = rotated(codes.clone, packed.numel())
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu
-        arms["torch int4"] = lambda x: (lambda y: lambda: product(y, int4(), 128, scales))(x.bfloat16())
-    except (AttributeError, RuntimeError):  # a version of torch without it
-        pass
-    for name in RECIPES:
-        st = breccia.cast(w, name)
-        arms[name] = (lambda weight: lambda x: lambda: breccia.matmul(x, weight().mT))(
-            rotated(lambda st=st: copied(st), int(st.data.nbytes))
+    def __init__(self, library: str, size: int, threads: int) -> None:
+        self.library = library
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+        command = [sys.executable, str(common.HERE / "matmul_arms.py"), library, "--size", str(size), "--threads", str(threads)]
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=environment
         )
-    return arms
+        self.failed: str | None = None
+        self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        while line and line[0] not in '"[0123456789':  # what a library prints
+            line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            self.said.seek(0)
+            self.failed = (self.said.read().strip().splitlines() or ["it ended"])[-1][:200]
+            return None
+        return json.loads(line)
+
+    def ask(self, question: str) -> Any:
+        if self.failed is not None:
+            return None
+        assert self.process.stdin is not None
+        self.process.stdin.write(question + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.said.close()
+
+
+def one_pass(workers: list[Worker], rows: list[int], runs: int) -> list[dict[str, Any]]:
+    """Every arm at every number of rows, in turns."""
+    found: list[dict[str, Any]] = []
+    for m in rows:
+        arms = [(worker, arm) for worker in workers for arm in worker.ask(f"rows {m}") or ()]
+        seconds: dict[str, list[float]] = {arm: [] for _, arm in arms}
+        for _ in range(runs if m < 128 else max(runs // 3, 3)):
+            for worker, arm in arms:
+                if len(seconds[arm]) > 1 and sum(seconds[arm]) > LONG:
+                    continue
+                taken = worker.ask(f"run {arm}")
+                if taken is not None:
+                    seconds[arm].append(taken)
+        found += [{"rows": m, "arm": arm, **common.summary(taken)} for arm, taken in seconds.items() if taken]
+        print(f"{m} row(s): done", file=sys.stderr, flush=True)
+    return found
 
 
 def main(
     size: Annotated[int, typer.Option(min=128, help="N and K.")] = 4096,
-    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4,16,64",
-    runs: Annotated[int, typer.Option(min=1, help="Calls of each arm.")] = 40,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch and of breccia.")] = common.cores(),
+    rows: Annotated[str, typer.Option(help="Rows of activations.")] = "1,4,16,64,512",
+    runs: Annotated[int, typer.Option(min=1, help="Calls of each arm in a pass; a third of them beyond 128 rows.")] = 20,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every library.")] = common.cores(),
+    libraries: Annotated[str, typer.Option(help="Which run.")] = ",".join(LIBRARIES),
     out: Annotated[Path | None, typer.Option(help="Write the JSON here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time products on the CPU."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    torch.set_num_threads(threads)
-    breccia.set_num_threads(threads)
-    arms, found = weights(size), list[dict[str, Any]]()
-    for m in map(int, rows.split(",")):
-        x = torch.from_numpy(common.normal((m, size), m))
-        calls = {name: make(x) for name, make in arms.items()}
-        for name, times in zip(calls, common.swept(list(calls.values()), runs, 0), strict=True):
-            found.append({"rows": m, "arm": name, **times})
+    chosen = libraries.split(",")
+    if unknown := [name for name in chosen if name not in LIBRARIES]:
+        sys.exit(f"bench_matmul_cpu: no library {', '.join(unknown)}; there are {', '.join(LIBRARIES)}.")
+    if missing := [name for name in ("read", "torch", "breccia") if name not in chosen]:
+        sys.exit(f"bench_matmul_cpu: the others are compared with {', '.join(missing)}; add it to --libraries.")
+    workers = [Worker(name, size, threads) for name in chosen]
+    passes = [one_pass(workers, [int(m) for m in rows.split(",")], runs) for _ in range(2)]
+    left_out = {worker.library: worker.failed for worker in workers if worker.failed is not None}
+    for worker in workers:
+        worker.close()
     result: dict[str, Any] = {"benchmark": "matmul-cpu", "schema": common.SCHEMA, "provenance": common.provenance()}
-    options = {"size": size, "threads": threads, "torch": torch.__version__, "base": BASE, "read_bytes": _READ}
-    tables.tell({**result, "options": options, "rows": found}, out, as_json)
+    options = {"size": size, "threads": threads, "base": BASE, "read_bytes": READ, "left_out": left_out}
+    tables.tell({**result, "options": options, "runs": passes}, out, as_json)
 
 
 if __name__ == "__main__":

@@ -627,21 +627,40 @@ def weight_only_gpu(result: Result) -> Table:
 
 def matmul_cpu(result: Result) -> Table:
     """Microseconds of products and how many times faster they are than FP32 `F.linear`, by rows of activations."""
-    options, by = result["options"], {(row["rows"], row["arm"]): row for row in result["rows"]}
-    rows, arms = dict.fromkeys(m for m, _ in by), dict.fromkeys(arm for _, arm in by)
+    options = result["options"]
+    first, second = ({(row["rows"], row["arm"]): row for row in one} for one in result["runs"])
+    rows, arms = dict.fromkeys(m for m, _ in first), dict.fromkeys(arm for _, arm in first)
+
+    def faster(by: dict[tuple[int, str], Any], m: int, arm: str) -> float:
+        return by[m, options["base"]]["median_s"] / by[m, arm]["median_s"]
 
     def cell(m: int, arm: str) -> str:
-        found, base = by[m, arm], by[m, options["base"]]
-        return f"{trio((found['min_s'], found['median_s']), 1e6)}; {ratio(base['median_s'] / found['median_s'])}"
+        if (m, arm) not in first or (m, arm) not in second:
+            return ABSENT
+        every = first[m, arm]["seconds"] + second[m, arm]["seconds"]
+        both = sorted((faster(first, m, arm), faster(second, m, arm)))
+        spread = f"{three(both[0])} to {ratio(both[1])}" if both[1] > DRIFT * both[0] else ratio(math.sqrt(both[0] * both[1]))
+        return f"{trio((min(every), statistics.median(every)), 1e6)}; {spread}"
 
-    read = min(row["min_s"] for (_, arm), row in by.items() if arm == "read")
+    read = min(one[key]["min_s"] for one in (first, second) for key in one if key[1] == "read")
+    moved = [
+        f"{arm} at M = {m}"
+        for m, arm in first
+        if (m, arm) in second and _disagrees(faster(first, m, arm), faster(second, m, arm))
+    ]
+    agree = (
+        "Both passes agree"
+        if not moved
+        else f"**The passes disagree** in {len(moved)} of {len(first)} ratios, shown as a range"
+    )
+    absent = "".join(f" {name} did not run: {why}." for name, why in options["left_out"].items())
     return Table(
         "matmul on the CPU",
         ("arm", *(f"M = {m}" for m in rows)),
         tuple((arm, *(cell(m, arm) for m in rows)) for arm in arms),
-        f"Microseconds of FP32 activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
-        f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), torch {options['torch']}, "
-        "arms interleaved. read: "
+        f"Microseconds of activations (M, {options['size']}) by weights of {options['size']} × {options['size']}: min / "
+        f"median; the ratio of {options['base']}'s median to it. {options['threads']} thread(s), arms interleaved in two "
+        f"passes. {agree} (15 %).{absent} read: "
         f"{options['read_bytes'] >> 20} MiB, at best {options['read_bytes'] / read / 1e9:.0f} GB/s.",
     )
 
@@ -737,6 +756,37 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
 _MLX_ARMS = {"generic": "generic algorithm", "compiled": "breccia in mx.compile", "MLX compiled": "MLX in mx.compile"}
 
 
+def decoder_cpu(result: Result) -> Table:
+    """Tokens per second of a decoder on the CPU, by recipe."""
+    by = {(row["recipe"], row["batch"]): row for row in result["rows"]}
+    names, batches = dict.fromkeys(name for name, _ in by), dict.fromkeys(batch for _, batch in by)
+    base = next(iter(names))
+
+    def cell(name: str, batch: int) -> str:
+        row, first = by[name, batch], by[base, batch]
+        prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
+        speed = row["tokens_per_second"]
+        return f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}; {ratio(prompt)}"
+
+    def size(name: str) -> str:
+        row = next(row for (recipe, _), row in by.items() if recipe == name)
+        return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}"
+
+    parameters = result["rows"][0]["parameters"]
+    return Table(
+        "a decoder on the CPU",
+        ("weights", "MB", *(f"batch {batch}" for batch in batches)),
+        tuple((name, size(name), *(cell(name, batch) for batch in batches)) for name in names),
+        f"A decoder of {parameters / 1e6:.0f} million parameters with random weights under Hugging Face's `generate`. MB of "
+        f"linear layers; of the model. Tokens per second after the prompt; times faster than {base}; the same for the prompt "
+        "of 32 tokens.",
+    )
+
+
+def _disagrees(one: float, other: float) -> bool:
+    return max(one, other) > DRIFT * min(one, other)
+
+
 # ------------------------------------------------------------------------------------------------ all of them
 
 #: What each benchmark has to show, by the name that documents call it by.
@@ -779,6 +829,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
             result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
         ),
     },
+    "decoder-cpu": {"decoder-cpu": decoder_cpu},
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "forms": {"forms": forms},

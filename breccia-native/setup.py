@@ -1,5 +1,7 @@
 """The C extensions; everything else is in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
 HEADERS = [f"src/breccia_native/{name}.h" for name in ("numbers", "versions")]
@@ -29,6 +31,7 @@ setup(
         Extension(
             "breccia_native.products",
             ["src/breccia_native/products.c"],
+            depends=[str(p) for p in sorted(Path("src/breccia_native").glob("*.h"))],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # The order of a sum is free; fused multiply-adds round less often.
             extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno"],

@@ -102,6 +102,54 @@ def test_each_benchmark_records_its_measurements_and_the_machine(benchmark: str,
 
 
 @pytest.mark.rest
+def test_products_on_the_cpu_are_timed_in_two_passes_and_missing_libraries_are_named(
+    tmp_path: Path, module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BRECCIA_GGML", raising=False)
+    options = ["--size", "256", "--rows", "1,3", "--runs", "2", "--libraries", "read,torch,numpy,breccia,ggml"]
+    done = run("bench_matmul_cpu.py", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["options"]["left_out"] == {"ggml": "KeyError: 'BRECCIA_GGML'"}
+    first, second = result["runs"]
+    assert [(row["rows"], row["arm"]) for row in first] == [(row["rows"], row["arm"]) for row in second]
+    assert {row["arm"] for row in first} >= {"read", "NumPy FP32", "F.linear FP32", "torch int4", "int4", "int4, INT8 mode"}
+    assert all(len(row["seconds"]) == 2 and row["min_s"] > 0 for row in first)
+    tables = module("tables")
+    table = tables.matmul_cpu(result)
+    assert table.headings == ("arm", "M = 1", "M = 3") and "ggml did not run: KeyError" in table.note
+    # Passes that differ are shown as a range, and the note counts them.
+    steady = {**result, "runs": [first, first]}
+    assert "Both passes agree" in tables.matmul_cpu(steady).note
+    slower = [{**row, "median_s": row["median_s"] * (2 if (row["rows"], row["arm"]) == (3, "int4") else 1)} for row in first]
+    moved = tables.matmul_cpu({**result, "runs": [first, slower]})
+    assert f"**The passes disagree** in 1 of {len(first)} ratios" in moved.note
+    assert " to " in next(row for row in moved.rows if row[0] == "int4")[2]
+    for words, message in ((["--libraries", "read,jx"], "no library jx"), (["--libraries", "numpy"], "add it to --libraries")):
+        refused = run("bench_matmul_cpu.py", *words)
+        assert refused.returncode == 1 and message in refused.stderr
+
+
+@pytest.mark.rest
+def test_a_decoder_on_the_cpu_is_timed_through_generate(tmp_path: Path, module) -> None:
+    if find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    options = ["--device", "cpu", "--tiny", "--rounds", "1", "--steps", "3", "--batch", "2", "--recipes", "int4"]
+    done = run("bench_decoder.py", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("decoder-cpu-*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert [(row["recipe"], row["batch"]) for row in result["rows"]] == [("fp32", 2), ("bf16", 2), ("int4", 2)]
+    full, half, quantized = (row["weight_bytes"] for row in result["rows"])
+    assert full == 2 * half and quantized < 0.14 * full
+    for row in result["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(2 / row["step"]["median_s"]) and row["prompt"]["min_s"] > 0
+    table = module("tables").decoder_cpu(result)
+    assert [row[0] for row in table.rows] == ["fp32", "bf16", "int4"] and "Hugging Face" in table.note
+
+
+@pytest.mark.rest
 def test_tuning_writes_the_file_of_the_device_and_prints_its_table(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--shapes", "16x128", "--recipes", "fp8_block", "--ops", "cast", "--ops", "dequantize"]
     done = run("tune.py", *options, "--out", str(tmp_path))

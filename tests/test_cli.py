@@ -208,6 +208,7 @@ def test_without_a_command_the_program_shows_its_help() -> None:
         ("breccia explain cast nvfp4 --prefer numpy.c", ["numpy.cast"]),
         ("breccia explain cast_ste nvfp4 --prefer composite.cast_s", ["composite.cast_ste", "composite.cast_ste_clipped"]),
         ("breccia bench in", ["int4", "int4_bias", "int8"]),
+        ("breccia bench ma", ["matmul"]),
     ],
 )
 def test_the_shell_completes_commands_options_and_values(line: str, expected: list[str]) -> None:

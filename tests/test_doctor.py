@@ -249,6 +249,34 @@ def test_bench_prints_a_line_for_each_op(run: Run) -> None:
     assert (listed["on"], listed["size"], listed["runs"], len(listed["timings"])) == ("numpy", 64, 2, 3)
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "mlx"])
+def test_bench_matmul_times_the_framework_s_dense_products_in_turns(framework: str) -> None:
+    recipes = [("int4", breccia.INT4Scaling()), ("mine", breccia.NVFP4BlockScaling())]
+    found = bench.measure_products(recipes, framework, size=64, rows=(1, 3), runs=2)
+    dense = ["dense float32"] if framework == "numpy" else ["dense float32", "dense bfloat16"]
+    assert [(p.rows, p.arm) for p in found] == [(m, arm) for m in (1, 3) for arm in (*dense, "int4", "mine")]
+    for p in found:
+        assert len(p.seconds) == 2 and min(p.seconds) > 0
+        kernel = MATMULS.get(framework, "composite.matmul")
+        assert p.kernel == ("" if p.arm in dense else kernel)
+    for m in (1, 3):
+        base, *others = [p for p in found if p.rows == m]
+        assert base.over == 1
+        for p in others:
+            assert p.over == pytest.approx(base.spread[1] / p.spread[1])
+
+
+def test_bench_matmul_prints_a_line_for_each_weight_and_number_of_rows(run: Run) -> None:
+    code, out, err = run("bench", "matmul", "int4", "mxfp8", "--size", "64", "--runs", "1", "--rows", "1,2,5")
+    assert (code, err) == (0, "")
+    assert out.count("dense float32") == out.count("int4") == out.count("mxfp8") == 3
+    assert "rows x 64 by 64 x 64 on numpy, in turns" in out and out.count("1.00x") >= 3
+    code, out, _ = run("bench", "matmul", "--size", "64", "--runs", "1", "--rows", "2", "--json")
+    listed = json.loads(out)
+    assert [p["arm"] for p in listed["products"]] == ["dense float32", "fp8_block", "mxfp8", "nvfp4", "int4"]
+    assert {p["rows"] for p in listed["products"]} == {2} and listed["products"][0]["over_dense"] == 1
+
+
 def test_bench_refuses_invalid_arguments(run: Run) -> None:
     for words, message in [
         (["--size", "0"], "error: Invalid value for '--size'"),
@@ -256,6 +284,11 @@ def test_bench_refuses_invalid_arguments(run: Run) -> None:
         (["--on", "torch:abacus"], "error: torch cannot use device 'abacus': "),
         (["--on", "torch:meta"], "error: bench cannot run on torch:meta: "),
         (["--size", "99999999"], "error: Unable to allocate "),
+        (["matmul", "--rows", "1,x"], "error: --rows takes numbers separated by commas; got '1,x'."),
+        (["matmul", "--rows", "1,0"], "error: bench: rows is at least 1; got 0."),
+        (["matmul", "--on", "jx"], "error: no framework 'jx'; did you mean 'jax'?"),
+        (["matmul", "--on", "torch:meta"], "error: bench cannot run on torch:meta: "),
+        (["matmul", "nvpf4"], "error: no recipe 'nvpf4'; did you mean 'nvfp4'?"),
         (["nvpf4"], "error: no recipe 'nvpf4'; did you mean 'nvfp4'?"),
     ]:
         code, out, err = run("bench", *words)

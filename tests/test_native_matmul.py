@@ -17,7 +17,7 @@ import pytest
 
 import breccia
 from breccia.arrays.frameworks import Device
-from breccia.codecs import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8, Codec
+from breccia.codecs import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F16, F32, INT4, INT8, NF4, UE4M3, UINT4, UINT8, Codec
 from breccia.formats import TENSOR, Format, Level
 from breccia.kernels import threads
 from breccia.layouts import PerBlockK, PerBlockMN, PerChannel, PerTensor
@@ -57,8 +57,15 @@ def tensor(fmt: Format, n: int, k: int, seed: int = 0) -> ScaledTensor:
     rng = np.random.default_rng(seed)
     element, level = fmt.element, fmt.scale
     finite = [c for c in range(1 << element.bits) if np.isfinite(element.value(c))]
-    codes = rng.choice(np.array(finite, np.uint8), (n, k + k % 2 if element.bits == 4 else k))
-    data = codes if element.bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+    group = {4: 2, 6: 4, 8: 1}[element.bits]
+    codes = rng.choice(np.array(finite, np.uint8), (n, -(-k // group) * group))
+    codes[:, k:] = 0
+    data = codes
+    if element.bits == 4:
+        data = codes[:, ::2] | codes[:, 1::2] << 4
+    elif element.bits == 6:
+        words = codes.reshape(n, -1, 4).astype(np.uint32) @ np.array([1, 64, 4096, 262144], np.uint32)
+        data = np.stack([words & 255, words >> 8 & 255, words >> 16], axis=-1).astype(np.uint8).reshape(n, -1)
     m, width = level.block
     shape = () if level.block == TENSOR else (-(-n // (m or n)), -(-k // (width or k)))
     scale = written(level.codec, rng.uniform(0.03, 0.12, shape))
@@ -73,7 +80,7 @@ def tensor(fmt: Format, n: int, k: int, seed: int = 0) -> ScaledTensor:
         layout = PerBlockMN(m, width, bool(n % m or k % width))
     g, recipe = None if fmt.global_scale is None else np.array(3.7, np.float32), _Recipe(fmt)
     assert data.shape[1] == packed_length(element, k)
-    return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, g, -1, k % 2 if element.bits == 4 else 0)
+    return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, g, -1, -k % group)
 
 
 def written(codec: Codec, values: Any) -> np.ndarray:
@@ -140,9 +147,17 @@ FORMATS = {
     "uint8-zero": Format(UINT8, (Level(F16, (1, 48)),), "zero_point"),
     "int8-bias": Format(INT8, (Level(F16, (1, 16)),), "bias"),
     "ue4m3": Format(UE4M3, (Level(F32, (3, 40)),)),
+    "mxfp6-e2m3": Format(E2M3, (Level(E8M0, (1, 32)),)),
+    "mxfp6-e3m2": Format(E3M2, (Level(E8M0, (1, 32)),)),
+    "e3m2-row": Format(E3M2, (Level(F32, (1, None)),)),
+    "int4-12": Format(INT4, (Level(F16, (1, 12)),)),
+    "uint4-zero-20": Format(UINT4, (Level(F16, (1, 20)),), "zero_point"),
+    "uint8-bias-7": Format(UINT8, (Level(F32, (1, 7)),), "bias"),
+    "e4m3-100": Format(E4M3, (Level(F32, (2, 100)),)),
+    "e2m3-4": Format(E2M3, (Level(F16, (1, 4)),)),
 }
-#: Rows of activations around every path: streams of 1, 2 and 4, and tiles of every height.
-ROWS = (1, 2, 3, 4, 5, 8, 9, 13, 64)
+#: Rows of activations around every path: streams of 1, 2 and 4, and panels of every height.
+ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 13, 14, 15, 29, 64)
 #: K around chunks of 128 codes and vectors of 4, 8 and 16 numbers; N around 4 rows and 32.
 SHAPES = ((1, 32), (3, 33), (4, 63), (5, 127), (31, 128), (33, 129), (7, 159), (65, 256), (2, 640), (36, 1021))
 
@@ -159,13 +174,14 @@ def test_products_of_every_format_are_within_the_bound(instruction_set: str, nam
 
 
 @pytest.mark.parametrize(
-    "recipe", ["int4", "mxfp4", "nvfp4", "nf4", "fp8_row", "fp8_block", "fp8_current", "mxfp8", "int8", "mxint8"]
+    "recipe",
+    ["int4", "mxfp4", "nvfp4", "nf4", "fp8_row", "fp8_block", "fp8_current", "mxfp8", "mxfp6", "int8", "mxint8", "int4_bias"],
 )
 def test_recipes_of_breccia_run_compiled_in_both_orders(recipe: str) -> None:
     w = np.random.default_rng(0).standard_normal((48, 384)).astype(np.float32)
     st = breccia.cast(w, recipe)
     d = breccia.dequantize(st)
-    for m in (1, 5, 33):
+    for m in (1, 5, 33, 200):
         x = np.random.default_rng(m).standard_normal((m, 384)).astype(np.float32)
         for op in ((x, st.mT), (st, x.T)):
             found = breccia.explain("matmul", *op)
@@ -311,6 +327,44 @@ def test_a_limit_of_another_library_holds_in_its_thread_only() -> None:
     assert seen == [before] and threads.get_num_threads() == before
 
 
+def test_many_rows_are_multiplied_in_parts_with_the_same_bits(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    st = tensor(FORMATS["mxfp4"], 40, 200)
+    x = np.random.default_rng(0).standard_normal((150, 200)).astype(np.float32)
+    whole = multiplied(x, st)
+    check_bound(whole, x, breccia.dequantize(st))
+    monkeypatch.setattr(native, "_PACKED", 4 * 200 * 60)
+    np.testing.assert_array_equal(multiplied(x, st).view(np.uint32), whole.view(np.uint32))
+    x[149, 3] = np.inf
+    assert native._of_rows(x, st) is None
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "int4", "fp8_block", "mxfp6"])
+def test_groups_of_rows_are_multiplied_by_their_own_matrices(recipe: str) -> None:
+    rng = np.random.default_rng(0)
+    st = breccia.cast(rng.standard_normal((4, 40, 96)).astype(np.float32), recipe)
+    d, x = breccia.dequantize(st), rng.standard_normal((70, 96)).astype(np.float32)
+    offsets = np.array([20, 20, 61, 65], np.int32)
+    found = breccia.explain("grouped_matmul", x, st.mT)
+    assert found.winner is not None and found.winner.name == "native.grouped_matmul"
+    y = breccia.grouped_matmul(x, st.mT, offsets)
+    for group, start, end in ((0, 0, 20), (2, 20, 61), (3, 61, 65)):
+        check_bound(y[start:end], x[start:end], d[group])
+    assert not y[65:].any()
+    out = np.full((70, 40), 7, np.float16)
+    assert breccia.grouped_matmul(x, st.mT, offsets, "float16", out=out) is out
+    np.testing.assert_array_equal(out, y.astype(np.float16))
+    x[30] = np.inf  # beyond the kernel's limits: NumPy multiplies that group
+    with np.errstate(all="ignore"):
+        y = breccia.grouped_matmul(x, st.mT, offsets)
+    assert not np.isfinite(y[30]).any() and np.isfinite(np.delete(y, 30, axis=0)).all()
+    torch = pytest.importorskip("torch")
+    w = breccia.cast(torch.from_numpy(d), recipe)
+    x[30] = 1
+    got = breccia.grouped_matmul(torch.from_numpy(x), w.mT, torch.from_numpy(offsets))
+    again = breccia.grouped_matmul(x, breccia.cast(d, recipe).mT, offsets)
+    np.testing.assert_array_equal(got.numpy().view(np.uint32), again.view(np.uint32))
+
+
 def test_planted_kernels_break_the_bound() -> None:
     """One that sums in FP16, and one that leaves out the last partial chunk."""
     st = tensor(FORMATS["int4"], 8, 300)
@@ -325,19 +379,17 @@ def test_planted_kernels_break_the_bound() -> None:
     ("a", "b", "reason"),
     [
         (np.ones((2, 64), np.float32), breccia.cast(np.ones((64, 8), np.float32), "mxfp4"), "blocks do not run along K"),
-        (np.ones((2, 64), np.float32), breccia.cast(np.ones((8, 64), np.float32), "mxfp6").mT, "does not decode E2M3 elements"),
+        (
+            np.ones((2, 64), np.float32),
+            tensor(Format(E2M3, (Level(F32, (1, 32)),), "bias"), 8, 64).mT,
+            "it does not support offsets of E2M3",
+        ),
         (np.ones((2, 16), np.float32), breccia.cast(np.ones((8, 16), np.float32), "mxfp4").mT, "K is 16, less than 32"),
         (np.ones((0, 64), np.float32), breccia.cast(np.ones((8, 64), np.float32), "mxfp4").mT, "an operand is empty"),
-        (np.ones((99, 64), np.float32), breccia.cast(np.ones((8, 64), np.float32), "mxfp4").mT, "more than 64 rows"),
         (
             breccia.cast(np.ones((8, 64), np.float32), "mxfp4"),
             breccia.cast(np.ones((8, 64), np.float32), "mxfp4").mT,
             "one ScaledTensor and one array",
-        ),
-        (
-            np.ones((2, 64), np.float32),
-            tensor(Format(INT4, (Level(F32, (1, 12)),)), 8, 64).mT,
-            "blocks of 12 are not a multiple of 8",
         ),
     ],
 )
@@ -400,6 +452,7 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         "m": 2,
         "n": 8,
         "k": 64,
+        "mode": 0,
         "data": np.zeros(256, np.uint8),
         "kind": 0,
         "table": np.zeros(16, np.float32),
@@ -433,10 +486,21 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         ({"role": 1}, "wanted offsets of 64 bytes; got 0"),
         ({"product": np.zeros(15, np.float32)}, "wanted a product: 16 aligned FP32 numbers; got 60 bytes"),
         ({"next": np.zeros(2, np.int64)}, "wanted an aligned counter of 8 bytes; got 16"),
-        ({"kind": 99}, "wanted a kind from 0 to 9; got 99"),
-        ({"scale_kind": -1}, "wanted a kind from 0 to 9; got -1"),
+        ({"kind": 99}, "wanted a kind from 0 to 11; got 99"),
+        ({"scale_kind": -1}, "wanted a kind from 0 to 11; got -1"),
         ({"kind": products.kinds().index("f32")}, "codes of at most 8 bits"),
-        ({"block": 12}, "a block of a multiple of 8 codes; got m = 2, n = 8, k = 64, kind 0, block = 12"),
+        ({"block": 0}, "wanted lengths of at least 1, .*; got m = 2, n = 8, k = 64, kind 0, block = 0, tall = 1, role 0"),
+        ({"scale_kind": products.kinds().index("e2m3")}, "scales of 8, 16 or 32; got m = 2, .* scales of kind 4"),
+        ({"mode": 3}, "wanted mode 0 .FP32., .*; got mode 3, kind 0, block = 32"),
+        ({"mode": -1}, "got mode -1"),
+        ({"mode": 1, "table": np.linspace(0, 1, 16, dtype=np.float32)}, "codes that it multiplies exactly"),
+        ({"mode": 2, "table": np.linspace(0, 1, 16, dtype=np.float32)}, "codes that it multiplies exactly"),
+        (
+            {"mode": 1, "block": 12, "scale": np.zeros(48, np.uint8)},
+            "in blocks of a multiple of 8; got mode 1, kind 0, block = 12",
+        ),
+        ({"mode": 1, "packed": np.zeros(2 * 31, np.float32)}, "wanted packed activations: 80 aligned FP32 numbers; got 248"),
+        ({"mode": 2, "packed": np.zeros(2 * 63, np.float32)}, "wanted packed activations: 128 aligned FP32 numbers; got 504"),
         ({"m": 0}, "wanted lengths of at least 1"),
         ({"k": -1}, "wanted lengths of at least 1"),
         ({"n": 2**62}, "wanted lengths of at least 1"),
@@ -454,17 +518,22 @@ def test_mismatched_sizes_are_refused_before_writing(changed: dict[str, Any], me
 
 def test_pack_refuses_mismatched_sizes_and_read_only_memory() -> None:
     x, to = np.ones(64, np.float32), np.zeros(128, np.float32)
-    assert products.pack(x, 1, 64, 0, to) is True and to.sum() == 64
+    table = np.zeros(16, np.float32)
+    assert products.pack(x, 1, 64, 0, 0, table, 0, 32, to) is True and to.sum() == 64
     for m, k, kind, message in (
         (1, 65, 0, "wanted activations: 65"),
         (2, 32, 0, "packed activations: 256"),
         (0, 64, 0, "activations"),
-        (1, 64, 11, "kind"),
+        (1, 64, 12, "kind"),
     ):
         with pytest.raises(ValueError, match=message):
-            products.pack(x, m, k, kind, to)
+            products.pack(x, m, k, 0, kind, table, 0, 32, to)
     with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write"):
-        products.pack(x, 1, 64, 0, bytes(512))
+        products.pack(x, 1, 64, 0, 0, table, 0, 32, bytes(512))
+    with pytest.raises(ValueError, match="wanted a table: 16 aligned FP32 numbers"):
+        products.pack(x, 1, 64, 0, 0, table[:15], 0, 32, to)
+    with pytest.raises(ValueError, match="a length of 1 bytes; got 0"):
+        products.packed_length(0, 0, 0, table, 32)
 
 
 def test_an_instruction_set_that_the_processor_lacks_is_refused() -> None:

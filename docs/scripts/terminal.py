@@ -85,6 +85,7 @@ def sessions() -> list[Session]:
         Session("acme-broken", ("breccia plugins",), beside=(*ACME, *BROKEN)),
         Session("doctor", ("breccia doctor",), volatile=True),
         Session("bench", ("breccia bench nvfp4 mxfp8 --size 512 --runs 3",), volatile=True),
+        Session("bench-matmul", ("breccia bench matmul int4 mxfp8 --size 1024 --rows 1,16 --runs 3",), volatile=True),
         Session("plugin-new", ("breccia plugin new mine",)),
         Session("error", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4", "echo $?"), status=1),
         Session("error-json", (f"breccia convert {MODEL} out.safetensors --recipe nvpf4 --json",), status=1),

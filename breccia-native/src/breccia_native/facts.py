@@ -7,18 +7,46 @@ import sys
 from typing import Any
 
 from breccia import PerBlockK, PerBlockMN, PerChannel, PerTensor
-from breccia.backend import BF16, E4M3, E5M2, E8M0, F16, F32, TENSOR, Call, Codec, Format, Integer, PowerOfTwo
+from breccia.backend import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    INT4,
+    TENSOR,
+    UINT4,
+    Call,
+    Codec,
+    Format,
+    Integer,
+    PowerOfTwo,
+)
 
 #: The layouts whose scales the kernel finds.
 LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
-#: Rows of activations up to which the kernel is faster than decoding the weight for a BLAS.
-MOST_ROWS = 64
 #: The shortest K: below it a sum may be rounded more often than the bound of FP32 accumulation allows.
 SHORTEST = 32
-#: Codes with one scale in the kernel: blocks are multiples of it.
-SPAN = 8
 
-_NAMED: dict[Codec, str] = {E4M3: "e4m3", E5M2: "e5m2", E8M0: "e8m0", F16: "f16", BF16: "bf16", F32: "f32"}
+#: Codes with one scale, unless blocks are no multiple of it.
+SPAN = 8
+#: How activations are rounded before a product: not, to INT8 in groups, to BF16. The numbers are those of products.c.
+FP32, INT8, BF16_MODE = 0, 1, 2
+
+_NAMED: dict[Codec, str] = {
+    E4M3: "e4m3",
+    E5M2: "e5m2",
+    E2M3: "e2m3",
+    E3M2: "e3m2",
+    E8M0: "e8m0",
+    F16: "f16",
+    BF16: "bf16",
+    F32: "f32",
+}
 
 
 def accepts(call: Call) -> str | None:
@@ -45,21 +73,17 @@ def accepts(call: Call) -> str | None:
     k = plain.shape[-1] if plain is a else plain.shape[-2]
     if k < SHORTEST:
         return f"K is {k}, less than {SHORTEST}"
-    block = recipe.layout.block()[1] if layout is None else layout.block(weight.axis)[1]
-    if block is not None and block % SPAN and block < k:
-        return f"blocks of {block} are not a multiple of {SPAN}"
-    lead, rows = plain.shape[:-2], plain.shape[-2] if plain is a else plain.shape[-1]
-    if (rows if weight.ndim > 2 else math.prod(lead) * rows) > MOST_ROWS:
-        return f"for more than {MOST_ROWS} rows of activations a BLAS product of decoded tiles is faster"
     return None
 
 
 def unsupported(fmt: Format) -> str | None:
     """Why the compiled kernel cannot decode the format, or None."""
     element, scale = fmt.element, fmt.scale.codec
-    if element.bits not in (4, 8) or type(element).decode is not Codec.decode:
+    if (element.bits not in (4, 8) and element not in (E2M3, E3M2)) or type(element).decode is not Codec.decode:
         return f"it does not decode {element.name} elements"
     first = element.table if element.bits == 4 else element.table[:1]
+    if fmt.offset != "none" and not isinstance(element, Integer) and element.bits != 4:
+        return f"it does not support offsets of {element.name}"
     if any(word & F32_EXPONENT == F32_EXPONENT for word in first):
         return f"padding codes of {element.name} are not finite"
     ordinary = type(scale) is PowerOfTwo or type(scale).multiply is Codec.multiply
@@ -71,6 +95,50 @@ def unsupported(fmt: Format) -> str | None:
 
 
 F32_EXPONENT = 0x7F800000
+
+
+def accepts_grouped(call: Call) -> str | None:
+    """Why the compiled kernel cannot multiply groups of rows by these matrices, or None."""
+    assert call.b is not None
+    if call.a.recipe is not None or call.b.recipe is None:
+        return "it multiplies rows of an array by the matrices of a ScaledTensor"
+    return accepts(call)
+
+
+def accepts_int8(call: Call) -> str | None:
+    """Why the kernel that rounds activations to INT8 cannot multiply these operands, or None."""
+    return accepts(call) or _unsupported_by(INT8, call)
+
+
+def accepts_bf16(call: Call) -> str | None:
+    """Likewise for BF16."""
+    return accepts(call) or _unsupported_by(BF16_MODE, call)
+
+
+def _unsupported_by(mode: int, call: Call) -> str | None:
+    assert call.b is not None
+    weight = call.a if call.b.recipe is None else call.b
+    assert weight.recipe is not None
+    if (reason := inexact(mode, weight.recipe.format)) is not None:
+        return reason
+    k = weight.shape[weight.axis]
+    block = weight.recipe.layout.block()[1] if weight.layout is None else weight.layout.block(weight.axis)[1]
+    return f"blocks of {block} are not a multiple of {SPAN}" if block is not None and block % SPAN and block < k else None
+
+
+def inexact(mode: int, fmt: Format) -> str | None:
+    """Why codes of a format cannot be multiplied as they are stored in a mode, or None."""
+    element = fmt.element
+    if fmt.offset == "bias":
+        return "it does not support biases"
+    if mode == INT8:
+        if element in (INT4, UINT4, E2M1) or (isinstance(element, Integer) and element.bits == 8 and element.signed):
+            return None
+        return f"{element.name} codes are not small integers times a power of two"
+    first = element.table if element.bits == 4 else ()
+    if kind_of(element) == "table8" or any(word & 0xFFFF for word in first):
+        return f"{element.name} codes are not BF16 numbers"
+    return None
 
 
 def kind_of(codec: Codec) -> str:

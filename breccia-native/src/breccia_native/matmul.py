@@ -24,14 +24,16 @@ from breccia.backend import (
 from breccia.backend import numpy as kernels
 
 from . import products
-from .facts import factor_of, kind_of
+from .facts import BF16_MODE, FP32, INT8, SPAN, factor_of, inexact, kind_of
 
 _KINDS = {name: number for number, name in enumerate(products.kinds())}
 _ROLES = {"none": 0, "zero_point": 1, "bias": 2}
 #: Products below which one thread is as fast as several.
 _FOR_THREADS = 1 << 21
-#: Codes of a row that the kernel decodes together, to which K is padded.
-_CHUNK = 128
+#: The fewest rows of BF16 activations for which products of BF16 numbers are faster than of FP32.
+_ROWS_OF_BF16 = 9
+#: Bytes of packed activations that are multiplied at a time, which should stay in a shared cache, and the fewest rows.
+_PACKED, _FEWEST = 8 << 20, 56
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 _EMPTY = np.empty(0, np.float32)
@@ -41,8 +43,44 @@ _OFFSETS = {np.dtype(np.uint8): "u8", np.dtype(np.int8): "i8", np.dtype(np.float
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`breccia.kernels.numpy.products.matmul`, which also multiplies what is beyond the limits of the compiled kernel."""
+    return _matmul(a, b, bias, out_dtype, out)
+
+
+def matmul_int8(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` of activations rounded to INT8, with a scale of amax / 127 for each group; codes of weights are kept.
+
+    A group has q codes of a row along K: as many as share a scale of the weight, 128 at most. Its activations have errors of up
+    to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
+    K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
+    """
+    return _matmul(a, b, bias, out_dtype, out, INT8)
+
+
+def matmul_bf16(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` of activations rounded to BF16 (errors of up to 2^-8 of each), within its bound for the rounded ones."""
+    return _matmul(a, b, bias, out_dtype, out, BF16_MODE)
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`reference.grouped_matmul`: each group of rows by its own matrix, which is decoded only for groups with rows."""
+    checks.check_grouped(a, b, offsets)
+    product, start = np.zeros((a.shape[0], b.shape[-1]), np.float32), 0
+    weights = b.mT
+    for group, end in enumerate(np.asarray(offsets).tolist()):
+        end = min(max(end, start), len(product))
+        if end > start:
+            found = _of_rows(a[start:end], weights[group])
+            product[start:end] = kernels.matmul(a[start:end], b[group]) if found is None else found
+        start = end
+    if out is None and output_dtype(out_dtype) == "float32":
+        return product
+    with np.errstate(all="ignore"):
+        return reference.result(NUMPY, product, output_dtype(out_dtype), out)
+
+
+def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, mode: int | None = None) -> Array:
     checks.check_matmul(a, b, bias)
-    product = _of_rows(a, b.mT) if isinstance(b, ScaledTensor) else _swapped(_of_rows(_swapped(b), a))
+    product = _of_rows(a, b.mT, mode) if isinstance(b, ScaledTensor) else _swapped(_of_rows(_swapped(b), a, mode))
     if product is None:
         return kernels.matmul(a, b, bias, out_dtype, out)
     name = output_dtype(out_dtype)
@@ -59,18 +97,21 @@ def _swapped(x: Any) -> Any:
     return None if x is None else x.swapaxes(-1, -2)
 
 
-def _of_rows(x: Array, st: ScaledTensor) -> Array | None:
-    """(..., M, K) times the transpose of (..., N, K) in FP32; None where numbers are beyond the kernel's limits."""
+def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None) -> Array | None:
+    """(..., M, K) times the transpose of (..., N, K) in FP32; None where numbers are beyond the kernel's limits.
+
+    mode: how activations are rounded; None for a mode that does not round them.
+    """
     n, k = st.shape[-2:]
     if st.ndim == 2:
-        product = _product(x.reshape(-1, k), st, n, k)
+        product = _product(x.reshape(-1, k), st, n, k, mode)
         return product if product is None or x.ndim == 2 else product.reshape(*x.shape[:-1], n)
     lead = np.broadcast_shapes(x.shape[:-2], st.shape[:-2])
     product = np.empty((*lead, x.shape[-2], n), np.float32)
     x = np.broadcast_to(x, (*lead, *x.shape[-2:]))
     first = len(lead) - (st.ndim - 2)
     for index in np.ndindex(*lead):
-        found = _product(x[index], st[tuple(min(i, m - 1) for i, m in zip(index[first:], st.shape, strict=False))], n, k)
+        found = _product(x[index], st[tuple(min(i, m - 1) for i, m in zip(index[first:], st.shape, strict=False))], n, k, mode)
         if found is None:
             return None
         product[index] = found
@@ -121,17 +162,53 @@ def _table(codec: Any) -> Array:
     return np.array(codec.table, np.uint32).view(np.float32)
 
 
-def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
+def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None) -> Array | None:
     """(M, K) times the transpose of the matrix `st`, (N, K)."""
-    plan, m = _plan_of(st), len(x)
-    packed = _aligned(m * -(-k // _CHUNK) * _CHUNK)
-    x = np.ascontiguousarray(NUMPY.f32(x))
-    if not products.pack(x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1), m, k, plan.kind, packed):
-        return None
+    m, weight = len(x), _weight(st, n, k)
+    product, rows = np.empty((m, n), np.float32), max(_PACKED // (4 * k), _FEWEST)
+    if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
+        exact = m >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
+        mode = BF16_MODE if exact else FP32
+    if not _supports(st, weight, mode, k):
+        mode = FP32
+    for start in range(0, m, rows):
+        part, to = NUMPY.f32(x[start : start + rows]), product[start : start + rows]
+        if not ((mode != FP32 and _multiplied(part, weight, to, k, mode)) or _multiplied(part, weight, to, k, FP32)):
+            return None
+    return product
+
+
+def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
+    whole = w.role == 0 or w.offset_kind in (_KINDS["u8"], _KINDS["i8"])
+    return mode == FP32 or (whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None)
+
+
+class _Weight(NamedTuple):
+    """The arguments of `products.multiply` that describe a weight."""
+
+    data: Array
+    kind: int
+    table: Array
+    scale: Array
+    scale_kind: int
+    scale_table: Array
+    block: int
+    tall: int
+    divides: bool
+    factor: float
+    least: float
+    offset: Array
+    offset_kind: int
+    role: int
+
+
+def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
+    plan = _plan_of(st)
+    tall, block = st.layout.block(st.axis)
+    per_tensor = (tall, block) == TENSOR
     factor = plan.factor
     if st.global_scale is not None:
         factor = factor_of(st.recipe.format, float(st.global_scale))
-    tall, block = st.layout.block(st.axis)
     offset, offset_kind = _EMPTY, "f32"
     if st.zero_point is not None:
         offset = np.asarray(st.zero_point)
@@ -139,13 +216,7 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
             offset = reference.offsets_of(NUMPY, offset)
         offset_kind = _OFFSETS[offset.dtype]
         offset = np.ascontiguousarray(offset)
-    per_tensor = st.layout.block(st.axis) == TENSOR
-    product, taken = np.empty((m, n), np.float32), np.zeros(1, np.int64)
-    call = (
-        packed,
-        m,
-        n,
-        k,
+    return _Weight(
         np.ascontiguousarray(st.data),
         plan.kind,
         plan.table,
@@ -160,15 +231,24 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
         offset,
         _KINDS[offset_kind],
         plan.role,
-        product,
-        taken,
     )
+
+
+def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int) -> bool:
+    """Write (M, K) FP32 times the transpose of `w`, (N, K), to `product`. False where numbers are beyond the limits."""
+    m, n = product.shape
+    packed = _aligned(m * products.packed_length(k, mode, w.kind, w.table, w.block))
+    x = np.ascontiguousarray(x)
+    x = x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1)
+    if not products.pack(x, m, k, mode, w.kind, w.table, w.role, w.block, packed):
+        return False
+    call: tuple[Any, ...] = (packed, m, n, k, mode, *w, product, np.zeros(1, np.int64))
     if m * n * k < _FOR_THREADS or threads.get_num_threads() == 1:
-        return product if products.multiply(*call) else None
+        return products.multiply(*call)
     within: list[bool] = []
     # Each thread takes rows until none is left.
     threads.share(lambda: within.append(products.multiply(*call)), threads.get_num_threads())
-    return product if all(within) else None
+    return all(within)
 
 
 def _fp32(factor: float) -> float:

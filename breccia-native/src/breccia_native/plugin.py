@@ -20,18 +20,43 @@ def breccia_kernels() -> Iterable[Kernel]:
         accepts = f"breccia.kernels.{accepted}"
         yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)
     available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
-    yield Kernel(
-        "matmul", "numpy", "breccia_native.matmul:matmul", "native.matmul", available=available, accepts=accepts, rank=_FASTER
-    )
-    for framework in ("torch", "mlx"):
+    on_cpu = (("torch", "breccia_torch.cpu"), ("mlx", "breccia_mlx.cpu"))
+    for op, grouped in (("matmul", ""), ("grouped_matmul", "_grouped")):
         yield Kernel(
-            "matmul",
-            framework,
-            f"breccia_{framework}.cpu:matmul",
-            f"{framework}.cpu.matmul",
-            device="cpu",
+            op,
+            "numpy",
+            f"breccia_native.matmul:{op}",
+            f"native.{op}",
             available=available,
-            accepts=accepts,
-            plan="breccia.kernels.plans:plan_on_numpy",
+            accepts=accepts + grouped,
             rank=_FASTER,
         )
+        for framework, module in on_cpu[: 1 if grouped else 2]:
+            yield Kernel(
+                op,
+                framework,
+                f"{module}:{op}",
+                f"{framework}.cpu.{op}",
+                device="cpu",
+                available=available,
+                accepts=accepts + grouped,
+                plan="breccia.kernels.plans:plan_on_numpy",
+                rank=_FASTER,
+            )
+    # These round activations, so they run only where they are named.
+    for mode in ("int8", "bf16"):
+        for framework, module, prefix in (
+            ("numpy", "breccia_native.matmul", "native"),
+            ("torch", "breccia_torch.cpu", "torch.cpu"),
+        ):
+            yield Kernel(
+                "matmul",
+                framework,
+                f"{module}:matmul_{mode}",
+                f"{prefix}.matmul_{mode}",
+                device="cpu" if framework == "torch" else None,
+                available=available,
+                accepts=f"{accepts}_{mode}",
+                rank=_FASTER,
+                opt_in=True,
+            )

@@ -2,12 +2,15 @@
 
 from typing import Any
 
-def pack(x: Any, m: int, k: int, kind: int, packed: Any, /) -> bool: ...
+def pack(x: Any, m: int, k: int, mode: int, kind: int, table: Any, role: int, block: int, packed: Any, /) -> bool: ...
+def packed_length(k: int, mode: int, kind: int, table: Any, block: int, /) -> int: ...
+def fast(mode: int, /) -> bool: ...
 def multiply(
     packed: Any,
     m: int,
     n: int,
     k: int,
+    mode: int,
     data: Any,
     kind: int,
     table: Any,

@@ -63,11 +63,36 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
 
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`matmul` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
+    return _matmul(a, b, bias, out_dtype, out, None)
+
+
+def matmul_int8(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` of activations rounded to INT8: `breccia_native.matmul.matmul_int8`."""
+    return _matmul(a, b, bias, out_dtype, out, "native.matmul_int8")
+
+
+def matmul_bf16(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` of activations rounded to BF16: `breccia_native.matmul.matmul_bf16`."""
+    return _matmul(a, b, bias, out_dtype, out, "native.matmul_bf16")
+
+
+def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`grouped_matmul` by the kernel for NumPy arrays, likewise."""
+    if not _readable(offsets) or (out is not None and not _readable(out)):
+        return composites.grouped_matmul(a, b, offsets, out_dtype, out)
+    left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
+    with threads.at_most(torch.get_num_threads()):
+        product = calls.grouped_matmul(left, right, offsets.numpy())
+    found = torch.from_numpy(product)
+    return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
+
+
+def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: str | None) -> Array:
     if any(x is not None and not _readable(x) for x in (bias, out)):  # a transform may wrap a bias alone
         return composites.matmul(a, b, bias, out_dtype, out)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
     with threads.at_most(torch.get_num_threads()):
-        product = calls.matmul(left, right, None if bias is None else _floats(bias))
+        product = calls.matmul(left, right, None if bias is None else _floats(bias), prefer=prefer)
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from time import perf_counter
 from typing import Any
 
@@ -62,26 +63,140 @@ def measure(recipe: ScalingRecipe, on: str = "numpy", size: int = 4096, runs: in
     for name, value in (("size", size), ("runs", runs)):
         if whole_number(name, value) < 1:
             raise OptionError(f"bench: {name} is at least 1; got {value}.", **{name: value})
+    ops, device = _chosen(on)
+    try:
+        return _timings(recipe, ops, device, size, runs, label or recipe.name)
+    except RuntimeError as e:  # frameworks raise it for an unusable device
+        raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
+
+
+def _chosen(on: str) -> tuple[Ops, str]:
+    """The backend primitives and the device that FRAMEWORK:DEVICE names."""
     name, _, device = on.partition(":")
     framework: Framework = registry().look_up("breccia_frameworks", name, "framework")
     root = framework.package
     if not targets.installed(root):
         raise ImportError(f"bench on {name} needs {root}, which is not installed: pip install {root}", name=root)
+    return targets.load(framework.ops), device
+
+
+@dataclass(frozen=True)
+class Product:
+    """Seconds of a product of `rows` rows of activations. `over`: how many times faster than the dense FP32 product."""
+
+    arm: str
+    rows: int
+    kernel: str
+    seconds: tuple[float, ...]
+    over: float
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """Minimum, median and maximum."""
+        return min(self.seconds), statistics.median(self.seconds), max(self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, with the spread instead of every time."""
+        spread = dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
+        return {"arm": self.arm, "rows": self.rows, "kernel": self.kernel, **spread, "over_dense": self.over}
+
+
+def measure_products(
+    recipes: Sequence[tuple[str, ScalingRecipe]],
+    on: str = "numpy",
+    size: int = 4096,
+    rows: Sequence[int] = (1, 16, 512),
+    runs: int = 7,
+) -> list[Product]:
+    """Time products of activations by quantized weights against the framework's own dense ones (on CUDA: cuBLAS), in turns.
+
+    The dense arms have weights and activations of FP32 and of BF16, where the framework has BF16. Weights are size x size and
+    rotate, so that none stays in a cache. Short calls are timed several at a time, and their results are waited for together.
+
+    Raises as `measure` does.
+    """
+    for name, value in (("size", size), ("runs", runs), *(("rows", m) for m in rows)):
+        if whole_number(name, value) < 1:
+            raise OptionError(f"bench: {name} is at least 1; got {value}.", **{name: value})
+    ops, device = _chosen(on)
     try:
-        return _timings(recipe, targets.load(framework.ops), device, size, runs, label or recipe.name)
+        return _products(recipes, ops, device, size, rows, runs)
     except RuntimeError as e:  # frameworks raise it for an unusable device
         raise OptionError(f"bench cannot run on {on}: {e}", on=on) from e
+
+
+#: Bytes of the weights that an arm rotates over, and the most copies.
+_ROTATED, _COPIES = 256 << 20, 64
+#: Seconds of a sample of short calls.
+_SAMPLE = 2e-3
+
+
+def _products(
+    recipes: Sequence[tuple[str, ScalingRecipe]], ops: Ops, device: str, size: int, rows: Sequence[int], runs: int
+) -> list[Product]:
+    def placed(*shape: int) -> Any:
+        x = ops.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+        return ops.to(x, device) if device else x
+
+    def copies(make: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
+        return cycle([make() for _ in range(min(max(_ROTATED // max(nbytes, 1), 2), _COPIES))]).__next__
+
+    w = placed(size, size)
+    by_arm: dict[str, tuple[Callable[[], Any], str]] = {}
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        if dtype in ("float32", ops.bfloat16):  # NumPy has no products of BF16
+            by_arm[f"dense {dtype}"] = copies(lambda dtype=dtype: ops.to_float(w * 1, dtype), width * size * size), dtype
+    for label, recipe in recipes:
+        nbytes = cast(w, recipe).nbytes
+        by_arm[label] = copies(lambda recipe=recipe: cast(w, recipe), nbytes), ""
+    found: list[Product] = []
+    for m in rows:
+        x = placed(m, size)
+        calls: dict[str, Callable[[], Any]] = {}
+        for arm, (following, dtype) in by_arm.items():
+            if dtype:
+                calls[arm] = partial(_dense_product, ops.to_float(x, dtype), following)
+            else:
+                calls[arm] = partial(_quantized_product, x, following)
+        seconds: dict[str, list[float]] = {arm: [] for arm in calls}
+        times = dict.fromkeys(calls, 1)
+        for turn in range(-2, runs):  # the first call of an arm loads and compiles, the second says how long it takes
+            for arm, call in calls.items():
+                started = perf_counter()
+                for result in [call() for _ in range(times[arm])]:
+                    _wait(ops, result)
+                taken = (perf_counter() - started) / times[arm]
+                if turn == -1:
+                    times[arm] = min(max(int(_SAMPLE / taken), 1), _COPIES)
+                elif turn >= 0:
+                    seconds[arm].append(taken)
+        dense = statistics.median(seconds["dense float32"])
+        for arm, (following, dtype) in by_arm.items():
+            winner = None if dtype else explain("matmul", x, following().mT).winner
+            over = dense / statistics.median(seconds[arm])
+            found.append(Product(arm, m, winner.name if winner else "", tuple(seconds[arm]), over))
+    return found
+
+
+def _dense_product(x: Any, following: Callable[[], Any]) -> Any:
+    return x @ following().T
+
+
+def _quantized_product(x: Any, following: Callable[[], Any]) -> Any:
+    return matmul(x, following().mT)
+
+
+def _wait(ops: Ops, found: Any) -> None:
+    """Read one item of each array of a result."""
+    parts = (found.data, found.scale) if isinstance(found, ScaledTensor) else (found,)
+    for part in parts:
+        ops.to_numpy(ops.reshape(part, (-1,))[:1])
 
 
 def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int, label: str) -> list[Timing]:
     def placed(*shape: int) -> Any:
         x = ops.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
         return ops.to(x, device) if device else x
-
-    def wait(found: Any) -> None:
-        parts = (found.data, found.scale) if isinstance(found, ScaledTensor) else (found,)
-        for part in parts:
-            ops.to_numpy(ops.reshape(part, (-1,))[:1])
 
     x, rows = placed(size, size), placed(ROWS, size)
     st = cast(x, recipe)
@@ -93,11 +208,11 @@ def _timings(recipe: ScalingRecipe, ops: Ops, device: str, size: int, runs: int,
     }
     found: list[Timing] = []
     for op, (call, touched, operands) in calls.items():
-        wait(call())
+        _wait(ops, call())
         seconds: list[float] = []
         for _ in range(runs):
             started = perf_counter()
-            wait(call())
+            _wait(ops, call())
             seconds.append(perf_counter() - started)
         winner = explain(op, *operands).winner
         found.append(Timing(label, op, winner.name if winner else "", touched, tuple(seconds)))

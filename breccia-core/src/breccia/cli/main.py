@@ -33,7 +33,7 @@ from ..dispatch.explanation import Explanation
 from ..dispatch.hookspecs import Command
 from ..dispatch.kernel import OPS
 from ..dispatch.registry import registry
-from ..errors import BrecciaError, PluginError, PluginWarning
+from ..errors import BrecciaError, OptionError, PluginError, PluginWarning
 from ..formats import Level
 from ..siblings import SIBLINGS, Sibling
 from ..specs import recipe
@@ -54,6 +54,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 
 
 recipe_names = _completing(lambda: registry().recipes)
+benched_names = _completing(lambda: ["matmul", *registry().recipes])
 framework_names = _completing(lambda: registry().frameworks)
 _operand_names = _completing(lambda: [*registry().recipes, PLAIN_OPERAND])
 _op_names = _completing(lambda: OPS)
@@ -407,7 +408,10 @@ def bench(
     recipes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RECIPE", help="Recipes to time.", show_default="fp8_block mxfp8 nvfp4 int4", autocompletion=recipe_names
+            metavar="[matmul] RECIPE",
+            help="Recipes to time; after the word matmul, products against the framework's own dense ones.",
+            show_default="fp8_block mxfp8 nvfp4 int4",
+            autocompletion=benched_names,
         ),
     ] = None,
     on: Annotated[
@@ -418,22 +422,53 @@ def bench(
     ] = "numpy",
     size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows and columns of the matrix.")] = 4096,
     runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each op.")] = 7,
+    rows: Annotated[str, typer.Option(metavar="M,...", help="Rows of activations of `bench matmul`.")] = "1,16,512",
     as_json: Json = False,
 ) -> None:
-    """Time cast, dequantize and matmul on this machine. The repository's benchmarks/ compare with other libraries."""
+    """Time cast, dequantize and matmul on this machine. The repository's benchmarks/ compare with other libraries.
+
+    `breccia bench matmul` times products by quantized weights in turns with the framework's own in FP32 and BF16.
+    """
     from .bench import ROWS, measure
 
-    specs = recipes or ["fp8_block", "mxfp8", "nvfp4", "int4"]
+    products, specs = recipes is not None and recipes[:1] == ["matmul"], recipes
+    if products:
+        specs = specs[1:] if specs else None
+    specs = specs or ["fp8_block", "mxfp8", "nvfp4", "int4"]
+    if products:
+        _bench_products(specs, on, size, runs, rows, as_json)
+        return
     found = [t for spec in specs for t in measure(recipe(spec), on, size, runs, spec)]
     if as_json:
         shape = {"on": on, "size": size, "rows": ROWS, "runs": runs}
         print_json({**shape, "version": __version__, "timings": [t.to_dict() for t in found]})
         return
-    rows = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
-    print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), rows)
+    lines = [(t.recipe, t.op, *(f"{1e3 * s:.3g}" for s in t.spread), f"{t.bytes / t.least / 1e9:.3g}", t.kernel) for t in found]
+    print_table(("recipe", "op", ">min ms", ">median", ">max", ">GB/s", "kernel"), lines)
     Console(soft_wrap=True).print(
         f"{size}x{size} FP32 on {on}; matmul: {ROWS}x{size} by its transpose. GB/s: codes, scales and FP32 at the "
         "minimum time.",
+        highlight=False,
+    )
+
+
+def _bench_products(specs: list[str], on: str, size: int, runs: int, rows: str, as_json: bool) -> None:
+    from .bench import measure_products
+
+    try:
+        counts = [int(m) for m in rows.split(",")]
+    except ValueError:
+        raise OptionError(f"--rows takes numbers separated by commas; got {rows!r}.", rows=rows) from None
+    found = measure_products([(spec, recipe(spec)) for spec in specs], on, size, counts, runs)
+    if as_json:
+        shape = {"on": on, "size": size, "runs": runs}
+        print_json({**shape, "version": __version__, "products": [p.to_dict() for p in found]})
+        return
+    lines = [(str(p.rows), p.arm, *(f"{1e6 * s:,.0f}" for s in p.spread[:2]), f"{p.over:.2f}x", p.kernel) for p in found]
+    print_table((">rows", "weight", ">min us", ">median", ">over FP32", "kernel"), lines)
+    Console(soft_wrap=True).print(
+        f"rows x {size} by {size} x {size} on {on}, in turns; weights rotate, so that none stays in a cache. over FP32: "
+        "the median of the framework's dense FP32 product divided by this one.",
         highlight=False,
     )
 

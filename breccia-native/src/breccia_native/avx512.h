@@ -1,0 +1,370 @@
+/* The version for processors with AVX-512. */
+
+#ifndef BRECCIA_AVX512_H
+#define BRECCIA_AVX512_H
+
+#include <immintrin.h>
+
+#include "avx2.h"
+
+typedef float f16 __attribute__((vector_size(64)));
+
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+
+/* Of numbers in the high bytes of lanes; the low bytes of all but E5M2 do not matter. */
+FOR_AVX512 INLINE __m512 halves(const int kind, __m256i high)
+{
+    if (kind == E2M3)
+        high = _mm256_and_si256(_mm256_srai_epi16(high, 3), _mm256_set1_epi16((short)0x8F80));
+    if (kind == E3M2)
+        high = _mm256_and_si256(_mm256_srai_epi16(high, 2), _mm256_set1_epi16((short)0x9F00));
+    if (kind == E4M3) {
+        const __m256i keep = _mm256_set1_epi16((short)0xBF80), nan = _mm256_set1_epi16(0x4000);
+        high = _mm256_and_si256(_mm256_srai_epi16(high, 1), keep);
+        /* 0x3F80 is E4M3's NaN: with bit 14 it is FP16's. */
+        high = _mm256_or_si256(high, _mm256_and_si256(_mm256_add_epi16(high, _mm256_set1_epi16(0x80)), nan));
+    }
+    return _mm512_cvtph_ps(high);
+}
+
+FOR_AVX512 INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, const float *table, __m512 *first, __m512 *second)
+{
+    if (IS_HALF(kind)) {
+        const __m256i v = _mm256_loadu_si256((const void *)codes);
+        *first = halves(kind, _mm256_slli_epi16(v, 8));
+        *second = halves(kind, _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)));
+        return;
+    }
+    const __m128i a = _mm_loadu_si128((const void *)codes), b = _mm_loadu_si128((const void *)(codes + 16));
+    if (kind == I8) {
+        *first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a));
+        *second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b));
+    } else if (kind == U8) {
+        *first = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(a));
+        *second = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b));
+    } else {
+        *first = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(a), table, 4);
+        *second = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(b), table, 4);
+    }
+}
+
+/* The lanes of a chunk's 16 scales (or offsets) that belong to vector `i` of bytes. */
+FOR_AVX512 INLINE __m512 lanes_of(const int kind, __m512 scales, int i)
+{
+    const __m512i by4 = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i by8 = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    const int paired = IS_HALF(kind);
+    const __m512i lanes = paired ? by4 : by8, start = _mm512_set1_epi32(paired ? i / 2 * 4 : i * 2);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, start), scales);
+}
+
+FOR_AVX512 INLINE __m512 nibble(__m512i v, int i, __m512 table)
+{
+    return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(v, 4 * i) : v, table);
+}
+
+FOR_AVX512 INLINE __m512 applied(const int role, __m512 v, __m512 scale, __m512 offset)
+{
+    if (role == ZERO_POINT)
+        v = _mm512_sub_ps(v, offset);
+    v = _mm512_mul_ps(v, scale);
+    return role == BIAS ? _mm512_add_ps(v, offset) : v;
+}
+
+/* A chunk's codes, one a byte. */
+FOR_AVX512 INLINE const uint8_t *bytes_of(const int kind, const panel *p, int r, Py_ssize_t c, uint8_t *room)
+{
+    const uint8_t *codes = codes_of(p, r, c);
+    if (kind != E2M3 && kind != E3M2)
+        return codes;
+    const __m512i lanes = _mm512_set_epi32(0, 11, 10, 9, 0, 8, 7, 6, 0, 5, 4, 3, 0, 2, 1, 0);
+    const __m512i apart = _mm512_broadcast_i32x4(_mm_set_epi8(-1, 11, 10, 9, -1, 8, 7, 6, -1, 5, 4, 3, -1, 2, 1, 0));
+    for (int half = 0; half < 2; half++) {
+        const __m512i from = _mm512_maskz_loadu_epi32(0x0fff, codes + 48 * half);
+        const __m512i v = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, from), apart);
+        const __m512i a = _mm512_and_si512(_mm512_slli_epi32(v, 2), _mm512_set1_epi32(0xfc));
+        const __m512i b = _mm512_and_si512(_mm512_slli_epi32(v, 4), _mm512_set1_epi32(0xfc00));
+        const __m512i c = _mm512_and_si512(_mm512_slli_epi32(v, 6), _mm512_set1_epi32(0xfc0000));
+        const __m512i d = _mm512_and_si512(_mm512_slli_epi32(v, 8), _mm512_set1_epi32((int)0xfc000000));
+        _mm512_storeu_si512(room + 64 * half, _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d)));
+    }
+    return room;
+}
+
+/* ------------------------------------------------------------------------------------------------ from registers */
+
+/* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. */
+FOR_AVX512 INLINE void nibbles_streamed(
+    const int M, const int role, const int same, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
+    float *sums)
+{
+    const __m512 table = _mm512_loadu_ps(w->codes.table);
+    const int later = M == 1 && role != BIAS && !same; /* scales are applied to sums of a span */
+    __m512 a[4][ROWS];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
+    for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride) {
+        __m512i v[ROWS];
+        __m512 values[ROWS], scale[ROWS], offset[ROWS], span[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const uint8_t *codes = codes_of(p, r, c);
+            v[r] = _mm512_loadu_si512(codes);
+            _mm_prefetch((const char *)codes + p->ahead, _MM_HINT_T0);
+            scale[r] = _mm512_loadu_ps(p->scales[r] + c * SPANS);
+            offset[r] = role == NONE ? scale[r] : _mm512_loadu_ps(p->offsets[r] + c * SPANS);
+            values[r] = same ? applied(role, table, scale[r], offset[r]) : table;
+        }
+        UNROLL for (int i = 0; i < 8; i++)
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                __m512 d = nibble(v[r], i, values[r]);
+                if (later) {
+                    const __m512 y = _mm512_loadu_ps(x + 16 * i);
+                    d = role == ZERO_POINT ? _mm512_sub_ps(d, offset[r]) : d;
+                    span[r] = i ? _mm512_fmadd_ps(d, y, span[r]) : _mm512_mul_ps(d, y);
+                    continue;
+                }
+                d = same ? d : applied(role, d, scale[r], offset[r]);
+                UNROLL for (int m = 0; m < M; m++)
+                    a[m][r] = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + m * CHUNK + 16 * i), a[m][r]);
+            }
+        if (later)
+            UNROLL for (int r = 0; r < ROWS; r++) a[0][r] = _mm512_fmadd_ps(span[r], scale[r], a[0][r]);
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = _mm512_reduce_add_ps(a[m][r]);
+}
+
+FOR_AVX512 INLINE void bytes_streamed(
+    const int M, const int kind, const int same, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
+    float *sums)
+{
+    const int paired = IS_HALF(kind);
+    __m512 a[4][ROWS];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
+    for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride) {
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            uint8_t room[CHUNK];
+            const uint8_t *codes = bytes_of(kind, p, r, c, room);
+            const __m512 scale = _mm512_loadu_ps(p->scales[r] + c * SPANS);
+            __m512 all = _mm512_setzero_ps();
+            const char *next = (const char *)codes_of(p, r, c) + p->ahead;
+            _mm_prefetch(next, _MM_HINT_T0);
+            _mm_prefetch(next + 64, _MM_HINT_T0);
+            UNROLL for (int i = 0; i < 8; i += 2) {
+                __m512 d, e;
+                bytes_by_avx512(kind, codes + 16 * i, w->codes.table, &d, &e);
+                if (M == 1 && (same || paired)) { /* scales are applied to sums of a span, or of a chunk */
+                    const __m512 sum = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + 16 * i), same ? all : _mm512_setzero_ps());
+                    const __m512 both = _mm512_fmadd_ps(e, _mm512_loadu_ps(x + 16 * i + 16), sum);
+                    if (same)
+                        all = both;
+                    else
+                        a[0][r] = _mm512_fmadd_ps(both, lanes_of(kind, scale, i), a[0][r]);
+                    continue;
+                }
+                d = _mm512_mul_ps(d, same ? scale : lanes_of(kind, scale, i));
+                e = _mm512_mul_ps(e, same ? scale : lanes_of(kind, scale, i + 1));
+                UNROLL for (int m = 0; m < M; m++) {
+                    a[m][r] = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + m * CHUNK + 16 * i), a[m][r]);
+                    a[m][r] = _mm512_fmadd_ps(e, _mm512_loadu_ps(x + m * CHUNK + 16 * i + 16), a[m][r]);
+                }
+            }
+            if (M == 1 && same)
+                a[0][r] = _mm512_fmadd_ps(all, scale, a[0][r]);
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = _mm512_reduce_add_ps(a[m][r]);
+}
+
+typedef void (*streamed)(const weight *, const panel *, const float *, Py_ssize_t, float *);
+
+#define NIBBLES(M, role, same)                                                                                              \
+    FOR_AVX512 static void nibbles_##M##role##same(                                                                         \
+        const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
+    {                                                                                                                       \
+        nibbles_streamed(M, role, same, w, p, x, stride, sums);                                                             \
+    }
+#define BYTES(M, kind, same)                                                                                                \
+    FOR_AVX512 static void bytes_##M##kind##same(                                                                           \
+        const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
+    {                                                                                                                       \
+        bytes_streamed(M, kind, same, w, p, x, stride, sums);                                                               \
+    }
+#define FOR_ALL(what, which) \
+    what(1, which, 0) what(1, which, 1) what(2, which, 0) what(2, which, 1) what(4, which, 0) what(4, which, 1)
+FOR_ALL(NIBBLES, NONE)
+FOR_ALL(NIBBLES, ZERO_POINT)
+FOR_ALL(NIBBLES, BIAS)
+FOR_ALL(BYTES, E4M3)
+FOR_ALL(BYTES, E5M2)
+FOR_ALL(BYTES, E2M3)
+FOR_ALL(BYTES, E3M2)
+FOR_ALL(BYTES, I8)
+
+#define FUNCTIONS(what, which) \
+    {{what##1##which##0, what##1##which##1}, {what##2##which##0, what##2##which##1}, \
+        {what##4##which##0, what##4##which##1}}
+static const streamed nibble_streams[ROLES][3][2] = {
+    FUNCTIONS(nibbles_, NONE), FUNCTIONS(nibbles_, ZERO_POINT), FUNCTIONS(nibbles_, BIAS)};
+static const streamed byte_streams[5][3][2] = {FUNCTIONS(bytes_, E4M3), FUNCTIONS(bytes_, E5M2), FUNCTIONS(bytes_, E2M3),
+    FUNCTIONS(bytes_, E3M2), FUNCTIONS(bytes_, I8)};
+
+/* Multiplies up to `m` rows of activations, 4 at most. Returns how many. */
+static int stream_by_avx512(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+{
+    const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, same = uniform(w), kind = w->codes.kind;
+    const streamed(*found)[2] = kind == TABLE4 ? nibble_streams[w->role] : byte_streams[kind - E4M3];
+    found[size][same](w, p, x, stride, sums);
+    return 1 << size;
+}
+
+/* ------------------------------------------------------------------------------------------------ tiles */
+
+/* Lane i of vector j to lane j of vector i. */
+FOR_AVX512 INLINE void transposed(__m512 r[16])
+{
+    __m512 t[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4)
+        UNROLL for (int j = 0; j < 2; j++) {
+            const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+            r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    UNROLL for (int j = 0; j < 4; j++) {
+        const __m512 a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
+        const __m512 c = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88), d = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+        r[j] = _mm512_shuffle_f32x4(a, c, 0x88);
+        r[4 + j] = _mm512_shuffle_f32x4(b, d, 0x88);
+        r[8 + j] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        r[12 + j] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+}
+
+/* A chunk's scales (or offsets) of 16 rows: those of span s in vector s. Where `same`, in vector 0 only. */
+FOR_AVX512 INLINE void scales_of_rows(const int same, const float *const *rows, Py_ssize_t c, __m512 *to)
+{
+    if (same) {
+        float first[16];
+        for (int r = 0; r < 16; r++)
+            first[r] = rows[r][c * SPANS];
+        to[0] = _mm512_loadu_ps(first);
+        return;
+    }
+    __m512 v[16];
+    UNROLL for (int r = 0; r < 16; r++) v[r] = _mm512_loadu_ps(rows[r] + c * SPANS);
+    transposed(v);
+    UNROLL for (int r = 0; r < 16; r++) to[r] = v[r];
+}
+
+/* The value of code i of each lane, which holds 8 codes of 4 bits, or 4 of 8. */
+FOR_AVX512 INLINE __m512 value_of(const int kind, __m512i v, const int i, const __m512 table, const float *values)
+{
+    if (kind == TABLE4)
+        return nibble(v, i, table);
+    if (kind == I8)
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(i < 3 ? _mm512_slli_epi32(v, 24 - 8 * i) : v, 24));
+    if (IS_HALF(kind)) {
+        const __m256i words = _mm512_cvtepi32_epi16(i < 2 ? v : _mm512_srli_epi32(v, 16));
+        return halves(kind, i % 2 ? _mm256_and_si256(words, _mm256_set1_epi16((short)0xFF00)) : _mm256_slli_epi16(words, 8));
+    }
+    const __m512i code = _mm512_and_si512(i ? _mm512_srli_epi32(v, 8 * i) : v, _mm512_set1_epi32(255));
+    return kind == U8 ? _mm512_cvtepi32_ps(code) : _mm512_i32gather_ps(code, values, 4);
+}
+
+/* 64 bytes of codes of 16 rows are transposed as words of 32 bits, which are decoded then. */
+FOR_AVX512 INLINE void tile_by_avx512(
+    const int kind, const int role, const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
+{
+    enum { NR = 32 };
+    const __m512 table = kind == TABLE4 ? _mm512_loadu_ps(w->codes.table) : _mm512_setzero_ps();
+    const int same = uniform(w), each = kind == TABLE4 ? 8 : 4, parts = CHUNK / (16 * each);
+    for (Py_ssize_t c = first; c < first + chunks; c++)
+        for (int rows = 0; rows < NR; rows += 16) {
+            __m512 scales[16], offsets[16];
+            scales_of_rows(same, p->scales + rows, c, scales);
+            if (role != NONE)
+                scales_of_rows(same, p->offsets + rows, c, offsets);
+            for (int part = 0; part < parts; part++) {
+                __m512 v[16];
+                UNROLL for (int r = 0; r < 16; r++) {
+                    uint8_t room[CHUNK];
+                    v[r] = _mm512_castsi512_ps(_mm512_loadu_si512(bytes_of(kind, p, rows + r, c, room) + 64 * part));
+                    _mm_prefetch((const char *)codes_of(p, rows + r, c) + 2 * p->bytes, _MM_HINT_T0);
+                }
+                transposed(v);
+                for (int j = 0; j < 16; j++) {
+                    const int k = (part * 16 + j) * each, span = same ? 0 : k / SPAN;
+                    const __m512 scale = scales[span], offset = role == NONE ? scale : offsets[span];
+                    float *to = tile + ((c - first) * CHUNK + k) * NR + rows;
+                    UNROLL for (int i = 0; i < each; i++) {
+                        const __m512 value = value_of(kind, _mm512_castps_si512(v[j]), i, table, w->codes.table);
+                        _mm512_storeu_ps(to + i * NR, applied(role, value, scale, offset));
+                    }
+                }
+            }
+        }
+}
+
+#define BY_ROLE(kind)                                                                                                       \
+    case kind:                                                                                                              \
+        if (w->role == NONE)                                                                                                \
+            tile_by_avx512(kind, NONE, w, p, first, chunks, tile);                                                          \
+        else if (w->role == BIAS)                                                                                           \
+            tile_by_avx512(kind, BIAS, w, p, first, chunks, tile);                                                          \
+        else                                                                                                                \
+            tile_by_avx512(kind, ZERO_POINT, w, p, first, chunks, tile);                                                    \
+        break;
+
+FOR_AVX512 static void avx512_tile(const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, float *tile)
+{
+    if (w->span != SPAN) {
+        tile_of_rows(w, p, first, chunks, 32, lift_of(w->codes.kind), tile);
+        return;
+    }
+    switch (w->codes.kind) {
+        BY_ROLE(TABLE4)
+        BY_ROLE(TABLE8)
+        BY_ROLE(E4M3)
+        BY_ROLE(E5M2)
+        BY_ROLE(E2M3)
+        BY_ROLE(E3M2)
+        BY_ROLE(I8)
+        BY_ROLE(U8)
+    }
+}
+
+MICRO(avx512, FOR_AVX512, f16, 16, 1)
+MICRO(avx512, FOR_AVX512, f16, 16, 2)
+MICRO(avx512, FOR_AVX512, f16, 16, 3)
+MICRO(avx512, FOR_AVX512, f16, 16, 4)
+MICRO(avx512, FOR_AVX512, f16, 16, 5)
+MICRO(avx512, FOR_AVX512, f16, 16, 6)
+MICRO(avx512, FOR_AVX512, f16, 16, 7)
+MICRO(avx512, FOR_AVX512, f16, 16, 8)
+MICRO(avx512, FOR_AVX512, f16, 16, 9)
+MICRO(avx512, FOR_AVX512, f16, 16, 10)
+MICRO(avx512, FOR_AVX512, f16, 16, 11)
+MICRO(avx512, FOR_AVX512, f16, 16, 12)
+MICRO(avx512, FOR_AVX512, f16, 16, 13)
+MICRO(avx512, FOR_AVX512, f16, 16, 14)
+static const micro avx512_micros[] = {NULL, avx512_micro1, avx512_micro2, avx512_micro3, avx512_micro4, avx512_micro5,
+    avx512_micro6, avx512_micro7, avx512_micro8, avx512_micro9, avx512_micro10, avx512_micro11, avx512_micro12,
+    avx512_micro13, avx512_micro14};
+
+/* The most rows of activations for which codes are decoded in registers, once for every 4 rows. */
+INLINE Py_ssize_t avx512_streams(int kind, int role, Py_ssize_t span)
+{
+    if (span != SPAN || (kind != TABLE4 && (role != NONE || kind < E4M3 || kind > I8)))
+        return 0;
+    return kind == TABLE4 ? 12 : 8;
+}
+
+VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, avx512_streams, order_of, lift_of)
+
+#endif

@@ -1,0 +1,335 @@
+/* Products of activations that are rounded first: to INT8 codes with a scale for each group, or to BF16.
+
+   A group has q codes of a row: as many as share a scale, 128 at most. Within a group, codes and activations are multiplied
+   exactly (integers), or products of BF16 are added in FP32; the group's sum is then multiplied by its scales and added in
+   FP32. Codes are kept as they are stored, so they have to be integers times a power of two, or BF16 numbers.
+
+   As in tiles.h, a tile has NR rows of the weight side by side, here as words of `per` codes. */
+
+#ifndef BRECCIA_MODES_H
+#define BRECCIA_MODES_H
+
+#include "tiles.h"
+
+enum { FP32_MODE, INT8_MODE, BF16_MODE, MODES };
+
+/* Rows and chunks of a tile, and the most rows of a panel of activations. */
+enum { WIDE = 32, DEEP = 4, TALLEST = 12 };
+
+/* Activations of groups below this count as zero, where they are rounded to INT8. */
+#define LEAST_AMAX 0x1p-100f
+/* The smallest BF16 number other than zero: products of larger ones, and their sums, are not subnormal. */
+#define LEAST_BF16 0x1p-60f
+
+/* How codes of a kind are multiplied. */
+typedef struct {
+    int mode, per;      /* per: codes of a word */
+    Py_ssize_t q;       /* codes of a group */
+    uint8_t bytes[16];  /* INT8, 4-bit codes: the value times `unit`, plus `shift` */
+    int shift;          /* what the bytes of all codes are too large by */
+    float unit;
+} grouping;
+
+/* A tile: (CHUNK * DEEP / per, WIDE) words of codes, then (groups, WIDE) scales and zero-points. */
+typedef struct {
+    uint32_t *codes;
+    float *scales, *zeros; /* zeros: NULL where codes have been decoded without them */
+} group_tile;
+
+typedef struct {
+    const uint32_t *codes;
+    const float *scales, *sums; /* of the activations of each group; the sums of their codes */
+} group_x;
+
+typedef void (*group_micro)(const grouping *, const group_tile *, const group_x *, Py_ssize_t, float *);
+typedef void (*group_tiler)(const weight *, const grouping *, const panel *, Py_ssize_t, Py_ssize_t, const group_tile *);
+
+/* Words of packed activations of one row of `length` codes: codes, and for INT8 scales and sums. */
+INLINE Py_ssize_t words_of(const grouping *g, Py_ssize_t length)
+{
+    return length / g->per + (g->mode == INT8_MODE ? 2 * (length / g->q) : 0);
+}
+
+/* Where the codes of a panel of `rows` rows are, from chunk `c` on. */
+INLINE group_x activations(const grouping *g, const float *panel, Py_ssize_t rows, Py_ssize_t length, Py_ssize_t c)
+{
+    const float *scales = panel + length / g->per * rows, *sums = scales + length / g->q * rows;
+    const Py_ssize_t group = c * CHUNK / g->q;
+    const group_x x = {(const uint32_t *)panel + c * CHUNK / g->per * rows, scales + group * rows, sums + group * rows};
+    return x;
+}
+
+/* Fill `g`. Returns whether codes of this kind can be multiplied in this mode. */
+static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize_t block, Py_ssize_t k)
+{
+    g->mode = mode;
+    g->per = mode == INT8_MODE ? 4 : 2;
+    g->shift = 0;
+    g->unit = 1;
+    for (g->q = CHUNK; block < k && block % g->q; g->q /= 2)
+        ;
+    if (g->q < SPAN)
+        return 0;
+    if (mode == BF16_MODE) {
+        if (kind == TABLE4)
+            for (int i = 0; i < 16; i++)
+                if (bits_of(table[i]) & 0xffff)
+                    return 0;
+        return kind != TABLE8 && kind <= U8;
+    }
+    if (kind == I8) {
+        g->shift = 128;
+        return 1;
+    }
+    if (kind != TABLE4)
+        return 0;
+    for (g->unit = 1; g->unit <= 16; g->unit *= 2) {
+        float least = 0, most = 0;
+        int whole = 1;
+        for (int i = 0; i < 16; i++) {
+            const float v = table[i] * g->unit;
+            if (!(v >= -127 && v <= 127))
+                return 0;
+            whole &= v == (float)(int)v;
+            least = v < least ? v : least;
+            most = v > most ? v : most;
+        }
+        if (!whole)
+            continue;
+        g->shift = (int)-least;
+        for (int i = 0; i < 16; i++)
+            g->bytes[i] = (uint8_t)((int)(table[i] * g->unit) + g->shift);
+        return 1;
+    }
+    return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------ activations */
+
+/* The code at place i of INT8 words of 8 codes: those of 4 bits are taken apart into the even and the odd ones. */
+INLINE int code_of(int kind, int i)
+{
+    return kind == TABLE4 ? i % 4 * 2 + i / 4 : i;
+}
+
+INLINE uint32_t bf16_of(float y)
+{
+    const uint32_t u = bits_of(y);
+    return (u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+
+/* Round `n` numbers to INT8 codes. Returns the scale: NaN where one is not finite. */
+INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *sum)
+{
+    int32_t most = 0, all = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int32_t u = (int32_t)(bits_of(x[i]) & 0x7fffffff);
+        most = u > most ? u : most;
+    }
+    const float amax = float_of((uint32_t)most);
+    *sum = 0;
+    if (!(amax >= LEAST_AMAX && most < 0x7f800000)) {
+        for (Py_ssize_t i = 0; i < n; i++)
+            codes[i] = 0;
+        return most < 0x7f800000 ? 0 : float_of(0x7fc00000);
+    }
+    const float inverse = 127 / amax;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int32_t code = __builtin_irintf(x[i] * inverse);
+        codes[i] = (int8_t)code;
+        all += code;
+    }
+    *sum = (float)all;
+    return amax / 127;
+}
+
+/* One row of a panel of `rows`: groups of q numbers, of which `left` are in x. Returns whether BF16 numbers are large enough. */
+INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
+    Py_ssize_t length, uint32_t *words, float *scales, float *sums)
+{
+    int32_t least = 0; /* negative where a number is below the smallest */
+    for (Py_ssize_t start = 0; start < length; start += q) {
+        float last[CHUNK] = {0};
+        const float *from = x + start;
+        if (start + q > left) {
+            if (start < left)
+                memcpy(last, from, 4 * (size_t)(left - start));
+            from = last;
+        }
+        if (g->mode == INT8_MODE) {
+            int8_t codes[CHUNK], moved[CHUNK];
+            scales[start / q * rows] = rounded(from, q, codes, &sums[start / q * rows]);
+            for (Py_ssize_t j = 0; j < q; j++)
+                moved[j] = codes[j / 8 * 8 + code_of(kind, (int)(j % 8))];
+            for (Py_ssize_t j = 0; j < q / 4; j++)
+                memcpy(words + (start / 4 + j) * rows, moved + 4 * j, 4);
+        } else {
+            uint32_t pairs[CHUNK / 2];
+            for (Py_ssize_t j = 0; j < q / 2; j++) {
+                const uint32_t low = bf16_of(from[2 * j]), high = bf16_of(from[2 * j + 1]);
+                const int32_t a = (int32_t)(low << 16 & 0x7fffffff), b = (int32_t)(high << 16 & 0x7fffffff);
+                const int32_t bottom = (int32_t)bits_of(LEAST_BF16);
+                pairs[j] = low | high << 16;
+                least |= ((a - bottom) & ~(a - 1)) | ((b - bottom) & ~(b - 1));
+            }
+            for (Py_ssize_t j = 0; j < q / 2; j++)
+                words[(start / 2 + j) * rows] = pairs[j];
+        }
+    }
+    return least >= 0;
+}
+
+/* In panels of up to TALLEST rows, word by word. Returns whether all are within the limits. */
+INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+{
+    const Py_ssize_t panels = (m + TALLEST - 1) / TALLEST, length = (k + CHUNK - 1) / CHUNK * CHUNK;
+    int fine = within(x, m * k, MOST_X, 0);
+    for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+        const Py_ssize_t now = height_of(m, done, panels, i);
+        float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
+        for (Py_ssize_t r = 0; r < now; r++, x += k) {
+            uint32_t *words = (uint32_t *)to + r;
+            if (g->q == 128)
+                fine &= pack_row(g, 128, kind, x, k, now, length, words, scales + r, sums + r);
+            else if (g->q == 32)
+                fine &= pack_row(g, 32, kind, x, k, now, length, words, scales + r, sums + r);
+            else if (g->q == 16)
+                fine &= pack_row(g, 16, kind, x, k, now, length, words, scales + r, sums + r);
+            else
+                fine &= pack_row(g, g->q, kind, x, k, now, length, words, scales + r, sums + r);
+        }
+        to += words_of(g, length) * now;
+        done += now;
+    }
+    return fine;
+}
+
+/* ------------------------------------------------------------------------------------------------ rows of a product */
+
+/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. */
+INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y, group_tiler decode, const group_micro *micros)
+{
+    panel p;
+    p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
+    p.whole = w->row_bytes / p.bytes;
+    p.chunks = (w->k + CHUNK - 1) / CHUNK;
+    p.spans = SPANS;
+    p.ahead = 0;
+    const Py_ssize_t each = p.chunks * SPANS, length = p.chunks * CHUNK, panels = (m + TALLEST - 1) / TALLEST;
+    const Py_ssize_t most = DEEP * CHUNK / g->q * WIDE;
+    const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
+        w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
+    for (Py_ssize_t row = first / w->tall, slot = 0; row * w->tall < end; row++, slot++)
+        if (!spread_scales(w, row, to->run, to->scales + slot * each, to->offsets + slot * each))
+            return 0;
+    fill(w, to, first, first, end, WIDE, &p);
+    memset(to->sums, 0, 4 * (size_t)(m * WIDE));
+    for (Py_ssize_t c = 0; c < p.chunks; c += DEEP) {
+        const Py_ssize_t chunks = p.chunks - c < DEEP ? p.chunks - c : DEEP;
+        decode(w, g, &p, c, chunks, &tile);
+        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+            const Py_ssize_t now = height_of(m, done, panels, i);
+            const group_x panel = activations(g, x + done * words_of(g, length), now, length, c);
+            micros[now](g, &tile, &panel, chunks * CHUNK / g->q, to->sums + done * WIDE);
+            done += now;
+        }
+    }
+    for (Py_ssize_t i = 0; i < m; i++)
+        memcpy(y + i * w->n + first, to->sums + i * WIDE, 4 * (size_t)(end - first));
+    return 1;
+}
+
+/* ------------------------------------------------------------------------------------------------ without instructions */
+
+static void portable_group_tile(
+    const weight *w, const grouping *g, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const group_tile *tile)
+{
+    const int kind = w->codes.kind;
+    for (Py_ssize_t c = 0; c < chunks; c++)
+        for (int r = 0; r < WIDE; r++) {
+            const uint8_t *codes = codes_of(p, r, first + c);
+            const float *scales = p->scales[r] + (first + c) * SPANS, *offsets = p->offsets[r] + (first + c) * SPANS;
+            for (int i = 0; i < CHUNK / g->q; i++) {
+                const Py_ssize_t group = (c * CHUNK / g->q + i) * WIDE + r;
+                tile->scales[group] = scales[i * g->q / SPAN];
+                if (tile->zeros)
+                    tile->zeros[group] = offsets[i * g->q / SPAN];
+            }
+            float values[CHUNK];
+            values_of(w, codes, values);
+            for (int i = 0; i < CHUNK; i += g->per) {
+                uint32_t word = 0;
+                for (int j = 0; j < g->per; j++)
+                    if (g->mode == INT8_MODE) {
+                        const int at = i / 8 * 8 + code_of(kind, i % 8 + j);
+                        const int code = kind == TABLE4 ? g->bytes[codes[at / 2] >> 4 * (at & 1) & 15] : codes[at] ^ 128;
+                        word |= (uint32_t)code << 8 * j;
+                    } else {
+                        const float v = values[i + j] - (w->role == ZERO_POINT ? offsets[(i + j) / SPAN] : 0);
+                        word |= bf16_of(v) << 16 * j;
+                    }
+                tile->codes[((c * CHUNK + i) / g->per) * WIDE + r] = word;
+            }
+        }
+}
+
+/* `rows` rows of activations: what vpdpbusd and vdpbf16ps do, number by number. */
+static void portable_group_micro(
+    const grouping *g, const group_tile *tile, const group_x *x, const int rows, Py_ssize_t groups, float *sums)
+{
+    const Py_ssize_t words = g->q / g->per;
+    for (Py_ssize_t i = 0; i < groups; i++)
+        for (int m = 0; m < rows; m++)
+            for (int n = 0; n < WIDE; n++) {
+                float sum = 0, *to = sums + m * WIDE + n;
+                int32_t whole = 0;
+                for (Py_ssize_t k = i * words; k < (i + 1) * words; k++) {
+                    const uint32_t a = tile->codes[k * WIDE + n], b = x->codes[k * rows + m];
+                    if (g->mode == INT8_MODE)
+                        for (int j = 0; j < 32; j += 8)
+                            whole += (int32_t)(a >> j & 255) * (int8_t)(b >> j);
+                    else {
+                        sum = fmaf(float_of(a & 0xffff0000), float_of(b & 0xffff0000), sum);
+                        sum = fmaf(float_of(a << 16), float_of(b << 16), sum);
+                    }
+                }
+                if (g->mode == INT8_MODE) {
+                    sum = (float)(whole - g->shift * (int32_t)x->sums[i * rows + m]);
+                    if (tile->zeros)
+                        sum = fmaf(-tile->zeros[i * WIDE + n], x->sums[i * rows + m], sum);
+                    sum = sum * x->scales[i * rows + m];
+                }
+                *to = fmaf(sum, tile->scales[i * WIDE + n], *to);
+            }
+}
+
+#define PORTABLE_GROUPS(MB)                                                                                                 \
+    static void portable_groups##MB(                                                                                        \
+        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
+    {                                                                                                                       \
+        portable_group_micro(g, tile, x, MB, groups, sums);                                                                 \
+    }
+#define UP_TO_TALLEST(macro) \
+    macro(1) macro(2) macro(3) macro(4) macro(5) macro(6) macro(7) macro(8) macro(9) macro(10) macro(11) macro(12)
+#define LIST_OF(name) \
+    {NULL, name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12}
+UP_TO_TALLEST(PORTABLE_GROUPS)
+static const group_micro portable_groups[] = LIST_OF(portable_groups);
+
+static int portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+{
+    return pack_groups(g, kind, x, m, k, to);
+}
+
+static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    return rows_by_groups(w, g, to, x, m, first, end, y, portable_group_tile, portable_groups);
+}
+
+typedef int (*group_rows)(
+    const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
+typedef int (*group_packer)(const grouping *, int, const float *, Py_ssize_t, Py_ssize_t, float *);
+
+#endif

@@ -1,0 +1,225 @@
+/* Products by tiles: rows of the weight are decoded and transposed into the L1 cache, and all activations pass over them.
+
+   A tile is (k, NR): NR rows of the weight stand side by side, in two vectors, so that sums need no reduction and one number
+   of the activations meets NR of them. Activations are packed in panels of up to `most` rows, k by k. */
+
+#ifndef BRECCIA_TILES_H
+#define BRECCIA_TILES_H
+
+#include "weights.h"
+
+typedef float f4 __attribute__((vector_size(16)));
+
+typedef void (*micro)(const float *, const float *, Py_ssize_t, float *);
+typedef void (*tiler)(const weight *, const panel *, Py_ssize_t, Py_ssize_t, float *);
+typedef int (*streamer)(const weight *, const panel *, const float *, Py_ssize_t, int, float *);
+
+/* Multiplies MB rows of packed activations by a tile, adding to (MB, NR) sums. Vectors V have W numbers. */
+#define MICRO(name, target, V, W, MB)                                                                                       \
+    target static void name##_micro##MB(const float *tile, const float *x, Py_ssize_t depth, float *sums)                   \
+    {                                                                                                                       \
+        V a[MB], b[MB];                                                                                                     \
+        UNROLL for (int m = 0; m < MB; m++)                                                                                 \
+        {                                                                                                                   \
+            memcpy(&a[m], sums + 2 * m * W, sizeof(V));                                                                     \
+            memcpy(&b[m], sums + (2 * m + 1) * W, sizeof(V));                                                               \
+        }                                                                                                                   \
+        for (Py_ssize_t k = 0; k < depth; k++, tile += 2 * W, x += MB) {                                                    \
+            V c, d;                                                                                                         \
+            memcpy(&c, tile, sizeof(V));                                                                                    \
+            memcpy(&d, tile + W, sizeof(V));                                                                                \
+            UNROLL for (int m = 0; m < MB; m++)                                                                             \
+            {                                                                                                               \
+                a[m] += c * x[m];                                                                                           \
+                b[m] += d * x[m];                                                                                           \
+            }                                                                                                               \
+        }                                                                                                                   \
+        UNROLL for (int m = 0; m < MB; m++)                                                                                 \
+        {                                                                                                                   \
+            memcpy(sums + 2 * m * W, &a[m], sizeof(V));                                                                     \
+            memcpy(sums + (2 * m + 1) * W, &b[m], sizeof(V));                                                               \
+        }                                                                                                                   \
+    }
+
+/* The height of panel `i` of `panels` that begins at row `done` of `m`: heights differ by one at most. */
+INLINE Py_ssize_t height_of(Py_ssize_t m, Py_ssize_t done, Py_ssize_t panels, Py_ssize_t i)
+{
+    return (m - done + panels - i - 1) / (panels - i);
+}
+
+/* Rows `first` to `end` of the weight, NR at most, times all of x. `micros[m]` takes panels of m rows, up to `most`. */
+INLINE void by_tiles(const weight *w, const workspace *to, panel *p, const float *x, Py_ssize_t m, Py_ssize_t base,
+    Py_ssize_t first, Py_ssize_t end, float *y, tiler decode, const micro *micros, const int most, const int NR)
+{
+    const Py_ssize_t panels = (m + most - 1) / most, length = p->chunks * CHUNK, rows = end - first < NR ? end - first : NR;
+    memset(to->sums, 0, 4 * (size_t)(m * NR));
+    fill(w, to, base, first, end, NR, p);
+    for (Py_ssize_t c = 0; c < p->chunks; c += DEPTH) {
+        const Py_ssize_t chunks = p->chunks - c < DEPTH ? p->chunks - c : DEPTH;
+        decode(w, p, c, chunks, to->tile);
+        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+            const Py_ssize_t now = height_of(m, done, panels, i);
+            micros[now](to->tile, x + done * length + c * CHUNK * now, chunks * CHUNK, to->sums + done * NR);
+            done += now;
+        }
+    }
+    for (Py_ssize_t i = 0; i < m; i++)
+        memcpy(y + i * w->n + first, to->sums + i * NR, 4 * (size_t)rows);
+}
+
+/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. */
+INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end,
+    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream)
+{
+    panel p;
+    p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
+    p.whole = w->row_bytes / p.bytes;
+    p.chunks = (w->k + CHUNK - 1) / CHUNK;
+    p.spans = CHUNK / w->span;
+    const Py_ssize_t each = p.chunks * p.spans, ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
+    p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192;
+    for (Py_ssize_t n = first; n < end; n += step) {
+        const Py_ssize_t stop = n + step < end ? n + step : end;
+        for (Py_ssize_t row = n / w->tall, slot = 0; row * w->tall < stop; row++, slot++)
+            if (!spread_scales(w, row, to->run, to->scales + slot * each, to->offsets + slot * each))
+                return 0;
+        if (!stream) {
+            for (Py_ssize_t row = n; row < stop; row += NR)
+                by_tiles(w, to, &p, x, m, n, row, stop, y, decode, micros, most, NR);
+            continue;
+        }
+        fill(w, to, n, n, stop, ROWS, &p);
+        for (Py_ssize_t i = 0; i < m;) {
+            float sums[4 * ROWS];
+            const int taken = stream(w, &p, x + i * CHUNK, m * CHUNK, (int)(m - i < 4 ? m - i : 4), sums);
+            for (int j = 0; j < taken; j++)
+                for (Py_ssize_t row = n; row < stop; row++)
+                    y[(i + j) * w->n + row] = sums[j * ROWS + row - n];
+            i += taken;
+        }
+    }
+    return 1;
+}
+
+/* ------------------------------------------------------------------------------------------------ decoding a tile */
+
+/* The values of a chunk's codes, in their own order. */
+INLINE void values_of(const weight *w, const uint8_t *codes, float *y)
+{
+    uint8_t room[CHUNK];
+    if (kind_bits[w->codes.kind] == 6) {
+        expanded(codes, room);
+        codes = room;
+    }
+    const numbers chunk = {w->codes.kind, codes, w->codes.table};
+    decoded(&chunk, 0, CHUNK, y);
+}
+
+/* y = (the value of each of a chunk's codes - zero-point) * scale + bias, given values. */
+INLINE void apply_each(const weight *w, const float *scales, const float *offsets, const int span, float *y)
+{
+    for (int s = 0; s < CHUNK / span; s++) {
+        const float by = scales[s], offset = w->role == NONE ? 0 : offsets[s];
+        for (int i = s * span; i < (s + 1) * span; i++)
+            y[i] = ((w->role == ZERO_POINT ? y[i] - offset : y[i]) * by) + (w->role == BIAS ? offset : 0);
+    }
+}
+
+/* Row r of a chunk, decoded. */
+INLINE void row_of(const weight *w, const panel *p, int r, Py_ssize_t c, const float unlift, float *y)
+{
+    values_of(w, codes_of(p, r, c), y);
+    for (int i = 0; i < CHUNK; i++)
+        y[i] *= unlift;
+    const float *scales = p->scales[r] + c * p->spans, *offsets = p->offsets[r] + c * p->spans;
+    if (w->span == SPAN)
+        apply_each(w, scales, offsets, SPAN, y);
+    else
+        apply_each(w, scales, offsets, 1, y);
+}
+
+/* Decode `chunks` chunks of NR rows into a tile, number by number. `lift`: what scales have been multiplied by. */
+INLINE void tile_of_rows(
+    const weight *w, const panel *p, Py_ssize_t first, Py_ssize_t chunks, const int NR, const float lift, float *tile)
+{
+    float y[CHUNK];
+    for (Py_ssize_t c = 0; c < chunks; c++)
+        for (int r = 0; r < NR; r++) {
+            row_of(w, p, r, first + c, 1 / lift, y);
+            for (int k = 0; k < CHUNK; k++)
+                tile[(c * CHUNK + k) * NR + r] = y[k];
+        }
+}
+
+/* ------------------------------------------------------------------------------------------------ packing activations */
+
+/* Chunk by chunk, in `order`, or their own where it is NULL: for codes decoded in registers. */
+INLINE void pack_chunks(const float *x, Py_ssize_t m, Py_ssize_t k, const uint8_t *order, float *to)
+{
+    for (Py_ssize_t c = 0; c * CHUNK < k; c++)
+        for (Py_ssize_t r = 0; r < m; r++, to += CHUNK) {
+            const float *from = x + r * k + c * CHUNK;
+            const Py_ssize_t left = k - c * CHUNK;
+            float last[CHUNK] = {0};
+            if (left < CHUNK) {
+                memcpy(last, from, 4 * (size_t)left);
+                from = last;
+            }
+            if (order)
+                for (int i = 0; i < CHUNK; i++)
+                    to[i] = from[order[i]];
+            else
+                memcpy(to, from, 4 * CHUNK);
+        }
+}
+
+/* In panels of up to `most` rows, k by k: for tiles. */
+INLINE void pack_panels(const float *x, Py_ssize_t m, Py_ssize_t k, Py_ssize_t most, float *to)
+{
+    const Py_ssize_t panels = (m + most - 1) / most, length = (k + CHUNK - 1) / CHUNK * CHUNK;
+    for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+        const Py_ssize_t now = height_of(m, done, panels, i);
+        for (Py_ssize_t start = 0; start < k; start += 16) { /* a cache line of each row at a time */
+            const Py_ssize_t stop = start + 16 < k ? start + 16 : k;
+            for (Py_ssize_t r = 0; r < now; r++)
+                for (Py_ssize_t j = start; j < stop; j++)
+                    to[j * now + r] = x[(done + r) * k + j];
+        }
+        memset(to + k * now, 0, 4 * (size_t)((length - k) * now));
+        to += length * now;
+        done += now;
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------ versions */
+
+typedef struct {
+    const char *name;
+    /* Rows of a product: weight, workspace, packed activations, m, first row, end, product. */
+    int (*rows)(const weight *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
+    /* Pack activations for a kind of codes, a role of offsets and a span. Returns whether they are within the limit. */
+    int (*pack)(const float *, Py_ssize_t, Py_ssize_t, int, int, Py_ssize_t, float *);
+    float (*lift)(int); /* what values of codes of a kind have to be multiplied by, before scales: a power of two */
+} version;
+
+/* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
+   which codes are decoded in registers, by `stream`; `order` is that of activations then. */
+#define VERSION(version_name, target, most, NR, stream, streams, order, lift)                                                   \
+    target static int version_name##_rows(const weight *w, const workspace *to, const float *x, Py_ssize_t m,               \
+        Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
+    {                                                                                                                       \
+        return rows_of(w, to, x, m, first, end, y, version_name##_tile, version_name##_micros, most, NR,                    \
+            m <= streams(w->codes.kind, w->role, w->span) ? stream : NULL);                                       \
+    }                                                                                                                       \
+    target static int version_name##_pack(                                                                                  \
+        const float *x, Py_ssize_t m, Py_ssize_t k, int kind, int role, Py_ssize_t span, float *to)                         \
+    {                                                                                                                       \
+        if (m <= streams(kind, role, span))                                                                                       \
+            pack_chunks(x, m, k, order(kind), to);                                                                          \
+        else                                                                                                                \
+            pack_panels(x, m, k, most, to);                                                                                 \
+        return within(x, m * k, MOST_X, 0);                                                                                 \
+    }                                                                                                                       \
+    static const version version_name = {#version_name, version_name##_rows, version_name##_pack, lift};
+
+#endif

@@ -1,0 +1,300 @@
+/* Quantized weights: how their numbers are encoded, their scales, and the rows that a thread multiplies. */
+
+#ifndef BRECCIA_WEIGHTS_H
+#define BRECCIA_WEIGHTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum {
+    CHUNK = 128,       /* codes of a row that are decoded together */
+    SPAN = 8,          /* codes with one scale, unless blocks are no multiple of it */
+    SPANS = CHUNK / SPAN,
+    ROWS = 4,          /* rows of the weight that are multiplied together from registers */
+    DEPTH = 2,         /* chunks of a tile */
+    CLAIM = 32,        /* rows of the weight that a thread takes at a time: one tile, or several */
+};
+
+/* Limits of activations, and of scales before and after the factor (see above). */
+#define MOST_X 0x1p100f
+#define MOST_STORED 0x1p100f
+#define MOST_SCALE 0x1p24f
+
+/* How stored numbers are encoded: elements, scales and offsets. */
+enum { TABLE4, TABLE8, E4M3, E5M2, E2M3, E3M2, I8, U8, E8M0, F16, BF16, F32, KINDS };
+static const char *const kind_names[KINDS] = {
+    "table4", "table8", "e4m3", "e5m2", "e2m3", "e3m2", "i8", "u8", "e8m0", "f16", "bf16", "f32"};
+static const int kind_bits[KINDS] = {4, 8, 8, 8, 6, 6, 8, 8, 8, 16, 16, 32};
+
+/* What an offset is: none, a zero-point subtracted from codes, or a bias added to scaled codes. */
+enum { NONE, ZERO_POINT, BIAS, ROLES };
+
+typedef struct {
+    int kind;
+    const uint8_t *items;
+    const float *table; /* the value of each code, for TABLE4 and TABLE8 */
+} numbers;
+
+typedef struct {
+    numbers codes, scale, offset;
+    int role;
+    Py_ssize_t n, k, row_bytes;
+    Py_ssize_t block;  /* codes with one stored scale */
+    Py_ssize_t groups; /* stored scales of a row */
+    Py_ssize_t tall;   /* rows that share their scales */
+    Py_ssize_t span;   /* codes with one scale once scales are spread: SPAN, or 1 */
+    int divides;       /* whether stored scales are divisors */
+    float factor;      /* times each scale */
+    float least;       /* the smallest scale, other than 0 */
+} weight;
+
+typedef float f4 __attribute__((vector_size(16)));
+
+INLINE uint32_t bits_of(float y)
+{
+    uint32_t u;
+    memcpy(&u, &y, 4);
+    return u;
+}
+
+INLINE float float_of(uint32_t u)
+{
+    float y;
+    memcpy(&y, &u, 4);
+    return y;
+}
+
+/* -------------------------------------------------------------------------------------------------- numbers */
+
+/* Each of these is exact, and none goes through subnormal FP32 numbers, which a process may have chosen to flush. */
+
+INLINE float of_half(uint32_t h)
+{
+    const int32_t e = (h >> 10) & 31, m = h & 1023;
+    const float y = (float)(e ? m | 1024 : m) * float_of((uint32_t)((e ? e : 1) + 102) << 23);
+    return float_of((e == 31 ? 0x7f800000 | (uint32_t)m << 13 : bits_of(y)) | (h & 0x8000) << 16);
+}
+
+INLINE float of_e4m3(uint32_t b)
+{
+    const int32_t e = (b >> 3) & 15, m = b & 7;
+    const float y = (float)(e ? m | 8 : m) * float_of((uint32_t)((e ? e : 1) + 117) << 23);
+    return float_of((b & 127) == 127 ? 0x7fc00000 : bits_of(y) | (b & 128) << 24);
+}
+
+/* 6-bit numbers in the high bits of a byte. */
+INLINE float of_e2m3(uint32_t b)
+{
+    const int32_t e = (b >> 5) & 3, m = (b >> 2) & 7;
+    const float y = (float)(e ? m | 8 : m) * float_of((uint32_t)((e ? e : 1) + 123) << 23);
+    return float_of(bits_of(y) | (b & 128) << 24);
+}
+
+INLINE float of_e3m2(uint32_t b)
+{
+    const int32_t e = (b >> 4) & 7, m = (b >> 2) & 3;
+    const float y = (float)(e ? m | 4 : m) * float_of((uint32_t)((e ? e : 1) + 122) << 23);
+    return float_of(bits_of(y) | (b & 128) << 24);
+}
+
+INLINE float of_e8m0(uint32_t b)
+{
+    return float_of(b == 0 ? 0x00400000 : b == 255 ? 0x7fc00000 : b << 23);
+}
+
+/* Items `start` to `start + n` in FP32, in their own order. 6-bit numbers are one a byte (see `expanded`). */
+INLINE void decoded(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    const int bits = kind_bits[a->kind];
+    const uint8_t *b = a->items + start * (bits == 6 ? 8 : bits) / 8;
+    const float *table = a->table;
+    uint16_t h;
+    switch (a->kind) {
+    case TABLE4:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = table[b[i / 2] >> 4 * (i & 1) & 15];
+        break;
+    case TABLE8:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = table[b[i]];
+        break;
+    case E4M3:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = of_e4m3(b[i]);
+        break;
+    case E5M2:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = of_half((uint32_t)b[i] << 8);
+        break;
+    case E2M3:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = of_e2m3(b[i]);
+        break;
+    case E3M2:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = of_e3m2(b[i]);
+        break;
+    case I8:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = (float)(int8_t)b[i];
+        break;
+    case U8:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = (float)b[i];
+        break;
+    case E8M0:
+        for (Py_ssize_t i = 0; i < n; i++)
+            y[i] = of_e8m0(b[i]);
+        break;
+    case F16:
+        for (Py_ssize_t i = 0; i < n; i++) {
+            memcpy(&h, b + 2 * i, 2);
+            y[i] = of_half(h);
+        }
+        break;
+    case BF16:
+        for (Py_ssize_t i = 0; i < n; i++) {
+            memcpy(&h, b + 2 * i, 2);
+            y[i] = float_of((uint32_t)h << 16);
+        }
+        break;
+    default: memcpy(y, b, 4 * (size_t)n);
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------- scales */
+
+/* Each of `run`, `each` times. */
+INLINE void repeated(const float *run, Py_ssize_t n, const Py_ssize_t each, float *to)
+{
+    for (Py_ssize_t g = 0; g < n; g++)
+        for (Py_ssize_t i = 0; i < each; i++)
+            to[g * each + i] = run[g];
+}
+
+/* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
+INLINE void spread(const weight *w, const float *run, float *to)
+{
+    const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK / w->span), each = w->groups == 1 ? end : w->block / w->span;
+    const Py_ssize_t whole = end / each < w->groups ? end / each : w->groups;
+    switch (each) {
+    case 2: repeated(run, whole, 2, to); break;
+    case 4: repeated(run, whole, 4, to); break;
+    case 16: repeated(run, whole, 16, to); break;
+    default: repeated(run, whole, each, to);
+    }
+    for (Py_ssize_t i = whole * each; i < end; i++)
+        to[i] = run[whole < w->groups ? whole : w->groups - 1];
+}
+
+/* Whether magnitudes are at most `most`, and at least `least` or 0; NaN is. */
+INLINE int within(const float *y, Py_ssize_t n, float most, float least)
+{
+    const int32_t top = (int32_t)bits_of(most), bottom = (int32_t)bits_of(least);
+    int32_t beyond = 0; /* the sign says whether; integers, since comparisons of floats are slow to combine */
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int32_t a = (int32_t)(bits_of(y[i]) & 0x7fffffff);
+        beyond |= (top - a) | ((a - bottom) & ~(a - 1));
+    }
+    if (beyond >= 0)
+        return 1;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (fabsf(y[i]) > most || (y[i] != 0 && fabsf(y[i]) < least))
+            return 0;
+    return 1;
+}
+
+/* The scales and offsets of a row of scales, one for each span. Returns whether they are within the limits. */
+INLINE int spread_scales(const weight *w, Py_ssize_t row, float *run, float *scales, float *offsets)
+{
+    const Py_ssize_t groups = w->groups;
+    const float factor = w->factor;
+    int fine = 1;
+    decoded(&w->scale, row * groups, groups, run);
+    if (factor != 1 && w->scale.kind != E4M3 && w->scale.kind != F16)
+        fine = within(run, groups, MOST_STORED, w->least);
+    if (w->divides)
+        for (Py_ssize_t g = 0; g < groups; g++)
+            run[g] = 1 / run[g];
+    if (factor != 1)
+        for (Py_ssize_t g = 0; g < groups; g++)
+            run[g] *= factor;
+    fine = fine && within(run, groups, MOST_SCALE, w->least);
+    spread(w, run, scales);
+    if (w->role != NONE) {
+        decoded(&w->offset, row * groups, groups, run);
+        fine = fine && within(run, groups, MOST_STORED, 0);
+        spread(w, run, offsets);
+    }
+    return fine;
+}
+
+/* -------------------------------------------------------------------------------------------------- a thread's work */
+
+/* Rows of a weight that are multiplied together, fewer at the end of the weight: the last one is then repeated. */
+typedef struct {
+    Py_ssize_t whole, chunks;       /* chunks without, and with, a partial one at the end */
+    Py_ssize_t bytes;               /* of a whole chunk of codes */
+    Py_ssize_t ahead;               /* how far to prefetch */
+    Py_ssize_t spans;               /* of a chunk */
+    const uint8_t *codes[CLAIM];
+    const float *scales[CLAIM], *offsets[CLAIM];
+    uint8_t rest[CLAIM][CHUNK];     /* codes of the partial chunk, then zeros */
+} panel;
+
+/* Memory of one thread. */
+typedef struct {
+    void *memory;
+    float *run, *scales, *offsets, *sums, *tile;
+} workspace;
+
+/* 6-bit codes of a chunk, four in three bytes, one a byte: in its high bits. */
+INLINE void expanded(const uint8_t *from, uint8_t *to)
+{
+    for (int i = 0; i < CHUNK; i += 4, from += 3, to += 4) {
+        const uint32_t u = from[0] | (uint32_t)from[1] << 8 | (uint32_t)from[2] << 16;
+        to[0] = (uint8_t)(u << 2);
+        to[1] = (uint8_t)(u >> 4 & 0xfc);
+        to[2] = (uint8_t)(u >> 10 & 0xfc);
+        to[3] = (uint8_t)(u >> 16 & 0xfc);
+    }
+}
+
+/* The stored codes of a chunk. */
+INLINE const uint8_t *codes_of(const panel *p, int r, Py_ssize_t chunk)
+{
+    return chunk < p->whole ? p->codes[r] + chunk * p->bytes : p->rest[r];
+}
+
+/* Fill `p` with `count` rows from `first` on, whose scales have been spread from row `base` on. */
+INLINE void fill(
+    const weight *w, const workspace *to, Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, const int count, panel *p)
+{
+    const Py_ssize_t each = p->chunks * p->spans;
+    const Py_ssize_t rest = w->row_bytes - p->whole * p->bytes;
+    for (int r = 0; r < count; r++) {
+        const Py_ssize_t row = first + r < end ? first + r : end - 1, slot = row / w->tall - base / w->tall;
+        p->codes[r] = w->codes.items + row * w->row_bytes;
+        p->scales[r] = to->scales + slot * each;
+        p->offsets[r] = to->offsets + slot * each;
+        if (rest) {
+            memset(p->rest[r], 0, sizeof p->rest[r]);
+            memcpy(p->rest[r], p->codes[r] + p->whole * p->bytes, (size_t)rest);
+        }
+    }
+}
+
+/* Whether a chunk has one scale and one offset. */
+INLINE int uniform(const weight *w)
+{
+    return w->groups == 1 || w->block % CHUNK == 0;
+}
+
+#endif

@@ -1,0 +1,233 @@
+"""Compiled products that round activations, to INT8 in groups or to BF16: their bounds, bits and limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia.arrays.frameworks import Device
+from breccia.codecs import E2M1, F16, F32, INT4, INT8, NF4, UINT4, UINT8
+from breccia.formats import TENSOR, Format, Level
+from breccia_native import availability
+
+if reason := availability.missing_products(Device("cpu")):
+    pytest.skip(reason, allow_module_level=True)
+
+import ml_dtypes
+from test_native_matmul import FORMATS, check_bound, tensor
+
+from breccia_native import facts, products
+from breccia_native import matmul as native
+
+#: Formats of small integers and of BF16 numbers, with the group that INT8 activations share a scale in.
+GROUPS = {
+    "int4": 128,
+    "int4-32": 32,
+    "int4-row": 128,
+    "int4-tensor": 128,
+    "uint4-zero-128": 128,
+    "uint4-zero-16": 16,
+    "mxfp4": 32,
+    "nvfp4": 16,
+    "nvfp4-divisor": 16,
+    "nvfp4-amax": 16,
+    "e2m1-divisor-8": 8,
+    "int8": 32,
+    "int8-row": 128,
+}
+BRAIN = [*GROUPS, "e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
+ROWS = (1, 2, 5, 11, 12, 13, 25, 40)
+SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
+
+
+def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int) -> np.ndarray:
+    """The product, which has to have the same bits by every instruction set: those without the instructions emulate them."""
+    n, k = st.shape
+    weight = native._weight(st, n, k)
+    assert native._supports(st, weight, mode, k)
+    found = []
+    for name in products.use():
+        products.use(name)
+        y = np.empty((len(x), n), np.float32)
+        assert native._multiplied(x, weight, y, k, mode), "beyond the limits"
+        found.append(y)
+    products.use(products.use()[0])
+    for other in found[1:]:
+        np.testing.assert_array_equal(other.view(np.uint32), found[0].view(np.uint32))
+    return found[0]
+
+
+def check_int8(found: np.ndarray, x: np.ndarray, w: np.ndarray, q: int) -> None:
+    """The bound that `matmul_int8` documents: rounding of activations, then K / q + 5 roundings in FP32."""
+    k = x.shape[1]
+    padded = np.zeros((len(x), -(-k // q) * q), np.float32)
+    padded[:, :k] = np.abs(x)
+    scale = padded.reshape(len(x), -1, q).max(axis=-1) / np.float32(127)
+    error = np.repeat((0.5 + 2.0**-15) * scale.astype(np.float64), q, axis=1)[:, :k]
+    a, b = x.astype(np.float64), np.abs(w.astype(np.float64)).T
+    n = (-(-k // q) + 5) * 2.0**-24
+    bound = error @ b + n / (1 - n) * ((np.abs(a) + error) @ b)
+    worst = np.max(np.abs(found - a @ w.astype(np.float64).T) / bound)
+    assert worst <= 1, f"the error is {worst:.3g} times the bound"
+
+
+def drawn(m: int, k: int, seed: int) -> np.ndarray:
+    """Normal numbers of very different magnitudes in each group."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((m, k)) * 2.0 ** rng.integers(-12, 12, (m, k))).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_int8_activations_are_within_their_bound(name: str) -> None:
+    for i, (n, k) in enumerate(SHAPES):
+        st = tensor(FORMATS[name], n, k, i)
+        w = breccia.dequantize(st, prefer="reference.dequantize")
+        for m in ROWS[i % 2 :: 2]:
+            x = drawn(m, k, m)
+            q = GROUPS[name] if st.layout.block(st.axis)[1] not in (None, *range(k, 9999)) else 128
+            check_int8(by_every_instruction_set(x, st, facts.INT8), x, w, q)
+
+
+@pytest.mark.parametrize("name", BRAIN)
+def test_bf16_activations_keep_the_bound_of_fp32_accumulation(name: str) -> None:
+    for i, (n, k) in enumerate(SHAPES):
+        st = tensor(FORMATS[name], n, k, i)
+        w = breccia.dequantize(st, prefer="reference.dequantize")
+        for m in ROWS[i % 2 :: 2]:
+            x = drawn(m, k, m)
+            rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+            found = by_every_instruction_set(x, st, facts.BF16_MODE)
+            check_bound(found, rounded, w)
+            np.testing.assert_array_equal(found, by_every_instruction_set(rounded, st, facts.BF16_MODE))
+
+
+def test_planted_kernels_break_the_bounds() -> None:
+    """INT8 with one scale for each row, INT8 that cuts off, and BF16 that cuts off."""
+    st = breccia.cast(np.ones((16, 512), np.float32), "mxfp4")
+    w = breccia.dequantize(st)
+    uneven = np.full((4, 512), 0.3, np.float32)
+    uneven[:, 0] = 100
+    high = np.random.default_rng(0).integers(0, 126, (4, 512)).astype(np.float32) + np.float32(0.9)
+    high[:, ::32] = 127
+    for x, planted in ((uneven, np.rint(uneven / uneven.max() * 127) / 127 * uneven.max()), (high, np.trunc(high))):
+        check_int8(by_every_instruction_set(x, st, facts.INT8), x, w, 32)
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_int8(planted @ w.T, x, w, 32)
+    cut = (high.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    with pytest.raises(AssertionError, match="times the bound"):
+        check_bound(cut @ w.T, high.astype(ml_dtypes.bfloat16).astype(np.float32), w)
+
+
+def test_nan_and_inf_in_int8_activations_give_nan_in_their_row() -> None:
+    st = tensor(FORMATS["int4"], 20, 300)
+    for special in (np.nan, np.inf):
+        x = drawn(3, 300, 0)
+        x[1, 299] = special
+        y = np.empty((3, 20), np.float32)
+        weight = native._weight(st, 20, 300)
+        done = native._multiplied(x, weight, y, 300, facts.INT8)
+        if np.isinf(special):  # beyond the limits: the product in FP32 has Inf
+            assert not done
+            continue
+        assert done and np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
+
+
+def test_groups_of_tiny_activations_count_as_zero() -> None:
+    st = tensor(FORMATS["mxfp4"], 20, 64)
+    x = np.full((2, 64), 2.0**-110, np.float32)
+    x[1, 40] = 1
+    found = by_every_instruction_set(x, st, facts.INT8)
+    assert not found[0].any() and found[1].any()
+
+
+def test_bf16_products_that_could_be_subnormal_are_left_to_fp32() -> None:
+    st = tensor(FORMATS["mxfp4"], 20, 64)
+    x = np.full((2, 64), 2.0**-61, np.float32)
+    assert not native._multiplied(x, native._weight(st, 20, 64), np.empty((2, 20), np.float32), 64, facts.BF16_MODE)
+    check_bound(native._of_rows(x, st, facts.BF16_MODE), x, breccia.dequantize(st))
+
+
+@pytest.mark.parametrize("mode", ["int8", "bf16"])
+def test_kernels_that_round_run_only_where_they_are_named(mode: str) -> None:
+    rng = np.random.default_rng(0)
+    st = breccia.cast(rng.standard_normal((40, 256)).astype(np.float32), "int4")
+    x, bias = rng.standard_normal((2, 9, 256)).astype(np.float32), rng.standard_normal(40).astype(np.float32)
+    d, name = breccia.dequantize(st), f"native.matmul_{mode}"
+    assert "opt-in" in str(breccia.explain("matmul", x, st.mT))
+    check_bound(breccia.matmul(x, st.mT), x, d)
+    exact = x.astype(np.float64) @ d.T.astype(np.float64)
+    named = breccia.matmul(x, st.mT, prefer=name)
+    assert 1e-4 < np.abs(named - exact).max() / np.abs(exact).max() < 2e-2
+    left = breccia.matmul(st, x[0].T, prefer=name)
+    np.testing.assert_array_equal(left, named[0].T)
+    out = np.empty((2, 9, 40), np.float16)
+    breccia.matmul(x, st.mT, bias=bias, out=out, out_dtype="float16", prefer=name)
+    np.testing.assert_array_equal(out, (named + bias).astype(np.float16))
+    torch = pytest.importorskip("torch")
+    w = breccia.cast(torch.from_numpy(d), "int4")
+    got = breccia.matmul(torch.from_numpy(x), w.mT, prefer=f"torch.cpu.matmul_{mode}")
+    again = breccia.matmul(x, breccia.cast(d, "int4").mT, prefer=name)
+    np.testing.assert_array_equal(got.numpy(), again)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fmt", "reason"),
+    [
+        ("int8", Format(NF4, (Level(F32, (1, 64)),)), "NF4 codes are not small integers times a power of two"),
+        ("int8", FORMATS["mxfp8"], "E4M3 codes are not small integers"),
+        ("int8", Format(UINT8, (Level(F16, (1, 32)),), "zero_point"), "UINT8 codes are not small integers"),
+        ("int8", FORMATS["uint4-bias-64"], "it does not support biases"),
+        ("bf16", FORMATS["nf4"], "NF4 codes are not BF16 numbers"),
+        ("bf16", FORMATS["ue4m3"], "UE4M3 codes are not BF16 numbers"),
+        ("bf16", Format(INT4, (Level(F32, (1, 12)),)), "blocks of 12 are not a multiple of 8"),
+        ("int8", Format(INT8, (Level(F32, (1, 20)),)), "blocks of 20 are not a multiple of 8"),
+    ],
+)
+def test_explain_says_which_codes_cannot_be_multiplied_as_stored(mode: str, fmt: Format, reason: str) -> None:
+    st, x = tensor(fmt, 8, 64), np.ones((2, 64), np.float32)
+    with pytest.raises(breccia.NoKernelError, match=reason):
+        breccia.matmul(x, st.mT, prefer=f"native.matmul_{mode}")
+
+
+def test_zero_points_that_are_not_integers_are_left_to_fp32() -> None:
+    st = tensor(Format(UINT4, (Level(F32, (1, 32)),), "zero_point"), 8, 64)
+    st = st.from_parts(st.data, st.scale, st.recipe, st.layout, np.full(st.scale.shape, 7.3, np.float16))
+    x = drawn(3, 64, 0)
+    for mode in (facts.INT8, facts.BF16_MODE):
+        check_bound(native._of_rows(x, st, mode), x, breccia.dequantize(st))
+
+
+def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    st = breccia.cast(torch.randn(48, 320, generator=torch.Generator().manual_seed(0)), "nvfp4")
+    d, modes = breccia.dequantize(st).numpy(), list[int]()
+    multiplied = native._multiplied
+
+    def seen(x: Any, w: Any, product: Any, k: int, mode: int) -> bool:
+        modes.append(mode)
+        return multiplied(x, w, product, k, mode)
+
+    monkeypatch.setattr(native, "_multiplied", seen)
+    monkeypatch.setattr(native.products, "fast", lambda mode: True)
+    for rows, mode in ((native._ROWS_OF_BF16 - 1, 0), (native._ROWS_OF_BF16, 2), (130, 2)):
+        x = torch.randn(rows, 320).bfloat16()
+        check_bound(breccia.matmul(x, st.mT, "float32").numpy(), x.float().numpy(), d)
+        assert modes.pop() == mode and not modes
+    monkeypatch.setattr(native.products, "fast", lambda mode: False)
+    breccia.matmul(x, st.mT)
+    assert modes == [0]
+
+
+def test_every_table_of_small_integers_is_found() -> None:
+    """Formats of INT8 products: a unit of up to 16 makes the values whole."""
+    for fmt, supported in ((FORMATS["int4"], True), (FORMATS["mxfp4"], True), (FORMATS["nf4"], False)):
+        table = np.array(fmt.element.table, np.uint32).view(np.float32)
+        if supported:
+            assert products.packed_length(128, 1, 0, table, 128) == 34
+        else:
+            with pytest.raises(ValueError, match="codes that it multiplies exactly"):
+                products.packed_length(128, 1, 0, table, 128)
+    assert facts.inexact(facts.INT8, Format(E2M1, (Level(F32, TENSOR),))) is None
