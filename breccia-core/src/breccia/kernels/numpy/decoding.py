@@ -354,7 +354,7 @@ class _Dequantize:
         stored = piece.scale[places]
         if tables.halves is not None and not stored.all():
             with_each(np.multiply, tables.halves.take(stored))
-        scale = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
+        scale: Any = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
         if fmt.scale.sense == "divisor":
             with_each(np.divide, scale)
         else:
