@@ -27,6 +27,8 @@ ROOT = HERE.parent
 SCHEMA = 1
 
 _LIBRARIES = ("breccia-core", "numpy", "ml_dtypes")
+#: Where something lies on this machine says nothing about the figures.
+_FOLDERS = ("BRECCIA_GGML",)
 _STEERING = ("BRECCIA_", "OMP_", "OPENBLAS_", "MKL_", "NUMPY_", "MALLOC_")
 
 
@@ -76,7 +78,7 @@ def provenance() -> dict[str, Any]:
         "versions": {name: _version(name) for name in _LIBRARIES},
         "commit": output("git", "rev-parse", "HEAD") or None,
         "modified": bool(output("git", "status", "--porcelain", "--", *sorted(p.name for p in ROOT.glob("breccia-*")))),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_STEERING)},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_STEERING) and k not in _FOLDERS},
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *options]),
     }
 
