@@ -133,7 +133,7 @@ class Plan:
         elif self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(U2)
             data = (pairs | (pairs >> 4)).astype(U1)
-        elif microkernels.sixes is not None:
+        elif self.bits == 6 and microkernels.sixes is not None:
             data = np.empty((*shape[:-1], columns * 3 // 4), U1)
             microkernels.sixes(codes, data)
         else:
