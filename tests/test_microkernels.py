@@ -28,7 +28,7 @@ from breccia.codecs import F32, Minifloat
 from breccia.formats import Format, Level
 from breccia.kernels import numpy as kernels
 from breccia.kernels import reference
-from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, Microkernels, ScaledCodes, TableCodes
+from breccia.kernels.numpy.codes import NEAREST, FloatCodes, IntegerCodes, Microkernels, ScaledCodes, TableCodes
 
 RECIPES = [
     Float8BlockScaling(block_k=32),
@@ -60,7 +60,8 @@ class Planted:
         if not isinstance(writer, FloatCodes):
             return None
 
-        def write(source: Any, inverse: Any, k: int, codes: Any) -> None:
+        def write(source: Any, inverse: Any, k: int, codes: Any, dither: Any) -> None:
+            assert dither == NEAREST
             self.calls["scaled"] += 1
             largest = np.float32(np.finfo(np.float32).max)
             with np.errstate(all="ignore"):
@@ -115,7 +116,7 @@ def test_microkernels_write_signed_codes_into_one_row_of_unsigned_bytes() -> Non
         element = recipe.format.element
         rows: list[tuple[str, int, bool]] = []
 
-        def write(source: Any, inverse: Any, k: int, codes: Any, element: Any = element, rows: Any = rows) -> None:
+        def write(source: Any, inverse: Any, k: int, codes: Any, dither: Any, element: Any = element, rows: Any = rows) -> None:
             rows.append((codes.dtype.name, codes.ndim, codes.flags.c_contiguous))
             codes[:] = element.encode(NUMPY, source.reshape(-1, k) * inverse[:, None]).reshape(-1)
 
