@@ -163,6 +163,7 @@ def native(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
     return breccia.ScaledTensor.from_parts(**{name: getattr(st, name) for name in FIELDS})
 
 
+@pytest.mark.rest
 @each_kind
 def test_tensors_put_together_by_jax_equal_those_of_their_components(kind: breccia.ScalingRecipe) -> None:
     st = breccia.cast(jnp.stack([rows(8), rows(8)]), kind)

@@ -730,6 +730,7 @@ def test_mlx_compiles_products_by_group_for_offsets_of_any_value() -> None:
     assert len(traced) == 1
 
 
+@pytest.mark.rest
 def test_torch_compiles_products_by_group_and_their_gradients() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("breccia_torch").enable_compile()

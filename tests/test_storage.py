@@ -473,6 +473,7 @@ def test_a_stored_tensor_is_saved_as_the_plain_one(storage: str, framework: str,
         assert found.storage == "plain" and alike(found, tensors[name])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", FRAMEWORKS)
 @pytest.mark.parametrize("source", FRAMEWORKS)
 def test_stored_tensors_convert_between_frameworks(source: str, target: str) -> None:

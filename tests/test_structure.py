@@ -208,6 +208,7 @@ STRUCTURAL: dict[str, Callable[[ScaledTensor], ScaledTensor]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("recipe", FEW, ids=recipe_id)
 def test_every_framework_slices_and_concatenates_the_same_bytes(recipe: ScalingRecipe, framework: str) -> None:

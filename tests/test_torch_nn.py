@@ -579,6 +579,7 @@ def test_torchs_own_transformers_run_in_evaluation() -> None:
         assert torch.equal(slow, model(*inputs)), "no other path than that of training"
 
 
+@pytest.mark.rest
 def test_forward_derivatives_pass_through_the_cast_of_an_activation() -> None:
     layer = ScaledLinear.from_linear(linear(), NVFP4, activation=MXFP8)
     x = torch.from_numpy(wide((5, 72), seed=4, exponents=1))

@@ -192,6 +192,7 @@ class Six(breccia.ScalingRecipe):
         return breccia.Format(E2M3, (breccia.Level(F32, (1, self.block_size)),))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("block_size", [4, 8, 20, 48])
 def test_six_bit_codes_are_packed_in_blocks_of_any_whole_groups(block_size: int, axis: int) -> None:
@@ -398,6 +399,7 @@ def test_both_orientations_are_written_from_one_read(spec: str) -> None:
     check_op("cast_pair", numbers((40, 72), seed=27), spec, generic=fmt.element.bits < 8 or not one_tile)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("spec", ["fp8_block", "fp8_row", "nvfp4", "mxfp6", "fp8_current"])
 def test_pairs_take_leading_axes_strides_and_rounding(spec: str) -> None:
     two_casts = spec in ("nvfp4", "mxfp6", "fp8_row")

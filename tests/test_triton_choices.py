@@ -364,6 +364,7 @@ ASYMMETRIC = "int4,symmetric=false,signed=false,group_size=32"
 SPECS = ["fp8_block", "mxint8", "fp8_row", "fp8_block,block_m=32,block_k=32", "fp8_current", "nvfp4", "mxfp6", ASYMMETRIC]
 
 
+@pytest.mark.rest
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("op", ["cast", "cast_ste"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
