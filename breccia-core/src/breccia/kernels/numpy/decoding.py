@@ -354,7 +354,7 @@ class _Dequantize:
         stored = piece.scale[places]
         if tables.halves is not None and not stored.all():
             with_each(np.multiply, tables.halves.take(stored))
-        scale: Any = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
+        scale = fmt.scale.codec.read(NUMPY, stored) if tables.scales is None else tables.scales.take(stored)
         if fmt.scale.sense == "divisor":
             with_each(np.divide, scale)
         else:
@@ -369,8 +369,7 @@ class _Dequantize:
             else:
                 values[...] = reference.apply_scale(NUMPY, values, g, fmt, level)
         if biased and piece.zero_point is not None:
-            magnitude = np.abs(scale)
-            if ((magnitude < _SMALLEST) & (magnitude > 0)).any():
+            if _has_subnormals(scale):
                 values[...] = flushed(NUMPY, np.ascontiguousarray(values))
             with_each(np.add, flushed(NUMPY, reference.offsets_of(NUMPY, piece.zero_point[places])))
         self._store(values, target)
@@ -393,3 +392,8 @@ class _Dequantize:
         part = ScaledTensor.from_parts(data, scale, st.recipe, st.layout, zero_point, global_scale, -1, padding)
         target = piece.values[r0:r1, c0:c1]
         np.copyto(target, reference.dequantize(part).reshape(target.shape), casting="unsafe")
+
+
+def _has_subnormals(a: Array) -> bool:
+    magnitude = np.abs(a)
+    return bool(((magnitude < _SMALLEST) & (magnitude > 0)).any())
