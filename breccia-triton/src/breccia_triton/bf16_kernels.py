@@ -1,7 +1,7 @@
-"""The Triton kernels around a product of BF16 numbers: decoding to BF16, and finishing; see `bf16_matmul`.
+"""The Triton kernels around a product of BF16 numbers: decoding to BF16, finishing and mending; see `bf16_matmul`.
 
-Arguments in capitals are constants. Names with a_ and b_ are those of the operands' components; flags has a number for each line
-of K of an operand (a row of a, a column of b), not zero where the line holds a value that BF16 does not.
+Arguments in capitals are constants. Names with a_ and b_ are those of the operands' components. flags: zeros at first; one
+number that says whether there is a flag, then one for each line along K (the rows of a, a_rows of them, and the columns of b).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Side:
     """An operand of a product.
 
     source: how its codes are read, None for an array of BF16 numbers. outer: its global scale, which `source` leaves out where
-    values are to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is the last axis in memory.
+    values are to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is last in memory.
     """
 
     source: Source | None
@@ -34,9 +34,9 @@ class Side:
 
 @triton.jit
 def exact_kernel(
-    x, x_scale, x_zero_point, x_outer, out, flags, rows, columns, x_groups, G: tl.constexpr, D: tl.constexpr
+    x, x_scale, x_zero_point, x_outer, out, flags, rows, columns, first, x_groups, G: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """The values of a ScaledTensor without its global scale, in BF16, and the flags of their lines, which are zeros before.
+    """The values of a ScaledTensor without its global scale, in BF16, and flags of their lines, from number `first` on.
 
     BF16 has the exponents of FP32, and the values have at most 8 significant bits. So they are exact but for subnormal numbers,
     some of which lose bits, and which tensor cores may take as zeros.
@@ -58,66 +58,82 @@ def exact_kernel(
         inexact = inexact | ((u != 0) & _strays(x_outer, D))
     inexact = (inexact & exists).to(tl.int32)
     if D.k_last:
-        found, line, line_exists, lines = tl.max(inexact, 1), row, row_exists, rows
+        _flag(flags, first + matrix * rows + row, row_exists, tl.max(inexact, 1))
     else:
-        found, line, line_exists, lines = tl.max(inexact, 0), column, column_exists, columns
-    tl.store(flags + matrix * lines + line, found, mask=line_exists & (found != 0))
+        _flag(flags, first + matrix * columns + column, column_exists, tl.max(inexact, 0))
 
 
 @triton.jit
 def finishing_kernel(
-    a, a_scale, a_outer, b, b_scale, b_outer, a_flags, b_flags, product, bias, out, rows, columns, depth, a_groups, b_groups,
-    a_many, b_many,
-    A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
+    sums, a_outer, b_outer, bias, out, flags, rows, columns, a_rows, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the result (matrices, rows, columns) that a flag concerns, in FP32 from the codes.
+    """FP32 sums times the global scales, plus `bias`, rounded once to the dtype of `out`.
 
-    With `product`, also the other tiles: that product of BF16 numbers times the global scales, plus `bias`. Where the sums of such
-    a product are not finite, they may be so under the global scales, and the tile is computed in FP32 too. a_many, b_many: 1, or 0
-    for an operand whose matrix every other one meets.
+    Sums that are not finite may be so under the global scales: their rows, of which a has a_rows, are flagged.
     """
-    pid = tl.program_id(0)
-    down, along = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
-    matrix, i, j = pid // along // down, (pid // along) % down, pid % along
-    row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
-    a_matrix, b_matrix = matrix * a_many, matrix * b_many
-    flagged = 0
-    if A.source is not None:
-        flagged = flagged | tl.max(tl.load(a_flags + a_matrix * rows + row, mask=row < rows, other=0))
-    if B.source is not None:
-        flagged = flagged | tl.max(tl.load(b_flags + b_matrix * columns + column, mask=column < columns, other=0))
-    exists = (row < rows)[:, None] & (column < columns)[None, :]
+    matrix, _i, _j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
+    exists = row_exists[:, None] & column_exists[None, :]
     at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
-    total = tl.zeros((TILE, TILE), tl.float32)
-    factor = 1.0
-    if product is not None:
-        total = tl.load(product + at, mask=exists, other=0.0)
-        if A.outer is not None or B.outer is not None:
-            factor = _multiplier(a_outer, A) * _multiplier(b_outer, B)
-            flagged = flagged | tl.max(((bits_of(total) & MAGNITUDE) >= INF).to(tl.int32))
-    if flagged != 0:
-        total = tl.zeros((TILE, TILE), tl.float32)
-        for k in range(0, tl.cdiv(depth, DEPTH)):
-            x = _lines(a, a_scale, a_outer, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
-            y = _lines(b, b_scale, b_outer, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
-            total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
-        _store(out + at, total.to(tl.float64), bias, column, columns, exists, PTX)
-    elif product is not None:
-        _store(out + at, total.to(tl.float64) * factor, bias, column, columns, exists, PTX)
+    total = tl.load(sums + at, mask=exists, other=0.0)
+    if A.outer is not None or B.outer is not None:
+        found = tl.max(((bits_of(total) & MAGNITUDE) >= INF).to(tl.int32), 1)
+        _flag(flags, (matrix * rows + row) % a_rows, row_exists, found)
+        # In FP64 products of two scales, and of sums with them, neither overflow nor vanish.
+        total = (total.to(tl.float64) * (_multiplier(a_outer, A) * _multiplier(b_outer, B))).to(tl.float32)
+    tl.store(out + at, _with_bias(total, bias, column, column_exists, out.dtype.element_ty, PTX), mask=exists)
 
 
 @triton.jit
-def _store(to, total, bias, column, columns, exists, PTX: tl.constexpr):
-    """Store FP64 sums, plus the bias of columns."""
+def mending_kernel(
+    a, a_scale, a_outer, b, b_scale, b_outer, flags, bias, out, rows, columns, depth, matrices, a_groups, b_groups, a_rows,
+    a_many, b_many,
+    A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the result (matrices, rows, columns) with a flag, in FP32 from the codes. Without a flag, programs end at once.
+
+    a_many, b_many: 1, or 0 for an operand whose matrix every one of the other operand meets.
+    """
+    if tl.load(flags) != 0:
+        down, along = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
+        for tile in range(tl.program_id(0), matrices * down * along, tl.num_programs(0)):
+            matrix, i, j = tile // along // down, (tile // along) % down, tile % along
+            a_matrix, b_matrix = matrix * a_many, matrix * b_many
+            row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+            flagged = tl.max(tl.load(flags + 1 + a_matrix * rows + row, mask=row < rows, other=0))
+            b_flags = flags + 1 + a_rows + b_matrix * columns
+            flagged = flagged | tl.max(tl.load(b_flags + column, mask=column < columns, other=0))
+            if flagged != 0:
+                total = tl.zeros((TILE, TILE), tl.float32)
+                for k in range(0, tl.cdiv(depth, DEPTH)):
+                    x = _lines(a, a_scale, a_outer, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
+                    y = _lines(b, b_scale, b_outer, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
+                    total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
+                at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+                exists = (row < rows)[:, None] & (column < columns)[None, :]
+                total = _with_bias(total, bias, column, column < columns, out.dtype.element_ty, PTX)
+                tl.store(out + at, total, mask=exists)
+
+
+@triton.jit
+def _with_bias(total, bias, column, exists, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """FP32 sums plus the bias of their columns, in the dtype of the result."""
     if bias is not None:
-        added = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32).to(tl.float64)
-        total = total + added[None, :]
-    tl.store(to, rounded(total.to(tl.float32), to.dtype.element_ty, PTX), mask=exists)
+        total = total + tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)[None, :]
+    return rounded(total, DTYPE, PTX)
+
+
+@triton.jit
+def _flag(flags, line, exists, found):
+    """Flag lines; the first number says that there is a flag."""
+    mask = exists & (found != 0)
+    tl.store(flags + 1 + line, found, mask=mask)
+    tl.store(flags + line * 0, found, mask=mask)
 
 
 @triton.jit
 def _multiplier(outer, D: tl.constexpr):
-    """The multiplier of a global scale, in FP64: products of two, and of sums with them, neither overflow nor vanish."""
+    """The multiplier of a global scale, in FP64."""
     OUTER: tl.constexpr = D.outer
     if D.outer is not None:
         return outer_multiplier(tl.load(outer), OUTER).to(tl.float64)

@@ -3,10 +3,10 @@
 1. One pass over each quantized operand decodes it to BF16, without its global scale, and flags lines along K with values that
    are subnormal: BF16 does not hold some of them, and tensor cores may take the others as zeros.
 2. cuBLAS multiplies BF16 numbers with FP32 sums.
-3. One launch over the tiles of the result computes those in FP32 that have a flag. Where there is a bias, a global scale or an
-   FP16 result it also finishes the other tiles, from FP32 sums, with one rounding.
+3. Where there is a bias, a global scale or an FP16 result, one pass finishes FP32 sums: it rounds once.
+4. One launch computes tiles of the result in FP32, from the codes, that have a flag. Most often there is none.
 
-Global scales multiply sums: under an FP32 scale, values of E2M1 x E4M3 (6 significant bits) would have up to 24 and not be exact.
+Global scales multiply sums: values of E2M1 x E4M3 have 6 significant bits, and under an FP32 scale up to 24, too many for BF16.
 Nothing waits for the device, so calls can be captured in CUDA graphs.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,21 +26,20 @@ import torch
 from breccia.backend import ScaledTensor, UnsupportedError, checks, composites, dtype_name
 from breccia_torch.ops import autocast_dtype, need_dense
 
-from .bf16_kernels import Side, exact_kernel, finishing_kernel
+from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
 from .bf16_plans import range_of
-from .choices import choices_of
+from .choices import Choose, choices_of
 from .cuda.fp8_matmul import check_out
-from .facts import NUMBERS, Argument, Hardware
-from .geometry import Tile, divided_up
+from .facts import LARGE, NUMBERS, Argument, Hardware, grid_of
+from .geometry import Tile, divided_up, plain_tile
 from .launch import Launcher, Remembered, current_stream, empty, on
 from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
 from .specs import Unsupported
 
-#: Sides of a tile of the result, for few lines and for many; its steps along K in FP32; its warps.
-_SMALL, _LARGE, _DEPTH = 64, 128, 32
-_WARPS = {_SMALL: 4, _LARGE: 8}
+#: The sides of a tile that is mended, its steps along K, its warps, and the most programs: a few for each processor.
+_TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
 
 
 def matmul_bf16(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -86,6 +85,10 @@ class _Operand:
     def data(self) -> Any:
         return self.x.data if self.scaled else self.x
 
+    @property
+    def global_scale(self) -> Any:
+        return self.x.global_scale if self.scaled else None
+
 
 def _contiguous(st: ScaledTensor) -> ScaledTensor:
     """The tensor with codes in C order."""
@@ -101,7 +104,7 @@ def _need_one_device(a: _Operand, b: _Operand, bias: Any) -> None:
     for name, operand in (("a", a), ("b", b)):
         named.append((f"{name}'s codes" if operand.scaled else name, operand.data))
         if operand.scaled:
-            named += [(f"{name}'s scale", operand.x.scale), (f"{name}'s global scale", operand.x.global_scale)]
+            named += [(f"{name}'s scale", operand.x.scale), (f"{name}'s global scale", operand.global_scale)]
     for name, x in named:
         if x is not None and x.device != here:
             raise UnsupportedError(f"matmul: a is on {here}, and {name} on {x.device}; move it: x.to({str(here)!r}).")
@@ -121,14 +124,17 @@ class Call:
             raise Unsupported("an empty tensor")
         _need_one_device(a, b, bias)
         found = hardware(self.device)
-        self.a = Decoding(a, found, merged=math.prod(right[:-2]) == 1)
-        self.b = Decoding(b, found, merged=False)
+        self.a = Decoding(a, found, 0, merged=math.prod(right[:-2]) == 1)
+        self.b = Decoding(b, found, self.a.matrices * self.a.lines, merged=False)
         if 1 < self.a.matrices != self.b.matrices > 1:
             raise Unsupported("leading axes broadcast in both directions")
         outer = any(side.outer is not None for side in (self.a, self.b))
         self.direct = bias is None and not outer and out_dtype != "float16"
-        added = None if bias is None else dtype_name(bias)
-        self.finish = Launcher(_finishing(self.a, self.b, added, out_dtype, self.direct, found.ptx))
+        result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, found.ptx)
+        added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
+        self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
+        self.mend = Launcher(result.mending(self.a, self.b, added))
+        self.flags = 1 + self.b.first + self.b.matrices * self.b.lines
 
     def __call__(self, a: _Operand, b: _Operand, bias: Any, out: Any) -> Any:
         """The product, on the current device."""
@@ -139,12 +145,15 @@ class Call:
         to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
         # The sums of an FP32 result become the result in place.
         sums = to if self.direct or dtype == torch.float32 else empty(shape, torch.float32, device)
-        flags = torch.zeros(self.a.flags + self.b.flags, dtype=torch.int32, device=device)
-        marks = flags[: self.a.flags], flags[self.a.flags :]
-        self._multiply(self.a(a, marks[0], stream), self.b(b, marks[1], stream), sums)
-        numbers = [*([] if self.direct else [sums]), *([] if bias is None else [bias.contiguous()]), to]
-        arrays = [*self.a.components(a), *self.b.components(b), *addresses(list(marks)), *addresses(numbers, len(numbers))]
-        self.finish(stream, (*arrays, *self.finish.launch.integers))
+        flags = torch.zeros(self.flags, dtype=torch.int32, device=device)
+        self._multiply(self.a(a, flags, stream), self.b(b, flags, stream), sums)
+        added = [] if bias is None else [bias.contiguous()]
+        marks, ends = addresses([flags]), addresses([*added, to], 2)
+        if self.finish is not None:
+            scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
+            self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks, *self.finish.launch.integers))
+        operands = *self.a.components(a), *self.b.components(b)
+        self.mend(stream, (*operands, *marks, *ends, *self.mend.launch.integers))
         return to if out is None or to is out else out.copy_(to)
 
     def _multiply(self, x: Any, y: Any, to: Any) -> None:
@@ -161,95 +170,120 @@ class Decoding:
     """How an operand becomes BF16 numbers, and how tiles of it are read; see `Side`.
 
     matrices, lines: leading axes, and rows of a or columns of b, which count the leading axes if `merged`, where they can be.
-    depth: K. flags: the number of flags, 0 for an array. outer: the constants of its global scale, or None.
+    depth: K. first: of its flags. outer: the constants of its global scale, or None.
     """
 
-    def __init__(self, operand: _Operand, found: Hardware, merged: bool) -> None:
-        self.k_last, self.scaled, self.codes, self.outer = operand.k_last, operand.scaled, None, None
-        merged = merged and self.k_last
+    def __init__(self, operand: _Operand, found: Hardware, first: int, merged: bool) -> None:
+        self.k_last, self.first, self.codes, self.outer = operand.k_last, first, None, None
         self.limits = 0.0, 0.0
+        merged = merged and self.k_last
+        self.shape = tuple(operand.x.shape)
         if operand.scaled:
             st = operand.x
             spec, within = needed(readable(st.recipe, st.layout)), needed(range_of(st.recipe.format))
             self.codes = codes_of(st, spec, merged, found)
             self.outer, self.limits = spec.outer, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
             matrices, *sides = self.codes.flat_shape
-            self.shape = tuple(st.shape)
+            self.exact = Launcher(self._exact(choices_of(found.name)))
         elif operand.data.dtype != torch.bfloat16:
             raise Unsupported(f"tensor cores multiply BF16, and the array is {operand.data.dtype}")
         else:
-            *lead, rows, columns = operand.data.shape
+            *lead, rows, columns = self.shape
             matrices, *sides = (1, math.prod(lead) * rows, columns) if merged else (math.prod(lead), rows, columns)
         self.matrices, (self.lines, self.depth) = matrices, sides if self.k_last else sides[::-1]
-        self.flags = self.matrices * self.lines if self.scaled else 0
-        if self.codes is not None:
-            self.exact = Launcher(self._exact(found))
 
-    def _exact(self, found: Hardware) -> Launch:
+    def _exact(self, choose: Choose) -> Launch:
         """The pass that decodes."""
         assert self.codes is not None
-        made = decoding(self.codes, "bfloat16", choices_of(found.name))
+        made = decoding(self.codes, "bfloat16", choose)
         arguments: dict[str, Argument] = {}
         for name, argument in made.arguments.items():
             arguments[name] = argument
             if name == "out":
-                arguments["flags"] = Argument("*i32")
+                arguments["flags"] = Argument("*i32", True)
+            elif name == "columns":
+                arguments["first"] = Argument("i32")
         source = made.constants["F"]
         source = replace(source, spec=replace(source.spec, outer=None))
         constants = {"G": made.constants["G"], "D": Side(source, self.outer, *self.limits, self.k_last)}
-        return replace(made, function=exact_kernel, arguments=arguments, constants=constants)
+        rows, columns, *groups = made.integers
+        integers = (rows, columns, self.first, *groups)
+        return replace(made, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
 
     def __call__(self, operand: _Operand, flags: Any, stream: int) -> Any:
-        """The BF16 numbers of an operand, in the axes of the product. flags: zeros."""
-        if not self.scaled:
-            return operand.x.mT if operand.swapped else operand.x
-        out = empty(self.shape, torch.bfloat16, operand.data.device)
-        values = (*addresses(components_of(operand.x)), *addresses([out], 1), *addresses([flags]), *self.exact.launch.integers)
-        self.exact(stream, values)
-        return out.mT if operand.swapped else out
+        """The BF16 numbers of an operand, in the axes of the product."""
+        found = operand.x
+        if operand.scaled:
+            found = empty(self.shape, torch.bfloat16, operand.data.device)
+            arrays = *addresses(components_of(operand.x)), *addresses([found], 1), *addresses([flags])
+            self.exact(stream, (*arrays, *self.exact.launch.integers))
+        return found.mT if operand.swapped else found
 
     def components(self, operand: _Operand) -> list[Any]:
-        """What `finishing_kernel` reads of an operand."""
-        return addresses(components_of(operand.x)) if self.scaled else addresses([operand.x], 1)
+        """What `mending_kernel` reads of an operand."""
+        return addresses(components_of(operand.x)) if operand.scaled else addresses([operand.x], 1)
 
     def arguments(self, name: str) -> dict[str, Argument]:
-        """Their types, by the names of the operand."""
+        """Their types, under the operand's name."""
         if self.codes is None:
             return {name: Argument(NUMBERS["bfloat16"])}
         return {name + argument[1:]: kind for argument, kind in self.codes.arguments.items()}
 
-    def side(self, tile: int) -> Side:
-        """How `finishing_kernel` reads tiles of so many lines."""
+    @property
+    def side(self) -> Side:
+        """How `mending_kernel` reads tiles."""
         source = None
         if self.codes is not None:
-            tall, wide = (tile, _DEPTH) if self.k_last else (_DEPTH, tile)
+            tall, wide = (_TILE, _DEPTH) if self.k_last else (_DEPTH, _TILE)
             source = self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
         return Side(source, self.outer, *self.limits, self.k_last)
 
 
-def _finishing(a: Decoding, b: Decoding, bias: str | None, out_dtype: str, direct: bool, ptx: bool) -> Launch:
-    """The launch over tiles of the result. bias: its dtype, None without one. direct: only tiles with flags are computed."""
-    matrices, rows, columns = max(a.matrices, b.matrices), a.lines, b.lines
-    tile = _SMALL if min(rows, columns) <= _SMALL else _LARGE
-    arguments = {**a.arguments("a"), **b.arguments("b"), "a_flags": Argument("*i32"), "b_flags": Argument("*i32")}
-    if not direct:
-        arguments["product"] = Argument("*fp32", True)
-    if bias is not None:
-        arguments["bias"] = Argument(NUMBERS[bias])
-    arguments["out"] = Argument(NUMBERS[out_dtype], True)
-    integers = {"rows": rows, "columns": columns, "depth": a.depth}
-    for name, side in (("a", a), ("b", b)):
-        if side.codes is not None and side.codes.groups:
-            integers[f"{name}_groups"] = side.codes.groups[0]
-    integers |= {"a_many": int(a.matrices > 1), "b_many": int(b.matrices > 1)}
-    arguments |= {name: Argument("i32", n % 16 == 0) for name, n in integers.items()}
-    programs = (matrices * divided_up(rows, tile) * divided_up(columns, tile), 1, 1)
-    constants = {"A": a.side(tile), "B": b.side(tile), "TILE": tile, "DEPTH": _DEPTH, "PTX": ptx}
-    return Launch(finishing_kernel, programs, arguments, constants, _WARPS[tile], tuple(integers.values()))
+@dataclass(frozen=True)
+class _Result:
+    """The result of a product: (matrices, rows, columns) in a dtype. ptx: of an NVIDIA GPU."""
+
+    matrices: int
+    rows: int
+    columns: int
+    dtype: str
+    ptx: bool
+
+    def finishing(self, a: Decoding, b: Decoding, added: dict[str, Argument]) -> Launch:
+        """The pass over FP32 sums. added: the bias as an argument, if there is one."""
+        tile = plain_tile(1, self.rows, self.columns)
+        programs, folded = grid_of(tile, self.matrices, self.rows, self.columns)
+        tile = replace(tile, large=self.matrices * self.rows * self.columns >= LARGE, folded=folded)
+        arguments = {"sums": Argument("*fp32", True)}
+        arguments |= {f"{name}_outer": Argument("*i32") for name, side in (("a", a), ("b", b)) if side.outer is not None}
+        arguments |= added | {"out": Argument(NUMBERS[self.dtype], True), "flags": Argument("*i32", True)}
+        integers = {"rows": self.rows, "columns": self.columns, "a_rows": b.first}
+        constants = {"A": a.side, "B": b.side, "G": tile, "PTX": self.ptx}
+        return Launch(
+            finishing_kernel, programs, arguments | _integers(integers), constants, tile.warps, tuple(integers.values())
+        )
+
+    def mending(self, a: Decoding, b: Decoding, added: dict[str, Argument]) -> Launch:
+        """The launch over tiles with flags."""
+        arguments = a.arguments("a") | b.arguments("b") | {"flags": Argument("*i32", True)}
+        arguments |= added | {"out": Argument(NUMBERS[self.dtype], True)}
+        integers = {"rows": self.rows, "columns": self.columns, "depth": a.depth, "matrices": self.matrices}
+        for name, side in (("a", a), ("b", b)):
+            if side.codes is not None and side.codes.groups:
+                integers[f"{name}_groups"] = side.codes.groups[0]
+        integers |= {"a_rows": b.first, "a_many": int(a.matrices > 1), "b_many": int(b.matrices > 1)}
+        constants = {"A": a.side, "B": b.side, "TILE": _TILE, "DEPTH": _DEPTH, "PTX": self.ptx}
+        tiles = self.matrices * divided_up(self.rows, _TILE) * divided_up(self.columns, _TILE)
+        programs = (min(tiles, _PROGRAMS), 1, 1)
+        return Launch(mending_kernel, programs, arguments | _integers(integers), constants, _WARPS, tuple(integers.values()))
+
+
+def _integers(named: dict[str, int]) -> dict[str, Argument]:
+    return {name: Argument("i32", n % 16 == 0) for name, n in named.items()}
 
 
 def multiply(x: Any, y: Any, to: Any) -> None:
-    """Write the product of BF16 matrices, or of batches of them, into `to` (BF16 or FP32); sums are FP32 until they are rounded."""
+    """Write the product of BF16 matrices, or of batches of them, into `to` (BF16 or FP32). Sums are FP32, rounded once."""
     product: Any = torch.mm if x.ndim == 2 else torch.bmm
     mixed = autocast_dtype(x) is not None  # it would multiply in another dtype
     with _FP32_SUMS, torch.autocast(x.device.type, enabled=False) if mixed else nullcontext():
@@ -260,7 +294,7 @@ def multiply(x: Any, y: Any, to: Any) -> None:
 
 
 class _Fp32Sums:
-    """While it is entered, cuBLAS does not add parts of a sum (split-K) in BF16. One thread at a time: torch's setting is global."""
+    """While it is entered, cuBLAS adds parts of a sum (split-K) in FP32. One thread at a time: torch's setting is global."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()

@@ -34,7 +34,7 @@ SHORTEST = 16
 class Range:
     """Exponents: values of codes under their scales, without a global scale, are 0 or in 2^least ... 2^most.
 
-    least_multiplier, most_multiplier: exponents of multipliers of a global scale under which such values are normal FP32 numbers.
+    least_multiplier, most_multiplier: of a global scale, exponents between which such values times it are normal FP32 numbers.
     """
 
     least: int
