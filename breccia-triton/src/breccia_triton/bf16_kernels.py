@@ -55,7 +55,7 @@ def exact_kernel(
     u = bits_of(v) & MAGNITUDE
     inexact = (u != 0) & (u < NORMAL)
     if D.outer is not None:
-        inexact = inexact | ((u != 0) & _strays(x_outer, D))
+        inexact = inexact | _strays(x_outer, D)
     inexact = (inexact & exists).to(tl.int32)
     if D.k_last:
         _flag(flags, first + matrix * rows + row, row_exists, tl.max(inexact, 1))
@@ -96,7 +96,8 @@ def mending_kernel(
     """
     if tl.load(flags) != 0:
         down, along = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
-        for tile in range(tl.program_id(0), matrices * down * along, tl.num_programs(0)):
+        tile = tl.program_id(0)
+        while tile < matrices * down * along:  # not `range`, whose bounds Triton's interpreter does not convert under NumPy 2.5
             matrix, i, j = tile // along // down, (tile // along) % down, tile % along
             a_matrix, b_matrix = matrix * a_many, matrix * b_many
             row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -105,14 +106,17 @@ def mending_kernel(
             flagged = flagged | tl.max(tl.load(b_flags + column, mask=column < columns, other=0))
             if flagged != 0:
                 total = tl.zeros((TILE, TILE), tl.float32)
-                for k in range(0, tl.cdiv(depth, DEPTH)):
+                k = tile * 0
+                while k * DEPTH < depth:
                     x = _lines(a, a_scale, a_outer, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
                     y = _lines(b, b_scale, b_outer, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
                     total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
+                    k += 1
                 at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
                 exists = (row < rows)[:, None] & (column < columns)[None, :]
                 total = _with_bias(total, bias, column, column < columns, out.dtype.element_ty, PTX)
                 tl.store(out + at, total, mask=exists)
+            tile += tl.num_programs(0)
 
 
 @triton.jit

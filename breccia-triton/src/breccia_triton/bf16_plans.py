@@ -119,8 +119,8 @@ def _refused(operand: Operand) -> str | None:
     """Why an operand has no exact BF16 numbers, or None."""
     recipe, layout = operand.recipe, operand.layout
     if recipe is None:
-        known = operand.dtype == "bfloat16" or not operand.shape
-        return None if known else f"tensor cores multiply BF16, and the array is {operand.dtype}"
+        dtype = operand.dtype
+        return None if dtype == "bfloat16" else f"tensor cores multiply BF16, and the array is {dtype}"
     found = range_of(recipe.format)
     if isinstance(found, str) or layout is None:
         return found if isinstance(found, str) else None
