@@ -450,7 +450,7 @@ def test_formats_are_judged_by_the_bits_and_the_range_of_their_values() -> None:
     assert (nvfp4.least_multiplier, nvfp4.most_multiplier) == (-116, 22)
     assert "INT8 codes under E4M3 scales may need more" in found(INT8, E4M3)
     assert "scales are stored as divisor" in found(E2M1, F32, "divisor")
-    fine = breccia.Minifloat("E5M2b", 8, 5, 2, 40, 2.0**-10, 127)
+    fine = breccia.Minifloat("fine", 8, None, "tests", 5, 2, 24, 224.0)
     assert "may be below FP32's least number" in found(fine, E8M0)
 
 
