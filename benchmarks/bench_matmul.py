@@ -1,5 +1,7 @@
 """FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), TransformerEngine's, humming's and BF16.
 
+Products of MXFP8, MXFP4 and NVFP4 through BF16 are timed with their decoding.
+
     python benchmarks/bench_matmul.py [--kinds tiles] [--rivals humming] [--shapes 4096x7168x16384] [--burst] [--seconds 80]
         [--out RESULTS]
 
@@ -41,10 +43,14 @@ KINDS = {
     "tensor": ("fp8_current", "fp8_current"),
     "blocks": ("fp8_block", "fp8_block"),
     "mx": ("mxfp8", "mxfp8"),
+    "mxfp4": ("mxfp4", "mxfp4"),
+    "nvfp4": ("nvfp4", "nvfp4"),
     "row fast": ("fp8_row", "fp8_row"),
     "tensor fast": ("fp8_current", "fp8_current"),
     "grouped row": ("fp8_row", "fp8_row"),
 }
+#: Kinds that only the kernel through BF16 multiplies; and its name, also for kind "mx".
+DECODED, THROUGH_BF16 = ("mxfp4", "nvfp4"), "triton.matmul_bf16"
 #: Libraries whose products are timed where they are installed, by the module that says so.
 TRANSFORMER_ENGINE, HUMMING = "transformer-engine", "humming"
 RIVALS = {TRANSFORMER_ENGINE: "transformer_engine", HUMMING: "humming"}
@@ -98,9 +104,13 @@ def makers(
 
     if kind.startswith("grouped"):
         return grouped_makers(a, ws, out)
+    if kind in DECODED:
+        return {"breccia, through BF16": by(THROUGH_BF16), "bf16": bf16}
     ours = "cuda.fp8_matmul_fast" if fast else "cuda.fp8_matmul"
     found = {"breccia": by(ours)}
-    if kind != "mx":
+    if kind == "mx":
+        found["breccia, through BF16"] = by(THROUGH_BF16)
+    else:
         found["torch"] = by("torch.scaled_mm" + ("_fast" if fast else ""))
     if column_major is not None:
         found["breccia, column-major scales"] = by(ours, column_major)
@@ -296,11 +306,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def tile_name(kind: str, m: int, n: int, k: int) -> str:
-    """The tile that breccia's kernel takes."""
+    """The tile that breccia's FP8 kernel takes; "-" for kinds that it does not multiply."""
     import torch
 
     from breccia_triton.cuda import fp8_plans
 
+    if kind in DECODED:
+        return "-"
     if kind.startswith("grouped"):
         return fp8_plans.grouped_tile_of(m, EXPERTS, k).name
     processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
@@ -312,6 +324,7 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
     from breccia_triton.cuda import fp8_plans
 
     pairs = {"tiles": ("1x128", "128x128"), "row": ("row", "row"), "tensor": ("tensor", "tensor"), "blocks": ("1x128", "1x128")}
+    pairs["mx"] = "1x32", "1x32"
     found: dict[str, list[float]] = {}
     for row in rows:
         times = row["times"]

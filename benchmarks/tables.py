@@ -582,10 +582,11 @@ def matmul_gpu(result: Result) -> Table:
 
         rivals = [taken[name]["median_s"] for name in ("torch", "transformer-engine", "humming") if name in taken]
         over = ratio(min(rivals) / taken[OURS]["median_s"]) if rivals and OURS in taken else ABSENT
-        rates = map(rate, (OURS, f"{OURS}, column-major scales", "torch", "transformer-engine", "humming", "bf16"))
+        ours = (OURS, f"{OURS}, column-major scales", f"{OURS}, through BF16")
+        rates = map(rate, (*ours, "torch", "transformer-engine", "humming", "bf16"))
         rows.append((row["kind"], f"{m}×{n}×{k}", row["tile"], *rates, over))
     rivals = ("torch", "TransformerEngine", "humming")
-    headings = ("scales", "M×N×K", "tile", OURS, "column-major scales", *rivals, "BF16", "breccia / best rival")
+    headings = ("scales", "M×N×K", "tile", OURS, "column-major scales", "through BF16", *rivals, "BF16", "breccia / best rival")
     note = (
         f"TFLOP/s, min / median / max of {result['options']['samples']} samples of a CUDA graph of "
         f"{result['options']['graph_calls']} calls, interleaved ({result['options']['state']}). Result in BF16. torch: "

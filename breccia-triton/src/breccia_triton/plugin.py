@@ -60,6 +60,18 @@ def breccia_kernels() -> Iterable[Kernel]:
             reads=("column_major",) if ours else (),
             opt_in=opt_in,
         )
+    yield Kernel(
+        "matmul",
+        "torch",
+        "breccia_triton.bf16_matmul:matmul_bf16",
+        "triton.matmul_bf16",
+        device="cuda",
+        available="breccia_triton.bf16_plans:available",
+        accepts="breccia_triton.bf16_plans:accepts",
+        score="breccia_triton.bf16_plans:score",
+        reads=STORAGES,
+        opt_in=True,  # until its tests have run on a GPU
+    )
     for framework in ("torch", "jax"):
         for op, module, accepts, reads, writes in _KERNELS:
             torch = framework == "torch"

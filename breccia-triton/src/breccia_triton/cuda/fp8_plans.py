@@ -329,6 +329,8 @@ class Variant:
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
 #: Times over that bound without a measurement: breccia's kernel is taken to be faster where it runs.
 _UNMEASURED = {"cuda": 1.2, "torch": 1.3}
+#: The same for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
+_UNMEASURED_MX = 3.0, 5.0
 #: Products of at most so many rows are measured apart.
 SMALL = 128
 
@@ -363,9 +365,10 @@ def _seconds(call: Call, kernel: str) -> float:
     a, b = call.a.shape, call.b.shape
     if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
         return _UNMEASURED[kernel] * _LAUNCH
-    rows = math.prod(a[:-1])
+    rows, pair = math.prod(a[:-1]), _pair(call)
     known = slowdowns(device_name(call.device))
-    over = known.get(key_of(kernel, _pair(call), rows), _UNMEASURED[kernel])
+    unmeasured = _UNMEASURED_MX[rows > SMALL] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
+    over = known.get(key_of(kernel, pair, rows), unmeasured)
     return over * bound(rows, b[-1], a[-1], math.prod(b[:-2]))
 
 

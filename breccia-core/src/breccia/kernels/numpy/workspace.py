@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,19 +33,53 @@ _REMEMBERED = 256
 
 
 class Buffers:
-    """Work space of one thread for chunks of up to `size` elements, aligned for the widest vectors."""
+    """Work space of one thread for chunks of up to `size` elements, aligned for the widest vectors.
+
+    Each is made when it is first used: compiled kernels use few of them.
+    """
 
     def __init__(self, size: int) -> None:
-        def aligned(count: int, dtype: Any) -> Array:
-            raw = np.empty(count * np.dtype(dtype).itemsize + 64, U1)
-            start = -raw.ctypes.data % 64
-            return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)
-
-        size = -(-size // 16) * 16
-        self.size = size
-        self.source, self.scaled, self.a, self.b, self._level = (aligned(size, U4) for _ in range(5))
-        self.codes, self.sign = aligned(size, U1), aligned(size, U1)
+        self.size = -(-size // 16) * 16
         self._value = -1
+
+    def _aligned(self, dtype: Any) -> Array:
+        raw = np.empty(self.size * np.dtype(dtype).itemsize + 64, U1)
+        start = -raw.ctypes.data % 64
+        return raw[start : start + self.size * np.dtype(dtype).itemsize].view(dtype)
+
+    @cached_property
+    def source(self) -> Array:
+        """FP32 numbers that were read."""
+        return self._aligned(U4)
+
+    @cached_property
+    def scaled(self) -> Array:
+        """The same under inverse scales."""
+        return self._aligned(U4)
+
+    @cached_property
+    def a(self) -> Array:
+        """Words of any use."""
+        return self._aligned(U4)
+
+    @cached_property
+    def b(self) -> Array:
+        """Words of any use."""
+        return self._aligned(U4)
+
+    @cached_property
+    def _level(self) -> Array:
+        return self._aligned(U4)
+
+    @cached_property
+    def codes(self) -> Array:
+        """Codes, one a byte."""
+        return self._aligned(U1)
+
+    @cached_property
+    def sign(self) -> Array:
+        """Bytes of any use."""
+        return self._aligned(U1)
 
     def level(self, value: int, n: int) -> Array:
         """`n` times the uint32 `value`: NumPy's maximum of two arrays is three times as fast as of an array and a constant."""

@@ -1,0 +1,189 @@
+"""The Triton kernels around a product of BF16 numbers: decoding to BF16, finishing and mending; see `bf16_matmul`.
+
+Arguments in capitals are constants. Names with a_ and b_ are those of the operands' components. flags: zeros at first; one
+number that says whether there is a flag, then one for each line along K (the rows of a, a_rows of them, and the columns of b).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from .geometry import Source
+from .numerics import INF, MAGNITUDE, NORMAL, bits_of, outer_multiplier, rounded
+from .specs import Scale
+from .tiles import decoded, tile_of_program
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand of a product.
+
+    source: how its codes are read, None for an array of BF16 numbers. outer: its global scale, which `source` leaves out where
+    values are to be exact. least, most: multipliers of that scale that need no FP32. k_last: whether K is last in memory.
+    """
+
+    source: Source | None
+    outer: Scale | None
+    least: float
+    most: float
+    k_last: bool
+
+
+@triton.jit
+def exact_kernel(
+    x, x_scale, x_zero_point, x_outer, out, flags, rows, columns, first, x_groups, G: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """The values of a ScaledTensor without its global scale, in BF16, and flags of their lines, from number `first` on.
+
+    BF16 has the exponents of FP32, and the values have at most 8 significant bits. So they are exact but for subnormal numbers,
+    some of which lose bits, and which tensor cores may take as zeros.
+    """
+    matrix, i, j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
+    ROWS: tl.constexpr = G.down * G.tall
+    COLUMNS: tl.constexpr = G.along * G.wide
+    SOURCE: tl.constexpr = D.source
+    v = decoded(
+        x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+        ROWS, COLUMNS, SOURCE,
+    )  # fmt: skip
+    exists = row_exists[:, None] & column_exists[None, :]
+    to = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+    tl.store(out + to, rounded(v, tl.bfloat16, SOURCE.ptx), mask=exists)
+    u = bits_of(v) & MAGNITUDE
+    inexact = (u != 0) & (u < NORMAL)
+    if D.outer is not None:
+        inexact = inexact | _strays(x_outer, D)
+    inexact = (inexact & exists).to(tl.int32)
+    if D.k_last:
+        _flag(flags, first + matrix * rows + row, row_exists, tl.max(inexact, 1))
+    else:
+        _flag(flags, first + matrix * columns + column, column_exists, tl.max(inexact, 0))
+
+
+@triton.jit
+def finishing_kernel(
+    sums, a_outer, b_outer, bias, out, flags, rows, columns, a_rows, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """FP32 sums times the global scales, plus `bias`, rounded once to the dtype of `out`.
+
+    Sums that are not finite may be so under the global scales: their rows, of which a has a_rows, are flagged.
+    """
+    matrix, _i, _j, row, row_exists, column, column_exists = tile_of_program(rows, columns, G)
+    exists = row_exists[:, None] & column_exists[None, :]
+    at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+    total = tl.load(sums + at, mask=exists, other=0.0)
+    if A.outer is not None or B.outer is not None:
+        found = tl.max(((bits_of(total) & MAGNITUDE) >= INF).to(tl.int32), 1)
+        _flag(flags, (matrix * rows + row) % a_rows, row_exists, found)
+        # In FP64 products of two scales, and of sums with them, neither overflow nor vanish.
+        total = (total.to(tl.float64) * (_multiplier(a_outer, A) * _multiplier(b_outer, B))).to(tl.float32)
+    tl.store(out + at, _with_bias(total, bias, column, column_exists, out.dtype.element_ty, PTX), mask=exists)
+
+
+@triton.jit
+def mending_kernel(
+    a, a_scale, a_outer, b, b_scale, b_outer, flags, bias, out, rows, columns, depth, matrices, a_groups, b_groups, a_rows,
+    a_many, b_many,
+    A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the result (matrices, rows, columns) with a flag, in FP32 from the codes. Without a flag, programs end at once.
+
+    a_many, b_many: 1, or 0 for an operand whose matrix every one of the other operand meets.
+    """
+    if tl.load(flags) != 0:
+        down, along = tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
+        tile = tl.program_id(0)
+        while tile < matrices * down * along:  # not `range`, whose bounds Triton's interpreter does not convert under NumPy 2.5
+            matrix, i, j = tile // along // down, (tile // along) % down, tile % along
+            a_matrix, b_matrix = matrix * a_many, matrix * b_many
+            row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+            flagged = tl.max(tl.load(flags + 1 + a_matrix * rows + row, mask=row < rows, other=0))
+            b_flags = flags + 1 + a_rows + b_matrix * columns
+            flagged = flagged | tl.max(tl.load(b_flags + column, mask=column < columns, other=0))
+            if flagged != 0:
+                total = tl.zeros((TILE, TILE), tl.float32)
+                k = tile * 0
+                while k * DEPTH < depth:
+                    x = _lines(a, a_scale, a_outer, a_matrix, i, k, rows, depth, a_groups, TILE, DEPTH, A)
+                    y = _lines(b, b_scale, b_outer, b_matrix, j, k, columns, depth, b_groups, TILE, DEPTH, B)
+                    total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
+                    k += 1
+                at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+                exists = (row < rows)[:, None] & (column < columns)[None, :]
+                total = _with_bias(total, bias, column, column < columns, out.dtype.element_ty, PTX)
+                tl.store(out + at, total, mask=exists)
+            tile += tl.num_programs(0)
+
+
+@triton.jit
+def _with_bias(total, bias, column, exists, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """FP32 sums plus the bias of their columns, in the dtype of the result."""
+    if bias is not None:
+        total = total + tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)[None, :]
+    return rounded(total, DTYPE, PTX)
+
+
+@triton.jit
+def _flag(flags, line, exists, found):
+    """Flag lines; the first number says that there is a flag."""
+    mask = exists & (found != 0)
+    tl.store(flags + 1 + line, found, mask=mask)
+    tl.store(flags + line * 0, found, mask=mask)
+
+
+@triton.jit
+def _multiplier(outer, D: tl.constexpr):
+    """The multiplier of a global scale, in FP64."""
+    OUTER: tl.constexpr = D.outer
+    if D.outer is not None:
+        return outer_multiplier(tl.load(outer), OUTER).to(tl.float64)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _strays(outer, D: tl.constexpr):
+    """Whether the global scale is NaN, or values under it may not be normal FP32 numbers."""
+    OUTER: tl.constexpr = D.outer
+    magnitude = tl.abs(outer_multiplier(tl.load(outer), OUTER))
+    return tl.where((magnitude >= D.least) & (magnitude <= D.most), 0, 1) != 0
+
+
+@triton.jit
+def _lines(
+    x, x_scale, x_outer, matrix, i, k, lines, depth, groups, LINES: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """FP32 values (LINES, DEPTH) of an operand: its lines from i * LINES on, from k * DEPTH on along K."""
+    line, place = i * LINES + tl.arange(0, LINES), k * DEPTH + tl.arange(0, DEPTH)
+    if D.k_last:
+        return _values(
+            x, x_scale, x_outer, matrix, i, k, line, line < lines, place, place < depth, lines, depth, groups, LINES, DEPTH, D
+        )
+    else:
+        found = _values(
+            x, x_scale, x_outer, matrix, k, i, place, place < depth, line, line < lines, depth, lines, groups, DEPTH, LINES, D
+        )
+        return tl.trans(found)
+
+
+@triton.jit
+def _values(
+    x, x_scale, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """FP32 values of a tile in the order of memory, zeros where there are none."""
+    exists = row_exists[:, None] & column_exists[None, :]
+    SOURCE: tl.constexpr = D.source
+    if D.source is None:
+        at = (matrix.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+        return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
+    else:
+        v = decoded(
+            x, x_scale, None, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, groups,
+            ROWS, COLUMNS, SOURCE,
+        )  # fmt: skip
+        return tl.where(exists, v, 0.0)

@@ -1,0 +1,319 @@
+"""`matmul` through BF16 on CUDA tensors of torch, for quantized operands whose values BF16 holds exactly, and BF16 arrays.
+
+1. One pass over each quantized operand decodes it to BF16, without its global scale, and flags lines along K with values that
+   are subnormal: BF16 does not hold some of them, and tensor cores may take the others as zeros.
+2. cuBLAS multiplies BF16 numbers with FP32 sums.
+3. Where there is a bias, a global scale or an FP16 result, one pass finishes FP32 sums: it rounds once.
+4. One launch computes tiles of the result in FP32, from the codes, that have a flag. Most often there is none.
+
+Global scales multiply sums: values of E2M1 x E4M3 have 6 significant bits, and under an FP32 scale up to 24, too many for BF16.
+Nothing waits for the device, so calls can be captured in CUDA graphs.
+"""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from breccia.backend import ScaledTensor, UnsupportedError, checks, composites, dtype_name
+from breccia_torch.ops import autocast_dtype, need_dense
+
+from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
+from .bf16_plans import range_of
+from .choices import Choose, choices_of
+from .cuda.fp8_matmul import check_out
+from .facts import LARGE, NUMBERS, Argument, Hardware, grid_of
+from .geometry import Tile, divided_up, plain_tile
+from .launch import Launcher, Remembered, current_stream, empty, on
+from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
+from .plans import readable
+from .prepare import Launch, decoding, needed
+from .specs import Unsupported
+
+#: The sides of a tile that is mended, its steps along K, its warps, and the most programs: a few for each processor.
+_TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
+
+
+def matmul_bf16(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
+    """`matmul` as `breccia.matmul` documents it."""
+    checks.check_matmul(a, b, bias)
+    a, b = _Operand(a, False), _Operand(b, True)
+    key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
+    call = _calls.get(key)
+    if call is None:
+        try:
+            call = Call(a, b, bias, out_dtype)
+        except Unsupported as e:
+            call = str(e)
+        _calls.keep(key, call)
+    if isinstance(call, str):
+        return composites.matmul(a.given, b.given, bias, out_dtype, out)
+    with on(call.device):
+        return call(a, b, bias, out)
+
+
+#: Prepared calls; for calls that the kernels do not support, the reason.
+_calls = Remembered()
+
+
+class _Operand:
+    """An operand whose numbers or codes are in C order in memory: K last, or, where `k_last` is false, first.
+
+    given: the operand of the call. x: it, or with `swapped` its transpose, in C order; a copy if it is in neither order.
+    """
+
+    def __init__(self, given: Any, second: bool) -> None:
+        self.given, self.scaled = given, isinstance(given, ScaledTensor)
+        data = given.data if self.scaled else given
+        need_dense(data)
+        swapped = not data.is_contiguous() and data.mT.is_contiguous()
+        x = given.mT if swapped else given
+        if not (swapped or data.is_contiguous()):
+            x = _contiguous(given) if self.scaled else given.contiguous()
+        self.x, self.swapped, self.k_last = x, swapped, swapped == second
+        self.facts = (swapped, *(facts_of(x) if self.scaled else (x.shape, x.dtype, x.device)))
+
+    @property
+    def data(self) -> Any:
+        return self.x.data if self.scaled else self.x
+
+    @property
+    def global_scale(self) -> Any:
+        return self.x.global_scale if self.scaled else None
+
+
+def _contiguous(st: ScaledTensor) -> ScaledTensor:
+    """The tensor with codes in C order."""
+    return ScaledTensor.from_parts(
+        st.data.contiguous(), st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding
+    )
+
+
+def _need_one_device(a: _Operand, b: _Operand, bias: Any) -> None:
+    """Raise UnsupportedError unless all arrays of a call are on the device of a's codes."""
+    here = a.data.device
+    named: list[tuple[str, Any]] = [("bias", bias)]
+    for name, operand in (("a", a), ("b", b)):
+        named.append((f"{name}'s codes" if operand.scaled else name, operand.data))
+        if operand.scaled:
+            named += [(f"{name}'s scale", operand.x.scale), (f"{name}'s global scale", operand.global_scale)]
+    for name, x in named:
+        if x is not None and x.device != here:
+            raise UnsupportedError(f"matmul: a is on {here}, and {name} on {x.device}; move it: x.to({str(here)!r}).")
+
+
+class Call:
+    """What products of equal shapes, dtypes, recipes and orders of memory have in common: their kernels, compiled.
+
+    direct: cuBLAS writes the result itself. Raises Unsupported.
+    """
+
+    def __init__(self, a: _Operand, b: _Operand, bias: Any, out_dtype: str) -> None:
+        left, right = tuple(a.given.shape), tuple(b.given.shape)
+        self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
+        self.shape = (*torch.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
+        if 0 in self.shape or not left[-1]:
+            raise Unsupported("an empty tensor")
+        _need_one_device(a, b, bias)
+        found = hardware(self.device)
+        self.a = Decoding(a, found, 0, merged=math.prod(right[:-2]) == 1)
+        self.b = Decoding(b, found, self.a.matrices * self.a.lines, merged=False)
+        if 1 < self.a.matrices != self.b.matrices > 1:
+            raise Unsupported("leading axes broadcast in both directions")
+        outer = any(side.outer is not None for side in (self.a, self.b))
+        self.direct = bias is None and not outer and out_dtype != "float16"
+        result = _Result(max(self.a.matrices, self.b.matrices), self.a.lines, self.b.lines, out_dtype, found.ptx)
+        added = {} if bias is None else {"bias": Argument(NUMBERS[dtype_name(bias)])}
+        self.finish = None if self.direct else Launcher(result.finishing(self.a, self.b, added))
+        self.mend = Launcher(result.mending(self.a, self.b, added))
+        self.flags = 1 + self.b.first + self.b.matrices * self.b.lines
+
+    def __call__(self, a: _Operand, b: _Operand, bias: Any, out: Any) -> Any:
+        """The product, on the current device."""
+        shape, dtype, device = self.shape, self.dtype, self.device
+        if out is not None:
+            check_out(out, shape, dtype)
+        stream = current_stream(device)
+        to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
+        # The sums of an FP32 result become the result in place.
+        sums = to if self.direct or dtype == torch.float32 else empty(shape, torch.float32, device)
+        flags = torch.zeros(self.flags, dtype=torch.int32, device=device)
+        self._multiply(self.a(a, flags, stream), self.b(b, flags, stream), sums)
+        added = [] if bias is None else [bias.contiguous()]
+        marks, ends = addresses([flags]), addresses([*added, to], 2)
+        if self.finish is not None:
+            scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
+            self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks, *self.finish.launch.integers))
+        operands = *self.a.components(a), *self.b.components(b)
+        self.mend(stream, (*operands, *marks, *ends, *self.mend.launch.integers))
+        return to if out is None or to is out else out.copy_(to)
+
+    def _multiply(self, x: Any, y: Any, to: Any) -> None:
+        """cuBLAS's products of matrices of BF16 numbers."""
+        m, n, k = self.shape[-2], self.shape[-1], x.shape[-1]
+        if math.prod(y.shape[:-2]) == 1:
+            multiply(x.reshape(-1, k), y.reshape(k, n), to.view(-1, n))
+        else:
+            lead = self.shape[:-2]
+            multiply(x.expand(*lead, m, k).reshape(-1, m, k), y.expand(*lead, k, n).reshape(-1, k, n), to.view(-1, m, n))
+
+
+class Decoding:
+    """How an operand becomes BF16 numbers, and how tiles of it are read; see `Side`.
+
+    matrices, lines: leading axes, and rows of a or columns of b, which count the leading axes if `merged`, where they can be.
+    depth: K. first: of its flags. outer: the constants of its global scale, or None.
+    """
+
+    def __init__(self, operand: _Operand, found: Hardware, first: int, merged: bool) -> None:
+        self.k_last, self.first, self.codes, self.outer = operand.k_last, first, None, None
+        self.limits = 0.0, 0.0
+        merged = merged and self.k_last
+        self.shape = tuple(operand.x.shape)
+        if operand.scaled:
+            st = operand.x
+            spec, within = needed(readable(st.recipe, st.layout)), needed(range_of(st.recipe.format))
+            self.codes = codes_of(st, spec, merged, found)
+            self.outer, self.limits = spec.outer, (2.0**within.least_multiplier, 2.0**within.most_multiplier)
+            matrices, *sides = self.codes.flat_shape
+            self.exact = Launcher(self._exact(choices_of(found.name)))
+        elif operand.data.dtype != torch.bfloat16:
+            raise Unsupported(f"tensor cores multiply BF16, and the array is {operand.data.dtype}")
+        else:
+            *lead, rows, columns = self.shape
+            matrices, *sides = (1, math.prod(lead) * rows, columns) if merged else (math.prod(lead), rows, columns)
+        self.matrices, (self.lines, self.depth) = matrices, sides if self.k_last else sides[::-1]
+
+    def _exact(self, choose: Choose) -> Launch:
+        """The pass that decodes."""
+        assert self.codes is not None
+        made = decoding(self.codes, "bfloat16", choose)
+        arguments: dict[str, Argument] = {}
+        for name, argument in made.arguments.items():
+            arguments[name] = argument
+            if name == "out":
+                arguments["flags"] = Argument("*i32", True)
+            elif name == "columns":
+                arguments["first"] = Argument("i32")
+        source = made.constants["F"]
+        source = replace(source, spec=replace(source.spec, outer=None))
+        constants = {"G": made.constants["G"], "D": Side(source, self.outer, *self.limits, self.k_last)}
+        rows, columns, *groups = made.integers
+        integers = (rows, columns, self.first, *groups)
+        return replace(made, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
+
+    def __call__(self, operand: _Operand, flags: Any, stream: int) -> Any:
+        """The BF16 numbers of an operand, in the axes of the product."""
+        found = operand.x
+        if operand.scaled:
+            found = empty(self.shape, torch.bfloat16, operand.data.device)
+            arrays = *addresses(components_of(operand.x)), *addresses([found], 1), *addresses([flags])
+            self.exact(stream, (*arrays, *self.exact.launch.integers))
+        return found.mT if operand.swapped else found
+
+    def components(self, operand: _Operand) -> list[Any]:
+        """What `mending_kernel` reads of an operand."""
+        return addresses(components_of(operand.x)) if operand.scaled else addresses([operand.x], 1)
+
+    def arguments(self, name: str) -> dict[str, Argument]:
+        """Their types, under the operand's name."""
+        if self.codes is None:
+            return {name: Argument(NUMBERS["bfloat16"])}
+        return {name + argument[1:]: kind for argument, kind in self.codes.arguments.items()}
+
+    @property
+    def side(self) -> Side:
+        """How `mending_kernel` reads tiles."""
+        source = None
+        if self.codes is not None:
+            tall, wide = (_TILE, _DEPTH) if self.k_last else (_DEPTH, _TILE)
+            source = self.codes.source(Tile(1 if self.codes.axis == -1 else 0, 1, tall, tall, 1, wide, wide))
+        return Side(source, self.outer, *self.limits, self.k_last)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The result of a product: (matrices, rows, columns) in a dtype. ptx: of an NVIDIA GPU."""
+
+    matrices: int
+    rows: int
+    columns: int
+    dtype: str
+    ptx: bool
+
+    def finishing(self, a: Decoding, b: Decoding, added: dict[str, Argument]) -> Launch:
+        """The pass over FP32 sums. added: the bias as an argument, if there is one."""
+        tile = plain_tile(1, self.rows, self.columns)
+        programs, folded = grid_of(tile, self.matrices, self.rows, self.columns)
+        tile = replace(tile, large=self.matrices * self.rows * self.columns >= LARGE, folded=folded)
+        arguments = {"sums": Argument("*fp32", True)}
+        arguments |= {f"{name}_outer": Argument("*i32") for name, side in (("a", a), ("b", b)) if side.outer is not None}
+        arguments |= added | {"out": Argument(NUMBERS[self.dtype], True), "flags": Argument("*i32", True)}
+        integers = {"rows": self.rows, "columns": self.columns, "a_rows": b.first}
+        constants = {"A": a.side, "B": b.side, "G": tile, "PTX": self.ptx}
+        return Launch(
+            finishing_kernel, programs, arguments | _integers(integers), constants, tile.warps, tuple(integers.values())
+        )
+
+    def mending(self, a: Decoding, b: Decoding, added: dict[str, Argument]) -> Launch:
+        """The launch over tiles with flags."""
+        arguments = a.arguments("a") | b.arguments("b") | {"flags": Argument("*i32", True)}
+        arguments |= added | {"out": Argument(NUMBERS[self.dtype], True)}
+        integers = {"rows": self.rows, "columns": self.columns, "depth": a.depth, "matrices": self.matrices}
+        for name, side in (("a", a), ("b", b)):
+            if side.codes is not None and side.codes.groups:
+                integers[f"{name}_groups"] = side.codes.groups[0]
+        integers |= {"a_rows": b.first, "a_many": int(a.matrices > 1), "b_many": int(b.matrices > 1)}
+        constants = {"A": a.side, "B": b.side, "TILE": _TILE, "DEPTH": _DEPTH, "PTX": self.ptx}
+        tiles = self.matrices * divided_up(self.rows, _TILE) * divided_up(self.columns, _TILE)
+        programs = (min(tiles, _PROGRAMS), 1, 1)
+        return Launch(mending_kernel, programs, arguments | _integers(integers), constants, _WARPS, tuple(integers.values()))
+
+
+def _integers(named: dict[str, int]) -> dict[str, Argument]:
+    return {name: Argument("i32", n % 16 == 0) for name, n in named.items()}
+
+
+def multiply(x: Any, y: Any, to: Any) -> None:
+    """Write the product of BF16 matrices, or of batches of them, into `to` (BF16 or FP32). Sums are FP32, rounded once."""
+    product: Any = torch.mm if x.ndim == 2 else torch.bmm
+    mixed = autocast_dtype(x) is not None  # it would multiply in another dtype
+    with _FP32_SUMS, torch.autocast(x.device.type, enabled=False) if mixed else nullcontext():
+        if to.dtype == torch.float32:
+            product(x, y, out_dtype=torch.float32, out=to)
+        else:
+            product(x, y, out=to)
+
+
+class _Fp32Sums:
+    """While it is entered, cuBLAS adds parts of a sum (split-K) in FP32. One thread at a time: torch's setting is global."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        settings: Any = torch.backends.cuda.matmul
+        allowed = settings.allow_bf16_reduced_precision_reduction
+        # From torch 2.10 on a second setting allows split-K at all, and is set together with the first.
+        split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", None)
+        self._before = (allowed if split is None else (allowed, split)) if allowed else None
+        if allowed:
+            settings.allow_bf16_reduced_precision_reduction = False if split is None else (False, split)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self._before
+        self._turn.release()
+
+
+_FP32_SUMS = _Fp32Sums()

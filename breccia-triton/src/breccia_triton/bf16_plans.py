@@ -1,0 +1,152 @@
+"""Products through BF16: which operands they take, in which range of scales BF16 holds their values, how long they take.
+
+Imports no framework. `bf16_matmul` has the idea.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+
+from breccia import Device, Format, Integer, Minifloat, PowerOfTwo
+from breccia.backend import F32, Call, Codec, Operand
+
+from . import plans
+from .cuda.fp8_plans import batches
+
+#: Significant bits of BF16.
+BITS = 8
+#: The binary exponents of FP32's least normal number (BF16 has the same), of its least number, and beyond its largest one.
+NORMAL, LEAST, BEYOND = -126, -149, 128
+#: The largest multiplier of a global scale, as an exponent: what sums lose below 2^-149 stays below 2^-126 under it.
+LARGEST = 22
+#: The least K. One step of a tensor core adds 16 products and loses at most 17 / 4 + 2 units 2^-24 (docs/kernels.md); rounding
+#: of both global scales, of values under them and of the result takes 5 more, within the 16 that the contract allows.
+SHORTEST = 16
+
+
+# ------------------------------------------------------------------------------------------------ what BF16 holds
+
+
+@dataclass(frozen=True)
+class Range:
+    """Exponents: values of codes under their scales, without a global scale, are 0 or in 2^least ... 2^most.
+
+    least_multiplier, most_multiplier: of a global scale, exponents between which such values times it are normal FP32 numbers.
+    """
+
+    least: int
+    most: int
+
+    @property
+    def least_multiplier(self) -> int:
+        return NORMAL - self.least
+
+    @property
+    def most_multiplier(self) -> int:
+        return min(BEYOND - 1 - self.most, LARGEST)
+
+
+@lru_cache(maxsize=256)
+def range_of(fmt: Format) -> Range | str:
+    """The range of a format's values, if each has at most the 8 significant bits of BF16; or why they may have more."""
+    level, outer = fmt.scale, fmt.global_scale
+    if level.sense != "multiplier" or fmt.offset != "none":
+        said = f"scales are stored as {level.sense}" if level.sense != "multiplier" else f"codes have a {fmt.offset}"
+        return f"{said.replace('_', '-')}, so values may need more than the 8 significant bits of BF16"
+    bits = significant(fmt.element), significant(level.codec)
+    if None in bits or sum(b or 0 for b in bits) > BITS:
+        return f"{fmt.element.name} codes under {level.codec.name} scales may need more than the 8 significant bits of BF16"
+    if outer is not None and outer.codec != F32:
+        return f"the global scale is {outer.codec.name}; it multiplies FP32 ones after the product"
+    (least, most), (least_scale, most_scale) = _exponents(fmt.element), _exponents(level.codec)
+    if least + least_scale < LEAST:
+        return f"{fmt.element.name} codes under {level.codec.name} scales may be below FP32's least number"
+    return Range(least + least_scale, most + most_scale)
+
+
+def significant(codec: Codec) -> int | None:
+    """The significant bits that a codec adds to a product: none for powers of two. None where values may be any numbers."""
+    if isinstance(codec, PowerOfTwo):
+        return 0
+    if isinstance(codec, Minifloat):
+        return codec.mantissa_bits + 1
+    if isinstance(codec, Integer):
+        return codec.high.bit_length()
+    return None
+
+
+def _exponents(codec: Codec) -> tuple[int, int]:
+    """(binary exponent of the least magnitude but zero, one that no magnitude exceeds) of a codec that `significant` knows."""
+    finite = [abs(v) for v in map(codec.value, range(1 << codec.bits)) if v and math.isfinite(v)]
+    return math.frexp(min(finite))[1] - 1, math.frexp(max(finite))[1]
+
+
+# ------------------------------------------------------------------------------------------------ which calls
+
+
+def available(device: Device) -> str | None:
+    """Why the kernel cannot run on a device, or None."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return plans.available(device)
+
+
+def accepts(call: Call) -> str | None:
+    """Why operands are not multiplied through BF16, or None."""
+    a, b = call.a, call.b
+    assert b is not None
+    for name, operand in (("a", a), ("b", b)):
+        if (why := _refused(operand)) is not None:
+            return f"{name}: {why}"
+    if a.recipe is None and b.recipe is None:
+        return "it decodes quantized operands, and both are arrays"
+    if a.empty or b.empty:
+        return "the generic algorithm runs for empty operands"
+    if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
+        return None
+    if (k := a.shape[-1]) < SHORTEST:
+        return f"K = {k} has too few terms for the bound of sums in tensor cores; it takes {SHORTEST} and more"
+    if not batches(a.shape[:-2], b.shape[:-2]):
+        return f"leading axes {a.shape[:-2]} and {b.shape[:-2]} broadcast in both directions"
+    return None
+
+
+def _refused(operand: Operand) -> str | None:
+    """Why an operand has no exact BF16 numbers, or None."""
+    recipe, layout = operand.recipe, operand.layout
+    if recipe is None:
+        dtype = operand.dtype
+        return None if dtype == "bfloat16" else f"tensor cores multiply BF16, and the array is {dtype}"
+    found = range_of(recipe.format)
+    if isinstance(found, str) or layout is None:
+        return found if isinstance(found, str) else None
+    readable = plans.readable(recipe, layout)
+    return readable if isinstance(readable, str) else None
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+#: BF16 operations and bytes per second of an H200, the seconds of a launch, and those that cuBLAS takes over these bounds.
+_OPERATIONS, _BANDWIDTH, _LAUNCH, _OVER = 0.8e15, 4.0e12, 3e-6, 1.05
+
+
+def score(call: Call) -> float:
+    """The estimated time: passes that decode, cuBLAS, and the pass over the result where there is one."""
+    a, b = call.a, call.b
+    assert b is not None
+    if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
+        return 4 * _LAUNCH
+    rows, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    sizes = rows * k, math.prod(b.shape)
+    moved, finishes = 0.0, call.option("bias") is not None or call.option("out_dtype", "float32") == "float16"
+    for operand, elements in zip((a, b), sizes, strict=True):
+        if (recipe := operand.recipe) is not None:
+            moved += elements * (recipe.format.element.bits / 8 + 2)
+            finishes = finishes or recipe.format.global_scale is not None
+    moved += 6.0 * rows * n if finishes else 0.0
+    product = max(2.0 * rows * n * k / _OPERATIONS, 2.0 * (sum(sizes) + rows * n) / _BANDWIDTH)
+    return _OVER * product + moved / _BANDWIDTH + 4 * _LAUNCH
