@@ -499,10 +499,10 @@ def test_explain_names_the_kernel_and_why_it_does_not_run(monkeypatch: pytest.Mo
     for first, second in (("mxfp4", "nvfp4"), ("mxint8", "mxint8"), ("mxfp8", "mxfp6")):
         explained = breccia.explain("matmul", first, second, on="torch:cuda", prefer=NAME)
         assert explained.running == NAME, str(explained)
-    said = str(breccia.explain("matmul", "int4", "mxfp6", on="torch:cuda"))
+    said = str(breccia.explain("matmul", "int4", "mxfp6", on="torch:cuda", prefer=NAME))
     assert NAME in said and "a: INT4 codes under" in said
     assert "a: tensor cores multiply BF16, and the array is float32" in str(
-        breccia.explain("matmul", "array", "mxfp6", on="torch:cuda")
+        breccia.explain("matmul", "array", "mxfp6", on="torch:cuda", prefer=NAME)
     )
 
 
