@@ -1,36 +1,15 @@
-/* FP32 numbers as bits, and the 16-bit floats: what the microkernels of casts and of dequantize share.
+/* The 16-bit floats: what the microkernels of casts and of dequantize share.
 
    Extensions that include this must be compiled without contraction into fused multiply-adds (see setup.py). */
 
 #ifndef BRECCIA_NUMBERS_H
 #define BRECCIA_NUMBERS_H
 
-#include <stdint.h>
-#include <string.h>
-
-#if defined(_MSC_VER)
-#define INLINE static __forceinline
-#else
-#define INLINE static inline __attribute__((always_inline))
-#endif
+#include "bits.h"
 
 #define MAGNITUDE 0x7fffffffu
 #define EXPONENT 0x7f800000u
 #define NORMAL 0x00800000u
-
-INLINE uint32_t bits_of(float y)
-{
-    uint32_t u;
-    memcpy(&u, &y, 4);
-    return u;
-}
-
-INLINE float float_of(uint32_t u)
-{
-    float y;
-    memcpy(&y, &u, 4);
-    return y;
-}
 
 /* -------------------------------------------------------------------------------------------------- floating dtypes */
 

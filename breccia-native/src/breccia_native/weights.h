@@ -6,11 +6,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "bits.h"
+
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum {
@@ -56,20 +55,6 @@ typedef struct {
 } weight;
 
 typedef float f4 __attribute__((vector_size(16)));
-
-INLINE uint32_t bits_of(float y)
-{
-    uint32_t u;
-    memcpy(&u, &y, 4);
-    return u;
-}
-
-INLINE float float_of(uint32_t u)
-{
-    float y;
-    memcpy(&y, &u, 4);
-    return y;
-}
 
 /* -------------------------------------------------------------------------------------------------- numbers */
 
