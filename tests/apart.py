@@ -53,6 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "breccia-jax": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-mlx": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-native": ("test_numpy_kernels.py",),
+    "breccia-triton": ("test_*cuda*.py", "test_weight_only.py", "test_bf16_matmul.py"),
 }
 #: Files that test several distributions at once, or the repository: only `make test` runs them.
 TOGETHER = (
@@ -66,12 +67,16 @@ TOGETHER = (
     "test_docs.py",
     "test_doctor.py",
     "test_examples.py",
+    "test_explain.py",
     "test_exports.py",
     "test_format_pages.py",
+    "test_from_foreign.py",
+    "test_gpu_bridges.py",
     "test_hf.py",
     "test_imports.py",
     "test_interchange.py",
     "test_mutation.py",
+    "test_other_bridges.py",
     "test_site.py",
     "test_third_party.py",
     "test_vectors.py",
@@ -80,7 +85,7 @@ TOGETHER = (
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
     "breccia-torch": ("breccia-bridges",),
-    "breccia-mlx": ("breccia-bridges",),
+    "breccia-mlx": ("breccia-bridges", "breccia-native"),
     "breccia-triton": ("breccia-jax",),
 }
 #: Modules that a manifest must not load.
