@@ -84,6 +84,7 @@ TOGETHER = (
 )
 #: Breccia distributions that the tests need in addition to the dependencies.
 ALSO_INSTALLED = {
+    "breccia-bridges": ("breccia-torch",),
     "breccia-torch": ("breccia-bridges",),
     "breccia-mlx": ("breccia-bridges", "breccia-native"),
     "breccia-triton": ("breccia-jax",),
