@@ -301,6 +301,9 @@ def tested(environment: Environment, distribution: str, work: Path, files: list[
         found = case.find("skipped")
         if found is not None:
             reason = (EXPECTED if found.get("type") == "pytest.xfail" else "") + (found.get("message") or "")
+            if reason == "collection skipped":  # a whole file: its reason is in the text
+                absent = ABSENT.search(found.text or "")
+                reason = absent[0] if absent else found.text or reason
             skipped[reason] = skipped.get(reason, 0) + 1
     present = set(environment.run(SCRIPT, "--present", cwd=work).stdout.split())
     for reason, times in skipped.items():
