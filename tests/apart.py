@@ -87,6 +87,7 @@ ALSO_INSTALLED = {
     "breccia-bridges": ("breccia-torch",),
     "breccia-torch": ("breccia-bridges",),
     "breccia-mlx": ("breccia-bridges", "breccia-native"),
+    "breccia-native": ("breccia-bridges",),
     "breccia-triton": ("breccia-jax",),
 }
 #: Modules that a manifest must not load.
