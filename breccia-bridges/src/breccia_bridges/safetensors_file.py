@@ -212,7 +212,7 @@ class Container:
         return out
 
     def _metadata(self, value: Any) -> dict[str, str]:
-        if value is None:  # MLX 0.32 writes null where there is none
+        if value is None:  # MLX 0.32 writes null for a file without metadata
             return {}
         if not isinstance(value, dict):
             self._refuse(f"__metadata__ is an object of strings; found {short(value)}.", _REWRITE)

@@ -125,6 +125,7 @@ _HOMES: dict[str, str] = {
             "UnknownNameError",
             "UnsupportedError",
             "abbreviated",
+            "check_names",
             "suggestion",
         ),
         "errors",

@@ -65,6 +65,7 @@ from .errors import ShapeError as ShapeError
 from .errors import UnknownNameError as UnknownNameError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import abbreviated as abbreviated
+from .errors import check_names as check_names
 from .errors import suggestion as suggestion
 from .formats import TENSOR as TENSOR
 from .formats import Block as Block

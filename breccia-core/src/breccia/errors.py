@@ -5,7 +5,7 @@ Programs read the values from the dict `error.found`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -98,6 +98,17 @@ def abbreviated(names: Iterable[str], shown: int = 3) -> str:
     listed = list(names)
     rest = len(listed) - shown
     return ", ".join(listed[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def check_names(claim: str, missing: Sequence[str], unexpected: Sequence[str], remedy: str) -> None:
+    """Raise UnknownNameError if a file lacks names of a model, or has others.
+
+    claim: what does not hold then, such as "FILE does not match the parameters of the model". remedy: what to do.
+    """
+    both = {"missing": missing, "unexpected": unexpected}
+    said = [f"{what}: {abbreviated(names, 5)}" for what, names in both.items() if names]
+    if said:
+        raise UnknownNameError(f"{claim}: {'; '.join(said)}. {remedy}", missing=missing, unexpected=unexpected)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import breccia
 from breccia import bridges
-from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, abbreviated, dtype_name
+from breccia.backend import ScaledTensor, ShapeError, check_names, dtype_name
 
 from .weights import ScaledWeight
 
@@ -26,15 +26,10 @@ def load(held: Mapping[str, Any], path: str | os.PathLike[str], names: Names, st
     missing = [name for name, source in sources.items() if source is None]
     used = {source for source, _ in filter(None, sources.values())}
     unexpected = [name for name in found if name not in used]
-    if strict and (missing or unexpected):
-        both = {"missing": missing, "unexpected": unexpected}
-        said = [f"{what}: {abbreviated(listed, 5)}" for what, listed in both.items() if listed]
-        raise UnknownNameError(
-            f"{os.fspath(path)} does not match the parameters of the model: {'; '.join(said)}. Pass names= for other names, or "
-            "strict=False to load the matching ones.",
-            missing=missing,
-            unexpected=unexpected,
-        )
+    if strict:
+        claim = f"{os.fspath(path)} does not match the parameters of the model"
+        remedy = "Pass names= for other names, or strict=False to load the matching ones."
+        check_names(claim, missing, unexpected, remedy)
     return {name: _fitted(name, held[name], found[source[0]], source[1]) for name, source in sources.items() if source}
 
 

@@ -20,10 +20,9 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     ShapeError,
-    UnknownNameError,
     UnsupportedError,
-    abbreviated,
     as_recipe,
+    check_names,
     checks,
 )
 
@@ -106,15 +105,9 @@ def load_model(
     found = _regrouped({k: mx.array(a) if isinstance(a, np.ndarray) else a for k, a in listed.items()}, weights)
     missing = [name for name in (*weights, *arrays) if name not in found]
     unexpected = [name for name in found if name not in weights and name not in arrays]
-    if strict and (missing or unexpected):
-        both = {"missing": missing, "unexpected": unexpected}
-        said = [f"{what}: {abbreviated(names, 5)}" for what, names in both.items() if names]
-        raise UnknownNameError(
-            f"{os.fspath(path)} does not match the parameters of this {type(model).__name__}: {'; '.join(said)}. Pass "
-            "strict=False to load the matching ones.",
-            missing=missing,
-            unexpected=unexpected,
-        )
+    if strict:
+        claim = f"{os.fspath(path)} does not match the parameters of this {type(model).__name__}"
+        check_names(claim, missing, unexpected, "Pass strict=False to load the matching ones.")
     new = {name: _decoded(name, array, found[name]) for name, array in arrays.items() if name in found}
     made: dict[int, nn.Module] = {}
     replaced: dict[str, nn.Module] = {}

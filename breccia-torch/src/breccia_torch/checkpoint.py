@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import breccia
 from breccia import bridges
-from breccia.backend import ScaledTensor, ShapeError, UnknownNameError, UnsupportedError, abbreviated
+from breccia.backend import ScaledTensor, ShapeError, UnsupportedError, check_names
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
 from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, replace, replace_experts, scaled_class
@@ -81,15 +81,9 @@ def load_model(
             known |= {f"{name.rpartition('.')[0]}.{STATE}" for name in entry.names}  # the state of a future ScaledLinear
     missing = [entry.names[0] for entry in entries if not any(name in found for name in entry.names)]
     unexpected = [name for name in found if name not in known]
-    if strict and (missing or unexpected):
-        both = {"missing": missing, "unexpected": unexpected}
-        said = [f"{what}: {abbreviated(names, 5)}" for what, names in both.items() if names]
-        raise UnknownNameError(
-            f"{os.fspath(path)} does not match the tensors of this {type(model).__name__}: {'; '.join(said)}. Pass "
-            "strict=False to load the matching ones.",
-            missing=missing,
-            unexpected=unexpected,
-        )
+    if strict:
+        claim = f"{os.fspath(path)} does not match the tensors of this {type(model).__name__}"
+        check_names(claim, missing, unexpected, "Pass strict=False to load the matching ones.")
     given = [(entry, [name for name in entry.names if name in found]) for entry in entries]
     given = [(entry, names) for entry, names in given if names]
     for _, (first, *others) in given:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, UnsupportedError, checks, composites, dtype_name
+from breccia.backend import ScaledTensor, checks, composites, dtype_name
 from breccia_torch.ops import autocast_dtype, need_dense
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
@@ -33,7 +34,7 @@ from .cuda.fp8_matmul import check_out
 from .facts import LARGE, NUMBERS, Argument, Hardware, grid_of
 from .geometry import Tile, divided_up, plain_tile
 from .launch import Launcher, Remembered, current_stream, empty, on
-from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
+from .operands import addresses, codes_of, components_of, facts_of, hardware, need_one_device, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
 from .specs import Unsupported
@@ -97,17 +98,14 @@ def _contiguous(st: ScaledTensor) -> ScaledTensor:
     )
 
 
-def _need_one_device(a: _Operand, b: _Operand, bias: Any) -> None:
-    """Raise UnsupportedError unless all arrays of a call are on the device of a's codes."""
-    here = a.data.device
-    named: list[tuple[str, Any]] = [("bias", bias)]
+def _arrays(a: _Operand, b: _Operand, bias: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of a call, by what they are."""
+    yield "bias", bias
     for name, operand in (("a", a), ("b", b)):
-        named.append((f"{name}'s codes" if operand.scaled else name, operand.data))
+        yield f"{name}'s codes" if operand.scaled else name, operand.data
         if operand.scaled:
-            named += [(f"{name}'s scale", operand.x.scale), (f"{name}'s global scale", operand.global_scale)]
-    for name, x in named:
-        if x is not None and x.device != here:
-            raise UnsupportedError(f"matmul: a is on {here}, and {name} on {x.device}; move it: x.to({str(here)!r}).")
+            yield f"{name}'s scale", operand.x.scale
+            yield f"{name}'s global scale", operand.global_scale
 
 
 class Call:
@@ -122,7 +120,7 @@ class Call:
         self.shape = (*torch.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
         if 0 in self.shape or not left[-1]:
             raise Unsupported("an empty tensor")
-        _need_one_device(a, b, bias)
+        need_one_device(a.data.device, _arrays(a, b, bias))
         found = hardware(self.device)
         self.a = Decoding(a, found, 0, merged=math.prod(right[:-2]) == 1)
         self.b = Decoding(b, found, self.a.matrices * self.a.lines, merged=False)

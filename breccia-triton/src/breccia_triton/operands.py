@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, dtype_name
+from breccia.backend import ScaledTensor, UnsupportedError, dtype_name
 from breccia_torch.ops import TORCH
 
 from .facts import LARGE, Array, Codes, Hardware, Numbers, Operand, Written
@@ -26,6 +27,13 @@ def hardware(device: torch.device) -> Hardware:
         return Hardware()
     nvidia, name = torch.version.cuda is not None, torch.cuda.get_device_name(device)
     return Hardware(nvidia, nvidia and torch.cuda.get_device_capability(device) >= (8, 9), name)
+
+
+def need_one_device(here: torch.device, named: Iterable[tuple[str, Any]]) -> None:
+    """Raise UnsupportedError unless all arrays of a product, by what they are (None: absent), are where the codes of a are."""
+    for name, x in named:
+        if x is not None and x.device != here:
+            raise UnsupportedError(f"matmul: a is on {here}, and {name} on {x.device}; move it: x.to({str(here)!r}).")
 
 
 def addresses(tensors: list[Any], numbers: int = 0) -> list[Any]:

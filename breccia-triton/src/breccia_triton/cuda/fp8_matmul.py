@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from breccia.backend import PLAIN, ScaledTensor, ShapeError, UnsupportedError, checks, dtype_name
+from breccia.backend import PLAIN, ScaledTensor, ShapeError, checks, dtype_name
 from breccia_torch.ops import need_dense
 
 from ..launch import Remembered, current_stream, empty, on
-from ..operands import writable
+from ..operands import need_one_device, writable
 from . import fp8_plans, program, wgmma
 from .driver import Launch, TensorMap, driver
 from .fp8_plans import ALIGNED, BLOCKS, OUTER, SCALES, STEP, Tile, Variant, grouped_tile_of, kind_of, tile_of
@@ -87,10 +87,7 @@ class _Call:
             checks.check_grouped(a, b, offsets)
         self.device, self.dtype, self.promote = a.data.device, _DTYPES[out_dtype], promote
         others = (("a's scale", a.scale), ("b's codes", b.data), ("b's scale", b.scale), ("bias", bias), ("offsets", offsets))
-        for name, x in others:
-            if x is not None and x.device != self.device:
-                there, here = x.device, self.device
-                raise UnsupportedError(f"matmul: a is on {here}, and {name} on {there}; move it: x.to({str(here)!r}).")
+        need_one_device(self.device, others)
         lead = () if offsets is not None else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
         self.shape = (*lead, a.shape[-2], b.shape[-1])
         self.copies: list[Any] = []
