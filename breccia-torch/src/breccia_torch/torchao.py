@@ -63,7 +63,8 @@ def to_torchao_model_(model: nn.Module, *, dtype: torch.dtype = torch.float32) -
     """Replace each ScaledLinear by an nn.Linear whose weight is a torchao tensor of the same codes and scales, in place.
 
     dtype: the model's dtype: what torchao decodes to, and what inputs have.
-    A layer that casts its inputs gets a weight that makes torchao quantize them by the same recipe.
+    A layer that casts its inputs gets a weight that makes torchao quantize them by the same recipe. Its FP8 products then
+    accumulate in FP32 (`use_fast_accum=False`), as breccia's do, also where torchao's model had used fast accumulation.
 
     Returns the names of the converted weights. Nothing is replaced unless all can be.
 
