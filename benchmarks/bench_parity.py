@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -214,6 +215,14 @@ def faults_of(result: dict[str, Any]) -> list[str]:
     return [fault for tally in [*tallies, *result["beyond"]] for fault in tally["faults"]]
 
 
+def finished(waiting: list[Future[dict[str, Any]]], until: float) -> list[dict[str, Any]]:
+    """What was found for each recipe that began by then, in order. until: of `time.perf_counter`."""
+    wait(waiting, timeout=None if until == math.inf else max(until - time.perf_counter(), 0))
+    for one in waiting:
+        one.cancel()  # those that run are awaited
+    return [one.result() for one in waiting if not one.cancelled()]
+
+
 def cuda(framework: str) -> str:
     """The first CUDA device and its CUDA, as `framework` names them. Exits where it sees none."""
     if framework == "torch":
@@ -241,6 +250,7 @@ def main(
     large: Annotated[bool, typer.Option("--beyond", help="Cast tensors of more than 2^31 elements too, on CUDA.")] = False,
     turns: Annotated[int, typer.Option(help="Of shapes that are compiled for few numbers, a recipe takes one in N.")] = 1,
     jobs: Annotated[int, typer.Option(help="Recipes compared at a time; 0 for one to two cores.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Begin no recipe later than this; those left out are counted.")] = math.inf,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")] = False,
 ) -> None:
@@ -273,10 +283,11 @@ def main(
             pool.submit(measured, framework, recipe, slice(n % turns, None, turns), chosen, device, values, threads)
             for n, recipe in enumerate(every)
         ]
-        rows = [one.result() for one in waiting]
+        rows = finished(waiting, start + seconds)
     options = {"framework": framework, "device": device, "modes": chosen, "values": values, "slab": SLAB, "turns": turns}
     benchmark = "parity" if framework == "torch" else f"parity-{framework}"
     result = {"benchmark": benchmark, "schema": common.SCHEMA, "provenance": where, "options": options, "rows": rows}
+    result["left"] = len(every) - len(rows)
     result |= {"beyond": beyond_rows(device) if large else [], "seconds": time.perf_counter() - start}
     tables.tell(result, out, as_json)
     if found := faults_of(result):

@@ -431,6 +431,8 @@ def parity(result: Result) -> Table:
         f"{framework} on {result['provenance'].get('device', 'the CPU')} against NumPy: all parts, and what they decode to in "
         f"FP32, BF16 and FP16. At least {least:,} values of each recipe and variant in each way."
     )
+    if left := result.get("left"):
+        note += f" {left} settings were left out: the time was up."
     if flushing:
         note += (
             " Flushed: decoded numbers, of FP32 and BF16, whose exact value lies below 2⁻¹²⁶, and that are zeros of its sign. "

@@ -8,7 +8,9 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -485,6 +487,16 @@ def test_frameworks_train_the_same_network(framework: str, module, monkeypatch) 
     # Another order of summation moves the logits, of order 1, by about 1e-6: this changes the class of about one input in 10^5.
     assert np.count_nonzero(expected != found) <= 1
     assert len(set(expected.tolist())) == bench.CLASSES
+
+
+def test_parity_leaves_out_what_has_not_begun_in_time(module) -> None:
+    bench, go = module("bench_parity"), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(lambda n=n: go.wait(10) and {"n": n}) for n in range(3)]
+        threading.Timer(0.2, go.set).start()
+        assert bench.finished(waiting, time.perf_counter() + 0.05) == [{"n": 0}]
+        waiting = [pool.submit(lambda n=n: {"n": n}) for n in range(3)]
+        assert bench.finished(waiting, float("inf")) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
 @pytest.mark.rest
