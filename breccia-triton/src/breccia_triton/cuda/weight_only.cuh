@@ -10,7 +10,7 @@
 //
 // Macros: FMT 0 INT4, 1 UINT4, 2 E2M1, 3 E4M3, 4 E5M2, 5 INT8.   SCALE 0 fp16, 1 fp32, 2 bf16, 3 E8M0, 4 E4M3.
 //         FRACTION fraction bits of integer codes.   GROUP 16, 32, 64, 128 columns of a scale.   ZERO 1: there are zero-points.   ACT (of x) 0 bf16, 1 fp16.
-//         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.
+//         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.   GROUPED 1: rows of x are in groups, each with a matrix w of its own.
 #pragma once
 #include "ptx.cuh"
 
@@ -39,8 +39,13 @@ constexpr bool AT_DECODE = FMT == E2M1 && SCALE >= SCALE_E8M0;   // scales are m
 // ---- PTX ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_expect(u32 b, u32 bytes) { asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(bytes) : "memory"); }
-// Weights are read once: they may leave L2 first.
-__device__ __forceinline__ u64 evict_first() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
+// Weights that are read once may leave L2 first.
+__device__ __forceinline__ u64 policy_of(bool once) {
+    u64 p;
+    if (once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+    else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
+    return p;
+}
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
@@ -291,3 +296,53 @@ __device__ __noinline__ void slow_rows(const Weight& w, const u16* x, const void
         finish(y, bias, ldy, m, n, sum, factor);
     }
 }
+
+// ---- groups of rows of x, each with a matrix w of its own ---------------------------------------------------------------
+
+#if GROUPED
+// ends: where the rows of each of `count` groups end. The others say how far the next group's chunks (bytes), flags (bytes) and
+// tensor scale (numbers) are.
+struct Groups { const int* ends; u64 chunks, rows, tensor_scale; int count; };
+// Rows first ... last of x. group: `count` for rows of no group, -1 for no rows.
+struct Part { int group, first, last; };
+#define GROUPS_ARGUMENT const __grid_constant__ Groups groups,
+
+__device__ __forceinline__ Weight weight_of(const Weight& w, const Groups& groups, int group) {
+    const float* scale = w.tensor_scale == nullptr ? nullptr : w.tensor_scale + group * groups.tensor_scale;
+    return {w.chunks + group * groups.chunks, w.rows + group * groups.rows, scale, w.factor, w.divides};
+}
+// Part `index` of M rows that are taken in parts of `batch` rows, each of one group. All lanes of a warp look at 32 groups at a time.
+__device__ __forceinline__ Part part_of(const Groups& groups, int index, int batch, int M, int lane) {
+    const u32 all = 0xffffffffu;
+    int parts = 0, start = 0;                                          // of the groups before
+    for (int from = 0; from <= groups.count; from += 32) {
+        const int group = from + lane;
+        int end = group < groups.count ? min(groups.ends[group], M) : group == groups.count ? M : 0;
+        end = max(end, start);
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) { const int before = __shfl_up_sync(all, end, o); if (lane >= o) end = max(end, before); }
+        int first = __shfl_up_sync(all, end, 1);
+        if (lane == 0) first = start;
+        const int own = (end - first + batch - 1) / batch;
+        int upto = own;
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) { const int before = __shfl_up_sync(all, upto, o); if (lane >= o) upto += before; }
+        upto += parts;
+        const u32 found = __ballot_sync(all, index < upto && index >= upto - own);
+        if (found != 0) {
+            const int at = __ffs(found) - 1;
+            const int row = __shfl_sync(all, first, at) + (index - __shfl_sync(all, upto - own, at)) * batch;
+            return {from + at, row, min(__shfl_sync(all, end, at), row + batch)};
+        }
+        parts = __shfl_sync(all, upto, 31);
+        start = __shfl_sync(all, end, 31);
+    }
+    return {-1, 0, 0};
+}
+__device__ __forceinline__ void write_zeros(void* y, int m0, int m1, int row0, int rows, int N, int ldy) {
+    for (int o = threadIdx.x; o < (m1 - m0) * rows; o += blockDim.x)
+        if (row0 + o % rows < N) write(y, (u64)(m0 + o / rows) * ldy + row0 + o % rows, 0.f);
+}
+#else
+#define GROUPS_ARGUMENT
+#endif
