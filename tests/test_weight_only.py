@@ -131,7 +131,12 @@ def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
     assert flags("e4m3-block", codes(70, 0x7F)) == flags("e4m3-block", codes(70, 0xFF)) == [0, 3, 0]
     assert flags("mxfp8-e5m2", codes(129, 0x7C)) == [0, 0, 3]
     assert flags("int8-row", codes(0, -128)) == [0, 0, 0]
-    assert flags("mxfp4", scale(3, 255)) == flags("mxfp4", scale(3, 254)) == flags("mxfp4", scale(3, 1)) == [3, 0, 0]
+    assert flags("mxfp4", scale(3, 255)) == flags("mxfp4", scale(3, 254)) == [3, 0, 0]
+    assert flags("mxfp4", scale(3, 1)) == [7, 0, 0]
+    assert flags("mxfp8", nothing) == flags("mxfp8-e5m2", nothing) == flags("mxfp8", scale(3, 150)) == [0, 0, 0]
+    assert flags("mxfp8", scale(3, 20)) == flags("mxfp8-e5m2", scale(3, 151)) == [1, 0, 0]
+    assert flags("mxfp8", scale(3, 16)) == [5, 0, 0]
+    assert flags("mxfp8", scale(3, 255)) == [3, 0, 0]
     assert flags("mxfp4", scale(3, 90)) == [2, 0, 0]
     assert flags("nvfp4", scale(3, 0x80)) == flags("nvfp4", scale(3, 0xC0)) == [3, 0, 0]
     assert flags("nvfp4", scale(3, 0)) == flags("nvfp4", scale(3, 127)) == [0, 0, 0]
@@ -141,6 +146,37 @@ def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
         st.data[3, :16], st.scale[3, 0] = 0, 0
 
     assert flags("mxfp4", zeros) == [0, 0, 0]
+
+    def low(st: Any) -> None:
+        st.scale[:] = 17
+
+    def lower(st: Any) -> None:
+        st.scale[:] = 16
+
+    assert flags("mxfp8-e5m2", low) == flags("mxfp4", low) == [0, 0, 0]
+    assert flags("mxfp8-e5m2", lower) == [4, 4, 4]
+
+    def nothing_but_zeros(st: Any) -> None:
+        st.data[:], st.scale[:] = 0, 0
+
+    assert flags("mxfp4", nothing_but_zeros) == flags("mxfp8", nothing_but_zeros) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
+def test_bfloat16_holds_what_is_decoded_to_memory(name: str) -> None:
+    operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(operand, plans.Operand) and operand.exact
+    st = tensor(name, 64, 256, seed=1)
+    if name != "nvfp4-one":
+        st.scale[:] = np.random.default_rng(3).integers(17, 158, st.scale.shape)
+        assert not st.to_storage(STORAGE).scale[0, 0] & fragments.SUBNORMAL
+    bits = reference.dequantize(st).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    exponents = bits >> 23 & 0xFF
+    assert ((exponents > 0) | (bits << 1 == 0)).all()
+    for other in ("int4-128", "nvfp4", "e4m3-block", "e2m1-f32", "mxint8"):
+        operand = plans.operand_of(FORMATS[other], FORMATS[other].scale.block)
+        assert isinstance(operand, plans.Operand) and not operand.exact
 
 
 def test_the_storage_refuses_what_it_has_no_order_for() -> None:
@@ -275,9 +311,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_cuda_source_decodes_every_element_exactly(name: str, act: str, wild: bool, folder: Path) -> None:
     st = tensor(name, 64 * 6, 256, seed=5, wild=wild)
     fmt = FORMATS[name]
-    if wild and name == "mxfp4":  # rows with scales close enough, and rows without
+    if name.startswith("mxfp"):  # rows with scales close enough, and, in wild tensors, rows without
         st.scale[:192] = np.random.default_rng(1).integers(110, 128, (192, 8))
-        st.scale[0, 0], st.data[0, :16] = 0, 0
+        st.scale[0, 0], st.data[0, : 32 * FORMATS[name].element.bits // 8] = 0, 0
+        if not wild:
+            st.scale[192:256] = np.random.default_rng(2).integers(61, 151, (64, 8))
     operand = plans.operand_of(fmt, fmt.scale.block)
     assert isinstance(operand, plans.Operand)
     macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": 2, "BIAS": 3}
@@ -632,6 +670,23 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": {key: plans.entry_of(config)}}))
     assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
+    many = plans.operand_of(FORMATS["mxfp4"], (1, 32))
+    assert isinstance(many, plans.Operand)
+    fused, decoded = plans.Config(256, 2, 1, 3, share=2, wide=True), plans.Decoded()
+    entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
+    written = {key: plans.entry_of(c) for key, c in entries.items()}
+    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": written}))
+    plans.measured_on.cache_clear()
+
+    def found(m: int, direct: bool = True, k: int = 8192) -> Any:
+        return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct)
+
+    assert found(5000) == found(2049) == fused
+    assert found(300) == decoded
+    assert found(300, direct=False) == found(300, direct=False, k=4096)
+    assert found(2048) == found(plans.MANY, k=4096) == decoded
+    assert isinstance(found(2048, direct=False), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
+    assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", True), plans.Config)
     for text in ("{", '{"schema": 0}', '{"schema": 1, "configs": {"x": {"batch": 7}}}'):
         path.write_text(text)
         plans.measured_on.cache_clear()
@@ -658,11 +713,12 @@ def test_every_shipped_configuration_fits_its_shape() -> None:
             codecs, group, m, n, k = key.split(" ")
             operand = operands[f"{codecs} {group}"]
             assert config.fits(operand, int(m), int(k)), key
-            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"]) == config
+            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"], True) == config
 
 
 def test_the_wheel_has_the_cuda_sources() -> None:
-    assert {"weight_only.cuh", "weight_only_small.cu", "weight_only_wide.cu"} <= {path.name for path in CUDA.iterdir()}
+    names = {f"weight_only{name}" for name in (".cuh", "_small.cu", "_wide.cu", "_decode.cu")}
+    assert names <= {path.name for path in CUDA.iterdir()}
 
 
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
@@ -695,6 +751,17 @@ def test_kernels_of_groups_and_of_many_rows_compile_without_spilling(name: str, 
     assert isinstance(operand, plans.Operand) and config.fits(operand, config.batch, 8192)
     _compiled(operand, config, grouped=False)
     _compiled(operand, config, grouped=True)
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
+def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) -> None:
+    operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(operand, plans.Operand)
+    source = compiler.Source.read(CUDA / "weight_only_decode.cu")
+    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", plans.macros_of_decoding(operand)))
+    assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
+    assert "warning" not in log
 
 
 def _compiled(operand: Any, config: Any, grouped: bool) -> None:

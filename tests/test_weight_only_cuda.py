@@ -331,6 +331,93 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
     assert torch.equal(compiled(x), model(x))
 
 
+@on_cuda
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
+def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(name: str) -> None:
+    import torch
+
+    from breccia_triton.weight_only import DecodedCall
+
+    for n, k in ((128, 512), (70, 648), (1024, 2048)):
+        st = tensor(name, n, k)
+        if name != "nvfp4-one":
+            st.scale[:] = np.random.default_rng(n).integers(100, 130, st.scale.shape)
+        values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
+        w = on_gpu(st).to_storage(STORAGE).mT
+        for m in (1, 70, 300):
+            x = activations(m, k, "bfloat16")
+            found = DecodedCall(x, w, "bfloat16")(x, w, None, None)
+            check(found, x, values)
+            wide = torch.full((m, n + 30), 7.0, dtype=torch.bfloat16, device="cuda")
+            DecodedCall(x, w, "bfloat16")(x, w, None, wide[:, :n])
+            check(wide[:, :n], x, values)
+            assert (wide[:, n:] == 7).all()
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2"])
+def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
+    import torch
+
+    from breccia_triton.weight_only import DecodedCall
+
+    st = tensor(name, 320, 256, seed=3)
+    rng = np.random.default_rng(0)
+    st.scale[64:128] = rng.integers(0, 20, (64, 8))  # subnormal values and less
+    st.scale[130, 2] = 255  # NaN
+    st.scale[200, 1] = 1  # far from the others
+    if name == "mxfp8":
+        st.data[260, 7] = 0x7F  # NaN
+    values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
+    w, x = on_gpu(st).to_storage(STORAGE).mT, activations(150, 256, "bfloat16")
+    found = DecodedCall(x, w, "bfloat16")(x, w, None, None)
+    check(found, x, values)
+    assert found[:, 130].isnan().all() and not found[:, :130].isnan().any()
+    large = (x.float() * 2.0**100).bfloat16()
+    found = DecodedCall(large, w, "bfloat16")(large, w, None, None)
+    check(found[:, 64:128], large, values[64:128])
+    assert found[:, 64:128].any()
+
+
+@on_cuda
+def test_many_rows_take_the_weight_decoded_to_memory_in_graphs_too() -> None:
+    import torch
+
+    from breccia_triton import weight_only
+
+    w, values = weight("mxfp4", 512, 640)
+    x = activations(plans.MANY, 640, "bfloat16")
+    weight_only._calls.clear()
+    check(breccia.matmul(x, w, torch.bfloat16), x, values)
+    assert [type(call) for call in weight_only._calls.values()] == [weight_only.DecodedCall]
+    bias = torch.randn(512, device="cuda")
+    check(breccia.matmul(x, w, torch.bfloat16, bias=bias), x, values, bias)
+    check(breccia.matmul(x, w), x, values)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = breccia.matmul(x, w, torch.bfloat16)
+    x.copy_(activations(plans.MANY, 640, "bfloat16", 5))
+    graph.replay()
+    check(y, x, values)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-e5m2"])
+def test_scales_of_mxfp8_that_are_far_apart_keep_the_bound(name: str) -> None:
+    import torch
+
+    st = tensor(name, 192, 512, seed=6)
+    st.scale[:64] = np.random.default_rng(1).integers(60, 150, (64, 16))  # as far apart as the fast decoding takes
+    st.scale[64:128] = np.random.default_rng(1).integers(40, 150, (64, 16))  # farther
+    values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
+    w = on_gpu(st).to_storage(STORAGE)
+    assert w.scale[:, 0].tolist() == [0, 1, 0]
+    for m in (3, 20, 130):
+        for act in ("bfloat16", "float16"):
+            x = activations(m, 512, act)
+            check(breccia.matmul(x, w.mT), x, values)
+
+
 # -- groups ----------------------------------------------------------------------------------------------------------
 
 #: Rows of each group: uneven and empty ones, one that has all rows, none at all, and more groups than a warp has lanes.

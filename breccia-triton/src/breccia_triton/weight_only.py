@@ -37,8 +37,8 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
         checks.check_matmul(a, b, bias)
         # Zero-points of other libraries may have any dtype, which no fact of a call says.
         taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, Call(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
-    if not isinstance(call, Call):
+        call = _calls.keep(key, prepared(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
+    if not isinstance(call, Call | DecodedCall):
         return call(a, b, bias, out_dtype, out)
     device = call.device
     if device.index != torch.cuda.current_device():
@@ -66,6 +66,21 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, out_dtype: str = "float32"
         return call(a, b, offsets, out_dtype, out)
     with on(call.device):
         return call(a, b, offsets, out)
+
+
+def prepared(a: Any, b: ScaledTensor, bias: Any, out_dtype: str) -> Call | DecodedCall:
+    """The call that measured configurations or the rule choose."""
+    operand, (k, n), m = _operand(b), b.shape, a.shape[:-1].numel()
+    direct = bias is None and dtype_name(a) == out_dtype == "bfloat16"
+    name = torch.cuda.get_device_name(b.data.device)
+    config = plans.config_of(operand, codecs_of(b.recipe.format), m, n, k, name, direct)
+    return DecodedCall(a, b, out_dtype) if isinstance(config, plans.Decoded) else Call(a, b, bias, out_dtype, config)
+
+
+def _operand(b: ScaledTensor) -> Operand:
+    operand = plans.operand_of(b.recipe.format, b.layout.plain.block(-2))
+    assert not isinstance(operand, str), operand  # `accepts` has asked
+    return operand
 
 
 #: Prepared calls, by the facts that they depend on.
@@ -103,14 +118,12 @@ class _Product:
 
     def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
         self.k, self.n = b.shape[-2:]
-        self.fmt = b.recipe.format
-        operand = plans.operand_of(self.fmt, b.layout.plain.block(-2))
-        assert not isinstance(operand, str), operand  # `accepts` has asked
-        self.device, self.operand, self.lead = b.data.device, operand, tuple(a.shape[:-1])
+        self.operand = _operand(b)
+        self.device, self.lead = b.data.device, tuple(a.shape[:-1])
         self.m = a.shape[:-1].numel()
         self.act, self.out_dtype = dtype_name(a), out_dtype
         self.dtype = getattr(torch, out_dtype)
-        self.weight = _Weight(None, None, None, operand.factor, int(operand.divides))
+        self.weight = _Weight(None, None, None, self.operand.factor, int(self.operand.divides))
         self.x, self.bias, self.y = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self.ldx, self.ldy = ctypes.c_int(), ctypes.c_int(self.n)
         self.sizes = [*map(ctypes.c_int, (self.m, self.n, self.k)), self.ldx, self.ldy]
@@ -137,6 +150,18 @@ class _Product:
             and (self.m == 1 or out.stride(0) >= self.n)
         )
 
+    def _result(self, out: Any) -> Any:
+        """What the kernel writes into: `out` where it can."""
+        return out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
+
+    def _returned(self, y: Any, out: Any) -> Any:
+        """The result of the call, from what the kernel has written."""
+        if y is out:
+            return out
+        if len(self.lead) != 1:
+            y = y.view(*self.lead, self.n)
+        return y if out is None else reference.result(TORCH, y, self.out_dtype, out)
+
     def _set(self, x: Any, y: Any) -> None:
         """The arguments of a launch that describe activations and result."""
         self.x.value, self.y.value = x.data_ptr(), y.data_ptr()
@@ -160,11 +185,9 @@ class _Product:
 class Call(_Product):
     """A kernel of `matmul` and its arguments."""
 
-    def __init__(self, a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: Config | None = None) -> None:
-        """config: instead of the one that is chosen."""
+    def __init__(self, a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: Config) -> None:
         super().__init__(a, b, out_dtype)
-        name = torch.cuda.get_device_name(self.device)
-        self.config = config or plans.config_of(self.operand, codecs_of(self.fmt), self.m, self.n, self.k, name)
+        self.config = config
         kind = None if bias is None else dtype_name(bias)
         self.function = function(self.operand, self.config, self.act, out_dtype, kind, self)
         values = [self.weight, *([self.map] if self.config.wide else []), self.x, self.bias, self.y, *self.sizes]
@@ -174,13 +197,11 @@ class Call(_Product):
     def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
         """The product, on the current device."""
         x = self._activations(a)
-        y = out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
+        y = self._result(out)
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
-        data, tensor_scale = b.data, b.global_scale
-        settled, rows = _settled(data), b.scale.contiguous()
-        if data.data_ptr() % 16 or not data.is_contiguous():
-            data, settled = data.clone(memory_format=torch.contiguous_format), False
+        tensor_scale = b.global_scale
+        data, rows, settled = _stored(b)
         with self.turn:
             weight = self.weight
             weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
@@ -190,11 +211,43 @@ class Call(_Product):
             launch = self.launches[settled]
             launch.config.stream = current_stream(self.device)
             launch()
-        if y is out:
-            return out
-        if len(self.lead) != 1:
-            y = y.view(*self.lead, self.n)
-        return y if out is None else reference.result(TORCH, y, self.out_dtype, out)
+        return self._returned(y, out)
+
+
+class DecodedCall(_Product):
+    """A pass that decodes a weight to BF16, cuBLAS's product with BF16 activations, and a launch over rows with flags."""
+
+    def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
+        super().__init__(a, b, out_dtype)
+        source, macros = program.source_of("weight_only_decode.cu"), plans.macros_of_decoding(self.operand)
+        decode, mend = (program.function(source, f"weight_only_{name}", macros, 0, self.device) for name in ("decode", "mend"))
+        self.values = ctypes.c_void_p()
+        _, n, k, *_ = self.sizes
+        rows, chunks = -(-self.n // plans.ROWS), -(-self.k // plans.COLUMNS)
+        values = [self.weight, self.values, n, k, ctypes.c_int(_CHUNKS)]
+        self.decode = decode.prepare((rows, -(-chunks // _CHUNKS), 1), 128, values)
+        self.mend = mend.prepare((rows, min(_TURNS, -(-self.m // 64)), 1), 256, [self.weight, self.x, self.y, *self.sizes])
+
+    def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
+        """The product, on the current device. bias: None."""
+        from .bf16_matmul import multiply
+
+        x, y = self._activations(a), self._result(out)
+        values = empty((self.n, self.k), torch.bfloat16, self.device)
+        data, rows, _ = _stored(b)
+        with self.turn:
+            self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
+            self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
+            self.ldx.value, self.ldy.value = x.stride(0), y.stride(0)
+            self.decode.config.stream = self.mend.config.stream = current_stream(self.device)
+            self.decode()
+            multiply(x, values.mT, y)
+            self.mend()
+        return self._returned(y, out)
+
+
+#: Chunks of a block that decodes, one after the other; blocks along the rows of x that mend.
+_CHUNKS, _TURNS = 4, 8
 
 
 class GroupedCall(_Product):
@@ -214,8 +267,7 @@ class GroupedCall(_Product):
 
     def __call__(self, a: Any, b: ScaledTensor, offsets: Any, out: Any) -> Any:
         """The product, on the current device."""
-        x = self._activations(a)
-        y = out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
+        x, y = self._activations(a), self._result(out)
         ends = offsets.to(torch.int32).contiguous()
         data, rows, tensor_scale = _matrices(b.data, 3), _matrices(b.scale, 2), b.global_scale
         with self.turn:
@@ -228,7 +280,7 @@ class GroupedCall(_Product):
             self._set(x, y)
             self.launch.config.stream = current_stream(self.device)
             self.launch()
-        return y if out is None or y is out else reference.result(TORCH, y, self.out_dtype, out)
+        return self._returned(y, out)
 
 
 def _matrices(x: Any, axes: int) -> Any:
@@ -244,6 +296,15 @@ def _matrices(x: Any, axes: int) -> Any:
 
 #: Addresses of activations that are remembered for each call.
 _PLACES = 256
+
+
+def _stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
+    """(The chunks of a weight, its flags, whether the chunks were written before the kernel ahead.)"""
+    data = b.data
+    settled, rows = _settled(data), b.scale.contiguous()
+    if data.data_ptr() % 16 or not data.is_contiguous():
+        data, settled = data.clone(memory_format=torch.contiguous_format), False
+    return data, rows, settled
 
 
 def _settled(data: Any) -> bool:

@@ -34,6 +34,8 @@ SHARED, SHARED_OF_SM = 232448, 233472
 PROCESSORS = 132
 #: The largest M of the kernel that is bound by the bytes of the weight.
 SMALL = 16
+#: From this M on the rule decodes to memory. An estimate from the bytes of the pass, about those of cuBLAS with 200 rows.
+MANY = 2048
 #: The largest M of measured configurations; they stand for more rows too.
 MOST = 4096
 #: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
@@ -69,8 +71,14 @@ class Operand:
 
     @property
     def at_decode(self) -> bool:
-        """Whether scales are multiplied into the codes."""
+        """Whether scales are multiplied into E2M1 codes, for activations of either dtype."""
         return self.codes == 2 and self.scale >= 3
+
+    @property
+    def exact(self) -> bool:
+        """Whether BF16 holds the decoded values: products of minifloat codes and E8M0 or E4M3 scales, with no other factor."""
+        scaled = self.at_decode or (self.codes in (3, 4) and self.scale == 3)
+        return scaled and not self.global_scale and self.factor == 1.0
 
     @property
     def macros(self) -> dict[str, int]:
@@ -246,6 +254,15 @@ class Config:
         return inside and (self.wide or m <= self.batch) and -(-k // COLUMNS) >= self.split
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """In place of a configuration: the weight is decoded to BF16 in memory, and cuBLAS multiplies."""
+
+    def fits(self, of: Operand, m: int, k: int) -> bool:
+        """Whether BF16 holds the values, and rows of the decoded weight begin at multiples of 16 bytes."""
+        return of.exact and k % 8 == 0
+
+
 def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
     """Configurations for a call, the one that is expected to be fastest first. At least one of them fits."""
     wide_codes, blocks = of.codes >= 3, -(-n // ROWS)
@@ -284,11 +301,16 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
             yield Config(128, 2, 1, stages, wide=True)
 
 
-def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "") -> Config:
-    """The configuration for a call on a device: a measured one, or else the rule's."""
+def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", direct: bool = False) -> Config | Decoded:
+    """The configuration for a call on a device: a measured one, or else the rule's.
+
+    direct: activations and result are BF16, without a bias, so that cuBLAS can write the result.
+    """
     measured = measured_on(device).get(key_of(codecs, of.group, m, n, k))
-    if measured is not None and measured.fits(of, m, k):
+    if measured is not None and (direct or isinstance(measured, Config)) and measured.fits(of, m, k):
         return measured
+    if measured is None and direct and m >= MANY and Decoded().fits(of, m, k):
+        return Decoded()
     return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
 
 
@@ -308,7 +330,7 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
 
 
 @lru_cache
-def measured_on(device: str) -> dict[str, Config]:
+def measured_on(device: str) -> dict[str, Config | Decoded]:
     """The shipped configurations of a device, by their keys."""
     path = SHIPPED / f"weight_only_{file_name(device)}"
     if not device or not path.is_file():
@@ -317,21 +339,30 @@ def measured_on(device: str) -> dict[str, Config]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] != SCHEMA:
             raise ValueError(f"schema {found['schema']} is unknown")
-        return {key: Config(**entry) for key, entry in found["configs"].items()}
+        return {key: Decoded() if entry == _DECODED else Config(**entry) for key, entry in found["configs"].items()}
     except (OSError, ValueError, KeyError, TypeError) as e:
         warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
         return {}
 
 
-def entry_of(config: Config) -> dict[str, Any]:
+#: `Decoded` in a file.
+_DECODED = {"decoded": True}
+
+
+def entry_of(config: Config | Decoded) -> dict[str, Any]:
     """A configuration in a file."""
-    return asdict(config)
+    return dict(_DECODED) if isinstance(config, Decoded) else asdict(config)
 
 
 def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None, grouped: bool = False) -> dict[str, int]:
     """The macros of a kernel. act, out, bias: dtypes by name."""
     numbers = {"ACT": DTYPES[act], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
     return {**of.macros, **config.macros(), **numbers, "GROUPED": int(grouped)}
+
+
+def macros_of_decoding(of: Operand) -> dict[str, int]:
+    """The macros of weight_only_decode.cu."""
+    return {**of.macros, "ACT": DTYPES["bfloat16"], "OUT": DTYPES["bfloat16"], "BIAS": NO_BIAS}
 
 
 def wgmma_header(batch: int) -> str:

@@ -3,8 +3,8 @@
 // The weight is in storage "mma_16x128" (breccia/tensors/fragments.py): chunks of 64 rows x 128 columns, [row block][chunk], each
 // four slices of 16 rows: [codes in the order of the A operand][scales][zero-points]. One bulk copy moves a chunk.
 // Codes become bf16 (or fp16, like x) in registers, exactly: every code has at most 8 significant bits. A scale is multiplied in
-// where the product is exact too: E2M1 code x E8M0 or E4M3 scale has at most 2 + 4 bits. Other scales multiply the FP32 sum of
-// their group. Sums are FP32 throughout.
+// where the product is exact too: E2M1 code x E8M0 or E4M3 scale has at most 2 + 4 bits, and bf16 has the exponents for E4M3 or
+// E5M2 code x E8M0 scale. Other scales multiply the FP32 sum of their group. Sums are FP32 throughout.
 // Rows with values that the fast decoding does not take (NaN codes, negative or far apart scales) are flagged in the storage; a
 // block that meets a flag takes the slow path below: plain FP32, one element at a time.
 //
@@ -34,7 +34,8 @@ constexpr int SCALE_BYTES = SCALE == SCALE_F32 ? 4 : SCALE >= SCALE_E8M0 ? 1 : 2
 constexpr int POINTS = CODES + 16 * GROUPS * SCALE_BYTES;   // where a slice's zero-points start
 constexpr int SLICE = POINTS + (ZERO ? 16 * GROUPS : 0);
 constexpr int CHUNK = 4 * SLICE;
-constexpr bool AT_DECODE = FMT == E2M1 && SCALE >= SCALE_E8M0;   // scales are multiplied into the codes
+constexpr bool FP8_AT_DECODE = (FMT == E4M3 || FMT == E5M2) && SCALE == SCALE_E8M0 && ACT == 0;
+constexpr bool AT_DECODE = (FMT == E2M1 && SCALE >= SCALE_E8M0) || FP8_AT_DECODE;   // scales are multiplied into the codes
 
 // ---- PTX ------------------------------------------------------------------------------------------------------------
 
@@ -178,34 +179,42 @@ __device__ __forceinline__ u32 of_bytes(u32 p) {          // two codes, in the l
 }
 #else
 // E4M3: exponent and mantissa at bits 10 ... 4 of a bf16 read as the value times 2^-120, E5M2 at bits 11 ... 5 times 2^-112, subnormals
-// included; one exact product completes them. fp16: E4M3 at bits 13 ... 7 is the value times 2^-8 (see `factor_of_rows`), E5M2 is
-// the upper byte. p: two codes, in the upper bytes of the halves.
-__device__ __forceinline__ u32 of_bytes(u32 p) {
+// included; one exact product with m completes them, 2^120 or 2^112, times the scale where that is E8M0. fp16: E4M3 at bits
+// 13 ... 7 is the value times 2^-8 (see `factor_of_rows`), E5M2 is the upper byte. p: two codes, in the upper bytes of the halves.
+__device__ __forceinline__ u32 of_bytes(u32 p, u32 m) {
     const u32 SIGN = 0x80008000u;
 #if ACT == 1
     return FMT == E5M2 ? p & 0xff00ff00u : lop3<AND_OR>(p >> 1, 0x3f803f80u, p & SIGN);
 #else
-    return FMT == E5M2 ? mul2(lop3<AND_OR>(p >> 3, 0x0fe00fe0u, p & SIGN), 0x77807780u)
-                       : mul2(lop3<AND_OR>(p >> 4, 0x07f007f0u, p & SIGN), 0x7b807b80u);
+    return FMT == E5M2 ? mul2(lop3<AND_OR>(p >> 3, 0x0fe00fe0u, p & SIGN), m) : mul2(lop3<AND_OR>(p >> 4, 0x07f007f0u, p & SIGN), m);
 #endif
 }
+// The multiplier for a scale byte, in both halves: 2^(byte - largest) times 2^120 or 2^112. Scales are at most `largest`, which is at
+// most 150 in rows without a flag, so exponents stay in range. `factor_of_rows` undoes the rest.
+constexpr u32 EXPONENT = FMT == E5M2 ? 112 + 127 : 120 + 127;
+__device__ __forceinline__ u32 multiplier(u32 byte, int largest) { return (EXPONENT + byte - largest) * 0x00800080u; }
 #endif
 #if FMT >= E4M3
-__device__ __forceinline__ void decode(const u32* q, u32, u32, u32* a) {
-    const bool low = FMT == INT8;
+__device__ __forceinline__ void decode(const u32* q, u32 m0, u32 m1, u32* a) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        a[2 * i] = of_bytes(low ? q[i] : q[i] << 8);
-        a[2 * i + 1] = of_bytes(low ? q[i] >> 8 : q[i]);
+#if FMT == INT8
+        a[2 * i] = of_bytes(q[i]);
+        a[2 * i + 1] = of_bytes(q[i] >> 8);
+#else
+        a[2 * i] = of_bytes(q[i] << 8, m0);
+        a[2 * i + 1] = of_bytes(q[i], m1);
+#endif
     }
 }
 #endif
 
-// The power of two that the fast decoding leaves in the sums of 64 rows. largest: their largest E8M0 scale.
+// The factor of the sums of 64 rows that the fast decoding leaves out. largest: their largest E8M0 scale.
 __device__ __forceinline__ float factor_of_rows(int largest) {
     if (FMT == E4M3 && ACT == 1) return 0x1p8f;
     if (FMT == E2M1 && SCALE == SCALE_E4M3) return 0x1p9f;
     if (FMT == E2M1 && SCALE == SCALE_E8M0) return of_e8m0(largest) * (ACT == 0 ? 1.f : 0.5f);
+    if (FP8_AT_DECODE) return of_e8m0(largest);
     return 1.f;
 }
 
@@ -221,9 +230,9 @@ __device__ __forceinline__ void load_codes(u32 slice, int lane, Codes& v) {
 // Tile j of them as operand a. m: of rows g and g + 8, kept by the caller from tile to tile of a group.
 struct Rows { u32 m[4]; };
 __device__ __forceinline__ void decode_tile(const Codes& v, u32 slice, int g, int j, int largest, Rows& r, u32* a) {
-#if FMT == E2M1
+#if FMT >= E2M1 && FMT <= E5M2
     const int at = g * GROUPS + j * 16 / GROUP;
-    if (!AT_DECODE) r.m[0] = r.m[1] = ACT == 0 ? 0x7e807e80u : 0x74007400u;
+    if (!AT_DECODE) r.m[0] = r.m[1] = FMT == E2M1 ? (ACT == 0 ? 0x7e807e80u : 0x74007400u) : FMT == E4M3 ? 0x7b807b80u : 0x77807780u;
     else if (j * 16 % GROUP == 0) {
         r.m[0] = multiplier(load_1(slice + CODES + 2 * at), largest);
         r.m[1] = multiplier(load_1(slice + CODES + 2 * at + 1), largest);
