@@ -149,10 +149,12 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             // base that is uniform in a warp and constants: otherwise ptxas builds each descriptor in vector registers.
             const u32 base = __shfl_sync(0xffffffffu, ((x_ring + s * X_STAGE) >> 4) | (1u << 16), 0);
             auto x_tile = [&](int j) { return ((u64)0x40000040u << 32) | (base + ((j / 4) * X_TILE + (j % 4) * 32) / 16); };
-            auto release = [&] {                                       // every lane has read the stage, then one says so
+            // Every lane has read the stage, then one says so; where x is shared, to each block that copies into it. Only of stages
+            // that will be filled again: their producers wait for it, so nothing arrives at the barriers of a block that has ended.
+            auto release = [&] {
                 __syncwarp();
                 if (SHARE == 1) { if (lane == 0) barrier_arrive(empty + 8 * s); }
-                else if (lane < SHARE) barrier_arrive_of_rank(empty + 8 * s, lane * SPLIT + rank);
+                else if (lane < SHARE && i + STAGES < mine) barrier_arrive_of_rank(empty + 8 * s, lane * SPLIT + rank);
             };
             if constexpr (AT_DECODE) {
                 wgmma_fence();
@@ -220,5 +222,5 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             if (row0 + row < N) finish(y, bias, ldy, m0 + m, row0 + row, sum, factor);
         }
     }
-    if (CLUSTER > 1) cluster_meet();                                    // no block ends while others read its sums or arrive at its barriers
+    if (CLUSTER > 1) cluster_meet();                                   // no block ends while others read its sums or get its copies
 }
