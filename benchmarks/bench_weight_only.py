@@ -2,6 +2,7 @@
 
     python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1 --rows 16] [--seconds 60] [--out RESULTS]
     python benchmarks/bench_weight_only.py --tune [--out RESULTS]     # also tries every configuration, and writes the fastest
+    python benchmarks/bench_weight_only.py --groups 8 --rows 16 --rows 64 --rows 2048    # products of unequal groups of rows
 
 Each sample replays a CUDA graph of products by several copies of the weight, more bytes than the L2 cache holds. Samples of all
 kernels of a row alternate, since a GPU lowers its clock under load. Every result is compared with FP64 first.
@@ -34,10 +35,14 @@ FORMATS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "int8": ("int8", None),
 }
 OURS, BF16, TORCH, HUMMING = "breccia", "bf16", "torch-int4", "humming"
+#: torch's product of groups of BF16 rows; and the same, one product for each group, whose sizes the host has to know.
+BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
+#: cuBLAS after a pass that decodes the weight, among the configurations.
+DECODED = "decoded"
 #: Bytes of weights that a graph reads: more than the L2 cache of any GPU.
 BEYOND_CACHE = 240 << 20
-#: Products of a graph.
-PRODUCTS = 48
+#: Products of a graph, fewer from LONG rows on.
+PRODUCTS, LONG = 48, 512
 #: The relative error of a result in BF16, over all elements, that is still rounding.
 ROUNDING = 4e-3
 
@@ -66,11 +71,11 @@ def _copy(st: Any) -> Any:
     )
 
 
-def graph_of(calls: list[Callable[[], Any]]) -> tuple[Any, int]:
-    """A graph of `PRODUCTS` calls or a few more, each as often as the others; and how many."""
+def graph_of(calls: list[Callable[[], Any]], products: int = PRODUCTS) -> tuple[Any, int]:
+    """A graph of `products` calls or a few more, each as often as the others; and how many."""
     import torch
 
-    calls = calls * max(1, PRODUCTS // len(calls))
+    calls = calls * max(1, products // len(calls))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[: len(calls)]:
@@ -138,10 +143,20 @@ def humming_layers(config: dict[str, Any], values: Any, copies: int) -> list[Any
 
 def candidates(operand: Any, m: int, n: int, k: int) -> list[Any]:
     """What `--tune` tries, without what does not fit."""
-    from breccia_triton.weight_plans import Config
+    from breccia_triton.weight_plans import Config, Decoded
 
     found = list(dict.fromkeys(_tried(Config, m)))
-    return [config for config in found if config.fits(operand, m, k)]
+    return [config for config in [*found, *([Decoded()] if m >= 128 else [])] if config.fits(operand, m, k)]
+
+
+def label_of(config: Any) -> str:
+    """A configuration in a table: its numbers."""
+    from breccia_triton.weight_plans import Decoded
+
+    if isinstance(config, Decoded):
+        return DECODED
+    numbers = (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
+    return " ".join(map(str, numbers)) + (f" wide share {config.share}" if config.wide else "")
 
 
 def _tried(made: Any, m: int) -> list[Any]:
@@ -161,25 +176,29 @@ def _tried(made: Any, m: int) -> list[Any]:
         split = [(2, 1, 4), (1, 2, 4), (1, 1, 6)]
         found = [made(batch, *s, wide=True) for s in shapes] + [made(batch, *s, split=2, wide=True) for s in split]
         return [*found, made(batch, 1, 1, 4, split=2, per_sm=2, wide=True), made(batch, 1, 1, 4, per_sm=2, wide=True)]
-    shapes = [(2, 1, 4), (2, 1, 3), (1, 2, 4), (1, 1, 4)]
-    found = [made(128, *s, wide=True) for s in shapes] + [made(128, *s, split=2, wide=True) for s in shapes[:3]]
-    return [*found, *(made(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
+    found = [made(128, 2, 1, stages, share=share, wide=True) for share in (1, 2, 4) for stages in (4, 3, 5)]
+    if m <= 256:  # too few blocks for all processors
+        found += [made(128, 2, 1, 4, split=2, share=share, wide=True) for share in (1, 2, 4)]
+        found += [made(128, 1, 2, 4, share=share, wide=True) for share in (1, 2, 4)]
+    if m > 128:
+        found += [made(256, 2, 1, stages, share=share, wide=True) for share in (1, 2, 4) for stages in (3, 2)]
+        return [*found, made(256, 2, 1, 3, split=2, share=2, wide=True)]
+    return [*found, *(made(64, *s, share=share, wide=True) for s in ((2, 1, 4), (1, 2, 6)) for share in (1, 2))]
 
 
-def build(operand: Any, configs: list[Any]) -> None:
+def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
     """Compile kernels several at a time, into the cache on disk."""
     import torch
 
-    from breccia_triton import weight_plans
-    from breccia_triton.cuda import compiler, program
+    from breccia_triton import weight_only, weight_plans
+    from breccia_triton.cuda import compiler
 
     nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
 
     def one(config: Any) -> None:
-        headers = {"wgmma.cuh": weight_plans.wgmma_header(config.batch)} if config.wide else {}
-        path = program.FOLDER / f"weight_only_{'wide' if config.wide else 'small'}.cu"
-        macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
-        compiler.cubin(compiler.Source.read(path, headers), "sm_90a", macros, nvrtc)
+        if isinstance(config, weight_plans.Config):
+            macros = weight_plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
+            compiler.cubin(weight_only.source_of(config), "sm_90a", macros, nvrtc)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, configs))
@@ -204,7 +223,7 @@ class _Row:
             if not error < ROUNDING:
                 self.notes[f"{kernel} M={self.m}"] = f"wrong: relative error {error:.2g}"
                 return
-            self.graphs[kernel] = graph_of(calls)
+            self.graphs[kernel] = graph_of(calls, PRODUCTS if self.m < LONG else PRODUCTS // 4)
         except Exception as e:  # one kernel that fails must not stop the rest
             self.notes[f"{kernel} M={self.m}"] = f"{type(e).__name__}: {e}"[:200]
 
@@ -216,7 +235,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
     import breccia
     from breccia_triton import weight_plans
     from breccia_triton.choices import codecs_of
-    from breccia_triton.weight_only import Call
+    from breccia_triton.weight_only import Call, DecodedCall
 
     spec, theirs = FORMATS[name]
     plain, values, copies = weights_of(spec, n, k)
@@ -244,19 +263,18 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
         row_of = _Row(y, exact, m, notes)
         add = row_of.add
         add(OURS, [lambda w=w: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights])  # noqa: B023
-        chosen = weight_plans.config_of(operand, codecs_of(plain.recipe.format), m, n, k, torch.cuda.get_device_name())
+        name_of_device = torch.cuda.get_device_name()
+        chosen = weight_plans.config_of(operand, codecs_of(plain.recipe.format), m, n, k, name_of_device, direct=True)
         by_name: dict[str, Any] = {OURS: chosen}
         if tune:
             tried = candidates(operand, m, n, k)
             build(operand, tried)
             for config in tried:
-                label = " ".join(
-                    str(v) for v in (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
-                )
-                label += " wide" if config.wide else ""
+                label = label_of(config)
                 by_name[label] = config
+                decoded = isinstance(config, weight_plans.Decoded)
                 try:
-                    call = Call(x, weights[0], None, "bfloat16", config)
+                    call = DecodedCall(x, weights[0], "bfloat16") if decoded else Call(x, weights[0], None, "bfloat16", config)
                 except Exception as e:
                     notes[f"{label} M={m}"] = f"{type(e).__name__}: {e}"[:200]
                     continue
@@ -280,10 +298,97 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
     return table, tuned, notes
 
 
+# -- groups ----------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(m: int, groups: int) -> list[int]:
+    """Rows of each group: from 1 to 2 g - 1 shares in a fixed order that is not sorted, which the first group rounds up."""
+    shares = [1 + 2 * (5 * i % groups) for i in range(groups)]
+    found = [m * share // sum(shares) for share in shares]
+    return [found[0] + m - sum(found), *found[1:]]
+
+
+def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rounds: int, tune: bool, until: float) -> Any:
+    """A row of the result for each M, the number of rows of all groups."""
+    import torch
+
+    import breccia
+    from breccia_triton import weight_plans
+    from breccia_triton.weight_only import GroupedCall
+
+    recipe = breccia.recipe(FORMATS[name][0])
+    torch.manual_seed(0)
+    each = [breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, recipe) for _ in range(groups)]
+    plain = breccia.stack(each)
+    values = [breccia.dequantize(one).double() for one in each]
+    stored = plain.to_storage("mma_16x128")
+    operand: Any = weight_plans.operand_of(plain.recipe.format, plain.layout.block(-1))
+    copies = [stored, *(_copy(stored) for _ in range(max(1, -(-BEYOND_CACHE // stored.nbytes) - 1)))]
+    weights = [st.mT for st in copies]
+    many = max(2, -(-BEYOND_CACHE // (2 * groups * n * k)))
+    bf16 = [torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(many)]
+    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    table: list[dict[str, Any]] = []
+    notes: dict[str, str] = {}
+    for m in rows:
+        if time.perf_counter() > until:
+            notes["left out"] = f"M = {m}: out of time"
+            continue
+        sizes = sizes_of(m, groups)
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+        exact = torch.cat([rows.double() @ w.mT for rows, w in zip(x.split(sizes), values, strict=True)])
+        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        row_of = _Row(y, exact, m, notes)
+        call = GroupedCall(x, weights[0], "bfloat16")
+        row_of.add(OURS, [lambda w=w: breccia.grouped_matmul(x, w, ends, torch.bfloat16, out=y) for w in weights])  # noqa: B023
+        tried = grouped_candidates(operand, m, groups, k) if tune else []
+        build(operand, tried, grouped=True)
+        for config in tried:
+            try:
+                other = GroupedCall(x, weights[0], "bfloat16", config)
+            except Exception as e:
+                notes[f"{label_of(config)} M={m}"] = f"{type(e).__name__}: {e}"[:200]
+                continue
+            row_of.add(label_of(config), [lambda w=w, other=other: other(x, w, ends, y) for w in weights])  # noqa: B023
+        if grouped is not None:
+            row_of.add(BF16_GROUPED, [lambda w=w: grouped(x, w.mT, offs=ends) for w in bf16], check=False)  # noqa: B023
+        pieces = list(zip(range(groups), x.split(sizes), y.split(sizes), strict=True))
+
+        def alone(w: Any, pieces: Any = pieces) -> None:
+            for i, rows, to in pieces:
+                if len(rows):
+                    torch.mm(rows, w[i].t(), out=to)
+
+        row_of.add(BF16_EACH, [lambda w=w: alone(w) for w in bf16], check=False)
+        seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
+        used = sum(size > 0 for size in sizes)
+        read = copies[0].nbytes * used // groups + 2 * m * (n + k)
+        row = {"format": name, "n": n, "k": k, "m": m, "groups": groups, "sizes": sizes, "bytes": read, "times": seconds}
+        row["config"] = weight_plans.entry_of(call.config)
+        table.append(row)
+        tell(row, notes)
+        row_of.graphs.clear()
+    return table, notes
+
+
+def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
+    """What `--tune` tries for groups, to compare with the rule; no table is written."""
+    from breccia_triton.weight_plans import Config
+
+    mean = m / groups
+    small = [(4, 8, 2, 2), (4, 12, 2, 1), (2, 8, 3, 1)] if mean <= 16 else []
+    found = [Config(batch, high, deep, stages, per_sm=per_sm) for batch in (8, 16) for high, deep, stages, per_sm in small]
+    wide = [(16, 2, 1, 4), (32, 2, 1, 4), (64, 2, 1, 4)] if mean <= 64 else []
+    wide += [(128, 2, 1, 4), (128, 2, 1, 3), (256, 2, 1, 3)] if mean > 16 else []
+    found += [Config(*s, wide=True, share=share) for s in wide for share in (1, 2) if s[0] >= 16 * share]
+    return [config for config in found if config.fits(operand, config.batch, k)]
+
+
 def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
     """Print a row: medians in microseconds, the bandwidth of breccia's, and the fastest of what was tried."""
     times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
-    known = [kernel for kernel in (OURS, BF16, TORCH, HUMMING) if kernel in times]
+    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING) if kernel in times]
     text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
     others = sorted((value, kernel) for kernel, value in times.items() if kernel not in known)[:3]
     best = "  ".join(f"[{kernel}] {value:.2f}" for value, kernel in others)
@@ -303,6 +408,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
     seconds: Annotated[float, typer.Option(help="Leave out what has not begun by then.")] = 600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
+    groups: Annotated[int, typer.Option(min=0, help="Multiply so many groups of rows by weights of their own.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
 ) -> None:
     """Time products of 1 to 4096 rows."""
@@ -326,7 +432,13 @@ def main(
             if time.perf_counter() > until:
                 break
             try:
-                found, best, _ = measured(name, n, k, rows or [1, 4, 16, 32, 64, 128], rivals or [TORCH], rounds, tune, until)
+                if groups:
+                    found, _ = measured_groups(name, n, k, rows or [16, 64, 2048], groups, rounds, tune, until)
+                    best = {}
+                else:
+                    found, best, _ = measured(
+                        name, n, k, rows or [1, 4, 16, 32, 64, 128], rivals or [TORCH], rounds, tune, until
+                    )
             except Exception as e:  # one format that fails must not stop the rest
                 notes[f"{name} {shape}"] = f"{type(e).__name__}: {e}"[:500]
                 print(f"{name} {shape}: {notes[f'{name} {shape}']}", flush=True)
@@ -334,23 +446,27 @@ def main(
             table += found
             tuned |= best
             torch.cuda.empty_cache()
+    kind = "gpu-weight-only-groups" if groups else "gpu-weight-only"
     result = {
-        "benchmark": "gpu-weight-only",
+        "benchmark": kind,
         "schema": common.SCHEMA,
         "provenance": where("cuda"),
         "rows": table,
         "notes": notes,
     }
-    print("\nsummary: microseconds of breccia (and ratio to bf16)")
+    print("\nsummary: microseconds of breccia (and how many times faster than the fastest bf16)")
     for row in table:
-        mine, theirs = (row["times"].get(kernel, {}).get("median_s") for kernel in (OURS, BF16))
-        if mine and theirs:
-            print(f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d} {mine * 1e6:8.2f}  {theirs / mine:5.2f} x bf16")
+        medians = {kernel: found["median_s"] for kernel, found in row["times"].items() if "median_s" in found}
+        mine = medians.get(OURS)
+        theirs, rival = min((medians.get(kernel, 1e9), kernel) for kernel in (BF16, BF16_GROUPED, BF16_EACH))
+        if mine and rival in medians:
+            what = f"{row['format']:16s} {row['n']}x{row['k']} M={row['m']:4d}"
+            print(f"{what} {mine * 1e6:8.2f}  {theirs / mine:5.2f} x {rival}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         tag = common.device_tag(torch.cuda.get_device_name())
-        (out / f"gpu-weight-only-{tag}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if tune:
+        (out / f"{kind}-{tag}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if tune and not groups:
             from breccia_triton import choices, weight_plans
 
             made = {"schema": weight_plans.SCHEMA, "device": torch.cuda.get_device_name(), "provenance": where("cuda")}

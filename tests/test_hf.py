@@ -194,6 +194,29 @@ def test_all_implementations_of_experts_agree(name: str) -> None:
         torch.testing.assert_close(logits(found), grouped, rtol=0, atol=1e-4)  # see assert_same_logits
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_a_storage_give_the_same_products_and_states(name: str, tmp_path: Path) -> None:
+    recipe = breccia.INT4Scaling(16)
+    plain, stored = model(name), model(name)
+    breccia_torch.quantize_(plain, recipe)
+    breccia_torch.quantize_(stored, recipe, storage="mma_16x128")
+    found = [m for m in stored.modules() if isinstance(m, ScaledExperts)]
+    assert found and all(m.layout.storage == "mma_16x128" for m in found)
+    assert all(m.layout.storage == "plain" for m in plain.modules() if isinstance(m, ScaledExperts))
+    torch.testing.assert_close(logits(stored), logits(plain), rtol=0, atol=0)
+    assert torch.equal(found[0][1], next(m for m in plain.modules() if isinstance(m, ScaledExperts))[1])
+    states = stored.state_dict(), plain.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    breccia_torch.save_model(plain, tmp_path / "plain.safetensors")
+    breccia_torch.load_model(stored, tmp_path / "plain.safetensors")
+    assert all(m.layout.storage == "mma_16x128" for m in stored.modules() if isinstance(m, ScaledExperts))
+    fresh = model(name)
+    breccia_torch.load_model(fresh, tmp_path / "plain.safetensors", storage="mma_16x128")
+    assert all(m.layout.storage == "mma_16x128" for m in fresh.modules() if isinstance(m, ScaledExperts))
+    torch.testing.assert_close(logits(fresh), logits(plain), rtol=0, atol=0)
+
+
 def test_experts_of_plain_parameters_are_computed_by_the_same_function() -> None:
     found = model("qwen3_moe")
     before = logits(found)

@@ -40,6 +40,27 @@ def test_the_storage_keeps_every_bit_of_every_pattern(name: str, shape: tuple[in
     assert stored.data.shape[:2] == (-(-shape[0] // 64), -(-shape[1] // 128))
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "e4m3-tensor"])
+def test_the_storage_holds_the_weights_of_experts(name: str) -> None:
+    each = [tensor(name, 70, 200, seed=seed, wild=True) for seed in range(3)]
+    st = breccia.stack(each)
+    stored = st.to_storage(STORAGE)
+    assert stored.shape == (3, 70, 200)
+    assert bytes_equal(stored.to_plain(), st)
+    for i, one in enumerate(each):
+        alone = one.to_storage(STORAGE)
+        assert (stored.data[i] == alone.data).all() and (stored.scale[i] == alone.scale).all()
+        assert bytes_equal(stored[i], one)
+    two = breccia.stack([st, st])
+    assert bytes_equal(two.to_storage(STORAGE).to_plain(), two)
+
+
+def test_one_scale_for_each_expert_has_no_order() -> None:
+    st = breccia.stack([tensor("e4m3-tensor", 64, 128, seed=seed) for seed in range(2)])
+    with pytest.raises(breccia.errors.UnsupportedError, match="one scale for each matrix"):
+        st.to_storage(STORAGE)
+
+
 def _fragment(lane: int, i: int) -> tuple[int, int]:
     """Row and column of element i of operand A of mma.m16n8k16 in a lane, as the PTX ISA defines it."""
     group, thread = lane >> 2, lane % 4
@@ -110,7 +131,12 @@ def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
     assert flags("e4m3-block", codes(70, 0x7F)) == flags("e4m3-block", codes(70, 0xFF)) == [0, 3, 0]
     assert flags("mxfp8-e5m2", codes(129, 0x7C)) == [0, 0, 3]
     assert flags("int8-row", codes(0, -128)) == [0, 0, 0]
-    assert flags("mxfp4", scale(3, 255)) == flags("mxfp4", scale(3, 254)) == flags("mxfp4", scale(3, 1)) == [3, 0, 0]
+    assert flags("mxfp4", scale(3, 255)) == flags("mxfp4", scale(3, 254)) == [3, 0, 0]
+    assert flags("mxfp4", scale(3, 1)) == [7, 0, 0]
+    assert flags("mxfp8", nothing) == flags("mxfp8-e5m2", nothing) == flags("mxfp8", scale(3, 150)) == [0, 0, 0]
+    assert flags("mxfp8", scale(3, 20)) == flags("mxfp8-e5m2", scale(3, 151)) == [1, 0, 0]
+    assert flags("mxfp8", scale(3, 16)) == [5, 0, 0]
+    assert flags("mxfp8", scale(3, 255)) == [3, 0, 0]
     assert flags("mxfp4", scale(3, 90)) == [2, 0, 0]
     assert flags("nvfp4", scale(3, 0x80)) == flags("nvfp4", scale(3, 0xC0)) == [3, 0, 0]
     assert flags("nvfp4", scale(3, 0)) == flags("nvfp4", scale(3, 127)) == [0, 0, 0]
@@ -120,6 +146,37 @@ def test_rows_that_the_fast_decoding_does_not_take_are_flagged() -> None:
         st.data[3, :16], st.scale[3, 0] = 0, 0
 
     assert flags("mxfp4", zeros) == [0, 0, 0]
+
+    def low(st: Any) -> None:
+        st.scale[:] = 17
+
+    def lower(st: Any) -> None:
+        st.scale[:] = 16
+
+    assert flags("mxfp8-e5m2", low) == flags("mxfp4", low) == [0, 0, 0]
+    assert flags("mxfp8-e5m2", lower) == [4, 4, 4]
+
+    def nothing_but_zeros(st: Any) -> None:
+        st.data[:], st.scale[:] = 0, 0
+
+    assert flags("mxfp4", nothing_but_zeros) == flags("mxfp8", nothing_but_zeros) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
+def test_bfloat16_holds_what_is_decoded_to_memory(name: str) -> None:
+    operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(operand, plans.Operand) and operand.exact
+    st = tensor(name, 64, 256, seed=1)
+    if name != "nvfp4-one":
+        st.scale[:] = np.random.default_rng(3).integers(17, 158, st.scale.shape)
+        assert not st.to_storage(STORAGE).scale[0, 0] & fragments.SUBNORMAL
+    bits = reference.dequantize(st).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    exponents = bits >> 23 & 0xFF
+    assert ((exponents > 0) | (bits << 1 == 0)).all()
+    for other in ("int4-128", "nvfp4", "e4m3-block", "e2m1-f32", "mxint8"):
+        operand = plans.operand_of(FORMATS[other], FORMATS[other].scale.block)
+        assert isinstance(operand, plans.Operand) and not operand.exact
 
 
 def test_the_storage_refuses_what_it_has_no_order_for() -> None:
@@ -182,6 +239,37 @@ extern "C" void multiplied(const Weight* w, const u16* x, const void* bias, void
 }
 """
 
+#: Where the parts of groups are; and a grouped product, by the slow path.
+_GROUPED = """
+#if GROUPED
+extern "C" void parts(const int* ends, int count, int M, int batch, int number, int* found) {
+    const Groups groups = {ends, 0, 0, 0, count};
+    std::vector<std::thread> lanes;
+    for (int lane = 0; lane < 32; lane++)
+        lanes.emplace_back([=] {
+            host_lane = lane;
+            for (int i = 0; i < number; i++) {
+                const Part part = part_of(groups, i, batch, M, lane);
+                if (lane == 31) { found[3 * i] = part.group; found[3 * i + 1] = part.first; found[3 * i + 2] = part.last; }
+            }
+        });
+    for (auto& lane : lanes) lane.join();
+}
+extern "C" void multiplied_groups(int batch, int number, const Weight* w, const Groups* groups, const u16* x,
+                                  const void* bias, void* y, int M, int N, int K, int ldx, int ldy) {
+    std::vector<int> found(3 * number);
+    parts(groups->ends, groups->count, M, batch, number, found.data());
+    threadIdx.x = 0;
+    blockDim.x = 1;
+    for (int i = 0; i < number; i++) {
+        const int group = found[3 * i], first = found[3 * i + 1], last = found[3 * i + 2];
+        if (group == groups->count) write_zeros(y, first, last, 0, N, N, ldy);
+        else if (group >= 0) slow_rows(weight_of(*w, *groups, group), x, bias, y, first, last, 0, N, N, K, ldx, ldy);
+    }
+}
+#endif
+"""
+
 
 @functools.cache
 def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
@@ -193,8 +281,8 @@ def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
     name = "-".join(f"{value}" for _, value in macros)
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     prelude = (Path(__file__).parent / "weight_only_host.cpp").read_text(encoding="utf-8")
-    source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM + _PRODUCT)
-    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{CUDA}"]
+    source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM + _PRODUCT + _GROUPED)
+    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{CUDA}"]
     options += [f"-D{key}={value}" for key, value in macros]
     found = subprocess.run(
         ["g++", *options, str(source), "-o", str(library)], capture_output=True, text=True, check=False
@@ -223,9 +311,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_cuda_source_decodes_every_element_exactly(name: str, act: str, wild: bool, folder: Path) -> None:
     st = tensor(name, 64 * 6, 256, seed=5, wild=wild)
     fmt = FORMATS[name]
-    if wild and name == "mxfp4":  # rows with scales close enough, and rows without
+    if name.startswith("mxfp"):  # rows with scales close enough, and, in wild tensors, rows without
         st.scale[:192] = np.random.default_rng(1).integers(110, 128, (192, 8))
-        st.scale[0, 0], st.data[0, :16] = 0, 0
+        st.scale[0, 0], st.data[0, : 32 * FORMATS[name].element.bits // 8] = 0, 0
+        if not wild:
+            st.scale[192:256] = np.random.default_rng(2).integers(61, 151, (64, 8))
     operand = plans.operand_of(fmt, fmt.scale.block)
     assert isinstance(operand, plans.Operand)
     macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": 2, "BIAS": 3}
@@ -263,10 +353,13 @@ def _without_global(st: ScaledTensor) -> ScaledTensor:
 
 
 class _HostKernel:
-    """Stands in for a kernel on a device: a launch reads its arguments as the kernel does, and computes by the slow path."""
+    """Stands in for a kernel on a device: a launch reads its arguments as the kernel does, and computes by the slow path.
 
-    def __init__(self, library: Any, wide: bool) -> None:
-        self.library, self.wide, self.streams = library, wide, list[tuple[int, bool]]()
+    batch: rows of a part, for groups.
+    """
+
+    def __init__(self, library: Any, wide: bool, batch: int = 0) -> None:
+        self.library, self.wide, self.batch, self.streams = library, wide, batch, list[tuple[int, bool]]()
 
     def prepare(self, grid: Any, threads: int, values: Any, stream: int, cluster: int, dependent: bool) -> Any:
         class Launch:
@@ -275,7 +368,11 @@ class _HostKernel:
             def __call__(launch) -> None:
                 self.streams.append((launch.config.stream, dependent))
                 weight, *others = values
-                self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
+                if self.batch:
+                    pointers = ctypes.byref(weight), ctypes.byref(others.pop(0))
+                    self.library.multiplied_groups(self.batch, grid[1], *pointers, *others[self.wide :])
+                else:
+                    self.library.multiplied(ctypes.byref(weight), *others[self.wide :])
 
         return Launch()
 
@@ -293,23 +390,23 @@ def test_zero_points_of_other_dtypes_are_multiplied_on_the_plain_weight() -> Non
     assert weight_only.weight_only_matmul(x, stored.mT).equal(breccia.matmul(x, st.mT))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
-def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("triton")
-    from breccia_torch.ops import TORCH
+def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], list[Any]]:
+    """(The kernels that calls prepare from here on, what they describe to the copy engine.)"""
+    import torch
+
     from breccia_triton import weight_only
 
     made: list[_HostKernel] = []
-
-    def function(operand: Any, config: Any, act: str, out: str, bias: str | None, call: Any) -> Any:
-        macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": plans.DTYPES[out]}
-        macros["BIAS"] = plans.NO_BIAS if bias is None else plans.DTYPES[bias]
-        made.append(_HostKernel(_built(folder, tuple(sorted(macros.items()))), config.wide))
-        return made[-1]
-
     described: list[Any] = []
+
+    def function(
+        operand: Any, config: Any, act: str, out: str, bias: str | None, call: Any, grouped: bool = False
+    ) -> Any:  # fmt: skip
+        macros = {**operand.macros, "ACT": plans.DTYPES[act], "OUT": plans.DTYPES[out], "GROUPED": int(grouped)}
+        macros["BIAS"] = plans.NO_BIAS if bias is None else plans.DTYPES[bias]
+        library = _built(folder, tuple(sorted(macros.items())))
+        made.append(_HostKernel(library, config.wide, config.batch if grouped else 0))
+        return made[-1]
 
     def tensor_map(*facts: Any) -> Any:
         described.append(facts)
@@ -321,18 +418,38 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     weight_only._calls.clear()
-    n, k = 70, 132
-    plain = tensor(name, n, k, seed=2)
+    return made, described
+
+
+def _in_torch(plain: ScaledTensor) -> ScaledTensor:
+    """The tensor in torch's storage dtypes."""
+    import torch
+
+    from breccia_torch.ops import TORCH
+
     dtypes = TORCH.dtypes(plain.recipe.format)
-    parts = {field: getattr(plain, field) for field in ("data", "scale", "zero_point", "global_scale")}
     moved = {
         field: None if part is None else TORCH.from_numpy(np.ascontiguousarray(part)).view(getattr(torch, dtypes[field]))
-        for field, part in parts.items()
+        for field in ("data", "scale", "zero_point", "global_scale")
+        for part in (getattr(plain, field),)
     }
-    st = ScaledTensor.from_parts(
+    return ScaledTensor.from_parts(
         moved["data"], moved["scale"], plain.recipe, plain.layout, moved["zero_point"], moved["global_scale"], -1, plain.padding
     )
-    w, values = st.to_storage(STORAGE).mT, torch.from_numpy(reference.dequantize(plain).astype(np.float64))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
+def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_triton import weight_only
+
+    made, described = _on_the_host(monkeypatch, folder)
+    n, k = 70, 132
+    plain = tensor(name, n, k, seed=2)
+    w = _in_torch(plain).to_storage(STORAGE).mT
+    values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
     torch.manual_seed(0)
     for m in (1, 5, 20):
         x = torch.randn(m, k).bfloat16()
@@ -365,6 +482,92 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
     weight_only._calls.clear()
 
 
+#: Rows of groups: uneven, with empty ones at either end and between; more groups than a warp has lanes; none.
+_SIZES = ((5, 0, 40, 3), (0, 1, 17, 0), (9,), (0, 0), (3, 0, 1, 0, 2) * 8, (1,) * 33)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("sizes", _SIZES, ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}")
+def test_parts_of_groups_cover_every_row_once(sizes: tuple[int, ...], folder: Path) -> None:
+    operand = plans.operand_of(FORMATS["int4-128"], (1, 128))
+    assert isinstance(operand, plans.Operand)
+    library = _built(folder, tuple(sorted({**operand.macros, "ACT": 0, "OUT": 2, "BIAS": 3, "GROUPED": 1}.items())))
+    ends, count = np.cumsum(sizes).astype(np.int32), len(sizes)
+    groups = np.repeat(np.arange(count + 1), (*sizes, 4))
+    config = plans.Config(8, 4, 8, 2)
+    for batch, rows in ((8, len(groups)), (16, len(groups)), (8, int(ends[-1]))):
+        config = plans.Config(batch, 4, 8, 2)
+        number = config.grid_of_groups(rows, count, 64)[1] if rows else 1
+        found = np.empty((number + 2, 3), np.int32)
+        library.parts(ctypes.c_void_p(ends.ctypes.data), count, rows, batch, number + 2, ctypes.c_void_p(found.ctypes.data))
+        covered = np.full(rows, -1)
+        for group, first, last in found[:number]:
+            assert 0 <= last - first <= batch
+            assert (covered[first:last] == -1).all()
+            covered[first:last] = group
+        assert (covered == groups[:rows]).all()
+        assert (found[number:, 0] == -1).all()
+
+
+def test_ends_that_are_out_of_range_or_order_stay_within_the_rows(folder: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    operand = plans.operand_of(FORMATS["int4-128"], (1, 128))
+    assert isinstance(operand, plans.Operand)
+    library = _built(folder, tuple(sorted({**operand.macros, "ACT": 0, "OUT": 2, "BIAS": 3, "GROUPED": 1}.items())))
+    ends = np.array([-5, 7, 3, 900], np.int32)
+    found = np.empty((8, 3), np.int32)
+    library.parts(ctypes.c_void_p(ends.ctypes.data), 4, 20, 8, 8, ctypes.c_void_p(found.ctypes.data))
+    assert found[:4].tolist() == [[1, 0, 7], [3, 7, 15], [3, 15, 20], [-1, 0, 0]]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "e4m3-square"])
+def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia_triton import weight_only
+
+    made, _ = _on_the_host(monkeypatch, folder)
+    n, k = 70, 136
+    each = [tensor(name, n, k, seed=seed) for seed in range(4)]
+    plain = breccia.stack(each)
+    if plain.global_scale is not None:  # one for each expert
+        plain.global_scale[:] = 3.7 * (1 + np.arange(4, dtype=np.float32))
+    stored = _in_torch(plain).to_storage(STORAGE)
+    values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
+    for sizes in ((2, 0, 4, 1), (0, 41, 60, 3)):
+        ends = np.cumsum(sizes)
+        m = int(ends[-1]) + 3
+        offsets, x = torch.from_numpy(ends), torch.randn(m, k).bfloat16()
+
+        def check(found: Any, values: Any = values, x: Any = x, sizes: Any = sizes) -> None:
+            groups = torch.repeat_interleave(torch.arange(5), torch.tensor((*sizes, 3)))
+            for group in range(4):
+                rows, w = x[groups == group].double(), values[group].mT
+                assert ((found[groups == group] - rows @ w).abs() <= k * 2.0**-24 * (rows.abs() @ w.abs())).all()
+            assert not found[groups == 4].any()
+
+        found = weight_only.weight_only_grouped(x, stored.mT, offsets)
+        assert found.dtype == torch.float32
+        check(found)
+        check(weight_only.weight_only_grouped(x, stored.mT, offsets.int()))
+        out = torch.full((m, 100), 7.0)[:, :n]
+        assert weight_only.weight_only_grouped(x, stored.mT, offsets, "float32", out) is out
+        assert out.equal(found)
+        turned = torch.full((n, m), 7.0).mT
+        assert weight_only.weight_only_grouped(x, stored.mT, offsets, "float32", turned).equal(found)
+        order = [1, 2, 3, 0]
+        fused = breccia.stack([_in_torch(plain), _in_torch(plain).select(0, order)], axis=1).to_storage(STORAGE)
+        part = ScaledTensor.from_parts(  # every second matrix
+            fused.data[:, 1], fused.scale[:, 1], fused.recipe, fused.layout, fused.zero_point,
+            None if fused.global_scale is None else fused.global_scale[:, 1], -1, fused.padding,
+        )  # fmt: skip
+        check(weight_only.weight_only_grouped(x, part.mT, offsets), values[order])
+    assert {kernel.wide for kernel in made} == {False, True}
+    weight_only._calls.clear()
+
+
 # -- plans and compilation -------------------------------------------------------------------------------------------
 
 
@@ -381,6 +584,58 @@ def test_every_call_has_a_configuration_that_fits() -> None:
                     grid = config.grid(m, n)
                     assert grid[0] % config.split == 0 and grid[0] // config.split * config.rows >= n
                     assert grid[1] * config.batch >= m
+
+
+def test_groups_of_rows_have_a_configuration_that_fits() -> None:
+    for fmt in FORMATS.values():
+        operand = plans.operand_of(fmt, fmt.scale.block)
+        assert isinstance(operand, plans.Operand)
+        for m in (1, 8, 9, 40, 128, 129, 5000):
+            for groups in (1, 8, 128):
+                for n, k in ((64, 128), (4096, 14336)):
+                    config = plans.grouped_config_of(operand, m, groups, n, k)
+                    assert config.fits(operand, config.batch, k)
+                    _, parts, _ = config.grid_of_groups(m, groups, n)
+                    assert parts <= m and parts >= min(m, -(-m // config.batch) + groups - 1)
+    assert not plans.grouped_config_of(plans.Operand(0, 0, 128, False), 32, 8, 4096, 4096).wide
+    assert plans.grouped_config_of(plans.Operand(0, 0, 128, False), 4096, 8, 4096, 4096).batch == 128
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch": 256, "high": 2, "deep": 2, "stages": 2, "wide": True},  # more sums than registers
+        {"batch": 16, "high": 1, "deep": 1, "stages": 2, "wide": True, "share": 4},  # 4 rows of x for each block
+        {"batch": 128, "high": 2, "deep": 1, "stages": 2, "wide": True, "share": 4, "split": 4},  # 16 blocks of a cluster
+        {"batch": 8, "high": 4, "deep": 8, "stages": 2, "share": 2},  # x does not go through the copy engine
+    ],
+    ids=str,
+)
+def test_configurations_without_a_kernel_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="has no kernel"):
+        plans.Config(**given)
+
+
+def test_explain_says_why_experts_are_decoded_first() -> None:
+    x, plain = np.ones((4, 256), np.float32), breccia.stack([tensor("int4-128", 64, 256)] * 2)
+
+    def reason(b: Any, dtype: str = "bfloat16") -> str | None:
+        a = SimpleNamespace(dtype=dtype, shape=x.shape, empty=False)
+        facts = {"recipe": b.recipe, "layout": b.layout, "storage": b.storage, "axis": b.axis, "ndim": b.ndim, "shape": b.shape}
+        call: Any = SimpleNamespace(
+            op="grouped_matmul", a=a, b=SimpleNamespace(**facts, empty=False), option=lambda _, default: default
+        )
+        return plans.accepts(call)
+
+    stored = plain.to_storage(STORAGE)
+    assert reason(stored.mT) is None
+    assert "'mma_16x128'" in str(reason(plain.mT))
+    assert "the weights have to be transposed matrices, w.mT" in str(reason(stored))
+    assert "float32" in str(reason(stored.mT, "float32"))
+    narrow = breccia.stack([tensor("int4-16", 64, 112)]).to_storage(STORAGE)
+    assert "112 columns are too few" in str(reason(narrow.mT))
+    found = str(breccia.explain("grouped_matmul", "array", "int4", on="torch:cuda"))
+    assert "cuda.weight_only_grouped" in found
 
 
 @pytest.mark.parametrize(
@@ -415,6 +670,23 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": {key: plans.entry_of(config)}}))
     assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
+    many = plans.operand_of(FORMATS["mxfp4"], (1, 32))
+    assert isinstance(many, plans.Operand)
+    fused, decoded = plans.Config(256, 2, 1, 3, share=2, wide=True), plans.Decoded()
+    entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
+    written = {key: plans.entry_of(c) for key, c in entries.items()}
+    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": written}))
+    plans.measured_on.cache_clear()
+
+    def found(m: int, direct: bool = True, k: int = 8192) -> Any:
+        return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct)
+
+    assert found(5000) == found(2049) == fused
+    assert found(300) == decoded
+    assert found(300, direct=False) == found(300, direct=False, k=4096)
+    assert found(2048) == found(plans.MANY, k=4096) == decoded
+    assert isinstance(found(2048, direct=False), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
+    assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", True), plans.Config)
     for text in ("{", '{"schema": 0}', '{"schema": 1, "configs": {"x": {"batch": 7}}}'):
         path.write_text(text)
         plans.measured_on.cache_clear()
@@ -441,11 +713,12 @@ def test_every_shipped_configuration_fits_its_shape() -> None:
             codecs, group, m, n, k = key.split(" ")
             operand = operands[f"{codecs} {group}"]
             assert config.fits(operand, int(m), int(k)), key
-            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"]) == config
+            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"], True) == config
 
 
 def test_the_wheel_has_the_cuda_sources() -> None:
-    assert {"weight_only.cuh", "weight_only_small.cu", "weight_only_wide.cu"} <= {path.name for path in CUDA.iterdir()}
+    names = {f"weight_only{name}" for name in (".cuh", "_small.cu", "_wide.cu", "_decode.cu")}
+    assert names <= {path.name for path in CUDA.iterdir()}
 
 
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
@@ -456,9 +729,45 @@ def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
     operand = plans.operand_of(fmt, fmt.scale.block)
     assert isinstance(operand, plans.Operand)
     config = next(c for c in plans.configs(operand, 32 if wide else 8, 8192, 8192) if c.fits(operand, 8, 8192))
-    headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if wide else {}
-    source = compiler.Source.read(CUDA / f"weight_only_{'wide' if wide else 'small'}.cu", headers)
-    macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None)
+    _compiled(operand, config, grouped=False)
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("int4-128", plans.Config(8, 4, 8, 2, split=2)),
+        ("int4-128", plans.Config(128, 2, 1, 4, share=2, wide=True)),
+        ("mxfp4", plans.Config(256, 2, 1, 3, share=2, wide=True)),
+        ("nvfp4", plans.Config(256, 2, 1, 3, wide=True)),
+        ("e4m3-block", plans.Config(128, 2, 1, 3, split=2, share=2, wide=True)),
+        ("mxfp8", plans.Config(128, 2, 1, 3, share=4, wide=True)),
+    ],
+    ids=str,
+)
+def test_kernels_of_groups_and_of_many_rows_compile_without_spilling(name: str, config: plans.Config) -> None:
+    fmt = FORMATS[name]
+    operand = plans.operand_of(fmt, fmt.scale.block)
+    assert isinstance(operand, plans.Operand) and config.fits(operand, config.batch, 8192)
+    _compiled(operand, config, grouped=False)
+    _compiled(operand, config, grouped=True)
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
+def test_the_pass_that_decodes_to_memory_compiles_without_spilling(name: str) -> None:
+    operand = plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(operand, plans.Operand)
+    source = compiler.Source.read(CUDA / "weight_only_decode.cu")
+    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", plans.macros_of_decoding(operand)))
+    assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
+    assert "warning" not in log
+
+
+def _compiled(operand: Any, config: Any, grouped: bool) -> None:
+    headers = {"wgmma.cuh": plans.wgmma_header(config.batch)} if config.wide else {}
+    source = compiler.Source.read(CUDA / f"weight_only_{config.kind}.cu", headers)
+    macros = plans.macros_of(operand, config, "bfloat16", "bfloat16", None, grouped)
     _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log and "serialized" not in log

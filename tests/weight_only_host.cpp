@@ -3,6 +3,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if GROUPED
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+#endif
 #define __device__
 #define __forceinline__ inline
 #define __noinline__
@@ -38,3 +44,34 @@ static inline uint32_t host_mul2(uint32_t a, uint32_t b) { return halves([=](int
 static inline uint32_t host_fma2(uint32_t a, uint32_t b, uint32_t c) {
     return halves([=](int s) { return host_to((float)((double)host_of(a >> s) * host_of(b >> s) + host_of(c >> s))); });
 }
+
+#if GROUPED
+// A warp as 32 threads, which meet at each exchange of numbers.
+#define __grid_constant__
+struct Meeting {
+    std::mutex lock;
+    std::condition_variable all;
+    int waiting = 0, turn = 0;
+    void wait() {
+        std::unique_lock<std::mutex> held(lock);
+        const int now = turn;
+        if (++waiting == 32) { waiting = 0; turn++; all.notify_all(); }
+        else all.wait(held, [&] { return turn != now; });
+    }
+} meeting;
+static int words[32];
+static thread_local int host_lane;
+template <class F> static auto exchanged(int v, F read) {   // what `read` makes of all lanes' numbers
+    words[host_lane] = v;
+    meeting.wait();
+    const auto found = read();
+    meeting.wait();
+    return found;
+}
+static inline int __shfl_up_sync(unsigned, int v, int o) { return exchanged(v, [=] { return words[host_lane >= o ? host_lane - o : host_lane]; }); }
+static inline int __shfl_sync(unsigned, int v, int from) { return exchanged(v, [=] { return words[from]; }); }
+static inline unsigned __ballot_sync(unsigned, bool v) {
+    return exchanged(v, [] { unsigned found = 0; for (int i = 0; i < 32; i++) found |= (unsigned)words[i] << i; return found; });
+}
+static inline int __ffs(unsigned v) { return __builtin_ffs(v); }
+#endif

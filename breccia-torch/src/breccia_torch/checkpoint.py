@@ -15,7 +15,7 @@ from breccia.backend import ScaledTensor, ShapeError, UnsupportedError, check_na
 
 from .nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight, metadata
 from .quantize import check_replaceable, expert_parameters, is_conv1d, is_linear, replace, replace_experts, scaled_class
-from .storing import AUTO, arrange
+from .storing import AUTO, arrange, arrange_experts
 
 Path = str | os.PathLike[str]
 
@@ -66,7 +66,7 @@ def load_model(
         names that share a tensor is enough.
     device: the device for tensors on "meta", in torch's spelling; the CPU by default. Other tensors keep their device, and
         non-persistent buffers on "meta" stay there.
-    storage: of the weights of layers that become ScaledLinear, as for `quantize_`; a ScaledLinear keeps its storage.
+    storage: of the weights that become ScaledLinear or ScaledExperts, as for `quantize_`; others keep their storage.
 
     Raises ShapeError naming the tensor, UnsupportedError for a layer that has hooks and would be replaced, and what
     `breccia.bridges.load_safetensors` raises.
@@ -109,9 +109,11 @@ def load_model(
                 layer.set_extra_state(found[name])
     for entry, names in given:
         if isinstance(entry.held, Tensor) and isinstance(found[names[0]], ScaledTensor):
-            for layer in {_owner(model, name)[0] for name in entry.names}:
+            for layer, leaf in {_owner(model, name) for name in entry.names}:
                 if isinstance(layer, ScaledLinear):
                     arrange(layer, storage, entry.held.dtype)
+                elif isinstance(weight := getattr(layer, leaf, None), ScaledExperts):
+                    arrange_experts(layer, weight, storage)
     return missing, unexpected
 
 
@@ -234,14 +236,16 @@ def _fitted(model: nn.Module, entry: _Entry, tensor: ScaledTensor | Tensor, devi
         return ScaledWeight(_stored_as(held, tensor))
     tensor = tensor.to(place)
     if isinstance(held, ScaledExperts):
-        return ScaledExperts.quantized(tensor.to(held.dtype), held.recipe, held.axis)
+        new = ScaledExperts.quantized(tensor.to(held.dtype), held.recipe, held.axis)
+        new.take(_stored_as(held, new.tensor))
+        return new
     if isinstance(held, ScaledWeight):
         return ScaledWeight(_stored_as(held, breccia.cast(tensor, held.recipe, axis=held.axis)))
     return tensor.to(held.dtype)
 
 
 def _fitted_experts(held: ScaledWeight | Tensor, tensor: ScaledTensor, name: str, device: Any) -> ScaledExperts:
-    new = ScaledExperts(tensor, held.dtype if isinstance(held, ScaledExperts | Tensor) else torch.float32)
+    new = ScaledExperts(_stored_as(held, tensor), held.dtype if isinstance(held, ScaledExperts | Tensor) else torch.float32)
     if new.shape != tuple(held.shape):
         raise ShapeError(
             f"{name} has shape {new.shape} in the file and {tuple(held.shape)} in the model.",

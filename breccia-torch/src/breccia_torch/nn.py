@@ -358,7 +358,7 @@ class ScaledExperts(ScaledWeight):
     def grouped_matmul(self, x: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
         """`breccia.grouped_matmul` of rows sorted by expert; `transposed` weights are (experts, in_features, out_features)."""
         tensor = self.tensor
-        parts = [tensor] if tensor.ndim == 3 else [tensor[:, part] for part in range(tensor.shape[1])]
+        parts = [tensor] if tensor.ndim == 3 else [_part(tensor, part) for part in range(tensor.shape[1])]
         found = [breccia.grouped_matmul(x, w if transposed else w.mT, offsets, x.dtype) for w in parts]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
@@ -395,6 +395,15 @@ class ScaledExperts(ScaledWeight):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledExperts:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return super()._apply(fn, recurse)  # pyright: ignore[reportReturnType]
+
+
+def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
+    """`tensor[:, part]` in the same storage: storages arrange each matrix alone."""
+    if tensor.storage == PLAIN:
+        return tensor[:, part]
+    cut = {name: found[:, part] if found.ndim > 1 else found for name, found in components(tensor).items()}
+    rest = (tensor.recipe, tensor.layout, cut.get("zero_point"), cut.get("global_scale"), tensor.axis, tensor.padding)
+    return ScaledTensor.from_parts(cut["data"], cut["scale"], *rest)
 
 
 _FLOATS = tuple(getattr(torch, name) for name in FLOATS)

@@ -26,7 +26,7 @@ from breccia.backend import (
 )
 
 from .nn import ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
-from .storing import AUTO, arrange
+from .storing import AUTO, arrange, arrange_experts
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -83,9 +83,10 @@ def quantize_(
     include, exclude: shell-style globs over names of weights ("lm_head.weight", "*.experts.*"), in place of filter_fn:
         `exclude` beats `include`, which beats the default for embeddings, norms, routers and output heads.
     activation: a recipe under which the linear layers cast their inputs.
-    storage: the name of a registered storage for the weights of linear layers; "plain", or by default "auto": the one that the
-        kernel of their products reads (on Hopper GPUs, "mma_16x128"), for layers in evaluation mode on a GPU that do not cast
-        their inputs. Values, `state_dict` and files are the same in every storage.
+    storage: the name of a registered storage for the weights; "plain", or by default "auto": the one that the kernel of their
+        products reads (on Hopper GPUs, "mma_16x128"), for layers in evaluation mode on a GPU that do not cast their inputs, and
+        for experts that transformers multiplies by breccia's grouped products. Values, `state_dict` and files are the same in
+        every storage.
 
     Layers that share a weight keep sharing it. Nothing is replaced unless all chosen layers can be. Returns what was
     quantized, what was left, and why.
@@ -128,6 +129,7 @@ def quantize_(
     for module, parameter in experts.values():
         weight = ScaledExperts.quantized(getattr(module, parameter), recipe, experts_axis(module))
         replace_experts(module, parameter, weight)
+        arrange_experts(module, weight, storage)
     if hasattr(model, "save_pretrained") and "transformers" in sys.modules and not hasattr(model, "hf_quantizer"):
         _attach(model, recipe, activation)
     return QuantizeSummary(recipe, quantized, left | _others(model, left), before, _bytes(model))

@@ -1,16 +1,19 @@
-"""The storage of a layer's weight: rearranged once, where the kernel of its products reads another order than the plain one."""
+"""The storage of weights: rearranged once, where the kernel of their products reads another order than the plain one."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 import breccia
 from breccia.backend import PLAIN, ScaledTensor, UnsupportedError, registry
 
-from .nn import ScaledLinear
+from .nn import ScaledExperts, ScaledLinear
 
 #: `storage=` of `quantize_` and `load_model`: what `for_products` finds.
 AUTO = "auto"
+#: What transformers calls the experts' implementation of `hf.experts`: `model.set_experts_implementation("breccia")`.
+IMPLEMENTATION = "breccia"
 
 
 def arrange(layer: ScaledLinear, storage: str, dtype: torch.dtype) -> None:
@@ -27,20 +30,42 @@ def arrange(layer: ScaledLinear, storage: str, dtype: torch.dtype) -> None:
         weight.take(for_products(tensor, dtype))
 
 
+def arrange_experts(module: nn.Module, weight: ScaledExperts, storage: str) -> None:
+    """Put the experts of `module` into a storage, in place. Raises what `arrange` raises.
+
+    "auto" leaves those alone that `module` does not multiply by `breccia.grouped_matmul`, as modules in training mode: decoding
+    an expert, and the backward pass, read the plain weight.
+    """
+    tensor = weight.tensor
+    if storage != AUTO:
+        weight.take(tensor.to_storage(storage))
+    elif not module.training and tensor.storage == PLAIN and multiplies_groups(module):
+        weight.take(for_products(tensor, weight.dtype))
+
+
+def multiplies_groups(module: nn.Module) -> bool:
+    """Whether transformers runs this module of experts by breccia's implementation."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) == IMPLEMENTATION
+
+
 def for_products(tensor: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
-    """The weight in the storage that the kernel of its products with inputs of a dtype reads; itself if that is plain."""
-    if tensor.ndim != 2 or tensor.device.type == "cpu":
+    """The weight in the storage that the kernel of its products with inputs of a dtype reads; itself if that is plain.
+
+    tensor: a matrix, or those of experts, of shape (experts, rows, columns) or (experts, parts, rows, columns).
+    """
+    if tensor.device.type == "cpu":
         return tensor
-    kernels = [k for k in registry().table.kernels if k.op == "matmul" and k.framework == "torch" and k.reads]
+    op, part = ("matmul", tensor) if tensor.ndim == 2 else ("grouped_matmul", tensor if tensor.ndim == 3 else tensor[:, 0])
+    kernels = [k for k in registry().table.kernels if k.op == op and k.framework == "torch" and k.reads]
     names = dict.fromkeys(name for k in kernels if k.device == tensor.device.type for name in k.reads if name != "*")
     for name in names:
         try:
-            stored = tensor.to_storage(name)
+            stored = part.to_storage(name)
         except UnsupportedError:
             continue
         matrix = stored if tensor.axis == -2 else stored.mT
-        x = torch.empty((1, matrix.shape[0]), dtype=dtype, device=tensor.device)
-        winner = breccia.explain("matmul", x, matrix).winner
+        x = torch.empty((1, matrix.shape[-2]), dtype=dtype, device=tensor.device)
+        winner = breccia.explain(op, x, matrix).winner
         if winner is not None and name in winner.reads:
-            return stored
+            return stored if part is tensor else tensor.to_storage(name)
     return tensor

@@ -87,14 +87,18 @@ def breccia_kernels() -> Iterable[Kernel]:
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
             )
-    yield Kernel(
-        "matmul",
-        "torch",
-        "breccia_triton.weight_only:weight_only_matmul",
-        "cuda.weight_only",
-        recipe=NoneType,
-        device="cuda",
-        available="breccia_triton.weight_plans:available",
-        accepts="breccia_triton.weight_plans:accepts",
-        reads=("mma_16x128",),
-    )
+    for op, target, name in (
+        ("matmul", "weight_only_matmul", "cuda.weight_only"),
+        ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped"),
+    ):
+        yield Kernel(
+            op,
+            "torch",
+            f"breccia_triton.weight_only:{target}",
+            name,
+            recipe=NoneType,
+            device="cuda",
+            available="breccia_triton.weight_plans:available",
+            accepts="breccia_triton.weight_plans:accepts",
+            reads=("mma_16x128",),
+        )

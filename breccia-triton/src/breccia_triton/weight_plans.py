@@ -34,6 +34,10 @@ SHARED, SHARED_OF_SM = 232448, 233472
 PROCESSORS = 132
 #: The largest M of the kernel that is bound by the bytes of the weight.
 SMALL = 16
+#: From this M on the rule decodes to memory. An estimate from the bytes of the pass, about those of cuBLAS with 200 rows.
+MANY = 2048
+#: The largest M of measured configurations; they stand for more rows too.
+MOST = 4096
 #: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
 SHORTEST = 128
 #: The schema of files of configurations.
@@ -67,8 +71,14 @@ class Operand:
 
     @property
     def at_decode(self) -> bool:
-        """Whether scales are multiplied into the codes."""
+        """Whether scales are multiplied into E2M1 codes, for activations of either dtype."""
         return self.codes == 2 and self.scale >= 3
+
+    @property
+    def exact(self) -> bool:
+        """Whether BF16 holds the decoded values: products of minifloat codes and E8M0 or E4M3 scales, with no other factor."""
+        scaled = self.at_decode or (self.codes in (3, 4) and self.scale == 3)
+        return scaled and not self.global_scale and self.factor == 1.0
 
     @property
     def macros(self) -> dict[str, int]:
@@ -136,15 +146,17 @@ def accepts(call: Call) -> str | None:
         return "the second operand is a plain array; the kernel takes a quantized weight there, x @ w.mT"
     if b.storage != STORAGE:
         return f"the weight is in {b.storage!r} storage; w.to_storage({STORAGE!r}) rearranges it once for this kernel"
-    if b.axis != -2 or b.ndim != 2:
-        return "the weight has to be a transposed matrix, w.mT, with blocks along K"
+    grouped = call.op == "grouped_matmul"
+    if b.axis != -2 or b.ndim != 2 + grouped:
+        found = "have to be transposed matrices" if grouped else "has to be a transposed matrix"
+        return f"the weight{'s' * grouped} {found}, w.mT, with blocks along K"
     if a.dtype not in ("bfloat16", "float16"):
         return f"activations are {a.dtype}; tensor cores multiply bfloat16 and float16"
     if str(call.option("out_dtype", "float32")) not in DTYPES:
         return f"it does not write {call.option('out_dtype')}"
     if a.empty or b.empty:
         return "the generic algorithm runs for an empty tensor"
-    if (k := b.shape[0]) < SHORTEST:
+    if (k := b.shape[-2]) < SHORTEST:
         return f"{k} columns are too few for the bound of products in the tensor cores; it takes {SHORTEST} and more"
     found = operand_of(b.recipe.format, b.layout.plain.block(-2))
     return found if isinstance(found, str) else None
@@ -157,9 +169,10 @@ def accepts(call: Call) -> str | None:
 class Config:
     """What a kernel may vary. Raises ValueError.
 
-    batch: rows of x of a block: 8 or 16 (weight_only_small.cu), 16, 32, 64 or 128 (weight_only_wide.cu, `wide`).
+    batch: rows of x of a block: 8 or 16 (weight_only_small.cu), 16, 32, 64, 128 or 256 (weight_only_wide.cu, `wide`).
     high: slices of 16 rows of w of a block (small), warpgroups along the rows of w (wide). deep: warps, or warpgroups, along K.
-    stages: of the rings. split: blocks along K, a cluster. per_sm: blocks of a multiprocessor.
+    stages: of the rings. split: blocks along K, of a cluster. share: blocks along the rows of w that copy x for each other, of
+        the same cluster (wide). per_sm: blocks of a multiprocessor.
     """
 
     batch: int
@@ -169,15 +182,27 @@ class Config:
     split: int = 1
     per_sm: int = 1
     wide: bool = False
+    share: int = 1
 
     def __post_init__(self) -> None:
-        fits = (
-            (self.batch in (16, 32, 64, 128) and self.high in (1, 2) and 1 <= self.high * self.deep <= 4)
-            if self.wide
-            else (self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16)
-        )
-        if not (fits and 1 <= self.stages <= 16 and self.split in (1, 2, 4) and 1 <= self.per_sm <= 4):
+        if self.wide:
+            most = 2 if self.batch == 256 else 4
+            fits = self.batch in (16, 32, 64, 128, 256) and self.high in (1, 2) and 1 <= self.high * self.deep <= most
+            fits = fits and self.share in (1, 2, 4) and self.batch % (8 * self.share) == 0
+        else:
+            fits = self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16 and self.share == 1
+        if not (fits and 1 <= self.stages <= 16 and self.split in (1, 2, 4) and 1 <= self.per_sm <= 4 and self.cluster <= 8):
             raise ValueError(f"{self} has no kernel")
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster, along x."""
+        return self.split * self.share
+
+    @property
+    def kind(self) -> str:
+        """Of the source: weight_only_small.cu or weight_only_wide.cu."""
+        return "wide" if self.wide else "small"
 
     @property
     def rows(self) -> int:
@@ -189,7 +214,7 @@ class Config:
         if not self.wide:
             return 32 * self.deep
         groups = self.high * self.deep
-        return 128 * groups + (128 if self.batch == 128 and groups == 2 else 32)
+        return 128 * groups + (128 if self.batch >= 128 and groups == 2 else 32)
 
     def shared(self, of: Operand, m: int) -> int:
         """Bytes of shared memory of a block."""
@@ -201,11 +226,21 @@ class Config:
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
         """Blocks along x and y."""
-        return -(-n // self.rows) * self.split, -(-m // self.batch) if self.wide else 1, 1
+        return self._columns(n), -(-m // self.batch) if self.wide else 1, 1
+
+    def grid_of_groups(self, m: int, groups: int, n: int) -> tuple[int, int, int]:
+        """The same for groups of rows that end anywhere; rows of no group are one group more.
+
+        Groups of m_1, m_2, ... rows have sum(ceil(m_i / batch)) parts, which is at most (m + groups (batch - 1)) / batch.
+        """
+        return self._columns(n), min(m, (m + (groups + 1) * (self.batch - 1)) // self.batch), 1
+
+    def _columns(self, n: int) -> int:
+        return -(-n // (self.rows * self.share)) * self.cluster
 
     def macros(self) -> dict[str, int]:
         if self.wide:
-            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep}
+            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep, "SHARE": self.share}
         else:
             own = {"BATCH": self.batch // 8, "TILES": self.high, "WARPS": self.deep}
         return {**own, "STAGES": self.stages, "SPLIT": self.split, "PER_SM": self.per_sm}
@@ -214,7 +249,18 @@ class Config:
         """Whether the kernel runs a call of these sizes."""
         bytes_ = self.shared(of, m)
         inside = bytes_ <= SHARED and self.per_sm * (bytes_ + 1024) <= SHARED_OF_SM
+        if self.batch == 256 and not of.at_decode:
+            return False  # sums and the partial sums of a group would need more registers than there are
         return inside and (self.wide or m <= self.batch) and -(-k // COLUMNS) >= self.split
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """In place of a configuration: the weight is decoded to BF16 in memory, and cuBLAS multiplies."""
+
+    def fits(self, of: Operand, m: int, k: int) -> bool:
+        """Whether BF16 holds the values, and rows of the decoded weight begin at multiples of 16 bytes."""
+        return of.exact and k % 8 == 0
 
 
 def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
@@ -255,22 +301,36 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
             yield Config(128, 2, 1, stages, wide=True)
 
 
-def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "") -> Config:
-    """The configuration for a call on a device: a measured one, or else the rule's."""
+def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", direct: bool = False) -> Config | Decoded:
+    """The configuration for a call on a device: a measured one, or else the rule's.
+
+    direct: activations and result are BF16, without a bias, so that cuBLAS can write the result.
+    """
     measured = measured_on(device).get(key_of(codecs, of.group, m, n, k))
-    if measured is not None and measured.fits(of, m, k):
+    if measured is not None and (direct or isinstance(measured, Config)) and measured.fits(of, m, k):
         return measured
+    if measured is None and direct and m >= MANY and Decoded().fits(of, m, k):
+        return Decoded()
     return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
 
 
 def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
-    """The key of measured configurations: M is rounded up to the next power of two, up to 128."""
-    batch = 128 if m > 128 else 1 << (m - 1).bit_length()
-    return f"{codecs} {group} {batch} {n} {k}"
+    """The key of measured configurations: M is rounded up to the next power of two, up to `MOST`."""
+    return f"{codecs} {group} {min(MOST, 1 << (m - 1).bit_length())} {n} {k}"
+
+
+def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Config:
+    """The configuration for m rows in groups, whose sizes only the device knows: the largest is taken for twice the mean.
+
+    Smaller tiles than a group's rows read its weight several times; larger ones multiply by rows that are not there.
+    """
+    most = min(m, -(-2 * m // groups))
+    found = configs(of, most, n * min(groups, m), k)
+    return next(config for config in found if config.fits(of, config.batch, k))
 
 
 @lru_cache
-def measured_on(device: str) -> dict[str, Config]:
+def measured_on(device: str) -> dict[str, Config | Decoded]:
     """The shipped configurations of a device, by their keys."""
     path = SHIPPED / f"weight_only_{file_name(device)}"
     if not device or not path.is_file():
@@ -279,21 +339,30 @@ def measured_on(device: str) -> dict[str, Config]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] != SCHEMA:
             raise ValueError(f"schema {found['schema']} is unknown")
-        return {key: Config(**entry) for key, entry in found["configs"].items()}
+        return {key: Decoded() if entry == _DECODED else Config(**entry) for key, entry in found["configs"].items()}
     except (OSError, ValueError, KeyError, TypeError) as e:
         warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
         return {}
 
 
-def entry_of(config: Config) -> dict[str, Any]:
+#: `Decoded` in a file.
+_DECODED = {"decoded": True}
+
+
+def entry_of(config: Config | Decoded) -> dict[str, Any]:
     """A configuration in a file."""
-    return asdict(config)
+    return dict(_DECODED) if isinstance(config, Decoded) else asdict(config)
 
 
-def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None) -> dict[str, int]:
+def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None, grouped: bool = False) -> dict[str, int]:
     """The macros of a kernel. act, out, bias: dtypes by name."""
     numbers = {"ACT": DTYPES[act], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
-    return {**of.macros, **config.macros(), **numbers}
+    return {**of.macros, **config.macros(), **numbers, "GROUPED": int(grouped)}
+
+
+def macros_of_decoding(of: Operand) -> dict[str, int]:
+    """The macros of weight_only_decode.cu."""
+    return {**of.macros, "ACT": DTYPES["bfloat16"], "OUT": DTYPES["bfloat16"], "BIAS": NO_BIAS}
 
 
 def wgmma_header(batch: int) -> str:

@@ -13,9 +13,10 @@ columns (4-bit codes) or 32 (8-bit codes), and one copy moves codes and scales t
 - Scales, then zero-points: (row g, group of the chunk, row half). Scales of larger blocks are repeated. E4M3 scales of E2M1
   codes are renamed (see `UE5M3_OF`), so that one multiply-add makes a 16-bit float of them.
 
-Stored: data (..., row blocks, chunks, bytes of a chunk), padded with zeros; scale (..., row blocks, 2): flags, and for E2M1
-codes with E8M0 scales the largest scale. Flags say which 64 rows hold values that a kernel's fast decoding does not take, for
-activations in bfloat16 (bit 0) and float16 (bit 1), so that no host has to look.
+Stored: data (..., row blocks, chunks, bytes of a chunk), padded with zeros; scale (..., row blocks, 2): flags, and for
+minifloat codes with E8M0 scales the largest scale. Flags say which 64 rows hold values that a kernel's fast decoding does not
+take, for activations in bfloat16 (bit 0) and float16 (bit 1), so that no host has to look. Bit 2: values that may be subnormal,
+or less than that, in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ROWS, COLUMNS, TILE = 64, 128, 16
 GROUPS = (16, 32, 64, 128)
 #: Flags of 64 rows: the fast decoding does not take them.
 SLOW_BF16, SLOW_F16 = 1, 2
+#: A flag of 64 rows: bfloat16 may not hold a value as a normal number.
+SUBNORMAL = 4
 #: Bits of magnitude and sign of the E2M1 code of index i in its 16 bits.
 _MAGNITUDES, _SIGNS = (6, 3, 0, 9), (15, 12, 13, 14)
 #: How columns of a chunk split, 4-bit codes: (half, 16 columns, column half, t, column % 2); 8-bit codes: (quarter, ...).
@@ -47,6 +50,11 @@ _AT_ONCE = 1 << 25
 #: Limits of fast decoding of E8M0 scales with E2M1 codes. A product of a code and a scale relative to the largest one is exact
 #: in float16 down to 2^-24; in bfloat16 it is kept so large that no product with an activation is lost.
 _SPAN_BF16, _SPAN_F16, _LARGEST = 100, 24, 157
+#: The same for E4M3 and E5M2 codes in bfloat16. What FP32 sums may lose of a product is below 2^-149 times the largest scale,
+#: and with scales up to 2^23 below 2^-126, which the bound of products allows.
+_SPAN_FP8, _LARGEST_FP8 = 90, 150
+#: The least scale whose products with all codes but 0 are normal numbers of bfloat16: E5M2 has codes down to 2^-16.
+_LEAST = 17
 
 
 def _renamed() -> tuple[int, ...]:
@@ -303,14 +311,19 @@ def _flags(ops: Ops, codes: Array, scale: Array, plain: Plain, count: int) -> Ar
         flags = any_of((codes & mask) > element.highest) * both
     if isinstance(codec, PowerOfTwo):
         nan = codec.need_nan()
-        if element == E2M1:
+        if isinstance(element, Minifloat):
             base = most(ops.where(scale == nan, 0, scale))
-            groups = ops.reshape(codes & 7, (*scale.shape, shape.group))
+            groups = ops.reshape(codes & element.magnitude_mask, (*scale.shape, shape.group))
             used = ops.reshape(ops.amax(groups, (len(lead) + 2,)), tuple(scale.shape))
             # Blocks of zeros may have any scale but NaN.
             apart = ops.reshape(base, (*lead, count, 1)) - ops.reshape(ops.where(used == 0, 255, scale), (*lead, count, -1))
             far = ops.reshape(ops.amax(ops.maximum(apart, 0), (n + 1,)), (*lead, count))
-            flags = flags | ops.where((far > _SPAN_BF16) | (base > _LARGEST), both, ops.where(far > _SPAN_F16, SLOW_F16, 0))
+            if element == E2M1:
+                flags = flags | ops.where((far > _SPAN_BF16) | (base > _LARGEST), both, ops.where(far > _SPAN_F16, SLOW_F16, 0))
+            else:
+                flags = flags | ops.where((far > _SPAN_FP8) | (base > _LARGEST_FP8), SLOW_BF16, 0)
+            small = most(ops.where(used == 0, 0, 255 - scale)) > 255 - _LEAST
+            flags = flags | ops.where(small, SUBNORMAL, 0)
         flags = flags | any_of(scale == nan) * both
     elif element == E2M1 and codec == E4M3:
         flags = flags | any_of(scale > 127) * both

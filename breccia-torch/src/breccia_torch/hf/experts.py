@@ -11,9 +11,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import breccia
 
 from ..nn import ScaledExperts
+from ..storing import IMPLEMENTATION
 
-#: What transformers calls this implementation: `model.set_experts_implementation("breccia")`.
-NAME = "breccia"
+#: What transformers calls this implementation.
+NAME = IMPLEMENTATION
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from breccia.backend import PARTS, OptionError, ScaledTensor, ScalingRecipe, Uns
 from ..checkpoint import check_all_quantized, stacked
 from ..nn import STATE, ScaledConv1D, ScaledExperts, ScaledLinear, ScaledWeight
 from ..quantize import expert_parameters, is_linear, quantize_, replace, replace_experts, scaled_class, weights_of
-from ..storing import AUTO, arrange
+from ..storing import AUTO, arrange, arrange_experts
 
 METHOD = "breccia"
 
@@ -208,6 +208,9 @@ class BrecciaHfQuantizer(HfQuantizer):
             for module in model.modules():
                 if isinstance(module, ScaledLinear):
                     arrange(module, AUTO, model.dtype)
+                for weight in module.children():
+                    if isinstance(weight, ScaledExperts):
+                        arrange_experts(module, weight, AUTO)
         else:
             config = self.quantization_config
             kept = {*(config.modules_to_not_convert or ()), *(model._keep_in_fp32_modules or ())}

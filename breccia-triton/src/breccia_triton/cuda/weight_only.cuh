@@ -3,14 +3,14 @@
 // The weight is in storage "mma_16x128" (breccia/tensors/fragments.py): chunks of 64 rows x 128 columns, [row block][chunk], each
 // four slices of 16 rows: [codes in the order of the A operand][scales][zero-points]. One bulk copy moves a chunk.
 // Codes become bf16 (or fp16, like x) in registers, exactly: every code has at most 8 significant bits. A scale is multiplied in
-// where the product is exact too: E2M1 code x E8M0 or E4M3 scale has at most 2 + 4 bits. Other scales multiply the FP32 sum of
-// their group. Sums are FP32 throughout.
+// where the product is exact too: E2M1 code x E8M0 or E4M3 scale has at most 2 + 4 bits, and bf16 has the exponents for E4M3 or
+// E5M2 code x E8M0 scale. Other scales multiply the FP32 sum of their group. Sums are FP32 throughout.
 // Rows with values that the fast decoding does not take (NaN codes, negative or far apart scales) are flagged in the storage; a
 // block that meets a flag takes the slow path below: plain FP32, one element at a time.
 //
 // Macros: FMT 0 INT4, 1 UINT4, 2 E2M1, 3 E4M3, 4 E5M2, 5 INT8.   SCALE 0 fp16, 1 fp32, 2 bf16, 3 E8M0, 4 E4M3.
 //         FRACTION fraction bits of integer codes.   GROUP 16, 32, 64, 128 columns of a scale.   ZERO 1: there are zero-points.   ACT (of x) 0 bf16, 1 fp16.
-//         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.
+//         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.   GROUPED 1: rows of x are in groups, each with a matrix w of its own.
 #pragma once
 #include "ptx.cuh"
 
@@ -34,13 +34,19 @@ constexpr int SCALE_BYTES = SCALE == SCALE_F32 ? 4 : SCALE >= SCALE_E8M0 ? 1 : 2
 constexpr int POINTS = CODES + 16 * GROUPS * SCALE_BYTES;   // where a slice's zero-points start
 constexpr int SLICE = POINTS + (ZERO ? 16 * GROUPS : 0);
 constexpr int CHUNK = 4 * SLICE;
-constexpr bool AT_DECODE = FMT == E2M1 && SCALE >= SCALE_E8M0;   // scales are multiplied into the codes
+constexpr bool FP8_AT_DECODE = (FMT == E4M3 || FMT == E5M2) && SCALE == SCALE_E8M0 && ACT == 0;
+constexpr bool AT_DECODE = (FMT == E2M1 && SCALE >= SCALE_E8M0) || FP8_AT_DECODE;   // scales are multiplied into the codes
 
 // ---- PTX ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_expect(u32 b, u32 bytes) { asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(bytes) : "memory"); }
-// Weights are read once: they may leave L2 first.
-__device__ __forceinline__ u64 evict_first() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
+// Weights that are read once may leave L2 first.
+__device__ __forceinline__ u64 policy_of(bool once) {
+    u64 p;
+    if (once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+    else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
+    return p;
+}
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
@@ -173,34 +179,42 @@ __device__ __forceinline__ u32 of_bytes(u32 p) {          // two codes, in the l
 }
 #else
 // E4M3: exponent and mantissa at bits 10 ... 4 of a bf16 read as the value times 2^-120, E5M2 at bits 11 ... 5 times 2^-112, subnormals
-// included; one exact product completes them. fp16: E4M3 at bits 13 ... 7 is the value times 2^-8 (see `factor_of_rows`), E5M2 is
-// the upper byte. p: two codes, in the upper bytes of the halves.
-__device__ __forceinline__ u32 of_bytes(u32 p) {
+// included; one exact product with m completes them, 2^120 or 2^112, times the scale where that is E8M0. fp16: E4M3 at bits
+// 13 ... 7 is the value times 2^-8 (see `factor_of_rows`), E5M2 is the upper byte. p: two codes, in the upper bytes of the halves.
+__device__ __forceinline__ u32 of_bytes(u32 p, u32 m) {
     const u32 SIGN = 0x80008000u;
 #if ACT == 1
     return FMT == E5M2 ? p & 0xff00ff00u : lop3<AND_OR>(p >> 1, 0x3f803f80u, p & SIGN);
 #else
-    return FMT == E5M2 ? mul2(lop3<AND_OR>(p >> 3, 0x0fe00fe0u, p & SIGN), 0x77807780u)
-                       : mul2(lop3<AND_OR>(p >> 4, 0x07f007f0u, p & SIGN), 0x7b807b80u);
+    return FMT == E5M2 ? mul2(lop3<AND_OR>(p >> 3, 0x0fe00fe0u, p & SIGN), m) : mul2(lop3<AND_OR>(p >> 4, 0x07f007f0u, p & SIGN), m);
 #endif
 }
+// The multiplier for a scale byte, in both halves: 2^(byte - largest) times 2^120 or 2^112. Scales are at most `largest`, which is at
+// most 150 in rows without a flag, so exponents stay in range. `factor_of_rows` undoes the rest.
+constexpr u32 EXPONENT = FMT == E5M2 ? 112 + 127 : 120 + 127;
+__device__ __forceinline__ u32 multiplier(u32 byte, int largest) { return (EXPONENT + byte - largest) * 0x00800080u; }
 #endif
 #if FMT >= E4M3
-__device__ __forceinline__ void decode(const u32* q, u32, u32, u32* a) {
-    const bool low = FMT == INT8;
+__device__ __forceinline__ void decode(const u32* q, u32 m0, u32 m1, u32* a) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        a[2 * i] = of_bytes(low ? q[i] : q[i] << 8);
-        a[2 * i + 1] = of_bytes(low ? q[i] >> 8 : q[i]);
+#if FMT == INT8
+        a[2 * i] = of_bytes(q[i]);
+        a[2 * i + 1] = of_bytes(q[i] >> 8);
+#else
+        a[2 * i] = of_bytes(q[i] << 8, m0);
+        a[2 * i + 1] = of_bytes(q[i], m1);
+#endif
     }
 }
 #endif
 
-// The power of two that the fast decoding leaves in the sums of 64 rows. largest: their largest E8M0 scale.
+// The factor of the sums of 64 rows that the fast decoding leaves out. largest: their largest E8M0 scale.
 __device__ __forceinline__ float factor_of_rows(int largest) {
     if (FMT == E4M3 && ACT == 1) return 0x1p8f;
     if (FMT == E2M1 && SCALE == SCALE_E4M3) return 0x1p9f;
     if (FMT == E2M1 && SCALE == SCALE_E8M0) return of_e8m0(largest) * (ACT == 0 ? 1.f : 0.5f);
+    if (FP8_AT_DECODE) return of_e8m0(largest);
     return 1.f;
 }
 
@@ -216,9 +230,9 @@ __device__ __forceinline__ void load_codes(u32 slice, int lane, Codes& v) {
 // Tile j of them as operand a. m: of rows g and g + 8, kept by the caller from tile to tile of a group.
 struct Rows { u32 m[4]; };
 __device__ __forceinline__ void decode_tile(const Codes& v, u32 slice, int g, int j, int largest, Rows& r, u32* a) {
-#if FMT == E2M1
+#if FMT >= E2M1 && FMT <= E5M2
     const int at = g * GROUPS + j * 16 / GROUP;
-    if (!AT_DECODE) r.m[0] = r.m[1] = ACT == 0 ? 0x7e807e80u : 0x74007400u;
+    if (!AT_DECODE) r.m[0] = r.m[1] = FMT == E2M1 ? (ACT == 0 ? 0x7e807e80u : 0x74007400u) : FMT == E4M3 ? 0x7b807b80u : 0x77807780u;
     else if (j * 16 % GROUP == 0) {
         r.m[0] = multiplier(load_1(slice + CODES + 2 * at), largest);
         r.m[1] = multiplier(load_1(slice + CODES + 2 * at + 1), largest);
@@ -291,3 +305,53 @@ __device__ __noinline__ void slow_rows(const Weight& w, const u16* x, const void
         finish(y, bias, ldy, m, n, sum, factor);
     }
 }
+
+// ---- groups of rows of x, each with a matrix w of its own ---------------------------------------------------------------
+
+#if GROUPED
+// ends: where the rows of each of `count` groups end. The others say how far the next group's chunks (bytes), flags (bytes) and
+// tensor scale (numbers) are.
+struct Groups { const int* ends; u64 chunks, rows, tensor_scale; int count; };
+// Rows first ... last of x. group: `count` for rows of no group, -1 for no rows.
+struct Part { int group, first, last; };
+#define GROUPS_ARGUMENT const __grid_constant__ Groups groups,
+
+__device__ __forceinline__ Weight weight_of(const Weight& w, const Groups& groups, int group) {
+    const float* scale = w.tensor_scale == nullptr ? nullptr : w.tensor_scale + group * groups.tensor_scale;
+    return {w.chunks + group * groups.chunks, w.rows + group * groups.rows, scale, w.factor, w.divides};
+}
+// Part `index` of M rows that are taken in parts of `batch` rows, each of one group. All lanes of a warp look at 32 groups at a time.
+__device__ __forceinline__ Part part_of(const Groups& groups, int index, int batch, int M, int lane) {
+    const u32 all = 0xffffffffu;
+    int parts = 0, start = 0;                                          // of the groups before
+    for (int from = 0; from <= groups.count; from += 32) {
+        const int group = from + lane;
+        int end = group < groups.count ? min(groups.ends[group], M) : group == groups.count ? M : 0;
+        end = max(end, start);
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) { const int before = __shfl_up_sync(all, end, o); if (lane >= o) end = max(end, before); }
+        int first = __shfl_up_sync(all, end, 1);
+        if (lane == 0) first = start;
+        const int own = (end - first + batch - 1) / batch;
+        int upto = own;
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) { const int before = __shfl_up_sync(all, upto, o); if (lane >= o) upto += before; }
+        upto += parts;
+        const u32 found = __ballot_sync(all, index < upto && index >= upto - own);
+        if (found != 0) {
+            const int at = __ffs(found) - 1;
+            const int row = __shfl_sync(all, first, at) + (index - __shfl_sync(all, upto - own, at)) * batch;
+            return {from + at, row, min(__shfl_sync(all, end, at), row + batch)};
+        }
+        parts = __shfl_sync(all, upto, 31);
+        start = __shfl_sync(all, end, 31);
+    }
+    return {-1, 0, 0};
+}
+__device__ __forceinline__ void write_zeros(void* y, int m0, int m1, int row0, int rows, int N, int ldy) {
+    for (int o = threadIdx.x; o < (m1 - m0) * rows; o += blockDim.x)
+        if (row0 + o % rows < N) write(y, (u64)(m0 + o / rows) * ldy + row0 + o % rows, 0.f);
+}
+#else
+#define GROUPS_ARGUMENT
+#endif

@@ -5,7 +5,11 @@
 // in the 128-byte swizzle that wgmma reads. A warpgroup starts its products, decodes its next chunk while they run, then adds the
 // scaled partial sums. SPLIT blocks of a cluster share K; sums meet in shared memory in a fixed order.
 //
-// Macros: BATCH 16, 32, 64 or 128; HIGH, DEEP, STAGES, SPLIT, PER_SM blocks of a multiprocessor; see weight_only.cuh.
+// A block of 128 rows of x and 128 rows of 4-bit codes reads four times more bytes of x than of w. So the SHARE blocks of a cluster,
+// of different rows of w, each copy a part of the rows of x into the shared memory of all.
+// GROUPED: blocks along y take BATCH rows of x of one group each.
+//
+// Macros: BATCH 16, 32, 64, 128, 256; HIGH, DEEP, STAGES, SPLIT, SHARE, PER_SM blocks of a multiprocessor; see weight_only.cuh.
 #include "weight_only.cuh"
 #include "wgmma.cuh"
 
@@ -15,13 +19,19 @@ constexpr int W_STAGE = HIGH * CHUNK;
 constexpr int SUM_PITCH = ROWS + 4;
 // Registers are given to warps in fours, so a lone producer warp costs as much as a warpgroup. With BATCH 128 two consumers need
 // more than the 168 that this leaves: the producer is a warpgroup then, and hands its registers over.
-constexpr bool MOVE = BATCH == 128 && GROUPS_OF_WARPS == 2;
+constexpr bool MOVE = BATCH >= 128 && GROUPS_OF_WARPS == 2;
+constexpr int X_PART = X_TILE / SHARE, CLUSTER = SPLIT * SHARE;
 constexpr int THREADS = WARPS * 32 + (MOVE ? 128 : 32);
 
 struct __align__(64) TensorMap { u64 words[16]; };
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+// blocks: of the cluster, one bit each, that receive the copy at the same place of their shared memory, and at their barrier.
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barrier, u16 blocks) {
+    if (SHARE == 1)
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                     ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+                     ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -31,12 +41,28 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 struct Decoded { u32 a[UNITS][4]; float s0[GROUPS], s1[GROUPS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
-weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ TensorMap map, const u16* __restrict__ x, const void* __restrict__ bias,
+weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __grid_constant__ TensorMap map, const u16* __restrict__ x, const void* __restrict__ bias,
                  void* __restrict__ y, int M, int N, int K, int ldx, int ldy) {
     extern __shared__ __align__(1024) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, tile = warp & 3, g = lane >> 2, t = lane & 3;
     const int high = (warp >> 2) / DEEP, deep = (warp >> 2) % DEEP;
-    const int rank = SPLIT > 1 ? cluster_rank() : 0, row0 = blockIdx.x / SPLIT * ROWS, m0 = blockIdx.y * BATCH;
+    const int place = CLUSTER > 1 ? cluster_rank() : 0, rank = place % SPLIT, shared_part = place / SPLIT;
+    const int row0 = blockIdx.x / SPLIT * ROWS;
+#if GROUPED
+    wait_for_grid_ahead();                                             // which may write where groups end
+    if (thread == 0) start_next_grid();
+    const Part part = part_of(groups, blockIdx.y, BATCH, M, lane);
+    if (part.group < 0) return;                                        // the same for all blocks of the cluster
+    if (part.group == groups.count) {
+        if (rank == 0) write_zeros(y, part.first, part.last, row0, ROWS, N, ldy);
+        return;
+    }
+    const Weight w = weight_of(given, groups, part.group);
+    const int m0 = part.first, m1 = part.last;
+#else
+    const Weight& w = given;
+    const int m0 = blockIdx.y * BATCH, m1 = min(M, m0 + BATCH);
+#endif
     const int chunks = (K + COLUMNS - 1) / COLUMNS, first = chunks * rank / SPLIT, mine = chunks * (rank + 1) / SPLIT - first;
     const u32 x_ring = shared_address(memory), w_ring = x_ring + STAGES * X_STAGE;
     const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES;
@@ -44,10 +70,10 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
     auto block = [&](int i) { return min(row0 / 64 + i, blocks - 1); };    // beyond N: any rows, which are not stored
     int flags = 0;
 #pragma unroll
-    for (int i = 0; i < HIGH; i++) flags |= w.rows[block(i) * 2];
+    for (int i = 0; i < HIGH * SHARE; i++) flags |= w.rows[block(i - shared_part * HIGH) * 2];   // of all blocks that share x
     const int largest = w.rows[block(min(high, HIGH - 1)) * 2 + 1];
 
-    const u64 policy = evict_first();
+    const u64 policy = policy_of(gridDim.y == 1);
     auto fetch_w = [&](int i) {
         const u32 s = i % STAGES;
         barrier_expect(full + 8 * s, W_STAGE);
@@ -56,17 +82,20 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
             bulk_load(w_ring + s * W_STAGE + r * CHUNK, w.chunks + ((u64)block(r) * chunks + first + i) * CHUNK, CHUNK, full + 8 * s, policy);
     };
     if (thread == WARPS * 32) {
-        for (int s = 0; s < STAGES; s++) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, HIGH * 4); }
+        for (int s = 0; s < STAGES; s++) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, HIGH * 4 * SHARE); }
         barriers_visible();
         for (int i = 0; i < STAGES && i < mine; i++) fetch_w(i);
     }
-    __syncthreads();
+    if (SHARE > 1) cluster_sync();                                     // others may arrive at these barriers from here on
+    else __syncthreads();
     if (flags >> ACT & 1) {                                            // the same for all blocks of the cluster
         if (thread == WARPS * 32)
             for (int i = 0; i < STAGES && i < mine; i++) { barrier_arrive(full + 8 * i); barrier_wait(full + 8 * i, 0); }
+#if !GROUPED
         wait_for_grid_ahead();
         if (thread == 0) start_next_grid();
-        if (rank == 0) slow_rows(w, x, bias, y, m0, min(M, m0 + BATCH), row0, ROWS, N, K, ldx, ldy);
+#endif
+        if (rank == 0) slow_rows(w, x, bias, y, m0, m1, row0, ROWS, N, K, ldx, ldy);
         __syncthreads();
         return;
     }
@@ -74,8 +103,14 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
     if (warp >= WARPS) {
         if (MOVE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == WARPS && lane == 0) {
+#if !GROUPED
             wait_for_grid_ahead();
             start_next_grid();
+#endif
+            u16 blocks_of_x = 0;                                       // those of this part of K
+#pragma unroll
+            for (int p = 0; p < SHARE; p++) blocks_of_x |= 1 << (p * SPLIT + rank);
+            const int row = m0 + shared_part * (BATCH / SHARE);
             for (int i = 0; i < mine; i++) {
                 const u32 s = i % STAGES;
                 if (i >= STAGES) {
@@ -83,8 +118,9 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
                     fetch_w(i);
                 }
                 barrier_arrive_expecting(full + 8 * s, X_STAGE);
-                tma_load(x_ring + s * X_STAGE, &map, (first + i) * COLUMNS, m0, full + 8 * s);
-                tma_load(x_ring + s * X_STAGE + X_TILE, &map, (first + i) * COLUMNS + 64, m0, full + 8 * s);
+                const u32 to = x_ring + s * X_STAGE + shared_part * X_PART;
+                tma_load(to, &map, (first + i) * COLUMNS, row, full + 8 * s, blocks_of_x);
+                tma_load(to + X_TILE, &map, (first + i) * COLUMNS + 64, row, full + 8 * s, blocks_of_x);
             }
         }
         __syncwarp();
@@ -113,9 +149,12 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
             // base that is uniform in a warp and constants: otherwise ptxas builds each descriptor in vector registers.
             const u32 base = __shfl_sync(0xffffffffu, ((x_ring + s * X_STAGE) >> 4) | (1u << 16), 0);
             auto x_tile = [&](int j) { return ((u64)0x40000040u << 32) | (base + ((j / 4) * X_TILE + (j % 4) * 32) / 16); };
-            auto release = [&] {                                       // every lane has read the stage, then one says so
+            // Every lane has read the stage, then one says so; where x is shared, to each block that copies into it. Only of stages
+            // that will be filled again: their producers wait for it, so nothing arrives at the barriers of a block that has ended.
+            auto release = [&] {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(empty + 8 * s);
+                if (SHARE == 1) { if (lane == 0) barrier_arrive(empty + 8 * s); }
+                else if (lane < SHARE && i + STAGES < mine) barrier_arrive_of_rank(empty + 8 * s, lane * SPLIT + rank);
             };
             if constexpr (AT_DECODE) {
                 wgmma_fence();
@@ -156,7 +195,7 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
         }
     }
     __syncthreads();
-    const int m_rows = min(M - m0, BATCH);
+    const int m_rows = m1 - m0;
     if (DEEP > 1 && SPLIT > 1) {                                       // add up this block's warpgroups before others read
         for (int o = thread; o < m_rows * ROWS; o += THREADS) {
             const int at = o / ROWS * SUM_PITCH + o % ROWS;
@@ -178,10 +217,10 @@ weight_only_wide(const __grid_constant__ Weight w, const __grid_constant__ Tenso
                 for (int d = 0; d < DEEP; d++) sum += shared[(d * BATCH + m) * SUM_PITCH + row];
             } else {
 #pragma unroll
-                for (int r = 0; r < SPLIT; r++) sum += load_of_rank(shared_address(shared + m * SUM_PITCH + row), r);
+                for (int r = 0; r < SPLIT; r++) sum += load_of_rank(shared_address(shared + m * SUM_PITCH + row), shared_part * SPLIT + r);
             }
             if (row0 + row < N) finish(y, bias, ldy, m0 + m, row0 + row, sum, factor);
         }
     }
-    if (SPLIT > 1) cluster_meet();
+    if (CLUSTER > 1) cluster_meet();                                   // no block ends while others read its sums or get its copies
 }
