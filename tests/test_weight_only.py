@@ -316,10 +316,9 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
         return weight_only.TensorMap()
 
     monkeypatch.setattr(weight_only, "function", function)
-    monkeypatch.setattr(weight_only, "current_stream", lambda device: 7)
+    monkeypatch.setattr(weight_only, "stream_of", lambda index: 7)
     monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     weight_only._calls.clear()
     n, k = 70, 132
     plain = tensor(name, n, k, seed=2)

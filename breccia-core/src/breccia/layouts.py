@@ -348,8 +348,8 @@ class Stored(Layout):
         layout = self.layout.canonical(axis)
         return self if layout is self.layout else replace(self, layout=layout)
 
-    @property
-    def mT(self) -> Layout:
+    @cached_property
+    def mT(self) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
         return replace(self, layout=self.layout.mT)
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def outside_graphs(function: Any) -> Any:
 
     @wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading Dynamo takes a second
+        if _frame_callback() is None or "torch._dynamo" not in sys.modules:  # loading Dynamo takes a second
             return function(*arguments, **options)
         disabled = getattr(function, "_disabled", None)
         if disabled is None:
@@ -42,13 +42,17 @@ def outside_graphs(function: Any) -> Any:
     return called
 
 
+#: What Dynamo does with the frames that this thread evaluates; None outside compiled functions. torch has no public API for it.
+_frame_callback: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: ...)  # pyright: ignore
+
+
 # -- ops without a gradient ------------------------------------------------------------------------------------------
 
 
 @outside_graphs
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
     """Codes have no gradient."""
-    return calls.cast(_detached(x), recipe, _constant(options), prefer)
+    return calls.cast(_detached(x), recipe, options if options is DEFAULT else _constant(options), prefer)
 
 
 @outside_graphs

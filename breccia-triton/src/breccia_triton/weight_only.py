@@ -21,7 +21,7 @@ from . import weight_plans as plans
 from .choices import codecs_of
 from .cuda import program
 from .cuda.driver import TensorMap, driver
-from .launch import Remembered, current_stream, empty
+from .launch import Remembered, allocator, elsewhere, empty, index_of, stream_of
 from .weight_plans import Config, Operand
 
 
@@ -30,7 +30,7 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
     data, points = b.data, b.zero_point
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype,
+        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype, b.global_scale is None,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -40,9 +40,8 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
         call = _calls.keep(key, Call(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
     if not isinstance(call, Call):
         return call(a, b, bias, out_dtype, out)
-    device = call.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    if elsewhere(call.index):
+        with torch.cuda.device(call.index):
             return call(a, b, bias, out)
     return call(a, b, bias, out)
 
@@ -76,6 +75,8 @@ class Call:
         self.m, self.n, self.k = a.shape[:-1].numel(), n, k
         self.act, self.out_dtype = dtype_name(a), out_dtype
         self.dtype = getattr(torch, out_dtype)
+        self.index = index_of(self.device)
+        self.allocated = allocator((*self.lead, n), self.dtype, self.device)
         name = torch.cuda.get_device_name(self.device)
         self.config = config or plans.config_of(operand, codecs_of(fmt), self.m, n, k, name)
         self.function = function(operand, self.config, self.act, out_dtype, None if bias is None else dtype_name(bias), self)
@@ -88,35 +89,49 @@ class Call:
         grid, threads, split = self.config.grid(self.m, n), self.config.threads, self.config.split
         self.launches = [self.function.prepare(grid, threads, values, 0, split, early) for early in (False, True)]
         self.turn = threading.Lock()  # the arguments of a launch are set in place
+        self.pitches = 0, n
 
     def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
         """The product, on the current device."""
-        x = self._activations(a)
-        y = out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
-        if bias is not None and not bias.is_contiguous():
+        address, m, n, k = a.data_ptr(), self.m, self.n, self.k
+        if k % 8 or address % 16 or not a.is_contiguous():
+            a = self._activations(a)
+            address, pitch = a.data_ptr(), a.stride(0) if m > 1 else a.shape[1]
+        else:
+            pitch = k
+        if out is None:
+            y, pitches = self.allocated(), (pitch, n)
+        else:
+            y = out if self._writable(out) else empty((m, n), self.dtype, self.device)
+            pitches = pitch, y.stride(0) if m > 1 else n
+        data, rows, tensor_scale = b.data, b.scale.contiguous(), b.global_scale
+        chunks = data.data_ptr()
+        if chunks % 16 or not data.is_contiguous():
+            data = data.clone(memory_format=torch.contiguous_format)
+            chunks, launch = data.data_ptr(), self.launches[False]
+        else:
+            launch = self.launches[_settled(data)]
+        if bias is not None:
             bias = bias.contiguous()
-        data, tensor_scale = b.data, b.global_scale
-        settled, rows = _settled(data), b.scale.contiguous()
-        if data.data_ptr() % 16 or not data.is_contiguous():
-            data, settled = data.clone(memory_format=torch.contiguous_format), False
         with self.turn:
             weight = self.weight
-            weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
-            weight.tensor_scale = None if tensor_scale is None else tensor_scale.data_ptr()
-            self.x.value, self.y.value = x.data_ptr(), y.data_ptr()
-            self.bias.value = None if bias is None else bias.data_ptr()
-            pitch = x.stride(0) if self.m > 1 else x.shape[1]
-            self.ldx.value, self.ldy.value = pitch, y.stride(0) if self.m > 1 else self.n
+            weight.chunks, weight.rows = chunks, rows.data_ptr()
+            if tensor_scale is not None:
+                weight.tensor_scale = tensor_scale.data_ptr()
+            if bias is not None:
+                self.bias.value = bias.data_ptr()
+            self.x.value, self.y.value = address, y.data_ptr()
+            if pitches != self.pitches:
+                self.pitches = self.ldx.value, self.ldy.value = pitches
             if self.config.wide:
-                self._describe(x.data_ptr(), pitch)
-            launch = self.launches[settled]
-            launch.config.stream = current_stream(self.device)
+                self._describe(address, pitch)
+            launch.config.stream = stream_of(self.index)
             launch()
-        if y is out:
-            return out
+        if out is None or y is out:
+            return y
         if len(self.lead) != 1:
-            y = y.view(*self.lead, self.n)
-        return y if out is None else reference.result(TORCH, y, self.out_dtype, out)
+            y = y.view(*self.lead, n)
+        return reference.result(TORCH, y, self.out_dtype, out)
 
     def _writable(self, out: Any) -> bool:
         """Whether the kernel can write into `out`"""

@@ -540,9 +540,12 @@ def logical_shape(st: ScaledTensor) -> Shape:
         assert isinstance(layout, Stored)
         if (found := layout.shape(tuple(st.held_data.shape), st.axis)) is not None:
             return found
-    codes, size = packing(st.recipe.format.element)
+    element, padding = st.recipe.format.element, st.padding
+    if element.bits == 8 and not padding:
+        return tuple(st.held_data.shape)
+    codes, size = packing(element)
     shape = list(st.held_data.shape)
-    shape[st.axis] = shape[st.axis] // size * codes - st.padding
+    shape[st.axis] = shape[st.axis] // size * codes - padding
     return tuple(shape)
 
 
