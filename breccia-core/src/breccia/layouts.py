@@ -337,6 +337,8 @@ class Stored(Layout):
         """The logical shape of stored codes of shape `data`; None where it is derived as for a plain tensor."""
         if not self.data_axes:
             return None
+        if len(data) == self.data_axes:
+            return self.matrix if axis == -1 else self.matrix[::-1]
         m, k = self.matrix
         return (*data[: len(data) - self.data_axes], *((m, k) if axis == -1 else (k, m)))
 
