@@ -288,14 +288,14 @@ class ScaledLinear(_WithMetadata):
         dtype = _FLOATS.get(x.dtype)
         if dtype is not None and (mixed := autocast_dtype(x)) is not None:
             x, dtype = x.to(mixed), _FLOATS.get(mixed)
-        rows: Any = x if ndim == 2 else x.flatten(0, -2) if ndim > 2 else x[None]
+        rows: Any = x if ndim > 1 else x[None]
         weight, out_dtype = self._matrix, dtype or "float32"
         parameters = self._parameters  # where it is not, it may be parametrized
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if self.activation is None:
             y = breccia.matmul(rows, weight, out_dtype, bias=bias)
-        else:
-            y = breccia.cast_matmul(rows, self.activation, weight, out_dtype, bias=bias)
+            return y if ndim > 1 else y[0]
+        y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
         return y if ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -206,7 +206,7 @@ class Written:
                 self.padded |= {name} if math.prod(stored) != math.prod(shapes[name]) else set()
                 shapes[name] = stored
         self.parts = [(name, shapes[name], dtypes[name]) for name in fmt.parts]
-        self._zero_point = "zero_point" in fmt.parts
+        self._zero_point, self._global_scale = "zero_point" in fmt.parts, "global_scale" in fmt.parts
         count = packing(fmt.element)[0]
         self.padding = -shape[axis] % count
         self.groups = divided_up(columns if axis == -1 else rows, count)
@@ -218,9 +218,11 @@ class Written:
 
     def tensor(self, parts: Sequence[Any]) -> ScaledTensor:
         """The ScaledTensor with these components."""
-        data, scale, *others = parts
-        zero_point = others.pop(0) if self._zero_point else None
-        global_scale = others.pop() if others else None
+        zero_point = global_scale = None
+        if len(parts) > 2:  # in this order
+            zero_point = parts[2] if self._zero_point else None
+            global_scale = parts[-1] if self._global_scale else None
+        data, scale = parts[0], parts[1]
         return ScaledTensor.from_parts(data, scale, self.recipe, self.layout, zero_point, global_scale, self.axis, self.padding)
 
 

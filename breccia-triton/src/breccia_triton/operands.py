@@ -97,8 +97,12 @@ def codes_of(st: ScaledTensor, spec: Spec, merged: bool, given: Hardware | None 
 
 def components_of(st: ScaledTensor) -> list[Any]:
     """The components of a ScaledTensor as kernels read them."""
-    found = [st.data, st.scale.contiguous()]
-    return found + [part.contiguous() for part in (st.zero_point, st.global_scale) if part is not None]
+    found, zero_point, global_scale = [st.data, st.scale.contiguous()], st.zero_point, st.global_scale
+    if zero_point is not None:
+        found.append(zero_point.contiguous())
+    if global_scale is not None:
+        found.append(global_scale.contiguous())
+    return found
 
 
 class Components:
