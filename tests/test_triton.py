@@ -570,7 +570,7 @@ class Launches:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """CPU tensors pass for those of CUDA device 0, and launches are recorded."""
     for module in (triton_cast, operands):
         monkeypatch.setattr(module, "INTERPRETED", False)
