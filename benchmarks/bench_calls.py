@@ -18,7 +18,10 @@ import subprocess
 import sys
 import timeit
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import common
@@ -109,6 +112,48 @@ def with_idle_kernels() -> dict[str, Callable[[], Any]]:
     }
 
 
+def with_idle_launches() -> dict[str, Callable[[], Any]]:
+    """Casts by the kernels for CUDA on tensors of the CPU, which launch nothing: their cost on the host besides CUDA's own.
+
+    Nothing without Triton, or in a version whose kernels are launched in another way.
+    """
+    if find_spec("triton") is None:
+        return {}
+    import torch
+
+    from breccia.arrays import frameworks
+    from breccia.dispatch.registry import Plugin, Registry, _installed
+    from breccia_triton import cast, launch, operands
+    from breccia_triton.plugin import breccia_kernels as declared
+
+    if not hasattr(launch, "elsewhere"):
+        return {}
+
+    class Idle:
+        def __init__(self, prepared: Any) -> None:
+            self.run = "".format  # takes any arguments
+
+    memory = launch._workspace(torch.device("cpu"))
+    stand_ins = {"Launcher": Idle, "index_of": lambda device: 0, "elsewhere": bool, "stream_of": int, "INTERPRETED": False}
+    for name, value in {**stand_ins, "workspace": lambda device, stream: memory}.items():
+        setattr(cast, name, value)
+    operands.INTERPRETED = False
+
+    @breccia.hookimpl
+    def breccia_kernels() -> Iterable[breccia.Kernel]:
+        found = next(kernel for kernel in declared() if kernel.name == "triton.cast")
+        yield replace(found, name="idle_launch.cast", device="cpu", available=None, rank=1)
+
+    manifest = ModuleType("idle_launches")
+    vars(manifest).update(api=1, breccia_kernels=breccia_kernels)
+    others = [found for found in _installed() if found[0].name not in ("triton", "native")]
+    plugin = Plugin("triton", "breccia-triton", "1.0", manifest.__name__)  # as breccia's own, whose results are not checked
+    frameworks.current = Registry([*others, (plugin, lambda: manifest)], {})
+    x = torch.zeros(64, 8192, dtype=torch.bfloat16)
+    calls = {f"cast 64×8192, {name}, CUDA without its launches": breccia.recipe(name) for name in RECIPES}
+    return {name: lambda recipe=recipe: breccia.cast(x, recipe) for name, recipe in calls.items()}
+
+
 #: What the idle kernels give, by op.
 IDLE: dict[str, Any] = {}
 api = 1
@@ -148,7 +193,7 @@ def step() -> Callable[[], int | None]:
 def measured() -> dict[str, tuple[float, float]]:
     """Of each call the least seconds, and how many steps it takes: the median of loops, each beside one of steps."""
     unit, found = step(), dict[str, tuple[float, float]]()
-    for name, call in itertools.chain.from_iterable(make().items() for make in (calls, with_idle_kernels)):
+    for name, call in itertools.chain.from_iterable(make().items() for make in (calls, with_idle_kernels, with_idle_launches)):
         call()
         pairs = [(timeit.timeit(call, number=50) / 50, timeit.timeit(unit, number=5_000) / 5_000) for _ in range(21)]
         found[name] = min(s for s, _ in pairs), statistics.median(s / u for s, u in pairs)

@@ -723,6 +723,14 @@ class Spiral(PerBlockMN):
     name = "spiral"
 
 
+def test_the_transpose_of_a_stored_layout_is_made_once() -> None:
+    """Calls are looked up by its key, which takes longer to make than the rest of a call."""
+    plain = PerBlockMN(1, 32)
+    layout = Stored(plain, "transposed")
+    assert layout.mT is layout.mT == Stored(plain.mT, "transposed")
+    assert pickle.loads(pickle.dumps(layout)).mT == layout.mT
+
+
 def test_an_undeclared_layout_cannot_be_stored() -> None:
     st = breccia.cast(wide((4, 32)), MXFP8)
     for layout in (Spiral(1, 32), Stored(Spiral(1, 32), "transposed")):

@@ -589,6 +589,28 @@ assert torch.equal(torch.compile(trip, fullgraph=True, backend="eager")(x), trip
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
 
 
+@pytest.mark.rest
+def test_only_calls_between_the_graphs_of_a_compiled_function_leave_the_compiler() -> None:
+    """Leaving it takes time; inside, Dynamo would compile the frames of breccia."""
+    script = """
+import torch, torch._dynamo, breccia
+from breccia_torch import frontend
+left, inner = [], frontend.cast.__wrapped__
+outside = torch.compiler.disable(inner)
+def leaving(*given):
+    left.append(given)
+    return outside(*given)
+inner._disabled = leaving
+x = torch.randn(3, 64)
+expected = breccia.dequantize(breccia.cast(x * 2, "mxfp8"))
+assert not left
+def trip(x): return breccia.dequantize(breccia.cast(x * 2, "mxfp8"))
+assert torch.equal(torch.compile(trip, backend="eager")(x), expected)
+assert len(left) == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
 def test_compiled_requantize_takes_a_row_of_a_matrix() -> None:
     row = breccia.cast(rows(4, 120), MXFP8)[0]
     for into in (MXFP8, NVFP4, CURRENT, breccia.INT4Scaling(group_size=32)):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from breccia import backend
 from breccia.backend import E2M3, F32, NUMPY, CastOptions, Device, ScaledTensor, components, f32, reference
 from breccia.kernels.reference.packing import pack
 from breccia_triton import cast as triton_cast
-from breccia_triton import decode, numerics, operands, plans, plugin
+from breccia_triton import decode, launch, numerics, operands, plans, plugin
 from breccia_triton.facts import Hardware
 
 ON_GPU = torch.cuda.is_available()
@@ -525,6 +526,151 @@ def every_op(x: Any, spec: Any, history: Any) -> list[Any]:
     history = history.update(x)
     found = [part for y in (st, *pair, other, delayed) for part in components(y).values()]
     return [*found, breccia.dequantize(st, out_dtype="bf16"), breccia.cast_ste(x, recipe), history.amaxes, history.scale]
+
+
+@pytest.mark.parametrize("function", ["cast", "cast_pair", "record_amax", "cast_and_record", "cast_ste"])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_a_launch_passes_each_argument_at_its_place(function: str, layout: str) -> None:
+    """The function that is compiled for a launch calls the launcher of Triton as its kernel's parameters say."""
+    name = "fp8_delayed" if "record" in function else "int4,signed=false,symmetric=false,group_size=32"
+    spec = "fp8_block" if function == "cast_pair" else name
+    recipe, x = breccia.recipe(spec), torch.zeros((64, 512), device=DEVICE)[:, :256]
+    x = x.contiguous() if layout == "contiguous" else x
+    options = CastOptions(
+        scale=torch.ones((), device=DEVICE) if function == "cast_and_record" else None,
+        **({} if "record" in function else {"rounding": "stochastic", "seed": 1}),
+    )
+    made = triton_cast.prepared(function, x, recipe, -1, options, operands.hardware(x.device))
+    ran = list[Any]()
+    for prepared in made.launches:
+        ran.clear()
+        launcher = launch.Launcher(prepared)
+        run = launcher._written_out(lambda *given: ran.append(given), ("kernel", 0, "metadata"))
+        varying = [n for n in prepared.arguments if n not in prepared.fixed]
+        assert {"x", "stride_row"} & set(varying) == ({"x"} if layout == "contiguous" else {"x", "stride_row"})
+        run("stream", *[f"the {name}" for name in varying])
+        integers = dict(zip([n for n in prepared.arguments if n not in varying], prepared.integers, strict=True))
+        assert integers["rows"] * integers["columns"] == x.numel()
+        parameters = prepared.function.arg_names
+        given = {name: f"the {name}" for name in varying} | integers
+        expected = [given.get(name) for name in parameters]
+        assert ran == [(*prepared.programs, "stream", "kernel", 0, "metadata", *expected)]
+
+
+class Launches:
+    """A launcher that records launches: (the kernel, the stream, the values)."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, launched: Any) -> None:
+        self.launch = launched
+
+    def run(self, *given: Any) -> None:
+        self.made.append((self.launch.function, *given))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """CPU tensors pass for those of CUDA device 0, and launches are recorded."""
+    for module in (triton_cast, operands):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(triton_cast, "index_of", lambda device: 0)
+    monkeypatch.setattr(triton_cast, "elsewhere", lambda index: False)
+    monkeypatch.setattr(triton_cast, "stream_of", lambda index: 7)
+    monkeypatch.setattr(triton_cast, "current_stream", lambda device: 7)
+    monkeypatch.setattr(triton_cast, "Launcher", Launches)
+    kept = launch._workspace(torch.device("cpu"))
+    monkeypatch.setattr(triton_cast, "workspace", lambda device, stream: kept)
+    monkeypatch.setattr(Launches, "made", [])
+    launch.Remembered.forget()
+    yield Launches.made
+    launch.Remembered.forget()
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
+@pytest.mark.parametrize("spec", [*CALLED, "int8", "fp8_delayed", "nvfp4,two_level=false"])
+def test_a_repeated_cast_launches_what_the_first_one_launched(spec: str, stand_in: list[Any]) -> None:
+    """The short way of a call that was prepared does what the general way does."""
+    x, recipe = torch.randn(64, 256), breccia.recipe(spec)
+    found = [triton_cast.cast(x, recipe) for _ in range(2)]
+    count = len(stand_in) // 2
+    call = next(iter(triton_cast._calls.values()))
+    plain = set(call.passes) <= {"tensor"}
+    assert call.plain is plain
+    work, amax = triton_cast.workspace(x.device, 7)
+    for st, launched in zip(found, (stand_in[:count], stand_in[count:]), strict=True):
+        parts = [part.data_ptr() for part in components(st).values()]
+        inner = [amax.data_ptr()] if count > 1 else []
+        if plain:
+            passes = [(x.data_ptr(), amax.data_ptr(), work.data_ptr())] * (count - 1)
+            assert [given[2:] for given in launched] == [*passes, (x.data_ptr(), *parts, *inner)]
+        assert [given[1] for given in launched] == [7] * count
+    assert [given[0] for given in stand_in[:count]] == [given[0] for given in stand_in[count:]]
+    for a, b in zip(*(components(st).values() for st in found), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    assert (found[0].layout, found[0].axis, found[0].padding) == (found[1].layout, found[1].axis, found[1].padding)
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
+def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(
+    stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, recipe = torch.randn(64, 256), breccia.recipe("fp8_block")
+    short = list[int]()
+    way = triton_cast.Call.cast
+    monkeypatch.setattr(triton_cast.Call, "cast", lambda call, address: short.append(address) or way(call, address))
+    triton_cast.cast(x, recipe)
+    triton_cast.cast(x, recipe)
+    assert short == [x.data_ptr()]
+    memory = torch.randn(64 * 256 + 1)
+    others = {
+        "strided": torch.randn(64, 512)[:, :256],
+        "transposed": torch.randn(256, 64).mT,
+        "another shape": torch.randn(128, 128),
+        "another dtype": x.bfloat16(),
+        "with the negative bit": torch._neg_view(x),
+        "not aligned": memory[1:].view(64, 256),
+    }
+    for name, other in others.items():
+        triton_cast.cast(other, recipe)
+        assert len(short) == 1, name
+    st = triton_cast.cast(x, recipe, CastOptions(axis=-2))
+    triton_cast.cast(x, recipe, CastOptions(rounding="stochastic", seed=1))
+    triton_cast.cast(x, recipe, CastOptions(axis=-2, out=st))
+    triton_cast.cast(x, breccia.recipe("fp8_block,block_k=32"))
+    assert len(short) == 1
+    with pytest.raises(breccia.UnsupportedError, match="x is a sparse tensor"):
+        triton_cast.cast(x.to_sparse(), recipe)
+    launch.Remembered.forget()
+    triton_cast.cast(x, recipe)
+    assert len(short) == 1, "settings changed: the call is prepared anew"
+    triton_cast.cast(x, recipe)
+    assert len(short) == 2
+
+
+def test_what_a_kernel_leaves_to_the_next_one_belongs_to_a_thread_and_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another thread's launch between the two would change it."""
+    capturing, made = [False], launch._workspace
+    monkeypatch.setattr(launch, "_workspace", lambda device: made(torch.device("cpu")))
+    monkeypatch.setattr(launch, "_workspaces", launch._Workspaces())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    device = torch.device("cuda", 0)
+
+    def number(stream: int, device: torch.device = device) -> Any:
+        work, amax = launch.workspace(device, stream)
+        assert work.tolist() == [0, 0] and work.data_ptr() % 16 == amax.data_ptr() % 16 == 0
+        assert amax.data_ptr() >= work.data_ptr() + work.nbytes
+        return amax
+
+    mine = number(1)
+    assert number(1) is mine
+    elsewhere: list[Any] = [number(2), number(1, torch.device("cuda", 1))]
+    thread = threading.Thread(target=lambda: elsewhere.append(number(1)))
+    thread.start()
+    thread.join()
+    capturing[0] = True
+    elsewhere += [number(1), number(1)]
+    assert len({x.data_ptr() for x in (mine, *elsewhere)}) == 6, "and a graph has its own: it may be replayed on any stream"
 
 
 def same_parts(found: list[Any], expected: list[Any]) -> None:

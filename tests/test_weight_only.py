@@ -413,10 +413,9 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
         return weight_only.TensorMap()
 
     monkeypatch.setattr(weight_only, "function", function)
-    monkeypatch.setattr(weight_only, "current_stream", lambda device: 7)
+    monkeypatch.setattr(weight_only, "stream_of", lambda index: 7)
     monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     weight_only._calls.clear()
     return made, described
 

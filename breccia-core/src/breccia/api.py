@@ -9,11 +9,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .arrays.frameworks import Device, Framework, device_of, framework_of, output_dtype, same_framework
+from .arrays.frameworks import Device, Framework, common_framework, device_of, framework_of, output_dtype, same_framework
 from .dispatch import calls
 from .dispatch.call import NO_OPTIONS, Call, Options
 from .dispatch.explanation import Explanation
-from .dispatch.facts import Described
+from .dispatch.facts import Described, array_of
 from .dispatch.kernel import OPS, Prefer
 from .dispatch.registry import Plugin, registry
 from .errors import OptionError, UnknownNameError, UnsupportedError, suggestion
@@ -170,12 +170,14 @@ def matmul(a: Any, b: Any, out_dtype: Any = "float32", *, bias: Any = None, out:
 
     bias: a floating array of shape (N,), added to the FP32 product before it is rounded to `out_dtype`.
     """
-    try:
-        framework = same_framework(_arrays(a=a, b=b, bias=bias))
-    except UnsupportedError:
-        if scaled(a) is a and scaled(b) is b:
-            raise
-        return matmul(scaled(a), scaled(b), out_dtype, bias=bias, out=out, prefer=prefer)
+    framework = common_framework(array_of(a), array_of(b), bias)
+    if framework is None:
+        try:
+            framework = same_framework(_arrays(a=a, b=b, bias=bias))
+        except UnsupportedError:
+            if scaled(a) is a and scaled(b) is b:
+                raise
+            return matmul(scaled(a), scaled(b), out_dtype, bias=bias, out=out, prefer=prefer)
     check_matmul(a, b, bias)
     return _entry("matmul", framework)(a, b, bias, output_dtype(out_dtype), out, prefer)
 
@@ -191,7 +193,7 @@ def cast_matmul(
     if not isinstance(recipe, ScalingRecipe):
         recipe = as_recipe(recipe)
     _check_array(x)
-    framework = same_framework(_arrays(x=x, b=b, bias=bias))
+    framework = common_framework(x, array_of(b), bias) or same_framework(_arrays(x=x, b=b, bias=bias))
     check_matmul(x, b, bias)
     return _entry("cast_matmul", framework)(x, recipe, b, bias, output_dtype(out_dtype), prefer)
 
@@ -430,7 +432,7 @@ def _check_array(x: Any) -> None:
 
 def _arrays(**operands: Any) -> dict[str, Any]:
     """For each operand given, the array that determines its framework and device."""
-    return {name: x.held_data if isinstance(x, ScaledTensor) else x for name, x in operands.items() if x is not None}
+    return {name: array_of(x) for name, x in operands.items() if x is not None}
 
 
 def _need_scaled(op: str, st: Any) -> ScaledTensor:

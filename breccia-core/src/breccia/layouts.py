@@ -337,6 +337,8 @@ class Stored(Layout):
         """The logical shape of stored codes of shape `data`; None where it is derived as for a plain tensor."""
         if not self.data_axes:
             return None
+        if len(data) == self.data_axes:
+            return self.matrix if axis == -1 else self.matrix[::-1]
         m, k = self.matrix
         return (*data[: len(data) - self.data_axes], *((m, k) if axis == -1 else (k, m)))
 
@@ -348,8 +350,8 @@ class Stored(Layout):
         layout = self.layout.canonical(axis)
         return self if layout is self.layout else replace(self, layout=layout)
 
-    @property
-    def mT(self) -> Layout:
+    @cached_property
+    def mT(self) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
         return replace(self, layout=self.layout.mT)
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.autograd import Function, forward_ad
 
 from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
 
-from .ops import wrapped
+from .ops import transforming, wrapped
 
 Array = Any
 Clip = calls.Clip
@@ -32,7 +32,7 @@ def outside_graphs(function: Any) -> Any:
 
     @wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading Dynamo takes a second
+        if _frame_callback() is None or "torch._dynamo" not in sys.modules:  # loading Dynamo takes a second
             return function(*arguments, **options)
         disabled = getattr(function, "_disabled", None)
         if disabled is None:
@@ -42,13 +42,17 @@ def outside_graphs(function: Any) -> Any:
     return called
 
 
+#: What Dynamo does with the frames that this thread evaluates; None outside compiled functions. torch has no public API for it.
+_frame_callback: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: ...)  # pyright: ignore
+
+
 # -- ops without a gradient ------------------------------------------------------------------------------------------
 
 
 @outside_graphs
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
     """Codes have no gradient."""
-    return calls.cast(_detached(x), recipe, _constant(options), prefer)
+    return calls.cast(_detached(x), recipe, options if options is DEFAULT else _constant(options), prefer)
 
 
 @outside_graphs
@@ -111,7 +115,9 @@ def matmul(
         ):  # a frozen layer: autograd differentiates the addition itself
             return _plus(calls.matmul(_detached(a), _detached(b), None, "float32", None, prefer), bias, out_dtype)
         return _Matmul.apply(a, b, bias, out_dtype, prefer)
-    return calls.matmul(_detached(a), _detached(b), _detached(bias), out_dtype, out, prefer)
+    if out is not None or not torch.is_grad_enabled():  # else none needs a gradient
+        a, b, bias = _detached(a), _detached(b), _detached(bias)
+    return calls.matmul(a, b, bias, out_dtype, out, prefer)
 
 
 @outside_graphs
@@ -378,10 +384,11 @@ def within_scales(x: Array, recipe: ScalingRecipe, options: CastOptions) -> Arra
 
 def _tracked(*operands: Any) -> bool:
     """Is any tensor among the operands differentiated or transformed?"""
-    enabled = torch.is_grad_enabled()
-    for x in operands:
-        if isinstance(x, torch.Tensor) and ((enabled and x.requires_grad) or wrapped(x)):
-            return True
+    enabled, inside = torch.is_grad_enabled(), transforming()
+    if enabled or inside:
+        for x in operands:
+            if isinstance(x, torch.Tensor) and ((enabled and x.requires_grad) or (inside and wrapped(x))):
+                return True
     return forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
 
 

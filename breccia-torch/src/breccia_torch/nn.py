@@ -266,7 +266,8 @@ class ScaledLinear(_WithMetadata):
     @property
     def _matrix(self) -> ScaledTensor:
         """The weight as (in_features, out_features)."""
-        return self.weight.tensor.mT
+        weight: Any = self._modules["weight"]  # reading an attribute of a module takes longer
+        return weight.tensor.mT
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
         """An `nn.Linear` of the weight's values in `dtype`, with the same bias."""
@@ -277,22 +278,25 @@ class ScaledLinear(_WithMetadata):
         return made.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
+        ndim = x.ndim
+        if ndim == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(
                 f"the layer takes inputs of shape (..., {self.in_features}); got {tuple(x.shape)}.",
                 found=tuple(x.shape),
                 in_features=self.in_features,
             )
-        floating = x.dtype in _FLOATS
-        if floating and (dtype := autocast_dtype(x)) is not None:
-            x = x.to(dtype)
-        rows: Any = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None]
-        weight, dtype = self._matrix, x.dtype if floating else torch.float32
+        dtype = _FLOATS.get(x.dtype)
+        if dtype is not None and (mixed := autocast_dtype(x)) is not None:
+            x, dtype = x.to(mixed), _FLOATS.get(mixed)
+        rows: Any = x if ndim > 1 else x[None]
+        weight, out_dtype = self._matrix, dtype or "float32"
+        parameters = self._parameters  # where it is not, it may be parametrized
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if self.activation is None:
-            y = breccia.matmul(rows, weight, dtype, bias=self.bias)
-        else:
-            y = breccia.cast_matmul(rows, self.activation, weight, dtype, bias=self.bias)
-        return y if x.ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)
+            y = breccia.matmul(rows, weight, out_dtype, bias=bias)
+            return y if ndim > 1 else y[0]
+        y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
+        return y if ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
@@ -406,4 +410,5 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
     return ScaledTensor.from_parts(cut["data"], cut["scale"], *rest)
 
 
-_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
+#: The names of the dtypes of inputs.
+_FLOATS = {getattr(torch, name): name for name in FLOATS}

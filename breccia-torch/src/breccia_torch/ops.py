@@ -28,12 +28,11 @@ def transforming() -> bool:
 
 def opaque(*tensors: Array) -> str | None:
     """The kind of the first tensor whose memory a kernel cannot read; None if all are readable."""
-    inside = transforming()
     for x in tensors:
         if type(x) not in PLAIN:
             return f"a {type(x).__name__}"
-        if inside and wrapped(x):
-            return "a tensor of a functorch transform"
+    if _innermost() is not None and any(map(wrapped, tensors)):
+        return "a tensor of a functorch transform"
     return None
 
 

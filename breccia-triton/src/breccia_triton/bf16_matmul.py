@@ -149,9 +149,9 @@ class Call:
         marks, ends = addresses([flags]), addresses([*added, to], 2)
         if self.finish is not None:
             scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
-            self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks, *self.finish.launch.integers))
+            self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks))
         operands = *self.a.components(a), *self.b.components(b)
-        self.mend(stream, (*operands, *marks, *ends, *self.mend.launch.integers))
+        self.mend(stream, (*operands, *marks, *ends))
         return to if out is None or to is out else out.copy_(to)
 
     def _multiply(self, x: Any, y: Any, to: Any) -> None:
@@ -214,7 +214,7 @@ class Decoding:
         if operand.scaled:
             found = empty(self.shape, torch.bfloat16, operand.data.device)
             arrays = *addresses(components_of(operand.x)), *addresses([found], 1), *addresses([flags])
-            self.exact(stream, (*arrays, *self.exact.launch.integers))
+            self.exact(stream, arrays)
         return found.mT if operand.swapped else found
 
     def components(self, operand: _Operand) -> list[Any]:

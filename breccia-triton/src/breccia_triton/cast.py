@@ -26,7 +26,18 @@ from breccia_torch.ops import TORCH, need_dense
 from . import tuning
 from .choices import Choose
 from .facts import Hardware
-from .launch import INTERPRETED, Launcher, Remembered, current_stream, empty, on, workspace
+from .launch import (
+    INTERPRETED,
+    Launcher,
+    Remembered,
+    current_stream,
+    elsewhere,
+    empty,
+    index_of,
+    on,
+    stream_of,
+    workspace,
+)
 from .operands import FLOATS, Components, addresses, array_of, codes_of, components_of, facts_of, hardware
 from .prepare import Options, Pass, Prepared, scaled_source
 from .specs import Unsupported
@@ -34,6 +45,12 @@ from .specs import Unsupported
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
+    if options is DEFAULT and x.layout is torch.strided and x.is_contiguous() and not x.is_neg():
+        # Most calls: less than `_found` does for others, as calls of small arrays are bound by the host.
+        address = x.data_ptr()
+        call = _calls.get(("cast", recipe.interned_key, x.shape, x.dtype, x.device, -1, True, True, address % 16 == 0))
+        if isinstance(call, Call) and call.plain:
+            return call.cast(address)
     x = _readable(x, recipe)
     prepared = _found("cast", x, recipe, options)
     if prepared is None:
@@ -151,8 +168,8 @@ def _found(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions) -> Call
     device = x.data.device
     facts: Any = facts_of(x) if scaled else (x.is_contiguous() or x.stride(), x.data_ptr() % 16 == 0)
     key = (
-        op, recipe.interned_key, x.shape, x.dtype, device, axis, facts,
-        options is DEFAULT or (options.scale is not None, options.rounding, options.storage),
+        op, recipe.interned_key, x.shape, x.dtype, device, axis,
+        options is DEFAULT or (options.scale is not None, options.rounding, options.storage), *facts,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -208,18 +225,26 @@ class Call:
         """x: one of the operands."""
         op, scaled, chosen = made.op, isinstance(x, ScaledTensor), made.options
         self.op, self.device = op, x.data.device
+        self.index = index_of(self.device)
         self.prepared, self.stochastic = made, chosen.stochastic
         self.numbers = 0 if scaled else 1
         self.flat_shape = None if scaled or x.is_contiguous() else made.input.flat_shape
         self.strided = made.input.strided
         self.passes = {name: (each, Launcher(each.launch)) for name, each in made.passes.items()}
-        self.written = [Components(written) for written in made.written]
+        self.written = [Components(written, self.device) for written in made.written]
         if made.launch is not None:
-            self.launcher, self.integers = Launcher(made.launch), made.launch.integers
+            self.launcher = Launcher(made.launch)
             self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
-        # One kernel that reads the input as it is: most calls, and those of small tensors are bound by the host.
-        alone = chosen == Options(storage=chosen.storage) and not self.passes and self.flat_shape is None
-        self.simple = op == "cast" and alone and not INTERPRETED
+        #: Whether `cast` does what a call does, if options are at their default.
+        self.plain = (
+            op == "cast"
+            and chosen == Options()
+            and self.index is not None
+            and not INTERPRETED
+            and self.flat_shape is None
+            and all(name == "tensor" for name in self.passes)
+        )
+        self.amax = self.passes["tensor"][1] if "tensor" in self.passes else None
 
     def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -233,11 +258,27 @@ class Call:
 
     def __call__(self, x: Any, options: CastOptions, amaxes: dict[str, Any] | None = None, held: _History | None = None) -> Any:
         """The result of the op. amaxes: those that `amaxes` returned for `x`."""
-        device = self.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        if elsewhere(self.index):
+            with torch.cuda.device(self.index):
                 return self._run(x, options, amaxes, held)
         return self._run(x, options, amaxes, held)
+
+    def cast(self, address: int) -> ScaledTensor:
+        """The cast of contiguous numbers at an address on the device, under default options."""
+        index = self.index
+        if elsewhere(index):
+            with torch.cuda.device(index):
+                return self.cast(address)
+        stream, written = stream_of(index), self.written[0]
+        made = [allocate() for allocate in written.allocators]
+        if self.amax is None:
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made])
+        else:
+            work, amax = workspace(self.device, stream)
+            number = amax.data_ptr()
+            self.amax.run(stream, address, number, work.data_ptr())
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
+        return written.tensor(made)
 
     def amaxes(self, x: Any) -> dict[str, Any]:
         """The results of the passes before the cast, as bits."""
@@ -249,10 +290,9 @@ class Call:
         with on(self.device):
             inputs, strides = self._read(x)
             stream = current_stream(self.device)
-            prepared, launcher = self.passes["tensor"]
-            tensors = [*inputs, workspace(self.device, stream), held.amaxes, *held.recorded, held.scale]
-            values = (*addresses(tensors, 1), *prepared.launch.integers, held.first, held.kept, *strides)
-            launcher(stream, values)
+            _, launcher = self.passes["tensor"]
+            tensors = [*inputs, workspace(self.device, stream)[0], held.amaxes, *held.recorded, held.scale]
+            launcher.run(stream, *addresses(tensors, 1), held.first, held.kept, *strides)
         return held.recorded
 
     def _read(self, x: Any) -> tuple[list[Any], tuple[int, ...]]:
@@ -271,18 +311,14 @@ class Call:
             amax = torch.zeros(prepared.length, dtype=torch.int32, device=device)
             tensors = [*inputs, amax]
         else:
-            amax = empty((1,), torch.int32, device)
-            tensors = [*inputs, amax, workspace(device, stream)]
-        launcher(stream, (*addresses(tensors, self.numbers), *prepared.launch.integers, *strides))
+            work, amax = workspace(device, stream)
+            tensors = [*inputs, amax, work]
+        launcher.run(stream, *addresses(tensors, self.numbers), *strides)
         return amax
 
     def _run(self, x: Any, options: CastOptions, found: dict[str, Any] | None, held: _History | None) -> Any:
         device, written, out = self.device, self.written, options.out
         stream = current_stream(device)
-        if self.simple and out is None:
-            made = written[0].allocated(device)
-            self.launcher(stream, (x.data_ptr(), *[part.data_ptr() for part in made], *self.integers))
-            return written[0].tensor(made)
         inputs, strides = self._read(x)
         if found is None:
             found = self._amaxes(inputs, strides, stream)
@@ -291,25 +327,23 @@ class Call:
             parts, tensors = [], [result]
         else:
             given = None if out is None else written[0].of(out, device)
-            parts = [w.allocated(device) for w in written] if given is None else [given]
+            parts = [w.allocated() for w in written] if given is None else [given]
             tensors = parts[0] if len(parts) == 1 else [*parts[0], *parts[1]]
         others = [found[name] for name in self.prepared.amax_of]
         if options.scale is not None:
             others.append(options.scale)
-        integers = self.integers
+        counts: tuple[int, ...] = ()
         if held is not None:
-            others += [workspace(device, stream), held.amaxes, *held.recorded]
-            integers = (*integers, held.first, held.kept)
-        self.launcher(
+            others += [workspace(device, stream)[0], held.amaxes, *held.recorded]
+            counts = held.first, held.kept
+        self.launcher.run(
             stream,
-            (
-                *addresses(inputs, self.numbers),
-                *addresses(tensors, int(self.op == "cast_ste")),
-                *addresses(others),
-                *(TORCH.words(options.seed) if self.stochastic else ()),
-                *integers,
-                *strides,
-            ),
+            *addresses(inputs, self.numbers),
+            *addresses(tensors, int(self.op == "cast_ste")),
+            *addresses(others),
+            *(TORCH.words(options.seed) if self.stochastic else ()),
+            *counts,
+            *strides,
         )
         if self.op == "cast_ste":
             return result

@@ -15,7 +15,7 @@ from breccia_torch.ops import TORCH
 from . import tuning
 from .choices import Choose
 from .facts import Hardware
-from .launch import Launcher, Remembered, current_stream, empty, on
+from .launch import Launcher, Remembered, allocator, elsewhere, index_of, stream_of
 from .operands import addresses, codes_of, components_of, facts_of, hardware, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
@@ -42,8 +42,10 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
         return reference.dequantize(st, out_dtype, out)
     if out is not None and not writable(out, call.shape, call.dtype, call.device):
         return reference.result(TORCH, dequantize(st, out_dtype), "float32", out)
-    with on(call.device):
-        return call(st, out)
+    if elsewhere(call.index):
+        with torch.cuda.device(call.index):
+            return call(st, out)
+    return call(st, out)
 
 
 #: Prepared calls; for calls that the kernel does not support, the reason.
@@ -78,11 +80,11 @@ class Call:
 
     def __init__(self, st: ScaledTensor, out_dtype: str, launch: Launch) -> None:
         self.shape, self.dtype, self.device = tuple(st.shape), getattr(torch, out_dtype), st.data.device
+        self.index = index_of(self.device)
+        self.allocated = allocator(self.shape, self.dtype, self.device)
         self.launcher = Launcher(launch)
 
     def __call__(self, st: ScaledTensor, out: Any) -> Any:
-        result = empty(self.shape, self.dtype, self.device) if out is None else out
-        launcher = self.launcher
-        values = (*addresses(components_of(st)), *addresses([result], 1), *launcher.launch.integers)
-        launcher(current_stream(self.device), values)
+        result = self.allocated() if out is None else out
+        self.launcher.run(stream_of(self.index), *addresses(components_of(st)), *addresses([result], 1))
         return result

@@ -6,7 +6,7 @@ Imports no framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +206,7 @@ class Written:
                 self.padded |= {name} if math.prod(stored) != math.prod(shapes[name]) else set()
                 shapes[name] = stored
         self.parts = [(name, shapes[name], dtypes[name]) for name in fmt.parts]
+        self._zero_point, self._global_scale = "zero_point" in fmt.parts, "global_scale" in fmt.parts
         count = packing(fmt.element)[0]
         self.padding = -shape[axis] % count
         self.groups = divided_up(columns if axis == -1 else rows, count)
@@ -215,15 +216,14 @@ class Written:
         renamed = {"global_scale": "outer"}
         return {prefix + renamed.get(name, name): Argument(POINTERS[itemsize(dtype)], True) for name, _, dtype in self.parts}
 
-    def tensor(self, parts: list[Any]) -> ScaledTensor:
+    def tensor(self, parts: Sequence[Any]) -> ScaledTensor:
         """The ScaledTensor with these components."""
-        if len(parts) == 2:
-            return ScaledTensor.from_parts(parts[0], parts[1], self.recipe, self.layout, None, None, self.axis, self.padding)
-        named = {name: part for (name, _, _), part in zip(self.parts, parts, strict=True)}
-        zero_point, global_scale = named.get("zero_point"), named.get("global_scale")
-        return ScaledTensor.from_parts(
-            named["data"], named["scale"], self.recipe, self.layout, zero_point, global_scale, self.axis, self.padding
-        )
+        zero_point = global_scale = None
+        if len(parts) > 2:  # in this order
+            zero_point = parts[2] if self._zero_point else None
+            global_scale = parts[-1] if self._global_scale else None
+        data, scale = parts[0], parts[1]
+        return ScaledTensor.from_parts(data, scale, self.recipe, self.layout, zero_point, global_scale, self.axis, self.padding)
 
 
 def _stored_shape(shape: Shape, axis: int, storage: str, size: int) -> Shape:

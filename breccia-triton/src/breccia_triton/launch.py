@@ -10,11 +10,12 @@ are decided once; a call passes addresses and integers. Compiled kernels are cac
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
-from operator import itemgetter, mul
+from operator import mul
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,13 +37,17 @@ if not INTERPRETED and triton.__version__.startswith(_KNOWN):
 
 
 class Launcher:
-    """A prepared launch, compiled for one device."""
+    """A prepared launch, compiled for one device.
+
+    run: f(stream, *values), which enqueues the kernel on the current device. values: as of `__call__`; none are interpreted.
+    """
 
     def __init__(self, launch: Launch, target: Any = None) -> None:
-        self.launch, self.programs = launch, launch.programs
+        self.launch = launch
         self.names: Sequence[str] = launch.function.arg_names
-        self.given = list(launch.arguments)
-        self._run: Any = None
+        self.fixed = launch.fixed
+        self.given = [name for name in launch.arguments if name not in self.fixed]
+        self.run: Callable[..., None] = self._interpreted if INTERPRETED else self._first
         if not INTERPRETED:
             arguments, constants = launch.arguments, launch.constants
             absent = {name: None for name in self.names if name not in arguments and name not in constants}
@@ -53,32 +58,43 @@ class Launcher:
             }
             source = ASTSource(launch.function, signature, values, divisible)
             self.compiled = triton.compile(source, target=target, options={"num_warps": launch.warps, **OPTIONS})
-            # None comes first in the values, for parameters that are absent.
-            self._placed = itemgetter(*(self.given.index(name) + 1 if name in arguments else 0 for name in self.names))
 
-    def __call__(self, stream: int, values: Sequence[Any]) -> None:
-        """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`."""
-        if INTERPRETED:
-            rest = {name: self.launch.constants.get(name) for name in self.names if name not in self.given}
-            self.launch.function[self.programs](**dict(zip(self.given, values, strict=True)), **rest)
-            return
-        run = self._run or self._start()
-        run(*self.programs, stream, *self._fixed, *self._placed((None, *values)))
+    def __call__(self, stream: int, values: Iterable[Any]) -> None:
+        """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`, but those of
+        `launch.integers`, which are the same in every launch."""
+        self.run(stream, *values)
 
-    def _start(self) -> Any:
+    def _interpreted(self, stream: int, *values: Any) -> None:
+        launch = self.launch
+        rest = {name: launch.constants.get(name) for name in self.names if name not in launch.arguments}
+        launch.function[launch.programs](**dict(zip(self.given, values, strict=True)), **self.fixed, **rest)
+
+    def _first(self, stream: int, *values: Any) -> None:
+        """The first launch loads the module on the current device."""
+        self.run = self._loaded()
+        self.run(stream, *values)
+
+    def _loaded(self) -> Callable[..., None]:
         compiled = self.compiled
-        launcher = compiled.run  # loads the module on the current device
+        launcher = compiled.run  # loads the module
         handle, metadata = compiled.function, compiled.packed_metadata
         hooks = (metadata, None, None, None)
         scratch = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
         if triton.__version__.startswith(_KNOWN) and scratch == [0, 0]:
             # Its compiled part, without the Python around it, which allocates memory that these kernels do not need.
-            self._fixed = (handle, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *hooks)
-            self._run = launcher.launch
-        else:
-            self._fixed = (handle, *hooks)
-            self._run = launcher
-        return self._run
+            fixed = (handle, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *hooks)
+            return self._written_out(launcher.launch, fixed)
+        return self._written_out(launcher, (handle, *hooks))
+
+    def _written_out(self, run: Any, fixed: Sequence[Any]) -> Callable[..., None]:
+        """A function of the stream and the values alone.
+
+        It is compiled: a call with as many arguments, put together from tuples, takes three times as long.
+        """
+        there = {f"_{n}": value for n, value in enumerate(fixed)}
+        passed = [name if name in self.given else repr(self.fixed.get(name)) for name in self.names]
+        call = ", ".join([*map(repr, self.launch.programs), "_stream", *there, *passed])
+        return eval(f"lambda {', '.join(['_stream', *self.given])}: _run({call})", {**there, "_run": run})
 
 
 class Remembered(dict[Any, Any]):
@@ -113,17 +129,37 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any
     return _empty(shape, _strides(shape), dtype)
 
 
-def workspace(device: torch.device, stream: int) -> Any:
-    """Two int32 zeros on a device, which a kernel has to leave as zeros: for the use of one stream."""
+def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    """What `empty` of these arguments calls."""
+    if device.type != "cuda" or _empty is None:
+        return partial(torch.empty, shape, dtype=dtype, device=device)
+    return partial(_empty, shape, _strides(shape), dtype)
+
+
+def workspace(device: torch.device, stream: int) -> tuple[Any, Any]:
+    """Int32 arrays on a device for the use of one thread and stream: two zeros, which a kernel has to leave as zeros; and one
+    number, which a kernel leaves to the next one."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    found = _workspaces.get((device.index, stream))
+        return _workspace(device)
+    found = _workspaces.kept.get((device, stream))
     if found is None:
-        found = _workspaces[device.index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+        found = _workspaces.kept[device, stream] = _workspace(device)
     return found
 
 
-_workspaces: dict[tuple[int, int], Any] = {}
+def _workspace(device: torch.device) -> tuple[Any, Any]:
+    made = torch.zeros(8, dtype=torch.int32, device=device)
+    return made[:2], made[4:5]  # 16 divides the address of both
+
+
+class _Workspaces(threading.local):
+    """Those of one thread."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.device, int], tuple[Any, Any]] = {}
+
+
+_workspaces = _Workspaces()
 
 
 #: What the code of torch.compile allocates with: a third of the time of `torch.empty`.
@@ -135,15 +171,34 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(reversed((*shape[1:], 1)), mul))[::-1] if shape else ()
 
 
+def index_of(device: torch.device) -> int | None:
+    """The index of a CUDA device; None for others, on which kernels are interpreted."""
+    return device.index if device.type == "cuda" else None
+
+
+def elsewhere(index: int | None) -> bool:
+    """Whether the device with an index, as `index_of` returns it, has to be made the current one"""
+    return index is not None and index != _current_index()
+
+
+def stream_of(index: int | None) -> int:
+    """The current stream of the device with an index."""
+    return 0 if index is None else _current_stream(index)
+
+
+#: torch without CUDA lacks them.
+_current_index: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def current_stream(device: torch.device) -> int:
     """The current stream of a device."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return stream_of(index_of(device))
 
 
 def on(device: torch.device) -> Any:
     """A context in which a device is the current one."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if elsewhere else _HERE
+    return torch.cuda.device(device) if elsewhere(index_of(device)) else _HERE
 
 
 _HERE = nullcontext()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from breccia.backend import ScaledTensor, UnsupportedError, dtype_name
 from breccia_torch.ops import TORCH
 
 from .facts import LARGE, Array, Codes, Hardware, Numbers, Operand, Written
-from .launch import INTERPRETED, empty
+from .launch import INTERPRETED, allocator
 from .specs import Spec, Unsupported
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,27 +97,30 @@ def codes_of(st: ScaledTensor, spec: Spec, merged: bool, given: Hardware | None 
 
 def components_of(st: ScaledTensor) -> list[Any]:
     """The components of a ScaledTensor as kernels read them."""
-    found = [st.data, st.scale.contiguous()]
-    return found + [part.contiguous() for part in (st.zero_point, st.global_scale) if part is not None]
+    found, zero_point, global_scale = [st.data, st.scale.contiguous()], st.zero_point, st.global_scale
+    if zero_point is not None:
+        found.append(zero_point.contiguous())
+    if global_scale is not None:
+        found.append(global_scale.contiguous())
+    return found
 
 
 class Components:
-    """The components of a result in memory."""
+    """The components of a result in memory. device: where they are allocated."""
 
-    def __init__(self, written: Written) -> None:
-        self.written = written
-        self.tensor = written.tensor
+    def __init__(self, written: Written, device: torch.device) -> None:
+        self.written, self.tensor = written, written.tensor
         self.parts = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in written.parts]
-
-    def allocated(self, device: torch.device) -> list[Any]:
-        """New ones, on the current device."""
-        padded = self.written.padded
-        if not padded:
-            return [empty(shape, dtype, device) for _, shape, dtype in self.parts]
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if name in padded else empty(shape, dtype, device)
+        self.allocators = [
+            partial(torch.zeros, shape, dtype=dtype, device=device)
+            if name in written.padded
+            else allocator(shape, dtype, device)
             for name, shape, dtype in self.parts
         ]
+
+    def allocated(self) -> list[Any]:
+        """New ones, on the current device."""
+        return [allocate() for allocate in self.allocators]
 
     def of(self, out: Any, device: torch.device) -> list[Any] | None:
         """Those of `out` where the kernel can write into them, else None."""

@@ -63,6 +63,12 @@ class Launch:
     warps: int
     integers: tuple[int, ...]
 
+    @property
+    def fixed(self) -> dict[str, int]:
+        """The integers by name: they follow the arrays and the seeds."""
+        others = (n for n, a in self.arguments.items() if not a.type.startswith("*") and n not in ("seed_low", "seed_high"))
+        return dict(zip(others, self.integers, strict=False))
+
 
 @dataclass(frozen=True)
 class Options:

@@ -21,7 +21,7 @@ from . import weight_plans as plans
 from .choices import codecs_of
 from .cuda import compiler, program
 from .cuda.driver import TensorMap, driver
-from .launch import Remembered, current_stream, empty, on
+from .launch import Remembered, allocator, elsewhere, empty, index_of, on, stream_of
 from .weight_plans import Config, Operand
 
 
@@ -30,7 +30,7 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
     data, points = b.data, b.zero_point
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, data.device,
-        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype,
+        None if bias is None else (bias.shape, bias.dtype), None if points is None else points.dtype, b.global_scale is None,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -40,9 +40,8 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
         call = _calls.keep(key, prepared(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
     if not isinstance(call, Call | DecodedCall):
         return call(a, b, bias, out_dtype, out)
-    device = call.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    if elsewhere(call.index):
+        with torch.cuda.device(call.index):
             return call(a, b, bias, out)
     return call(a, b, bias, out)
 
@@ -123,12 +122,15 @@ class _Product:
         self.m = a.shape[:-1].numel()
         self.act, self.out_dtype = dtype_name(a), out_dtype
         self.dtype = getattr(torch, out_dtype)
+        self.index = index_of(self.device)
+        self.allocated = allocator((*self.lead, self.n), self.dtype, self.device)
         self.weight = _Weight(None, None, None, self.operand.factor, int(self.operand.divides))
         self.x, self.bias, self.y = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self.ldx, self.ldy = ctypes.c_int(), ctypes.c_int(self.n)
         self.sizes = [*map(ctypes.c_int, (self.m, self.n, self.k)), self.ldx, self.ldy]
         self.map, self.maps = TensorMap(), dict[tuple[int, ...], TensorMap]()
         self.turn = threading.Lock()  # the arguments of a launch are set in place
+        self.pitches = 0, self.n
 
     def _activations(self, a: Any) -> Any:
         """`a` as a matrix whose rows are adjacent numbers at multiples of 16 bytes."""
@@ -196,22 +198,37 @@ class Call(_Product):
 
     def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
         """The product, on the current device."""
-        x = self._activations(a)
-        y = self._result(out)
-        if bias is not None and not bias.is_contiguous():
-            bias = bias.contiguous()
+        address, m, n, k = a.data_ptr(), self.m, self.n, self.k
+        if k % 8 or address % 16 or not a.is_contiguous():
+            a = self._activations(a)
+            address, pitch = a.data_ptr(), a.stride(0) if m > 1 else a.shape[1]
+        else:
+            pitch = k
+        if out is None:
+            y, pitches = self.allocated(), (pitch, n)
+        else:
+            y = self._result(out)
+            pitches = pitch, y.stride(0) if m > 1 else n
         tensor_scale = b.global_scale
         data, rows, settled = _stored(b)
+        if bias is not None:
+            bias = bias.contiguous()
+        launch = self.launches[settled]
         with self.turn:
             weight = self.weight
             weight.chunks, weight.rows = data.data_ptr(), rows.data_ptr()
-            weight.tensor_scale = None if tensor_scale is None else tensor_scale.data_ptr()
-            self.bias.value = None if bias is None else bias.data_ptr()
-            self._set(x, y)
-            launch = self.launches[settled]
-            launch.config.stream = current_stream(self.device)
+            if tensor_scale is not None:
+                weight.tensor_scale = tensor_scale.data_ptr()
+            if bias is not None:
+                self.bias.value = bias.data_ptr()
+            self.x.value, self.y.value = address, y.data_ptr()
+            if pitches != self.pitches:
+                self.pitches = self.ldx.value, self.ldy.value = pitches
+            if self.config.wide:
+                self._describe(address, pitch)
+            launch.config.stream = stream_of(self.index)
             launch()
-        return self._returned(y, out)
+        return y if out is None else self._returned(y, out)
 
 
 class DecodedCall(_Product):
@@ -239,7 +256,7 @@ class DecodedCall(_Product):
             self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
             self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
             self.ldx.value, self.ldy.value = x.stride(0), y.stride(0)
-            self.decode.config.stream = self.mend.config.stream = current_stream(self.device)
+            self.decode.config.stream = self.mend.config.stream = stream_of(self.index)
             self.decode()
             multiply(x, values.mT, y)
             self.mend()
@@ -278,7 +295,7 @@ class GroupedCall(_Product):
                 weight.tensor_scale = tensor_scale.data_ptr()
                 groups.tensor_scale = tensor_scale.stride(0) if tensor_scale.ndim else 0
             self._set(x, y)
-            self.launch.config.stream = current_stream(self.device)
+            self.launch.config.stream = stream_of(self.index)
             self.launch()
         return self._returned(y, out)
 

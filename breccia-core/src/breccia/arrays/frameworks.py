@@ -231,6 +231,21 @@ def _named_place(array: Any) -> str | None:
     return f"{device_of(array)}:{number}" if isinstance(number, int) else device_of(array)
 
 
+def common_framework(*arrays: object) -> Framework | None:
+    """The one framework of arrays on one device, of types met before; None where `same_framework` has to find out.
+
+    An array may be None: absent.
+    """
+    if current is None:
+        return None
+    types, first = current.types, arrays[0]
+    framework, place = types.get(type(first)), getattr(first, "device", None)
+    for x in arrays[1:]:
+        if x is not None and (types.get(type(x)) is not framework or getattr(x, "device", None) != place):
+            return None
+    return framework
+
+
 def same_framework(arrays: dict[str, Any]) -> Framework:
     """The one framework of all arrays, which are on one device. Raises UnsupportedError naming two that differ."""
     pairs = iter(arrays.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..arrays.frameworks import dtype_name, framework_of
+from ..arrays.frameworks import FLOATS, dtype_name, framework_of
 from ..errors import BrecciaError
 from ..options import DEFAULT, CastOptions
 from ..recipes import ScalingRecipe
@@ -55,7 +55,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     """The values of `st` in the floating dtype named."""
     if st.data.ndim == 1 and is_row(st):
         return load("breccia.kernels.composites:dequantize_row")(st, out_dtype, out, prefer)
-    options = NO_OPTIONS if out is None and out_dtype == "float32" else _given(out_dtype=out_dtype, out=out)
+    options = _given(out_dtype, out=out)
     chosen = registry().table.choose("dequantize", framework_of(st.data).name, st, None, None, options, prefer)
     found = _run(chosen, st, out_dtype, out)
     if chosen.checked:
@@ -92,8 +92,7 @@ def matmul(
     prefer: Prefer = None,
 ) -> Array:
     """`a @ b + bias`; at least one operand is a ScaledTensor, or both are arrays."""
-    plain = bias is None and out is None and out_dtype == "float32"
-    options = NO_OPTIONS if plain else _given(bias=bias, out_dtype=out_dtype, out=out)
+    options = _given(out_dtype, bias, out)
     chosen = registry().table.choose("matmul", _framework(a), a, b, None, options, prefer)
     found = _run(chosen, a, b, bias, out_dtype, out)
     if chosen.checked:
@@ -111,7 +110,7 @@ def cast_matmul(
     prefer: Prefer = None,
 ) -> Array:
     """`matmul(cast(x, recipe), b) + bias`."""
-    options = NO_OPTIONS if bias is None and out_dtype == "float32" else _given(bias=bias, out_dtype=out_dtype)
+    options = _given(out_dtype, bias)
     chosen = registry().table.choose("cast_matmul", framework_of(x).name, x, b, recipe, options, prefer)
     found = _run(chosen, x, recipe, b, bias, out_dtype)
     if chosen.checked:
@@ -124,7 +123,7 @@ def grouped_matmul(
     a: Any, b: Any, offsets: Array, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None
 ) -> Array:
     """Rows of `a`, in groups that end at `offsets`, each group times its own matrix of `b`."""
-    options = NO_OPTIONS if out is None and out_dtype == "float32" else _given(out_dtype=out_dtype, out=out)
+    options = _given(out_dtype, out=out)
     chosen = registry().table.choose("grouped_matmul", _framework(a), a, b, None, options, prefer)
     found = _run(chosen, a, b, offsets, out_dtype, out)
     if chosen.checked:
@@ -183,9 +182,24 @@ def cast_and_record(
 # -- calling a kernel ------------------------------------------------------------------------------------------------
 
 
-def _given(**options: Any) -> Options:
-    defaults = {"bias": None, "out_dtype": "float32", "out": None}
-    return Options({name: value for name, value in options.items() if value is not defaults[name]})
+def _given(out_dtype: str = "float32", bias: Array | None = None, out: Array | None = None) -> Options:
+    if bias is None and out is None:
+        return _RESULTS[out_dtype]
+    found = Options() if out_dtype == "float32" else Options(out_dtype=out_dtype)
+    if bias is not None:
+        found["bias"] = bias
+    if out is not None:
+        found["out"] = out
+    return found
+
+
+class _Results(dict[str, Options]):
+    def __missing__(self, dtype: str) -> Options:
+        return Options(out_dtype=dtype)
+
+
+#: The options of a call whose only option is the dtype of its result.
+_RESULTS = _Results({dtype: NO_OPTIONS if dtype == "float32" else Options(out_dtype=dtype) for dtype in FLOATS})
 
 
 def _framework(a: Any) -> str:

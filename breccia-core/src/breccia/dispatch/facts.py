@@ -40,7 +40,7 @@ def bucket(n: int) -> int:
 
 
 def array_of(x: Any) -> Any:
-    """The array that determines an operand's device: the codes of a ScaledTensor."""
+    """The array that determines an operand's framework and device: the codes of a ScaledTensor."""
     return x.held_data if isinstance(x, ScaledTensor) else x
 
 
@@ -142,7 +142,7 @@ def opaque_reader(target: str) -> Callable[[Any], str | None]:
         try:
             if ask is None:
                 ask = targets.load(target)
-            return ask(*_components(x))
+            return ask(*_components(x)) if isinstance(x, ScaledTensor) else ask(x)
         except Exception as e:
             return f"an array about which {target} fails ({type(e).__name__}: {e})"
 

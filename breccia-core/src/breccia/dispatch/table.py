@@ -116,6 +116,8 @@ def _reading(readers: list[tuple[Callable[[Any], Hashable], int]]) -> Callable[[
             return lambda values: (f(values[i]), g(values[j]), h(values[k]))
         case [(f, i), (g, j), (h, k), (e, m)]:
             return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]))
+        case [(f, i), (g, j), (h, k), (e, m), (d, n)]:
+            return lambda values: (f(values[i]), g(values[j]), h(values[k]), e(values[m]), d(values[n]))
         case _:
             return lambda values: tuple([read(values[slot]) for read, slot in readers])
 

@@ -56,10 +56,15 @@ def check_matmul(a: Any, b: Any, bias: Any = None) -> None:
             "matmul: bias must be an array, and is a ScaledTensor; pass its values: breccia.dequantize(bias).",
             found="ScaledTensor",
         )
-    for name, x in (("a", a), ("b", b), ("bias", bias)):
-        if x is not None and not isinstance(x, ScaledTensor) and x.dtype not in _FLOATS:
-            check_float(name, x)
-    if bias is not None and tuple(bias.shape) != right[-1:]:
+    if not isinstance(a, ScaledTensor) and a.dtype not in _FLOATS:
+        check_float("a", a)
+    if not isinstance(b, ScaledTensor) and b.dtype not in _FLOATS:
+        check_float("b", b)
+    if bias is None:
+        return
+    if bias.dtype not in _FLOATS:
+        check_float("bias", bias)
+    if tuple(bias.shape) != right[-1:]:
         raise ShapeError(
             f"matmul: bias has one number for each column of the product, shape {right[-1:]}; got {tuple(bias.shape)}.",
             expected=right[-1:],

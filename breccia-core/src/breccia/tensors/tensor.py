@@ -535,14 +535,18 @@ def fill(
 
 def logical_shape(st: ScaledTensor) -> Shape:
     """`st.shape`; module-level, so that torch.compile can substitute it."""
-    layout = st.layout
+    layout, held = st.layout, st.held
+    found = tuple((st.data if held is None else held.leaves[0]).shape)
     if layout.storage != PLAIN:
         assert isinstance(layout, Stored)
-        if (found := layout.shape(tuple(st.held_data.shape), st.axis)) is not None:
-            return found
-    codes, size = packing(st.recipe.format.element)
-    shape = list(st.held_data.shape)
-    shape[st.axis] = shape[st.axis] // size * codes - st.padding
+        if (stored := layout.shape(found, st.axis)) is not None:
+            return stored
+    element, padding = st.recipe.format.element, st.padding
+    if element.bits == 8 and not padding:
+        return found
+    codes, size = packing(element)
+    shape = list(found)
+    shape[st.axis] = shape[st.axis] // size * codes - padding
     return tuple(shape)
 
 

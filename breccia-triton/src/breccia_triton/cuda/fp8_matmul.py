@@ -20,7 +20,7 @@ import torch
 from breccia.backend import PLAIN, ScaledTensor, ShapeError, checks, dtype_name
 from breccia_torch.ops import need_dense
 
-from ..launch import Remembered, current_stream, empty, on
+from ..launch import Remembered, allocator, current_stream, elsewhere, index_of, on, stream_of
 from ..operands import need_one_device, writable
 from . import fp8_plans, program, wgmma
 from .driver import Launch, TensorMap, driver
@@ -61,8 +61,8 @@ def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, offsets: Any,
     key = (
         x.data_ptr(), y.data_ptr(), scale_x.data_ptr(), scale_y.data_ptr(), x.shape, y.shape, x.stride(), y.stride(),
         scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(), a.axis, b.axis, a.recipe.interned_key,
-        b.recipe.interned_key, a.layout.interned_key, b.layout.interned_key, device, y.device, scale_x.device, scale_y.device,
-        current_stream(device), out_dtype, promote,
+        b.recipe.interned_key, a.layout.interned_key, b.layout.interned_key, device, y.device, stream_of(device.index),
+        out_dtype, promote,
         None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride(), bias.device),
         None if offsets is None else (offsets.data_ptr(), offsets.dtype, offsets.stride(), offsets.device),
     )  # fmt: skip
@@ -71,6 +71,9 @@ def _multiply(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, offsets: Any,
         call = _Call(a, b, bias, out_dtype, offsets, promote)
         if not call.copies:  # else addresses are those of this call alone
             _calls.keep(key, call)
+    if elsewhere(call.index):
+        with torch.cuda.device(call.index):
+            return call(out)
     return call(out)
 
 
@@ -90,6 +93,7 @@ class _Call:
         need_one_device(self.device, others)
         lead = () if offsets is not None else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
         self.shape = (*lead, a.shape[-2], b.shape[-1])
+        self.index, self.allocated = index_of(self.device), allocator(self.shape, self.dtype, self.device)
         self.copies: list[Any] = []
         self.launches: dict[int, Launch] = {}
         with on(self.device):
@@ -109,20 +113,19 @@ class _Call:
         return x.data_ptr()
 
     def __call__(self, out: Any) -> Any:
-        """The product, in `out` if given."""
-        shape, dtype, device = self.shape, self.dtype, self.device
-        with on(device):
-            if out is None:
-                to = empty(shape, dtype, device)
-            else:
-                check_out(out, shape, dtype)
-                to = out if writable(out, shape, dtype, device) else empty(shape, dtype, device)
-            launch = self.launches.get(to.data_ptr())
-            if launch is None:
-                if len(self.launches) >= _OUTPUTS:
-                    self.launches.clear()
-                launch = self.launches[to.data_ptr()] = self._prepared(to.data_ptr())
-            launch()
+        """The product, in `out` if given, on the current device."""
+        if out is None:
+            to = self.allocated()
+        else:
+            check_out(out, self.shape, self.dtype)
+            to = out if writable(out, self.shape, self.dtype, self.device) else self.allocated()
+        address = to.data_ptr()
+        launch = self.launches.get(address)
+        if launch is None:
+            if len(self.launches) >= _OUTPUTS:
+                self.launches.clear()
+            launch = self.launches[address] = self._prepared(address)
+        launch()
         return to if out is None or to is out else out.copy_(to)
 
     def _prepared(self, out: int) -> Launch:
