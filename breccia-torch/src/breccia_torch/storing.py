@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import breccia
-from breccia.backend import PLAIN, ScaledTensor, UnsupportedError, registry
+from breccia.backend import PLAIN, ScaledTensor, storing
 
 from .nn import ScaledLinear
 
@@ -31,16 +30,5 @@ def for_products(tensor: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
     """The weight in the storage that the kernel of its products with inputs of a dtype reads; itself if that is plain."""
     if tensor.ndim != 2 or tensor.device.type == "cpu":
         return tensor
-    kernels = [k for k in registry().table.kernels if k.op == "matmul" and k.framework == "torch" and k.reads]
-    names = dict.fromkeys(name for k in kernels if k.device == tensor.device.type for name in k.reads if name != "*")
-    for name in names:
-        try:
-            stored = tensor.to_storage(name)
-        except UnsupportedError:
-            continue
-        matrix = stored if tensor.axis == -2 else stored.mT
-        x = torch.empty((1, matrix.shape[0]), dtype=dtype, device=tensor.device)
-        winner = breccia.explain("matmul", x, matrix).winner
-        if winner is not None and name in winner.reads:
-            return stored
-    return tensor
+    k = tensor.shape[-1 if tensor.axis == -1 else -2]
+    return storing.for_products(tensor, torch.empty((1, k), dtype=dtype, device=tensor.device))
