@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from breccia import Device, Format, Integer, Minifloat
 from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call, Codec, fragments
 
-from .choices import SHIPPED, file_name
+from .choices import measured
 from .cuda import compiler
 
 #: The storage of weights that the kernels read.
@@ -36,8 +34,6 @@ PROCESSORS = 132
 SMALL = 16
 #: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
 SHORTEST = 128
-#: The schema of files of configurations.
-SCHEMA = 1
 
 
 # -- what the kernels take -------------------------------------------------------------------------------------------
@@ -257,10 +253,10 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
 
 def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "") -> Config:
     """The configuration for a call on a device: a measured one, or else the rule's."""
-    measured = measured_on(device).get(key_of(codecs, of.group, m, n, k))
-    if measured is not None and measured.fits(of, m, k):
-        return measured
-    return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
+    found = measured_on(device).get(key_of(codecs, of.group, m, n, k))
+    if found is not None and found.fits(of, m, k):
+        return found
+    return next(config for config in configs(of, m, n, k) if config.fits(of, m, k))
 
 
 def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
@@ -269,20 +265,14 @@ def key_of(codecs: str, group: int, m: int, n: int, k: int) -> str:
     return f"{codecs} {group} {batch} {n} {k}"
 
 
-@lru_cache
-def measured_on(device: str) -> dict[str, Config]:
+def measured_on(device: str) -> Mapping[str, Config]:
     """The shipped configurations of a device, by their keys."""
-    path = SHIPPED / f"weight_only_{file_name(device)}"
-    if not device or not path.is_file():
-        return {}
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']} is unknown")
-        return {key: Config(**entry) for key, entry in found["configs"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
-        return {}
+    return measured("weight_only", device, "configs", config_from)
+
+
+def config_from(entry: Any) -> Config:
+    """The configuration of an entry in a file. Raises ValueError or TypeError."""
+    return Config(**entry)
 
 
 def entry_of(config: Config) -> dict[str, Any]:
