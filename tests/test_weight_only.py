@@ -406,21 +406,22 @@ def test_explain_says_why_a_plain_weight_is_decoded_first() -> None:
 
 
 def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(plans, "SHIPPED", tmp_path)
-    plans.measured_on.cache_clear()
+    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
+    choices.measured.cache_clear()
     path = tmp_path / f"weight_only_{choices.file_name('Some GPU')}"
     config = plans.Config(8, 4, 8, 3, split=2)
     operand = plans.Operand(0, 0, 128, False)
     key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
-    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": {key: plans.entry_of(config)}}))
+    choices.write_measured(path, "Some GPU", "configs", {key: plans.entry_of(config)}, {})
     assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
-    for text in ("{", '{"schema": 0}', '{"schema": 1, "configs": {"x": {"batch": 7}}}'):
+    head = '"schema": 1, "device": "Some GPU"'
+    for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):
         path.write_text(text)
-        plans.measured_on.cache_clear()
+        choices.measured.cache_clear()
         with pytest.warns(UserWarning, match="leaves out"):
             assert plans.measured_on("Some GPU") == {}
-    plans.measured_on.cache_clear()
+    choices.measured.cache_clear()
 
 
 def test_every_shipped_configuration_fits_its_shape() -> None:

@@ -1,7 +1,8 @@
 """Products of humming-kernels: FP8 by FP8, and activations of 16 bits by quantized weights.
 
 humming compiles a kernel for each format and shape of a weight, which takes seconds, and wants weights in its own order: they
-are rearranged at the first product, and kept (`kept`).
+are rearranged at the first product, and kept (`kept`). As in humming's own layers, products by one weight share counters, so
+they must not overlap on two streams.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -17,19 +18,21 @@ import torch
 from breccia.backend import INT4, ScaledTensor, UnsupportedError
 
 from ..cuda.fp8_plans import kind_of
-from ..launch import current_stream
 from .kept import kept
 from .plans import HUMMING_PAIRS, humming_weight
 from .results import blocks, product
 
+#: The components of a weight in humming's order, as its layer and `humming_forward` name them.
+_PARTS = ("weight", "weight_scale", "zero_point", "weight_scale_2")
 #: Counters with which blocks of humming's kernels agree on sums that they share; each kernel leaves zeros.
 _LOCKS = 2048
 
 
 class Layer(NamedTuple):
-    """A weight as humming reads it."""
+    """A weight as humming reads it, with its counters."""
 
     config: Any
+    locks: Any
     weight: Any
     weight_scale: Any
     zero_point: Any
@@ -71,8 +74,9 @@ def layer_of(weight: ScaledTensor, config: Mapping[str, Any], activations: Mappi
         made = HummingLayer(n, k, dict(config), dict(activations), torch_dtype=dtype).to(device)
     made.load_from_tensors(tensors_of(weight, dtype))
     made.transform()
-    parts = (getattr(made, name, None) for name in Layer._fields[1:])
-    return Layer(made.humming_config, *(None if part is None else part.detach() for part in parts))
+    parts = (getattr(made, name, None) for name in _PARTS)
+    locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
+    return Layer(made.humming_config, locks, *(None if part is None else part.detach() for part in parts))
 
 
 def tensors_of(weight: ScaledTensor, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,20 +117,5 @@ def _each(scale: Any, rows: int) -> Any:
 def _run(layer: Layer, x: Any, scale: Any, into: Any) -> Any:
     from humming.forward import humming_forward
 
-    return humming_forward(
-        layer.config, inputs=x, weight=layer.weight, weight_scale=layer.weight_scale, zero_point=layer.zero_point,
-        weight_scale_2=layer.weight_scale_2, input_scale=scale, outputs=into, locks=_locks(x.device),
-    )  # fmt: skip
-
-
-def _locks(device: torch.device) -> Any:
-    """Zeros for the kernels of one stream; of a graph, which may be replayed on any stream, for one kernel."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_LOCKS, dtype=torch.int32, device=device)
-    key = device, current_stream(device)
-    if key not in _held:
-        _held[key] = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
-    return _held[key]
-
-
-_held: dict[Any, Any] = {}
+    parts = {name: getattr(layer, name) for name in _PARTS}
+    return humming_forward(layer.config, inputs=x, input_scale=scale, outputs=into, locks=layer.locks, **parts)
