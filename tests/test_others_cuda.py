@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -348,13 +349,13 @@ def test_explain_names_each_product_and_why_it_does_not_run() -> None:
 
 
 @pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in place of the shipped files, on "Some GPU"."""
     monkeypatch.setattr(choices, "SHIPPED", tmp_path)
     monkeypatch.setattr(fp8_plans, "device_name", lambda device: "Some GPU")
     monkeypatch.setattr(weight_times, "device_name", lambda device: "Some GPU")
     choices.measured.cache_clear()
-    yield tmp_path  # type: ignore[misc]
+    yield tmp_path
     choices.measured.cache_clear()
 
 
@@ -430,6 +431,7 @@ K, PARTS = 512, 4
 
 @on_cuda
 @NEEDS_HUMMING
+@pytest.mark.filterwarnings("ignore")  # humming's own
 @pytest.mark.parametrize("spec", HUMMING)
 def test_humming_multiplies_activations_by_weights_on_a_gpu(spec: str) -> None:
     st, x = weight(spec, 256, K, "cuda"), activations(16, K, device="cuda")
@@ -449,6 +451,7 @@ def test_humming_multiplies_activations_by_weights_on_a_gpu(spec: str) -> None:
 
 @on_cuda
 @NEEDS_HUMMING
+@pytest.mark.filterwarnings("ignore")  # humming's own
 @pytest.mark.parametrize("pair", PAIRS)
 def test_humming_multiplies_two_tensors_on_a_gpu(pair: str) -> None:
     first, second = PAIRS[pair]
@@ -486,3 +489,15 @@ def test_the_thin_names_run_a_kernel_of_the_table() -> None:
     a, w = breccia.cast(activations(48, K, device="cuda").float(), "fp8_block"), weight("fp8_block,block_m=128", 256, K, "cuda")
     for name in ("scaled_matmul_triton", "block_scaled_matmul_triton"):
         check(getattr(triton, name)(a, w.mT, "bfloat16"), breccia.dequantize(a), breccia.dequantize(w).double())
+
+
+@on_cuda
+def test_bench_matmul_shows_cublas_beside_breccia_s_kernels() -> None:
+    from breccia.cli import bench
+
+    recipes = [(spec, breccia.recipe(spec)) for spec in ("fp8_block", "int4")]
+    found = bench.measure_products(recipes, "torch:cuda", size=1024, rows=(16,), runs=2)
+    by_arm = {p.arm: p.kernel for p in found}
+    assert {"dense bfloat16", "fp8_block x fp8_block", "int4"} <= by_arm.keys()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert {"cuda.fp8_matmul", "torch.scaled_mm", "cuda.weight_only"} <= set(by_arm.values())

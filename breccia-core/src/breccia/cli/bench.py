@@ -140,6 +140,8 @@ def measure_products(
 
 #: Bytes of the weights that an arm rotates over, and the most copies.
 _ROTATED, _COPIES = 256 << 20, 64
+#: Kinds of devices on which activations are FP32; "" is a framework's own. On others they are BF16.
+HOSTS = ("", "cpu")
 #: Seconds of a sample of short calls.
 _SAMPLE = 2e-3
 
@@ -155,7 +157,7 @@ def _products(
         return cycle([make() for _ in range(min(max(_ROTATED // max(nbytes, 1), 2), _COPIES))]).__next__
 
     kind = device.partition(":")[0]
-    apart = kind not in ("", "cpu")  # a device on which activations are BF16
+    apart = kind not in HOSTS
     w = placed(size, size)
     dense_arms = {
         "dense float32": "float32",
