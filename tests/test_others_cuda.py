@@ -425,8 +425,9 @@ def test_shipped_times_have_keys_of_kernels_that_there_are() -> None:
 # ------------------------------------------------------------------------------------------------ on a GPU
 
 NEEDS_HUMMING = pytest.mark.skipif(find_spec("humming") is None, reason="humming-kernels is not installed")
-#: humming splits K into at most so many parts here, each rounded to 16 bits, and rounds their sum once for each.
-K, PARTS = 512, 4
+#: humming multiplies at least 64 along K at a time, so it adds at most so many parts; each of these sums is rounded.
+K = 512
+PARTS = K // 64
 
 
 @on_cuda
@@ -440,13 +441,13 @@ def test_humming_multiplies_activations_by_weights_on_a_gpu(spec: str) -> None:
         breccia.explain("matmul", x, st.mT, prefer="humming.weight_only", out_dtype="bfloat16").running == "humming.weight_only"
     )
     found = breccia.matmul(x, st.mT, "bfloat16", prefer="humming.weight_only")
-    check(found, x, values, humming_error(spec, values, "bfloat16"), 2 * PARTS)
+    check(found, x, values, humming_error(spec, values, "bfloat16"), PARTS)
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(found)
     with torch.cuda.graph(graph):
         breccia.matmul(x, st.mT, "bfloat16", out=out, prefer="humming.weight_only")
     graph.replay()
     torch.cuda.synchronize()
-    check(out, x, values, humming_error(spec, values, "bfloat16"), 2 * PARTS)
+    check(out, x, values, humming_error(spec, values, "bfloat16"), PARTS)
 
 
 @on_cuda
@@ -460,7 +461,7 @@ def test_humming_multiplies_two_tensors_on_a_gpu(pair: str) -> None:
     found = breccia.matmul(a, w.mT, "bfloat16", prefer="humming.fp8_matmul")
     # Scales of rows are BF16 numbers there and multiply a rounded sum, which leaves the tensor core once: 13 bits in each step.
     decoding = values.abs() * (ROUNDOFF["bfloat16"] + K / 32 * 2.0**-13) if pair == "row" else 0.0
-    check(found, breccia.dequantize(a), values, decoding, 2 * PARTS + (pair == "row"))
+    check(found, breccia.dequantize(a), values, decoding, PARTS + (pair == "row"))
 
 
 @on_cuda
