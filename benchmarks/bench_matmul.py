@@ -1,4 +1,4 @@
-"""FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), TransformerEngine's, humming's and BF16.
+"""FP8 products on a CUDA device: breccia's kernels against torch's (cuBLAS, CUTLASS), other libraries' and BF16.
 
 Products of MXFP8, MXFP4 and NVFP4 through BF16 are timed with their decoding.
 
@@ -52,8 +52,10 @@ KINDS = {
 #: Kinds that only the kernel through BF16 multiplies; and its name, also for kind "mx".
 DECODED, THROUGH_BF16 = ("mxfp4", "nvfp4"), "triton.matmul_bf16"
 #: Libraries whose products are timed where they are installed, by the module that says so.
-TRANSFORMER_ENGINE, HUMMING = "transformer-engine", "humming"
-RIVALS = {TRANSFORMER_ENGINE: "transformer_engine", HUMMING: "humming"}
+TRANSFORMER_ENGINE, HUMMING, DEEP_GEMM = "transformer-engine", "humming", "deep_gemm"
+RIVALS = {TRANSFORMER_ENGINE: "transformer_engine", HUMMING: "humming", DEEP_GEMM: "deep_gemm"}
+#: Those that are kernels of breccia's table, and the kinds that they multiply.
+IN_TABLE = {HUMMING: ("humming.fp8_matmul", ("tiles", "row")), DEEP_GEMM: ("deep_gemm.fp8_matmul", ("tiles",))}
 #: Experts of grouped products, whose rows are uneven.
 EXPERTS = 8
 #: Relative errors above this, of random data in BF16, are a wrong product.
@@ -89,10 +91,14 @@ def makers(
     fast = " fast" if kind.endswith("fast") else ""
     shape = (a.shape[0], ws[0].shape[-2])
     out = torch.empty(shape, device=a.data.device, dtype=torch.bfloat16)
+    rearranging = IN_TABLE[HUMMING][0]
 
     def by(kernel: str, left: Any = a, tile: str = "", copiers: bool = False) -> Callable[[], Call | None]:
         def make() -> Call | None:
             force(tile, copiers)
+            if kernel == rearranging:
+                for w in ws:  # once for each weight, which a graph cannot capture
+                    breccia.matmul(left, w.mT, "bfloat16", out=out, prefer=kernel)
             return bench_gpu.rotating(lambda w: breccia.matmul(left, w, "bfloat16", out=out, prefer=kernel), [w.mT for w in ws])
 
         return make
@@ -118,8 +124,7 @@ def makers(
         found["torch"] = lambda: torch_blocks(kind, column_major, ws, out)
     if TRANSFORMER_ENGINE in rivals and kind in ("tensor", "tensor fast", "tiles", "blocks"):
         found[TRANSFORMER_ENGINE] = lambda: transformer_engine(kind, a, ws, out)
-    if HUMMING in rivals and kind in HUMMING_CONFIGS:
-        found[HUMMING] = lambda: humming(kind, a, ws)
+    found |= {rival: by(name) for rival, (name, kinds) in IN_TABLE.items() if rival in rivals and kind in kinds}
     found |= {f"tile {name}": by(ours, tile=name) for name in tiles}
     if copiers and kind in ("tiles", "blocks", "mx"):
         found["breccia, copiers"] = by(ours, copiers=True)
@@ -182,33 +187,6 @@ def transformer_engine(kind: str, a: Any, ws: list[Any], out: Any) -> Call:
         return general_gemm(w, left, out_dtype=torch.bfloat16, out=out, use_split_accumulator=precise)[0]
 
     return bench_gpu.rotating(call, weights)
-
-
-#: humming's configurations (weight, activations) of a kind: with group size 0 there is one scale for each row.
-HUMMING_CONFIGS = {
-    "tiles": ({"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}, {"dtype": "float8e4m3", "group_size": 128}),
-    "row": ({"dtype": "float8e4m3"}, {"dtype": "float8e4m3"}),
-}
-
-
-def humming(kind: str, a: Any, ws: list[Any]) -> Call:
-    """humming's FP8 products. It quantizes weights and activations itself, from the numbers that ours decode to, untimed."""
-    import torch
-    from humming.forward import may_quant_input  # pyright: ignore[reportMissingImports]
-    from humming.layer import HummingLayer  # pyright: ignore[reportMissingImports]
-
-    import breccia
-
-    weight, activations = HUMMING_CONFIGS[kind]
-    layers: list[Any] = []
-    for w in ws:
-        n, k = w.shape
-        layer = HummingLayer(n, k, dict(weight), dict(activations), torch_dtype=torch.bfloat16).cuda()
-        layer.load_from_unquantized(breccia.dequantize(w, out_dtype=torch.bfloat16))
-        layer.transform()
-        layers.append(layer)
-    codes, scale = may_quant_input(layers[0].humming_config, breccia.dequantize(a, out_dtype=torch.bfloat16))
-    return bench_gpu.rotating(lambda layer: layer(codes, input_scale=scale), layers)
 
 
 def grouped_makers(a: Any, ws: list[Any], out: Any) -> dict[str, Callable[[], Call | None]]:
@@ -331,6 +309,8 @@ def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
         for name, kernel in (
             ("breccia", "cuda"),
             ("torch, plain scales" if "torch, plain scales" in times else "torch", "torch"),
+            (HUMMING, "humming"),
+            (DEEP_GEMM, "deep_gemm"),
         ):
             taken = times.get(name, {}).get("graph")
             if taken and row["kind"] in pairs:
@@ -392,10 +372,10 @@ def main(
     result |= {"left": left, "rows": rows}
     result = json.loads(json.dumps(result))
     if table is not None and rows:
-        measured_on = {"schema": 1, "device": torch.cuda.get_device_name() if device == "cuda" else device}
-        text = {**measured_on, "provenance": result["provenance"], "slowdowns": slowdowns(rows)}
-        table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
+        from breccia_triton import choices
+
+        name = torch.cuda.get_device_name() if device == "cuda" else device
+        choices.write_measured(table, name, "slowdowns", slowdowns(rows), result["provenance"])
     tables.tell(result, out, False, "burst" if burst else "")
 
 

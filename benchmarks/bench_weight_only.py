@@ -3,6 +3,7 @@
     python benchmarks/bench_weight_only.py [--formats int4 --shapes 8192x8192 --rows 1 --rows 16] [--seconds 60] [--out RESULTS]
     python benchmarks/bench_weight_only.py --tune [--out RESULTS]     # also tries every configuration, and writes the fastest
     python benchmarks/bench_weight_only.py --groups 8 --rows 16 --rows 64 --rows 2048    # products of unequal groups of rows
+    python benchmarks/bench_weight_only.py --rivals humming --table FILE    # writes the measured times that `score` reads
 
 Each sample replays a CUDA graph of products by several copies of the weight, more bytes than the L2 cache holds. Samples of all
 kernels of a row alternate, since a GPU lowers its clock under load. Every result is compared with FP64 first.
@@ -11,6 +12,7 @@ kernels of a row alternate, since a GPU lowers its clock under load. Every resul
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,28 +25,34 @@ import typer
 
 app = typer.Typer(add_completion=False)
 
-#: Recipes, with the weight's part of humming's configuration.
-FORMATS: dict[str, tuple[str, dict[str, Any] | None]] = {
-    "int4": ("int4,group_size=128", {"dtype": "int4", "group_size": 128}),
-    "int4-32": ("int4,group_size=32", {"dtype": "int4", "group_size": 32}),
-    "int4-asymmetric": ("int4,group_size=128,symmetric=false,signed=false", None),
-    "mxfp4": ("mxfp4", {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"}),
-    "nvfp4": ("nvfp4", {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}),
-    "fp8": ("fp8_block,block_m=128", {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}),
-    "mxfp8": ("mxfp8", {"dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0"}),
-    "int8": ("int8", None),
+#: Recipes of weights.
+FORMATS = {
+    "int4": "int4,group_size=128",
+    "int4-32": "int4,group_size=32",
+    "int4-asymmetric": "int4,group_size=128,symmetric=false,signed=false",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+    "fp8": "fp8_block,block_m=128",
+    "mxfp8": "mxfp8",
+    "int8": "int8",
 }
 OURS, BF16, TORCH, HUMMING = "breccia", "bf16", "torch-int4", "humming"
 #: torch's product of groups of BF16 rows; and the same, one product for each group, whose sizes the host has to know.
 BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
 #: cuBLAS after a pass that decodes the weight, among the configurations.
 DECODED = "decoded"
+#: Kernels of other libraries in breccia's table; and by arm, whose the time is that `score` reads.
+IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only"}
+MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
+#: Rows above which torch's INT4, which takes milliseconds there, is left out.
+MOST = 128
 #: Bytes of weights that a graph reads: more than the L2 cache of any GPU.
 BEYOND_CACHE = 240 << 20
 #: Products of a graph, fewer from LONG rows on.
 PRODUCTS, LONG = 48, 512
-#: The relative error of a result in BF16, over all elements, that is still rounding.
-ROUNDING = 4e-3
+#: The relative error of a result in BF16, over all elements, that is still rounding; and where weights, or parts of sums, are
+#: rounded to BF16 too.
+ROUNDING, ROUNDED = 4e-3, 12e-3
 
 
 def weights_of(spec: str, n: int, k: int) -> tuple[Any, Any, list[Any]]:
@@ -109,33 +117,6 @@ def timed(graphs: dict[str, tuple[Any, int]], rounds: int) -> dict[str, list[flo
 
 def error_of(y: Any, exact: Any) -> float:
     return float((y.double() - exact).norm() / exact.norm())
-
-
-def torch_int4(plain: Any, copies: int) -> list[Any]:
-    """The weight as torch's INT4 kernel reads it."""
-    import torch
-
-    low = plain.data & 15
-    codes = torch.stack([low, plain.data >> 4], -1).flatten(-2)
-    shifted = ((codes ^ 8) & 15).to(torch.uint8)  # two's complement + 8
-    packed = torch.ops.aten._convert_weight_to_int4pack((shifted[:, ::2] << 4 | shifted[:, 1::2]).contiguous(), 8)
-    scale = plain.scale.t().bfloat16()
-    both = torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
-    return [(packed.clone(), both.clone()) for _ in range(copies)]
-
-
-def humming_layers(config: dict[str, Any], values: Any, copies: int) -> list[Any]:
-    import torch
-    from humming.layer import HummingLayer  # pyright: ignore[reportMissingImports]
-
-    n, k = values.shape
-    layers: list[Any] = []
-    for _ in range(copies):
-        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=torch.bfloat16).cuda()
-        layer.load_from_unquantized(values.bfloat16())
-        layer.transform()
-        layers.append(layer)
-    return layers
 
 
 # -- configurations --------------------------------------------------------------------------------------------------
@@ -214,14 +195,17 @@ class _Row:
         self.y, self.exact, self.m, self.notes = y, exact, m, notes
         self.graphs: dict[str, tuple[Any, int]] = {}
 
-    def add(self, kernel: str, calls: list[Callable[[], Any]], check: bool = True) -> None:
-        """Capture the calls of a kernel, if the result of the first is right. check: False where the weight is another one."""
+    def add(self, kernel: str, calls: list[Callable[[], Any]], check: bool = True, error: float = ROUNDING) -> None:
+        """Capture the calls of a kernel, if the result of the first is right.
+
+        check: False where the weight is another one. error: the largest relative error that is right.
+        """
         self.y.fill_(float("nan"))
         try:
             found = calls[0]()
-            error = error_of(found, self.exact) if check else 0.0
-            if not error < ROUNDING:
-                self.notes[f"{kernel} M={self.m}"] = f"wrong: relative error {error:.2g}"
+            wrong = error_of(found, self.exact) if check else 0.0
+            if not wrong < error:
+                self.notes[f"{kernel} M={self.m}"] = f"wrong: relative error {wrong:.2g}"
                 return
             self.graphs[kernel] = graph_of(calls, PRODUCTS if self.m < LONG else PRODUCTS // 4)
         except Exception as e:  # one kernel that fails must not stop the rest
@@ -237,20 +221,14 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
     from breccia_triton.choices import codecs_of
     from breccia_triton.weight_only import Call, DecodedCall
 
-    spec, theirs = FORMATS[name]
-    plain, values, copies = weights_of(spec, n, k)
+    plain, values, copies = weights_of(FORMATS[name], n, k)
     block = plain.layout.block(-1)
     operand: Any = weight_plans.operand_of(plain.recipe.format, block)
     weights = [st.mT for st in copies]
     count = len(weights)
     notes: dict[str, str] = {}
     bf16 = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, -(-BEYOND_CACHE // (2 * n * k))))]
-    layers: list[Any] = []
-    if HUMMING in rivals and theirs is not None:
-        try:
-            layers = humming_layers(theirs, values, count)
-        except Exception as e:  # a rival may fail in any way
-            notes[HUMMING] = f"{type(e).__name__}: {e}"[:200]
+    plains = [plain, *(_copy(plain) for _ in range(count - 1))] if rivals else []
     table: list[dict[str, Any]] = []
     tuned: dict[str, Any] = {}
     for m in rows:
@@ -280,11 +258,19 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
                     continue
                 add(label, [lambda w=w, call=call: call(x, w, None, y) for w in weights])  # noqa: B023
         add(BF16, [lambda w=w: torch.mm(x, w.t(), out=y) for w in bf16], check=False)  # noqa: B023
-        if TORCH in rivals and name == "int4" and m <= 64:
-            packed = torch_int4(plain, count)
-            add(TORCH, [lambda p=p: torch.ops.aten._weight_int4pack_mm(x, p[0], 128, p[1]) for p in packed])  # noqa: B023
-        if layers:
-            add(HUMMING, [lambda layer=layer: layer(x) for layer in layers], check=False)  # noqa: B023
+        for rival in rivals:
+            if rival == TORCH and m > MOST:
+                continue
+            kernel, out = IN_TABLE[rival], y if rival == HUMMING else None  # torch allocates its results
+            named = breccia.explain("matmul", x, plain.mT, out_dtype=torch.bfloat16, prefer=kernel)
+            if named.winner is None:
+                notes[rival] = next(v.reason for v in named.verdicts if v.kernel.name == kernel) or ""
+                continue
+
+            def multiply(w: Any, x: Any = x, kernel: str = kernel, out: Any = out) -> Any:
+                return breccia.matmul(x, w.mT, torch.bfloat16, out=out, prefer=kernel)
+
+            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in plains], error=ROUNDED)
         seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
         read = copies[0].nbytes + 2 * m * (n + k)
         row = {"format": name, "n": n, "k": k, "m": m, "bytes": read, "config": weight_plans.entry_of(chosen), "times": seconds}
@@ -296,6 +282,23 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             tuned[key] = {**weight_plans.entry_of(by_name[best])}
         row_of.graphs.clear()
     return table, tuned, notes
+
+
+def slowdowns(table: list[dict[str, Any]]) -> dict[str, float]:
+    """The medians of times over the bound of the roofline, as `breccia_triton.weight_times.slowdowns` has them."""
+    import breccia
+    from breccia_triton import weight_times
+
+    found: dict[str, list[float]] = {}
+    for row in table:
+        recipe = breccia.recipe(FORMATS[row["format"]])
+        fmt, block = recipe.format, recipe.layout.block(-1)
+        bound = weight_times.bound(row["m"], row["n"], row["k"], weight_times.bits_of(fmt, block))
+        for arm, kernel in MEASURED.items():
+            if arm in row["times"]:
+                key = weight_times.key_of(kernel, fmt, block, row["m"])
+                found.setdefault(key, []).append(row["times"][arm]["median_s"] / bound)
+    return {key: round(statistics.median(values), 4) for key, values in sorted(found.items())}
 
 
 # -- groups ----------------------------------------------------------------------------------------------------------
@@ -316,7 +319,7 @@ def measured_groups(name: str, n: int, k: int, rows: list[int], groups: int, rou
     from breccia_triton import weight_plans
     from breccia_triton.weight_only import GroupedCall
 
-    recipe = breccia.recipe(FORMATS[name][0])
+    recipe = breccia.recipe(FORMATS[name])
     torch.manual_seed(0)
     each = [breccia.cast(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, recipe) for _ in range(groups)]
     plain = breccia.stack(each)
@@ -410,6 +413,7 @@ def main(
     tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
     groups: Annotated[int, typer.Option(min=0, help="Multiply so many groups of rows by weights of their own.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
+    times: Annotated[Path | None, typer.Option("--table", help="File for the measured times that `score` reads.")] = None,
 ) -> None:
     """Time products of 1 to 4096 rows."""
     try:
@@ -420,6 +424,8 @@ def main(
         sys.exit("bench_weight_only: torch sees no CUDA device here.")
     if unknown := [name for name in formats or [] if name not in FORMATS]:
         sys.exit(f"bench_weight_only: --formats takes {', '.join(FORMATS)}; got {unknown[0]!r}.")
+    if unknown := [name for name in rivals or [] if name not in IN_TABLE]:
+        sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE)}; got {unknown[0]!r}.")
     from bench_gpu import sizes, where
 
     until = time.perf_counter() + seconds
@@ -467,11 +473,14 @@ def main(
         tag = common.device_tag(torch.cuda.get_device_name())
         (out / f"{kind}-{tag}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if tune and not groups:
-            from breccia_triton import choices, weight_plans
+            from breccia_triton import choices
 
-            made = {"schema": weight_plans.SCHEMA, "device": torch.cuda.get_device_name(), "provenance": where("cuda")}
             path = out / f"weight_only_{choices.file_name(torch.cuda.get_device_name())}"
-            path.write_text(json.dumps({**made, "configs": tuned}, indent=1) + "\n", encoding="utf-8")
+            choices.write_measured(path, torch.cuda.get_device_name(), "configs", tuned, where("cuda"))
+    if times is not None and table:
+        from breccia_triton import choices
+
+        choices.write_measured(times, torch.cuda.get_device_name(), "slowdowns", slowdowns(table), where("cuda"))
 
 
 if __name__ == "__main__":

@@ -592,3 +592,27 @@ def test_drawing_twice_gives_the_same_bytes(documents: Path) -> None:
         assert done.returncode == 0, done.stderr
         drawn.append({path.name: path.read_bytes() for path in documents.rglob("*.*") if path.is_file()})
     assert drawn[0] == drawn[1]
+
+
+def test_measured_times_of_kernels_are_ratios_to_the_bound_of_their_product(module) -> None:
+    pytest.importorskip("torch")
+    matmul, weight_only = module("bench_matmul"), module("bench_weight_only")
+    from breccia_triton import weight_times
+    from breccia_triton.cuda import fp8_plans
+
+    bound = fp8_plans.bound(4096, 512, 1024)
+    arms = {"breccia": 1.2, "torch, plain scales": 1.5, "torch": 1.4, "humming": 2.0, "deep_gemm": 1.25, "bf16": 3.0}
+    times = {name: {"graph": {"median_s": over * bound}} for name, over in arms.items()}
+    rows = [{"kind": "tiles", "shape": (4096, 512, 1024), "times": times}]
+    rows.append({"kind": "row", "shape": (16, 512, 1024), "times": {"breccia": {"error": "none"}}})
+    assert matmul.slowdowns(rows) == {
+        "cuda 1x128 128x128": 1.2,
+        "deep_gemm 1x128 128x128": 1.25,
+        "humming 1x128 128x128": 2.0,
+        "torch 1x128 128x128": 1.5,
+    }
+    bound = weight_times.bound(16, 8192, 4096, 4 + 16 / 128)
+    arms = {"breccia": 1.1, "humming": 1.6, "torch-int4": 3.0, "bf16": 2.0}
+    row = {"format": "int4", "n": 8192, "k": 4096, "m": 16, "times": {k: {"median_s": v * bound} for k, v in arms.items()}}
+    found = {f"{kernel} INT4/F16 1x128 16": over for kernel, over in (("cuda", 1.1), ("humming", 1.6), ("torch", 3.0))}
+    assert weight_only.slowdowns([row]) == found

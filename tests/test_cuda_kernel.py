@@ -1,4 +1,4 @@
-"""The CUDA kernel of the tutorial on a GPU: its bytes, and that layers, gradients and graphs use it."""
+"""The kernels of the tutorials: CUDA C++ on a GPU, and Triton there or in its interpreter; layers and gradients use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import breccia
 from breccia.arrays import frameworks
 from breccia.dispatch.registry import Plugin, Registry, _installed
 
-SOURCES = Path(__file__).resolve().parent / "third_party" / "acme-breccia" / "src"
+THIRD_PARTY = Path(__file__).resolve().parent / "third_party"
+SOURCES = THIRD_PARTY / "acme-breccia" / "src"
 BLOCK = breccia.Float8BlockScaling()
 
 
@@ -73,3 +74,88 @@ def test_layers_gradients_and_graphs_use_the_kernel_of_the_tutorial(acme: str, m
     ran.clear()
     assert torch.equal(graph(layer.weight.tensor), values * 2) and len(ran) == 1
     assert np.isfinite(values.cpu().numpy()).all()
+
+
+# ------------------------------------------------------------------------------------------------ Triton
+
+
+@pytest.fixture
+def volt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """Register the plug-in with a Triton kernel, which Triton's interpreter runs where there is no GPU."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(THIRD_PARTY / "volt-breccia" / "src")
+    from importlib import import_module
+
+    manifest = import_module("volt_breccia.plugin")
+    plugin = (Plugin("volt", "volt-breccia", "0.1", "volt_breccia.plugin"), lambda: manifest)
+    registry = Registry([*_installed(), plugin], dict(os.environ))
+    monkeypatch.setattr(frameworks, "current", registry)
+    yield registry
+
+
+def operands(m: int, n: int, k: int) -> tuple[Any, Any]:
+    """(Activations in FP16, a weight), where the kernel runs."""
+    import torch
+    from volt_breccia.plugin import DEVICE
+
+    rng = np.random.default_rng(m + n + k)
+    x, w = (torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(DEVICE) for shape in ((m, k), (n, k)))
+    return x.half(), breccia.cast(w * 0.1, "int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 64, 64), (5, 70, 200), (33, 130, 257)], ids=str)
+def test_the_triton_kernel_of_the_tutorial_keeps_the_bound_of_products(volt: Registry, shape: tuple[int, int, int]) -> None:
+    import torch
+
+    from breccia.kernels import bounds
+
+    m, n, k = shape
+    x, w = operands(m, n, k)
+    assert breccia.explain("matmul", x, w.mT).running == "volt.matmul"
+    bias = torch.linspace(-2, 2, n, device=x.device)
+    values = breccia.dequantize(w).double()
+    size = x.double().abs() @ values.abs().mT + bias.double().abs()
+    bound = bounds.accumulated(size, k + 1, k, True)
+    found = breccia.matmul(x[None], w.mT, bias=bias)
+    assert found.shape == (1, m, n) and found.dtype == torch.float32
+    assert ((found[0] - (x.double() @ values.mT + bias)).abs() <= bound).all()
+    out = torch.empty(m, n, dtype=torch.float16, device=x.device)
+    assert breccia.matmul(x, w.mT, "float16", bias=bias, out=out) is out
+    assert ((out - found[0]).abs() <= 2.0**-11 * found[0].abs() + 2.0**-25).all()
+
+
+@pytest.mark.gpu
+def test_explain_says_why_the_triton_kernel_of_the_tutorial_does_not_run(volt: Registry) -> None:
+    x, w = operands(5, 64, 64)
+    assert "skipped: activations are float32; it multiplies float16" in str(breccia.explain("matmul", x.float(), w.mT))
+    tall = breccia.cast(breccia.dequantize(w), "int8,group_size=32")
+    said = str(breccia.explain("matmul", x, tall.mT))
+    assert "skipped: the weight has to be w.mT of a matrix with one scale for each row" in said
+    assert "volt.matmul" in str(breccia.explain("matmul", "array", "int8", on="torch:cuda"))
+
+
+@pytest.mark.gpu
+def test_layers_and_gradients_use_the_triton_kernel_of_the_tutorial(volt: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from volt_breccia import kernels
+    from volt_breccia.plugin import DEVICE
+
+    from breccia_torch.nn import ScaledLinear
+
+    ran: list[Any] = []
+    product = kernels.product
+
+    class Counted:
+        def __getitem__(self, grid: Any) -> Any:
+            ran.append(grid)
+            return product[grid]
+
+    monkeypatch.setattr(kernels, "product", Counted())
+    x, w = operands(5, 64, 64)
+    x.requires_grad_()
+    breccia.matmul(x, w.mT, "float16").sum().backward()
+    assert len(ran) == 1 and x.grad is not None and x.grad.isfinite().all()
+    layer = ScaledLinear.from_linear(torch.nn.Linear(64, 32, dtype=torch.float16, device=DEVICE), "int8")
+    assert layer(x.detach()).shape == (5, 32) and len(ran) == 2

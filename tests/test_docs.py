@@ -83,13 +83,14 @@ def sessions(terminal: ModuleType) -> set[str]:
 
 @pytest.fixture
 def acme(terminal: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The plug-in of the tutorial, installed for one test."""
-    monkeypatch.syspath_prepend(terminal.installed("acme-breccia", tmp_path / "site"))
+    """The plug-ins of the tutorials, installed for one test."""
+    for name in ("acme", "volt"):
+        monkeypatch.syspath_prepend(terminal.installed(f"{name}-breccia", tmp_path / name))
     registry.reload()
     yield
     monkeypatch.undo()
     registry.reload()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_breccia"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_breccia", "volt_breccia")]:
         del sys.modules[name]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from conftest import Run
 
 import breccia
 from breccia import siblings, targets
+from breccia.arrays import frameworks
+from breccia.backend import reference
 from breccia.cli import bench, doctor
 from breccia.cli.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
+from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.kernels import threads
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
 from breccia_native.availability import missing, missing_products
@@ -277,6 +282,68 @@ def test_bench_matmul_prints_a_line_for_each_weight_and_number_of_rows(run: Run)
     assert {p["rows"] for p in listed["products"]} == {2} and listed["products"][0]["over_dense"] == 1
 
 
+class Vendor:
+    """A plug-in with three kernels for products of FP8 tensors on CPU tensors of torch: one runs only where it is named."""
+
+    api = 1
+    ran: ClassVar[list[str]] = []
+
+    @breccia.hookimpl
+    def breccia_kernels(self) -> list[breccia.Kernel]:
+        block, home = breccia.Float8BlockScaling, f"{__name__}:Vendor"
+        return [
+            breccia.Kernel(
+                "matmul", "torch", f"{home}.{name}", f"vendor.{name}", block, block, device="cpu", score=f"{home}.score_{name}",
+                opt_in=name == "rough",
+            )
+            for name in ("slow", "fast", "rough")
+        ]  # fmt: skip
+
+    @staticmethod
+    def score_slow(call: Any) -> float:
+        return 2.0
+
+    @staticmethod
+    def score_fast(call: Any) -> float:
+        return 1.0
+
+    score_rough = score_fast
+
+    @staticmethod
+    def slow(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+        Vendor.ran.append("slow")
+        return reference.matmul(a, b, bias, out_dtype, out)
+
+    @staticmethod
+    def fast(a: Any, b: Any, bias: Any, out_dtype: str, out: Any) -> Any:
+        Vendor.ran.append("fast")
+        return reference.matmul(a, b, bias, out_dtype, out)
+
+    rough = fast
+
+
+def test_bench_matmul_on_a_gpu_times_every_kernel_of_two_tensors_against_the_dense_product_in_bf16(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = Plugin("vendor", "vendor", "1.0", "vendor")
+    monkeypatch.setattr(frameworks, "current", Registry([*_installed(), (plugin, Vendor)], dict(os.environ)))
+    monkeypatch.setattr(bench, "HOSTS", ())  # so CPU tensors stand in for a GPU's
+    Vendor.ran.clear()
+    recipes = [("fp8_block", breccia.Float8BlockScaling())]
+    found = bench.measure_products(recipes, "torch:cpu", size=128, rows=(4,), runs=2)
+    pair = "fp8_block x fp8_block"
+    arms = ["dense float32", "dense bfloat16", "fp8_block", pair, f"{pair} (vendor.slow)"]
+    assert [p.arm for p in found][:5] == arms and not any("rough" in p.arm for p in found)
+    by_arm = {p.arm: p for p in found}
+    assert by_arm[pair].kernel == "vendor.fast" and by_arm[f"{pair} (vendor.slow)"].kernel == "vendor.slow"
+    assert by_arm["dense bfloat16"].over == 1 and {p.base for p in found} == {"dense bfloat16"}
+    assert {"slow", "fast"} <= set(Vendor.ran)
+    code, out, _ = run("bench", "matmul", "fp8_block", "--on", "torch:cpu", "--size", "128", "--runs", "1", "--rows", "4")
+    assert (
+        code == 0 and "over BF16" in out and "vendor.fast" in out and "the median of the framework's dense BF16 product" in out
+    )
+
+
 def test_bench_refuses_invalid_arguments(run: Run) -> None:
     for words, message in [
         (["--size", "0"], "error: Invalid value for '--size'"),
@@ -299,8 +366,9 @@ def test_bench_refuses_invalid_arguments(run: Run) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bench runs there")
 def test_bench_on_a_missing_device_prints_one_line(run: Run) -> None:
-    code, out, err = run("bench", "--on", "torch:cuda", "--size", "8")
-    assert (code, out) == (1, "") and err.startswith("error: torch cannot use device 'cuda': ") and err.count("\n") == 1
+    for words in (["--size", "8"], ["matmul", "--size", "8"]):
+        code, out, err = run("bench", *words, "--on", "torch:cuda")
+        assert (code, out) == (1, "") and err.startswith("error: torch cannot use device 'cuda': ") and err.count("\n") == 1
 
 
 def test_bench_reports_a_missing_framework(monkeypatch: pytest.MonkeyPatch) -> None:

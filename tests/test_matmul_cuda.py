@@ -21,6 +21,7 @@ from breccia.kernels import bounds
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from breccia_triton import choices  # noqa: E402
 from breccia_triton.cuda import compiler, driver, fp8_matmul, fp8_plans, program, scaled_mm_plans  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
@@ -639,16 +640,18 @@ def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:
 
 
 def test_the_table_of_a_device_is_read_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_plans, "SHIPPED", tmp_path)
-    text = '{"device": "NVIDIA H200", "slowdowns": {"cuda row row small": 1.25}}'
+    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
+    choices.measured.cache_clear()
+    text = '{"schema": 1, "device": "NVIDIA H200", "slowdowns": {"cuda row row small": 1.25}}'
     (tmp_path / "matmul_nvidia_h200.json").write_text(text)
     (tmp_path / "matmul_nvidia_h100.json").write_text(text)
     try:
-        assert fp8_plans.slowdowns.__wrapped__("NVIDIA H200") == {"cuda row row small": 1.25}
-        assert fp8_plans.slowdowns.__wrapped__("NVIDIA H100") == {}  # it is another device's
-        assert fp8_plans.slowdowns.__wrapped__("") == {}
+        assert fp8_plans.slowdowns("NVIDIA H200") == {"cuda row row small": 1.25}
+        with pytest.warns(UserWarning, match="matmul_nvidia_h100.json: it is for 'NVIDIA H200', not for 'NVIDIA H100'"):
+            assert fp8_plans.slowdowns("NVIDIA H100") == {}
+        assert fp8_plans.slowdowns("") == {}
     finally:
-        fp8_plans.slowdowns.cache_clear()
+        choices.measured.cache_clear()
     assert fp8_plans.key_of("cuda", ("row", "row"), 128) == "cuda row row small"
 
 

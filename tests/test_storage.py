@@ -1069,3 +1069,34 @@ def test_one_scale_per_row_may_be_stored_as_a_column() -> None:
     assert np.array_equal(st.to_storage("transposed").scale, np.asarray(st.scale).T)
     assert st.to_storage("column_major").scale.shape == (1, 12), "nine FP32 scales, padded to sixteen bytes"
     assert st.to_storage("interleaved").data.shape == (9, 1, 35 + 4)
+
+
+class Reads:
+    """A plug-in with a kernel for products of arrays and weights in the order of tensor cores, of up to eight rows."""
+
+    api = 1
+
+    @breccia.hookimpl
+    def breccia_kernels(self) -> list[Kernel]:
+        named = {"accepts": f"{__name__}:refused_rows", "reads": ("mma_16x128",), "device": "cpu"}
+        return [Kernel("matmul", "numpy", f"{__name__}:refused_rows", "reads.matmul", type(None), INT4Scaling, **named)]
+
+
+def refused_rows(call: Any) -> str | None:
+    """Why the kernel of `Reads` does not take a call."""
+    return None if call.b.storage == "mma_16x128" and call.a.shape[-2] <= 8 else "no"
+
+
+def test_a_weight_is_stored_as_the_kernel_of_its_products_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from breccia import storing
+
+    plugin = Plugin("reads", "reads", "1.0", "reads")
+    monkeypatch.setattr(frameworks, "current", Registry([*_installed(), (plugin, Reads)], dict(os.environ)))
+    w, x = breccia.cast(wide((64, 256), seed=3), INT4Scaling()), wide((4, 256), seed=4)
+    stored = storing.for_products(w, x)
+    assert stored.storage == "mma_16x128" and breccia.bytes_equal(stored, w)
+    assert breccia.explain("matmul", x, stored.mT).running == "reads.matmul"
+    assert storing.for_products(w.mT, x).storage == "mma_16x128"
+    assert storing.for_products(w, wide((16, 256), seed=5)) is w, "no kernel that reads another storage takes so many rows"
+    other = breccia.cast(wide((64, 256), seed=3), NVFP4BlockScaling())
+    assert storing.for_products(other, x) is other

@@ -660,13 +660,13 @@ def test_explain_says_why_a_plain_weight_is_decoded_first() -> None:
 
 
 def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(plans, "SHIPPED", tmp_path)
-    plans.measured_on.cache_clear()
+    monkeypatch.setattr(choices, "SHIPPED", tmp_path)
+    choices.measured.cache_clear()
     path = tmp_path / f"weight_only_{choices.file_name('Some GPU')}"
     config = plans.Config(8, 4, 8, 3, split=2)
     operand = plans.Operand(0, 0, 128, False)
     key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
-    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": {key: plans.entry_of(config)}}))
+    choices.write_measured(path, "Some GPU", "configs", {key: plans.entry_of(config)}, {})
     assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
     many = plans.operand_of(FORMATS["mxfp4"], (1, 32))
@@ -674,8 +674,9 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     fused, decoded = plans.Config(256, 2, 1, 3, share=2, wide=True), plans.Decoded()
     entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
     written = {key: plans.entry_of(c) for key, c in entries.items()}
-    path.write_text(json.dumps({"schema": plans.SCHEMA, "configs": written}))
-    plans.measured_on.cache_clear()
+    path.unlink()
+    choices.write_measured(path, "Some GPU", "configs", written, {})
+    choices.measured.cache_clear()
 
     def found(m: int, direct: bool = True, k: int = 8192) -> Any:
         return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct)
@@ -686,12 +687,13 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     assert found(2048) == found(plans.MANY, k=4096) == decoded
     assert isinstance(found(2048, direct=False), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
     assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", True), plans.Config)
-    for text in ("{", '{"schema": 0}', '{"schema": 1, "configs": {"x": {"batch": 7}}}'):
+    head = '"schema": 1, "device": "Some GPU"'
+    for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):
         path.write_text(text)
-        plans.measured_on.cache_clear()
+        choices.measured.cache_clear()
         with pytest.warns(UserWarning, match="leaves out"):
             assert plans.measured_on("Some GPU") == {}
-    plans.measured_on.cache_clear()
+    choices.measured.cache_clear()
 
 
 def test_every_shipped_configuration_fits_its_shape() -> None:

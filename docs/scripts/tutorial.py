@@ -1,4 +1,4 @@
-"""The files of the plug-in that the tutorial walks through, as they stand in tests/third_party."""
+"""The files of the plug-ins that the tutorials walk through, as they stand in tests/third_party."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 ACME = Path(__file__).resolve().parents[2] / "tests" / "third_party" / "acme-breccia"
+VOLT = ACME.parent / "volt-breccia" / "src" / "volt_breccia"
 _LANGUAGES = {".py": "python", ".toml": "toml"}
 
 
@@ -28,5 +29,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "acme-cuda": partial(shown, ACME / "src" / "acme_breccia" / "cuda.py"),
     "acme-npu": partial(shown, ACME / "src" / "acme_breccia" / "npu.py"),
     "acme-bridge": partial(shown, ACME / "src" / "acme_breccia" / "bridge.py"),
+    "volt-plugin": partial(shown, VOLT / "plugin.py"),
+    "volt-checks": partial(shown, VOLT / "checks.py"),
+    "volt-kernels": partial(shown, VOLT / "kernels.py"),
     "acme-test": partial(shown, ACME / "tests" / "test_conformance.py"),
 }

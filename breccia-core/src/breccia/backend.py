@@ -22,6 +22,7 @@ _HOMES: dict[str, str] = {
     # Calling other kernels, and the generic algorithm: modules.
     "calls": "dispatch",
     "rules": "",
+    "storing": "",
     "targets": "",
     **dict.fromkeys(("checks", "composites", "measuring", "reference", "threads"), "kernels"),
     # Arrays of any framework.

@@ -1,4 +1,5 @@
 from . import rules as rules
+from . import storing as storing
 from . import targets as targets
 from .arrays.frameworks import FLOATS as FLOATS
 from .arrays.frameworks import Device as Device

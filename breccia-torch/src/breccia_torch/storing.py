@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import breccia
-from breccia.backend import PLAIN, ScaledTensor, UnsupportedError, registry
+from breccia.backend import PLAIN, ScaledTensor, storing
 
 from .nn import ScaledExperts, ScaledLinear
 
@@ -55,17 +54,5 @@ def for_products(tensor: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
     """
     if tensor.device.type == "cpu":
         return tensor
-    op, part = ("matmul", tensor) if tensor.ndim == 2 else ("grouped_matmul", tensor if tensor.ndim == 3 else tensor[:, 0])
-    kernels = [k for k in registry().table.kernels if k.op == op and k.framework == "torch" and k.reads]
-    names = dict.fromkeys(name for k in kernels if k.device == tensor.device.type for name in k.reads if name != "*")
-    for name in names:
-        try:
-            stored = part.to_storage(name)
-        except UnsupportedError:
-            continue
-        matrix = stored if tensor.axis == -2 else stored.mT
-        x = torch.empty((1, matrix.shape[-2]), dtype=dtype, device=tensor.device)
-        winner = breccia.explain(op, x, matrix).winner
-        if winner is not None and name in winner.reads:
-            return stored if part is tensor else tensor.to_storage(name)
-    return tensor
+    k = tensor.shape[-1 if tensor.axis == -1 else -2]
+    return storing.for_products(tensor, torch.empty((1, k), dtype=dtype, device=tensor.device))

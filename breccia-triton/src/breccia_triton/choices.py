@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
@@ -167,6 +167,59 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".json"
 
 
+T = TypeVar("T")
+
+
+@lru_cache
+def measured(kind: str, device: str, under: str, made: Callable[[Any], T]) -> Mapping[str, T]:
+    """What was measured on a device: the entries below `under` of the shipped file `<kind>_<device>.json`, each through `made`.
+
+    Empty where there is no file, or, with one warning that names the file, where it cannot be used. made: raises ValueError or
+    TypeError for a wrong entry.
+    """
+    path = SHIPPED / f"{kind}_{file_name(device)}"
+    if not device or not path.is_file():
+        return {}
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        _check_head(found, device)
+        entries = found.get(under)
+        if not isinstance(entries, dict):
+            raise ValueError(f"it has no {under}")
+        return {key: made(entry) for key, entry in entries.items()}
+    except (OSError, ValueError, TypeError) as e:
+        warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
+        return {}
+
+
+def times_over_bound(entry: Any) -> float:
+    """A measured time over its lower bound, of a file. Raises ValueError for what is none."""
+    if not isinstance(entry, float | int) or not 0 < entry < float("inf"):
+        raise ValueError(f"{entry!r} is not a positive number")
+    return float(entry)
+
+
+def write_measured(path: Path, device: str, under: str, entries: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+    """Write what `measured` reads. Entries of another run stay, where the file is usable and this run did not measure them."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        _check_head(found, device)
+        entries = {**found[under], **entries}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    made = {"schema": SCHEMA, "device": device, "provenance": dict(provenance), under: dict(sorted(entries.items()))}
+    replace_file(path, json.dumps(made, indent=1) + "\n")
+
+
+def _check_head(found: Any, device: str) -> None:
+    """Raise ValueError unless the content of a file has this version's schema and is for this device."""
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {schema!r}; this version of breccia-triton reads {SCHEMA}")
+    if found.get("device") != device:
+        raise ValueError(f"it is for {found.get('device')!r}, not for {device!r}")
+
+
 def _known(path: Path, device: str) -> dict[str, Choice]:
     """The choices in a file; none, with one warning, where it cannot be used."""
     try:
@@ -185,11 +238,7 @@ def _known(path: Path, device: str) -> dict[str, Choice]:
 def read(path: Path, device: str) -> dict[str, dict[str, Any]]:
     """The entries of a file, each checked. Raises ValueError that says what is wrong with it, OSError if it cannot be read."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"its schema is {schema!r}; this version of breccia-triton reads {SCHEMA}")
-    if found.get("device") != device:
-        raise ValueError(f"it is for {found.get('device')!r}, not for {device!r}")
+    _check_head(found, device)
     entries = found.get("choices")
     if not isinstance(entries, dict):
         raise ValueError("it has no choices")

@@ -42,6 +42,15 @@ _PRODUCTS = (
     ),
 )
 
+#: Products of other libraries: module and function in `others`, name, what it accepts and needs, its score, and whether it is
+#: for activations that are no ScaledTensor. They run where they are named: docs/kernels.md says why.
+_OTHERS = (
+    ("humming_products:humming_fp8_matmul", "humming.fp8_matmul", "humming_fp8", "others.plans:score_of_humming", False),
+    ("deep_gemm_products:deep_gemm_matmul", "deep_gemm.fp8_matmul", "deep_gemm", "others.plans:score_of_deep_gemm", False),
+    ("humming_products:humming_weight_only", "humming.weight_only", "humming", "weight_times:score_of_humming", True),
+    ("torch_int4:int4pack_matmul", "torch.int4", "int4", "weight_times:score_of_torch", True),
+)
+
 
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
@@ -87,9 +96,9 @@ def breccia_kernels() -> Iterable[Kernel]:
                 reads=STORAGES if reads else (),
                 writes=STORAGES if writes else (),
             )
-    for op, target, name in (
-        ("matmul", "weight_only_matmul", "cuda.weight_only"),
-        ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped"),
+    for op, target, name, score in (
+        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.weight_times:score"),
+        ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped", None),
     ):
         yield Kernel(
             op,
@@ -100,5 +109,19 @@ def breccia_kernels() -> Iterable[Kernel]:
             device="cuda",
             available="breccia_triton.weight_plans:available",
             accepts="breccia_triton.weight_plans:accepts",
+            score=score,
             reads=("mma_16x128",),
+        )
+    for target, name, checks, score, plain in _OTHERS:
+        yield Kernel(
+            "matmul",
+            "torch",
+            f"breccia_triton.others.{target}",
+            name,
+            recipe=NoneType if plain else None,
+            device="cuda",
+            available=f"breccia_triton.others.plans:{checks}_available",
+            accepts=f"breccia_triton.others.plans:accepts_{checks}",
+            score=f"breccia_triton.{score}",
+            opt_in=True,
         )

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from breccia import Device, Format, Integer, Minifloat
 from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call, Codec, fragments
 
-from .choices import SHIPPED, file_name
+from .choices import measured
 from .cuda import compiler
 
 #: The storage of weights that the kernels read.
@@ -40,8 +38,6 @@ MANY = 2048
 MOST = 4096
 #: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
 SHORTEST = 128
-#: The schema of files of configurations.
-SCHEMA = 1
 
 
 # -- what the kernels take -------------------------------------------------------------------------------------------
@@ -306,10 +302,10 @@ def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = ""
 
     direct: activations and result are BF16, without a bias, so that cuBLAS can write the result.
     """
-    measured = measured_on(device).get(key_of(codecs, of.group, m, n, k))
-    if measured is not None and (direct or isinstance(measured, Config)) and measured.fits(of, m, k):
-        return measured
-    if measured is None and direct and m >= MANY and Decoded().fits(of, m, k):
+    known = measured_on(device).get(key_of(codecs, of.group, m, n, k))
+    if known is not None and (direct or isinstance(known, Config)) and known.fits(of, m, k):
+        return known
+    if known is None and direct and m >= MANY and Decoded().fits(of, m, k):
         return Decoded()
     return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
 
@@ -329,20 +325,14 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
     return next(config for config in found if config.fits(of, config.batch, k))
 
 
-@lru_cache
-def measured_on(device: str) -> dict[str, Config | Decoded]:
+def measured_on(device: str) -> Mapping[str, Config | Decoded]:
     """The shipped configurations of a device, by their keys."""
-    path = SHIPPED / f"weight_only_{file_name(device)}"
-    if not device or not path.is_file():
-        return {}
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']} is unknown")
-        return {key: Decoded() if entry == _DECODED else Config(**entry) for key, entry in found["configs"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        warnings.warn(f"breccia leaves out {path}: {e}", stacklevel=2)
-        return {}
+    return measured("weight_only", device, "configs", config_from)
+
+
+def config_from(entry: Any) -> Config | Decoded:
+    """The configuration of an entry in a file. Raises ValueError or TypeError."""
+    return Decoded() if entry == _DECODED else Config(**entry)
 
 
 #: `Decoded` in a file.

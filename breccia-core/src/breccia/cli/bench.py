@@ -20,6 +20,7 @@ from ..dispatch.registry import registry
 from ..errors import OptionError
 from ..options import whole_number
 from ..recipes import ScalingRecipe
+from ..storing import for_products
 from ..tensors.tensor import ScaledTensor
 
 #: Rows of the left operand of the timed product.
@@ -82,13 +83,14 @@ def _chosen(on: str) -> tuple[Ops, str]:
 
 @dataclass(frozen=True)
 class Product:
-    """Seconds of a product of `rows` rows of activations. `over`: how many times faster than the dense FP32 product."""
+    """Seconds of a product of `rows` rows of activations. `over`: how many times faster than the dense product `base`."""
 
     arm: str
     rows: int
     kernel: str
     seconds: tuple[float, ...]
     over: float
+    base: str = "dense float32"
 
     @property
     def spread(self) -> tuple[float, float, float]:
@@ -98,7 +100,14 @@ class Product:
     def to_dict(self) -> dict[str, Any]:
         """All fields, with the spread instead of every time."""
         spread = dict(zip(("min_s", "median_s", "max_s"), self.spread, strict=True))
-        return {"arm": self.arm, "rows": self.rows, "kernel": self.kernel, **spread, "over_dense": self.over}
+        return {
+            "arm": self.arm,
+            "rows": self.rows,
+            "kernel": self.kernel,
+            **spread,
+            "over_dense": self.over,
+            "dense": self.base,
+        }
 
 
 def measure_products(
@@ -112,6 +121,10 @@ def measure_products(
 
     The dense arms have weights and activations of FP32 and of BF16, where the framework has BF16. Weights are size x size and
     rotate, so that none stays in a cache. Short calls are timed several at a time, and their results are waited for together.
+
+    On devices other than CPUs activations are BF16, weights are in the storage that their kernel reads, and there are arms for
+    products of two tensors under a recipe: one for each kernel of the device that takes them and keeps the contract, so torch's
+    (cuBLAS for FP8) is among them.
 
     Raises as `measure` does.
     """
@@ -127,6 +140,8 @@ def measure_products(
 
 #: Bytes of the weights that an arm rotates over, and the most copies.
 _ROTATED, _COPIES = 256 << 20, 64
+#: Kinds of devices on which activations are FP32; "" is a framework's own. On others they are BF16.
+HOSTS = ("", "cpu")
 #: Seconds of a sample of short calls.
 _SAMPLE = 2e-3
 
@@ -141,23 +156,46 @@ def _products(
     def copies(make: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
         return cycle([make() for _ in range(min(max(_ROTATED // max(nbytes, 1), 2), _COPIES))]).__next__
 
+    kind = device.partition(":")[0]
+    apart = kind not in HOSTS
     w = placed(size, size)
-    by_arm: dict[str, tuple[Callable[[], Any], str]] = {}
-    for dtype, width in (("float32", 4), ("bfloat16", 2)):
-        if dtype in ("float32", ops.bfloat16):  # NumPy has no products of BF16
-            by_arm[f"dense {dtype}"] = copies(lambda dtype=dtype: ops.to_float(w * 1, dtype), width * size * size), dtype
+    dense_arms = {
+        "dense float32": "float32",
+        "dense bfloat16": "bfloat16" if ops.bfloat16 == "bfloat16" else "",
+    }  # NumPy has no products of BF16
+    following: dict[str, Callable[[], Any]] = {}
+    for arm, dtype in dense_arms.items():
+        if dtype:
+            nbytes = (4 if dtype == "float32" else 2) * size * size
+            following[arm] = copies(lambda dtype=dtype: ops.to_float(w * 1, dtype), nbytes)
+    base = "dense bfloat16" if apart and "dense bfloat16" in following else "dense float32"
+    sample = ops.to_float(w[:1], "bfloat16") if base == "dense bfloat16" else w[:1]
+    plain: dict[str, Callable[[], Any]] = {}
     for label, recipe in recipes:
         nbytes = cast(w, recipe).nbytes
-        by_arm[label] = copies(lambda recipe=recipe: cast(w, recipe), nbytes), ""
+        following[label] = copies(lambda recipe=recipe: for_products(cast(w, recipe), sample), nbytes)
+        if apart:
+            plain[label] = copies(lambda recipe=recipe: cast(w, recipe), nbytes)
     found: list[Product] = []
     for m in rows:
         x = placed(m, size)
         calls: dict[str, Callable[[], Any]] = {}
-        for arm, (following, dtype) in by_arm.items():
-            if dtype:
-                calls[arm] = partial(_dense_product, ops.to_float(x, dtype), following)
-            else:
-                calls[arm] = partial(_quantized_product, x, following)
+        kernels: dict[str, str] = {}
+        for arm, dtype in dense_arms.items():
+            if arm in following:
+                calls[arm] = partial(_dense_product, ops.to_float(x, dtype), following[arm])
+        if base == "dense bfloat16":
+            x = ops.to_float(x, "bfloat16")
+        out = "bfloat16" if base == "dense bfloat16" else "float32"
+        for label, recipe in recipes:
+            calls[label] = partial(_quantized_product, x, following[label], out)
+            winner = explain("matmul", x, following[label]().mT, out_dtype=out).winner
+            kernels[label] = winner.name if winner else ""
+            if apart:
+                left, right = cast(x, recipe), plain[label]
+                for name in taking(left, right().mT, kind, out):
+                    arm = f"{label} x {label}" + (f" ({name})" if f"{label} x {label}" in calls else "")
+                    calls[arm], kernels[arm] = partial(_quantized_product, left, right, out, name), name
         seconds: dict[str, list[float]] = {arm: [] for arm in calls}
         times = dict.fromkeys(calls, 1)
         for turn in range(-2, runs):  # the first call of an arm loads and compiles, the second says how long it takes
@@ -170,20 +208,27 @@ def _products(
                     times[arm] = min(max(int(_SAMPLE / taken), 1), _COPIES)
                 elif turn >= 0:
                     seconds[arm].append(taken)
-        dense = statistics.median(seconds["dense float32"])
-        for arm, (following, dtype) in by_arm.items():
-            winner = None if dtype else explain("matmul", x, following().mT).winner
+        dense = statistics.median(seconds[base])
+        for arm in calls:
             over = dense / statistics.median(seconds[arm])
-            found.append(Product(arm, m, winner.name if winner else "", tuple(seconds[arm]), over))
+            found.append(Product(arm, m, kernels.get(arm, ""), tuple(seconds[arm]), over, base))
     return found
+
+
+def taking(a: ScaledTensor, b: ScaledTensor, device: str, out_dtype: str) -> list[str]:
+    """The kernels for a kind of device that multiply two tensors and keep the contract, the one that runs first."""
+    options = {"out_dtype": out_dtype}
+    verdicts = explain("matmul", a, b, **options).verdicts
+    names = [v.kernel.name for v in verdicts if v.kernel.device == device and not v.kernel.opt_in]
+    return [name for name in names if explain("matmul", a, b, prefer=name, **options).winner is not None]
 
 
 def _dense_product(x: Any, following: Callable[[], Any]) -> Any:
     return x @ following().T
 
 
-def _quantized_product(x: Any, following: Callable[[], Any]) -> Any:
-    return matmul(x, following().mT)
+def _quantized_product(x: Any, following: Callable[[], Any], out_dtype: str, prefer: str | None = None) -> Any:
+    return matmul(x, following().mT, out_dtype, prefer=prefer)
 
 
 def _wait(ops: Ops, found: Any) -> None:

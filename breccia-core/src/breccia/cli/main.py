@@ -465,10 +465,11 @@ def _bench_products(specs: list[str], on: str, size: int, runs: int, rows: str, 
         print_json({**shape, "version": __version__, "products": [p.to_dict() for p in found]})
         return
     lines = [(str(p.rows), p.arm, *(f"{1e6 * s:,.0f}" for s in p.spread[:2]), f"{p.over:.2f}x", p.kernel) for p in found]
-    print_table((">rows", "weight", ">min us", ">median", ">over FP32", "kernel"), lines)
+    base = "BF16" if found[0].base == "dense bfloat16" else "FP32"
+    print_table((">rows", "weight", ">min us", ">median", f">over {base}", "kernel"), lines)
     Console(soft_wrap=True).print(
-        f"rows x {size} by {size} x {size} on {on}, in turns; weights rotate, so that none stays in a cache. over FP32: "
-        "the median of the framework's dense FP32 product divided by this one.",
+        f"rows x {size} by {size} x {size} on {on}, in turns; weights rotate, so that none stays in a cache. over {base}: "
+        f"the median of the framework's dense {base} product divided by this one.",
         highlight=False,
     )
 

@@ -5,19 +5,17 @@ Scales come in five kinds: "tensor", "row" (one for each row along K), "1x128", 
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
 from breccia import Device, PerBlockK, PerBlockMN, PerChannel, PerTensor, ScalingRecipe
 from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Codec, Layout, Operand, Shape
 
-from ..choices import SHIPPED, file_name
+from ..choices import measured, times_over_bound
 from . import compiler
 
 #: Compute capability of the instructions: warpgroup products are Hopper's alone.
@@ -327,25 +325,20 @@ class Variant:
 
 #: A device's FP8 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
 _OPERATIONS, _BANDWIDTH, _LAUNCH = 1.5e15, 4.0e12, 3e-6
-#: Times over that bound without a measurement: breccia's kernel is taken to be faster where it runs.
-_UNMEASURED = {"cuda": 1.2, "torch": 1.3}
+#: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
+_UNMEASURED = {"cuda": 1.2, "torch": 1.3, "deep_gemm": 1.3, "humming": 1.8}
 #: The same for blocks of 32 along K, which four promotions in a step bound: of few rows, and of more.
 _UNMEASURED_MX = 3.0, 5.0
 #: Products of at most so many rows are measured apart.
 SMALL = 128
 
 
-@lru_cache
 def slowdowns(device: str) -> Mapping[str, float]:
     """Measured times over `bound`, by "kernel kind kind" and, for few rows, "kernel kind kind small"; empty if not measured.
 
     From `configurations/matmul_<device>.json`, which `benchmarks/bench_matmul.py --table` writes.
     """
-    path = SHIPPED / f"matmul_{file_name(device)}"
-    if not device or not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["slowdowns"] if found.get("device") == device else {}
+    return measured("matmul", device, "slowdowns", times_over_bound)
 
 
 def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
@@ -355,12 +348,12 @@ def bound(m: int, n: int, k: int, matrices: int = 1) -> float:
 
 
 def key_of(kernel: str, pair: tuple[str, str], rows: int) -> str:
-    """The key of a measured time. kernel: "cuda" (this package's) or "torch"."""
+    """The key of a measured time. kernel: "cuda" (this package's), or another of `_UNMEASURED`."""
     return " ".join((kernel, *pair, *(["small"] if rows <= SMALL else [])))
 
 
-def _seconds(call: Call, kernel: str) -> float:
-    """The estimated time of a product that the kernel takes."""
+def seconds(call: Call, kernel: str) -> float:
+    """The estimated time of a product that the kernel takes. kernel: as of `key_of`."""
     assert call.b is not None
     a, b = call.a.shape, call.b.shape
     if len(a) < 2 or len(b) < 2:  # `explain` of recipes alone
@@ -382,9 +375,9 @@ def device_name(device: Device) -> str:
 
 def score(call: Call) -> float:
     """The estimated time on the kernel of `fp8_matmul.cu`."""
-    return _seconds(call, "cuda")
+    return seconds(call, "cuda")
 
 
 def score_of_torch(call: Call) -> float:
     """The estimated time on torch's kernels."""
-    return _seconds(call, "torch")
+    return seconds(call, "torch")

@@ -1,0 +1,1 @@
+"""Products of other libraries as kernels of the table: humming-kernels, torch's INT4, DeepGEMM."""

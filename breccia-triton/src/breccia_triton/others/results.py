@@ -1,0 +1,49 @@
+"""What products of other libraries have in common: operands as matrices, and results of the op."""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from breccia.backend import checks
+
+from ..cuda.fp8_matmul import check_out
+from ..launch import on
+from ..operands import need_one_device
+
+#: Computes a product of matrices; gets the memory of the result, or None to allocate it.
+Multiply = Callable[[int, Any], Any]
+
+
+def product(a: Any, b: Any, bias: Any, out_dtype: str, out: Any, multiply: Multiply) -> Any:
+    """`matmul` of a (..., M, K) and b (K, N) by `multiply(rows, into)`, which returns (rows, N) of `out_dtype`.
+
+    A bias is added in FP32 to the rounded product, which is rounded again.
+    """
+    checks.check_matmul(a, b, bias)
+    here = a.device if isinstance(a, torch.Tensor) else a.data.device
+    need_one_device(here, (("b's codes", b.data), ("b's scale", b.scale), ("bias", bias)))
+    dtype, shape = getattr(torch, out_dtype), (*a.shape[:-1], b.shape[-1])
+    if out is not None:
+        check_out(out, shape, dtype)
+    rows = math.prod(shape[:-1])
+    into = out.view(rows, shape[-1]) if out is not None and bias is None and out.is_contiguous() else None
+    with on(here):
+        found = multiply(rows, into)
+        if bias is not None:
+            found = (found.float() + bias.float()).to(dtype)
+    if out is not None and found.data_ptr() == out.data_ptr():
+        return out
+    found = found.reshape(shape)
+    return found if out is None else out.copy_(found)
+
+
+def blocks(a: Any, rows: int) -> tuple[Any, Any]:
+    """Codes (rows, K) and scales (rows, blocks of K) of a tensor with scales along its last axis, both contiguous."""
+    return a.data.reshape(rows, a.shape[-1]).contiguous(), a.scale.reshape(-1, a.scale.shape[-1]).contiguous()

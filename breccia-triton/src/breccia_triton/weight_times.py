@@ -1,0 +1,71 @@
+"""How long products of activations and a quantized weight take, by kernel. Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from breccia import Format
+from breccia.backend import Block, Call
+
+from .choices import block_text, codecs_of, measured, times_over_bound
+from .cuda.fp8_plans import device_name
+
+#: A device's BF16 operations and bytes per second, and the seconds of a launch: a lower bound of a product's time.
+_OPERATIONS, _BANDWIDTH, _LAUNCH = 0.99e15, 4.0e12, 2e-6
+#: Times over that bound without a measurement, by whose kernel it is: breccia's is taken to be faster where it runs.
+_UNMEASURED = {"cuda": 1.3, "humming": 1.8, "torch": 2.5}
+#: Numbers of rows up to which times are measured together; more rows are the last kind.
+ROWS = (4, 16, 64, 128)
+
+
+def slowdowns(device: str) -> Mapping[str, float]:
+    """Measured times over `bound`, by the keys of `key_of`; empty if not measured.
+
+    From `configurations/weight_times_<device>.json`, which `benchmarks/bench_weight_only.py --table` writes.
+    """
+    return measured("weight_times", device, "slowdowns", times_over_bound)
+
+
+def key_of(kernel: str, fmt: Format, block: Block, m: int) -> str:
+    """The key of a measured time. kernel: whose, of `_UNMEASURED`. block: of scales along K. m: rows of activations."""
+    rows = next((f"{n}" for n in ROWS if m <= n), "more")
+    return f"{kernel} {codecs_of(fmt)} {block_text(block)} {rows}"
+
+
+def bound(m: int, n: int, k: int, bits: float) -> float:
+    """The seconds that a product takes at least: for its operations, or for its bytes. bits: of an element of the weight."""
+    return max(2.0 * m * n * k / _OPERATIONS, (n * k * bits / 8 + 2 * m * (n + k)) / _BANDWIDTH) + _LAUNCH
+
+
+def bits_of(fmt: Format, block: Block) -> float:
+    """Bits of an element with its share of the finest scale."""
+    height, width = block
+    shared = (height or 1) * width if width else math.inf
+    return fmt.element.bits + fmt.scale.codec.bits / shared
+
+
+def _seconds(call: Call, kernel: str) -> float:
+    assert call.b is not None
+    a, b, recipe, layout = call.a.shape, call.b, call.b.recipe, call.b.layout
+    assert recipe is not None
+    if len(a) < 2 or len(b.shape) < 2 or layout is None:  # `explain` of recipes alone
+        return _UNMEASURED[kernel] * _LAUNCH
+    fmt, block, m = recipe.format, layout.plain.block(-2), math.prod(a[:-1])
+    over = slowdowns(device_name(call.device)).get(key_of(kernel, fmt, block, m), _UNMEASURED[kernel])
+    return over * bound(m, b.shape[-1], b.shape[-2], bits_of(fmt, block))
+
+
+def score(call: Call) -> float:
+    """The estimated time on breccia's kernels."""
+    return _seconds(call, "cuda")
+
+
+def score_of_humming(call: Call) -> float:
+    """The estimated time on humming's kernels."""
+    return _seconds(call, "humming")
+
+
+def score_of_torch(call: Call) -> float:
+    """The estimated time on torch's kernel for INT4."""
+    return _seconds(call, "torch")

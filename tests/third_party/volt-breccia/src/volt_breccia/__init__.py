@@ -1,0 +1,1 @@
+"""Volt's kernels for breccia."""
