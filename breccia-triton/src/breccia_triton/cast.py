@@ -25,8 +25,8 @@ from breccia_torch.ops import TORCH, need_dense
 
 from . import tuning
 from .choices import Choose
-from .facts import Hardware
-from .launch import INTERPRETED, Launcher, Remembered, current_stream, empty, on, workspace
+from .facts import INTERPRETED, Hardware
+from .launch import Launcher, Remembered, current_stream, empty, on, workspace
 from .operands import FLOATS, Components, addresses, array_of, codes_of, components_of, facts_of, hardware
 from .prepare import Options, Pass, Prepared, scaled_source
 from .specs import Unsupported

@@ -13,8 +13,8 @@ import torch
 from breccia.backend import ScaledTensor, UnsupportedError, dtype_name
 from breccia_torch.ops import TORCH
 
-from .facts import LARGE, Array, Codes, Hardware, Numbers, Operand, Written
-from .launch import INTERPRETED, empty
+from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
+from .launch import empty
 from .specs import Spec, Unsupported
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
