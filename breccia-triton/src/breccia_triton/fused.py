@@ -8,7 +8,7 @@ from typing import Any
 from breccia.backend import Block, Format, Shape
 
 from .choices import Choice, Choose, block_text, choices_of, key_of
-from .facts import INTERPRETED, NUMBERS, Argument, Codes, Hardware
+from .facts import GRID, INTERPRETED, LARGE, NUMBERS, Argument, Codes, Hardware
 from .fused_kernels import Plan, Side, fused_kernel, sum_kernel
 from .fused_plans import PROMOTED, SHORTEST, STEP, Way, deepest, group_of, way_of, way_of_fp8
 from .geometry import Source, Tile, divided_up, power_of_two
@@ -97,15 +97,11 @@ class Product:
         arguments = a.arguments("a") | b.arguments("b") | (added if one else {}) | out | integers
         constants = {"P": plan, "A": self._side(a, False), "B": self._side(b, True)}
         stages = choice.stages or (4 if plan.rows < 64 else 3)
-        self.launch = Launch(
-            fused_kernel, (tiles * plan.split, 1, 1), arguments, constants, warps, (rows, columns), stages
-        )  # fmt: skip
+        self.launch = Launch(fused_kernel, (tiles * plan.split, 1, 1), arguments, constants, warps, (rows, columns), stages)
         self.sum: Launch | None = None
         self.parts: Shape = ()
         if not one:
             count = rows * columns
-            if count >= 2**31:
-                raise Unsupported("parts of K of so large a result")
             self.parts = (self.matrices, plan.split, rows, columns)
             arguments = {"parts": Argument("*fp32", True)} | added | {"out": Argument(NUMBERS[out_dtype], True)}
             arguments |= {"count": Argument("i32", count % 16 == 0), "columns": Argument("i32", columns % 16 == 0)}
@@ -146,6 +142,8 @@ class Product:
         steps = divided_up(a.depth, deep)
         programs = divided_up(a.lines, rows) * divided_up(b.lines, lines) * max(a.matrices, b.matrices)
         split = choice.split or power_of_two(divided_up(_PROGRAMS, 2 * programs))
+        if a.lines * b.lines >= LARGE or max(a.matrices, b.matrices) > GRID:  # of the kernel that adds up parts
+            split = 1
         while split > 1 and steps < _STEPS * split:
             split //= 2
         return Plan(
@@ -162,6 +160,4 @@ class Product:
         if source is not None:
             source = replace(source, spec=replace(source.spec, outer=None))
         marks = (way.folded, way.valued) if second else (False, False)
-        return Side(
-            source, plain, given.k_last, *marks, way.low, way.high, outer, way.outer_low, way.outer_high
-        )  # fmt: skip
+        return Side(source, plain, given.k_last, *marks, way.low, way.high, outer, way.outer_low, way.outer_high)

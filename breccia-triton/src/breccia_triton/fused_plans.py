@@ -19,6 +19,7 @@ from breccia.backend import F32, TENSOR, Block, Call, Codec
 from . import plans
 from .bf16_plans import BEYOND, LARGEST, LEAST, NORMAL, significant
 from .cuda import fp8_plans
+from .facts import LARGE
 from .specs import CONVERTED
 
 #: Dtypes of arrays, each with its significant bits and the exponents of its least number and beyond its largest one.
@@ -223,7 +224,7 @@ def _refused(call: Call, fp32: bool) -> str | None:
         return f"K = {k} has too few terms for the bound of sums in tensor cores; it takes {SHORTEST} and more"
     if not fp8_plans.batches(a.shape[:-2], b.shape[:-2]):
         return f"leading axes {a.shape[:-2]} and {b.shape[:-2]} broadcast in both directions"
-    if call.framework == "jax" and any(math.prod(x.shape) >= plans.LARGE for x in (a, b)):
+    if call.framework == "jax" and any(math.prod(x.shape) >= LARGE for x in (a, b)):
         return plans.TOO_LARGE
     if max(math.prod(a.shape[:-2]), math.prod(b.shape[:-2])) * a.shape[-2] * b.shape[-1] >= 2**47:
         return "the result has too many tiles for one grid"
