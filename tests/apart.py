@@ -53,7 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "breccia-jax": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-mlx": ("test_parity.py", "test_layers.py", "test_ops.py"),
     "breccia-native": ("test_numpy_kernels.py",),
-    "breccia-triton": ("test_*cuda*.py", "test_weight_only.py", "test_bf16_matmul.py"),
+    "breccia-triton": ("test_*cuda*.py", "test_weight_only.py", "test_bf16_matmul.py", "test_fused_matmul.py"),
 }
 #: Files that test several distributions at once, or the repository: only `make test` runs them.
 TOGETHER = (

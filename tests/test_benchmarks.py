@@ -168,6 +168,15 @@ def test_tuning_writes_the_file_of_the_device_and_prints_its_table(tmp_path: Pat
     assert done.stdout.splitlines()[-1] == "0 calls tuned, 2 left for lack of time; written to cpu.json."
 
 
+@pytest.mark.rest
+def test_tuning_tries_products_of_activations_and_weights(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--shapes", "32x256", "--recipes", "nvfp4", "--ops", "matmul-1", "--ops", "matmul-128"]
+    done = run("tune.py", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = [line.split(" small")[0] for line in done.stdout.splitlines()[1:-1]]
+    assert found == [f"fused bfloat16 E2M1/E4M3/F32 1x16 rows {rows}" for rows in (1, 128)]
+
+
 @pytest.mark.parametrize("name", ["ml_dtypes", "eager-torch", "torchao"])
 def test_rivals_write_the_same_scales_and_values(name: str, module) -> None:
     if why := module("rivals").absence(name):

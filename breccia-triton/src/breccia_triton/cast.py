@@ -25,9 +25,8 @@ from breccia_torch.ops import TORCH, need_dense
 
 from . import tuning
 from .choices import Choose
-from .facts import Hardware
+from .facts import INTERPRETED, Hardware
 from .launch import (
-    INTERPRETED,
     Launcher,
     Remembered,
     current_stream,

@@ -38,15 +38,21 @@ LIMITS = {
     "warps": (1, 16),
     "steps": (1, 64),
     "programs": (64, 16384),
+    "lines": (16, 256),
+    "deep": (16, 256),
+    "stages": (1, 8),
+    "split": (1, 16),
 }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a kernel may vary without changing a bit of what it writes; 0 is for the default. Raises ValueError.
+    """What a kernel may vary without changing what it writes; 0 is for the default. Raises ValueError.
 
     elements: of a tile. wide: the most columns of a tile. each: elements of a thread. vector: the most columns that a thread
     loads at once. warps: of a program. steps: tiles of a program. programs: of a pass over the tensor, at most.
+    Of a product that decodes in registers, lines: columns of a tile. deep: columns of K of a step. stages: steps of a pipeline.
+    split: parts of K. Another deep or split adds in another order, so results may differ within the bound of products.
     A number that a call does not allow, such as a tile smaller than a block, becomes the nearest one that it allows.
     """
 
@@ -57,6 +63,10 @@ class Choice:
     warps: int = 0
     steps: int = 0
     programs: int = 0
+    lines: int = 0
+    deep: int = 0
+    stages: int = 0
+    split: int = 0
 
     def __post_init__(self) -> None:
         for name, n in asdict(self).items():

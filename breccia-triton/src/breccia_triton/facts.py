@@ -6,6 +6,7 @@ Imports no framework.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from .choices import codecs_of
 from .geometry import Source, Tile, divided_up, in_memory
 from .specs import CONVERTED, Spec, Unsupported
 
+#: Whether Triton interprets kernels, on arrays of any device: slowly, for tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Triton's pointers to numbers, by their dtype; and to codes and scales, by their bytes.
 NUMBERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
 POINTERS = {1: "*u8", 2: "*i16", 4: "*i32"}

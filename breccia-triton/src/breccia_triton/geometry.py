@@ -187,6 +187,11 @@ class Source:
     native: bool = False
     ptx: bool = False
 
+    @property
+    def length(self) -> int:
+        """Codes of a group of whole bytes."""
+        return {4: 2, 6: 4}.get(self.spec.element.bits, 1)
+
     @staticmethod
     def of(
         spec: Spec, block: Block, axis: int, tile: Tile, words: bool, shared: bool, storage: str, native: bool, ptx: bool

@@ -40,7 +40,7 @@ from .facts import LARGE, Array, Codes, Hardware, Operand, itemsize
 from .jax_primitive import launched, run
 from .plans import TOO_LARGE, readable
 from .prepare import RECORDING, Launch, Options, Pass, Prepared, decoding, needed, scaled_source
-from .specs import Unsupported
+from .specs import Spec, Unsupported
 
 #: The dtypes of codes and scales in kernels, by bytes.
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
@@ -48,7 +48,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
 _COMPONENTS = {"data": "x", "scale": "x_scale", "zero_point": "x_zero_point", "global_scale": "x_outer"}
 _SEED = ("seed_low", "seed_high")
 #: While a function is traced: what calls are supported, and what they return, does not depend on it.
-_UNKNOWN = Hardware()
+UNKNOWN = Hardware()
 #: Name, shape and dtype of arrays.
 Shapes = tuple[tuple[str, Shape, str], ...]
 
@@ -108,11 +108,11 @@ def requantize(
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) -> Any:
     """`dequantize` as `breccia.dequantize` documents it."""
-    components = _components(st)
-    call = Decode(ops_of(st.data), _shapes(components), Metadata.of(st), out_dtype)
+    arrays = components(st)
+    call = Decode(ops_of(st.data), shapes_of(arrays), Metadata.of(st), out_dtype)
     if out is not None or not isinstance(_decoding(call), Launch):
         return reference.dequantize(st, out_dtype, out)
-    return run(call, list(components.values()))[0]
+    return run(call, list(arrays.values()))[0]
 
 
 def _cast(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, history: Mapping[str, Any] | None = None) -> Any:
@@ -123,64 +123,68 @@ def _cast(op: str, x: Any, recipe: ScalingRecipe, options: CastOptions, history:
         checks.check_cast(x, recipe)
     if options.nonfinite == "raise":
         reference.refuse_nonfinite(ops, calls.dequantize(x) if scaled else ops.f32(x))
-    arrays = _components(x) if scaled else {"x": x}
+    arrays = components(x) if scaled else {"x": x}
     if options.scale is not None:
         arrays["supplied"] = options.scale
     if options.rounding == "stochastic":
         words = ops.words(options.seed)
         arrays |= {name: jnp.asarray(word, jnp.int32) for name, word in zip(_SEED, words, strict=True)}
     arrays |= history or {}
-    if options.out is not None or (op in RECORDING) != (history is not None) or not all(map(_is_array, arrays.values())):
+    if options.out is not None or (op in RECORDING) != (history is not None) or not all(map(is_array, arrays.values())):
         return None
     chosen = Options(options.scale is not None, options.rounding == "stochastic", options.storage)
-    call = Cast(op, ops, recipe, options.axis, chosen, _shapes(arrays), Metadata.of(x) if scaled else None)
+    call = Cast(op, ops, recipe, options.axis, chosen, shapes_of(arrays), Metadata.of(x) if scaled else None)
     return call.assembled(run(call, list(arrays.values()))) if call.supported else None
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """Whether it is an array, or a tracer of one"""
     return isinstance(x, jax.Array)
 
 
 def _history(amaxes: Any, scale: Any) -> dict[str, Any] | None:
     """The numbers of an `AmaxHistory` by the parameters of kernels; None where they are not as kernels read them."""
-    before = scale if _is_array(scale) else jnp.asarray(float(scale), jnp.float32)
+    before = scale if is_array(scale) else jnp.asarray(float(scale), jnp.float32)
     found = {"before": before, "amaxes": amaxes} if len(amaxes) else {"before": before}
-    fits = all(_is_array(a) and a.dtype == jnp.float32 for a in found.values()) and before.shape == ()
+    fits = all(is_array(a) and a.dtype == jnp.float32 for a in found.values()) and before.shape == ()
     return found if fits else None
 
 
-def _components(st: ScaledTensor) -> dict[str, Any]:
+def components(st: ScaledTensor) -> dict[str, Any]:
     """The components of a tensor by the parameters of kernels."""
     return {_COMPONENTS[name]: getattr(st, name) for name in st.recipe.format.parts}
 
 
-def _shapes(arrays: Mapping[str, Any]) -> Shapes:
+def shapes_of(arrays: Mapping[str, Any]) -> Shapes:
+    """Names, shapes and dtypes."""
     return tuple((name, tuple(a.shape), dtype_name(a)) for name, a in arrays.items())
 
 
-def _assembled(metadata: Metadata, components: Mapping[str, Any]) -> ScaledTensor:
+def assembled(metadata: Metadata, components: Mapping[str, Any]) -> ScaledTensor:
     """The tensor with these components by the parameters of kernels."""
     return metadata.assembled(*map(components.get, _COMPONENTS.values()))
 
 
-def _codes(
-    ops: Ops, shapes: Shapes, metadata: Metadata, recipe: ScalingRecipe | None, options: Options, hardware: Hardware
-) -> Codes:
-    """The facts of a tensor that is decoded, or cast under `recipe`. Raises Unsupported."""
-    st = _assembled(metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes})
-    spec = needed(readable(st.recipe, st.layout)) if recipe is None else scaled_source(st, recipe, options.supplied)
+def placeholder(metadata: Metadata, shapes: Shapes) -> ScaledTensor:
+    """A tensor with shapes and dtypes in place of arrays. shapes: of its components, by the parameters of kernels."""
+    return assembled(metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes})
+
+
+def codes_of(ops: Ops, shapes: Shapes, st: ScaledTensor, spec: Spec, hardware: Hardware, merged: bool) -> Codes:
+    """The facts of a tensor of `placeholder`. merged: as of `Codes`. Raises Unsupported."""
     found = {name: Operand(shape, dtype) for name, shape, dtype in shapes}
     parts = {name: found[_COMPONENTS[name]] for name in st.recipe.format.parts}
-    _need_small(tuple(st.shape))
-    return Codes(st, spec, parts, ops.dtypes(st.recipe.format), hardware, merged=recipe is None)
+    need_small(tuple(st.shape))
+    return Codes(st, spec, parts, ops.dtypes(st.recipe.format), hardware, merged)
 
 
-def _need_small(shape: Shape) -> None:
+def need_small(shape: Shape) -> None:
+    """Raise Unsupported for an array whose positions need 64 bits."""
     if math.prod(shape) >= LARGE:
         raise Unsupported(TOO_LARGE)
 
 
-def _as_integers(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def as_integers(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Codes and scales as kernels read them."""
     return {name: lax.bitcast_convert_type(a, _INTEGERS[a.dtype.itemsize]) for name, a in arrays.items()}
 
@@ -203,27 +207,28 @@ class Decode:
 
     @property
     def results(self) -> tuple[tuple[Shape, str], ...]:
-        st = _assembled(self.metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for name, shape, d in self.shapes})
-        return ((tuple(st.shape), self.dtype),)
+        return ((tuple(placeholder(self.metadata, self.shapes).shape), self.dtype),)
 
     def generic(self, *arrays: Any) -> list[Any]:
-        st = _assembled(self.metadata, dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
+        st = assembled(self.metadata, dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
         return [reference.dequantize(st, self.dtype)]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
-        inputs = _as_integers(dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
+        inputs = as_integers(dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
         ((shape, dtype),) = self.results
         out = {"out": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))}
         return [launched(needed(_decoding(self, hardware)), inputs, out)["out"]]
 
 
 @lru_cache(maxsize=4096)
-def _decoding(call: Decode, hardware: Hardware = _UNKNOWN) -> Launch | str:
+def _decoding(call: Decode, hardware: Hardware = UNKNOWN) -> Launch | str:
     """The launch of a call, or why the kernels do not support it."""
     try:
         if 0 in call.results[0][0]:
             raise Unsupported("an empty tensor")
-        return decoding(_codes(call.ops, call.shapes, call.metadata, None, Options(), hardware), call.dtype)
+        st = placeholder(call.metadata, call.shapes)
+        spec = needed(readable(st.recipe, st.layout))
+        return decoding(codes_of(call.ops, call.shapes, st, spec, hardware, merged=True), call.dtype)
     except Unsupported as e:
         return str(e)
 
@@ -280,7 +285,7 @@ class Cast:
 
     def generic(self, *arrays: Any) -> list[Any]:
         given = self._named(arrays)
-        x = given["x"] if self.metadata is None else _assembled(self.metadata, given)
+        x = given["x"] if self.metadata is None else assembled(self.metadata, given)
         stochastic = self.options.stochastic
         seed = jnp.stack([given[name] for name in _SEED]) if stochastic else None
         options = CastOptions(self.axis, given.get("supplied"), "stochastic" if stochastic else "nearest", seed)
@@ -302,8 +307,8 @@ class Cast:
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         made, given = needed(_prepared(self, hardware)), self._named(arrays)
         x = {name: given[name] for name in _COMPONENTS.values() if name in given}
-        x = x if self.metadata is None else _as_integers(x)
-        others = _as_integers({name: given[name] for name in ("supplied", "before", "amaxes", *_SEED) if name in given})
+        x = x if self.metadata is None else as_integers(x)
+        others = as_integers({name: given[name] for name in ("supplied", "before", "amaxes", *_SEED) if name in given})
         history: dict[str, Any] = {}
         kept: tuple[int, ...] = ()
         if self.op in RECORDING:
@@ -343,16 +348,18 @@ class Cast:
 
 
 @lru_cache(maxsize=4096)
-def _prepared(call: Cast, hardware: Hardware = _UNKNOWN) -> Prepared | str:
+def _prepared(call: Cast, hardware: Hardware = UNKNOWN) -> Prepared | str:
     """The prepared call, or why the kernels do not support it."""
     try:
         if call.metadata is None:
             _, shape, dtype = call.shapes[0]
-            _need_small(shape)
+            need_small(shape)
             given: Array | Codes = Array.dense(shape, dtype)
         else:
             read = tuple(each for each in call.shapes if each[0] in _COMPONENTS.values())
-            given = _codes(call.ops, read, call.metadata, call.recipe, call.options, hardware)
+            st = placeholder(call.metadata, read)
+            spec = scaled_source(st, call.recipe, call.options.supplied)
+            given = codes_of(call.ops, read, st, spec, hardware, merged=False)
         return Prepared(call.op, call.recipe, given, call.axis, call.options, call.ops.dtypes(call.recipe.format), hardware)
     except Unsupported as e:
         return str(e)

@@ -25,7 +25,7 @@ from jax.sharding import AxisType
 
 from .facts import Hardware
 from .plans import LEAST
-from .prepare import OPTIONS, Launch
+from .prepare import Launch
 
 Array = Any
 
@@ -131,10 +131,9 @@ def launched(
         kernel=_ordered(launch.function, first),
         out_shape=list(outputs.values()),
         grid=launch.programs,
-        num_warps=launch.warps,
         compute_capability=10 * major + minor,
         zeroed_outputs=tuple(i for i, name in enumerate(outputs) if name in zeroed),
-        **OPTIONS,
+        **launch.options,
         **constants,
         **absent,
     )

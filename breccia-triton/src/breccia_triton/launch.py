@@ -9,7 +9,6 @@ are decided once; a call passes addresses and integers. Compiled kernels are cac
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -24,11 +23,10 @@ import triton
 from triton.compiler import ASTSource
 from triton.runtime import cache
 
+from .facts import INTERPRETED
 from .package_key import remembered
-from .prepare import OPTIONS, Launch
+from .prepare import Launch
 
-#: Whether Triton interprets kernels, on tensors of any device: slowly, for tests.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Versions of Triton whose launcher has the arguments that `Launcher` passes.
 _KNOWN = "3.6."
 if not INTERPRETED and triton.__version__.startswith(_KNOWN):
@@ -57,7 +55,7 @@ class Launcher:
                 (i,): [["tt.divisibility", 16]] for i, n in enumerate(self.names) if n in arguments and arguments[n].aligned
             }
             source = ASTSource(launch.function, signature, values, divisible)
-            self.compiled = triton.compile(source, target=target, options={"num_warps": launch.warps, **OPTIONS})
+            self.compiled = triton.compile(source, target=target, options=launch.options)
 
     def __call__(self, stream: int, values: Iterable[Any]) -> None:
         """Launch on the current device. values: tensors' addresses and integers, in the order of `arguments`, but those of

@@ -14,8 +14,8 @@ import torch
 from breccia.backend import ScaledTensor, UnsupportedError, dtype_name
 from breccia_torch.ops import TORCH
 
-from .facts import LARGE, Array, Codes, Hardware, Numbers, Operand, Written
-from .launch import INTERPRETED, allocator
+from .facts import INTERPRETED, LARGE, Array, Codes, Hardware, Numbers, Operand, Written
+from .launch import allocator
 from .specs import Spec, Unsupported
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -52,6 +52,14 @@ _OTHERS = (
 )
 
 
+#: Products that decode in registers, in Triton: framework, target, name, what accepts.
+_FUSED = (
+    ("torch", "fused_matmul:fused_matmul", "triton.weight_only", "accepts_weight_only"),
+    ("torch", "fused_matmul:fused_matmul", "triton.fp8_matmul", "accepts_fp8"),
+    ("jax", "jax_products:fused_matmul", "triton.jax.matmul", "accepts_product"),
+)
+
+
 @hookimpl
 def breccia_kernels() -> Iterable[Kernel]:
     home = "breccia_triton.cuda"
@@ -81,6 +89,19 @@ def breccia_kernels() -> Iterable[Kernel]:
         reads=STORAGES,
         opt_in=True,  # until its tests have run on a GPU
     )
+    for framework, target, name, accepts in _FUSED:
+        yield Kernel(
+            "matmul",
+            framework,
+            f"breccia_triton.{target}",
+            name,
+            device="cuda",
+            available=f"breccia_triton.plans:{'available' if framework == 'torch' else 'available_to_jax'}",
+            accepts=f"breccia_triton.fused_plans:{accepts}",
+            score="breccia_triton.fused_plans:score",
+            reads=STORAGES,
+            opt_in=True,  # until its tests have run on a GPU
+        )
     for framework in ("torch", "jax"):
         for op, module, accepts, reads, writes in _KERNELS:
             torch = framework == "torch"

@@ -53,7 +53,7 @@ class Launch:
     """A kernel, what it is compiled for, its programs, and the integers that it is passed at every call.
 
     arguments: of the run-time parameters by name, in the order of the values: arrays, seeds, integers, those of a history,
-    strides. Parameters that are absent are None in the kernel. constants: by name.
+    strides. Parameters that are absent are None in the kernel. constants: by name. stages: of loops, 0 for Triton's default.
     """
 
     function: Any
@@ -62,6 +62,13 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     integers: tuple[int, ...]
+    stages: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's options."""
+        stages = {"num_stages": self.stages} if self.stages else {}
+        return {"num_warps": self.warps, **stages, **OPTIONS}
 
     @property
     def fixed(self) -> dict[str, int]:

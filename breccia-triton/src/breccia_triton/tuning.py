@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from .choices import DEFAULT, Choice, Choose, Key, Tuned, choices_of
-from .launch import INTERPRETED, Remembered, on
+from .facts import INTERPRETED
+from .launch import Remembered, on
 from .prepare import Launch
 
 _T = TypeVar("_T")
@@ -30,6 +31,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "lanes": {"each": (16, 32, 64), "warps": (2, 4, 8), "steps": (1, 2, 4)},
     "strips": {"each": (32, 64, 128), "vector": (4, 8), "warps": (2, 4, 8)},
     "decode": {"elements": (2048, 4096, 8192), "wide": (256, 512, 1024), "each": (8, 16, 32)},
+    "fused": {"lines": (32, 64, 128), "deep": (64, 128), "stages": (2, 4), "split": (1, 2, 4)},
     "amax": {"elements": (2048, 4096, 8192), "warps": (4, 8, 16), "programs": (512, 1024, 2048)},
 }
 #: A choice has to be faster than the default by this part of its time.

@@ -1,0 +1,257 @@
+"""Products whose operands are decoded in registers: which calls they take, what is multiplied, how long it takes.
+
+One kernel in plain Triton, for every device that Triton compiles for. A program computes a tile of the result in steps along K:
+it loads numbers of `a` and codes of `b`, decodes the codes by the formulas of the casts to a dtype that holds them exactly,
+multiplies in tensor cores beginning at zero, and adds the product, times the scales of the step, to its sums in FP32. What
+a scale multiplies, and in which dtype, is data (`Way`), from the bits and exponents of the codecs. Imports no framework.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from breccia import Format, Integer, Lookup, Minifloat, PowerOfTwo
+from breccia.backend import F32, TENSOR, Block, Call, Codec
+
+from . import plans
+from .bf16_plans import BEYOND, LARGEST, LEAST, NORMAL, significant
+from .cuda import fp8_plans
+from .facts import LARGE
+from .specs import CONVERTED
+
+#: Dtypes of arrays, each with its significant bits and the exponents of its least number and beyond its largest one.
+DTYPES = {"bfloat16": (8, -133, 128), "float16": (11, -24, 16), "float32": (24, -149, 128)}
+#: Dtypes of results.
+RESULTS = tuple(DTYPES)
+#: The least K of sums in tensor cores; docs/kernels.md has the bound.
+SHORTEST = 32
+#: The least number of columns of K of a step.
+STEP = 16
+#: Columns of K after which sums of FP8 tensor cores are added up in FP32 (docs/spec/numerics.md, section 9).
+PROMOTED = 128
+#: Exponents between which scales, and biases of blocks, have to be where values are multiplied as three numbers in BF16:
+#: their last bits, 2^-46 of the scale, are normal numbers then.
+_VALUED = -80, 100
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the codes of an operand are multiplied, besides arrays of one dtype; see `fused_kernels.Side` and `Plan`.
+
+    low, high: of scales, as numbers. outer_low, outer_high: of the global scale.
+    """
+
+    dot: str
+    parts: int = 1
+    folded: bool = False
+    valued: bool = False
+    low: float = 0.0
+    high: float = 2.0**LARGEST
+    outer_low: float = 0.0
+    outer_high: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------ what is multiplied
+
+
+@lru_cache(maxsize=256)
+def way_of(fmt: Format, group: int, dtype: str) -> Way | str:
+    """How arrays of a dtype are multiplied by codes of a format with blocks of `group` columns along K (0: all of K).
+
+    Returns the reason instead where there is no way.
+    """
+    if dtype == "float32":
+        return Way("float32")
+    level, outer = fmt.scale, fmt.global_scale
+    if level.sense != "multiplier":
+        return f"its scales are stored as {level.sense}, and the kernel multiplies"
+    if outer is not None and (outer.codec != F32 or fmt.offset != "none"):
+        return "global scales with an offset, or of another codec than F32, have no kernel here"
+    (least, most), (least_scale, most_scale) = _exponents(fmt), _range(level.codec)
+    outer_low = outer_high = 0.0
+    if outer is not None:
+        # Values under both scales have to be normal FP32 numbers.
+        outer_low = math.ldexp(1.0, min(NORMAL - least - least_scale, BEYOND - 1))
+        outer_high = math.ldexp(1.0, max(min(BEYOND - 1 - most - most_scale, LARGEST), NORMAL))
+    exact = _exact(fmt, dtype)
+    if not exact and dtype == "float16":
+        return Way("float32")  # FP16 has too few exponents for a sum of three numbers
+    if fmt.offset == "bias":
+        low, high = (math.ldexp(1.0, n) for n in _VALUED)
+        return Way(dtype, 3, valued=True, low=low, high=high)
+    if group and group < PROMOTED and _folds(fmt, dtype):
+        return Way(dtype, folded=True, outer_low=outer_low, outer_high=outer_high)
+    # A scale below this one may make FP32 round a value that is subnormal.
+    whole = isinstance(level.codec, PowerOfTwo) and least + least_scale >= LEAST
+    low = 0.0 if whole or least + least_scale >= NORMAL else math.ldexp(1.0, NORMAL - least)
+    return Way(dtype, 1 if exact else 3, low=low, outer_low=outer_low, outer_high=outer_high)
+
+
+def _magnitudes(fmt: Format) -> Iterable[float]:
+    """The magnitudes of codes, less their zero-points, but 0."""
+    codec = fmt.element
+    if isinstance(codec, Integer) and fmt.offset == "zero_point":
+        return 1.0, float(max(codec.high, 255 - codec.low))
+    return (abs(v) for v in map(codec.value, range(1 << codec.bits)) if v and math.isfinite(v))
+
+
+@lru_cache(maxsize=256)
+def _exponents(fmt: Format) -> tuple[int, int]:
+    """(binary exponent of the least magnitude of codes but 0, one that none exceeds)."""
+    found = list(_magnitudes(fmt))
+    return math.frexp(min(found))[1] - 1, math.frexp(max(found))[1]
+
+
+def _range(codec: Codec) -> tuple[int, int]:
+    """(binary exponent of the least scale but 0, one that none exceeds)."""
+    if codec.bits > 8:
+        _, least, most = DTYPES[{"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[codec.name]]
+        return least, most
+    finite = [v for v in map(codec.value, range(1 << codec.bits)) if v > 0 and math.isfinite(v)]
+    return math.frexp(min(finite))[1] - 1, math.frexp(max(finite))[1]
+
+
+def _exact(fmt: Format, dtype: str) -> bool:
+    """Whether a dtype holds every code, less its zero-point"""
+    if isinstance(fmt.element, Lookup) or fmt.offset == "bias":
+        return False
+    bits, least, most = DTYPES[dtype]
+    if isinstance(fmt.element, Integer):
+        # Multiples of the last bit; a power of two has one significant bit.
+        whole = max(_magnitudes(fmt)) * 2**fmt.element.fraction_bits if fmt.offset == "none" else max(_magnitudes(fmt))
+        needed = (int(whole) - 1).bit_length()
+    else:
+        needed = significant(fmt.element) or 0
+    found = _exponents(fmt)
+    return needed <= bits and found[0] >= least and found[1] <= most
+
+
+def _folds(fmt: Format, dtype: str) -> bool:
+    """Whether a dtype holds every code times its scale"""
+    if dtype != "bfloat16" or fmt.offset != "none":
+        return False
+    codecs = fmt.element, fmt.scale.codec
+    bits = [significant(codec) for codec in codecs]
+    if None in bits or sum(b or 0 for b in bits) > DTYPES[dtype][0] or not isinstance(codecs[0], Minifloat | Integer):
+        return False
+    # Every value is a multiple of the least one, and every multiple of 2^-133 a number of BF16, if it may be subnormal.
+    return _exponents(fmt)[0] + _range(codecs[1])[0] >= DTYPES[dtype][1]
+
+
+def way_of_fp8(a: Format, b: Format, native: bool) -> Way | str:
+    """How codes of FP8 are multiplied by each other. native: the device has tensor cores for them."""
+    for fmt in (a, b):
+        if fmt.element.name not in CONVERTED or not isinstance(fmt.element, Minifloat):
+            return f"{fmt.element.name} codes are not FP8"
+        if fmt.offset != "none" or fmt.global_scale is not None or fmt.scale.sense != "multiplier":
+            return "offsets, global scales and scales that are not multipliers have no kernel here"
+    most = max(_exponents(a)[1], _exponents(b)[1])
+    return Way("float8" if native else "bfloat16", high=2.0 ** (BEYOND - 1 - most))
+
+
+def group_of(block: Block) -> int:
+    """Columns of K that share a scale, 0 for all."""
+    return 0 if block == TENSOR else block[1] or 0
+
+
+def deepest(group: int) -> int:
+    """The most columns of K of a step within blocks of `group`: the largest power of two that divides it."""
+    return group & -group if group else 1 << 30
+
+
+# ------------------------------------------------------------------------------------------------ which calls
+
+
+def accepts_weight_only(call: Call) -> str | None:
+    """Why an array and a quantized operand are not multiplied, or None."""
+    a, b = call.a, call.b
+    assert b is not None
+    if a.recipe is not None:
+        return "a: it multiplies plain arrays, and this is a ScaledTensor"
+    if b.recipe is None:
+        return "b: it decodes a quantized operand, and this is an array"
+    if a.dtype not in DTYPES:
+        return f"a: it multiplies {', '.join(DTYPES)}, and the array is {a.dtype}"
+    if b.layout is None:  # `explain` of recipes alone
+        return None
+    group = group_of(b.layout.plain.block(b.axis))
+    way = way_of(b.recipe.format, group, a.dtype)
+    return (f"b: {way}" if isinstance(way, str) else None) or _refused(call, a.dtype == "float32")
+
+
+def accepts_fp8(call: Call) -> str | None:
+    """Why two FP8 tensors are not multiplied, or None."""
+    a, b = call.a, call.b
+    assert b is not None
+    if a.recipe is None or b.recipe is None:
+        return "it multiplies two FP8 tensors"
+    way = way_of_fp8(a.recipe.format, b.recipe.format, False)
+    if isinstance(way, str) or a.layout is None or b.layout is None:
+        return way if isinstance(way, str) else None
+    return _refused(call, False)
+
+
+def accepts_product(call: Call) -> str | None:
+    """Why an array, or an FP8 tensor, and a quantized operand are not multiplied, or None."""
+    return accepts_weight_only(call) if call.a.recipe is None else accepts_fp8(call)
+
+
+def _refused(call: Call, fp32: bool) -> str | None:
+    """Why operands of these shapes and layouts are not multiplied, or None. fp32: as FP32 numbers."""
+    a, b = call.a, call.b
+    assert b is not None
+    if str(call.option("out_dtype", "float32")) not in RESULTS:
+        return f"it does not write {call.option('out_dtype')}"
+    for name, operand, axis in (("a", a, -1), ("b", b, -2)):
+        if operand.recipe is None or operand.layout is None:
+            continue
+        readable = plans.readable(operand.recipe, operand.layout)
+        if isinstance(readable, str):
+            return f"{name}: {readable}"
+        if operand.axis != axis:
+            return f"{name}: its blocks go across K"
+        group = group_of(operand.layout.plain.block(operand.axis))
+        if deepest(group) < STEP:
+            return f"{name}: blocks of {group} columns; steps of a product take multiples of {STEP}"
+    if a.empty or b.empty:
+        return "the generic algorithm runs for empty operands"
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        return None
+    if not fp32 and (k := a.shape[-1]) < SHORTEST:
+        return f"K = {k} has too few terms for the bound of sums in tensor cores; it takes {SHORTEST} and more"
+    if not fp8_plans.batches(a.shape[:-2], b.shape[:-2]):
+        return f"leading axes {a.shape[:-2]} and {b.shape[:-2]} broadcast in both directions"
+    if call.framework == "jax" and any(math.prod(x.shape) >= LARGE for x in (a, b)):
+        return plans.TOO_LARGE
+    if max(math.prod(a.shape[:-2]), math.prod(b.shape[:-2])) * a.shape[-2] * b.shape[-1] >= 2**47:
+        return "the result has too many tiles for one grid"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+#: Operations per second, bytes per second and seconds of a launch: estimates for an H200, less than what the kernels in CUDA
+#: C++ reach there, so that those come first.
+_OPERATIONS = {"bfloat16": 0.4e15, "float16": 0.4e15, "float8": 0.6e15, "float32": 0.04e15}
+_BANDWIDTH, _LAUNCH = 2.0e12, 4e-6
+#: How many times longer pairs of FP8 take in blocks shorter than `PROMOTED`.
+_SHORT_BLOCKS = 2.5
+
+
+def score(call: Call) -> float:
+    """The estimated time."""
+    a, b = call.a, call.b
+    assert b is not None
+    if len(a.shape) < 2 or len(b.shape) < 2:  # `explain` of recipes alone
+        return 2 * _LAUNCH
+    rows, n, k = math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    moved = 4.0 * rows * n
+    for operand, elements in ((a, rows * k), (b, math.prod(b.shape))):
+        moved += elements * (2.0 if operand.recipe is None else operand.recipe.format.element.bits / 8)
+    dtype = "float8" if a.recipe is not None else str(a.dtype)
+    time = max(2.0 * rows * n * k / _OPERATIONS[dtype], moved / _BANDWIDTH) + _LAUNCH
+    groups = [group_of(x.layout.plain.block(x.axis)) for x in (a, b) if x.recipe is not None and x.layout is not None]
+    return time * (_SHORT_BLOCKS if len(groups) == 2 and any(0 < group < PROMOTED for group in groups) else 1.0)
