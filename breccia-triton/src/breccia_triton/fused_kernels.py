@@ -107,8 +107,9 @@ def sum_kernel(parts, bias, out, count, columns, SPLIT: tl.constexpr, BLOCK: tl.
     exists = at < count
     start = parts + tl.program_id(1).to(tl.int64) * SPLIT * count
     total = tl.load(start + at, mask=exists, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        total = total + tl.load(start + part * count.to(tl.int64) + at, mask=exists, other=0.0)
+    for _ in tl.static_range(1, SPLIT):
+        start = start + count
+        total = total + tl.load(start + at, mask=exists, other=0.0)
     if bias is not None:
         total = total + tl.load(bias + at % columns, mask=exists, other=0.0).to(tl.float32)
     to = out + tl.program_id(1).to(tl.int64) * count + at
