@@ -27,6 +27,8 @@ from . import products
 from .facts import BF16_MODE, FP32, INT8, SPAN, factor_of, inexact, kind_of
 
 _KINDS = {name: number for number, name in enumerate(products.kinds())}
+#: The kinds of activations by dtype
+_ACTIVATIONS = {"float32": _KINDS["f32"], "float16": _KINDS["f16"], "bfloat16": _KINDS["bf16"]}
 _ROLES = {"none": 0, "zero_point": 1, "bias": 2}
 #: Products below which one thread is as fast as several.
 _FOR_THREADS = 1 << 21
@@ -169,10 +171,10 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None) -> Ar
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
         exact = m >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
         mode = BF16_MODE if exact else FP32
-    if not _supports(st, weight, mode, k):
+    if mode != FP32 and not _supports(st, weight, mode, k):
         mode = FP32
     for start in range(0, m, rows):
-        part, to = NUMPY.f32(x[start : start + rows]), product[start : start + rows]
+        part, to = (x, product) if m <= rows else (x[start : start + rows], product[start : start + rows])
         if not ((mode != FP32 and _multiplied(part, weight, to, k, mode)) or _multiplied(part, weight, to, k, FP32)):
             return None
     return product
@@ -180,7 +182,7 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None) -> Ar
 
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
     whole = w.role == 0 or w.offset_kind in (_KINDS["u8"], _KINDS["i8"])
-    return mode == FP32 or (whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None)
+    return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 
 class _Weight(NamedTuple):
@@ -235,29 +237,19 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
 
 
 def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int) -> bool:
-    """Write (M, K) FP32 times the transpose of `w`, (N, K), to `product`. False where numbers are beyond the limits."""
+    """Write (M, K) times the transpose of `w`, (N, K), to `product`. False where numbers are beyond the limits."""
     m, n = product.shape
-    packed = _aligned(m * products.packed_length(k, mode, w.kind, w.table, w.block))
-    x = np.ascontiguousarray(x)
-    x = x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1)
-    if not products.pack(x, m, k, mode, w.kind, w.table, w.role, w.block, packed):
-        return False
-    call: tuple[Any, ...] = (packed, m, n, k, mode, *w, product, np.zeros(1, np.int64))
-    if m * n * k < _FOR_THREADS or threads.get_num_threads() == 1:
-        return products.multiply(*call)
-    within: list[bool] = []
-    # Each thread takes rows until none is left.
-    threads.share(lambda: within.append(products.multiply(*call)), threads.get_num_threads())
-    return all(within)
+    kind = _ACTIVATIONS.get(x.dtype.name)
+    if kind is None:
+        x, kind = NUMPY.f32(x), _KINDS["f32"]
+    if not (x.flags.c_contiguous and x.flags.aligned):
+        x = x.copy()
+    if x.dtype.kind == "V":  # BF16 of ml_dtypes has no buffer
+        x = x.view(np.uint16)
+    number = threads.get_num_threads() if m * n * k >= _FOR_THREADS else 1
+    return products.multiply(x, kind, m, n, k, mode, *w, product, number)
 
 
 def _fp32(factor: float) -> float:
     """`factor` rounded to FP32, which may overflow."""
     return math.copysign(math.inf, factor) if 2.0**128 <= abs(factor) < math.inf else factor
-
-
-def _aligned(count: int) -> Array:
-    """FP32 at an address that is a multiple of a cache line."""
-    raw = np.empty(count + 16, np.float32)
-    start = -raw.ctypes.data % 64 // 4
-    return raw[start : start + count]

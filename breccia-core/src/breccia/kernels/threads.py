@@ -96,23 +96,6 @@ def spread(work: Callable[[int, int], None], count: int, threads: int) -> None:
             raise error
 
 
-def share(work: Callable[[], None], threads: int) -> None:
-    """Call `work` on this thread, and on up to `threads - 1` others; raises the first exception. Calls take what is left to do.
-
-    Others that have not started when this thread's call ends are not waited for. `work` must not call `share` or `spread`.
-    """
-    futures: list[Future[None]] = []
-    with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
-        futures.extend(_shared_pool().submit(work) for _ in range(threads - 1))
-    try:
-        work()
-    finally:
-        errors = [future.exception() for future in futures if not future.cancel()]
-    for error in errors:
-        if error is not None:
-            raise error
-
-
 def _shared_pool() -> ThreadPoolExecutor:
     global _pool
     from concurrent.futures import ThreadPoolExecutor
