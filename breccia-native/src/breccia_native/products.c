@@ -37,6 +37,7 @@ MICRO(portable, , f4, 4, 4)
 static const micro portable_micros[] = {NULL, portable_micro1, portable_micro2, portable_micro3, portable_micro4};
 
 #define portable_streams(kind, role, span) 0
+#define portable_span(w) SPAN
 #define portable_order(kind) NULL
 static float portable_lift(int kind)
 {
@@ -44,7 +45,7 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, portable_streams, portable_order, portable_lift)
+VERSION(portable, , 4, 8, NULL, portable_streams, portable_span, decoded, portable_order, portable_lift)
 
 #if defined(__x86_64__)
 #include "avx2.h"

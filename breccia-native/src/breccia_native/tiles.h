@@ -67,21 +67,21 @@ INLINE void by_tiles(const weight *w, const workspace *to, panel *p, const float
         memcpy(y + i * w->n + first, to->sums + i * NR, 4 * (size_t)rows);
 }
 
-/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. */
+/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `span`: codes with one scale. */
 INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end,
-    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream)
+    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream, Py_ssize_t span, decoder read)
 {
     panel p;
     p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
     p.whole = w->row_bytes / p.bytes;
     p.chunks = (w->k + CHUNK - 1) / CHUNK;
-    p.spans = CHUNK / w->span;
+    p.spans = CHUNK / span;
     const Py_ssize_t each = p.chunks * p.spans, ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
     p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192;
     for (Py_ssize_t n = first; n < end; n += step) {
         const Py_ssize_t stop = n + step < end ? n + step : end;
         for (Py_ssize_t row = n / w->tall, slot = 0; row * w->tall < stop; row++, slot++)
-            if (!spread_scales(w, row, to->run, to->scales + slot * each, to->offsets + slot * each))
+            if (!spread_scales(w, span, row, read, to->run, to->scales + slot * each, to->offsets + slot * each))
                 return 0;
         if (!stream) {
             for (Py_ssize_t row = n; row < stop; row += NR)
@@ -227,13 +227,15 @@ typedef struct {
 } version;
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
-   which codes are decoded in registers, by `stream`; `order` is that of activations then. */
-#define VERSION(version_name, target, most, NR, stream, streams, order, lift)                                               \
+   which codes are decoded in registers, by `stream`; `order` is that of activations then, and spanned(weight) the codes that have
+   one scale. `read` decodes scales. */
+#define VERSION(version_name, target, most, NR, stream, streams, spanned, read, order, lift)                                \
     target static int version_name##_rows(const weight *w, const workspace *to, const float *x, Py_ssize_t m,               \
         Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
     {                                                                                                                       \
         return rows_of(w, to, x, m, first, end, y, version_name##_tile, version_name##_micros, most, NR,                    \
-            m <= streams(w->codes.kind, w->role, w->span) ? stream : NULL);                                                 \
+            m <= streams(w->codes.kind, w->role, w->span) ? stream : NULL,                                                  \
+            m <= streams(w->codes.kind, w->role, w->span) ? spanned(w) : w->span, read);                                    \
     }                                                                                                                       \
     static Py_ssize_t version_name##_parts(const weight *w, Py_ssize_t m)                                                   \
     {                                                                                                                       \
