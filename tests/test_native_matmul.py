@@ -158,7 +158,7 @@ FORMATS = {
     "e2m3-4": Format(E2M3, (Level(F16, (1, 4)),)),
 }
 #: Rows of activations around every path: streams of 1, 2 and 4, and panels of every height.
-ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 13, 14, 15, 29, 64)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 14, 15, 16, 17, 29, 64)
 #: K around chunks of 128 codes and vectors of 4, 8 and 16 numbers; N around 4 rows and 32.
 SHAPES = ((1, 32), (3, 33), (4, 63), (5, 127), (31, 128), (33, 129), (7, 159), (65, 256), (2, 640), (36, 1021))
 
@@ -445,6 +445,7 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         "offset_kind": products.kinds().index("f32"),
         "role": 0,
         "product": np.full(16, 7, np.float32),
+        "bias": np.zeros(0, np.float32),
         "threads": 1,
     }
     assert not set(changed) - set(given)
@@ -465,6 +466,7 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         ({"scale_kind": 1}, "wanted a table of scales: 256 aligned"),
         ({"role": 1}, "wanted offsets of 64 bytes; got 0"),
         ({"product": np.zeros(15, np.float32)}, "wanted a product: 16 aligned FP32 numbers; got 60 bytes"),
+        ({"bias": np.zeros(7, np.float32)}, "wanted a bias: 8 aligned FP32 numbers; got 28 bytes"),
         ({"kind": 99}, "wanted a kind from 0 to 11; got 99"),
         ({"scale_kind": -1}, "wanted a kind from 0 to 11; got -1"),
         ({"kind": products.kinds().index("f32")}, "codes of at most 8 bits"),
@@ -489,7 +491,7 @@ def test_mismatched_sizes_are_refused_before_writing(changed: dict[str, Any], me
     with pytest.raises(ValueError, match=message):
         products.multiply(*given)
     before = np.zeros(15) if "product" in changed else np.full(16, 7)
-    assert (given[-2] == before).all()
+    assert (given[-3] == before).all()
     assert products.multiply(*arguments()) is True
 
 
@@ -507,8 +509,8 @@ def test_activations_of_every_dtype_are_multiplied_as_their_fp32_values(instruct
 
 def test_read_only_activations_are_multiplied_and_read_only_products_are_refused() -> None:
     given = list(arguments(x=bytes(512)))
-    assert products.multiply(*given) is True and not given[-2].any()
-    given[-2] = bytes(64)
+    assert products.multiply(*given) is True and not given[-3].any()
+    given[-3] = bytes(64)
     with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write"):
         products.multiply(*given)
 

@@ -206,9 +206,9 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
     d, modes = breccia.dequantize(st).numpy(), list[int]()
     multiplied = native._multiplied
 
-    def seen(x: Any, w: Any, product: Any, k: int, mode: int) -> bool:
+    def seen(x: Any, w: Any, product: Any, k: int, mode: int, bias: Any) -> bool:
         modes.append(mode)
-        return multiplied(x, w, product, k, mode)
+        return multiplied(x, w, product, k, mode, bias)
 
     monkeypatch.setattr(native, "_multiplied", seen)
     monkeypatch.setattr(native.products, "fast", lambda mode: True)

@@ -174,6 +174,7 @@ typedef struct {
     Py_ssize_t m;
     float *wide;   /* FP32 activations: x itself, or room for them */
     float *packed, *y;
+    const float *bias; /* (n,), added to the product; or NULL */
     Py_ssize_t parts, next_part, packed_parts, next_row;
     int fine, memory;
 } product;
@@ -226,6 +227,9 @@ static void multiply_some(void *context)
         if (!(mode == FP32_MODE ? here->rows(w, &to, p->packed, p->m, first, end, p->y)
                                 : modes[mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
             __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+        for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
+            for (Py_ssize_t j = first; j < end; j++)
+                p->y[i * w->n + j] += p->bias[j];
     }
     free(to.memory);
 }
@@ -249,25 +253,25 @@ static int multiply_all(product *p, int threads)
 
 PyDoc_STRVAR(multiply_doc,
     "multiply(x, x_kind, m, n, k, mode, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
-    "offset, offset_kind, role, product, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
+    "offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
     "x: FP32, FP16 or BF16. data: (n, bytes) codes of `kind`, whose values are in `table` where the kind is a table; likewise\n"
     "scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
-    "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). threads: how\n"
-    "many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
+    "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
+    "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
     "below 2^-60 and not 0, and where a scale is too large, or smaller than `least` and not 0.");
 
 static PyObject *multiply(PyObject *self, PyObject *args)
 {
-    Py_buffer x, data, table, scale, scale_table, offset, y;
+    Py_buffer x, data, table, scale, scale_table, offset, y, bias;
     Py_ssize_t m, tall;
     weight w;
     product p = {0};
     grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
     int mode, threads, memory = 1;
     memset(&w, 0, sizeof w);
-    if (!PyArg_ParseTuple(args, "y*innniy*iy*y*iy*nnpffy*iiw*i:multiply", &x, &p.x.kind, &m, &w.n, &w.k, &mode, &data,
+    if (!PyArg_ParseTuple(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:multiply", &x, &p.x.kind, &m, &w.n, &w.k, &mode, &data,
             &w.codes.kind, &table, &scale, &w.scale.kind, &scale_table, &w.block, &tall, &w.divides, &w.factor, &w.least,
-            &offset, &w.offset.kind, &w.role, &y, &threads))
+            &offset, &w.offset.kind, &w.role, &y, &bias, &threads))
         return NULL;
     int done = is_kind(w.codes.kind) && is_kind(w.scale.kind) && is_kind(w.offset.kind) && (p.x.kind >= F16 || is_kind(-1)) &&
         is_kind(p.x.kind);
@@ -290,7 +294,7 @@ static PyObject *multiply(PyObject *self, PyObject *args)
         const Py_ssize_t scale_bytes = scales * kind_bits[w.scale.kind] / 8;
         const Py_ssize_t offset_bytes = scales * kind_bits[w.offset.kind] / 8;
         const Py_ssize_t x_bytes = m * w.k * kind_bits[p.x.kind] / 8;
-        done = is_float("a product", &y, m * w.n) &&
+        done = is_float("a product", &y, m * w.n) && (bias.len == 0 || is_float("a bias", &bias, w.n)) &&
             (data.len == w.n * w.row_bytes || refused("codes", w.n * w.row_bytes, data.len)) &&
             (w.codes.kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[w.codes.kind])) &&
             (w.scale.kind > TABLE8 || is_float("a table of scales", &scale_table, 256)) &&
@@ -308,7 +312,7 @@ static PyObject *multiply(PyObject *self, PyObject *args)
         w.scale.items = scale.buf, w.scale.table = scale_table.buf;
         w.offset.items = offset.buf;
         w.factor *= mode == FP32_MODE ? here->lift(w.codes.kind) : modes[mode].lift(w.codes.kind) / g.unit;
-        p.w = &w, p.g = &g, p.x.items = x.buf, p.m = m, p.y = y.buf;
+        p.w = &w, p.g = &g, p.x.items = x.buf, p.m = m, p.y = y.buf, p.bias = bias.len ? bias.buf : NULL;
         Py_BEGIN_ALLOW_THREADS
         memory = multiply_all(&p, threads);
         Py_END_ALLOW_THREADS
@@ -320,6 +324,7 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     PyBuffer_Release(&scale_table);
     PyBuffer_Release(&offset);
     PyBuffer_Release(&y);
+    PyBuffer_Release(&bias);
     if (!memory)
         return PyErr_NoMemory();
     return done ? PyBool_FromLong(p.fine) : NULL;

@@ -25,6 +25,7 @@ def multiply(
     offset_kind: int,
     role: int,
     product: Any,
+    bias: Any,
     threads: int,
     /,
 ) -> bool: ...
