@@ -8,9 +8,12 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
+import breccia
 from breccia.arrays.frameworks import Device
+from breccia.kernels import threads
 from breccia_native import availability
 
 pool = pytest.importorskip("breccia_native.pool", reason="breccia-native was built without POSIX threads")
@@ -20,12 +23,12 @@ if reason := availability.missing_products(Device("cpu")):
 SUM = sum(range(100_000))
 
 
-@pytest.mark.parametrize("threads", [-1, 0, 1, 2, 3, 8, 1000])
-def test_threads_take_each_part_of_the_work_once(threads: int) -> None:
+@pytest.mark.parametrize("number", [-1, 0, 1, 2, 3, 8, 1000])
+def test_threads_take_each_part_of_the_work_once(number: int) -> None:
     for _ in range(20):
-        found, callers = pool.add(100_000, threads)
-        assert found == SUM and 1 <= callers <= max(threads, 1)
-    assert pool.add(0, threads)[0] == 0
+        found, callers = pool.add(100_000, number)
+        assert found == SUM and 1 <= callers <= max(number, 1)
+    assert pool.add(0, number)[0] == 0
 
 
 def test_threads_that_slept_work_again() -> None:
@@ -112,3 +115,22 @@ def test_one_thread_is_enough_for_a_limit_of_one() -> None:
         "breccia.matmul(np.ones((8, 1024), np.float32), st.mT)\n"
         "print(one - before, len(os.listdir('/proc/self/task')) - before)"
     ) == "0 2\n"  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "int4,symmetric=False,signed=False", "mxfp6", "fp8_block,block_m=128", "fp8_current"]
+)
+@pytest.mark.parametrize("shape", [(300, 777), (3, 40_000), (20_000, 33), (2, 150, 544)])
+def test_bytes_of_dequantize_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...], recipe: str, dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    st = breccia.cast(x, recipe)
+    expected = breccia.dequantize(st, out_dtype=dtype, prefer="reference.dequantize")
+    before = threads.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            breccia.set_num_threads(number)
+            found = breccia.dequantize(st, out_dtype=dtype, prefer="native.dequantize")
+            assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    finally:
+        breccia.set_num_threads(before)
