@@ -4,10 +4,21 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-HEADERS = [f"src/breccia_native/{name}.h" for name in ("bits", "numbers", "versions")]
+HEADERS = [f"src/breccia_native/{name}.h" for name in ("bits", "numbers", "pool", "versions")]
 
 setup(
     ext_modules=[
+        Extension(
+            "breccia_native.pool",
+            ["src/breccia_native/pool.c"],
+            depends=HEADERS,
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            extra_compile_args=["-O2", "-pthread"],
+            extra_link_args=["-pthread"],
+            py_limited_api=True,
+            # Without POSIX threads, as on Windows, compiled products use one thread.
+            optional=True,
+        ),
         Extension(
             "breccia_native.microkernels",
             ["src/breccia_native/microkernels.c"],

@@ -19,10 +19,13 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "breccia-native" / "src" / "breccia_native"
 FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 #: As in breccia-native/setup.py, where they change results.
-OWN = {"microkernels": ["-ffp-contract=off"], "decoding": ["-ffp-contract=off"], "products": ["-ffp-contract=fast"]}
-TESTS = (
-    "tests/test_native.py", "tests/test_native_casts.py", "tests/test_native_matmul.py", "tests/test_native_modes.py",
-)  # fmt: skip
+OWN = {
+    "pool": [],
+    "microkernels": ["-ffp-contract=off"],
+    "decoding": ["-ffp-contract=off"],
+    "products": ["-ffp-contract=fast"],
+}
+TESTS = tuple(f"tests/test_native{part}.py" for part in ("", "_casts", "_matmul", "_modes", "_pool"))
 #: Tests that start processes of their own, or need an unmodified installation.
 LEFT_OUT = "not without_the_compiled and not torch and not use_the_compiled"
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -157,7 +158,7 @@ FORMATS = {
     "e2m3-4": Format(E2M3, (Level(F16, (1, 4)),)),
 }
 #: Rows of activations around every path: streams of 1, 2 and 4, and panels of every height.
-ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 13, 14, 15, 29, 64)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 14, 15, 16, 17, 29, 64)
 #: K around chunks of 128 codes and vectors of 4, 8 and 16 numbers; N around 4 rows and 32.
 SHAPES = ((1, 32), (3, 33), (4, 63), (5, 127), (31, 128), (33, 129), (7, 159), (65, 256), (2, 640), (36, 1021))
 
@@ -290,32 +291,6 @@ def test_several_threads_may_multiply_at_once() -> None:
     assert len(found) == 4 and all((y == expected).all() for y in found)
 
 
-def test_shared_work_raises_and_waits_for_no_thread_that_has_not_started() -> None:
-    before, entered, release = threads.get_num_threads(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        entered.set()
-        release.wait()
-
-    def fail() -> None:
-        raise ValueError("from work")
-
-    try:
-        breccia.set_num_threads(2)
-        holder = threads._shared_pool().submit(hold)  # the only thread of the pool is busy
-        assert entered.wait(60)
-        ran: list[int] = []
-        threads.share(lambda: ran.append(1), 2)
-        assert ran == [1]
-        release.set()
-        holder.result()
-        with pytest.raises(ValueError, match="from work"):
-            threads.share(fail, 2)
-    finally:
-        release.set()
-        breccia.set_num_threads(before)
-
-
 def test_a_limit_of_another_library_holds_in_its_thread_only() -> None:
     before = threads.get_num_threads()
     seen: list[int] = []
@@ -427,13 +402,14 @@ def test_torch_s_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     torch = pytest.importorskip("torch")
     seen: list[int] = []
 
-    def share(work: Any, number: int) -> None:
-        seen.append(number)
-        work()
+    def multiply(*arguments: Any) -> bool:
+        seen.append(arguments[-1])
+        return compiled(*arguments)
 
+    compiled = products.multiply
     st = breccia.cast(torch.ones(2048, 1024), "int4")
     x, before, ours = torch.ones(4, 1024), torch.get_num_threads(), threads.get_num_threads()
-    monkeypatch.setattr(threads, "share", share)
+    monkeypatch.setattr(products, "multiply", multiply)
     try:
         breccia.set_num_threads(4)
         for number in (1, 3, 8):
@@ -442,13 +418,14 @@ def test_torch_s_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         torch.set_num_threads(before)
         breccia.set_num_threads(ours)
-    assert seen == [3, 4]
+    assert seen == [1, 3, 4]
 
 
 def arguments(**changed: Any) -> tuple[Any, ...]:
     """Arguments of a product of (2, 64) and an MXFP4 weight (8, 64), some changed."""
     given: dict[str, Any] = {
-        "packed": np.zeros(2 * 128, np.float32),
+        "x": np.zeros(2 * 64, np.float32),
+        "x_kind": products.kinds().index("f32"),
         "m": 2,
         "n": 8,
         "k": 64,
@@ -468,7 +445,8 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
         "offset_kind": products.kinds().index("f32"),
         "role": 0,
         "product": np.full(16, 7, np.float32),
-        "next": np.zeros(1, np.int64),
+        "bias": np.zeros(0, np.float32),
+        "threads": 1,
     }
     assert not set(changed) - set(given)
     return tuple((given | changed).values())
@@ -477,15 +455,18 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"packed": np.zeros(255, np.float32)}, "wanted packed activations: 256 aligned FP32 numbers; got 1020 bytes"),
-        ({"packed": np.zeros(1025, np.uint8)[1:]}, "wanted packed activations: 256 aligned"),
+        ({"x": np.zeros(127, np.float32)}, "wanted activations: 128 aligned FP32 numbers; got 508 bytes"),
+        ({"x": np.zeros(513, np.uint8)[1:]}, "wanted activations: 128 aligned"),
+        ({"x_kind": products.kinds().index("f16")}, "wanted activations of 256 bytes; got 512"),
+        ({"x_kind": products.kinds().index("e8m0")}, "wanted a kind from 0 to 11; got -1"),
+        ({"x_kind": 12}, "wanted a kind from 0 to 11; got 12"),
         ({"data": np.zeros(255, np.uint8)}, "wanted codes of 256 bytes; got 255"),
         ({"scale": np.zeros(15, np.uint8)}, "wanted scales of 16 bytes; got 15"),
         ({"table": np.zeros(15, np.float32)}, "wanted a table: 16 aligned FP32 numbers; got 60 bytes"),
         ({"scale_kind": 1}, "wanted a table of scales: 256 aligned"),
         ({"role": 1}, "wanted offsets of 64 bytes; got 0"),
         ({"product": np.zeros(15, np.float32)}, "wanted a product: 16 aligned FP32 numbers; got 60 bytes"),
-        ({"next": np.zeros(2, np.int64)}, "wanted an aligned counter of 8 bytes; got 16"),
+        ({"bias": np.zeros(7, np.float32)}, "wanted a bias: 8 aligned FP32 numbers; got 28 bytes"),
         ({"kind": 99}, "wanted a kind from 0 to 11; got 99"),
         ({"scale_kind": -1}, "wanted a kind from 0 to 11; got -1"),
         ({"kind": products.kinds().index("f32")}, "codes of at most 8 bits"),
@@ -499,8 +480,6 @@ def arguments(**changed: Any) -> tuple[Any, ...]:
             {"mode": 1, "block": 12, "scale": np.zeros(48, np.uint8)},
             "in blocks of a multiple of 8; got mode 1, kind 0, block = 12",
         ),
-        ({"mode": 1, "packed": np.zeros(2 * 31, np.float32)}, "wanted packed activations: 80 aligned FP32 numbers; got 248"),
-        ({"mode": 2, "packed": np.zeros(2 * 63, np.float32)}, "wanted packed activations: 128 aligned FP32 numbers; got 504"),
         ({"m": 0}, "wanted lengths of at least 1"),
         ({"k": -1}, "wanted lengths of at least 1"),
         ({"n": 2**62}, "wanted lengths of at least 1"),
@@ -512,28 +491,28 @@ def test_mismatched_sizes_are_refused_before_writing(changed: dict[str, Any], me
     with pytest.raises(ValueError, match=message):
         products.multiply(*given)
     before = np.zeros(15) if "product" in changed else np.full(16, 7)
-    assert (given[-2] == before).all()
+    assert (given[-3] == before).all()
     assert products.multiply(*arguments()) is True
 
 
-def test_pack_refuses_mismatched_sizes_and_read_only_memory() -> None:
-    x, to = np.ones(64, np.float32), np.zeros(128, np.float32)
-    table = np.zeros(16, np.float32)
-    assert products.pack(x, 1, 64, 0, 0, table, 0, 32, to) is True and to.sum() == 64
-    for m, k, kind, message in (
-        (1, 65, 0, "wanted activations: 65"),
-        (2, 32, 0, "packed activations: 256"),
-        (0, 64, 0, "activations"),
-        (1, 64, 12, "kind"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            products.pack(x, m, k, 0, kind, table, 0, 32, to)
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_activations_of_every_dtype_are_multiplied_as_their_fp32_values(instruction_set: str, kind: str, mode: int) -> None:
+    st = tensor(FORMATS["mxfp4"], 100, 333)
+    dtype = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}[kind]
+    for m in (1, 5, 30):
+        x = np.random.default_rng(m).standard_normal((m, 333)).astype(np.float32).astype(dtype)
+        found, expected = (native._of_rows(y, st, mode) for y in (x, x.astype(np.float32)))
+        assert found is not None and expected is not None
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_read_only_activations_are_multiplied_and_read_only_products_are_refused() -> None:
+    given = list(arguments(x=bytes(512)))
+    assert products.multiply(*given) is True and not given[-3].any()
+    given[-3] = bytes(64)
     with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write"):
-        products.pack(x, 1, 64, 0, 0, table, 0, 32, bytes(512))
-    with pytest.raises(ValueError, match="wanted a table: 16 aligned FP32 numbers"):
-        products.pack(x, 1, 64, 0, 0, table[:15], 0, 32, to)
-    with pytest.raises(ValueError, match="a length of 1 bytes; got 0"):
-        products.packed_length(0, 0, 0, table, 32)
+        products.multiply(*given)
 
 
 def test_an_instruction_set_that_the_processor_lacks_is_refused() -> None:

@@ -206,9 +206,9 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
     d, modes = breccia.dequantize(st).numpy(), list[int]()
     multiplied = native._multiplied
 
-    def seen(x: Any, w: Any, product: Any, k: int, mode: int) -> bool:
+    def seen(x: Any, w: Any, product: Any, k: int, mode: int, bias: Any) -> bool:
         modes.append(mode)
-        return multiplied(x, w, product, k, mode)
+        return multiplied(x, w, product, k, mode, bias)
 
     monkeypatch.setattr(native, "_multiplied", seen)
     monkeypatch.setattr(native.products, "fast", lambda mode: True)
@@ -223,11 +223,12 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
 
 def test_every_table_of_small_integers_is_found() -> None:
     """Formats of INT8 products: a unit of up to 16 makes the values whole."""
+    x = np.ones((1, 128), np.float32)
     for fmt, supported in ((FORMATS["int4"], True), (FORMATS["mxfp4"], True), (FORMATS["nf4"], False)):
-        table = np.array(fmt.element.table, np.uint32).view(np.float32)
+        weight, to = native._weight(tensor(fmt, 8, 128), 8, 128), np.empty((1, 8), np.float32)
         if supported:
-            assert products.packed_length(128, 1, 0, table, 128) == 34
+            assert native._multiplied(x, weight, to, 128, facts.INT8)
         else:
             with pytest.raises(ValueError, match="codes that it multiplies exactly"):
-                products.packed_length(128, 1, 0, table, 128)
+                native._multiplied(x, weight, to, 128, facts.INT8)
     assert facts.inexact(facts.INT8, Format(E2M1, (Level(F32, TENSOR),))) is None

@@ -330,6 +330,8 @@ MICRO(avx2, FOR_AVX2, f8, 8, 6)
 static const micro avx2_micros[] = {
     NULL, avx2_micro1, avx2_micro2, avx2_micro3, avx2_micro4, avx2_micro5, avx2_micro6};
 
-VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, avx2_streams, order_of, lift_of)
+#define avx2_span(w) SPAN
+
+VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, avx2_streams, avx2_span, decoded, order_of, lift_of)
 
 #endif

@@ -27,35 +27,57 @@ FOR_AVX512 INLINE __m512 halves(const int kind, __m256i high)
     return _mm512_cvtph_ps(high);
 }
 
-FOR_AVX512 INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, const float *table, __m512 *first, __m512 *second)
+#define IS_SIX(kind) ((kind) == E2M3 || (kind) == E3M2)
+
+/* FP16 with the bits of 64 FP8 or FP6 numbers: the even ones and the odd ones. */
+FOR_AVX512 INLINE void halves_of_bytes(const int kind, __m512i v, __m512i *even, __m512i *odd)
 {
-    if (IS_HALF(kind)) {
-        const __m256i v = _mm256_loadu_si256((const void *)codes);
-        *first = halves(kind, _mm256_slli_epi16(v, 8));
-        *second = halves(kind, _mm256_and_si256(v, _mm256_set1_epi16((short)0xFF00)));
+    const __m512i nan = _mm512_set1_epi16(0x4000), one = _mm512_set1_epi16(0x80);
+    const int shift = kind == E2M3 ? 3 : kind == E3M2 ? 2 : 1;
+    const __m512i keep = _mm512_set1_epi16((short)(kind == E2M3 ? 0x8F80 : kind == E3M2 ? 0x9F00 : 0xBF80));
+    *even = _mm512_slli_epi16(v, 8);
+    *odd = v;
+    if (kind == E5M2) {
+        *odd = _mm512_and_si512(v, _mm512_set1_epi16((short)0xFF00));
         return;
     }
-    const __m128i a = _mm_loadu_si128((const void *)codes), b = _mm_loadu_si128((const void *)(codes + 16));
-    if (kind == I8) {
-        *first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a));
-        *second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b));
-    } else if (kind == U8) {
-        *first = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(a));
-        *second = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b));
-    } else {
-        *first = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(a), table, 4);
-        *second = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(b), table, 4);
+    *even = _mm512_and_si512(_mm512_srai_epi16(*even, shift), keep);
+    *odd = _mm512_and_si512(_mm512_srai_epi16(*odd, shift), keep);
+    if (kind == E4M3) { /* 0x3F80 is E4M3's NaN: with bit 14 it is FP16's. a | (b & c) is the function 0xF8. */
+        *even = _mm512_ternarylogic_epi64(*even, _mm512_add_epi16(*even, one), nan, 0xF8);
+        *odd = _mm512_ternarylogic_epi64(*odd, _mm512_add_epi16(*odd, one), nan, 0xF8);
     }
 }
 
-/* The lanes of a chunk's 16 scales (or offsets) that belong to vector `i` of bytes. */
-FOR_AVX512 INLINE __m512 lanes_of(const int kind, __m512 scales, int i)
+/* 64 codes as the vectors that activations are in the order of. */
+FOR_AVX512 INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, __m512 to[4])
+{
+    if (!IS_HALF(kind)) {
+        UNROLL for (int i = 0; i < 4; i++)
+            to[i] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(codes + 16 * i))));
+        return;
+    }
+    __m512i even, odd;
+    halves_of_bytes(kind, _mm512_loadu_si512(codes), &even, &odd);
+    to[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
+    to[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
+    to[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
+    to[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+}
+
+/* How many scales a chunk has: one, one for each vector (or pair of vectors) of bytes at most, or more. */
+enum { ONE, FEW, MANY };
+
+/* The scales (or offsets) of the lanes of vector `i` of bytes, of a chunk with `spans` of them. */
+FOR_AVX512 INLINE __m512 lanes_of(const int kind, const int grain, const float *scales, const int i, Py_ssize_t spans)
 {
     const __m512i by4 = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
     const __m512i by8 = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-    const int paired = IS_HALF(kind);
-    const __m512i lanes = paired ? by4 : by8, start = _mm512_set1_epi32(paired ? i / 2 * 4 : i * 2);
-    return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, start), scales);
+    const int first = IS_HALF(kind) ? i / 2 * 32 : i * 16; /* of its codes */
+    const float *from = scales + first * spans / CHUNK;
+    if (grain != MANY)
+        return _mm512_set1_ps(*from);
+    return _mm512_permutexvar_ps(IS_HALF(kind) && spans == SPANS ? by4 : by8, _mm512_loadu_ps(from));
 }
 
 FOR_AVX512 INLINE __m512 nibble(__m512i v, int i, __m512 table)
@@ -75,7 +97,7 @@ FOR_AVX512 INLINE __m512 applied(const int role, __m512 v, __m512 scale, __m512 
 FOR_AVX512 INLINE const uint8_t *bytes_of(const int kind, const panel *p, int r, Py_ssize_t c, uint8_t *room)
 {
     const uint8_t *codes = codes_of(p, r, c);
-    if (kind != E2M3 && kind != E3M2)
+    if (!IS_SIX(kind))
         return codes;
     const __m512i lanes = _mm512_set_epi32(0, 11, 10, 9, 0, 8, 7, 6, 0, 5, 4, 3, 0, 2, 1, 0);
     const __m512i apart = _mm512_broadcast_i32x4(_mm_set_epi8(-1, 11, 10, 9, -1, 8, 7, 6, -1, 5, 4, 3, -1, 2, 1, 0));
@@ -93,37 +115,54 @@ FOR_AVX512 INLINE const uint8_t *bytes_of(const int kind, const panel *p, int r,
 
 /* ------------------------------------------------------------------------------------------------ from registers */
 
+/* What follows reads the memory of `pointers` anew: GCC would keep the pointers in vector registers, and move them from
+   there to where they are needed by instructions that decoding needs, too. */
+#define FROM_MEMORY(pointers) __asm__ volatile("" : : "r"(pointers) : "memory")
+
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. */
 FOR_AVX512 INLINE void nibbles_streamed(
-    const int M, const int role, const int same, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
+    const int M, const int role, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
     float *sums)
 {
     const __m512 table = _mm512_loadu_ps(w->codes.table);
-    const int later = M == 1 && role != BIAS && !same; /* scales are applied to sums of a span */
+    const int later = M == 1 && role != BIAS; /* scales are applied to sums of a span */
+    const int early = grain == ONE;           /* scales or zero-points are applied to the table */
+    const Py_ssize_t spans = grain == ONE ? 1 : p->spans;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i span_of_lane = _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(4 - __builtin_ctz((unsigned)spans)));
+    const Py_ssize_t chunks = p->chunks, ahead = p->ahead;
     __m512 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
-    for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride) {
+    for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
         __m512i v[ROWS];
         __m512 values[ROWS], scale[ROWS], offset[ROWS], span[ROWS];
+        const uint8_t *codes[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) codes[r] = p->codes[r] + c * (CHUNK / 2);
+        if (c == p->whole)
+            UNROLL for (int r = 0; r < ROWS; r++) codes[r] = p->rest[r];
         UNROLL for (int r = 0; r < ROWS; r++) {
-            const uint8_t *codes = codes_of(p, r, c);
-            v[r] = _mm512_loadu_si512(codes);
-            _mm_prefetch((const char *)codes + p->ahead, _MM_HINT_T0);
-            scale[r] = _mm512_loadu_ps(p->scales[r] + c * SPANS);
-            offset[r] = role == NONE ? scale[r] : _mm512_loadu_ps(p->offsets[r] + c * SPANS);
-            values[r] = same ? applied(role, table, scale[r], offset[r]) : table;
+            v[r] = _mm512_loadu_si512(codes[r]);
+            _mm_prefetch((const char *)codes[r] + ahead, _MM_HINT_T0);
+            const float *scales = p->scales[r] + c * spans, *offsets = role == NONE ? scales : p->offsets[r] + c * spans;
+            scale[r] = early ? _mm512_set1_ps(*scales) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(scales));
+            offset[r] = early ? _mm512_set1_ps(*offsets) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+            values[r] = table;
+            if (early && later)
+                values[r] = role == ZERO_POINT ? _mm512_sub_ps(table, offset[r]) : table;
+            else if (early)
+                values[r] = applied(role, table, scale[r], offset[r]);
         }
         UNROLL for (int i = 0; i < 8; i++)
             UNROLL for (int r = 0; r < ROWS; r++) {
                 __m512 d = nibble(v[r], i, values[r]);
                 if (later) {
                     const __m512 y = _mm512_loadu_ps(x + 16 * i);
-                    d = role == ZERO_POINT ? _mm512_sub_ps(d, offset[r]) : d;
+                    d = role == ZERO_POINT && !early ? _mm512_sub_ps(d, offset[r]) : d;
                     span[r] = i ? _mm512_fmadd_ps(d, y, span[r]) : _mm512_mul_ps(d, y);
                     continue;
                 }
-                d = same ? d : applied(role, d, scale[r], offset[r]);
+                d = early ? d : applied(role, d, scale[r], offset[r]);
                 UNROLL for (int m = 0; m < M; m++)
                     a[m][r] = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + m * CHUNK + 16 * i), a[m][r]);
             }
@@ -135,43 +174,52 @@ FOR_AVX512 INLINE void nibbles_streamed(
 }
 
 FOR_AVX512 INLINE void bytes_streamed(
-    const int M, const int kind, const int same, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
+    const int M, const int kind, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
     float *sums)
 {
-    const int paired = IS_HALF(kind);
+    /* With one row of activations, scales are applied to sums of a pair of vectors, or of a chunk. */
+    const int later = M == 1 && (grain == ONE || IS_HALF(kind));
+    const Py_ssize_t spans = grain == ONE ? 1 : p->spans;
+    const Py_ssize_t chunks = p->chunks, ahead = p->ahead;
     __m512 a[4][ROWS];
+    (void)w;
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
-    for (Py_ssize_t c = 0; c < p->chunks; c++, x += stride) {
+    for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
         UNROLL for (int r = 0; r < ROWS; r++) {
             uint8_t room[CHUNK];
+            FROM_MEMORY(p);
             const uint8_t *codes = bytes_of(kind, p, r, c, room);
-            const __m512 scale = _mm512_loadu_ps(p->scales[r] + c * SPANS);
-            __m512 all = _mm512_setzero_ps();
-            const char *next = (const char *)codes_of(p, r, c) + p->ahead;
+            const float *scales = p->scales[r] + c * spans;
+            const char *next = (const char *)(IS_SIX(kind) ? codes_of(p, r, c) : codes) + ahead;
+            __m512 all[2];
             _mm_prefetch(next, _MM_HINT_T0);
             _mm_prefetch(next + 64, _MM_HINT_T0);
-            UNROLL for (int i = 0; i < 8; i += 2) {
-                __m512 d, e;
-                bytes_by_avx512(kind, codes + 16 * i, w->codes.table, &d, &e);
-                if (M == 1 && (same || paired)) { /* scales are applied to sums of a span, or of a chunk */
-                    const __m512 sum = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + 16 * i), same ? all : _mm512_setzero_ps());
-                    const __m512 both = _mm512_fmadd_ps(e, _mm512_loadu_ps(x + 16 * i + 16), sum);
-                    if (same)
-                        all = both;
-                    else
-                        a[0][r] = _mm512_fmadd_ps(both, lanes_of(kind, scale, i), a[0][r]);
-                    continue;
-                }
-                d = _mm512_mul_ps(d, same ? scale : lanes_of(kind, scale, i));
-                e = _mm512_mul_ps(e, same ? scale : lanes_of(kind, scale, i + 1));
-                UNROLL for (int m = 0; m < M; m++) {
-                    a[m][r] = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + m * CHUNK + 16 * i), a[m][r]);
-                    a[m][r] = _mm512_fmadd_ps(e, _mm512_loadu_ps(x + m * CHUNK + 16 * i + 16), a[m][r]);
+            UNROLL for (int half = 0; half < 2; half++) {
+                const float *y = x + 64 * half;
+                __m512 d[4];
+                bytes_by_avx512(kind, codes + 64 * half, d);
+                UNROLL for (int i = 0; i < 4; i += 2) {
+                    if (later) {
+                        __m512 sum = _mm512_mul_ps(d[i], _mm512_loadu_ps(y + 16 * i));
+                        if (grain == ONE && half)
+                            sum = _mm512_fmadd_ps(d[i], _mm512_loadu_ps(y + 16 * i), all[i / 2]);
+                        sum = _mm512_fmadd_ps(d[i + 1], _mm512_loadu_ps(y + 16 * i + 16), sum);
+                        if (grain == ONE)
+                            all[i / 2] = sum;
+                        else
+                            a[0][r] = _mm512_fmadd_ps(sum, lanes_of(kind, grain, scales, 4 * half + i, spans), a[0][r]);
+                        continue;
+                    }
+                    UNROLL for (int j = i; j < i + 2; j++) {
+                        const __m512 e = _mm512_mul_ps(d[j], lanes_of(kind, grain, scales, 4 * half + j, spans));
+                        UNROLL for (int m = 0; m < M; m++)
+                            a[m][r] = _mm512_fmadd_ps(e, _mm512_loadu_ps(y + m * CHUNK + 16 * j), a[m][r]);
+                    }
                 }
             }
-            if (M == 1 && same)
-                a[0][r] = _mm512_fmadd_ps(all, scale, a[0][r]);
+            if (later && grain == ONE)
+                a[0][r] = _mm512_fmadd_ps(_mm512_add_ps(all[0], all[1]), _mm512_set1_ps(*scales), a[0][r]);
         }
     }
     UNROLL for (int m = 0; m < M; m++)
@@ -180,43 +228,44 @@ FOR_AVX512 INLINE void bytes_streamed(
 
 typedef void (*streamed)(const weight *, const panel *, const float *, Py_ssize_t, float *);
 
-#define NIBBLES(M, role, same)                                                                                              \
-    FOR_AVX512 static void nibbles_##M##role##same(                                                                         \
+#define NIBBLES(M, role, grain)                                                                                             \
+    FOR_AVX512 static void nibbles_##M##role##grain(                                                                        \
         const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
     {                                                                                                                       \
-        nibbles_streamed(M, role, same, w, p, x, stride, sums);                                                             \
+        nibbles_streamed(M, role, grain, w, p, x, stride, sums);                                                            \
     }
-#define BYTES(M, kind, same)                                                                                                \
-    FOR_AVX512 static void bytes_##M##kind##same(                                                                           \
+#define BYTES(M, kind, grain)                                                                                               \
+    FOR_AVX512 static void bytes_##M##kind##grain(                                                                          \
         const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
     {                                                                                                                       \
-        bytes_streamed(M, kind, same, w, p, x, stride, sums);                                                               \
+        bytes_streamed(M, kind, grain, w, p, x, stride, sums);                                                              \
     }
-#define FOR_ALL(what, which) \
-    what(1, which, 0) what(1, which, 1) what(2, which, 0) what(2, which, 1) what(4, which, 0) what(4, which, 1)
-FOR_ALL(NIBBLES, NONE)
-FOR_ALL(NIBBLES, ZERO_POINT)
-FOR_ALL(NIBBLES, BIAS)
-FOR_ALL(BYTES, E4M3)
-FOR_ALL(BYTES, E5M2)
-FOR_ALL(BYTES, E2M3)
-FOR_ALL(BYTES, E3M2)
-FOR_ALL(BYTES, I8)
+#define FOR_ALL(what, which, grain) what(1, which, grain) what(2, which, grain) what(4, which, grain)
+#define NIBBLES_OF(role) FOR_ALL(NIBBLES, role, ONE) FOR_ALL(NIBBLES, role, MANY)
+#define BYTES_OF(kind) FOR_ALL(BYTES, kind, ONE) FOR_ALL(BYTES, kind, FEW) FOR_ALL(BYTES, kind, MANY)
+NIBBLES_OF(NONE)
+NIBBLES_OF(ZERO_POINT)
+NIBBLES_OF(BIAS)
+BYTES_OF(E4M3)
+BYTES_OF(E5M2)
+BYTES_OF(E2M3)
+BYTES_OF(E3M2)
+BYTES_OF(I8)
 
-#define FUNCTIONS(what, which) \
-    {{what##1##which##0, what##1##which##1}, {what##2##which##0, what##2##which##1}, \
-        {what##4##which##0, what##4##which##1}}
-static const streamed nibble_streams[ROLES][3][2] = {
-    FUNCTIONS(nibbles_, NONE), FUNCTIONS(nibbles_, ZERO_POINT), FUNCTIONS(nibbles_, BIAS)};
-static const streamed byte_streams[5][3][2] = {FUNCTIONS(bytes_, E4M3), FUNCTIONS(bytes_, E5M2), FUNCTIONS(bytes_, E2M3),
-    FUNCTIONS(bytes_, E3M2), FUNCTIONS(bytes_, I8)};
+/* By the grain, and by rows of activations. */
+#define FUNCTIONS(what, which, grain) {what##1##which##grain, what##2##which##grain, what##4##which##grain}
+#define OF_NIBBLES(role) {FUNCTIONS(nibbles_, role, ONE), FUNCTIONS(nibbles_, role, MANY), FUNCTIONS(nibbles_, role, MANY)}
+#define OF_BYTES(kind) {FUNCTIONS(bytes_, kind, ONE), FUNCTIONS(bytes_, kind, FEW), FUNCTIONS(bytes_, kind, MANY)}
+static const streamed nibble_streams[ROLES][3][3] = {OF_NIBBLES(NONE), OF_NIBBLES(ZERO_POINT), OF_NIBBLES(BIAS)};
+static const streamed byte_streams[5][3][3] = {OF_BYTES(E4M3), OF_BYTES(E5M2), OF_BYTES(E2M3), OF_BYTES(E3M2), OF_BYTES(I8)};
 
 /* Multiplies up to `m` rows of activations, 4 at most. Returns how many. */
 static int stream_by_avx512(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
-    const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, same = uniform(w), kind = w->codes.kind;
-    const streamed(*found)[2] = kind == TABLE4 ? nibble_streams[w->role] : byte_streams[kind - E4M3];
-    found[size][same](w, p, x, stride, sums);
+    const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
+    const int grain = p->spans == 1 ? ONE : p->spans <= (IS_HALF(kind) ? 4 : 8) ? FEW : MANY;
+    const streamed(*found)[3] = kind == TABLE4 ? nibble_streams[w->role] : byte_streams[kind - E4M3];
+    found[grain][size](w, p, x, stride, sums);
     return 1 << size;
 }
 
@@ -362,9 +411,22 @@ INLINE Py_ssize_t avx512_streams(int kind, int role, Py_ssize_t span)
 {
     if (span != SPAN || (kind != TABLE4 && (role != NONE || kind < E4M3 || kind > I8)))
         return 0;
-    return kind == TABLE4 ? 12 : 8;
+    return kind == TABLE4 ? 16 : 8;
 }
 
-VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, avx512_streams, order_of, lift_of)
+/* `decoded`, for scales and offsets. */
+FOR_AVX512 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_ssize_t n, float *y)
+{
+    Py_ssize_t i = 0;
+    if (a->kind == E4M3)
+        for (; i + 16 <= n; i += 16) {
+            const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)(a->items + start + i)));
+            const __m512 v = halves(E4M3, _mm256_slli_epi16(b, 8));
+            _mm512_storeu_ps(y + i, _mm512_mul_ps(v, _mm512_set1_ps(E4M3_LIFT)));
+        }
+    decoded(a, start + i, n - i, y + i);
+}
+
+VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, avx512_streams, longest_span, decoded_by_avx512, order_of, lift_of)
 
 #endif

@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include "numbers.h"
+#include "pool.h"
 #include "versions.h"
 
 #if defined(X86_VERSIONS)
@@ -44,6 +45,7 @@ typedef struct {
 typedef struct {
     const uint8_t *data;
     Py_ssize_t rows, columns, pitch, m, k, blocks;
+    Py_ssize_t row, row_end, column, column_end; /* the part of it to decode: columns from a multiple of STRIP on */
     char *out;
     Py_ssize_t down, along; /* strides of the result in bytes */
     int kind, stream;
@@ -365,10 +367,10 @@ INLINE void matrix_decoded(const task *t, const element *e, const factors *f, co
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
     const int turned = t->along != size && t->down == size;
     float y[SIDE * STRIP];
-    for (Py_ssize_t r = 0, height; r < t->rows; r += height) {
-        height = turned && t->rows - r >= SIDE ? SIDE : 1;
-        for (Py_ssize_t c = 0; c < t->columns; c += STRIP) {
-            const Py_ssize_t n = t->columns - c < STRIP ? t->columns - c : STRIP;
+    for (Py_ssize_t r = t->row, height; r < t->row_end; r += height) {
+        height = turned && t->row_end - r >= SIDE ? SIDE : 1;
+        for (Py_ssize_t c = t->column; c < t->column_end; c += STRIP) {
+            const Py_ssize_t n = t->column_end - c < STRIP ? t->column_end - c : STRIP;
             char *to = t->out + r * t->down + c * t->along;
             for (Py_ssize_t i = 0; i < height; i++)
                 strip_of(t, e, f, own, r + i, c, n, y + i * STRIP);
@@ -419,6 +421,59 @@ VERSION(avx512, FOR_AVX512)
 
 #define here ((const version *)chosen)
 
+/* -------------------------------------------------------------------------------------------------- threads */
+
+/* Numbers that a thread decodes at a time, and how many columns of them at most. */
+#define PART 65536
+#define ACROSS (64 * STRIP)
+
+typedef struct {
+    const task *t;
+    const element *e;
+    const factors *f;
+    Py_ssize_t rows, across, next; /* rows of a part; how many parts are side by side; the next part */
+} decoding;
+
+static void decode_part(decoding *d, Py_ssize_t i)
+{
+    task part = *d->t;
+    part.row = i / d->across * d->rows;
+    part.row_end = part.row + d->rows < part.rows ? part.row + d->rows : part.rows;
+    part.column = i % d->across * ACROSS;
+    part.column_end = part.column + ACROSS < part.columns ? part.column + ACROSS : part.columns;
+    here->decode(&part, d->e, d->f);
+}
+
+static Py_ssize_t parts_of(const decoding *d)
+{
+    return (d->t->rows + d->rows - 1) / d->rows * d->across;
+}
+
+#if defined(__GNUC__)
+static void decode_some(void *context)
+{
+    decoding *d = context;
+    const Py_ssize_t parts = parts_of(d);
+    for (Py_ssize_t i; (i = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < parts;)
+        decode_part(d, i);
+}
+#endif
+
+static void decode_all(const task *t, const element *e, const factors *f, int threads)
+{
+    const Py_ssize_t width = t->columns < ACROSS ? t->columns : ACROSS;
+    decoding d = {t, e, f, 0, (t->columns + ACROSS - 1) / ACROSS, 0};
+    d.rows = width > 0 ? PART / width / SIDE * SIDE : SIDE;
+    d.rows = d.rows > SIDE ? d.rows : SIDE;
+#if defined(__GNUC__)
+    run_shared(decode_some, &d, threads);
+#else
+    (void)threads;
+    for (Py_ssize_t i = 0; i < parts_of(&d); i++)
+        decode_part(&d, i);
+#endif
+}
+
 /* -------------------------------------------------------------------------------------------------- for Python */
 
 static int is_missing(const Py_buffer *x)
@@ -433,11 +488,12 @@ static int per_block(const Py_buffer *x, Py_ssize_t count)
 }
 
 PyDoc_STRVAR(decode_doc,
-    "decode(data, bits, table, fields, k, m, scale, of_bytes, halved, subtracted, added, global_scale, divides, kind, stream, found):\n"
+    "decode(data, bits, table, fields, k, m, scale, of_bytes, halved, subtracted, added, global_scale, divides, kind, stream, threads, found):\n"
     "the numbers of a matrix of codes. data: rows of bytes; found: a matrix in any order of FP32 (kind 32), BF16 (16) or FP16 (-16),\n"
     "16-bit numbers as integers. fields: (form, mantissa, infinite, nan, flip, unit), see `element`. Blocks have m rows and k\n"
     "columns. scale: FP32, or bytes, for which of_bytes has FP32 numbers. subtracted, added: FP32 for each block, or empty.\n"
-    "global_scale: a float, or None; with divides, numbers are divided by it. stream: write past the caches.");
+    "global_scale: a float, or None; with divides, numbers are divided by it. stream: write past the caches. threads: how many may\n"
+    "work, at most.");
 
 static PyObject *decode(PyObject *self, PyObject *args)
 {
@@ -446,9 +502,10 @@ static PyObject *decode(PyObject *self, PyObject *args)
     element e;
     factors f = {0};
     task t = {0};
-    if (!PyArg_ParseTuple(args, "Oiy*(iiiiif)nny*y*py*y*OpipO:decode", &codes, &e.bits, &table, &e.form, &e.mantissa,
+    int threads;
+    if (!PyArg_ParseTuple(args, "Oiy*(iiiiif)nny*y*py*y*OpipiO:decode", &codes, &e.bits, &table, &e.form, &e.mantissa,
             &e.infinite, &e.nan, &e.flip, &e.unit, &t.k, &t.m, &scale, &of_bytes, &f.halved, &subtracted, &added, &given, &f.divides,
-            &t.kind, &t.stream, &values))
+            &t.kind, &t.stream, &threads, &values))
         return NULL;
     int done = 0;
     f.has_global = given != Py_None;
@@ -486,7 +543,7 @@ static PyObject *decode(PyObject *self, PyObject *args)
         f.subtracted = is_missing(&subtracted) ? NULL : subtracted.buf;
         f.added = is_missing(&added) ? NULL : added.buf;
         Py_BEGIN_ALLOW_THREADS
-        here->decode(&t, &e, &f);
+        decode_all(&t, &e, &f, threads);
         Py_END_ALLOW_THREADS
     } else
         PyErr_Format(PyExc_ValueError,
@@ -505,13 +562,26 @@ arguments:
     return done ? Py_NewRef(Py_None) : NULL;
 }
 
+PyDoc_STRVAR(pooled_doc, "pooled(): whether `decode` can use several threads.");
+
+static PyObject *pooled(PyObject *self, PyObject *unused)
+{
+    return PyBool_FromLong(pool != NULL);
+}
+
 static PyMethodDef methods[] = {
     {"decode", decode, METH_VARARGS, decode_doc},
+    {"pooled", pooled, METH_NOARGS, pooled_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+static int prepare(PyObject *self)
+{
+    return find_pool();
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
 
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,

@@ -18,7 +18,9 @@ def decode(
     divides: bool,
     kind: int,
     stream: bool,
+    threads: int,
     found: Any,
     /,
 ) -> None: ...
+def pooled() -> bool: ...
 def use(name: str = ..., /) -> list[str]: ...

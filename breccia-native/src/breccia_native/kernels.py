@@ -23,6 +23,7 @@ from breccia.backend import (
     ScaledTensor,
     ScalingRecipe,
     TableCodes,
+    threads,
 )
 from breccia.backend import numpy as kernels
 
@@ -127,6 +128,7 @@ def _decode(codec: Codec, data: Any, blocks: Blocks, dtype: str, found: Any, str
         b.divides,
         _KINDS[dtype],
         stream,
+        threads.get_num_threads() if found.size >= _FOR_THREADS else 1,
         found,
     )
 
@@ -161,6 +163,8 @@ def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
 #: How decoding.c makes numbers from codes.
 _TABLE, _MINIFLOAT, _INTEGER = range(3)
 _NONE = b""
+#: Numbers below which one thread decodes as fast as several.
+_FOR_THREADS = 1 << 16
 #: The numbers of dtypes in C.
 _KINDS = {"float32": 32, "bfloat16": 16, "float16": -16}
 _MICROKERNELS = Microkernels(
@@ -177,4 +181,5 @@ _MICROKERNELS = Microkernels(
     scales=_scales,
     shifted=_shifted,
     decode=_decode,
+    shares=decoding.pooled(),
 )

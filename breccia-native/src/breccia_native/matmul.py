@@ -27,6 +27,8 @@ from . import products
 from .facts import BF16_MODE, FP32, INT8, SPAN, factor_of, inexact, kind_of
 
 _KINDS = {name: number for number, name in enumerate(products.kinds())}
+#: The kinds of activations by dtype; BF16, whose dtype is of ml_dtypes, is added when it is first seen.
+_ACTIVATIONS = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KINDS["f16"]}
 _ROLES = {"none": 0, "zero_point": 1, "bias": 2}
 #: Products below which one thread is as fast as several.
 _FOR_THREADS = 1 << 21
@@ -37,6 +39,7 @@ _PACKED, _FEWEST = 8 << 20, 56
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 _EMPTY = np.empty(0, np.float32)
+_F32 = np.dtype(np.float32)
 _REMEMBERED = 256
 _OFFSETS = {np.dtype(np.uint8): "u8", np.dtype(np.int8): "i8", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
 
@@ -80,13 +83,20 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
 
 def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, mode: int | None = None) -> Array:
     checks.check_matmul(a, b, bias)
-    product = _of_rows(a, b.mT, mode) if isinstance(b, ScaledTensor) else _swapped(_of_rows(_swapped(b), a, mode))
+    if isinstance(b, ScaledTensor):
+        # The kernel adds the bias to numbers that are still in a cache.
+        added = None if bias is None else bias if bias.dtype is _F32 else NUMPY.f32(bias)
+        product = _of_rows(a, b.mT, mode, added)
+    else:
+        product = _swapped(_of_rows(_swapped(b), a, mode))
+        if product is not None and bias is not None:
+            with np.errstate(all="ignore"):
+                np.add(product, NUMPY.f32(bias), out=product)
     if product is None:
         return kernels.matmul(a, b, bias, out_dtype, out)
+    if out is None and out_dtype == "float32":
+        return product
     name = output_dtype(out_dtype)
-    if bias is not None:
-        with np.errstate(all="ignore"):
-            np.add(product, NUMPY.f32(bias), out=product)
     if out is None and name == "float32":
         return product
     with np.errstate(all="ignore"):
@@ -97,21 +107,22 @@ def _swapped(x: Any) -> Any:
     return None if x is None else x.swapaxes(-1, -2)
 
 
-def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None) -> Array | None:
+def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None, bias: Array | None = None) -> Array | None:
     """(..., M, K) times the transpose of (..., N, K) in FP32; None where numbers are beyond the kernel's limits.
 
-    mode: how activations are rounded; None for a mode that does not round them.
+    mode: how activations are rounded; None for a mode that does not round them. bias: (N,) FP32 numbers to add.
     """
     n, k = st.shape[-2:]
     if st.ndim == 2:
-        product = _product(x.reshape(-1, k), st, n, k, mode)
+        product = _product(x if x.ndim == 2 else x.reshape(-1, k), st, n, k, mode, bias)
         return product if product is None or x.ndim == 2 else product.reshape(*x.shape[:-1], n)
     lead = np.broadcast_shapes(x.shape[:-2], st.shape[:-2])
     product = np.empty((*lead, x.shape[-2], n), np.float32)
     x = np.broadcast_to(x, (*lead, *x.shape[-2:]))
     first = len(lead) - (st.ndim - 2)
     for index in np.ndindex(*lead):
-        found = _product(x[index], st[tuple(min(i, m - 1) for i, m in zip(index[first:], st.shape, strict=False))], n, k, mode)
+        part = st[tuple(min(i, m - 1) for i, m in zip(index[first:], st.shape, strict=False))]
+        found = _product(x[index], part, n, k, mode, bias)
         if found is None:
             return None
         product[index] = found
@@ -162,25 +173,27 @@ def _table(codec: Any) -> Array:
     return np.array(codec.table, np.uint32).view(np.float32)
 
 
-def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None) -> Array | None:
-    """(M, K) times the transpose of the matrix `st`, (N, K)."""
+def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias: Array | None) -> Array | None:
+    """(M, K) times the transpose of the matrix `st`, (N, K), plus the bias."""
     m, weight = len(x), _weight(st, n, k)
     product, rows = np.empty((m, n), np.float32), max(_PACKED // (4 * k), _FEWEST)
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
         exact = m >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
         mode = BF16_MODE if exact else FP32
-    if not _supports(st, weight, mode, k):
+    if mode != FP32 and not _supports(st, weight, mode, k):
         mode = FP32
     for start in range(0, m, rows):
-        part, to = NUMPY.f32(x[start : start + rows]), product[start : start + rows]
-        if not ((mode != FP32 and _multiplied(part, weight, to, k, mode)) or _multiplied(part, weight, to, k, FP32)):
+        part, to = (x, product) if m <= rows else (x[start : start + rows], product[start : start + rows])
+        if not (
+            (mode != FP32 and _multiplied(part, weight, to, k, mode, bias)) or _multiplied(part, weight, to, k, FP32, bias)
+        ):
             return None
     return product
 
 
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
     whole = w.role == 0 or w.offset_kind in (_KINDS["u8"], _KINDS["i8"])
-    return mode == FP32 or (whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None)
+    return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 
 class _Weight(NamedTuple):
@@ -217,10 +230,10 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
         offset_kind = _OFFSETS[offset.dtype]
         offset = np.ascontiguousarray(offset)
     return _Weight(
-        np.ascontiguousarray(st.data),
+        st.data if st.data.flags.c_contiguous else np.ascontiguousarray(st.data),
         plan.kind,
         plan.table,
-        np.ascontiguousarray(st.scale),
+        st.scale if st.scale.flags.c_contiguous else np.ascontiguousarray(st.scale),
         plan.scale_kind,
         plan.scale_table,
         k if block is None else block,
@@ -234,30 +247,26 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
     )
 
 
-def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int) -> bool:
-    """Write (M, K) FP32 times the transpose of `w`, (N, K), to `product`. False where numbers are beyond the limits."""
+def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int, bias: Array | None = None) -> bool:
+    """Write (M, K) times the transpose of `w`, (N, K), plus the bias to `product`. False for numbers beyond the limits."""
     m, n = product.shape
-    packed = _aligned(m * products.packed_length(k, mode, w.kind, w.table, w.block))
-    x = np.ascontiguousarray(x)
-    x = x.reshape(-1) if x.flags.aligned else x.copy().reshape(-1)
-    if not products.pack(x, m, k, mode, w.kind, w.table, w.role, w.block, packed):
-        return False
-    call: tuple[Any, ...] = (packed, m, n, k, mode, *w, product, np.zeros(1, np.int64))
-    if m * n * k < _FOR_THREADS or threads.get_num_threads() == 1:
-        return products.multiply(*call)
-    within: list[bool] = []
-    # Each thread takes rows until none is left.
-    threads.share(lambda: within.append(products.multiply(*call)), threads.get_num_threads())
-    return all(within)
+    kind = _ACTIVATIONS.get(x.dtype)
+    if kind is None and x.dtype.name == "bfloat16":
+        kind = _ACTIVATIONS[x.dtype] = _KINDS["bf16"]
+    elif kind is None:
+        x, kind = NUMPY.f32(x), _KINDS["f32"]
+    if not (x.flags.c_contiguous and x.flags.aligned):
+        x = x.copy()
+    if kind == _KINDS["bf16"]:  # this dtype has no buffer
+        x = x.view(np.uint16)
+    if bias is None:
+        bias = _EMPTY
+    elif not (bias.flags.c_contiguous and bias.flags.aligned):
+        bias = bias.copy()
+    number = threads.get_num_threads() if m * n * k >= _FOR_THREADS else 1
+    return products.multiply(x, kind, m, n, k, mode, *w, product, bias, number)
 
 
 def _fp32(factor: float) -> float:
     """`factor` rounded to FP32, which may overflow."""
     return math.copysign(math.inf, factor) if 2.0**128 <= abs(factor) < math.inf else factor
-
-
-def _aligned(count: int) -> Array:
-    """FP32 at an address that is a multiple of a cache line."""
-    raw = np.empty(count + 16, np.float32)
-    start = -raw.ctypes.data % 64 // 4
-    return raw[start : start + count]

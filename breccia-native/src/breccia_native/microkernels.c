@@ -10,6 +10,10 @@
 #include "numbers.h"
 #include "versions.h"
 
+#if defined(X86_VERSIONS)
+#include <immintrin.h>
+#endif
+
 INLINE uint32_t number_at(const char *x, int kind)
 {
     uint32_t found;
@@ -113,6 +117,18 @@ INLINE uint32_t unordered(int32_t key)
 #define FETCH(address) __builtin_prefetch(address)
 #else
 #define FETCH(address)
+#endif
+
+/* FP16 as FP32, by instructions that processors with AVX2 have. */
+#if defined(X86_VERSIONS)
+__attribute__((target("avx,f16c"))) static void widened_by_f16c(const uint16_t *halves, Py_ssize_t n, float *y)
+{
+    Py_ssize_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i))));
+    for (; i < n; i++)
+        y[i] = float_of(bits_of_half(halves[i]));
+}
 #endif
 
 /* FP32 numbers start .. start + n, n <= STRIP, of x, possibly in `room`. clean: those below 2^-126 as zeros of their sign. */
@@ -259,6 +275,7 @@ typedef struct {
     Py_ssize_t n, k;
     const float *inverse;
     dither random;
+    int widens; /* whether the version in use has instructions that convert FP16 */
 } numbers;
 
 /* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
@@ -303,6 +320,13 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
     }
     for (Py_ssize_t i = 0; i < n * size; i += 64)
         FETCH(x + AHEAD + i);
+#if defined(X86_VERSIONS)
+    if (all->kind == FP16 && all->widens) {
+        widened_by_f16c((const uint16_t *)x, n, room);
+        scaled_of((const char *)room, FP32, all->k, n, divides, next, y);
+        return;
+    }
+#endif
     switch (all->kind) { /* each compiled for its kind */
     case FP32: scaled_of(x, FP32, all->k, n, divides, next, y); break;
     case BF16: scaled_of(x, BF16, all->k, n, divides, next, y); break;
@@ -841,6 +865,9 @@ static int ready(writing *w)
     w->all.inverse = w->inverse.buf;
     w->all.random.seed = w->seed;
     w->all.random.first = w->first;
+#if defined(X86_VERSIONS)
+    w->all.widens = chosen != &baseline;
+#endif
     if (!sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) || !has_length(&w->codes, w->all.n))
         return 0;
     if (w->all.random.width >= 0 && w->all.random.stride >= 0)

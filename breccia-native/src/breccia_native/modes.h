@@ -179,27 +179,24 @@ INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float
     return least >= 0;
 }
 
-/* In panels of up to TALLEST rows, word by word. Returns whether all are within the limits. */
-INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+/* A panel of up to TALLEST rows, word by word. Returns whether all are within the limits. */
+INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    const Py_ssize_t panels = (m + TALLEST - 1) / TALLEST, length = (k + CHUNK - 1) / CHUNK * CHUNK;
-    int fine = within(x, m * k, MOST_X, 0);
-    for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
-        const Py_ssize_t now = height_of(m, done, panels, i);
-        float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
-        for (Py_ssize_t r = 0; r < now; r++, x += k) {
-            uint32_t *words = (uint32_t *)to + r;
-            if (g->q == 128)
-                fine &= pack_row(g, 128, kind, x, k, now, length, words, scales + r, sums + r);
-            else if (g->q == 32)
-                fine &= pack_row(g, 32, kind, x, k, now, length, words, scales + r, sums + r);
-            else if (g->q == 16)
-                fine &= pack_row(g, 16, kind, x, k, now, length, words, scales + r, sums + r);
-            else
-                fine &= pack_row(g, g->q, kind, x, k, now, length, words, scales + r, sums + r);
-        }
-        to += words_of(g, length) * now;
-        done += now;
+    const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, now = part.rows;
+    int fine = 1;
+    to += part.row * words_of(g, length);
+    x += part.row * k;
+    float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
+    for (Py_ssize_t r = 0; r < now; r++, x += k) {
+        uint32_t *words = (uint32_t *)to + r;
+        if (g->q == 128)
+            fine &= pack_row(g, 128, kind, x, k, now, length, words, scales + r, sums + r);
+        else if (g->q == 32)
+            fine &= pack_row(g, 32, kind, x, k, now, length, words, scales + r, sums + r);
+        else if (g->q == 16)
+            fine &= pack_row(g, 16, kind, x, k, now, length, words, scales + r, sums + r);
+        else
+            fine &= pack_row(g, g->q, kind, x, k, now, length, words, scales + r, sums + r);
     }
     return fine;
 }
@@ -221,7 +218,7 @@ INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *t
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
         w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
     for (Py_ssize_t row = first / w->tall, slot = 0; row * w->tall < end; row++, slot++)
-        if (!spread_scales(w, row, to->run, to->scales + slot * each, to->offsets + slot * each))
+        if (!spread_scales(w, SPAN, row, decoded, to->run, to->scales + slot * each, to->offsets + slot * each))
             return 0;
     fill(w, to, first, first, end, WIDE, &p);
     memset(to->sums, 0, 4 * (size_t)(m * WIDE));
@@ -317,9 +314,9 @@ static void portable_group_micro(
 UP_TO_TALLEST(PORTABLE_GROUPS)
 static const group_micro portable_groups[] = LIST_OF(portable_groups);
 
-static int portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+static int portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    return pack_groups(g, kind, x, m, k, to);
+    return pack_groups(g, kind, x, k, part, to);
 }
 
 static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
@@ -330,6 +327,6 @@ static int portable_rows_by_groups(const weight *w, const grouping *g, const wor
 
 typedef int (*group_rows)(
     const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
-typedef int (*group_packer)(const grouping *, int, const float *, Py_ssize_t, Py_ssize_t, float *);
+typedef int (*group_packer)(const grouping *, int, const float *, Py_ssize_t, part, float *);
 
 #endif

@@ -175,9 +175,9 @@ UP_TO_TALLEST(MODES512)
 static const group_micro integer_groups[] = LIST_OF(integers), brain_groups[] = LIST_OF(brain_floats);
 
 FOR_AVX512 static int avx512_pack_groups(
-    const grouping *g, int kind, const float *x, Py_ssize_t m, Py_ssize_t k, float *to)
+    const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    return pack_groups(g, kind, x, m, k, to);
+    return pack_groups(g, kind, x, k, part, to);
 }
 
 FOR_AVX512 static int avx512_rows_by_integers(const weight *w, const grouping *g, const workspace *to, const float *x,

@@ -9,13 +9,19 @@
    of threads, nor on other rows of activations in the same path.
 
    Scales may be applied to sums of a span: their roundings are fewer than the K that the error bound of docs/spec/numerics.md
-   allows, where no sum overflows or underflows. `pack` and `multiply` return False for numbers beyond these limits. */
+   allows, where no sum overflows or underflows. `multiply` returns False for numbers beyond these limits. */
 
 #if !defined(__GNUC__)
 #error "products.c needs the vector extensions of GCC or Clang"
 #endif
 
+#include <sched.h>
+
 #include "modes.h"
+#include "pool.h"
+
+/* How often a thread looks whether others have packed their parts, before it lets other threads run. */
+#define PATIENCE 4000
 
 /* ------------------------------------------------------------------------------------------------ versions */
 
@@ -31,6 +37,7 @@ MICRO(portable, , f4, 4, 4)
 static const micro portable_micros[] = {NULL, portable_micro1, portable_micro2, portable_micro3, portable_micro4};
 
 #define portable_streams(kind, role, span) 0
+#define portable_span(w) SPAN
 #define portable_order(kind) NULL
 static float portable_lift(int kind)
 {
@@ -38,7 +45,7 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, portable_streams, portable_order, portable_lift)
+VERSION(portable, , 4, 8, NULL, portable_streams, portable_span, decoded, portable_order, portable_lift)
 
 #if defined(__x86_64__)
 #include "avx2.h"
@@ -135,54 +142,6 @@ static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block,
     return 0;
 }
 
-PyDoc_STRVAR(pack_doc,
-    "pack(x, m, k, mode, kind, table, role, block, packed): (m, k) FP32 activations in the order in which `multiply` takes\n"
-    "them for codes of this kind and table, offsets of this role and blocks of this length. packed: `packed_length` numbers.\n"
-    "Returns False, and the result is unspecified, where a magnitude is above 2^100, or for mode 2 below 2^-60 and not 0.");
-
-static PyObject *pack(PyObject *self, PyObject *args)
-{
-    Py_buffer x, table, to;
-    Py_ssize_t m, k, block;
-    int mode, kind, role, fine = 0;
-    grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
-    if (!PyArg_ParseTuple(args, "y*nniiy*inw*:pack", &x, &m, &k, &mode, &kind, &table, &role, &block, &to))
-        return NULL;
-    const int sized = m > 0 && k > 0 && block > 0 && m <= PY_SSIZE_T_MAX / 8 / padded(k);
-    const int done = is_kind(kind) && is_float("activations", &x, sized ? m * k : 1) && (sized || refused("activations", 4, x.len)) &&
-        (kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[kind])) &&
-        is_mode(mode, kind, &table, block, k, &g) && is_float("packed activations", &to, m * words_of(&g, padded(k)));
-    if (done) {
-        Py_BEGIN_ALLOW_THREADS
-        if (mode == FP32_MODE)
-            fine = here->pack(x.buf, m, k, kind, role, span_of(block, k), to.buf);
-        else
-            fine = modes[mode].pack(&g, kind, x.buf, m, k, to.buf);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&to);
-    return done ? PyBool_FromLong(fine) : NULL;
-}
-
-PyDoc_STRVAR(packed_length_doc,
-    "packed_length(k, mode, kind, table, block): FP32 numbers that one row of packed activations takes.");
-
-static PyObject *packed_length(PyObject *self, PyObject *args)
-{
-    Py_buffer table;
-    Py_ssize_t k, block;
-    int mode, kind;
-    grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
-    if (!PyArg_ParseTuple(args, "niiy*n:packed_length", &k, &mode, &kind, &table, &block))
-        return NULL;
-    const int done = is_kind(kind) && (k > 0 && block > 0 ? 1 : refused("a length", 1, k)) &&
-        (kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[kind])) && is_mode(mode, kind, &table, block, k, &g);
-    PyBuffer_Release(&table);
-    return done ? PyLong_FromSsize_t(words_of(&g, padded(k))) : NULL;
-}
-
 /* Memory for `m` rows of activations, in cache lines. Returns 0 where there is none. */
 static int allocate(const weight *w, Py_ssize_t m, workspace *to)
 {
@@ -205,32 +164,120 @@ static int allocate(const weight *w, Py_ssize_t m, workspace *to)
     return 1;
 }
 
+/* -------------------------------------------------------------------------------------------------- threads */
+
+/* A product that several threads compute: they take parts of the activations to pack, then rows of the weight. */
+typedef struct {
+    const weight *w;
+    const grouping *g;
+    numbers x;     /* (m, k) activations in FP32, FP16 or BF16 */
+    Py_ssize_t m;
+    float *wide;   /* FP32 activations: x itself, or room for them */
+    float *packed, *y;
+    const float *bias; /* (n,), added to the product; or NULL */
+    Py_ssize_t parts, next_part, packed_parts, next_row;
+    int fine, memory;
+} product;
+
+/* Pack part `i`. Returns whether its numbers are within the limits. */
+static int pack_part(const product *p, Py_ssize_t i)
+{
+    const weight *w = p->w;
+    const Py_ssize_t k = w->k;
+    const int mode = p->g->mode;
+    const part part = mode == FP32_MODE ? here->part(w, p->m, i) : part_of_panels(p->m, k, i, TALLEST);
+    int fine = 1;
+    for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
+        float *row = p->wide + r * k;
+        if (p->x.kind != F32)
+            decoded(&p->x, r * k + part.column, part.end - part.column, row + part.column);
+        fine &= within(row + part.column, part.end - part.column, MOST_X, 0);
+    }
+    if (mode != FP32_MODE)
+        return modes[mode].pack(p->g, w->codes.kind, p->wide, k, part, p->packed) && fine;
+    here->pack(w, p->wide, p->m, part, p->packed);
+    return fine;
+}
+
+static void multiply_some(void *context)
+{
+    product *p = context;
+    const weight *w = p->w;
+    const int mode = p->g->mode;
+    workspace to;
+    for (Py_ssize_t i; (i = __atomic_fetch_add(&p->next_part, 1, __ATOMIC_RELAXED)) < p->parts;) {
+        if (!pack_part(p, i))
+            __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&p->packed_parts, 1, __ATOMIC_RELEASE);
+    }
+    if (!allocate(w, p->m, &to)) {
+        __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int spins = 0; __atomic_load_n(&p->packed_parts, __ATOMIC_ACQUIRE) < p->parts; spins++) {
+        RELAX(); /* a part takes microseconds, unless its thread has been suspended */
+        if (spins > PATIENCE)
+            sched_yield();
+    }
+    while (__atomic_load_n(&p->fine, __ATOMIC_RELAXED)) {
+        const Py_ssize_t first = __atomic_fetch_add(&p->next_row, CLAIM, __ATOMIC_RELAXED);
+        if (first >= w->n)
+            break;
+        const Py_ssize_t end = first + CLAIM < w->n ? first + CLAIM : w->n;
+        if (!(mode == FP32_MODE ? here->rows(w, &to, p->packed, p->m, first, end, p->y)
+                                : modes[mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
+            __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+        for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
+            for (Py_ssize_t j = first; j < end; j++)
+                p->y[i * w->n + j] += p->bias[j];
+    }
+    free(to.memory);
+}
+
+/* Compute a product on up to `threads` threads. Returns 0 where there is no memory. */
+static int multiply_all(product *p, int threads)
+{
+    const weight *w = p->w;
+    const size_t words = (size_t)(p->m * words_of(p->g, padded(w->k))), plain = p->x.kind == F32 ? 0 : (size_t)(p->m * w->k);
+    void *memory = malloc(4 * (words + plain) + 64);
+    if (!memory)
+        return 0;
+    p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+    p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
+    p->parts = p->g->mode == FP32_MODE ? here->parts(w, p->m) : (p->m + TALLEST - 1) / TALLEST;
+    p->fine = p->memory = 1;
+    run_shared(multiply_some, p, threads);
+    free(memory);
+    return p->memory;
+}
+
 PyDoc_STRVAR(multiply_doc,
-    "multiply(packed, m, n, k, mode, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
-    "offset, offset_kind, role, product, next): the rows of the weight that no other thread has taken, in FP32.\n\n"
-    "packed: by `pack`. data: (n, bytes) codes of `kind`, whose values are in `table` where the kind is a table; likewise\n"
+    "multiply(x, x_kind, m, n, k, mode, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
+    "offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
+    "x: FP32, FP16 or BF16. data: (n, bytes) codes of `kind`, whose values are in `table` where the kind is a table; likewise\n"
     "scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
-    "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). next: the\n"
-    "first row not taken, int64, which all threads share. Returns False where a scale is too large, or smaller than `least`\n"
-    "and not 0: then the product is unspecified.");
+    "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
+    "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
+    "below 2^-60 and not 0, and where a scale is too large, or smaller than `least` and not 0.");
 
 static PyObject *multiply(PyObject *self, PyObject *args)
 {
-    Py_buffer x, data, table, scale, scale_table, offset, y, next;
+    Py_buffer x, data, table, scale, scale_table, offset, y, bias;
     Py_ssize_t m, tall;
     weight w;
+    product p = {0};
     grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
-    int mode, fine = 1, memory = 1;
+    int mode, threads, memory = 1;
     memset(&w, 0, sizeof w);
-    if (!PyArg_ParseTuple(args, "y*nnniy*iy*y*iy*nnpffy*iiw*w*:multiply", &x, &m, &w.n, &w.k, &mode, &data, &w.codes.kind, &table,
-            &scale, &w.scale.kind, &scale_table, &w.block, &tall, &w.divides, &w.factor, &w.least,
-            &offset, &w.offset.kind, &w.role, &y,
-            &next))
+    if (!PyArg_ParseTuple(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:multiply", &x, &p.x.kind, &m, &w.n, &w.k, &mode, &data,
+            &w.codes.kind, &table, &scale, &w.scale.kind, &scale_table, &w.block, &tall, &w.divides, &w.factor, &w.least,
+            &offset, &w.offset.kind, &w.role, &y, &bias, &threads))
         return NULL;
-    int done = is_kind(w.codes.kind) && is_kind(w.scale.kind) && is_kind(w.offset.kind);
+    int done = is_kind(w.codes.kind) && is_kind(w.scale.kind) && is_kind(w.offset.kind) && (p.x.kind >= F16 || is_kind(-1)) &&
+        is_kind(p.x.kind);
     if (done && (m < 1 || w.n < 1 || w.k < 1 || tall < 1 || w.block < 1 || w.role < 0 || w.role >= ROLES || w.codes.kind > U8 ||
-                    kind_bits[w.scale.kind] == 6 || kind_bits[w.offset.kind] == 6 || m > PY_SSIZE_T_MAX / 8 / padded(w.k) || w.n > PY_SSIZE_T_MAX / 8 / m ||
-                    w.n > PY_SSIZE_T_MAX / 8 / padded(w.k))) {
+                    kind_bits[w.scale.kind] == 6 || kind_bits[w.offset.kind] == 6 || m > PY_SSIZE_T_MAX / 16 / padded(w.k) ||
+                    w.n > PY_SSIZE_T_MAX / 8 / m || w.n > PY_SSIZE_T_MAX / 8 / padded(w.k))) {
         PyErr_Format(PyExc_ValueError,
             "wanted lengths of at least 1, codes of at most 8 bits, and scales of 8, 16 or 32; got m = %zd, n = %zd, k = %zd, "
             "kind %d, block = %zd, tall = %zd, role %d, scales of kind %d. Call breccia.matmul.",
@@ -246,7 +293,8 @@ static PyObject *multiply(PyObject *self, PyObject *args)
         const Py_ssize_t scales = (w.n + w.tall - 1) / w.tall * w.groups;
         const Py_ssize_t scale_bytes = scales * kind_bits[w.scale.kind] / 8;
         const Py_ssize_t offset_bytes = scales * kind_bits[w.offset.kind] / 8;
-        done = is_float("a product", &y, m * w.n) &&
+        const Py_ssize_t x_bytes = m * w.k * kind_bits[p.x.kind] / 8;
+        done = is_float("a product", &y, m * w.n) && (bias.len == 0 || is_float("a bias", &bias, w.n)) &&
             (data.len == w.n * w.row_bytes || refused("codes", w.n * w.row_bytes, data.len)) &&
             (w.codes.kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[w.codes.kind])) &&
             (w.scale.kind > TABLE8 || is_float("a table of scales", &scale_table, 256)) &&
@@ -256,31 +304,17 @@ static PyObject *multiply(PyObject *self, PyObject *args)
             (w.role == NONE || w.offset.kind > E5M2 || is_kind(-1)) &&
             is_mode(mode, w.codes.kind, &table, w.block, w.k, &g) &&
             (mode == FP32_MODE || w.role != BIAS || is_kind(-1)) &&
-            is_float("packed activations", &x, m * words_of(&g, padded(w.k))) &&
-            ((next.len == 8 && (uintptr_t)next.buf % 8 == 0) || refused("an aligned counter", 8, next.len));
+            (p.x.kind == F32 ? is_float("activations", &x, m * w.k)
+                             : x.len == x_bytes || refused("activations", x_bytes, x.len));
     }
     if (done) {
-        workspace to;
-        int64_t *counter = next.buf;
         w.codes.items = data.buf, w.codes.table = table.buf;
         w.scale.items = scale.buf, w.scale.table = scale_table.buf;
         w.offset.items = offset.buf;
         w.factor *= mode == FP32_MODE ? here->lift(w.codes.kind) : modes[mode].lift(w.codes.kind) / g.unit;
+        p.w = &w, p.g = &g, p.x.items = x.buf, p.m = m, p.y = y.buf, p.bias = bias.len ? bias.buf : NULL;
         Py_BEGIN_ALLOW_THREADS
-        memory = allocate(&w, m, &to);
-        if (memory) {
-            while (fine) {
-                const Py_ssize_t first = (Py_ssize_t)__atomic_fetch_add(counter, CLAIM, __ATOMIC_RELAXED);
-                if (first < 0 || first >= w.n)
-                    break;
-                const Py_ssize_t end = first + CLAIM < w.n ? first + CLAIM : w.n;
-                if (mode == FP32_MODE)
-                    fine = here->rows(&w, &to, x.buf, m, first, end, y.buf);
-                else
-                    fine = modes[mode].rows(&w, &g, &to, x.buf, m, first, end, y.buf);
-            }
-            free(to.memory);
-        }
+        memory = multiply_all(&p, threads);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -290,10 +324,10 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     PyBuffer_Release(&scale_table);
     PyBuffer_Release(&offset);
     PyBuffer_Release(&y);
-    PyBuffer_Release(&next);
+    PyBuffer_Release(&bias);
     if (!memory)
         return PyErr_NoMemory();
-    return done ? PyBool_FromLong(fine) : NULL;
+    return done ? PyBool_FromLong(p.fine) : NULL;
 }
 
 PyDoc_STRVAR(kinds_doc, "kinds(): the names of the encodings that `multiply` reads, in the order of their numbers.");
@@ -355,15 +389,19 @@ static PyObject *fast(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"fast", fast, METH_VARARGS, fast_doc},
-    {"packed_length", packed_length, METH_VARARGS, packed_length_doc},
-    {"pack", pack, METH_VARARGS, pack_doc},
     {"multiply", multiply, METH_VARARGS, multiply_doc},
     {"kinds", kinds, METH_NOARGS, kinds_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+static int prepare(PyObject *self)
+{
+    find_versions();
+    return find_pool();
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
 
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,
@@ -375,6 +413,5 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_products(void)
 {
-    find_versions();
     return PyModuleDef_Init(&module);
 }

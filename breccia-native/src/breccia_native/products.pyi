@@ -2,11 +2,10 @@
 
 from typing import Any
 
-def pack(x: Any, m: int, k: int, mode: int, kind: int, table: Any, role: int, block: int, packed: Any, /) -> bool: ...
-def packed_length(k: int, mode: int, kind: int, table: Any, block: int, /) -> int: ...
 def fast(mode: int, /) -> bool: ...
 def multiply(
-    packed: Any,
+    x: Any,
+    x_kind: int,
     m: int,
     n: int,
     k: int,
@@ -26,7 +25,8 @@ def multiply(
     offset_kind: int,
     role: int,
     product: Any,
-    next: Any,
+    bias: Any,
+    threads: int,
     /,
 ) -> bool: ...
 def kinds() -> tuple[str, ...]: ...

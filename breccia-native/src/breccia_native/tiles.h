@@ -67,21 +67,21 @@ INLINE void by_tiles(const weight *w, const workspace *to, panel *p, const float
         memcpy(y + i * w->n + first, to->sums + i * NR, 4 * (size_t)rows);
 }
 
-/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. */
+/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `span`: codes with one scale. */
 INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end,
-    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream)
+    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream, Py_ssize_t span, decoder read)
 {
     panel p;
     p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
     p.whole = w->row_bytes / p.bytes;
     p.chunks = (w->k + CHUNK - 1) / CHUNK;
-    p.spans = CHUNK / w->span;
+    p.spans = CHUNK / span;
     const Py_ssize_t each = p.chunks * p.spans, ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
     p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192;
     for (Py_ssize_t n = first; n < end; n += step) {
         const Py_ssize_t stop = n + step < end ? n + step : end;
         for (Py_ssize_t row = n / w->tall, slot = 0; row * w->tall < stop; row++, slot++)
-            if (!spread_scales(w, row, to->run, to->scales + slot * each, to->offsets + slot * each))
+            if (!spread_scales(w, span, row, read, to->run, to->scales + slot * each, to->offsets + slot * each))
                 return 0;
         if (!stream) {
             for (Py_ssize_t row = n; row < stop; row += NR)
@@ -153,13 +153,39 @@ INLINE void tile_of_rows(
 
 /* ------------------------------------------------------------------------------------------------ packing activations */
 
-/* Chunk by chunk, in `order`, or their own where it is NULL: for codes decoded in registers. */
-INLINE void pack_chunks(const float *x, Py_ssize_t m, Py_ssize_t k, const uint8_t *order, float *to)
+/* What is packed at a time: rows `row` to `row + rows`, columns `column` to `end`. */
+typedef struct {
+    Py_ssize_t row, rows, column, end;
+} part;
+
+/* Part `i` of `count` for codes decoded in registers: some chunks of all rows. */
+INLINE part part_of_chunks(Py_ssize_t m, Py_ssize_t k, Py_ssize_t i, Py_ssize_t count)
 {
-    for (Py_ssize_t c = 0; c * CHUNK < k; c++)
+    const Py_ssize_t chunks = (k + CHUNK - 1) / CHUNK, end = chunks * (i + 1) / count * CHUNK;
+    const part found = {0, m, chunks * i / count * CHUNK, end < k ? end : k};
+    return found;
+}
+
+/* Panel `i` of up to `most` rows. */
+INLINE part part_of_panels(Py_ssize_t m, Py_ssize_t k, Py_ssize_t i, Py_ssize_t most)
+{
+    const Py_ssize_t panels = (m + most - 1) / most;
+    part found = {0, 0, 0, k};
+    for (Py_ssize_t j = 0; j <= i; j++) {
+        found.row += found.rows;
+        found.rows = height_of(m, found.row, panels, j);
+    }
+    return found;
+}
+
+/* Chunk by chunk, in `order`, or their own where it is NULL: for codes decoded in registers. */
+INLINE void pack_chunks(const float *x, Py_ssize_t m, Py_ssize_t k, part part, const uint8_t *order, float *to)
+{
+    to += part.column * m;
+    for (Py_ssize_t c = part.column; c < part.end; c += CHUNK)
         for (Py_ssize_t r = 0; r < m; r++, to += CHUNK) {
-            const float *from = x + r * k + c * CHUNK;
-            const Py_ssize_t left = k - c * CHUNK;
+            const float *from = x + r * k + c;
+            const Py_ssize_t left = k - c;
             float last[CHUNK] = {0};
             if (left < CHUNK) {
                 memcpy(last, from, 4 * (size_t)left);
@@ -173,22 +199,18 @@ INLINE void pack_chunks(const float *x, Py_ssize_t m, Py_ssize_t k, const uint8_
         }
 }
 
-/* In panels of up to `most` rows, k by k: for tiles. */
-INLINE void pack_panels(const float *x, Py_ssize_t m, Py_ssize_t k, Py_ssize_t most, float *to)
+/* A panel, k by k: for tiles. */
+INLINE void pack_panel(const float *x, Py_ssize_t k, part part, float *to)
 {
-    const Py_ssize_t panels = (m + most - 1) / most, length = (k + CHUNK - 1) / CHUNK * CHUNK;
-    for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
-        const Py_ssize_t now = height_of(m, done, panels, i);
-        for (Py_ssize_t start = 0; start < k; start += 16) { /* a cache line of each row at a time */
-            const Py_ssize_t stop = start + 16 < k ? start + 16 : k;
-            for (Py_ssize_t r = 0; r < now; r++)
-                for (Py_ssize_t j = start; j < stop; j++)
-                    to[j * now + r] = x[(done + r) * k + j];
-        }
-        memset(to + k * now, 0, 4 * (size_t)((length - k) * now));
-        to += length * now;
-        done += now;
+    const Py_ssize_t now = part.rows, length = (k + CHUNK - 1) / CHUNK * CHUNK;
+    to += part.row * length;
+    for (Py_ssize_t start = 0; start < k; start += 16) { /* a cache line of each row at a time */
+        const Py_ssize_t stop = start + 16 < k ? start + 16 : k;
+        for (Py_ssize_t r = 0; r < now; r++)
+            for (Py_ssize_t j = start; j < stop; j++)
+                to[j * now + r] = x[(part.row + r) * k + j];
     }
+    memset(to + k * now, 0, 4 * (size_t)((length - k) * now));
 }
 
 /* ------------------------------------------------------------------------------------------------ versions */
@@ -197,29 +219,45 @@ typedef struct {
     const char *name;
     /* Rows of a product: weight, workspace, packed activations, m, first row, end, product. */
     int (*rows)(const weight *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
-    /* Pack activations for a kind of codes, a role of offsets and a span. Returns whether they are within the limit. */
-    int (*pack)(const float *, Py_ssize_t, Py_ssize_t, int, int, Py_ssize_t, float *);
+    /* In how many parts m rows of activations are packed, and one of them of (m, k). */
+    Py_ssize_t (*parts)(const weight *, Py_ssize_t);
+    part (*part)(const weight *, Py_ssize_t, Py_ssize_t);
+    void (*pack)(const weight *, const float *, Py_ssize_t, part, float *);
     float (*lift)(int); /* what values of codes of a kind have to be multiplied by, before scales: a power of two */
 } version;
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
-   which codes are decoded in registers, by `stream`; `order` is that of activations then. */
-#define VERSION(version_name, target, most, NR, stream, streams, order, lift)                                                   \
+   which codes are decoded in registers, by `stream`; `order` is that of activations then, and spanned(weight) the codes that have
+   one scale. `read` decodes scales. */
+#define VERSION(version_name, target, most, NR, stream, streams, spanned, read, order, lift)                                \
     target static int version_name##_rows(const weight *w, const workspace *to, const float *x, Py_ssize_t m,               \
         Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
     {                                                                                                                       \
         return rows_of(w, to, x, m, first, end, y, version_name##_tile, version_name##_micros, most, NR,                    \
-            m <= streams(w->codes.kind, w->role, w->span) ? stream : NULL);                                       \
+            m <= streams(w->codes.kind, w->role, w->span) ? stream : NULL,                                                  \
+            m <= streams(w->codes.kind, w->role, w->span) ? spanned(w) : w->span, read);                                    \
     }                                                                                                                       \
-    target static int version_name##_pack(                                                                                  \
-        const float *x, Py_ssize_t m, Py_ssize_t k, int kind, int role, Py_ssize_t span, float *to)                         \
+    static Py_ssize_t version_name##_parts(const weight *w, Py_ssize_t m)                                                   \
     {                                                                                                                       \
-        if (m <= streams(kind, role, span))                                                                                       \
-            pack_chunks(x, m, k, order(kind), to);                                                                          \
-        else                                                                                                                \
-            pack_panels(x, m, k, most, to);                                                                                 \
-        return within(x, m * k, MOST_X, 0);                                                                                 \
+        const Py_ssize_t chunks = (w->k + CHUNK - 1) / CHUNK;                                                               \
+        if (m <= streams(w->codes.kind, w->role, w->span))                                                                  \
+            return m < chunks ? m : chunks;                                                                                 \
+        return (m + most - 1) / most;                                                                                       \
     }                                                                                                                       \
-    static const version version_name = {#version_name, version_name##_rows, version_name##_pack, lift};
+    static part version_name##_part(const weight *w, Py_ssize_t m, Py_ssize_t i)                                            \
+    {                                                                                                                       \
+        if (m <= streams(w->codes.kind, w->role, w->span))                                                                  \
+            return part_of_chunks(m, w->k, i, version_name##_parts(w, m));                                                  \
+        return part_of_panels(m, w->k, i, most);                                                                            \
+    }                                                                                                                       \
+    target static void version_name##_pack(const weight *w, const float *x, Py_ssize_t m, part part, float *to)             \
+    {                                                                                                                       \
+        if (m <= streams(w->codes.kind, w->role, w->span))                                                                  \
+            pack_chunks(x, m, w->k, part, order(w->codes.kind), to);                                                        \
+        else                                                                                                                \
+            pack_panel(x, w->k, part, to);                                                                                  \
+    }                                                                                                                       \
+    static const version version_name = {                                                                                   \
+        #version_name, version_name##_rows, version_name##_parts, version_name##_part, version_name##_pack, lift};
 
 #endif

@@ -164,19 +164,33 @@ INLINE void repeated(const float *run, Py_ssize_t n, const Py_ssize_t each, floa
             to[g * each + i] = run[g];
 }
 
-/* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
-INLINE void spread(const weight *w, const float *run, float *to)
+/* The most codes that have one scale wherever a chunk is cut into spans of as many: a power of two from SPAN to CHUNK. */
+INLINE Py_ssize_t longest_span(const weight *w)
 {
-    const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK / w->span), each = w->groups == 1 ? end : w->block / w->span;
+    Py_ssize_t span = CHUNK;
+    while (w->groups > 1 && w->block % span)
+        span /= 2;
+    return span;
+}
+
+/* `to` = each of `run` for as many spans as a block has; the last one up to the chunk's end, where activations are 0. */
+INLINE void spread(const weight *w, Py_ssize_t span, const float *run, float *to)
+{
+    const Py_ssize_t end = (w->k + CHUNK - 1) / CHUNK * (CHUNK / span), each = w->groups == 1 ? end : w->block / span;
     const Py_ssize_t whole = end / each < w->groups ? end / each : w->groups;
+    const float last = run[whole < w->groups ? whole : w->groups - 1];
     switch (each) {
+    case 1:
+        if (to != run)
+            memcpy(to, run, 4 * (size_t)whole);
+        break;
     case 2: repeated(run, whole, 2, to); break;
     case 4: repeated(run, whole, 4, to); break;
     case 16: repeated(run, whole, 16, to); break;
     default: repeated(run, whole, each, to);
     }
     for (Py_ssize_t i = whole * each; i < end; i++)
-        to[i] = run[whole < w->groups ? whole : w->groups - 1];
+        to[i] = last;
 }
 
 /* Whether magnitudes are at most `most`, and at least `least` or 0; NaN is. */
@@ -196,27 +210,35 @@ INLINE int within(const float *y, Py_ssize_t n, float most, float least)
     return 1;
 }
 
-/* The scales and offsets of a row of scales, one for each span. Returns whether they are within the limits. */
-INLINE int spread_scales(const weight *w, Py_ssize_t row, float *run, float *scales, float *offsets)
+typedef void (*decoder)(const numbers *, Py_ssize_t, Py_ssize_t, float *);
+
+/* The scales and offsets of a row of scales, one for each `span` codes. Returns whether they are within the limits. */
+INLINE int spread_scales(
+    const weight *w, Py_ssize_t span, Py_ssize_t row, const decoder read, float *run, float *scales, float *offsets)
 {
     const Py_ssize_t groups = w->groups;
-    const float factor = w->factor;
+    const float factor = w->factor, size = fabsf(factor);
+    const int kind = w->scale.kind, narrow = kind == E4M3 || kind == E5M2 || kind == F16; /* 0, or from 2^-24 to 2^16 */
+    /* Then no product by the factor is beyond the limits. */
+    const int known = narrow && !w->divides && size >= 0x1p-60f && size <= 0x1p8f;
+    const int apart = span == w->block && w->groups > 1; /* each is spread to one place */
+    float *found = apart ? scales : run;
     int fine = 1;
-    decoded(&w->scale, row * groups, groups, run);
-    if (factor != 1 && w->scale.kind != E4M3 && w->scale.kind != F16)
-        fine = within(run, groups, MOST_STORED, w->least);
+    read(&w->scale, row * groups, groups, found);
+    if (factor != 1 && !narrow)
+        fine = within(found, groups, MOST_STORED, w->least);
     if (w->divides)
         for (Py_ssize_t g = 0; g < groups; g++)
-            run[g] = 1 / run[g];
+            found[g] = 1 / found[g];
     if (factor != 1)
         for (Py_ssize_t g = 0; g < groups; g++)
-            run[g] *= factor;
-    fine = fine && within(run, groups, MOST_SCALE, w->least);
-    spread(w, run, scales);
+            found[g] *= factor;
+    fine = fine && (known || within(found, groups, MOST_SCALE, w->least));
+    spread(w, span, found, scales);
     if (w->role != NONE) {
-        decoded(&w->offset, row * groups, groups, run);
+        read(&w->offset, row * groups, groups, run);
         fine = fine && within(run, groups, MOST_STORED, 0);
-        spread(w, run, offsets);
+        spread(w, span, run, offsets);
     }
     return fine;
 }

@@ -207,6 +207,7 @@ class Microkernels:
     store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
+    shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.
     """
 
     amax: Callable[[Array, int, Array], None] | None = None
@@ -222,6 +223,7 @@ class Microkernels:
     sixes: Callable[[Array, Array], None] | None = None
     scales: Callable[[FloatCodes, Array, float, Array, Array, Array, float], None] | None = None
     decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
+    shares: bool = False
 
 
 #: NumPy alone.

@@ -230,9 +230,10 @@ class _Dequantize:
         if scattered(shape, self.block, (), data.flags.c_contiguous):
             data = np.ascontiguousarray(data)
         pieces, flat = cut_pieces(self.result, self.block, self.unit, lead, data, *of_blocks)
+        shares = self.compiled and self.microkernels.shares
         if self.compiled:
             for piece in pieces:
-                piece.limit = _LONG
+                piece.limit = max(piece.values.size, 1) if shares else _LONG
         if self.per_tensor:
             jobs = all_jobs(pieces, 1, tables.count)
         elif self.large:
@@ -240,10 +241,10 @@ class _Dequantize:
         else:
             m = self.m = 1 if flat else self.m
             step = self._compiled if self.compiled else self._blocks if tables.known else self._hand_over
-            run_each(step, all_jobs(pieces, m, self.unit), m, self.unit, not self.compiled)
+            run_each(step, all_jobs(pieces, m, self.unit), m, self.unit, not self.compiled, shares)
             return
         step = self._compiled if self.compiled else self._one_scale if tables.known else self._hand_over
-        run_each(step, jobs, 1, tables.count, not self.compiled)
+        run_each(step, jobs, 1, tables.count, not self.compiled, shares)
 
     def _compiled(self, _: Buffers, __: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, number: int) -> None:
         """A chunk of whole blocks, or within one block."""

@@ -120,8 +120,11 @@ def within_blocks(pieces: list[Piece], m: int, k: int, unit: int) -> list[Job]:
     return jobs
 
 
-def run_each(step: Any, jobs: list[Job], m: int, unit: int, buffers: bool = True) -> None:
-    """`step(buffers, i, *jobs[i])` for all jobs, on all threads. buffers: whether they have room for a job."""
+def run_each(step: Any, jobs: list[Job], m: int, unit: int, buffers: bool = True, shares: bool = False) -> None:
+    """`step(buffers, i, *jobs[i])` for all jobs, on all threads. buffers: whether they have room for a job.
+
+    shares: whether a step uses all threads itself.
+    """
     size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs) if buffers else 0
 
     def work(first: int, end: int) -> None:
@@ -130,7 +133,7 @@ def run_each(step: Any, jobs: list[Job], m: int, unit: int, buffers: bool = True
             for i in range(first, end):
                 step(own, i, *jobs[i])
 
-    spread(work, len(jobs), thread_count())
+    spread(work, len(jobs), 1 if shares else thread_count())
 
 
 def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any = None, wide: bool = True) -> Array:

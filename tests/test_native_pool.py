@@ -1,0 +1,136 @@
+"""The threads of the compiled kernels: shared work, callers at once, forks, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import breccia
+from breccia.arrays.frameworks import Device
+from breccia.kernels import threads
+from breccia_native import availability
+
+pool = pytest.importorskip("breccia_native.pool", reason="breccia-native was built without POSIX threads")
+if reason := availability.missing_products(Device("cpu")):
+    pytest.skip(reason, allow_module_level=True)
+
+SUM = sum(range(100_000))
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 2, 3, 8, 1000])
+def test_threads_take_each_part_of_the_work_once(number: int) -> None:
+    for _ in range(20):
+        found, callers = pool.add(100_000, number)
+        assert found == SUM and 1 <= callers <= max(number, 1)
+    assert pool.add(0, number)[0] == 0
+
+
+def test_threads_that_slept_work_again() -> None:
+    """Threads of the pool look for work for 50 microseconds and then sleep."""
+    pool.add(1, 3)
+    assert pool.size() >= 2
+    deadline, seen = time.monotonic() + 60, 0
+    while seen < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+        found, callers = pool.add(1_000_000, 3)
+        assert found == sum(range(1_000_000))
+        seen = max(seen, callers)
+    assert seen == 3
+
+
+def test_many_callers_at_once_each_get_their_own_result() -> None:
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        for i in range(200):
+            count = 1000 * number + i
+            found, callers = pool.add(count, 4)
+            if found != count * (count - 1) // 2 or not 1 <= callers <= 4:
+                wrong.append(found)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    """Also where another thread of the parent has the pool at the moment of the fork."""
+    assert run(
+        "import os, threading\n"
+        "from breccia_native import pool\n"
+        "pool.add(10, 3)\n"
+        "other = threading.Thread(target=lambda: [pool.add(3_000_000, 3) for _ in range(20)])\n"
+        "other.start()\n"
+        "for _ in range(10):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        before = pool.size()\n"
+        "        found = pool.add(100_000, 3)[0]\n"
+        "        os._exit(0 if (before, pool.size(), found) == (0, 2, sum(range(100_000))) else 1)\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "other.join()\n"
+        "print('done')"
+    ) == "done\n"  # fmt: skip
+
+
+def test_no_thread_is_left_when_the_interpreter_ends() -> None:
+    """A function of `atexit` may still use the pool, and a daemon thread may be using it."""
+    assert run(
+        "import atexit, threading\n"
+        "from breccia_native import pool\n"
+        "def forever():\n"
+        "    while True: pool.add(100_000, 3)\n"
+        "threading.Thread(target=forever, daemon=True).start()\n"
+        "atexit.register(lambda: print(pool.add(10, 3)[0]))\n"
+        "pool.add(10, 3)"
+    ) == "45\n"  # fmt: skip
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list threads")
+def test_one_thread_is_enough_for_a_limit_of_one() -> None:
+    assert run(
+        "import os, numpy as np, breccia\n"
+        "breccia.set_num_threads(1)\n"
+        "st = breccia.cast(np.ones((2048, 1024), np.float32), 'int4')\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "breccia.matmul(np.ones((8, 1024), np.float32), st.mT)\n"
+        "one = len(os.listdir('/proc/self/task'))\n"
+        "breccia.set_num_threads(3)\n"
+        "breccia.matmul(np.ones((8, 1024), np.float32), st.mT)\n"
+        "print(one - before, len(os.listdir('/proc/self/task')) - before)"
+    ) == "0 2\n"  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "int4,symmetric=False,signed=False", "mxfp6", "fp8_block,block_m=128", "fp8_current"]
+)
+@pytest.mark.parametrize("shape", [(300, 777), (3, 40_000), (20_000, 33), (2, 150, 544)])
+def test_bytes_of_dequantize_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...], recipe: str, dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    st = breccia.cast(x, recipe)
+    expected = breccia.dequantize(st, out_dtype=dtype, prefer="reference.dequantize")
+    before = threads.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            breccia.set_num_threads(number)
+            found = breccia.dequantize(st, out_dtype=dtype, prefer="native.dequantize")
+            assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    finally:
+        breccia.set_num_threads(before)
