@@ -17,7 +17,7 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
-from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once
+from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once, transposed
 
 from .keys import component_key
 
@@ -27,10 +27,15 @@ Dtypes = tuple[str | None, ...]
 
 
 class Held(NamedTuple):
-    """The leaves of a tensor; see `breccia.tensors.tensor.Held`."""
+    """The leaves of a tensor; see `breccia.tensors.tensor.Held`.
+
+    before: the leaves that these are the transposes of, if any. Kernels read those: JAX's arrays have no strides, so that a
+    transpose is a copy outside of compiled functions, and inside of them where XLA cannot merge it with what reads it.
+    """
 
     leaves: tuple[Any, ...]
     dtypes: Dtypes
+    before: tuple[Any, ...] | None = None
 
     def replaces(self, n: int) -> bool:
         dtype = self.dtypes[n]  # placeholders are components themselves
@@ -47,6 +52,9 @@ class Held(NamedTuple):
 
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         return Held(leaves, self.dtypes)
+
+    def transposed(self, leaves: tuple[Any, ...]) -> Held:
+        return Held(leaves, self.dtypes, self.leaves) if self.before is None else Held(self.before, self.dtypes)
 
     def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
         """Compiled for slices of concrete arrays; other positions would compile a function each."""
@@ -76,7 +84,7 @@ class Static(NamedTuple):
         return cls(Metadata.from_json(listed["metadata"]), tuple(listed["dtypes"]))
 
 
-def _leaf(part: Any) -> tuple[Any, str | None]:
+def leaf_of(part: Any) -> tuple[Any, str | None]:
     """(the leaf of a component, the component's dtype if its leaf has another). Other frameworks' arrays stay as they are."""
     if not isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return part, None
@@ -89,10 +97,22 @@ def _leaf(part: Any) -> tuple[Any, str | None]:
     return (part.view(word) if isinstance(part, np.ndarray) else lax.bitcast_convert_type(part, word)), name
 
 
+def untransposed(x: Any) -> tuple[Any, bool]:
+    """(The tensor that `x` is the transpose of, True), if it is known; else (x, False). x: any operand.
+
+    On explicit meshes it is not looked for: shardings there are those of the operands.
+    """
+    held = x.held if isinstance(x, ScaledTensor) else None
+    if not isinstance(held, Held) or held.before is None or jax.typeof(held.before[0]).sharding.mesh.explicit_axes:
+        return x, False
+    recipe, layout, axis, padding = Metadata.of(x)
+    return ScaledTensor.from_held(Held(held.before, held.dtypes), recipe, transposed(layout), -3 - axis, padding), True
+
+
 def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     if isinstance(st.held, Held):
         return st.held.leaves, Static(Metadata.of(st), st.held.dtypes)
-    leaves, dtypes = zip(*map(_leaf, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
+    leaves, dtypes = zip(*map(leaf_of, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
     return leaves, Static(Metadata.of(st), dtypes)
 
 
