@@ -96,7 +96,9 @@ def test_other_codes_are_transposed(spec: str) -> None:
     st = in_rows(breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2))
     x = np.ones((1, 64), np.float32)
     assert native._by_columns(x, st.mT, 70, 64) is None
-    assert np.array_equal(breccia.matmul(x, st), breccia.matmul(x, breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2)))
+    assert np.array_equal(
+        breccia.matmul(x, st), breccia.matmul(x, breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2))
+    )
 
 
 def test_buffers_of_other_sizes_are_refused() -> None:

@@ -39,6 +39,7 @@ from breccia.backend import (
 )
 
 from .container import Static, leaf_of, unflatten, untransposed
+from .meshes import check_shard
 from .ops import JAX
 from .primitive import Program, Shapes, as_numpy, traced
 
@@ -67,6 +68,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`dequantize` by the kernel for NumPy arrays; inside compiled functions the generic algorithm, which XLA fuses."""
     tensor, arrays = Tensor.of(st)
+    check_shard("st", st)
     if tensor is None or out is not None or not in_memory(arrays):
         return reference.dequantize(st, out_dtype, out)
     return _ran(Decode(tensor, tuple(st.shape), output_dtype(out_dtype), _shapes(arrays)), arrays)[0]
@@ -75,6 +77,9 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
 def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`matmul` by the kernel for NumPy arrays."""
     checks.check_matmul(a, b, bias)
+    for name, operand in (("a", a), ("b", b)):
+        if isinstance(operand, ScaledTensor):
+            check_shard(name, operand)
     (left, first), (right, second) = Tensor.of(a), Tensor.of(b)
     arrays = [*first, *second, *(() if bias is None else (bias,))]
     if out is not None or not _static(arrays):
