@@ -108,9 +108,9 @@ def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
             else "so shards with a partial last block each have been joined"
         )
         raise LayoutError(
-            f"{where} has {found} codes along axis {axis}, and scales of blocks of {size} for {length}, the last one partial: {how}. "
-            f"Shard {name} along another axis, or pad the array along axis {axis} before the cast, so that each shard has a multiple "
-            f"of {size}.",
+            f"{where} has {found} codes along axis {axis}, and scales of blocks of {size} for {length}, the last one partial: "
+            f"{how}. Shard {name} along another axis, or pad the array along axis {axis} before the cast: each shard needs "
+            f"a multiple of {size}.",
             name=name,
             axis=axis,
             block=size,
