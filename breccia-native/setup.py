@@ -49,6 +49,22 @@ setup(
             py_limited_api=True,
             optional=True,
         ),
+        Extension(
+            "breccia_native.columns",
+            ["src/breccia_native/columns.c"],
+            depends=["src/breccia_native/bits.h", "src/breccia_native/weights.h"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-trapping-math", "-fno-math-errno"],
+            py_limited_api=True,
+            optional=True,
+        ),
+        Extension(
+            "breccia_native.xla_calls",
+            ["src/breccia_native/xla_calls.c"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     # One wheel for all versions of Python from 3.11 on.
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

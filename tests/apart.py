@@ -75,6 +75,7 @@ TOGETHER = (
     "test_hf.py",
     "test_imports.py",
     "test_interchange.py",
+    "test_jax_cpu.py",
     "test_mutation.py",
     "test_other_bridges.py",
     "test_site.py",

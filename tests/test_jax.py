@@ -461,8 +461,8 @@ def test_exported_functions_keep_the_metadata_of_their_tensors(kind: breccia.Sca
     for found, expected in zip(read.call(rows(4), st), jax.jit(function)(rows(4), st), strict=True):
         if isinstance(found, breccia.ScaledTensor):
             assert breccia.bytes_equal(found, expected) and found.recipe == kind
-        else:
-            assert same(found, expected)
+        else:  # exported functions have the generic algorithm, which adds in another order
+            assert agrees(found, rows(4), breccia.dequantize(st).T)
 
 
 @pytest.mark.rest

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import traceback
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,39 @@ def a_shard_map_that_splits_a_block_is_refused_by_name() -> None:
             raise AssertionError((spec, "was not refused"))
 
 
+def partial_last_blocks_are_neither_cut_nor_joined() -> None:
+    """200 = 7 * 28 + 4 codes in shards of 25: as many scales as shards, but of other blocks."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    mesh = placed(X).sharding.mesh
+    for side, axis, shape in (("block_k=28", -1, (16, 200)), ("block_m=28,block_k=32", -2, (200, 64))):
+        recipe, x = breccia.recipe(f"fp8_block,{side}"), wide(shape, seed=3, exponents=4)
+        st, expected = breccia.cast(jax.numpy.asarray(x), recipe), breccia.dequantize(breccia.cast(x, recipe))
+        along, across = (P(None, "d"), P("d")) if axis == -1 else (P("d"), P(None, None))
+        decode = partial(jax.shard_map, breccia.dequantize, mesh=mesh)
+        assert np.array_equal(jax.jit(decode(in_specs=(across,), out_specs=across))(st), expected)
+        cast = jax.jit(jax.shard_map(lambda x, r=recipe: breccia.cast(x, r), mesh=mesh, in_specs=along, out_specs=along))
+        joined = cast(x)
+        alone = jax.tree.map(lambda part: jax.device_put(part, jax.devices()[0]), joined)
+        for op, message in (
+            (partial(jax.jit(decode(in_specs=(along,), out_specs=along)), st), "the shard of st has 25 codes"),
+            (partial(breccia.dequantize, joined), "st has 200 codes"),
+            (partial(breccia.dequantize, alone), "st has 200 codes"),
+        ):
+            try:
+                op()
+            except breccia.LayoutError as e:
+                text = str(e)
+                assert f"{message} along axis {axis}, and scales of blocks of 28" in text, text
+                assert ("it has been cut inside a block" if "shard of" in message else "have been joined") in text, text
+                assert "or pad the array" in text and "a multiple of 28" in text, text
+            else:
+                raise AssertionError((side, message, "was not refused"))
+
+
 CHECKS = [
+    partial_last_blocks_are_neither_cut_nor_joined,
     every_op_runs_on_every_kind_of_axis,
     a_shard_map_that_splits_a_block_is_refused_by_name,
     explicit_meshes_shard_what_is_cast,

@@ -17,7 +17,7 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
-from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once
+from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once, transposed
 
 from .keys import component_key
 
@@ -26,11 +26,22 @@ _WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
 Dtypes = tuple[str | None, ...]
 
 
+#: Of the last two axes.
+Lengths = tuple[int | None, int | None]
+
+
 class Held(NamedTuple):
-    """The leaves of a tensor; see `breccia.tensors.tensor.Held`."""
+    """The leaves of a tensor; see `breccia.tensors.tensor.Held`.
+
+    before: the leaves that these are the transposes of, if any. Kernels read those: JAX's arrays have no strides, so that a
+    transpose is a copy outside of compiled functions, and inside of them where XLA cannot merge it with what reads it.
+    lengths: see `Static`.
+    """
 
     leaves: tuple[Any, ...]
     dtypes: Dtypes
+    before: tuple[Any, ...] | None = None
+    lengths: Lengths = (None, None)
 
     def replaces(self, n: int) -> bool:
         dtype = self.dtypes[n]  # placeholders are components themselves
@@ -48,6 +59,12 @@ class Held(NamedTuple):
     def moved(self, leaves: tuple[Any, ...]) -> Held:
         return Held(leaves, self.dtypes)
 
+    def transposed(self, leaves: tuple[Any, ...]) -> Held:
+        lengths = self.lengths[1], self.lengths[0]
+        if self.before is None:
+            return Held(leaves, self.dtypes, self.leaves, lengths)
+        return Held(self.before, self.dtypes, None, lengths)
+
     def run(self, structural: Any, st: ScaledTensor, argument: Any) -> ScaledTensor:
         """Compiled for slices of concrete arrays; other positions would compile a function each."""
         here = isinstance(self.leaves[0], jax.Array) and not isinstance(self.leaves[0], Tracer)
@@ -62,21 +79,27 @@ def _structural(st: ScaledTensor, structural: Any, argument: Any) -> ScaledTenso
 
 
 class Static(NamedTuple):
-    """What a ScaledTensor is besides its leaves."""
+    """What a ScaledTensor is besides its leaves.
+
+    lengths: of the codes along those of the last two axes whose last block is partial. A shard that was cut along such an axis,
+    and shards that were joined along it, have another length, and their blocks are not those of their scales.
+    """
 
     metadata: Metadata
     dtypes: Dtypes
+    lengths: Lengths = (None, None)
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"metadata": self.metadata.to_json(), "dtypes": self.dtypes}).encode()
+        return json.dumps({"metadata": self.metadata.to_json(), "dtypes": self.dtypes, "lengths": self.lengths}).encode()
 
     @classmethod
     def from_bytes(cls, written: bytes | bytearray) -> Static:
         listed = json.loads(written)
-        return cls(Metadata.from_json(listed["metadata"]), tuple(listed["dtypes"]))
+        lengths = listed.get("lengths", (None, None))
+        return cls(Metadata.from_json(listed["metadata"]), tuple(listed["dtypes"]), (lengths[0], lengths[1]))
 
 
-def _leaf(part: Any) -> tuple[Any, str | None]:
+def leaf_of(part: Any) -> tuple[Any, str | None]:
     """(the leaf of a component, the component's dtype if its leaf has another). Other frameworks' arrays stay as they are."""
     if not isinstance(part, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return part, None
@@ -89,11 +112,34 @@ def _leaf(part: Any) -> tuple[Any, str | None]:
     return (part.view(word) if isinstance(part, np.ndarray) else lax.bitcast_convert_type(part, word)), name
 
 
+def untransposed(x: Any) -> tuple[Any, bool]:
+    """(The tensor that `x` is the transpose of, True), if it is known; else (x, False). x: any operand.
+
+    On explicit meshes it is not looked for: shardings there are those of the operands.
+    """
+    held = x.held if isinstance(x, ScaledTensor) else None
+    if not isinstance(held, Held) or held.before is None or jax.typeof(held.before[0]).sharding.mesh.explicit_axes:
+        return x, False
+    recipe, layout, axis, padding = Metadata.of(x)
+    return ScaledTensor.from_held(held.transposed(()), recipe, transposed(layout), -3 - axis, padding), True
+
+
 def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     if isinstance(st.held, Held):
-        return st.held.leaves, Static(Metadata.of(st), st.held.dtypes)
-    leaves, dtypes = zip(*map(_leaf, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
-    return leaves, Static(Metadata.of(st), dtypes)
+        lengths = st.held.lengths if any(st.held.lengths) else _lengths(st)
+        return st.held.leaves, Static(Metadata.of(st), st.held.dtypes, lengths)
+    leaves, dtypes = zip(*map(leaf_of, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
+    return leaves, Static(Metadata.of(st), dtypes, _lengths(st))
+
+
+def _lengths(st: ScaledTensor) -> Lengths:
+    data = st.held_data
+    shape = getattr(data, "shape", ())
+    if not getattr(st.layout, "partial", False) or len(shape) < 2 or not all(isinstance(n, int) for n in shape):
+        return None, None  # placeholders of JAX have no shape
+    sides = dict(zip((-3 - st.axis, st.axis), st.layout.block(st.axis), strict=True))
+    rows, columns = (shape[axis] if (side := sides[axis]) and st.shape[axis] % side else None for axis in (-2, -1))
+    return rows, columns
 
 
 def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
@@ -105,7 +151,7 @@ def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], St
 def unflatten(static: Static, leaves: Any) -> ScaledTensor:
     """Unchecked: JAX passes placeholders."""
     if any(static.dtypes):
-        return ScaledTensor.from_held(Held(tuple(leaves), static.dtypes), *static.metadata)
+        return ScaledTensor.from_held(Held(tuple(leaves), static.dtypes, None, static.lengths), *static.metadata)
     return static.metadata.assembled(*leaves)
 
 

@@ -32,17 +32,21 @@ from breccia.backend import (
     registry,
 )
 
+from . import cpu
+from .container import untransposed
 from .meshes import automatic, check_shard, like_first, product
 from .ops import JAX, dot
 
 Array = Any
 Names = tuple[str, ...] | None
+#: Which of two operands are passed as the tensors that they are the transposes of.
+Turned = tuple[bool, bool]
 
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> ScaledTensor:
     """Codes have no gradient."""
     options = _with_array(options)
-    if _eager(x, options):
+    if cpu.runs("cast", x, None, recipe, options, prefer) or _eager(x, options):
         return calls.cast(x, recipe, options, prefer)
     return _cast(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
@@ -52,14 +56,14 @@ def cast_pair(
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """Codes have no gradient."""
     options = _with_array(options)
-    if _eager(x, options):
+    if cpu.casts("cast_pair", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_pair(x, recipe, options, prefer)
     return _cast_pair(x, options.scale, _words(options), recipe, _static(options), *_found(prefer))
 
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
     """No gradient passes to the components: that of a scale alone is not that of a weight."""
-    if out is not None:
+    if out is not None or cpu.runs("dequantize", st, prefer=prefer):
         return calls.dequantize(st, out_dtype, out, prefer)
     return _dequantize(st, out_dtype, *_found(prefer))
 
@@ -91,9 +95,10 @@ def matmul(
     prefer: Prefer = None,
 ) -> Array:
     """Differentiable in plain array operands and in the bias."""
-    if out is not None:
+    if out is not None or cpu.runs("matmul", a, b, options={"bias": bias}, prefer=prefer):
         return calls.matmul(a, b, bias, out_dtype, out, prefer)
-    return _matmul(a, b, bias, out_dtype, *_found(prefer))
+    (a, first), (b, second) = untransposed(a), untransposed(b)
+    return _matmul(a, b, bias, out_dtype, (first, second), *_found(prefer))
 
 
 def cast_matmul(
@@ -120,7 +125,7 @@ def grouped_matmul(
 def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, prefer: Prefer = None) -> Array:
     """The gradient passes unchanged."""
     options = _with_array(options)
-    if _eager(x, options):
+    if cpu.casts("cast_ste", x, recipe, options, prefer) or _eager(x, options):
         return calls.cast_ste(x, recipe, options, prefer)
     return _straight(x, options.scale, _words(options), recipe, None, _static(options), *_found(prefer))
 
@@ -173,22 +178,26 @@ def _requantize(
     return automatic(like_first, run, st, scale, seed)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _product(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Table) -> Array:
-    return calls.matmul(_fixed(a, "a"), _fixed(b, "b"), bias, out_dtype, None, names)
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
+def _product(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Names, table: Table) -> Array:
+    for name, operand in zip("ab", _turned((a, b), turned), strict=True):
+        if isinstance(operand, ScaledTensor):
+            check_shard(name, operand)
+    a, b = _turned((_stopped(a), _stopped(b)), turned)
+    return calls.matmul(a, b, bias, out_dtype, None, names)
 
 
 @_product.defjvp
-def _(out_dtype: str, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    y = _product(*primals, out_dtype, names, table)
-    return y, _tangent(dot, primals, tangents, y)
+def _(out_dtype: str, turned: Turned, names: Names, table: Table, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = _product(*primals, out_dtype, turned, names, table)
+    return y, _tangent(dot, (*_turned(primals[:2], turned), primals[2]), tangents, y)
 
 
 # Checkpoints: the backward pass decodes a weight again instead of saving it in FP32.
-@partial(jax.jit, static_argnums=(3, 4, 5))
-def _matmul(a: Any, b: Any, bias: Any, out_dtype: str, names: Names, table: Table) -> Array:
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _matmul(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Names, table: Table) -> Array:
     def run(a: Any, b: Any, bias: Any) -> Array:
-        return _product(a, b, bias, out_dtype, names, table)
+        return _product(a, b, bias, out_dtype, turned, names, table)
 
     return automatic(product, jax.checkpoint(run), a, b, bias)
 
@@ -340,9 +349,18 @@ def _eager(x: Array, options: CastOptions) -> bool:
     return options.nonfinite == "raise" and JAX.any(~jnp.isfinite(x))
 
 
+def _turned(operands: Any, turned: Turned) -> tuple[Any, ...]:
+    return tuple(x.mT if turn else x for x, turn in zip(operands, turned, strict=True))
+
+
 def _fixed(x: Any, name: str = "st") -> Any:
     """The operand, with gradients stopped if it is scaled. Raises LayoutError for a shard that splits its blocks."""
     if not isinstance(x, ScaledTensor):
         return x
     check_shard(name, x)
-    return jax.tree.map(lax.stop_gradient, x)
+    return _stopped(x)
+
+
+def _stopped(x: Any) -> Any:
+    """The operand, with gradients stopped if it is scaled."""
+    return jax.tree.map(lax.stop_gradient, x) if isinstance(x, ScaledTensor) else x

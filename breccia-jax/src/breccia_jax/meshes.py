@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from breccia import LayoutError
 from breccia.backend import PLAIN, ScaledTensor
 
+from .container import Held
+
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
 Spec = tuple[Any, ...]
 #: From the specs of operands (of a ScaledTensor: of its codes), and the shape of a result, to the result's spec.
@@ -63,9 +65,10 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
 def check_shard(name: str, st: ScaledTensor) -> None:
     """Raise LayoutError inside a `shard_map` where the shard of operand `name` has not the scales of its blocks.
 
-    A shard that splits a partial last block cannot be told from a whole tensor with such a block, and passes.
+    Also raised outside, for shards with a partial last block each that a `shard_map` has joined.
     """
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    _check_lengths(name, st, axes)
     if not axes or st.storage != PLAIN:
         return
     shape, layout = st.shape, st.layout
@@ -88,6 +91,31 @@ def check_shard(name: str, st: ScaledTensor) -> None:
             block=size,
             shape=shape,
         ) from e
+
+
+def _check_lengths(name: str, st: ScaledTensor, axes: tuple[str, ...]) -> None:
+    """Raise LayoutError where an axis with a partial last block has been cut or joined."""
+    if not isinstance(st.held, Held) or st.storage != PLAIN:
+        return
+    for axis, length in zip((-2, -1), st.held.lengths, strict=True):
+        if length is None or (found := st.held_data.shape[axis]) == length:
+            continue
+        size = st.layout.block(st.axis)[axis == st.axis]
+        where = f"inside shard_map over {', '.join(map(repr, axes))}, the shard of {name}" if axes else f"{name}"
+        how = (
+            "so it has been cut inside a block"
+            if found < length
+            else "so shards with a partial last block each have been joined"
+        )
+        raise LayoutError(
+            f"{where} has {found} codes along axis {axis}, and scales of blocks of {size} for {length}, the last one partial: "
+            f"{how}. Shard {name} along another axis, or pad the array along axis {axis} before the cast: each shard needs "
+            f"a multiple of {size}.",
+            name=name,
+            axis=axis,
+            block=size,
+            shape=st.shape,
+        )
 
 
 def _shape(x: Any) -> Any:

@@ -25,6 +25,7 @@ from breccia.backend import (
     Format,
     Integer,
     PowerOfTwo,
+    targets,
 )
 
 #: The layouts whose scales the kernel finds.
@@ -32,6 +33,8 @@ LAYOUTS = (PerTensor, PerBlockK, PerChannel, PerBlockMN)
 #: The shortest K: below it a sum may be rounded more often than the bound of FP32 accumulation allows.
 SHORTEST = 32
 
+#: The most rows for which decoding a weight as it is multiplied is faster than XLA's FP32 product of a decoded one (measured).
+ROWS_ON_JAX = 512
 #: Codes with one scale, unless blocks are no multiple of it.
 SPAN = 8
 #: How activations are rounded before a product: not, to INT8 in groups, to BF16. The numbers are those of products.c.
@@ -103,6 +106,37 @@ def accepts_grouped(call: Call) -> str | None:
     if call.a.recipe is not None or call.b.recipe is None:
         return "it multiplies rows of an array by the matrices of a ScaledTensor"
     return accepts(call)
+
+
+def accepts_on_jax(call: Call) -> str | None:
+    """Why the compiled kernel does not multiply these operands of JAX, or None."""
+    assert call.b is not None
+    if call.b.recipe is None:
+        return "it multiplies rows of an array by a ScaledTensor"
+    if (reason := sharded(call)) is not None:
+        return reason
+    rows = math.prod(call.a.shape[:-1])
+    if not isinstance(rows, int):
+        return "exported functions of symbolic lengths have the generic algorithm"
+    if (reason := accepts(call)) is not None:
+        return reason
+    return None if rows <= ROWS_ON_JAX else f"XLA decodes the weight and multiplies it in FP32 for more than {ROWS_ON_JAX} rows"
+
+
+def sharded(call: Call) -> str | None:
+    """Why a kernel that XLA cannot partition does not run, or None."""
+    devices = max(operand.devices for operand in (call.a, call.b) if operand is not None)
+    return None if devices == 1 else f"operands are sharded over {devices} devices: XLA partitions the generic algorithm"
+
+
+def accepts_cast_on_jax(call: Call) -> str | None:
+    """Why NumPy's kernel does not cast an array of JAX, or None."""
+    return sharded(call) or targets.load("breccia.kernels.numpy.plan:accepts_compiled_cast")(call)
+
+
+def accepts_dequantize_on_jax(call: Call) -> str | None:
+    """Why NumPy's kernel does not decode a tensor of JAX, or None."""
+    return sharded(call) or targets.load("breccia.kernels.plans:accepts_dequantize")(call)
 
 
 def accepts_int8(call: Call) -> str | None:

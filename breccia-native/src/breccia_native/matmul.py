@@ -23,7 +23,7 @@ from breccia.backend import (
 )
 from breccia.backend import numpy as kernels
 
-from . import products
+from . import columns, products
 from .facts import BF16_MODE, FP32, INT8, SPAN, factor_of, inexact, kind_of
 
 _KINDS = {name: number for number, name in enumerate(products.kinds())}
@@ -36,6 +36,8 @@ _FOR_THREADS = 1 << 21
 _ROWS_OF_BF16 = 9
 #: Bytes of packed activations that are multiplied at a time, which should stay in a shared cache, and the fewest rows.
 _PACKED, _FEWEST = 8 << 20, 56
+#: The most rows of activations that are multiplied by codes in (K, N) order as they are; for more, codes are transposed.
+_FEW = 32
 #: The smallest scale, other than zero, whose products with codes are normal numbers.
 _LEAST = 2.0**-100
 _EMPTY = np.empty(0, np.float32)
@@ -175,6 +177,8 @@ def _table(codec: Any) -> Array:
 
 def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias: Array | None) -> Array | None:
     """(M, K) times the transpose of the matrix `st`, (N, K), plus the bias."""
+    if mode is None and (found := _by_columns(x, st, n, k)) is not None:
+        return found if bias is None else np.add(found, bias, out=found)
     m, weight = len(x), _weight(st, n, k)
     product, rows = np.empty((m, n), np.float32), max(_PACKED // (4 * k), _FEWEST)
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
@@ -189,6 +193,49 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias:
         ):
             return None
     return product
+
+
+def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
+    """`_product` of a few rows by codes whose memory is (K, N), which need no transpose; None for others."""
+    data = st.data
+    if len(x) > _FEW or data.flags.c_contiguous or not data.T.flags.c_contiguous:
+        return None
+    plan = _plan_of(st)
+    tall, block = st.layout.block(st.axis)
+    shared = (tall, block) == TENSOR or tall is None
+    tall, block = n if shared or tall is None else tall, k if block is None else block
+    offset, offset_kind = _offset(st)
+    if not columns.supports(plan.kind, plan.role):
+        return None
+    if plan.kind == _KINDS["table4"] and block % 2 and block < k:
+        return None
+    shape = -(-n // tall), -(-k // block)
+    scale, offset = (np.ascontiguousarray(part.reshape(shape).T) if part.size else part for part in (st.scale, offset))
+    x, product = np.ascontiguousarray(NUMPY.f32(x)), np.empty((len(x), n), np.float32)
+    factor = plan.factor if st.global_scale is None else factor_of(st.recipe.format, float(st.global_scale))
+    call: tuple[Any, ...] = (
+        x.reshape(-1),
+        len(x),
+        k,
+        n,
+        data.T,
+        plan.kind,
+        plan.table,
+        scale,
+        plan.scale_kind,
+        plan.scale_table,
+        block,
+        tall,
+        plan.divides,
+        _fp32(factor),
+        plan.least,
+        offset,
+        offset_kind,
+        plan.role,
+        product,
+        threads.get_num_threads() if len(x) * n * k >= _FOR_THREADS else 1,
+    )
+    return product if columns.multiply(*call) else None
 
 
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
@@ -222,13 +269,7 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
     factor = plan.factor
     if st.global_scale is not None:
         factor = factor_of(st.recipe.format, float(st.global_scale))
-    offset, offset_kind = _EMPTY, "f32"
-    if st.zero_point is not None:
-        offset = np.asarray(st.zero_point)
-        if offset.dtype not in _OFFSETS:
-            offset = reference.offsets_of(NUMPY, offset)
-        offset_kind = _OFFSETS[offset.dtype]
-        offset = np.ascontiguousarray(offset)
+    offset, offset_kind = _offset(st)
     return _Weight(
         st.data if st.data.flags.c_contiguous else np.ascontiguousarray(st.data),
         plan.kind,
@@ -241,10 +282,20 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
         plan.divides,
         _fp32(factor),
         plan.least,
-        offset,
-        _KINDS[offset_kind],
+        np.ascontiguousarray(offset),
+        offset_kind,
         plan.role,
     )
+
+
+def _offset(st: ScaledTensor) -> tuple[Array, int]:
+    """Zero-points or biases in a dtype that the kernels read, or nothing; and the number of its encoding."""
+    if st.zero_point is None:
+        return _EMPTY, _KINDS["f32"]
+    offset = np.asarray(st.zero_point)
+    if offset.dtype not in _OFFSETS:
+        offset = reference.offsets_of(NUMPY, offset)
+    return offset, _KINDS[_OFFSETS[offset.dtype]]
 
 
 def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int, bias: Array | None = None) -> bool:

@@ -43,6 +43,19 @@ def breccia_kernels() -> Iterable[Kernel]:
                 plan="breccia.kernels.plans:plan_on_numpy",
                 rank=_FASTER,
             )
+    # JAX's arrays on the CPU, eager and inside compiled functions.
+    for op, accepted in (("cast", "accepts_cast"), ("dequantize", "accepts_dequantize"), ("matmul", "accepts")):
+        yield Kernel(
+            op,
+            "jax",
+            f"breccia_jax.cpu:{op}",
+            f"jax.cpu.{op}",
+            device="cpu",
+            available="breccia_native.availability:missing_for_jax",
+            accepts=f"breccia_native.facts:{accepted}_on_jax",
+            plan="breccia.kernels.plans:plan_on_numpy",
+            rank=_FASTER,
+        )
     # These round activations, so they run only where they are named.
     for mode in ("int8", "bf16"):
         for framework, module, prefix in (

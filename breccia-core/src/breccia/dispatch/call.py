@@ -25,6 +25,7 @@ from .facts import (
     array_of,
     as_fact,
     bucketed_shape,
+    device_count,
     device_of_operand,
     is_contiguous,
     is_empty,
@@ -75,6 +76,7 @@ class Operand(_Recorder):
     strides: in bytes, or None where the framework has none. contiguous: whether in C order.
     address_alignment: the largest power of two (up to 256) that divides the address of each of its arrays, in bytes.
     row_alignment: the same for all strides except that of adjacent items.
+    devices: the number of devices that it is sharded over.
     """
 
     def __init__(self, slot: int, values: Values, asked: dict[Question, None]) -> None:
@@ -161,6 +163,10 @@ class Operand(_Recorder):
     @property
     def row_alignment(self) -> int:
         return self._ask(self.slot, row_alignment)
+
+    @property
+    def devices(self) -> int:
+        return self._ask(self.slot, device_count)
 
     def storage_of(self, codec: Codec) -> str:
         """Name of the dtype that codes of `codec` are stored in, on the operand's framework."""

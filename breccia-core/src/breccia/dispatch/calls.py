@@ -53,10 +53,10 @@ def cast_pair(
 
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None, prefer: Prefer = None) -> Array:
     """The values of `st` in the floating dtype named."""
-    if st.data.ndim == 1 and is_row(st):
+    if st.held_data.ndim == 1 and is_row(st):
         return load("breccia.kernels.composites:dequantize_row")(st, out_dtype, out, prefer)
     options = _given(out_dtype, out=out)
-    chosen = registry().table.choose("dequantize", framework_of(st.data).name, st, None, None, options, prefer)
+    chosen = registry().table.choose("dequantize", framework_of(st.held_data).name, st, None, None, options, prefer)
     found = _run(chosen, st, out_dtype, out)
     if chosen.checked:
         _expect_array(chosen, found, st.shape, out_dtype)
@@ -72,10 +72,10 @@ def requantize(
     prefer: Prefer = None,
 ) -> ScaledTensor:
     """`st` under another recipe, blocks along the same axis; `options.axis` is ignored."""
-    if st.data.ndim == 1 and is_row(st):
+    if st.held_data.ndim == 1 and is_row(st):
         return load("breccia.kernels.composites:requantize_row")(st, recipe, options, require_exact, prefer)
     given: Any = options if not require_exact else Options(options.given(), require_exact=True)
-    chosen = registry().table.choose("requantize", framework_of(st.data).name, st, None, recipe, given, prefer)
+    chosen = registry().table.choose("requantize", framework_of(st.held_data).name, st, None, recipe, given, prefer)
     found = _run(chosen, st, recipe, options, require_exact)
     if chosen.checked:
         _expect_tensor(chosen, found, recipe, st, st.axis, options.storage)
@@ -203,7 +203,7 @@ _RESULTS = _Results({dtype: NO_OPTIONS if dtype == "float32" else Options(out_dt
 
 
 def _framework(a: Any) -> str:
-    return framework_of(a.data if isinstance(a, ScaledTensor) else a, "a").name
+    return framework_of(a.held_data if isinstance(a, ScaledTensor) else a, "a").name
 
 
 def _run(chosen: Chosen, *arguments: Any) -> Any:

@@ -32,8 +32,8 @@ class Described(NamedTuple):
 
 
 def bucket(n: int) -> int:
-    """`n` up to 8, then rounded up to three significant bits: 9 to 10, 17 to 20, 4000 to 4096."""
-    if n <= 8:
+    """`n` up to 8, then rounded up to three significant bits: 9 to 10, 17 to 20, 4000 to 4096. Symbolic lengths are kept."""
+    if not isinstance(n, int) or n <= 8:
         return n
     step = 1 << (n.bit_length() - 3)
     return -(-n // step) * step
@@ -47,6 +47,11 @@ def array_of(x: Any) -> Any:
 def device_of_operand(x: Any) -> Device:
     """The device of an operand, where arrays of some types have no attribute that says it."""
     return place_of(array_of(x))
+
+
+def device_count(x: Any) -> int:
+    """The number of devices that the operand is sharded over; 1 where it does not say, as traced arrays."""
+    return len(getattr(getattr(array_of(x), "device", None), "device_set", ())) or 1
 
 
 def recipe_of(x: Any) -> ScalingRecipe | None:
@@ -172,9 +177,9 @@ def as_fact(name: str, value: Any) -> Hashable:
 _BY_PRESENCE = ("scale", "seed", "out")
 #: Facts that are attributes, with their paths: for an array, and for a ScaledTensor.
 ATTRIBUTES = {
-    "device": ("device", "data.device"),
-    "dtype": ("dtype", "data.dtype"),
-    "ndim": ("ndim", "data.ndim"),
+    "device": ("device", "held_data.device"),
+    "dtype": ("dtype", "data_dtype"),
+    "ndim": ("ndim", "held_data.ndim"),
     "axis": ("axis", "axis"),
     "recipe": ("recipe.interned_key", "recipe.interned_key"),
     "layout": ("layout.interned_key", "layout.interned_key"),
@@ -182,4 +187,4 @@ ATTRIBUTES = {
 }
 #: Facts derived from the shape, and the attributes that determine it.
 OF_SHAPE = (bucketed_shape, shape_of, is_empty, aligned_of)
-SHAPES = (("shape",), ("data.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))
+SHAPES = (("shape",), ("held_data.shape", "padding", "axis", "recipe.interned_key", "layout.interned_key"))

@@ -62,6 +62,10 @@ class Held(Protocol):
         """The same for other leaves."""
         ...
 
+    def transposed(self, leaves: tuple[Any, ...]) -> Held:
+        """The same for these leaves, the transposes of its own."""
+        ...
+
     def run(self, structural: Callable[[ScaledTensor, Any], ScaledTensor], st: ScaledTensor, argument: Any) -> ScaledTensor:
         """`structural(st, argument)`, which a framework may compile."""
         ...
@@ -237,7 +241,7 @@ class ScaledTensor:
         recipe, layout, axis = self.recipe, transposed(layout), -3 - self.axis
         if held is not None:
             leaves = (data, scale, zero_point, global_scale)
-            return ScaledTensor.from_held(held.moved(leaves), recipe, layout, axis, self.padding)
+            return ScaledTensor.from_held(held.transposed(leaves), recipe, layout, axis, self.padding)
         return ScaledTensor.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, self.padding)
 
     @property

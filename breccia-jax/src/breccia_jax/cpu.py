@@ -1,0 +1,376 @@
+"""Kernels for JAX arrays on the CPU: the NumPy kernels, zero-copy, eager and inside compiled functions.
+
+Arrays in memory are viewed as NumPy arrays and results are handed to JAX, so that a new shape compiles nothing. Inside compiled
+functions XLA calls the same kernels through breccia-native (`breccia_jax.primitive`).
+"""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
+
+from breccia.backend import (
+    DEFAULT,
+    PARTS,
+    CastOptions,
+    Metadata,
+    Prefer,
+    ScaledTensor,
+    ScalingRecipe,
+    calls,
+    checks,
+    dtype_name,
+    output_dtype,
+    packing,
+    part_shapes,
+    reference,
+    registry,
+)
+
+from .container import Static, leaf_of, unflatten, untransposed
+from .meshes import check_shard
+from .ops import JAX
+from .primitive import Program, Shapes, as_numpy, traced
+
+Array = Any
+#: XLA takes memory at multiples of this address over without a copy.
+_ALIGNMENT = 64
+
+
+def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
+    """`cast` by the kernel for NumPy arrays."""
+    checks.check_cast(x, recipe)
+    scale = options.scale
+    if options.out is not None or not (scale is None or isinstance(scale, jax.Array)):
+        return reference.cast(x, recipe, options)  # which refuses `out`, and reads numbers of any kind
+    stochastic = options.rounding == "stochastic"
+    arrays = [x, *(() if scale is None else (scale,))]
+    if stochastic:
+        words = JAX.words(np.asarray(options.seed) if in_memory([options.seed]) else options.seed)
+        arrays.append(jnp.stack(words) if any(isinstance(word, Tracer) for word in words) else np.array(words, np.int32))
+    if not _static(arrays) or not (options.nonfinite == "propagate" or in_memory(arrays)):
+        return reference.cast(x, recipe, options)
+    program = Cast(recipe.to_json(), options.axis, scale is not None, stochastic, options.nonfinite, _shapes(arrays))
+    return program.static.assembled(_ran(program, arrays))
+
+
+def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`dequantize` by the kernel for NumPy arrays; inside compiled functions the generic algorithm, which XLA fuses."""
+    tensor, arrays = Tensor.of(st)
+    check_shard("st", st)
+    if tensor is None or out is not None or not in_memory(arrays):
+        return reference.dequantize(st, out_dtype, out)
+    return _ran(Decode(tensor, tuple(st.shape), output_dtype(out_dtype), _shapes(arrays)), arrays)[0]
+
+
+def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32", out: Array | None = None) -> Array:
+    """`matmul` by the kernel for NumPy arrays."""
+    checks.check_matmul(a, b, bias)
+    for name, operand in (("a", a), ("b", b)):
+        if isinstance(operand, ScaledTensor):
+            check_shard(name, operand)
+    (left, first), (right, second) = Tensor.of(a), Tensor.of(b)
+    arrays = [*first, *second, *(() if bias is None else (bias,))]
+    if out is not None or not _static(arrays):
+        return reference.matmul(a, b, bias, out_dtype, out)
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    if bias is not None and np.broadcast_shapes(shape, bias.shape) != shape:
+        return reference.matmul(a, b, bias, out_dtype, out)
+    return _ran(Product(left, right, bias is not None, shape, output_dtype(out_dtype), _shapes(arrays)), arrays)[0]
+
+
+# ------------------------------------------------------------------------------------------------ eager calls
+
+
+def in_memory(arrays: Iterable[Any]) -> bool:
+    """Whether all are arrays in the memory of one CPU device, outside of any mesh. NumPy's arrays are everywhere."""
+    devices: set[Any] = set()
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            continue
+        if not isinstance(array, jax.Array) or isinstance(array, Tracer) or type(array.sharding) is not SingleDeviceSharding:
+            return False
+        devices.add(array.device)
+    return len(devices) == 1 and devices.pop().platform == "cpu" and jax.sharding.get_abstract_mesh().empty
+
+
+def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None, prefer: Prefer = None) -> bool:
+    """Whether a call of these operands, all in memory, runs by a kernel of this module, and so compiles nothing."""
+    arrays = [part for x in (a, b) for part in (_leaves(x) if isinstance(x, ScaledTensor) else (x,)) if part is not None]
+    for name in ("scale", "seed", "bias"):
+        if isinstance(part := None if options is None else options.get(name), jax.Array):
+            arrays.append(part)
+    if not in_memory(arrays):
+        return False
+    given = () if options is None else (options, prefer)
+    return registry().table.choose(op, "jax", a, b, recipe, *given).kernel.target.startswith(f"{__name__}:")
+
+
+def casts(op: str, x: Array, recipe: ScalingRecipe, options: CastOptions, prefer: Prefer) -> bool:
+    """Whether a composite of casts runs by kernels of this module."""
+    if prefer is not None or not runs("cast", x, None, recipe, options):
+        return False
+    chosen = registry().table.choose(op, "jax", x, None, recipe, options)
+    return chosen.kernel.target.startswith("breccia.kernels.composites:")
+
+
+def _ran(program: Program, arrays: Sequence[Array]) -> list[Array]:
+    """The results of a program, at once or in the function that is traced."""
+    if not in_memory(arrays):
+        return traced(program, arrays)
+    results = [_aligned(*of) for of in program.results]
+    program.run([np.asarray(a) for a in arrays], results)
+    first = arrays[0]
+    return [jax.device_put(a, first.device if first.committed else None) for a in results]
+
+
+def _aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Memory of an array, which XLA can take over."""
+    n = math.prod(shape) * jnp.dtype(dtype).itemsize
+    raw = np.empty(n + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return as_numpy(raw[start : start + n], shape, dtype)
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A ScaledTensor without its arrays.
+
+    dtypes: of the components, by name, where arrays hold them as integers. turned: whether it is the transpose of the described
+    tensor.
+    """
+
+    metadata: str
+    names: tuple[str, ...]
+    dtypes: tuple[str | None, ...]
+    turned: bool
+
+    @classmethod
+    def of(cls, x: Any) -> tuple[Tensor | None, list[Any]]:
+        """(The description of a ScaledTensor, its arrays); (None, [x]) for an array."""
+        if not isinstance(x, ScaledTensor):
+            return None, [x]
+        st, turned = untransposed(x)
+        dtypes = (None,) * len(PARTS) if st.held is None else st.held.dtypes
+        parts = [(*both, part) for *both, part in zip(PARTS, dtypes, _leaves(st), strict=True) if part is not None]
+        names, found, arrays = zip(*parts, strict=True)
+        return cls(Metadata.of(st).to_json(), names, found, turned), list(arrays)
+
+    def generic(self, arrays: Sequence[Array]) -> ScaledTensor:
+        """The tensor with these arrays."""
+        leaves = dict(zip(self.names, arrays, strict=True))
+        dtypes = dict(zip(self.names, self.dtypes, strict=True))
+        static = Static(Metadata.from_json(self.metadata), tuple(map(dtypes.get, PARTS)))
+        st = unflatten(static, tuple(map(leaves.get, PARTS)))
+        return st.mT if self.turned else st
+
+    def numpy(self, arrays: Sequence[np.ndarray]) -> ScaledTensor:
+        """The tensor of NumPy with this memory."""
+        parts = {
+            name: _stored(array if dtype is None else array.view(jnp.dtype(dtype)))
+            for name, dtype, array in zip(self.names, self.dtypes, arrays, strict=True)
+        }
+        st = Metadata.from_json(self.metadata).assembled(**parts)
+        return st.mT if self.turned else st
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A call of `cast`: of `x`, a supplied scale, and the two words of a seed, if there are any."""
+
+    recipe: str
+    axis: int
+    supplied: bool
+    stochastic: bool
+    nonfinite: str
+    operands: Shapes
+
+    @property
+    def static(self) -> _Written:
+        recipe, shape = ScalingRecipe.from_json(self.recipe), self.operands[0][0]
+        layout = checks.fitted_layout(recipe, shape, self.axis)
+        padding = -shape[self.axis] % packing(recipe.format.element)[0]
+        shapes = part_shapes(recipe.format, layout, shape, self.axis)
+        return _Written(Metadata(recipe, layout, self.axis, padding), shapes, JAX.dtypes(recipe.format))
+
+    @property
+    def results(self) -> Shapes:
+        return self.static.leaves
+
+    def text(self) -> str:
+        return _text(self)
+
+    def _options(self, arrays: Sequence[Any], **changed: Any) -> CastOptions:
+        scale = arrays[1] if self.supplied else None
+        rounding = "stochastic" if self.stochastic else "nearest"
+        return CastOptions(self.axis, scale, rounding, arrays[-1] if self.stochastic else None, self.nonfinite, **changed)
+
+    def generic(self, *arrays: Array) -> list[Array]:
+        st = reference.cast(arrays[0], ScalingRecipe.from_json(self.recipe), self._options(arrays))
+        return [leaf_of(getattr(st, name))[0] for name in st.recipe.format.parts]
+
+    def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+        return None
+
+    def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        out = self.static.numpy(results)
+        options = self._options(arrays, out=out)
+        if self.stochastic:
+            low, high = (int(word) & 0xFFFFFFFF for word in arrays[-1])
+            options = options.replace(seed=high << 32 | low)
+        calls.cast(arrays[0], out.recipe, options)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A call of `dequantize`."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: str
+    operands: Shapes
+
+    @property
+    def results(self) -> Shapes:
+        return ((self.shape, self.dtype),)
+
+    def text(self) -> str:
+        return _text(self)
+
+    def generic(self, *arrays: Array) -> list[Array]:
+        return [reference.dequantize(self.tensor.generic(arrays), self.dtype)]
+
+    def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+        return None
+
+    def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        calls.dequantize(self.tensor.numpy(arrays), self.dtype, results[0])
+
+
+@dataclass(frozen=True)
+class Product:
+    """A call of `matmul`. a, b: the operands that are ScaledTensors. bias: whether there is one, the last array."""
+
+    a: Tensor | None
+    b: Tensor | None
+    bias: bool
+    shape: tuple[int, ...]
+    dtype: str
+    operands: Shapes
+
+    @property
+    def results(self) -> Shapes:
+        return ((self.shape, self.dtype),)
+
+    def text(self) -> str:
+        return _text(self)
+
+    def _parted(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
+        """The arrays of each operand, and the bias."""
+        n = 1 if self.a is None else len(self.a.names)
+        return list(arrays[:n]), list(arrays[n : len(arrays) - self.bias]), arrays[-1] if self.bias else None
+
+    def generic(self, *arrays: Array) -> list[Array]:
+        a, b, bias = self._parted(arrays)
+        left, right = (x[0] if t is None else t.generic(x) for x, t in ((a, self.a), (b, self.b)))
+        return [reference.matmul(left, right, bias, self.dtype)]
+
+    def batched(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> list[Array] | None:
+        """Rows of all products of a batch by one weight, as one product."""
+        shapes = [shape for shape, _ in self.operands]
+        if self.a is not None or self.b is None or axes[0] is None or any(axis is not None for axis in axes[1:]):
+            return None
+        if len(shapes[0]) != 2 or len(self.shape) != 2 or (self.bias and math.prod(shapes[-1][:-1]) != 1):
+            return None
+        x = jnp.moveaxis(arrays[0], axes[0], 0)
+        _, b, bias = self._parted(arrays)
+        rows = jnp.reshape(x, (-1, x.shape[-1]))
+        return [jnp.reshape(calls.matmul(rows, self.b.generic(b), bias, self.dtype), (x.shape[0], *self.shape))]
+
+    def run(self, arrays: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        a, b, bias = self._parted(arrays)
+        left, right = (x[0] if t is None else t.numpy(x) for x, t in ((a, self.a), (b, self.b)))
+        calls.matmul(left, right, bias, self.dtype, results[0])
+
+
+def read(text: str) -> Program:
+    """The inverse of `Program.text`."""
+    kind, fields = json.loads(text, object_hook=_tuples)
+    return {"Cast": Cast, "Decode": Decode, "Product": Product}[kind](**fields)
+
+
+def _text(program: Any) -> str:
+    return json.dumps([type(program).__name__, asdict(program)], separators=(",", ":"))
+
+
+def _tuples(fields: dict[str, Any]) -> Any:
+    frozen = {name: _frozen(value) for name, value in fields.items()}
+    return Tensor(**frozen) if "metadata" in frozen else frozen
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a cast writes."""
+
+    metadata: Metadata
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    @property
+    def leaves(self) -> Shapes:
+        """Of the arrays that hold the components."""
+        held = (leaf_of(jax.ShapeDtypeStruct(self.shapes[name], jnp.dtype(dtype)))[0] for name, dtype in self.dtypes.items())
+        return tuple((leaf.shape, dtype_name(leaf)) for leaf in held)
+
+    def assembled(self, leaves: Sequence[Array]) -> ScaledTensor:
+        names, by_name = tuple(self.dtypes), {}
+        for name, leaf in zip(names, leaves, strict=True):
+            by_name[name] = leaf, None if dtype_name(leaf) == self.dtypes[name] else self.dtypes[name]
+        found = [by_name.get(name, (None, None)) for name in PARTS]
+        return unflatten(Static(self.metadata, tuple(dtype for _, dtype in found)), tuple(leaf for leaf, _ in found))
+
+    def numpy(self, memory: Sequence[np.ndarray]) -> ScaledTensor:
+        """The tensor of NumPy in this memory."""
+        pairs = zip(self.dtypes.items(), memory, strict=True)
+        return self.metadata.assembled(**{name: _stored(array.view(jnp.dtype(dtype))) for (name, dtype), array in pairs})
+
+
+# ------------------------------------------------------------------------------------------------ arrays
+
+
+def _leaves(st: ScaledTensor) -> tuple[Any, ...]:
+    """What the tensor holds for each component; reading components that are held as integers would copy them."""
+    return tuple(getattr(st, name) for name in PARTS) if st.held is None else st.held.leaves
+
+
+def _stored(part: np.ndarray) -> np.ndarray:
+    """A component in NumPy's storage dtypes: float8 and BF16 as bit patterns."""
+    name = part.dtype.name
+    return part.view(np.uint8) if name.startswith("float8") else part.view(np.uint16) if name == "bfloat16" else part
+
+
+def _shapes(arrays: Sequence[Any]) -> Shapes:
+    return tuple((tuple(a.shape), dtype_name(a)) for a in arrays)
+
+
+def _static(arrays: Sequence[Any]) -> bool:
+    """Whether all lengths are known. `jax.export` traces functions of symbolic ones."""
+    return all(isinstance(n, int) for a in arrays for n in a.shape)

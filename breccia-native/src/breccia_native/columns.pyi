@@ -1,0 +1,29 @@
+"""The functions of `columns.c`. Arguments are contiguous buffers; ValueError is raised if sizes do not match."""
+
+from typing import Any
+
+def multiply(
+    x: Any,
+    m: int,
+    k: int,
+    n: int,
+    data: Any,
+    kind: int,
+    table: Any,
+    scale: Any,
+    scale_kind: int,
+    scale_table: Any,
+    block: int,
+    tall: int,
+    divides: bool,
+    factor: float,
+    least: float,
+    offset: Any,
+    offset_kind: int,
+    role: int,
+    product: Any,
+    threads: int,
+    /,
+) -> bool: ...
+def supports(kind: int, role: int, /) -> bool: ...
+def use(name: str = ..., /) -> list[str]: ...

@@ -1,0 +1,128 @@
+"""Products of a few rows by weights whose memory is (K, N): within the bound, in each instruction set, without a transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import wide
+
+import breccia
+
+columns = pytest.importorskip("breccia_native.columns", reason="needs breccia-native, built with GCC or Clang")
+native = pytest.importorskip("breccia_native.matmul")
+
+SPECS = [
+    "mxfp8",
+    "mxfp8,fp8_format=E5M2",
+    "fp8_block,block_m=128",
+    "fp8_row",
+    "fp8_current",
+    "nvfp4",
+    "mxfp4,scale_rule=even",
+    "nf4",
+    "int4",
+    "int4,symmetric=false,signed=false",
+    "int8",
+    "int8,group_size=32,symmetric=false,signed=false",
+]
+
+
+@pytest.fixture(params=columns.use())
+def version(request: pytest.FixtureRequest) -> Iterator[str]:
+    columns.use(request.param)
+    yield request.param
+    columns.use(columns.use()[0])
+
+
+def in_rows(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
+    """The same tensor with its (K, N) memory in C order."""
+    parts = (None if part is None else part.copy(order="C") for part in (st.data, st.scale, st.zero_point, st.global_scale))
+    data, scale, zero_point, global_scale = parts
+    return breccia.ScaledTensor(data, scale, st.recipe, st.layout, zero_point, global_scale, st.axis, st.shape)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("k", "n"), [(32, 5), (64, 64), (160, 530), (257, 1100), (130, 17)])
+@pytest.mark.parametrize("m", [1, 3, 6])
+def test_products_are_within_the_bound(version: str, spec: str, k: int, n: int, m: int) -> None:
+    st = in_rows(breccia.cast(wide((k, n), seed=1, exponents=4), spec, axis=-2))
+    x = wide((m, k), seed=2, exponents=4)
+    y = native._by_columns(x, st.mT, n, k)
+    assert y is not None
+    w = breccia.dequantize(st).astype(np.float64)
+    u = k * 2.0**-24  # docs/spec/numerics.md, section 9
+    assert (np.abs(y - x.astype(np.float64) @ w) <= u / (1 - u) * (np.abs(x).astype(np.float64) @ np.abs(w))).all()
+
+
+def test_rows_do_not_depend_on_one_another_nor_on_threads(version: str) -> None:
+    st = in_rows(breccia.cast(wide((2048, 1500), seed=1, exponents=4), "mxfp8", axis=-2))
+    x = wide((3, 2048), seed=2, exponents=4)
+    every = breccia.matmul(x, st)
+    before = breccia.get_num_threads()
+    breccia.set_num_threads(1)
+    try:
+        assert np.array_equal(every, np.concatenate([breccia.matmul(x[i : i + 1], st) for i in range(3)]))
+    finally:
+        breccia.set_num_threads(before)
+
+
+def test_nan_codes_and_scales_give_nan_in_their_columns(version: str) -> None:
+    w = wide((64, 70), seed=1, exponents=4)
+    w[40, 3] = np.nan  # its block's scale
+    st = in_rows(breccia.cast(w, "mxfp8", axis=-2))
+    st.data[5, 66] = 0x7F
+    y = breccia.matmul(np.ones((1, 64), np.float32), st)
+    assert np.flatnonzero(np.isnan(y[0])).tolist() == [3, 66]
+
+
+def test_numbers_beyond_the_limits_are_multiplied_otherwise(version: str) -> None:
+    st = in_rows(breccia.cast(wide((64, 70), seed=1, exponents=4), "mxfp8", axis=-2))
+    x = np.full((1, 64), 2.0**101, np.float32)
+    assert native._by_columns(x, st.mT, 70, 64) is None
+    exact = x.astype(np.float64) @ breccia.dequantize(st).astype(np.float64)
+    size = x.astype(np.float64) @ np.abs(breccia.dequantize(st)).astype(np.float64)
+    assert (np.abs(breccia.matmul(x, st) - exact) <= 64 * 2.0**-24 / (1 - 64 * 2.0**-24) * size).all()
+    infinite = np.ones((1, 64), np.float32)
+    infinite[0, 0] = np.inf
+    assert not np.isfinite(breccia.matmul(infinite, st)).any()
+
+
+@pytest.mark.parametrize("spec", ["mxfp6", "int8,group_size=32,signed=false,symmetric=false,offset=bias"])
+def test_other_codes_are_transposed(spec: str) -> None:
+    st = in_rows(breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2))
+    x = np.ones((1, 64), np.float32)
+    assert native._by_columns(x, st.mT, 70, 64) is None
+    assert np.array_equal(
+        breccia.matmul(x, st), breccia.matmul(x, breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2))
+    )
+
+
+def test_buffers_of_other_sizes_are_refused() -> None:
+    none, table = np.empty(0, np.float32), np.zeros(16, np.float32)
+
+    def call(**changed: Any) -> Any:
+        given = {
+            "x": np.ones(64, np.float32), "m": 1, "k": 64, "n": 5, "data": np.zeros((64, 5), np.uint8), "kind": 6,
+            "table": table, "scale": np.ones((2, 5), np.float32), "scale_kind": 11, "scale_table": none, "block": 32, "tall": 1,
+            "divides": False, "factor": 1.0, "least": 0.0, "offset": none, "offset_kind": 11, "role": 0,
+            "product": np.empty((1, 5), np.float32), "threads": 1,
+        }  # fmt: skip
+        return columns.multiply(*(given | changed).values())
+
+    assert call() is True
+    for changed, message in (
+        ({"x": np.ones(63, np.float32)}, "wanted activations of 256 bytes; got 252"),
+        ({"data": np.zeros((63, 5), np.uint8)}, "wanted codes of 320 bytes; got 315"),
+        ({"scale": np.ones((1, 5), np.float32)}, "wanted scales of 40 bytes; got 20"),
+        ({"product": np.empty((2, 5), np.float32)}, "wanted a product of 20 bytes; got 40"),
+        ({"kind": 4}, "wanted lengths and kinds that breccia_native.matmul passes"),
+        ({"k": 0}, "wanted lengths and kinds that breccia_native.matmul passes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**changed)
+    with pytest.raises(ValueError, match="this processor has the instruction sets"):
+        columns.use("mmx")
