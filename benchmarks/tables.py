@@ -599,12 +599,11 @@ def matmul_gpu(result: Result) -> Table:
 
 
 def weight_only_gpu(result: Result) -> Table:
-    """Microseconds of products of quantized weights, and how many times faster than in BF16 and with torch's INT4."""
+    """Microseconds of products of quantized weights, or of groups of rows by several, and how many times faster than rivals."""
     by = {(row["format"], row["n"], row["k"], row["m"]): row["times"] for row in result["rows"]}
     kinds, counts = dict.fromkeys(key[:3] for key in by), dict.fromkeys(key[3] for key in by)
-    rivals = [
-        name for name in ("bf16", "torch-int4", "humming") if any("median_s" in times.get(name, {}) for times in by.values())
-    ]
+    known = ("bf16", "bf16-grouped", "bf16-each", "torch-int4", "humming")
+    rivals = [name for name in known if any("median_s" in times.get(name, {}) for times in by.values())]
 
     def cell(times: dict[str, Any]) -> str:
         if "median_s" not in times.get(OURS, {}):
@@ -616,8 +615,11 @@ def weight_only_gpu(result: Result) -> Table:
         ]
         return f"{ours['median_s'] * 1e6:.1f} ± {(ours['max_s'] - ours['min_s']) * 5e5:.1f}; {' / '.join(over)}"
 
+    groups = {row["groups"] for row in result["rows"] if "groups" in row}
     return Table(
-        "products of BF16 activations and quantized weights",
+        f"products of groups of rows and {groups.pop()} weights"
+        if groups
+        else "products of BF16 activations and quantized weights",
         ("weight", "N×K", *(f"M = {m}" for m in counts)),
         tuple((kind, f"{n}×{k}", *(cell(by.get((kind, n, k, m), {})) for m in counts)) for kind, n, k in kinds),
         f"Microseconds of a product in a CUDA graph, median ± half of the range; times faster than {' / '.join(rivals)}, "
@@ -835,6 +837,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "decoder-cpu": {"decoder-cpu": decoder_cpu},
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
+    "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},
     "forms": {"forms": forms},
     "native-parity": {"native-parity": native_parity},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},

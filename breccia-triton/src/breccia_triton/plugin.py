@@ -87,7 +87,6 @@ def breccia_kernels() -> Iterable[Kernel]:
         accepts="breccia_triton.bf16_plans:accepts",
         score="breccia_triton.bf16_plans:score",
         reads=STORAGES,
-        opt_in=True,  # until its tests have run on a GPU
     )
     for framework, target, name, accepts in _FUSED:
         yield Kernel(
@@ -100,7 +99,6 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts=f"breccia_triton.fused_plans:{accepts}",
             score="breccia_triton.fused_plans:score",
             reads=STORAGES,
-            opt_in=True,  # until its tests have run on a GPU
         )
     for framework in ("torch", "jax"):
         for op, module, accepts, reads, writes in _KERNELS:

@@ -320,7 +320,7 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
 
     Smaller tiles than a group's rows read its weight several times; larger ones multiply by rows that are not there.
     """
-    most = min(m, -(-2 * m // groups))
+    most = max(8, min(m, -(-2 * m // groups)))  # the smallest kernel has room for 8 rows, whatever a group has
     found = configs(of, most, n * min(groups, m), k)
     return next(config for config in found if config.fits(of, config.batch, k))
 
