@@ -24,7 +24,7 @@ from breccia.cli.doctor import MISSING, NOTE, OK, PROBLEM, Finding, examine
 from breccia.dispatch.registry import Plugin, Registry, _installed
 from breccia.kernels import threads
 from breccia.siblings import EXTRAS, SIBLINGS, install, unrelated
-from breccia_native.availability import missing, missing_products
+from breccia_native.availability import missing, missing_for_jax, missing_products
 
 
 def found(section: str, subject: str) -> Finding:
@@ -222,12 +222,12 @@ def test_other_import_errors_still_show(tmp_path: Path) -> None:
 NUMPY = "numpy" if missing("cpu") else "native"
 CAST = f"{NUMPY}.cast"
 #: Framework -> prefix of the kernels for `cast` and `dequantize` on its CPU arrays, if not the generic algorithm.
-KERNELS = {"numpy": NUMPY, "torch": "torch.cpu", "mlx": "mlx.cpu"}
+KERNELS = {"numpy": NUMPY, "torch": "torch.cpu", "mlx": "mlx.cpu"} | ({} if missing_for_jax("cpu") else {"jax": "jax.cpu"})
 #: Framework -> the kernel for `matmul` of few rows on its CPU arrays, if not the composite.
 MATMULS = (
     {"numpy": "numpy.matmul"}
     if missing_products("cpu")
-    else {"numpy": "native.matmul", "torch": "torch.cpu.matmul", "mlx": "mlx.cpu.matmul"}
+    else {"numpy": "native.matmul", "torch": "torch.cpu.matmul", "jax": "jax.cpu.matmul", "mlx": "mlx.cpu.matmul"}
 )
 
 

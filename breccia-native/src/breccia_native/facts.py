@@ -25,6 +25,7 @@ from breccia.backend import (
     Format,
     Integer,
     PowerOfTwo,
+    registry,
     targets,
 )
 
@@ -113,7 +114,7 @@ def accepts_on_jax(call: Call) -> str | None:
     assert call.b is not None
     if call.b.recipe is None:
         return "it multiplies rows of an array by a ScaledTensor"
-    if (reason := sharded(call)) is not None:
+    if (reason := beyond_xla(call)) is not None:
         return reason
     rows = math.prod(call.a.shape[:-1])
     if not isinstance(rows, int):
@@ -123,20 +124,26 @@ def accepts_on_jax(call: Call) -> str | None:
     return None if rows <= ROWS_ON_JAX else f"XLA decodes the weight and multiplies it in FP32 for more than {ROWS_ON_JAX} rows"
 
 
-def sharded(call: Call) -> str | None:
-    """Why a kernel that XLA cannot partition does not run, or None."""
-    devices = max(operand.devices for operand in (call.a, call.b) if operand is not None)
-    return None if devices == 1 else f"operands are sharded over {devices} devices: XLA partitions the generic algorithm"
+def beyond_xla(call: Call) -> str | None:
+    """Why a kernel that XLA calls, with recipes and layouts as text, and that it cannot partition, does not run, or None."""
+    operands = [operand for operand in (call.a, call.b) if operand is not None]
+    if (devices := max(operand.devices for operand in operands)) > 1:
+        return f"operands are sharded over {devices} devices: XLA partitions the generic algorithm"
+    layouts = [operand.layout.plain for operand in operands if operand.layout is not None]
+    for each in (*(operand.recipe for operand in operands), call.recipe, *layouts):
+        if each is not None and registry().declared[f"breccia_{each.kind}s"].get(each.name) is not type(each):
+            return f"{each.kind} {each.name!r} is declared by no plug-in, and XLA passes its name"
+    return None
 
 
 def accepts_cast_on_jax(call: Call) -> str | None:
     """Why NumPy's kernel does not cast an array of JAX, or None."""
-    return sharded(call) or targets.load("breccia.kernels.numpy.plan:accepts_compiled_cast")(call)
+    return beyond_xla(call) or targets.load("breccia.kernels.numpy.plan:accepts_compiled_cast")(call)
 
 
 def accepts_dequantize_on_jax(call: Call) -> str | None:
     """Why NumPy's kernel does not decode a tensor of JAX, or None."""
-    return sharded(call) or targets.load("breccia.kernels.plans:accepts_dequantize")(call)
+    return beyond_xla(call) or targets.load("breccia.kernels.plans:accepts_dequantize")(call)
 
 
 def accepts_int8(call: Call) -> str | None:
