@@ -27,6 +27,7 @@ from breccia.bridges import from_dlpack, to_dlpack
 from breccia.dispatch.registry import registry
 from breccia.siblings import install
 from breccia.tensors.components import components
+from breccia_bridges import dlpack
 from breccia_bridges.dlpack import _CODES, Bundle
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
@@ -132,6 +133,31 @@ def test_a_pair_shares_memory_as_the_table_says(a: str, b: str, recipe: breccia.
         assert not set(addresses(taken).values()) & set(addresses(source).values())
         with pytest.raises(OptionError, match=f"^from_dlpack: {b} cannot share data: .*copy=None copies it"):
             from_dlpack(source, b, copy=False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_the_integers_that_jax_holds_for_numbers_are_shared(recipe: breccia.ScalingRecipe) -> None:
+    st = breccia.cast(jnp.asarray(X), recipe)
+    assert st.held is not None
+    held = {leaf.unsafe_buffer_pointer() for leaf in st.held.leaves if leaf is not None}
+    for source in (st, to_dlpack(st)):
+        taken = from_dlpack(source, "numpy")
+        assert set(addresses(taken).values()) == held and breccia.bytes_equal(taken, st)
+        assert breccia.bytes_equal(from_dlpack(source, "jax"), st)
+
+
+def test_jax_takes_memory_by_its_public_function_where_its_compiled_part_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxlib import _jax
+
+    source = made("numpy", breccia.NVFP4BlockScaling())
+    for changed_to in (None, lambda *arguments: jnp.zeros(3)):
+        with monkeypatch.context() as patched:
+            patched.setattr(_jax, "dlpack_managed_tensor_to_buffer", changed_to)
+            enter = dlpack._compiled_part_of_jax(jnp.from_dlpack)
+        assert enter is jnp.from_dlpack
+    monkeypatch.setattr(dlpack, "_entrance", lambda module: jnp.from_dlpack)
+    taken = from_dlpack(source, "jax")
+    assert addresses(taken) == addresses(source) and breccia.bytes_equal(taken, source)
 
 
 @pytest.mark.parametrize(("a", "b"), [pair for pair in table() if "64" in table()[pair]])
