@@ -5,6 +5,9 @@
 Rivals: torch (FP32, BF16, int4, dynamic int8), NumPy's BLAS, ONNX Runtime's MatMulNBits (`pip install onnxruntime onnx`), MLX,
 and ggml (`python benchmarks/ggml_build.py FOLDER`, then BRECCIA_GGML=FOLDER). What is missing is left out, with the reason.
 
+Arms of a library run one after the other, after a pause in which the threads of the one before go to sleep, and a call that wakes
+its own.
+
 Machines have faster and slower minutes: compare ratios, not microseconds. The arm `read` sums 64 MiB, of another copy each
 turn: what a product of one row, which reads its weight once, cannot exceed. All is measured twice; where medians of the two
 passes differ by more than 15 %, the result says so.
@@ -17,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +31,9 @@ from matmul_arms import LIBRARIES, READ
 
 #: The arm that the others are compared with.
 BASE = "F.linear FP32"
+#: Seconds between the turns of two libraries: threads of OpenBLAS look for work for 2^26 cycles after a call, and those of OpenMP
+#: for milliseconds, on the processors of whoever comes next.
+PAUSE = 0.05
 #: Seconds after which an arm with two calls gets no more of a row count and pass.
 LONG = 3
 
@@ -79,7 +86,12 @@ def one_pass(workers: list[Worker], rows: list[int], runs: int) -> list[dict[str
         arms = [(worker, arm) for worker in workers for arm in worker.ask(f"rows {m}") or ()]
         seconds: dict[str, list[float]] = {arm: [] for _, arm in arms}
         for _ in range(runs if m < 128 else max(runs // 3, 3)):
+            last = None
             for worker, arm in arms:
+                if worker is not last and sum(seconds[arm]) <= LONG:
+                    time.sleep(PAUSE)
+                    worker.ask(f"run {arm}")  # not counted: it wakes the threads of this library
+                    last = worker
                 if len(seconds[arm]) > 1 and sum(seconds[arm]) > LONG:
                     continue
                 taken = worker.ask(f"run {arm}")

@@ -2,8 +2,8 @@
 
    A caller that finds the pool free offers seats to its threads, then works itself; when it has run out of work it takes back
    the seats that nobody has taken, so it never waits for a thread that has not begun. A caller that finds the pool in use works
-   alone. Threads without work look for seats for SPIN_NS and then sleep: calls in quick succession, as in the layers of a
-   model, do not pay for waking them. */
+   alone. Threads without work look for seats for YIELD_NS and then sleep: the calls of a model's layers do not pay for
+   waking them, which takes longer than a product of one row. */
 
 #if !defined(__GNUC__) || defined(_WIN32)
 #error "pool.c needs POSIX threads and the atomic operations of GCC or Clang"
@@ -13,13 +13,14 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST = 255, SPIN_NS = 50000, SPINS = 16 };
+enum { MOST = 255, SPIN_NS = 50000, YIELD_NS = 5000000, SPINS = 16 };
 
 #define LOAD(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)
 #define STORE(at, value) __atomic_store_n(at, value, __ATOMIC_SEQ_CST)
@@ -50,15 +51,19 @@ static int64_t now(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Whether there is time left to look for work, or for the end of a task, at another moment. */
+/* Whether there is time left to look for work, or for the end of a task, at another moment. After SPIN_NS other threads that are
+   ready to run, such as those of a BLAS, come first. */
 static int may_spin(int64_t *until)
 {
     if (!LOAD(&state.spins))
         return 0;
     const int64_t t = now();
-    *until = *until ? *until : t + SPIN_NS;
-    for (int i = 0; i < SPINS; i++)
-        RELAX();
+    *until = *until ? *until : t + YIELD_NS;
+    if (t > *until - YIELD_NS + SPIN_NS)
+        sched_yield();
+    else
+        for (int i = 0; i < SPINS; i++)
+            RELAX();
     return t < *until;
 }
 
