@@ -5,8 +5,8 @@
 Rivals: torch (FP32, BF16, int4, dynamic int8), NumPy's BLAS, ONNX Runtime's MatMulNBits (`pip install onnxruntime onnx`), MLX,
 and ggml (`python benchmarks/ggml_build.py FOLDER`, then BRECCIA_GGML=FOLDER). What is missing is left out, with the reason.
 
-Arms of a library run one after the other, after a pause in which the threads of the one before go to sleep, and a call that wakes
-its own.
+Arms of a library run one after the other, after a pause in which the threads of the one before go to sleep. A call is timed
+after 10 ms of others, as in the layers of a model, by copies of the weight that are not in the cache.
 
 Machines have faster and slower minutes: compare ratios, not microseconds. The arm `read` sums 64 MiB, of another copy each
 turn: what a product of one row, which reads its weight once, cannot exceed. All is measured twice; where medians of the two
@@ -31,8 +31,8 @@ from matmul_arms import LIBRARIES, READ
 
 #: The arm that the others are compared with.
 BASE = "F.linear FP32"
-#: Seconds between the turns of two libraries: threads of OpenBLAS look for work for 2^26 cycles after a call, and those of OpenMP
-#: for milliseconds, on the processors of whoever comes next.
+#: Seconds between the turns of two libraries: threads of OpenBLAS look for work for 2^26 cycles after a call, and those of
+#: OpenMP for milliseconds, on the processors of whoever comes next.
 PAUSE = 0.05
 #: Seconds after which an arm with two calls gets no more of a row count and pass.
 LONG = 3
@@ -88,9 +88,8 @@ def one_pass(workers: list[Worker], rows: list[int], runs: int) -> list[dict[str
         for _ in range(runs if m < 128 else max(runs // 3, 3)):
             last = None
             for worker, arm in arms:
-                if worker is not last and sum(seconds[arm]) <= LONG:
+                if worker is not last:
                     time.sleep(PAUSE)
-                    worker.ask(f"run {arm}")  # not counted: it wakes the threads of this library
                     last = worker
                 if len(seconds[arm]) > 1 and sum(seconds[arm]) > LONG:
                     continue
