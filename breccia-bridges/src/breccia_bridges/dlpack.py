@@ -575,8 +575,8 @@ def _compiled_part_of_jax(public: Callable[[Any], Array]) -> Callable[[Any], Arr
     Returns `public` where a version of JAX has that part elsewhere, or where it does anything else.
     """
     try:
-        jax, take = import_module("jax"), import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
-        device, probe = jax.local_devices(backend="cpu")[0], np.arange(3, dtype=np.float32)
+        take = targets.load("jaxlib._jax:dlpack_managed_tensor_to_buffer")
+        device, probe = targets.load("jax:local_devices")(backend="cpu")[0], np.arange(3, dtype=np.float32)
         found, expected = take(probe.__dlpack__(), device, None, None), public(probe)
         same = found.dtype == expected.dtype and found.sharding == expected.sharding and found.committed == expected.committed
         if not same or not np.array_equal(found, probe):
