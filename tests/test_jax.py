@@ -679,7 +679,8 @@ def test_equal_calls_compile_once() -> None:
     assert not found
     with compilations() as found:
         every(rows(7, 80), 0)
-    assert len(found) >= 6, "the listener hears what it should"
+    # Kernels for arrays in memory compile nothing; `requantize` does.
+    assert len(found) >= 2, "the listener hears what it should"
 
 
 def test_a_jitted_function_is_traced_once_for_equal_tensors() -> None:

@@ -59,7 +59,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     if stochastic:
         words = JAX.words(np.asarray(options.seed) if in_memory([options.seed]) else options.seed)
         arrays.append(jnp.stack(words) if any(isinstance(word, Tracer) for word in words) else np.array(words, np.int32))
-    if not _static(arrays) or not (options.nonfinite == "propagate" or in_memory(arrays)):
+    fits = options.axis in (-1, -2) and len(x.shape) >= -options.axis  # the generic algorithm says what does not
+    if not fits or not _static(arrays) or not (options.nonfinite == "propagate" or in_memory(arrays)):
         return reference.cast(x, recipe, options)
     program = Cast(recipe.to_json(), options.axis, scale is not None, stochastic, options.nonfinite, _shapes(arrays))
     return program.static.assembled(_ran(program, arrays))
