@@ -1,12 +1,14 @@
 """Tokens per second and memory of a decoder, quantized and not: of 1.1 billion parameters on CUDA, of 0.2 on a CPU.
 
     python benchmarks/bench_decoder.py [--device cpu] [--recipes int4 --recipes nvfp4] [--batch 1 --batch 16] [--out RESULTS]
+    python benchmarks/bench_decoder.py --generate [--compiled]    # on CUDA, through Hugging Face's generate
 
 **On a CPU** the decoder is transformers' Llama with random weights, which Hugging Face's `generate` decodes greedily, after a
 prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
 
 **On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to
-the next, is a CUDA graph.
+the next, is a CUDA graph. With `--generate` it is transformers' Llama of the same size, all activations in BF16, and `generate`
+has a static cache too: its steps are eager, or with `--compiled` what transformers makes of them by `torch.compile`.
 
 The models are measured in rotation, since a GPU lowers its clock under load, and other processes disturb a CPU.
 """
@@ -140,8 +142,8 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int) -> t
     return (graph, model, tokens, position), facts
 
 
-def generating(recipe: str, dimensions: tuple[int, ...]) -> tuple[Any, dict[str, Any]]:
-    """(transformers' Llama with random weights, facts of the model)."""
+def generating(recipe: str, dimensions: tuple[int, ...], device: str) -> tuple[Any, dict[str, Any]]:
+    """(transformers' Llama with random weights, facts of the model). On CUDA it has BF16 activations."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import breccia_torch
@@ -158,11 +160,12 @@ def generating(recipe: str, dimensions: tuple[int, ...]) -> tuple[Any, dict[str,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    parameters = sum(p.numel() for p in model.parameters())
-    if recipe == BF16:
+    with torch.device(device):
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    if recipe == BF16 or device == "cuda":
         model = model.bfloat16()
-    elif recipe != FP32:
+    parameters = sum(p.numel() for p in model.parameters())
+    if recipe not in (FP32, BF16):
         breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
     return model, {"parameters": parameters, **_bytes_of(model)}
 
@@ -190,14 +193,20 @@ class Clock:
         self.ended = time.perf_counter()
 
 
-def on_cpu(
-    recipes: list[str], batches: list[int], steps: int, rounds: int, dimensions: tuple[int, ...]
+def generated(
+    names: list[str],
+    batches: list[int],
+    steps: int,
+    rounds: int,
+    dimensions: tuple[int, ...],
+    device: str,
+    options: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Rows of the result: seconds of a generated token after the prompt, and of the prompt."""
-    models = {recipe: generating(recipe, dimensions) for recipe in [FP32, BF16, *recipes]}
+    """Rows of the result: seconds of a generated token after the prompt, and of the prompt. options: of `generate`."""
+    models = {name: generating(name, dimensions, device) for name in names}
     table: list[dict[str, Any]] = []
     for count in batches:
-        prompt = torch.randint(0, dimensions[-1], (count, 32), generator=torch.Generator().manual_seed(0))
+        prompt = torch.randint(0, dimensions[-1], (count, 32), generator=torch.Generator().manual_seed(0)).to(device)
         seconds: dict[str, list[float]] = {recipe: [] for recipe in models}
         first: dict[str, list[float]] = {recipe: [] for recipe in models}
         for turn in range(rounds + 1):
@@ -212,6 +221,7 @@ def on_cpu(
                         do_sample=False,
                         pad_token_id=0,
                         streamer=clock,
+                        **options,
                     )
                 if turn:  # the first round is not counted
                     _, after, *_, last = clock.times  # of the prompt, of the first token, of the last one
@@ -247,13 +257,15 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of the cache.")] = 512,
     steps: Annotated[int, typer.Option(help="Tokens of a sample.")] = 64,
     rounds: Annotated[int, typer.Option(help="Samples of each model.")] = 7,
+    generate: Annotated[bool, typer.Option("--generate", help="On CUDA: through Hugging Face's generate.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="With --generate: let transformers compile the steps.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of a million parameters, to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
 ) -> None:
     """Time decoding under a CUDA graph."""
     if device == "cpu":
         names = recipes or ["int4", "mxfp4", "nvfp4", "mxfp8", "fp8_block", "int8"]
-        rows = on_cpu(names, batch or [1, 4], steps, rounds, TINY if tiny else SMALL)
+        rows = generated([FP32, BF16, *names], batch or [1, 4], steps, rounds, TINY if tiny else SMALL, "cpu", {})
         where_ran = {**common.provenance(), "torch_threads": torch.get_num_threads()}
         where_ran["versions"]["torch"] = torch.__version__
         answer = {"benchmark": "decoder-cpu", "schema": common.SCHEMA, "provenance": where_ran, "rows": rows}
@@ -264,12 +276,21 @@ def main(
         sys.exit("bench_decoder: torch sees no CUDA device here.")
     from bench_gpu import where
 
+    names, batches, dimensions = recipes or ["int4", "mxfp4", "nvfp4", "fp8_block,block_m=128"], batch or [1, 16], LARGE
+    if tiny:
+        dimensions = TINY
+    if generate:
+        static = {"cache_implementation": "static", "disable_compile": not compiled}
+        rows = generated([BF16, *names], batches, steps, rounds, dimensions, "cuda", static)
+        kind = "gpu-decoder-generate" + ("-compiled" if compiled else "")
+        _save(kind, rows, where("cuda"), out)
+        return
     table: list[dict[str, Any]] = []
-    for count in batch or [1, 16]:
+    for count in batches:
         models: dict[str, tuple[Any, dict[str, Any]]] = {}
-        for recipe in [BF16, *(recipes or ["int4", "mxfp4", "nvfp4", "fp8_block,block_m=128"])]:
+        for recipe in [BF16, *names]:
             try:
-                models[recipe] = made(recipe, TINY if tiny else LARGE, count, length)
+                models[recipe] = made(recipe, dimensions, count, length)
             except Exception as e:  # one recipe that fails must not stop the rest
                 print(f"{recipe}, batch {count}: {type(e).__name__}: {e}"[:500], flush=True)
         seconds: dict[str, list[float]] = {recipe: [] for recipe in models}
@@ -288,10 +309,15 @@ def main(
             table.append({"recipe": recipe, "batch": count, **facts, "step": taken, "tokens_per_second": speed})
             _print(table)
         models.clear()
+    _save("gpu-decoder", table, where("cuda"), out)
+
+
+def _save(kind: str, table: list[dict[str, Any]], provenance: dict[str, Any], out: Path | None) -> None:
+    """Write the result of a GPU to the folder, if there is one."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        result = {"benchmark": "gpu-decoder", "schema": common.SCHEMA, "provenance": where("cuda"), "rows": table}
-        path = out / f"gpu-decoder-{common.device_tag(torch.cuda.get_device_name())}.json"
+        result = {"benchmark": kind, "schema": common.SCHEMA, "provenance": provenance, "rows": table}
+        path = out / f"{kind}-{common.device_tag(torch.cuda.get_device_name())}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -761,17 +761,21 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
 _MLX_ARMS = {"generic": "generic algorithm", "compiled": "breccia in mx.compile", "MLX compiled": "MLX in mx.compile"}
 
 
-def decoder_cpu(result: Result) -> Table:
-    """Tokens per second of a decoder on the CPU, by recipe."""
+def decoder(result: Result, what: str, how: str) -> Table:
+    """Tokens per second of a decoder, by recipe. how: what decodes it."""
     by = {(row["recipe"], row["batch"]): row for row in result["rows"]}
     names, batches = dict.fromkeys(name for name, _ in by), dict.fromkeys(batch for _, batch in by)
     base = next(iter(names))
+    prompts = "prompt" in result["rows"][0]
 
     def cell(name: str, batch: int) -> str:
         row, first = by[name, batch], by[base, batch]
-        prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
         speed = row["tokens_per_second"]
-        return f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}; {ratio(prompt)}"
+        found = f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}"
+        if not prompts:
+            return found
+        prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
+        return f"{found}; {ratio(prompt)}"
 
     def size(name: str) -> str:
         row = next(row for (recipe, _), row in by.items() if recipe == name)
@@ -779,13 +783,16 @@ def decoder_cpu(result: Result) -> Table:
 
     parameters = result["rows"][0]["parameters"]
     return Table(
-        "a decoder on the CPU",
+        what,
         ("weights", "MB", *(f"batch {batch}" for batch in batches)),
         tuple((name, size(name), *(cell(name, batch) for batch in batches)) for name in names),
-        f"A decoder of {parameters / 1e6:.0f} million parameters with random weights under Hugging Face's `generate`. MB of "
-        f"linear layers; of the model. Tokens per second after the prompt; times faster than {base}; the same for the prompt "
-        "of 32 tokens.",
+        f"A decoder of {parameters / 1e6:,.0f} million parameters with random weights, {how}. MB of linear layers; of the "
+        f"model. Tokens per second{' after the prompt' if prompts else ''}; times faster than {base}"
+        f"{'; the same for the prompt of 32 tokens' if prompts else ''}.",
     )
+
+
+_GENERATE = "under Hugging Face's `generate`"
 
 
 def _disagrees(one: float, other: float) -> bool:
@@ -834,7 +841,18 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
             result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
         ),
     },
-    "decoder-cpu": {"decoder-cpu": decoder_cpu},
+    "decoder-cpu": {"decoder-cpu": lambda result: decoder(result, "a decoder on the CPU", _GENERATE)},
+    "gpu-decoder": {"gpu-decoder": lambda result: decoder(result, "a decoder on CUDA", "each step a CUDA graph")},
+    "gpu-decoder-generate": {
+        "gpu-decoder-generate": lambda result: decoder(
+            result, "a decoder under generate", f"{_GENERATE} with a static cache, eager"
+        )
+    },
+    "gpu-decoder-generate-compiled": {
+        "gpu-decoder-generate-compiled": lambda result: decoder(
+            result, "a compiled decoder under generate", f"{_GENERATE} with a static cache, compiled"
+        )
+    },
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},

@@ -147,7 +147,7 @@ def test_a_decoder_on_the_cpu_is_timed_through_generate(tmp_path: Path, module) 
     assert full == 2 * half and quantized < 0.14 * full
     for row in result["rows"]:
         assert row["tokens_per_second"] == pytest.approx(2 / row["step"]["median_s"]) and row["prompt"]["min_s"] > 0
-    table = module("tables").decoder_cpu(result)
+    table = module("tables").TABLES["decoder-cpu"]["decoder-cpu"](result)
     assert [row[0] for row in table.rows] == ["fp32", "bf16", "int4"] and "Hugging Face" in table.note
 
 
