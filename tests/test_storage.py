@@ -1072,14 +1072,20 @@ def test_one_scale_per_row_may_be_stored_as_a_column() -> None:
 
 
 class Reads:
-    """A plug-in with a kernel for products of arrays and weights in the order of tensor cores, of up to eight rows."""
+    """A plug-in with kernels for products of arrays and weights: in the order of tensor cores, of up to eight rows; in any."""
 
     api = 1
 
     @breccia.hookimpl
     def breccia_kernels(self) -> list[Kernel]:
-        named = {"accepts": f"{__name__}:refused_rows", "reads": ("mma_16x128",), "device": "cpu"}
-        return [Kernel("matmul", "numpy", f"{__name__}:refused_rows", "reads.matmul", type(None), INT4Scaling, **named)]
+        target, types = f"{__name__}:refused_rows", (type(None), INT4Scaling)
+        named = {"accepts": target, "reads": ("mma_16x128",), "device": "cpu"}
+        return [
+            Kernel(
+                "matmul", "numpy", target, "any.matmul", *types, reads=("column_major", "mma_16x128"), device="cpu", rank=-1
+            ),
+            Kernel("matmul", "numpy", target, "reads.matmul", *types, **named),
+        ]
 
 
 def refused_rows(call: Any) -> str | None:
@@ -1097,6 +1103,6 @@ def test_a_weight_is_stored_as_the_kernel_of_its_products_reads_it(monkeypatch: 
     assert stored.storage == "mma_16x128" and breccia.bytes_equal(stored, w)
     assert breccia.explain("matmul", x, stored.mT).running == "reads.matmul"
     assert storing.for_products(w.mT, x).storage == "mma_16x128"
-    assert storing.for_products(w, wide((16, 256), seed=5)) is w, "no kernel that reads another storage takes so many rows"
+    assert storing.for_products(w, wide((16, 256), seed=5)) is w, "the kernel of so many rows reads the plain one too"
     other = breccia.cast(wide((64, 256), seed=3), NVFP4BlockScaling())
     assert storing.for_products(other, x) is other
