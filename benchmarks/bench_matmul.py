@@ -61,6 +61,8 @@ EXPERTS = 8
 #: Relative errors above this, of random data in BF16, are a wrong product.
 WRONG = 0.02
 Call = Callable[[], object]
+#: breccia's own rules that `force` replaces.
+_RULES: dict[str, Any] = {}
 
 
 def operands(kind: str, m: int, n: int, k: int, device: str) -> tuple[Any, list[Any]]:
@@ -93,7 +95,7 @@ def makers(
     out = torch.empty(shape, device=a.data.device, dtype=torch.bfloat16)
     rearranging = IN_TABLE[HUMMING][0]
 
-    def by(kernel: str, left: Any = a, tile: str = "", copiers: bool = False) -> Callable[[], Call | None]:
+    def by(kernel: str, left: Any = a, tile: str = "", copiers: bool | None = None) -> Callable[[], Call | None]:
         def make() -> Call | None:
             force(tile, copiers)
             if kernel == rearranging:
@@ -132,14 +134,18 @@ def makers(
     return found | ({"bf16": bf16} if kind in ("tiles", "mx") else {})
 
 
-def force(name: str, copiers: bool) -> None:
-    """Let breccia's kernel take the tile named for calls that are prepared from now on; "" for the one that it chooses."""
+def force(name: str, copiers: bool | None) -> None:
+    """Let breccia's kernel take the tile named for calls that are prepared from now on; "" for the one that it chooses.
+
+    copiers: whether warps copy plain scales; None for what it chooses.
+    """
     from breccia_triton.cuda import fp8_matmul, fp8_plans
 
+    rule = _RULES.setdefault("copiers", fp8_plans.copiers)
     tiles = {tile.name: tile for tile in (*fp8_plans.TABLE, fp8_plans.short(fp8_plans.TABLE[0], 1))}
     chosen = fp8_plans.tile_of if not name else lambda *lengths: tiles[name]
     fp8_matmul.tile_of = chosen  # pyright: ignore[reportAttributeAccessIssue]
-    fp8_plans.COPIERS = copiers  # pyright: ignore[reportConstantRedefinition]
+    fp8_plans.copiers = rule if copiers is None else lambda *of: copiers
     fp8_matmul.forget()
 
 
@@ -333,7 +339,7 @@ def main(
         list[str] | None, typer.Option(help=f"Of {', '.join(RIVALS)}; repeatable; by default the installed.")
     ] = None,
     tiles: Annotated[list[str] | None, typer.Option(help="Also force these tiles of fp8_plans.TABLE; repeatable.")] = None,
-    copiers: Annotated[bool, typer.Option("--copiers", help="Also with warps that copy plain scales.")] = False,
+    copiers: Annotated[bool, typer.Option("--copiers", help="Also with warps that copy plain scales, for any tile.")] = False,
     table: Annotated[Path | None, typer.Option(help="File for the measured times that `score` reads.")] = None,
 ) -> None:
     """Time products of FP8 tensors."""

@@ -102,8 +102,9 @@ class _Call:
                 self.bias, self.bias_dtype = self._address(bias.contiguous(), bias), bias.dtype
             if offsets is not None:
                 self.offsets = self._address(offsets.to(torch.int32).contiguous(), offsets)
-            self.a = _Side(a, False, self.copies, groups=offsets is not None)
-            self.w = _Side(b, True, self.copies)
+            self.copiers = _copiers(a, b, self.device, offsets is not None)
+            self.a = _Side(a, False, self.copies, self.copiers, groups=offsets is not None)
+            self.w = _Side(b, True, self.copies, self.copiers)
         if offsets is None and self.w.matrices == 1 and self.a.matrices > 1 and self.a.merged():
             self.a.merge()
 
@@ -135,7 +136,7 @@ class _Call:
         m, n, k = a.rows, w.rows, a.k
         facts = (
             m, n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch, self.dtype, self.bias_dtype,
-            self.promote, grouped, self.device, fp8_plans.COPIERS,
+            self.promote, grouped, self.device, self.copiers,
         )  # fmt: skip
         plan = _plans.get(facts)
         if plan is None:
@@ -164,23 +165,36 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         raise ShapeError(f"out= must have shape {shape} and dtype {_NAMES[dtype]}; got {found}.")
 
 
+def _copiers(a: ScaledTensor, b: ScaledTensor, device: torch.device, grouped: bool) -> bool:
+    """Whether warps copy the plain scales of a product: by its tile, if the rows of `a` that share a weight are merged."""
+    alone = math.prod(b.shape[:-2]) == 1
+    rows = math.prod(a.shape[:-1]) if alone else a.shape[-2]
+    matrices = 1 if alone else math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    tile = tile_of(rows, b.shape[-1], a.shape[-1], matrices, processors)
+    first, second = (kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))
+    return fp8_plans.copiers(tile, (first, second), grouped)
+
+
 class _Side:
     """One operand as the kernel reads it: codes (matrices, rows, K), K adjacent, and scales. Copied where they are not so.
 
     data, scale: addresses. scale_row, scale_matrix: from one row's scale to the next one's, and from one matrix's. pitch: of
     column-major scales, from one block of K to the next; 0 for plain ones.
 
-    groups: tiles begin at any row. The copy engine reads column-major scales only from every fourth row on (it raises an
-    illegal instruction elsewhere: measured on an H200), so plain ones are made of them.
+    copiers: warps read plain scales, not the copy engine. groups: tiles begin at any row. The copy engine reads column-major
+    scales only from every fourth row on (it raises an illegal instruction elsewhere: measured on an H200), so plain ones are
+    made of them.
     """
 
-    def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any], groups: bool = False) -> None:
+    def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any], copiers: bool, groups: bool = False) -> None:
         need_dense(st.data)
         data = st.data.mT if transposed else st.data
         made = data if data.is_contiguous() and data.data_ptr() % ALIGNED == 0 else data.contiguous().clone()
         self.rows, self.k, self.matrices = *data.shape[-2:], math.prod(data.shape[:-2])
         self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
         self.pitch = self.scale_row = self.scale_matrix = 0
+        self.copiers = copiers
         self.scales = -(-self.k // STEP)  # of a row, with those that fill it up
         scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed, groups)
         if self.matrices == 1:
@@ -213,7 +227,7 @@ class _Side:
             return scale.contiguous()
         if self.kind == "1x32":  # four of a step, zeros where K ends
             return self._plain(scale if scale.dtype == torch.float32 else _as_e8m0(scale).float(), 4 * steps)
-        if steps * scale.itemsize % ALIGNED == 0 or fp8_plans.COPIERS:
+        if steps * scale.itemsize % ALIGNED == 0 or self.copiers:
             return self._plain(scale, steps)
         if groups:
             return self._plain(scale, -(-steps // 4) * 4)
@@ -226,7 +240,7 @@ class _Side:
         """Scales (rows, columns), zeros in columns that they do not have."""
         self.scales = self.scale_row = columns
         self.scale_matrix = self.rows * columns
-        one_by_one = fp8_plans.COPIERS and self.kind != "1x32"  # else 16 bytes at a time
+        one_by_one = self.copiers and self.kind != "1x32"  # else 16 bytes at a time
         return scale.contiguous() if one_by_one else _padded(scale, columns)
 
     def merged(self) -> bool:
