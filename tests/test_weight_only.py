@@ -667,7 +667,9 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     operand = plans.Operand(0, 0, 128, False)
     key = plans.key_of("INT4/F16", 128, 3, 8192, 8192)
     choices.write_measured(path, "Some GPU", "configs", {key: plans.entry_of(config)}, {})
-    assert plans.config_of(operand, "INT4/F16", 4, 8192, 8192, "Some GPU") == config
+    for m in (2, 3, 4):
+        assert plans.config_of(operand, "INT4/F16", m, 8192, 8192, "Some GPU") == config
+    assert plans.config_of(operand, "INT4/F16", 1, 8192, 8192, "Some GPU") != config
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
     many = plans.operand_of(FORMATS["mxfp4"], (1, 32))
     assert isinstance(many, plans.Operand)
@@ -681,11 +683,11 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     def found(m: int, direct: bool = True, k: int = 8192) -> Any:
         return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct)
 
-    assert found(5000) == found(2049) == fused
-    assert found(300) == decoded
+    assert found(5000) == found(2049) == found(1025) == found(1024) == fused
+    assert found(300) == found(129) == decoded and found(128) != decoded
     assert found(300, direct=False) == found(300, direct=False, k=4096)
-    assert found(2048) == found(plans.MANY, k=4096) == decoded
-    assert isinstance(found(2048, direct=False), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
+    assert found(2048) == fused and found(plans.MANY, k=4096) == decoded
+    assert isinstance(found(2048, direct=False, k=4096), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
     assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", True), plans.Config)
     head = '"schema": 1, "device": "Some GPU"'
     for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):

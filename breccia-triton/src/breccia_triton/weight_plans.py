@@ -168,7 +168,8 @@ class Config:
     batch: rows of x of a block: 8 or 16 (weight_only_small.cu), 16, 32, 64, 128 or 256 (weight_only_wide.cu, `wide`).
     high: slices of 16 rows of w of a block (small), warpgroups along the rows of w (wide). deep: warps, or warpgroups, along K.
     stages: of the rings. split: blocks along K, of a cluster. share: blocks along the rows of w that copy x for each other, of
-        the same cluster (wide). per_sm: blocks of a multiprocessor.
+        the same cluster (wide). per_sm: blocks of a multiprocessor. turns: two warpgroups of different rows start their
+        products in turn (wide).
     """
 
     batch: int
@@ -179,14 +180,17 @@ class Config:
     per_sm: int = 1
     wide: bool = False
     share: int = 1
+    turns: bool = False
 
     def __post_init__(self) -> None:
         if self.wide:
             most = 2 if self.batch == 256 else 4
             fits = self.batch in (16, 32, 64, 128, 256) and self.high in (1, 2) and 1 <= self.high * self.deep <= most
             fits = fits and self.share in (1, 2, 4) and self.batch % (8 * self.share) == 0
+            fits = fits and (not self.turns or (self.high, self.deep) == (2, 1))
         else:
-            fits = self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16 and self.share == 1
+            fits = self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16
+            fits = fits and self.share == 1 and not self.turns
         if not (fits and 1 <= self.stages <= 16 and self.split in (1, 2, 4) and 1 <= self.per_sm <= 4 and self.cluster <= 8):
             raise ValueError(f"{self} has no kernel")
 
@@ -236,7 +240,7 @@ class Config:
 
     def macros(self) -> dict[str, int]:
         if self.wide:
-            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep, "SHARE": self.share}
+            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep, "SHARE": self.share, "TURNS": int(self.turns)}
         else:
             own = {"BATCH": self.batch // 8, "TILES": self.high, "WARPS": self.deep}
         return {**own, "STAGES": self.stages, "SPLIT": self.split, "PER_SM": self.per_sm}
@@ -298,11 +302,15 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
 
 
 def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", direct: bool = False) -> Config | Decoded:
-    """The configuration for a call on a device: a measured one, or else the rule's.
+    """The configuration for a call on a device: one measured for so many rows or somewhat more, or else the rule's.
 
     direct: activations and result are BF16, without a bias, so that cuBLAS can write the result.
     """
-    known = measured_on(device).get(key_of(codecs, of.group, m, n, k))
+    measured, known = measured_on(device), None
+    if measured:
+        # A measurement of somewhat more rows is better than the rule.
+        sizes = (min(MOST, m * more) for more in ((1, 2) if m <= 128 else (1, 2, 4)))
+        known = next((found for size in sizes if (found := measured.get(key_of(codecs, of.group, size, n, k)))), None)
     if known is not None and (direct or isinstance(known, Config)) and known.fits(of, m, k):
         return known
     if known is None and direct and m >= MANY and Decoded().fits(of, m, k):

@@ -7,9 +7,11 @@
 //
 // A block of 128 rows of x and 128 rows of 4-bit codes reads four times more bytes of x than of w. So the SHARE blocks of a cluster,
 // of different rows of w, each copy a part of the rows of x into the shared memory of all.
+// TURNS: two warpgroups of different rows start their products in turn, so that one adds while the tensor cores work for the other.
 // GROUPED: blocks along y take BATCH rows of x of one group each.
 //
-// Macros: BATCH 16, 32, 64, 128, 256; HIGH, DEEP, STAGES, SPLIT, SHARE, PER_SM blocks of a multiprocessor; see weight_only.cuh.
+// Macros: BATCH 16, 32, 64, 128, 256; HIGH, DEEP, STAGES, SPLIT, SHARE, TURNS, PER_SM blocks of a multiprocessor; see
+// weight_only.cuh.
 #include "weight_only.cuh"
 #include "wgmma.cuh"
 
@@ -33,6 +35,8 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int colum
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
                      ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
 }
+__device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void group_arrive(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
@@ -47,8 +51,8 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, tile = warp & 3, g = lane >> 2, t = lane & 3;
     const int high = (warp >> 2) / DEEP, deep = (warp >> 2) % DEEP;
     const int place = CLUSTER > 1 ? cluster_rank() : 0, rank = place % SPLIT, shared_part = place / SPLIT;
-    const int row0 = blockIdx.x / SPLIT * ROWS;
 #if GROUPED
+    const int row0 = blockIdx.x / SPLIT * ROWS;
     wait_for_grid_ahead();                                             // which may write where groups end
     if (thread == 0) start_next_grid();
     const Part part = part_of(groups, blockIdx.y, BATCH, M, lane);
@@ -61,7 +65,12 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
     const int m0 = part.first, m1 = part.last;
 #else
     const Weight& w = given;
-    const int m0 = blockIdx.y * BATCH, m1 = min(M, m0 + BATCH);
+    // RASTER blocks of rows of x take the same rows of w at about the same time, so that all but one find them in the L2 cache.
+    constexpr int RASTER = 8;
+    const int across = gridDim.x / CLUSTER, at = blockIdx.y * across + blockIdx.x / CLUSTER, per = RASTER * across;
+    const int head = at / per * RASTER, taken = min((int)gridDim.y - head, RASTER);
+    const int row0 = (at % per / taken * SHARE + shared_part) * ROWS;
+    const int m0 = (head + at % per % taken) * BATCH, m1 = min(M, m0 + BATCH);
 #endif
     const int chunks = (K + COLUMNS - 1) / COLUMNS, first = chunks * rank / SPLIT, mine = chunks * (rank + 1) / SPLIT - first;
     const u32 x_ring = shared_address(memory), w_ring = x_ring + STAGES * X_STAGE;
@@ -157,10 +166,12 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
                 else if (lane < SHARE && i + STAGES < mine) barrier_arrive_of_rank(empty + 8 * s, lane * SPLIT + rank);
             };
             if constexpr (AT_DECODE) {
+                if (TURNS) group_sync(1 + high);
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < UNITS; j++) wgmma(sums, now.a[j], x_tile(j), 1);
                 wgmma_commit();
+                if (TURNS) group_arrive(2 - high);
                 if (i + DEEP < mine) load_and_decode(i + DEEP, next);
                 wgmma_wait();
                 release();
@@ -168,10 +179,12 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
 #pragma unroll
                 for (int k = 0; k < GROUPS; k++) {
                     float part[BATCH / 2];
+                    if (TURNS) group_sync(1 + high);
                     wgmma_fence();
 #pragma unroll
                     for (int j = 0; j < GROUP / 16; j++) wgmma(part, now.a[k * GROUP / 16 + j], x_tile(k * GROUP / 16 + j), j != 0);
                     wgmma_commit();
+                    if (TURNS) group_arrive(2 - high);
                     if (k == 0 && i + DEEP < mine) load_and_decode(i + DEEP, next);
                     wgmma_wait();
                     if (k == GROUPS - 1) release();
@@ -181,6 +194,7 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             }
         };
         Decoded even, odd;
+        if (TURNS && high == 1) group_arrive(1);
         if (deep < mine) load_and_decode(deep, even);
         for (int i = deep; i < mine; i += 2 * DEEP) {
             step(i, even, odd);
