@@ -1,7 +1,9 @@
-"""On a CUDA device: casts against a copy, torch.compile, TransformerEngine, torchao and breccia 0.1.3; `quantize_` of a model.
+"""On a CUDA device: casts against a copy, torch.compile, TransformerEngine, torchao and breccia 0.1.3; `quantize_` of a model;
+what calls cost the host.
 
     python benchmarks/bench_gpu.py casts [--recipes nvfp4] [--ops cast] [--shapes 4096x4096] [--burst] [--out RESULTS]
     python benchmarks/bench_gpu.py quantize [--recipes nvfp4] [--out RESULTS]
+    python benchmarks/bench_gpu.py host [--out RESULTS]
 
 A GPU lowers its clock under load, so times compare only if they are interleaved. For each row, one process takes samples of
 breccia, of a device copy and of every rival in rotation. Only breccia 0.1.3, which has the same name, runs in a process of its
@@ -596,6 +598,98 @@ def quantize(
         result: dict[str, Any] = {"benchmark": "gpu-quantize", "schema": common.SCHEMA, "provenance": where(device)}
         options = {"device": device, "runs": runs, "layers": dimensions}
         tables.tell(json.loads(json.dumps({**result, "options": options, "rows": rows})), out, as_json)
+
+
+def host_calls(side: int, device: str) -> dict[str, Callable[[], Call]]:
+    """What makes the calls of `host`, by name: of matrices of `side` rows and columns."""
+    import torch
+
+    import breccia
+    import breccia_torch
+
+    def numbers(*shape: int) -> Any:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    x, row = numbers(side, side), numbers(1, side)
+
+    def casting(op: str, spec: str) -> Callable[[], Call]:
+        recipe, given = breccia.recipe(spec), numbers(side, side)
+        if op == "cast":
+            return lambda: lambda: breccia.cast(given, recipe)
+        if op == "cast_ste":
+            return lambda: lambda: breccia.cast_ste(given, recipe)
+
+        def decoding() -> Call:
+            st = breccia.cast(given, recipe)
+            return lambda: breccia.dequantize(st, out_dtype="bfloat16")
+
+        return decoding
+
+    def product(a: str, w: str) -> Callable[[], Call]:
+        def make() -> Call:
+            left, right = breccia.cast(x, a), breccia.cast(x, w).mT
+            return lambda: breccia.matmul(left, right, "bfloat16")
+
+        return make
+
+    def layer(spec: str) -> Callable[[], Call]:
+        def make() -> Call:
+            linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=torch.bfloat16)
+            model = torch.nn.Sequential(linear).eval().requires_grad_(False)
+            if spec:
+                breccia_torch.quantize_(model, spec)  # which stores the weight as its kernel reads it
+            made = model[0]
+            return lambda: made(row)
+
+        return make
+
+    found = {f"{op} {spec}": casting(op, spec) for op in ("cast", "dequantize", "cast_ste") for spec in HOST_RECIPES}
+    found |= {f"matmul {a} by {w}": product(a, w) for a, w in HOST_PRODUCTS}
+    found |= {f"ScaledLinear {spec}": layer(spec) for spec in ("int4", "nvfp4", "mxfp8")}
+    out = torch.empty_like(x)
+    return found | {
+        "torch.nn.Linear": layer(""),
+        "torch.neg": lambda: lambda: torch.neg(x, out=out),
+        "torch.empty": lambda: lambda: torch.empty((side, side), device=device, dtype=torch.bfloat16),
+    }
+
+
+#: Recipes whose host time is measured, and recipes of the two operands of products.
+HOST_RECIPES = ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "int4", "fp8_current", "nvfp4")
+HOST_PRODUCTS = (("fp8_row", "fp8_row"), ("fp8_block", TILES), ("mxfp8", "mxfp8"))
+
+
+@app.command()
+def host(
+    side: Annotated[int, typer.Option(help="Rows and columns.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each call, in rotation.")] = 50,
+    device: DeviceOption = "cuda",
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time what eager calls take on the host: until they return, with an empty queue of launches."""
+    import torch
+
+    check_device(device)
+    calls: dict[str, Call] = {}
+    errors: dict[str, str] = {}
+    for name, make in host_calls(side, device).items():
+        try:
+            calls[name] = make()
+            for _ in range(WARM_UP):
+                calls[name]()
+        except Exception as e:
+            calls.pop(name, None)
+            errors[name] = message(e)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for _ in range(samples):
+            for name, call in calls.items():
+                seconds[name].append(host_time(call, device))
+    rows = [{"call": name, "host": common.summary(found)} for name, found in seconds.items()]
+    result: dict[str, Any] = {"benchmark": "gpu-host", "schema": common.SCHEMA, "provenance": where(device)}
+    options = {"device": device, "side": side, "samples": samples, "calls": HOST_CALLS}
+    tables.tell(json.loads(json.dumps({**result, "options": options, "errors": errors, "rows": rows})), out, as_json)
 
 
 if __name__ == "__main__":

@@ -553,6 +553,18 @@ def gpu_casts_small(result: Result) -> Table:
     return Table("small casts on the device", headings, tuple((*key, *found) for key, found in cells.items()), note)
 
 
+def gpu_host(result: Result) -> Table:
+    """Host time of calls."""
+    options = result["options"]
+    return Table(
+        "host time of calls",
+        ("call", "host, µs"),
+        tuple((row["call"], spread(row["host"], 1e6)) for row in result["rows"]),
+        f"Min / median / max of {options['samples']} samples in rotation, each of {options['calls']} calls after a "
+        f"synchronization, until they return. BF16, {options['side']}×{options['side']}; layers take one row.",
+    )
+
+
 def gpu_quantize(result: Result) -> Table:
     """Seconds and memory of `quantize_`."""
     rows: list[tuple[str, ...]] = []
@@ -860,6 +872,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "native-parity": {"native-parity": native_parity},
     "gpu-casts": {"gpu-casts": gpu_casts, "gpu-casts-small": gpu_casts_small},
     "gpu-quantize": {"gpu-quantize": gpu_quantize},
+    "gpu-host": {"gpu-host": gpu_host},
 }
 
 

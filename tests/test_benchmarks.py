@@ -49,6 +49,7 @@ TINY = {
         "--recipes",
         "nvfp4",
     ],
+    "gpu-host": ["host", "--device", "cpu", "--side", "128", "--samples", "2"],
     "gpu-quantize": ["quantize", "--device", "cpu", "--tiny", "--runs", "1", "--recipes", "mxfp8"],
     "matmul-gpu": ["--device", "cpu", "--samples", "1", "--shapes", "32x128x256", "--kinds", "tiles", "--kinds", "tensor fast"],
     "training": ["--framework", "torch", "--seeds", "2", "--steps", "2", "--recipes", "nvfp4", "--jobs", "1"],
