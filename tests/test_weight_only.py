@@ -607,6 +607,8 @@ def test_groups_of_rows_have_a_configuration_that_fits() -> None:
         {"batch": 16, "high": 1, "deep": 1, "stages": 2, "wide": True, "share": 4},  # 4 rows of x for each block
         {"batch": 128, "high": 2, "deep": 1, "stages": 2, "wide": True, "share": 4, "split": 4},  # 16 blocks of a cluster
         {"batch": 8, "high": 4, "deep": 8, "stages": 2, "share": 2},  # x does not go through the copy engine
+        {"batch": 64, "high": 1, "deep": 2, "stages": 2, "wide": True},  # each warpgroup would wait for the stage that it holds
+        {"batch": 128, "high": 1, "deep": 2, "stages": 4, "wide": True, "turns": True},  # of the same rows
     ],
     ids=str,
 )

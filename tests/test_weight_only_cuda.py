@@ -120,7 +120,7 @@ def test_every_configuration_gives_products_within_the_bound(name: str) -> None:
 #: blocks along K.
 WIDE = [
     plans.Config(batch, high, deep, stages, split=split, share=share, wide=True)
-    for batch, high, deep, stages in ((32, 2, 1, 4), (64, 1, 2, 3), (128, 2, 1, 2), (128, 1, 2, 2), (256, 2, 1, 3))
+    for batch, high, deep, stages in ((32, 2, 1, 4), (64, 1, 2, 3), (128, 2, 1, 2), (128, 1, 2, 3), (256, 2, 1, 3))
     for split, share in ((1, 1), (1, 2), (2, 2), (1, 4))
 ]
 WIDE += [plans.Config(batch, 2, 1, 3, share=share, wide=True, turns=True) for batch in (32, 128, 256) for share in (1, 2)]

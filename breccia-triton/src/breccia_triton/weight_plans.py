@@ -188,6 +188,7 @@ class Config:
             fits = self.batch in (16, 32, 64, 128, 256) and self.high in (1, 2) and 1 <= self.high * self.deep <= most
             fits = fits and self.share in (1, 2, 4) and self.batch % (8 * self.share) == 0
             fits = fits and (not self.turns or (self.high, self.deep) == (2, 1))
+            fits = fits and self.stages > self.deep  # else a warpgroup waits for the stage that it holds
         else:
             fits = self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16
             fits = fits and self.share == 1 and not self.turns
@@ -291,7 +292,7 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
             yield Config(batch, 2, 1, 4, wide=True)
         elif not wide_codes:
             yield Config(batch, 2, 1, 4, split=2, wide=True)
-        for stages in (8, 6, 5, 4, 3, 2):
+        for stages in (8, 6, 5, 4, 3):
             yield Config(batch, 1, 2, stages, wide=True)
     else:
         tiles = -(-m // 128) * -(-n // 128)
