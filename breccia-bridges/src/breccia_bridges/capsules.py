@@ -246,14 +246,16 @@ def _unknown(array: Any) -> bool:
 
 
 def _of_torch(kind: type, flagged: bool) -> Export:
-    """The compiled part of `Tensor.__dlpack__`, where the Python before it has nothing to refuse."""
+    """The compiled part of `Tensor.__dlpack__`, which refuses less than the Python before it.
+
+    It refuses tensors without memory, such as sparse ones. `Codes` refuses complex ones, `HostRoute` those on other devices.
+    """
     if kind not in (targets.load("torch:Tensor"), targets.load("torch:nn.Parameter")):
         raise BufferError
-    strided = targets.load("torch:strided")
     give = targets.load("torch._C:_to_dlpack_versioned" if flagged else "torch.utils.dlpack:to_dlpack")
 
     def export(tensor: Any) -> Any:
-        if tensor.requires_grad or not tensor.is_cpu or tensor.layout is not strided or tensor.is_conj():
+        if tensor.requires_grad:
             raise BufferError
         return give(tensor)
 

@@ -219,6 +219,9 @@ def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
 # ------------------------------------------------------------------------------------------------ bundles
 
 
+_NAMES = frozenset(PARTS)
+
+
 class Bundle(tuple[Any, ...]):
     """`(data, scale)`, then zero_point and global_scale if the recipe has them; also by name; and a `header`.
 
@@ -232,25 +235,21 @@ class Bundle(tuple[Any, ...]):
 
     def __new__(cls, header: str, **parts: Any) -> Bundle:
         """A bundle of components by name. Raises DialectError for an unknown name, and if data or scale is missing."""
-        names = tuple(name for name in PARTS if parts.get(name) is not None)
-        if {"data", "scale"} - set(names) or parts.keys() - set(PARTS):
+        names = tuple([name for name in PARTS if parts.get(name) is not None])
+        if names[:2] != PARTS[:2] or not parts.keys() <= _NAMES:
             raise DialectError(
                 f"a bundle has components data and scale, and zero_point and global_scale if the recipe has them; got "
                 f"{', '.join(parts) or 'none'}."
             )
-        self = super().__new__(cls, (parts[name] for name in names))
+        self = super().__new__(cls, map(parts.get, names))
         self.header, self.names = header, names
         return self
 
     def memory(self) -> tuple[Arrays, Dtypes]:
         """The arrays whose memory holds the components."""
-        given = dict(zip(self.names, self, strict=True))
-        arrays, dtypes = list[Any](), list[str | None]()
-        for part in map(given.get, PARTS):
-            known = isinstance(part, Part)
-            arrays.append(part.array if known else part)
-            dtypes.append(part.dtype if known else None)
-        return tuple(arrays), tuple(dtypes)
+        parts = list(map(dict(zip(self.names, self, strict=True)).get, PARTS))
+        arrays = [part.array if isinstance(part, Part) else part for part in parts]
+        return tuple(arrays), tuple([part.dtype if isinstance(part, Part) else None for part in parts])
 
     def __getattr__(self, name: str) -> Any:
         if name not in PARTS:
