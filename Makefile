@@ -64,6 +64,7 @@ bench: $(BENCH)/ready
 	$(BENCH)/bin/python benchmarks/bench_cast.py --framework jax --rivals all --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_jax.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_calls.py --out benchmarks/results
+	$(BENCH)/bin/python benchmarks/bench_dlpack.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_memory.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_accuracy.py --out benchmarks/results
 	$(BENCH)/bin/python benchmarks/bench_encoder.py --out benchmarks/results

@@ -59,29 +59,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         found[f"ScaledLinear 128×128 at M = 1, {name}"] = lambda layer=layer: layer(token)
     both = ScaledLinear.from_linear(square, breccia.recipe("mxfp8"), activation=breccia.recipe("mxfp8"))
     found["ScaledLinear 128×128 at M = 1, mxfp8 by mxfp8"] = lambda: both(token)
-    found |= handovers(x)
     found["torch.nn.Linear 128×128 at M = 1"] = lambda: square(token)
     found["torch F.linear 128×128 at M = 1"] = lambda: torch.nn.functional.linear(token, square.weight, square.bias)
-    return found
-
-
-def handovers(x: Any) -> dict[str, Callable[[], Any]]:
-    """A tensor of two components from each framework to each other over DLPack, and its export."""
-    import jax.numpy as jnp
-    import mlx.core as mx
-    import torch
-
-    from breccia.bridges import from_dlpack, to_dlpack
-
-    frameworks = {"NumPy": x, "torch": torch.from_numpy(x), "JAX": jnp.asarray(x), "MLX": mx.array(x)}
-    tensors = {name: breccia.cast(array, breccia.recipe("mxfp8")) for name, array in frameworks.items()}
-    found: dict[str, Callable[[], Any]] = {}
-    for here, st in tensors.items():
-        found[f"to_dlpack 16×128, mxfp8, {here}"] = lambda st=st: to_dlpack(st)
-        for there in [name for name in tensors if name != here]:
-            found[f"from_dlpack 16×128, mxfp8, {here} to {there}"] = lambda st=st, to=there: from_dlpack(st, to.lower())
-    plain = tensors["NumPy"].data.view("uint8")
-    found["jax.numpy.from_dlpack of one array, NumPy to JAX"] = lambda: jnp.from_dlpack(plain)
     return found
 
 

@@ -257,6 +257,22 @@ def overhead(result: Result) -> Table:
     return Table("small calls", headings, tuple(rows), note)
 
 
+def handovers(result: Result) -> Table:
+    """Microseconds of hand-overs by DLPack: of a tensor, of a bundle, and of the bare calls of both libraries."""
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        cells = (row["recipe"], row["from"], row["to"] or "a bundle")
+        rows.append((*cells, *(f"{1e6 * row[key]:.1f}" if key in row else "" for key in ("tensor_s", "bundle_s", "bare_s"))))
+    options = result["options"]
+    height, width = options["shape"]
+    note = (
+        f"{height}×{width}; mxfp8 has two components, nvfp4 three. The least of {options['samples']} interleaved samples. "
+        "Bare: one export and one import of each component by the fastest functions of the two libraries, without dtypes and "
+        "checks. One thread."
+    )
+    return Table("hand-overs by DLPack", ("recipe", "from", "to", "tensor, µs", "bundle, µs", "bare, µs"), tuple(rows), note)
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -833,6 +849,7 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
         "calls-jax": calls,
     },
     "overhead": {"overhead": overhead},
+    "dlpack": {"dlpack": handovers},
     "memory": {"memory": sizes, "peaks": peaks},
     "accuracy": {
         "accuracy": lambda result: quality(result, True),

@@ -22,13 +22,14 @@ from conftest import on_cuda, wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import breccia
-from breccia import DialectError, Framework, OptionError, ScaledTensor, UnknownNameError, UnsupportedError
+from breccia import DialectError, Framework, OptionError, ScaledTensor, UnknownNameError, UnsupportedError, targets
 from breccia.bridges import from_dlpack, to_dlpack
 from breccia.dispatch.registry import registry
 from breccia.siblings import install
 from breccia.tensors.components import components
-from breccia_bridges import dlpack
-from breccia_bridges.dlpack import _CODES, Bundle
+from breccia_bridges import capsules, dlpack
+from breccia_bridges.capsules import CODES, HostRoute
+from breccia_bridges.dlpack import Bundle
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
 pytestmark = pytest.mark.covering(1)
@@ -146,18 +147,96 @@ def test_the_integers_that_jax_holds_for_numbers_are_shared(recipe: breccia.Scal
         assert breccia.bytes_equal(from_dlpack(source, "jax"), st)
 
 
-def test_jax_takes_memory_by_its_public_function_where_its_compiled_part_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxlib import _jax
+@pytest.mark.parametrize("elsewhere", [AttributeError("no such function"), lambda *arguments: jnp.zeros(3)])
+def test_jax_takes_memory_by_its_public_function_where_its_compiled_part_is_elsewhere(
+    elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, source = targets.load, made("numpy", breccia.NVFP4BlockScaling())
 
-    source = made("numpy", breccia.NVFP4BlockScaling())
-    for changed_to in (None, lambda *arguments: jnp.zeros(3)):
-        with monkeypatch.context() as patched:
-            patched.setattr(_jax, "dlpack_managed_tensor_to_buffer", changed_to)
-            enter = dlpack._compiled_part_of_jax(jnp.from_dlpack)
-        assert enter is jnp.from_dlpack
-    monkeypatch.setattr(dlpack, "_entrance", lambda module: jnp.from_dlpack)
+    def changed_jax(name: str) -> Any:
+        if name != "jaxlib._jax:dlpack_managed_tensor_to_buffer":
+            return load(name)
+        if isinstance(elsewhere, Exception):
+            raise elsewhere
+        return elsewhere
+
+    assert capsules.host_take("jax") is not None
+    monkeypatch.setattr(targets, "load", changed_jax)
+    assert capsules.host_take("jax") is None
+    monkeypatch.setattr(dlpack, "_transfers", {})
     taken = from_dlpack(source, "jax")
+    assert dlpack._transfer("jax").route is None
     assert addresses(taken) == addresses(source) and breccia.bytes_equal(taken, source)
+
+
+@pytest.mark.parametrize("bundled", [False, True])
+@pytest.mark.parametrize(("a", "b"), [(a, b) for a in FRAMEWORKS for b in FRAMEWORKS if a != b])
+def test_host_memory_takes_the_shortest_way(a: str, b: str, bundled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And arrives as it does on the longer one."""
+    for recipe in RECIPES:
+        source = made(a, recipe)
+        with monkeypatch.context() as patched:
+            patched.setattr(HostRoute, "taken", lambda *arguments: None)
+            wanted = from_dlpack(to_dlpack(source) if bundled else source, b)
+        with monkeypatch.context() as patched:
+            patched.setattr(dlpack._Transfer, "taken", None)
+            patched.setattr(dlpack.Part, "__dlpack__", None)
+            found = [from_dlpack(to_dlpack(source) if bundled else source, b) for _ in range(2)]
+        for taken in found:
+            assert (taken.framework, taken.digest()) == (b, wanted.digest())
+            assert {n: p.dtype for n, p in components(taken).items()} == {n: p.dtype for n, p in components(wanted).items()}
+            assert {n: p.shape for n, p in components(taken).items()} == {n: p.shape for n, p in components(wanted).items()}
+            if a != "jax":  # it makes its arrays when they are read
+                shared, expected = (addresses(st) == addresses(source) for st in (taken, wanted))
+                assert shared == expected
+            if b == "numpy":
+                assert {p.flags.writeable for p in components(taken).values()} == {a == "torch"}
+
+
+def test_parameters_and_mapped_arrays_take_the_shortest_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = np.memmap(tmp_path / "codes", np.uint8, "w+", shape=MXFP8.data.shape)
+    codes[...] = MXFP8.data
+    mapped = changed(MXFP8, data=codes)
+    frozen = changed(TORCH, scale=torch.nn.Parameter(TORCH.scale, requires_grad=False))
+    monkeypatch.setattr(dlpack._Transfer, "taken", None)
+    assert breccia.bytes_equal(from_dlpack(mapped, "torch"), MXFP8)
+    assert addresses(from_dlpack(frozen, "numpy")) == addresses(frozen)
+
+
+def test_arrays_on_several_devices_are_refused() -> None:
+    """The compiled part of JAX's export would give their first shard."""
+    script = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+import breccia
+from breccia.bridges import from_dlpack, to_dlpack
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+over = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a"))
+st = breccia.cast(np.ones((4, 32), "f"), breccia.MXFP8BlockScaling())
+parts = {"data": jax.device_put(st.data, over), "scale": jax.device_put(st.scale, over)}
+sharded = breccia.ScaledTensor(recipe=st.recipe, layout=st.layout, **parts)
+for call in (lambda: to_dlpack(sharded), lambda: from_dlpack(sharded, "torch"), lambda: from_dlpack(sharded, "mlx")):
+    try:
+        call()
+    except breccia.UnsupportedError as e:
+        print(e)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    said = done.stdout.splitlines()
+    assert len(said) == 3 and all(" data: BufferError: " in line for line in said), done.stderr
+
+
+def test_the_metadata_of_a_bundle_is_checked_for_other_shapes_of_the_same_header() -> None:
+    """What was accepted once is remembered by header, shapes and dtypes."""
+    bundle = to_dlpack(at(MXFP8))
+    for b in ("torch", "mlx"):
+        for _ in range(2):
+            assert breccia.bytes_equal(from_dlpack(bundle, b), MXFP8)
+        with pytest.raises(breccia.LayoutError, match=r"got data of shape \(16, 256\)"):
+            from_dlpack(Bundle(bundle.header, data=MXFP8.data[:16], scale=MXFP8.scale), b)
+        with pytest.raises(UnsupportedError, match="^scale must hold E8M0 as .*; got dtype float16"):
+            from_dlpack(Bundle(bundle.header, data=MXFP8.data, scale=MXFP8.scale.astype(np.float16)), b)
 
 
 @pytest.mark.parametrize(("a", "b"), [pair for pair in table() if "64" in table()[pair]])
@@ -216,7 +295,7 @@ def test_dtypes_of_ml_dtypes_are_preserved() -> None:
     assert str(np.from_dlpack(to_dlpack(named).scale).dtype) == "uint8"
 
 
-@pytest.mark.parametrize("name", _CODES)
+@pytest.mark.parametrize("name", CODES)
 def test_dlpack_dtype_codes_are_those_of_torch_and_jax(name: str) -> None:
     """A capsule that declares the dtype `name` must arrive in torch and JAX with that dtype."""
     width = jnp.dtype(name).itemsize

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from broken import untyped
 
 import breccia
 from breccia import DialectError, UnsupportedError, bytes_equal
@@ -93,6 +94,32 @@ def test_bitsandbytes_is_read_by_attributes_without_the_library() -> None:
     assert torch.equal(breccia.dequantize(ours), table[codes.long()] * torch.tensor([[2.0], [0.5]]))
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("nested", (False, True))
+def test_a_broken_state_of_bitsandbytes_is_a_typed_error_that_names_class_and_version(bnb: Any, nested: bool) -> None:
+    from breccia_bridges.bitsandbytes import from_bitsandbytes
+
+    def state() -> Any:
+        return params(bnb, nested=nested).quant_state
+
+    data, names = params(bnb, nested=nested).data, ("quant_type", "shape", "blocksize", "code", "absmax", "offset", "state2")
+    names = names if nested else names[:-2]
+    assert untyped(state, names, lambda found: from_bitsandbytes(data, quant_state=found), "(") == []
+    theirs = params(bnb)
+    theirs.quant_state.absmax = theirs.quant_state.absmax[:5]
+    with pytest.raises(DialectError, match=r"Params4bit \(bitsandbytes .* has 5 numbers in absmax; blocks of 64 need 256"):
+        breccia.from_foreign(theirs)
+    theirs.quant_state.absmax = None
+    with pytest.raises(DialectError, match=r"QuantState \(bitsandbytes .* has absmax=None, where this bridge reads an array"):
+        breccia.from_foreign(theirs)
+    theirs = params(bnb, nested=True)
+    theirs.quant_state.state2.absmax = theirs.quant_state.state2.absmax.repeat(2)
+    with pytest.raises(
+        DialectError, match=r"has a nested absmax of 256 codes in torch.uint8, with 2 numbers for blocks of 256"
+    ):
+        breccia.from_foreign(theirs)
+
+
 # ------------------------------------------------------------------------------------------------ qwix
 
 
@@ -147,8 +174,26 @@ def test_qwix_arrays_without_a_recipe_are_refused() -> None:
         breccia.from_foreign(dataclasses.replace(theirs, scale=theirs.scale * 1.5))
     with pytest.raises(DialectError, match="has a zero-point"):
         breccia.from_foreign(dataclasses.replace(theirs, zero_point=theirs.scale))
+    with pytest.raises(DialectError, match=r"QArray \(qwix .*has scales of shape \(64, 3\), which do not cut it into tiles"):
+        breccia.from_foreign(dataclasses.replace(theirs, scale=theirs.scale[:, :3]))
+    with pytest.raises(DialectError, match=r"QArray \(qwix .*has no attribute 'zero_point', which this bridge reads"):
+        breccia.bridges.from_qwix(type("QArray", (), {"__module__": "qwix", "qvalue": theirs.qvalue, "scale": theirs.scale})())
     with pytest.raises(UnsupportedError, match="to_qwix takes a JAX ScaledTensor"):
         breccia.to_foreign(breccia.cast(numbers(32, 32), "mxfp8"), "qwix")
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "float8_e4m3fn in one"])
+def test_a_broken_array_of_qwix_is_a_typed_error_that_names_class_and_version(name: str) -> None:
+    theirs, names = qarray(name), ("qvalue", "scale", "zero_point", "qtype")
+
+    class QArray(SimpleNamespace):
+        __module__ = "qwix"
+
+    def made() -> Any:
+        return QArray(**{n: getattr(theirs, n) for n in names})
+
+    assert untyped(made, names, breccia.bridges.from_qwix, "QArray (qwix ") == []
 
 
 # ------------------------------------------------------------------------------------------------ MLX
@@ -180,6 +225,22 @@ def test_quantized_layers_of_mlx_keep_their_arrays_and_outputs(name: str) -> Non
             assert mx.array_equal(back[key], theirs[key])
     x = mx.array(numbers(4, 128, seed=1))
     assert mx.array_equal(back(x), theirs(x))
+
+
+def test_a_broken_layer_of_mlx_is_a_typed_error_that_names_class_and_version() -> None:
+    pytest.importorskip("mlx.core")
+    import mlx.nn as nn
+
+    theirs = nn.QuantizedLinear(128, 64, mode="mxfp8", group_size=32, bits=8)
+    theirs.scales = theirs.scales[:, :3]
+    with pytest.raises(DialectError, match=r"scales are .* \(64, 4\) for w .*; got \(64, 3\).* a QuantizedLinear \(mlx "):
+        breccia.from_foreign(theirs)
+    theirs.bits = 4
+    with pytest.raises(DialectError, match=r"mode 'mxfp8' has group_size=32 and bits=8; got .*QuantizedLinear \(mlx "):
+        breccia.from_foreign(theirs)
+    del theirs["scales"]
+    with pytest.raises(DialectError, match=r"QuantizedLinear \(mlx .*has no attribute 'scales', which this bridge reads"):
+        breccia.from_foreign(theirs)
 
 
 def test_quantized_embeddings_of_mlx_are_read() -> None:
@@ -269,3 +330,30 @@ def test_modules_that_are_not_compressed_are_refused() -> None:
     layer.quantization_scheme.format = "marlin-24"
     with pytest.raises(DialectError, match="in format 'marlin-24'; known are float-quantized"):
         from_compressed_tensors(layer)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8A16"])
+def test_broken_parameters_of_compressed_modules_are_typed_errors_that_name_class_and_version(scheme: str) -> None:
+    import copy
+
+    import torch
+
+    from breccia_bridges.compressed_tensors import from_compressed_tensors
+
+    layer, _ = compressed(scheme)
+    for name, value in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+        for wrong in (value[:0], value[:-1], value.reshape(-1)[None], value.double()):
+            found = copy.deepcopy(layer)
+            delattr(found, name)
+            found.register_buffer(name, wrong.detach())
+            try:
+                from_compressed_tensors(found)
+            except DialectError as e:
+                assert "Linear (torch " in str(e)
+    bad = copy.deepcopy(layer)
+    del bad.weight_scale
+    with pytest.raises(DialectError, match=r"Linear \(torch .*in format '.*' lacks weight_scale; it has .*weight"):
+        from_compressed_tensors(bad)
+    bad.weight_scale = torch.nn.Parameter(torch.ones(3, 5), requires_grad=False)
+    with pytest.raises(DialectError, match=r"Linear \(torch .*(\(3, 5\)|scales in torch.float32|dtype float32)"):
+        from_compressed_tensors(bad)

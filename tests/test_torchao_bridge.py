@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torchao")
 F = torch.nn.functional
 
+from broken import untyped  # noqa: E402
+
 import breccia  # noqa: E402
 from breccia import DialectError, ScaledTensor, UnsupportedError, bytes_equal  # noqa: E402
 from breccia.bridges import from_torchao, to_torchao, torchao_activation  # noqa: E402
@@ -308,6 +310,31 @@ def broken(kind: str, **changed: Any) -> Any:
 def test_contradictions_are_errors_that_name_tensor_value_and_version(theirs: Any, message: str) -> None:
     with pytest.raises(DialectError, match=message):
         from_torchao(theirs())
+
+
+@every
+def test_an_attribute_that_is_missing_or_changed_is_a_typed_error_that_names_class_and_version(kind: str) -> None:
+    def make() -> Any:
+        return WRITTEN[kind][0](plain(128, 256))
+
+    assert untyped(make, inner(make()), from_torchao, f"{type(make()).__name__} (torchao 0.") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "message"),
+    (
+        ("float8_row", "qdata", lambda q: None, r"Float8Tensor \(torchao .*has qdata=None, where this bridge reads an array"),
+        ("mxfp8", "elem_dtype", lambda e: torch.int8, r"MXTensor \(torchao .*has elements torch.int8, which no MX recipe has"),
+        ("mxfp6_e2m3", "qdata", lambda q: q | 64, r"FP6 codes in torch.uint8, up to \d+; they are torch.uint8 below 64"),
+        ("nvfp4_two_level", "per_tensor_scale", lambda s: s.repeat(3), r"per_tensor_scale of shape \(3,\); it is one number"),
+        ("int4_asymmetric", "zero_point", lambda z: z[:5], r"scales of shape \(128, 4\) and zero-points of shape \(5, 4\)"),
+        ("int4_group", "target_dtype", lambda t: torch.float32, r"target_dtype=torch.float32; this bridge reads torch.int1 to"),
+        ("int8_row", "block_size", lambda b: "row", "has block_size='row'; this bridge reads a list of lengths"),
+    ),
+)
+def test_values_of_another_version_are_named(kind: str, name: str, value: Any, message: str) -> None:
+    with pytest.raises(DialectError, match=message):
+        from_torchao(broken(kind, **{name: value}))
 
 
 def test_padding_that_is_not_zero_is_refused() -> None:

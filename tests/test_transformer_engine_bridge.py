@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import te_standins as te  # noqa: E402
+from broken import MISSING, untyped  # noqa: E402
 
 import breccia  # noqa: E402
 from breccia import DialectError, OptionError, ScaledTensor, TensorPair, UnsupportedError, bytes_equal  # noqa: E402
@@ -525,6 +526,41 @@ def poisoned(scale: Any) -> Any:
 def test_contradictions_are_errors_that_name_tensor_value_and_version(theirs: Callable[[], Any], message: str) -> None:
     with pytest.raises(DialectError, match=message):
         from_transformer_engine(theirs())
+
+
+@every
+def test_an_attribute_that_is_missing_or_changed_is_a_typed_error_that_names_class_and_version(kind: str) -> None:
+    make = MADE[kind][0]
+    theirs = make()[0]
+    title = f"{type(theirs).__name__} (transformer_engine "
+    assert untyped(lambda: make()[0], vars(theirs), from_transformer_engine, title) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "message"),
+    (
+        (float8, "_data", lambda d: "codes", r"has _data='codes', where this bridge reads an array"),
+        (float8, "_data", lambda d: d[:5], r"has shape \(64, 96\), and its codes are those of a matrix of shape \(5, 96\)"),
+        (blockwise, "_rowwise_data", lambda d: d[:-1], r"Float8BlockwiseQTensor \(.* has shape \(256, 512\), .* \(255, 512\)"),
+        (nvfp4, "_rowwise_data", lambda d: d.repeat(2, 1), r"NVFP4Tensor .*has shape \(64, 128\), .*shape \(128, 128\)"),
+        (nvfp4, "_fp4_dtype", lambda d: "kFloat4E3M0", r"has FP4 dtype KFLOAT4E3M0; a recipe exists for E2M1"),
+        (nvfp4, "_amax_rowwise", lambda a: a.double(), r"one FP32 number, .*; found \(1,\) in torch.float64"),
+        (
+            mxfp8,
+            "_rowwise_scale_inv",
+            MISSING,
+            r"MXFP8Tensor \(trans.*has no attribute '_rowwise_scale_inv', which this bridge",
+        ),
+    ),
+)
+def test_values_that_contradict_the_tensor_are_named(make: Callable[[], Made], name: str, value: Any, message: str) -> None:
+    theirs = make()[0]
+    if value is MISSING:
+        delattr(theirs, name)
+    else:
+        setattr(theirs, name, value(getattr(theirs, name)))
+    with pytest.raises(DialectError, match=message):
+        from_transformer_engine(theirs)
 
 
 def test_padding_that_is_not_zero_can_be_dropped() -> None:

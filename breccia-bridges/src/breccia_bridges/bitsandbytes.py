@@ -15,7 +15,7 @@ import torch
 
 from breccia.backend import NF4, Array, DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
 
-from .wrapping import attribute, chosen, title, wrapped
+from .wrapping import attribute, buffer, buffer_or_none, chosen, lengths, title, wrapped
 
 
 def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant_state: Any = None) -> ScaledTensor:
@@ -40,8 +40,10 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
             'bnb_4bit_quant_type="nf4", or decode it with bitsandbytes.',
             found=kind,
         )
-    shape: tuple[int, ...] = tuple(attribute(state, "shape"))
-    block, table = attribute(state, "blocksize"), attribute(state, "code")
+    shape = tuple(lengths(state, "shape"))
+    block, table = attribute(state, "blocksize"), buffer_or_none(state, "code")
+    if type(block) is not int or block < 1:
+        raise DialectError(f"{title(weight)} has blocksize={block!r}; it is a number of codes.", found=block)
     expected = torch.tensor(NF4.values, dtype=torch.float32)
     if table is not None and not torch.equal(table.float().cpu(), expected):
         raise DialectError(f"{title(weight)} has another table than NF4: {table.tolist()}.")
@@ -59,7 +61,13 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
         data = data.view(torch.uint8)
     if data.numel() * 2 != torch.Size(shape).numel():
         raise DialectError(f"{title(weight)} has {data.numel()} bytes of codes; shape {shape} needs half as many as numbers.")
-    absmax = _absmax(state)
+    absmax = _absmax(weight, state)
+    if absmax.numel() * block != torch.Size(shape).numel():
+        raise DialectError(
+            f"{title(weight)} of shape {shape} has {absmax.numel()} numbers in absmax; blocks of {block} need "
+            f"{torch.Size(shape).numel() // block}.",
+            found=absmax.numel(),
+        )
     scale = absmax.reshape(*shape[:-1], length // block)
     codes = _swapped(data).reshape(*shape[:-1], length // 2)
     return wrapped(weight, codes, scale, chosen(recipe, NF4Scaling(block_size=block), weight))
@@ -98,14 +106,21 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
     return kind(data, requires_grad=False, quant_state=new, **options)
 
 
-def _absmax(state: Any) -> Array:
+def _absmax(weight: Any, state: Any) -> Array:
     """The FP32 absmax of each block; a nested one decoded, in bitsandbytes' order of operations."""
-    absmax = attribute(state, "absmax")
+    absmax = buffer(state, "absmax")
     if not getattr(state, "nested", False):
         return absmax.float()
-    inner = attribute(state, "state2")
-    scale = inner.absmax.repeat_interleave(inner.blocksize)[: absmax.numel()]
-    return inner.code[absmax.long()] * scale.to(inner.code.dtype) + attribute(state, "offset")
+    inner, offset = attribute(state, "state2"), buffer(state, "offset")
+    coarse, table, block = buffer(inner, "absmax"), buffer(inner, "code"), attribute(inner, "blocksize")
+    if absmax.dtype != torch.uint8 or table.numel() != 256 or coarse.numel() != -(-absmax.numel() // block):
+        raise DialectError(
+            f"{title(weight)} has a nested absmax of {absmax.numel()} codes in {absmax.dtype}, with {coarse.numel()} numbers "
+            f"for blocks of {block} and a table of {table.numel()}; it needs torch.uint8, {-(-absmax.numel() // block)}, 256.",
+            found=coarse.numel(),
+        )
+    scale = coarse.repeat_interleave(block)[: absmax.numel()]
+    return table[absmax.long()] * scale.to(table.dtype) + offset
 
 
 def _swapped(data: Array) -> Array:

@@ -101,6 +101,12 @@ def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) ->
     if data.dtype != torch.int8 or dtype is None:
         raise DialectError(f"{title(module)} has a weight in {data.dtype} with scales in {scale.dtype}; codes are int8.")
     scale = scale.expand(data.shape[0], 1) if scale.numel() == 1 else scale
+    if data.ndim != 2 or scale.ndim != 2 or not scale.shape[1] or data.shape[1] % scale.shape[1]:
+        raise DialectError(
+            f"{title(module)} has a weight of shape {tuple(data.shape)} and scales of shape {tuple(scale.shape)}, which do not "
+            "cut it into groups.",
+            found=tuple(scale.shape),
+        )
     group = data.shape[1] // scale.shape[1]
     inferred = INT8Scaling(group_size=None if group == data.shape[1] else group, scale_dtype=dtype)
     return wrapped(module, data, scale, chosen(recipe, inferred, module))
@@ -109,8 +115,10 @@ def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) ->
 def _packed(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     """int32 words along K with 4- or 8-bit codes, each with half of the range added."""
     bits, scale = module.quantization_scheme.weights.num_bits, found["weight_scale"]
-    shape = tuple(int(n) for n in found["weight_shape"].tolist())
+    shape = tuple(int(n) for n in found["weight_shape"].reshape(-1).tolist())
     dtype = _SCALE_DTYPES.get(scale.dtype)
+    if len(shape) != 2 or min(shape) < 1:
+        raise DialectError(f"{title(module)} has weight_shape {shape}; it is the shape of a matrix.", found=shape)
     if bits not in (4, 8) or dtype is None:
         raise DialectError(f"{title(module)} packs {bits} bits with scales in {scale.dtype}; recipes exist for 4 and 8 bits.")
     data = found["weight_packed"].contiguous().view(torch.uint8)
@@ -139,12 +147,22 @@ def _nvfp4(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -
 
 def _mxfp4(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     inferred = chosen(recipe, MXFP4BlockScaling(scale_rule="even"), module)
-    return wrapped(module, found["weight_packed"], found["weight_scale"].view(torch.float8_e8m0fnu), inferred)
+    return wrapped(module, found["weight_packed"], _powers(module, found), inferred)
 
 
 def _mxfp8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     inferred = chosen(recipe, MXFP8BlockScaling(), module)
-    return wrapped(module, found["weight"], found["weight_scale"].view(torch.float8_e8m0fnu), inferred)
+    return wrapped(module, found["weight"], _powers(module, found), inferred)
+
+
+def _powers(module: Any, found: dict[str, Array]) -> Array:
+    """E8M0 scales, stored as bytes."""
+    scale = found["weight_scale"]
+    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise DialectError(
+            f"{title(module)} has scales in {scale.dtype}; those of MX formats are E8M0 as torch.uint8.", found=scale.dtype
+        )
+    return scale.view(torch.float8_e8m0fnu)
 
 
 _PLAIN = ("weight", "weight_scale")

@@ -3,20 +3,19 @@
 NumPy and MLX do not read DLPack's float8 and bfloat16, and DLPack cannot describe scales. So a bundle exports components in
 dtypes that every consumer reads, float8 as uint8 and bfloat16 as uint16, with a header; on import each framework gets the
 dtypes it stores them in. Both ways only the dtype field of the exchanged structure changes, never memory: the same on every
-device, for every pair. The structure: https://dmlc.github.io/dlpack/latest/c_api.html.
+device, for every pair.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib import import_module
+from operator import is_
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +29,13 @@ from breccia.backend import (
     Framework,
     InternedKey,
     Layout,
+    Metadata,
     Ops,
     OptionError,
     ScaledTensor,
     ScalingRecipe,
     Shape,
     UnsupportedError,
-    components,
     device_of,
     dtype_name,
     framework_of,
@@ -45,86 +44,14 @@ from breccia.backend import (
     targets,
 )
 
+from .capsules import CODES, CPU, METAL, VERSION, Arrays, Codes, Dtypes, HostRoute, Opened, host_take, opened
 from .safetensors import Config, read_config
 
 #: Alignment, in bytes, that XLA requires of shared memory; NumPy aligns to 16.
 ALIGNMENT = 64
 
-# ------------------------------------------------------------------------------------------------ the C structure
-
-
-#: DLTensor: data, device type and id, ndim, dtype (code, bits, lanes), pointers to shape and strides, byte offset.
-_TENSOR = struct.Struct("=QiiiBBHQQQ")
-#: Where its dtype's code is.
-_CODE_AT = 20
-#: The first fields of DLManagedTensorVersioned, before its tensor: major, minor, context, deleter, flags. The older
-#: DLManagedTensor begins with the tensor.
-_MANAGED = struct.Struct("=IIQQQ")
-_TENSOR_BYTES, _MANAGED_BYTES = (ctypes.c_char * each.size for each in (_TENSOR, _MANAGED))
-
-
-_READ_ONLY = 1
-_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-
-#: (DLDataTypeCode, bits) by the common dtype name.
-_CODES = {
-    "int8": (0, 8),
-    "int16": (0, 16),
-    "int32": (0, 32),
-    "uint8": (1, 8),
-    "uint16": (1, 16),
-    "uint32": (1, 32),
-    "float16": (2, 16),
-    "float32": (2, 32),
-    "bfloat16": (4, 16),
-    "float8_e4m3fn": (10, 8),
-    "float8_e5m2": (12, 8),
-    "float8_e8m0fnu": (14, 8),
-}
-_NAMES = {code: name for name, code in _CODES.items()}
-_CPU, _METAL = 1, 8
 #: Kinds of device by DLDeviceType.
-_DEVICES = {_CPU: "cpu", 2: "cuda", 3: "cpu", _METAL: "metal", 10: "rocm", 13: "cuda"}
-
-
-class _Opened(NamedTuple):
-    """The DLTensor of an unconsumed capsule. at: its address. read_only: is its memory?"""
-
-    at: int
-    read_only: bool
-    data: int
-    device_type: int
-    code: int
-    bits: int
-    lanes: int
-    shape: Shape
-    strides: Shape
-    byte_offset: int
-
-
-def _opened(capsule: Any) -> _Opened:
-    name = _capsule_name(capsule)
-    at, read_only = _capsule_pointer(capsule, name), False
-    if name != b"dltensor":
-        major, _, _, _, flags = _MANAGED.unpack(_MANAGED_BYTES.from_address(at))
-        if name != b"dltensor_versioned" or major != 1:
-            raise BufferError(f"a capsule {name!r} is not a DLPack tensor of version 1 or earlier")
-        at, read_only = at + _MANAGED.size, bool(flags & _READ_ONLY)
-    data, device, _, ndim, code, bits, lanes, shape, strides, offset = _TENSOR.unpack(_TENSOR_BYTES.from_address(at))
-    return _Opened(at, read_only, data, device, code, bits, lanes, _integers(shape, ndim), _integers(strides, ndim), offset)
-
-
-def _integers(at: int, count: int) -> Shape:
-    """The 64-bit integers at an address; none at NULL."""
-    return tuple(_counted(count).from_address(at)[:]) if at and count else ()
-
-
-@cache
-def _counted(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
-    return ctypes.c_int64 * count
+_DEVICES = {CPU: "cpu", 2: "cuda", 3: "cpu", METAL: "metal", 10: "rocm", 13: "cuda"}
 
 
 def _address(array: Array) -> int:
@@ -132,7 +59,7 @@ def _address(array: Array) -> int:
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     capsule = array.__dlpack__()  # it owns the structure
-    tensor = _opened(capsule)
+    tensor = opened(capsule)
     return tensor.data + tensor.byte_offset
 
 
@@ -162,8 +89,7 @@ class _Consumer:
     """A framework's requirements on shared memory; a component that does not meet them is copied first.
 
     module: of its `from_dlpack`; by default the framework's own. writes: are its arrays mutable? aligned: required alignment
-    in bytes; JAX copies unaligned memory. metal: can it read Metal memory? capsules: does it take a capsule in place of an
-    exporter? That is faster, and on a CPU no stream has to be negotiated.
+    in bytes; JAX copies unaligned memory. metal: can it read Metal memory?
     """
 
     strides: Callable[[Shape, Shape], bool] = _compact
@@ -171,15 +97,14 @@ class _Consumer:
     aligned: int = 1
     metal: bool = False
     module: str = ""
-    capsules: bool = False
 
 
 #: Negative strides abort the process in torch 2.13. JAX 0.10 accepts permutations of C order.
 _CONSUMERS = {
     "numpy": _Consumer(_any, writes=False),
-    "torch": _Consumer(_forward, capsules=True),
+    "torch": _Consumer(_forward),
     "jax": _Consumer(_compact, writes=False, aligned=ALIGNMENT, module="jax.numpy"),
-    "mlx": _Consumer(_forward, writes=False, metal=True, capsules=True),
+    "mlx": _Consumer(_forward, writes=False, metal=True),
 }
 
 
@@ -201,15 +126,14 @@ class Part:
     dtype: the name of the dtype whose bits the array holds, if it is another than the array's: JAX holds numbers as integers.
     """
 
-    __slots__ = ("_consumer", "_renamed", "address", "array", "device_type", "dtype", "refused")
+    __slots__ = ("_consumer", "_renamed", "address", "array", "dtype", "refused")
 
     def __init__(self, array: Any, renamed: Callable[[str], str], consumer: _Consumer, dtype: str | None = None) -> None:
         self.dtype = dtype
         self.array = NUMPY.to_numpy(array) if _is_numpy(array) and not _exchangeable(array) else array
         self._renamed, self._consumer = renamed, consumer
-        #: The address and the DLDeviceType at the last export.
+        #: The address at the last export.
         self.address: int | None = None
-        self.device_type = 0
         #: Why the export failed; consumers may raise an error of their own.
         self.refused: _Refused | None = None
 
@@ -223,17 +147,14 @@ class Part:
         """A capsule, by those options of the array API standard that the array's own method supports."""
         capsule = self._exported(options)
         try:
-            tensor = _opened(capsule)
+            tensor = opened(capsule)
         except (BufferError, ValueError) as e:
             raise self._no(_said(e), _VALUES) from e
         if 0 not in tensor.shape:
             self._check(tensor)
-        self.address, self.device_type = tensor.data + tensor.byte_offset, tensor.device_type
-        found = _NAMES.get((tensor.code, tensor.bits))
-        if found is not None and tensor.lanes == 1:
-            wanted = self._renamed(self.dtype or found)
-            if wanted != found and wanted in _CODES:
-                ctypes.c_uint8.from_address(tensor.at + _CODE_AT).value = _CODES[wanted][0]
+        self.address = tensor.data + tensor.byte_offset
+        if tensor.dtype is not None and (wanted := self._renamed(self.dtype or tensor.dtype)) in CODES:
+            tensor.declare(CODES[wanted][0])
         return capsule
 
     def _exported(self, options: dict[str, Any]) -> Any:
@@ -247,10 +168,10 @@ class Part:
         except Exception as e:
             raise self._no(_said(e), "" if _is_numpy(self.array) else _VALUES) from e
 
-    def _check(self, tensor: _Opened) -> None:
+    def _check(self, tensor: Opened) -> None:
         if not tensor.data:
             raise self._no("it has no values in memory", _VALUES)
-        if tensor.device_type == _METAL and not self._consumer.metal:
+        if tensor.device_type == METAL and not self._consumer.metal:
             raise self._no("it is in Metal memory")
         if tensor.read_only and self._consumer.writes:
             raise self._no("it is read-only, and shared memory would be writable")
@@ -298,6 +219,9 @@ def _stored(codec: Codec | None, ops: Ops) -> Callable[[str], str]:
 # ------------------------------------------------------------------------------------------------ bundles
 
 
+_NAMES = frozenset(PARTS)
+
+
 class Bundle(tuple[Any, ...]):
     """`(data, scale)`, then zero_point and global_scale if the recipe has them; also by name; and a `header`.
 
@@ -311,15 +235,21 @@ class Bundle(tuple[Any, ...]):
 
     def __new__(cls, header: str, **parts: Any) -> Bundle:
         """A bundle of components by name. Raises DialectError for an unknown name, and if data or scale is missing."""
-        names = tuple(name for name in PARTS if parts.get(name) is not None)
-        if {"data", "scale"} - set(names) or parts.keys() - set(PARTS):
+        names = tuple([name for name in PARTS if parts.get(name) is not None])
+        if names[:2] != PARTS[:2] or not parts.keys() <= _NAMES:
             raise DialectError(
                 f"a bundle has components data and scale, and zero_point and global_scale if the recipe has them; got "
                 f"{', '.join(parts) or 'none'}."
             )
-        self = super().__new__(cls, (parts[name] for name in names))
+        self = super().__new__(cls, map(parts.get, names))
         self.header, self.names = header, names
         return self
+
+    def memory(self) -> tuple[Arrays, Dtypes]:
+        """The arrays whose memory holds the components."""
+        parts = list(map(dict(zip(self.names, self, strict=True)).get, PARTS))
+        arrays = [part.array if isinstance(part, Part) else part for part in parts]
+        return tuple(arrays), tuple([part.dtype if isinstance(part, Part) else None for part in parts])
 
     def __getattr__(self, name: str) -> Any:
         if name not in PARTS:
@@ -345,37 +275,45 @@ def to_dlpack(scaled: ScaledTensor) -> Bundle:
             f"to_dlpack takes a ScaledTensor, got {type(scaled).__name__}; use a framework's own from_dlpack for arrays."
         )
     scaled = scaled.to_plain()
-    parts = {name: Part(array, _neutral, _ANY_CONSUMER, dtype) for name, (array, dtype) in _memory(scaled).items()}
-    for name, part in parts.items():
-        try:
-            part.__dlpack__(max_version=_VERSION)
-        except _Refused as e:
-            raise UnsupportedError(f"to_dlpack cannot export {name}: {e}. {e.remedy or _COPY_FIRST}", part=name) from e
+    arrays, dtypes = _memory(scaled)
+    parts = {
+        name: Part(array, _neutral, _ANY_CONSUMER, dtype)
+        for name, array, dtype in zip(PARTS, arrays, dtypes, strict=True)
+        if array is not None
+    }
+    if _ANY_ROUTE.taken(arrays, dtypes, _NEUTRAL) is None:
+        for name, part in parts.items():
+            try:
+                part.__dlpack__(max_version=VERSION)
+            except _Refused as e:
+                raise UnsupportedError(f"to_dlpack cannot export {name}: {e}. {e.remedy or _COPY_FIRST}", part=name) from e
     return Bundle(_header(scaled), **parts)
 
 
-def _memory(st: ScaledTensor) -> dict[str, tuple[Any, str | None]]:
-    """The arrays whose memory holds the components, by name, with the component's dtype where the array has another."""
+_OWN: Dtypes = (None,) * len(PARTS)
+
+
+def _memory(st: ScaledTensor) -> tuple[Arrays, Dtypes]:
+    """The arrays whose memory holds the components."""
     held = st.held
     if held is None:
-        return {name: (array, None) for name, array in components(st).items()}
-    leaves = {name: (n, leaf) for n, (name, leaf) in enumerate(zip(PARTS, held.leaves, strict=True)) if leaf is not None}
-    return {
-        name: (leaf, dtype_name(SimpleNamespace(dtype=held.dtype(n))) if held.replaces(n) else None)
-        for name, (n, leaf) in leaves.items()
-    }
+        return _parts(st), _OWN
+    return held.leaves, tuple([name if held.replaces(n) else None for n, name in enumerate(held.dtypes)])
+
+
+def _parts(st: ScaledTensor) -> Arrays:
+    return st.data, st.scale, st.zero_point, st.global_scale
 
 
 #: The requirements that all consumers share.
 _ANY_CONSUMER = _Consumer(_forward, writes=False, metal=True)
-#: The oldest version with a read-only flag.
-_VERSION = (1, 0)
+_ANY_ROUTE, _NEUTRAL = HostRoute("any", id, True, False, _forward), (Codes(_neutral),) * len(PARTS)
 _COPY_FIRST = "breccia.bridges.from_dlpack(scaled, framework, copy=True) gives a tensor that can be exported."
 
 
 def _header(st: ScaledTensor) -> str:
     codec = st.recipe.format.scale.codec
-    found = dtype_name(st.scale) if codec.bits > 8 else ""
+    found = dtype_name(st.scale_dtype) if codec.bits > 8 else ""
     return _written(st.recipe, st.layout, st.axis, st.shape, found)
 
 
@@ -420,13 +358,14 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
     if isinstance(source, ScaledTensor):
         source = source.to_plain()
         if framework_of(source.held_data) is transfer.target:
-            parts: Mapping[str, tuple[Any, str | None]] = {name: (part, None) for name, part in components(source).items()}
+            arrays = _parts(source)
+            taken = transfer.taken(arrays, _OWN, source.recipe)
+            if all(map(is_, taken, arrays)):
+                return source
         else:
-            parts = _memory(source)
-        taken = transfer.taken(parts, source.recipe)
-        if all(taken[name] is part for name, (part, _) in parts.items()):
-            return source
-        data, scale, zero_point, global_scale = map(taken.get, PARTS)
+            arrays, dtypes = _memory(source)
+            taken = transfer.at_once(arrays, dtypes, source.recipe) or transfer.taken(arrays, dtypes, source.recipe)
+        data, scale, zero_point, global_scale = taken
         return ScaledTensor.from_parts(
             data, scale, source.recipe, source.layout, zero_point, global_scale, source.axis, source.padding
         )
@@ -435,46 +374,68 @@ def from_dlpack(source: ScaledTensor | Bundle, framework: str, *, device: Any = 
             f"from_dlpack takes a ScaledTensor, or what to_dlpack gave; got {type(source).__name__}. Make "
             "a bundle by breccia_bridges.dlpack.Bundle(header, data=..., scale=...), or a tensor by breccia.from_buffer."
         )
-    config = _read(source.header)
-    parts = {
-        name: (p.array, p.dtype) if isinstance(p, Part) else (p, None) for name, p in zip(source.names, source, strict=True)
-    }
-    taken = transfer.taken(parts, config.recipe)
-    return ScaledTensor(recipe=config.recipe, layout=config.layout, axis=config.axis, shape=config.shape, **taken)
+    return transfer.unbundled(source)
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The target framework and device of components, and whether to copy. stored: see `_renamings`, by recipe."""
+    """The target framework and device of components, and whether to copy.
+
+    route: the shortest way there from host memory, if there is one. codes: of each component, by recipe. accepted: the metadata
+    of tensors made of bundles, by their header and the shapes and dtypes of their components.
+    """
 
     target: Framework
     ops: Ops
     consumer: _Consumer
-    stored: dict[InternedKey, dict[str, Callable[[str], str]]]
+    route: HostRoute | None
+    codes: dict[InternedKey, tuple[Codes, ...]] = field(default_factory=dict)
+    accepted: dict[Any, Metadata] = field(default_factory=dict)
     device: Any = None
     copy: bool | None = None
 
-    def taken(self, parts: Mapping[str, tuple[Any, str | None]], recipe: ScalingRecipe) -> dict[str, Array]:
-        """The components of a tensor, as arrays of the target. parts: arrays, each with the dtype of a Part."""
-        renamed, found = self._renamings(recipe), dict[str, Array]()
-        for name, (array, dtype) in parts.items():
+    def unbundled(self, source: Bundle) -> ScaledTensor:
+        """The tensor of a bundle."""
+        config = _read(source.header)
+        arrays, dtypes = source.memory()
+        taken = self.at_once(arrays, dtypes, config.recipe)
+        facts = None
+        if taken is not None:
+            facts = source.header, *[None if part is None else (part.shape, part.dtype) for part in taken]
+            if (metadata := self.accepted.get(facts)) is not None:
+                return metadata.assembled(*taken)
+        data, scale, zero_point, global_scale = taken or self.taken(arrays, dtypes, config.recipe)
+        st = ScaledTensor(data, scale, config.recipe, config.layout, zero_point, global_scale, config.axis, config.shape)
+        if facts is not None:
+            _remember(self.accepted, facts, Metadata.of(st))
+        return st
+
+    def at_once(self, arrays: Arrays, dtypes: Dtypes, recipe: ScalingRecipe) -> Arrays | None:
+        """`taken`, if all components are in host memory that the target reads as it is; None if `taken` has to look closer."""
+        if self.route is None or self.device is not None or self.copy is not None:
+            return None
+        return self.route.taken(arrays, dtypes, self._codes(recipe))
+
+    def taken(self, arrays: Arrays, dtypes: Dtypes, recipe: ScalingRecipe) -> Arrays:
+        """The components of a tensor, as arrays of the target."""
+        found = list[Any]()
+        for name, array, dtype, codes in zip(PARTS, arrays, dtypes, self._codes(recipe), strict=True):
             try:
-                found[name] = self._taken(array, renamed[name], dtype)
+                found.append(None if array is None else self._taken(array, codes.renamed, dtype))
             except _Refused as e:
                 said = f"from_dlpack: {self.target.name} cannot {{}} {name}: {e}. "
                 if e.remedy:
                     raise UnsupportedError(said.format("take") + e.remedy, part=name) from e
                 raise OptionError(f"{said.format('share')}copy=None copies it.", part=name, copy=False) from e
-        return found
+        return tuple(found)
 
-    def _renamings(self, recipe: ScalingRecipe) -> dict[str, Callable[[str], str]]:
-        """`_stored` of each component of a recipe."""
-        known = self.stored.get(recipe.interned_key)
+    def _codes(self, recipe: ScalingRecipe) -> tuple[Codes, ...]:
+        """Of each component of a recipe."""
+        known = self.codes.get(recipe.interned_key)
         if known is None:
-            if len(self.stored) >= _REMEMBERED:
-                self.stored.clear()
             codecs = recipe.format.parts
-            known = self.stored[recipe.interned_key] = {name: _stored(codecs.get(name), self.ops) for name in PARTS}
+            known = tuple(Codes(_stored(codecs.get(name), self.ops)) for name in PARTS)
+            _remember(self.codes, recipe.interned_key, known)
         return known
 
     def _taken(self, array: Any, renamed: Callable[[str], str], dtype: str | None) -> Array:
@@ -494,7 +455,7 @@ class _Transfer:
             if self.device is not None or self.copy is not None:
                 here = _DEVICES.get(int(part.__dlpack_device__()[0]))
             if self.device is not None and _kind(self.device) != here:
-                part.__dlpack__(max_version=_VERSION)
+                part.__dlpack__(max_version=VERSION)
                 raise _Refused(f"it is on {here}, and device={self.device!r} is another device")
             found = self._shared(part)
         except _Refused as e:
@@ -516,8 +477,7 @@ class _Transfer:
         """A component as an array of the target, on `device`."""
         enter = _entrance(self.consumer.module or self.target.module)
         try:
-            capsule = part.__dlpack__(max_version=_VERSION) if self.consumer.capsules else None
-            found = enter(part if capsule is None or part.device_type != _CPU else capsule)
+            found = enter(part)
         except Exception as e:  # some consumers replace the error raised here by their own
             if part.refused:
                 raise part.refused from e
@@ -540,7 +500,9 @@ def _transfer(framework: str) -> _Transfer:
     known = _transfers.get(framework)
     if known is None or known[0] is not declared:
         target: Framework = declared.look_up("breccia_frameworks", framework, "framework")
-        found = _Transfer(target, targets.load(target.ops), _CONSUMERS.get(framework, _Consumer()), {})
+        consumer, take = _CONSUMERS.get(framework, _Consumer()), host_take(framework)
+        route = take and HostRoute(framework, *take, consumer.writes, consumer.strides)
+        found = _Transfer(target, targets.load(target.ops), consumer, route)
         known = _transfers[framework] = (declared, found)
     return known[1]
 
@@ -548,6 +510,12 @@ def _transfer(framework: str) -> _Transfer:
 #: By the name of a framework: the registry that declares it, and the transfer.
 _transfers: dict[str, tuple[Any, _Transfer]] = {}
 _REMEMBERED = 256
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _REMEMBERED:
+        known.clear()
+    known[key] = value
 
 
 def _framework(array: Any) -> Framework | None:
@@ -565,29 +533,4 @@ def _kind(device: Any) -> str:
 
 @cache
 def _entrance(module: str) -> Callable[[Any], Array]:
-    public = import_module(module).from_dlpack
-    return _compiled_part_of_jax(public) if module == "jax.numpy" else public
-
-
-def _compiled_part_of_jax(public: Callable[[Any], Array]) -> Callable[[Any], Array]:
-    """`jax.numpy.from_dlpack` for host memory without the Python around its compiled part, which takes most of the time.
-
-    Returns `public` where a version of JAX has that part elsewhere, or where it does anything else.
-    """
-    try:
-        take = targets.load("jaxlib._jax:dlpack_managed_tensor_to_buffer")
-        device, probe = targets.load("jax:local_devices")(backend="cpu")[0], np.arange(3, dtype=np.float32)
-        found, expected = take(probe.__dlpack__(), device, None, None), public(probe)
-        same = found.dtype == expected.dtype and found.sharding == expected.sharding and found.committed == expected.committed
-        if not same or not np.array_equal(found, probe):
-            return public
-    except Exception:  # a private function: any version may have it otherwise
-        return public
-
-    def enter(part: Part) -> Array:
-        if part.__dlpack_device__()[0] != _CPU:
-            return public(part)
-        taken = take(part.__dlpack__(), device, None, None)
-        return taken if taken.dtype.itemsize < 8 else public(part)  # 64-bit numbers become 32-bit ones, as JAX is configured
-
-    return enter
+    return import_module(module).from_dlpack

@@ -24,7 +24,7 @@ from breccia.backend import (
 )
 
 from .plugin import AffineScaling
-from .wrapping import attribute
+from .wrapping import attribute, buffer, title
 
 #: The recipes of the modes whose scales are codes.
 _RECIPES: dict[str, ScalingRecipe] = {
@@ -131,7 +131,11 @@ def to_mlx(scaled: ScaledTensor) -> tuple[Array, Array, Array | None, dict[str, 
 def from_mlx_layer(layer: Any) -> ScaledTensor:
     """The weight of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`: `from_mlx` of its arrays and attributes."""
     options = {"group_size": attribute(layer, "group_size"), "bits": attribute(layer, "bits")}
-    return from_mlx(layer.weight, layer.scales, layer.get("biases"), mode=getattr(layer, "mode", "affine"), **options)
+    weight, scales = buffer(layer, "weight"), buffer(layer, "scales")
+    try:
+        return from_mlx(weight, scales, layer.get("biases"), mode=getattr(layer, "mode", "affine"), **options)
+    except DialectError as e:
+        raise DialectError(f"{e} The arrays are those of a {title(layer)}.", **e.found) from e
 
 
 def to_mlx_layer(scaled: ScaledTensor, *, bias: Array | None = None) -> Any:

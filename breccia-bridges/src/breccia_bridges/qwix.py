@@ -33,7 +33,7 @@ from breccia.backend import (
     unpack,
 )
 
-from .wrapping import attribute, chosen, title, wrapped
+from .wrapping import attribute, buffer, chosen, title, wrapped
 
 _SCALE_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _FP8 = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
@@ -53,7 +53,7 @@ def from_qwix(array: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
 
     Raises DialectError for other types and tiles, and for scales that their codec does not have.
     """
-    codes, scale, zero = attribute(array, "qvalue"), attribute(array, "scale"), attribute(array, "zero_point")
+    codes, scale, zero = buffer(array, "qvalue"), buffer(array, "scale"), attribute(array, "zero_point")
     kind = attribute(array, "qtype")
     kind = kind if isinstance(kind, str) else dtype_name(codes)
     shape = tuple(codes.shape)
@@ -64,6 +64,11 @@ def from_qwix(array: Any, recipe: ScalingRecipe | None = None) -> ScaledTensor:
     if len(shape) < 2 or len(scale.shape) != len(shape):
         raise DialectError(
             f"{title(array)} has shape {shape} and scales {tuple(scale.shape)}; pass a matrix or a stack of them."
+        )
+    if any(not n or not s or n % s for n, s in zip(shape, scale.shape, strict=True)):
+        raise DialectError(
+            f"{title(array)} of shape {shape} has scales of shape {tuple(scale.shape)}, which do not cut it into tiles.",
+            found=tuple(scale.shape),
         )
     *lead, rows, columns = (n // s for n, s in zip(shape, scale.shape, strict=True))
     whole = (rows, columns) == shape[-2:] and shape[-2] > 1

@@ -9,6 +9,7 @@ Source: torchao 0.18.0, run on a CPU. AffineQuantizedTensor, of torchao before 0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ from breccia.backend import (
 )
 
 from .plugin import SignedInt4Scaling
-from .wrapping import attribute, check_padding, chosen, title, wrapped
+from .wrapping import attribute, buffer, buffer_or_none, check_padding, chosen, lengths, title, wrapped
 
 Tensor = Any
 
@@ -201,11 +202,11 @@ def torchao_activation(tensor: Tensor) -> ScalingRecipe | None:
 
 
 def _float8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
-    data, scale = attribute(tensor, "qdata"), attribute(tensor, "scale")
+    data, scale = buffer(tensor, "qdata"), buffer(tensor, "scale")
     fmt = _FP8.get(data.dtype)
     if fmt is None:
         raise DialectError(f"{title(tensor)} has codes in {data.dtype}; a recipe exists for {_listed(_FP8)}.", found=data.dtype)
-    block: list[int] = [*(attribute(tensor, "block_size") or ())]
+    block = lengths(tensor, "block_size")
     if not block and scale.numel() == 1:
         block = list(data.shape)
     m, k, axis = _matrix_block(tensor, data, scale, block)
@@ -235,8 +236,11 @@ def _int8(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
 def _intx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     """Integers of up to 8 bits, one to a byte; those of 4 bits are packed, others stay 8-bit codes."""
     target = attribute(tensor, "target_dtype")
-    bits = int(str(target).rpartition("int")[2])
-    data = attribute(tensor, "qdata")
+    found = str(target).rpartition("torch.int")[2]
+    if found not in map(str, range(1, 9)):
+        raise DialectError(f"{title(tensor)} has target_dtype={target}; this bridge reads torch.int1 to int8.", found=target)
+    bits = int(found)
+    data = buffer(tensor, "qdata")
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     if bool(((data < low) | (data > high)).any()):
         raise DialectError(
@@ -246,9 +250,8 @@ def _intx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
 
 
 def _integers(tensor: Tensor, recipe: ScalingRecipe | None, bits: int) -> ScaledTensor:
-    data, scale, zero = (attribute(tensor, name) for name in ("qdata", "scale", "zero_point"))
-    block = list(attribute(tensor, "block_size"))
-    return _of_integers(tensor, recipe, bits, data, scale, zero, block)
+    data, scale, zero = buffer(tensor, "qdata"), buffer(tensor, "scale"), buffer_or_none(tensor, "zero_point")
+    return _of_integers(tensor, recipe, bits, data, scale, zero, lengths(tensor, "block_size"))
 
 
 def _of_integers(
@@ -263,6 +266,13 @@ def _of_integers(
             f"{_listed(_SCALE_DTYPES)}."
         )
     m, k, axis = _matrix_block(tensor, data, scale, block)
+    if zero is not None and zero.shape != scale.shape:
+        raise DialectError(
+            f"{title(tensor)} has scales of shape {tuple(scale.shape)} and zero-points of shape {tuple(zero.shape)}; every "
+            "block has one of each.",
+            expected=tuple(scale.shape),
+            found=tuple(zero.shape),
+        )
     if (m, k) == TENSOR:
         scale, zero = (None if x is None else x.expand(*data.shape[:-1], 1) for x in (scale, zero))
         m, k = 1, None
@@ -301,25 +311,36 @@ def _moved(tensor: Tensor, zero: Array, half: int) -> Array:
 
 
 def _mx(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
-    data, scale, size = (attribute(tensor, name) for name in ("qdata", "scale", "block_size"))
+    data, scale, size = buffer(tensor, "qdata"), buffer(tensor, "scale"), attribute(tensor, "block_size")
     if size != 32:
         raise DialectError(f"{title(tensor)} has block_size={size}; the MX recipes have blocks of 32.", found=size)
-    inferred = _mx_recipe(attribute(tensor, "elem_dtype"), "rceil")
+    inferred = _mx_recipe(attribute(tensor, "elem_dtype"), "rceil", title(tensor))
     element = inferred.format.element
     if element in (E2M3, E3M2):
+        if data.dtype != torch.uint8 or bool((data >= 64).any()):
+            raise DialectError(
+                f"{title(tensor)} has FP6 codes in {data.dtype}, up to {int(data.max())}; they are torch.uint8 below 64.",
+                found=data.dtype,
+            )
         axis = -2 if _is_transposed(data) else -1
         data = _packed(ops_of(data).load(data), element, axis)
     return _blocks(tensor, data, scale, None, chosen(recipe, inferred, tensor))
 
 
 def _nvfp4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
-    data, scale, size = (attribute(tensor, name) for name in ("qdata", "scale", "block_size"))
+    data, scale, size = buffer(tensor, "qdata"), buffer(tensor, "scale"), attribute(tensor, "block_size")
     if size != 16:
         raise DialectError(f"{title(tensor)} has block_size={size}; NVFP4 has blocks of 16.", found=size)
-    whole = attribute(tensor, "per_tensor_scale")
+    whole = buffer_or_none(tensor, "per_tensor_scale")
     inferred = NVFP4BlockScaling(two_level=whole is not None)
     if whole is not None:
-        whole = whole.reshape(whole.shape[:-2])  # () or (experts, 1, 1)
+        if whole.numel() != math.prod(whole.shape[:-2]):
+            raise DialectError(
+                f"{title(tensor)} has per_tensor_scale of shape {tuple(whole.shape)}; it is one number, or one for each "
+                "expert, of shape (experts, 1, 1).",
+                found=tuple(whole.shape),
+            )
+        whole = whole.reshape(whole.shape[:-2])
     return _blocks(tensor, data, scale, whole, chosen(recipe, inferred, tensor))
 
 
@@ -331,12 +352,12 @@ def _blocks(tensor: Tensor, data: Array, scale: Array, whole: Array | None, reci
         data, scale = data.mT, scale.mT
     layout = recipe.layout
     if attribute(tensor, "is_swizzled_scales"):
-        *lead, rows, columns = scale.shape
+        *lead, rows, columns = (0, *scale.shape) if scale.ndim > 1 else (0, 1, 1)
         if rows % 32 or columns % 16:
             raise DialectError(
                 f"{title(tensor)} has swizzled scales of shape {tuple(scale.shape)}: not tiles of 32 x 16 bytes."
             )
-        scale = scale.reshape(*lead, rows // 32, columns // 16, 512)
+        scale = scale.reshape(*lead[1:], rows // 32, columns // 16, 512)
         layout = Stored(layout, _SWIZZLE)
     found = wrapped(tensor, data, scale, recipe, layout=layout, global_scale=whole)
     check_padding(found, tensor, "scale", "Quantize the tensor again.")
@@ -347,8 +368,8 @@ def _int4(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     """Signed codes with a float bias; scales and biases lie transposed, (K / group, N)."""
     if getattr(tensor, "act_pre_scale", None) is not None:
         raise DialectError(f"{title(tensor)} has act_pre_scale, by which its layer multiplies the inputs. Fold it in before.")
-    data, scale, bias = (attribute(tensor, name) for name in ("qdata", "scale", "zero_point"))
-    *lead, rows, group = attribute(tensor, "block_size")
+    data, scale, bias = (buffer(tensor, name) for name in ("qdata", "scale", "zero_point"))
+    *lead, rows, group = lengths(tensor, "block_size") if len(lengths(tensor, "block_size")) > 1 else (0, 1)
     dtype = _SCALE_DTYPES.get(scale.dtype)
     shape = (*data.shape[:-1], 2 * data.shape[-1])
     expected = (*shape[:-2], shape[-1] // group, shape[-2])
@@ -371,7 +392,7 @@ def _affine(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
     if inner is not None and hasattr(inner, "get_plain"):
         data, scale, zero = inner.get_plain()
     else:
-        data, scale, zero = attribute(tensor, "int_data"), attribute(tensor, "scale"), getattr(tensor, "zero_point", None)
+        data, scale, zero = buffer(tensor, "int_data"), buffer(tensor, "scale"), getattr(tensor, "zero_point", None)
     domain = getattr(getattr(tensor, "zero_point_domain", None), "name", "INT")
     if domain not in ("INT", "NONE"):
         raise DialectError(f"{title(tensor)} has zero-points in domain {domain}, values instead of codes; no recipe has these.")
@@ -380,6 +401,12 @@ def _affine(tensor: Tensor, recipe: ScalingRecipe | None) -> ScaledTensor:
         scale = scale.reshape((1,) * data.ndim)
     elif scale.ndim == data.ndim - 1:
         scale = scale[..., None]
+    if scale.ndim != data.ndim or 0 in scale.shape or (zero is not None and zero.numel() != scale.numel()):
+        raise DialectError(
+            f"{title(tensor)} has codes of shape {shape}, scales of shape {tuple(scale.shape)} and "
+            f"{'no' if zero is None else zero.numel()} zero-points, which contradict each other.",
+            found=tuple(scale.shape),
+        )
     zero = zero if zero is None else zero.reshape(scale.shape)
     block = list(getattr(tensor, "block_size", None) or (n // s for n, s in zip(shape, scale.shape, strict=True)))
     low, high = getattr(tensor, "quant_min", None), getattr(tensor, "quant_max", None)
@@ -638,14 +665,14 @@ def _keep_block(given: dict[str, Any], block: list[int]) -> None:
         raise DialectError(f"block_size is {list(wanted)} in like= or the keywords, and {block} in the tensor.", found=block)
 
 
-def _mx_recipe(element: Any, rule: str) -> ScalingRecipe:
-    if element in _FP8:
+def _mx_recipe(element: Any, rule: str, whose: str = "torchao's MXTensor") -> ScalingRecipe:
+    if isinstance(element, torch.dtype) and element in _FP8:
         return MXFP8BlockScaling(_FP8[element], scale_rule=rule)
     if element == torch.float4_e2m1fn_x2:
         return MXFP4BlockScaling(scale_rule=rule)
     if element in ("fp6_e2m3", "fp6_e3m2"):
-        return MXFP6BlockScaling(element[4:].upper(), scale_rule=rule)
-    raise DialectError(f"torchao's MXTensor has elements {element}, which no MX recipe has.", found=element)
+        return MXFP6BlockScaling(str(element)[4:].upper(), scale_rule=rule)
+    raise DialectError(f"{whose} has elements {element}, which no MX recipe has.", found=element)
 
 
 def _mx_element(element: Codec) -> Any:

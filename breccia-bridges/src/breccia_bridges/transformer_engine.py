@@ -38,7 +38,7 @@ from breccia.backend import (
     UnsupportedError,
 )
 
-from .wrapping import attribute, check_padding, chosen, title, wrapped
+from .wrapping import attribute, buffer_or_none, check_padding, chosen, title, wrapped
 
 Tensor = Any
 
@@ -130,8 +130,8 @@ def _oriented(te_t: Tensor, name: str, recipe: ScalingRecipe, columnwise: bool, 
 
 def _per_tensor(te_t: Tensor, recipe: ScalingRecipe, columnwise: bool) -> ScaledTensor:
     """One FP32 scale; the columnwise codes are the transposed ones, or the same seen along the other axis."""
-    data, scale = attribute(te_t, "_data"), attribute(te_t, "_scale_inv")
-    turned = None if attribute(te_t, "_transpose_invalid") else attribute(te_t, "_transpose")
+    data, scale = buffer_or_none(te_t, "_data"), buffer_or_none(te_t, "_scale_inv")
+    turned = None if attribute(te_t, "_transpose_invalid") else buffer_or_none(te_t, "_transpose")
     if scale is None or scale.numel() != 1 or scale.dtype != torch.float32:
         found = None if scale is None else (scale.dtype, tuple(scale.shape))
         raise DialectError(f"{title(te_t)} has one FP32 scale, _scale_inv of shape (1,); found {found}.", found=found)
@@ -146,6 +146,7 @@ def _per_tensor(te_t: Tensor, recipe: ScalingRecipe, columnwise: bool) -> Scaled
     if turned is not None and (columnwise or data is None):
         data = turned.movedim(0, -1)
     assert data is not None
+    _check_shape(te_t, (math.prod(data.shape[:-1]), data.shape[-1]))
     return wrapped(te_t, data, scale.reshape(()), recipe, axis=-2 if columnwise and len(data.shape) > 1 else -1)
 
 
@@ -163,6 +164,7 @@ def _blocks(te_t: Tensor, name: str, recipe: ScalingRecipe, part: _Part, columnw
     if columnwise and name == "MXFP8Tensor":
         data, scale = data.mT, scale.mT  # not transposed by TransformerEngine
     matrix = (math.prod(data.shape[:-1]), data.shape[-1] * per_byte)
+    _check_shape(te_t, (matrix[1], matrix[0]) if columnwise else matrix)
     m, k = recipe.format.scale.block
     assert m is not None and k is not None
     shape = (-(-matrix[0] // m), -(-matrix[1] // k))
@@ -178,6 +180,16 @@ def _blocks(te_t: Tensor, name: str, recipe: ScalingRecipe, part: _Part, columnw
     if data.ndim != 2:
         st = _stacked(te_t, st, tuple(data.shape), m)
     return st.mT if columnwise else st
+
+
+def _check_shape(te_t: Tensor, matrix: tuple[int, int]) -> None:
+    """Raise DialectError if the tensor pretends to have another shape than its codes; storage classes have none."""
+    if isinstance(te_t, torch.Tensor) and (math.prod(te_t.shape[:-1]), te_t.shape[-1]) != matrix:
+        raise DialectError(
+            f"{title(te_t)} has shape {tuple(te_t.shape)}, and its codes are those of a matrix of shape {matrix}.",
+            expected=tuple(te_t.shape),
+            found=matrix,
+        )
 
 
 def _storage(te_t: Tensor, name: str, scale: Array, shape: tuple[int, int], columnwise: bool) -> tuple[Array, str | None]:
@@ -224,7 +236,7 @@ def _stacked(te_t: Tensor, st: ScaledTensor, shape: tuple[int, ...], m: int) -> 
 
 def _part(te_t: Tensor, name: str, columnwise: bool) -> _Part | None:
     side = "columnwise" if columnwise else "rowwise"
-    data, scale = attribute(te_t, f"_{side}_data"), attribute(te_t, f"_{side}_scale_inv")
+    data, scale = buffer_or_none(te_t, f"_{side}_data"), buffer_or_none(te_t, f"_{side}_scale_inv")
     if data is None:
         return None
     wanted = torch.float32 if name == "Float8BlockwiseQTensor" else torch.uint8
@@ -236,9 +248,9 @@ def _part(te_t: Tensor, name: str, columnwise: bool) -> _Part | None:
         )
     if name != "NVFP4Tensor":
         return _Part(data, scale)
-    amax = attribute(te_t, f"_amax_{side}")
-    if amax is None or amax.numel() != 1:
-        found = None if amax is None else tuple(amax.shape)
+    amax = buffer_or_none(te_t, f"_amax_{side}")
+    if amax is None or amax.numel() != 1 or amax.dtype != torch.float32:
+        found = None if amax is None else f"{tuple(amax.shape)} in {amax.dtype}"
         raise DialectError(f"{title(te_t)}: _amax_{side} is one FP32 number, of shape (1,); found {found}.", found=found)
     return _Part(data, scale, amax.reshape(()))
 
@@ -253,6 +265,8 @@ def _recipe_of(te_t: Tensor, name: str) -> ScalingRecipe:
             raise DialectError(
                 f"{title(te_t)} scales blocks to {bound} instead of 448 (4over6), which no recipe has.", found=bound
             )
+        if "E2M1" not in (dtype := _dtype_name(te_t, "_fp4_dtype")):
+            raise DialectError(f"{title(te_t)} has FP4 dtype {dtype}; a recipe exists for E2M1.", found=dtype)
         return NVFP4BlockScaling(global_sense="amax")
     fmt = _fp8_format(te_t)
     if name == "MXFP8Tensor":
@@ -268,12 +282,17 @@ def _recipe_of(te_t: Tensor, name: str) -> ScalingRecipe:
 
 def _fp8_format(te_t: Tensor) -> str:
     """E4M3 or E5M2, by the name of TransformerEngine's DType."""
-    dtype = attribute(te_t, "_fp8_dtype")
-    name = str(getattr(dtype, "name", dtype)).upper()
+    name = _dtype_name(te_t, "_fp8_dtype")
     for fmt in ("E4M3", "E5M2"):
         if fmt in name:
             return fmt
-    raise DialectError(f"{title(te_t)} has FP8 dtype {dtype!r}; a recipe exists for E4M3 and E5M2.", found=str(dtype))
+    raise DialectError(f"{title(te_t)} has FP8 dtype {name}; a recipe exists for E4M3 and E5M2.", found=name)
+
+
+def _dtype_name(te_t: Tensor, attribute_name: str) -> str:
+    """The name of one of TransformerEngine's DTypes: "KFLOAT8E4M3"."""
+    dtype = attribute(te_t, attribute_name)
+    return str(getattr(dtype, "name", dtype)).upper()
 
 
 def _class_name(te_t: Tensor) -> str | None:

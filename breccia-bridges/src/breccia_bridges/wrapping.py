@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from reprlib import repr as short
 from typing import Any
 
 from breccia.backend import (
@@ -45,6 +46,35 @@ def attribute(obj: Any, name: str) -> Any:
             "Wrap its buffers with breccia.from_buffer.",
             attribute=name,
         ) from None
+
+
+def buffer(obj: Any, name: str) -> Array:
+    """An attribute that is an array. Raises DialectError for others, also for None: buffers that were freed."""
+    found = attribute(obj, name)
+    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
+        raise DialectError(
+            f"{title(obj)} has {name}={short(found)}, where this bridge reads an array. Quantize the tensor again, or wrap its "
+            "buffers with breccia.from_buffer.",
+            attribute=name,
+            found=found,
+        )
+    return found
+
+
+def buffer_or_none(obj: Any, name: str) -> Array | None:
+    """An attribute that is an array or None. Raises DialectError for others."""
+    return None if attribute(obj, name) is None else buffer(obj, name)
+
+
+def lengths(obj: Any, name: str) -> list[int]:
+    """An attribute that is a sequence of lengths, or None for none. Raises DialectError for others."""
+    found = attribute(obj, name)
+    listed: list[Any] = list(found) if isinstance(found, list | tuple) else []
+    if found is not None and (not isinstance(found, list | tuple) or any(type(n) is not int or n < 1 for n in listed)):
+        raise DialectError(
+            f"{title(obj)} has {name}={short(found)}; this bridge reads a list of lengths.", attribute=name, found=found
+        )
+    return listed
 
 
 def chosen(recipe: ScalingRecipe | None, inferred: ScalingRecipe, obj: Any) -> ScalingRecipe:

@@ -8,7 +8,7 @@ its components when they are read: for free in compiled functions, with a copy o
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,14 @@ from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once, tr
 from .keys import component_key
 
 _WORDS = {1: jnp.dtype("uint8"), 2: jnp.dtype("uint16"), 4: jnp.dtype("uint32")}
+
+
+@cache
+def _word(dtype: str) -> np.dtype[Any]:
+    """The dtype of the leaves of components of a dtype."""
+    return _WORDS[jnp.dtype(dtype).itemsize]
+
+
 #: The dtypes of components whose leaves are integers in their place; None for the others.
 Dtypes = tuple[str | None, ...]
 
@@ -45,7 +53,7 @@ class Held(NamedTuple):
 
     def replaces(self, n: int) -> bool:
         dtype = self.dtypes[n]  # placeholders are components themselves
-        return dtype is not None and getattr(self.leaves[n], "dtype", None) == _WORDS[jnp.dtype(dtype).itemsize]
+        return dtype is not None and getattr(self.leaves[n], "dtype", None) == _word(dtype)
 
     def component(self, n: int) -> Any:
         leaf, dtype = self.leaves[n], self.dtype(n)

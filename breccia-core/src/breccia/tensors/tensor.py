@@ -46,6 +46,11 @@ class Held(Protocol):
         """What is held for data, scale, zero_point and global_scale."""
         ...
 
+    @property
+    def dtypes(self) -> tuple[str | None, ...]:
+        """The names of the dtypes of components that may be other arrays than their leaves; None for the others."""
+        ...
+
     def replaces(self, n: int) -> bool:
         """Whether component `n` is another array than its leaf."""
         ...
