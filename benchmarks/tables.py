@@ -872,16 +872,6 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     },
     "decoder-cpu": {"decoder-cpu": lambda result: decoder(result, "a decoder on the CPU", _GENERATE)},
     "gpu-decoder": {"gpu-decoder": lambda result: decoder(result, "a decoder on CUDA", "each step a CUDA graph")},
-    "gpu-decoder-generate": {
-        "gpu-decoder-generate": lambda result: decoder(
-            result, "a decoder under generate", f"{_GENERATE} with a static cache, eager"
-        )
-    },
-    "gpu-decoder-generate-compiled": {
-        "gpu-decoder-generate-compiled": lambda result: decoder(
-            result, "a compiled decoder under generate", f"{_GENERATE} with a static cache, compiled"
-        )
-    },
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},
