@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -659,3 +660,28 @@ def test_the_functional_layer_matches_if_nothing_is_rounded() -> None:
     layer = ScaledLinear.from_linear(plain, breccia.INT8Scaling())
     x = torch.arange(64.0).reshape(2, 32) - 30
     assert torch.equal(layer(x), functional.linear(x, plain.weight, plain.bias))
+
+
+def test_the_transpose_that_a_weight_keeps_is_that_of_its_current_buffers() -> None:
+    layer = ScaledLinear.from_linear(nn.Linear(64, 32), breccia.INT4Scaling())
+    weight = layer.weight
+    assert weight.transposed is weight.transposed
+    other = breccia.cast(torch.randn(32, 64), breccia.INT4Scaling())
+    changes: list[Callable[[], Any]] = [
+        lambda: weight.take(other),
+        lambda: setattr(weight, "scale", weight.scale * 2),
+        lambda: setattr(weight.data, "data", torch.zeros_like(weight.data)),  # the same object, other memory
+        lambda: weight.take(weight.tensor.to_storage("interleaved")),
+        lambda: weight.take(weight.tensor.to_plain()),
+        lambda: layer.to("cpu", torch.float64),
+    ]
+    for change in changes:
+        change()
+        assert weight.transposed.storage == weight.tensor.storage
+        assert breccia.bytes_equal(weight.transposed, weight.tensor.mT)
+    weight.data.zero_()  # in place: the transpose is a view
+    assert not weight.transposed.data.any()
+    copied, restored = copy.deepcopy(layer).weight, pickle.loads(pickle.dumps(layer)).weight
+    for made in (copied, restored):
+        assert made.transposed.data.data_ptr() == made.data.data_ptr() != weight.data.data_ptr()
+    assert not any("transpose" in key for key in layer.state_dict())

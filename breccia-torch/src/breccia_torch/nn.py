@@ -27,7 +27,8 @@ from breccia.backend import (
     dtype_name,
 )
 
-from .ops import TORCH, WORDS, autocast_dtype
+from . import frontend
+from .ops import TORCH, WORDS, autocast_dtype, transforming
 
 STATE = "_extra_state"
 
@@ -119,6 +120,36 @@ class ScaledWeight(_WithMetadata):
         b = self._buffers
         parts = (self.recipe, self.layout, b["zero_point"], b["global_scale"], self.axis, self.padding)
         return ScaledTensor.from_parts(b["data"], b["scale"], *parts)
+
+    @property
+    def transposed(self) -> ScaledTensor:
+        """`tensor.mT`, made once for the buffers that the module holds. Calls of a layer need nothing else of the weight."""
+        if torch.compiler.is_compiling():
+            return self.tensor.mT
+        b: dict[str, Any] = self._buffers
+        kept = self.__dict__.get(_KEPT)
+        data, scale = b["data"], b["scale"]
+        if (
+            kept is None
+            or kept[0] is not data
+            or kept[1] is not scale
+            or kept[2] is not b["zero_point"]
+            or kept[3] is not b["global_scale"]
+            or kept[4] is not self.layout
+            or kept[5] != data.data_ptr()  # `buffer.data = ...` keeps the object
+            or kept[6] != scale.data_ptr()
+        ):
+            found = self.tensor.mT
+            if type(data) is not Tensor or transforming():  # such tensors may have no memory
+                return found
+            parts = data, scale, b["zero_point"], b["global_scale"], self.layout, data.data_ptr(), scale.data_ptr()
+            kept = self.__dict__[_KEPT] = (*parts, found)
+        return kept[7]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop(_KEPT, None)  # it is made anew of a copy's buffers
+        return state
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
@@ -267,7 +298,7 @@ class ScaledLinear(_WithMetadata):
     def _matrix(self) -> ScaledTensor:
         """The weight as (in_features, out_features)."""
         weight: Any = self._modules["weight"]  # reading an attribute of a module takes longer
-        return weight.tensor.mT
+        return weight.transposed
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
         """An `nn.Linear` of the weight's values in `dtype`, with the same bias."""
@@ -293,7 +324,10 @@ class ScaledLinear(_WithMetadata):
         parameters = self._parameters  # where it is not, it may be parametrized
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if self.activation is None:
-            y = breccia.matmul(rows, weight, out_dtype, bias=bias)
+            if dtype is None or torch.compiler.is_compiling():
+                y = breccia.matmul(rows, weight, out_dtype, bias=bias)
+            else:  # all that it checks holds
+                y = frontend.matmul(rows, weight, bias, out_dtype)
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
         return y if ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)
@@ -410,5 +444,7 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
     return ScaledTensor.from_parts(cut["data"], cut["scale"], *rest)
 
 
+#: Where a ScaledWeight keeps its transpose.
+_KEPT = "_kept_transpose"
 #: The names of the dtypes of inputs.
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
