@@ -7,14 +7,17 @@
 prompt of 32 tokens: FP32, BF16, and FP32 activations by each recipe.
 
 **On CUDA** the decoder is plain PyTorch with random weights and a static cache of keys and values. One step, from tokens to
-the next, is a CUDA graph. With `--generate` it is transformers' Llama of the same size, all activations in BF16, and `generate`
-has a static cache too: its steps are eager, or with `--compiled` what transformers makes of them by `torch.compile`.
+the next, is a CUDA graph; with `--compiled`, of what torch.compile makes of the model. `--models` has narrow layers, of
+TinyLlama, and wide ones, four layers of Llama 3 8B: both have about a billion parameters. With `--generate` they are
+transformers' Llama, all activations in BF16, and `generate` has a static cache too: its steps are eager, or with `--compiled`
+what transformers makes of them by `torch.compile`.
 
 The models are measured in rotation, since a GPU lowers its clock under load, and other processes disturb a CPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -29,8 +32,8 @@ from torch.nn import functional
 
 app = typer.Typer(add_completion=False)
 
-#: Layers, width, heads, heads of keys and values, hidden width, vocabulary: those of TinyLlama-1.1B.
-LARGE = (22, 2048, 32, 4, 5632, 32000)
+#: Layers, width, heads, heads of keys and values, hidden width, vocabulary: of TinyLlama-1.1B, and of a part of Llama 3 8B.
+MODELS = {"narrow": (22, 2048, 32, 4, 5632, 32000), "wide": (4, 4096, 32, 8, 14336, 32000)}
 TINY = (2, 256, 4, 2, 512, 256)
 #: The same of the decoder on a CPU.
 SMALL = (12, 1024, 16, 4, 2816, 32000)
@@ -108,7 +111,7 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x)).argmax(dim=-1)
 
 
-def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int) -> tuple[Any, dict[str, Any]]:
+def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, compiled: bool) -> tuple[Any, dict[str, Any]]:
     """(A graph of one step, facts of the model)."""
     import breccia_torch
 
@@ -123,6 +126,9 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int) -> t
         breccia_torch.quantize_(model, recipe, include=["lm_head.weight"])
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | breccia_torch.nn.ScaledLinear)]
     facts |= _bytes_of(model)
+    if compiled:
+        breccia_torch.enable_compile()
+        model.compile(fullgraph=True)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int64, device="cuda")
 
@@ -239,11 +245,12 @@ def generated(
 def _print(table: list[dict[str, Any]]) -> None:
     """The last row, and its ratios to the first one of its batch."""
     row = table[-1]
-    first = next(one for one in table if one["batch"] == row["batch"])
+    first = next(one for one in table if (one.get("model"), one["batch"]) == (row.get("model"), row["batch"]))
     size, ratio = row["weight_bytes"], row["weight_bytes"] / first["weight_bytes"]
     speed = row["tokens_per_second"]
     print(
-        f"{row['recipe']:24s} batch {row['batch']:3d} {speed:9.1f} tokens/s {speed / first['tokens_per_second']:5.2f} x  "
+        f"{row.get('model', ''):7s} {row['recipe']:24s} batch {row['batch']:3d} {speed:9.1f} tokens/s "
+        f"{speed / first['tokens_per_second']:5.2f} x  "
         f"weights {size / 1e9:6.3f} GB {ratio:5.3f} x  {' '.join(row.get('storages', ()))}",
         flush=True,
     )
@@ -258,7 +265,8 @@ def main(
     steps: Annotated[int, typer.Option(help="Tokens of a sample.")] = 64,
     rounds: Annotated[int, typer.Option(help="Samples of each model.")] = 7,
     generate: Annotated[bool, typer.Option("--generate", help="On CUDA: through Hugging Face's generate.")] = False,
-    compiled: Annotated[bool, typer.Option("--compiled", help="With --generate: let transformers compile the steps.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="On CUDA: by torch.compile.")] = False,
+    models: Annotated[list[str] | None, typer.Option(help=f"On CUDA: {', '.join(MODELS)}; repeat for several.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of a million parameters, to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON result.")] = None,
 ) -> None:
@@ -274,28 +282,31 @@ def main(
         return
     if not torch.cuda.is_available():
         sys.exit("bench_decoder: torch sees no CUDA device here.")
+    if unknown := [name for name in models or [] if name not in MODELS]:
+        sys.exit(f"bench_decoder: --models takes {', '.join(MODELS)}; got {unknown[0]!r}.")
     from bench_gpu import where
 
-    names, batches, dimensions = recipes or ["int4", "mxfp4", "nvfp4", "fp8_block,block_m=128"], batch or [1, 16], LARGE
-    if tiny:
-        dimensions = TINY
+    names, batches = recipes or ["int4", "mxfp4", "nvfp4", "fp8_block,block_m=128"], batch or [1, 16]
+    chosen = {"tiny": TINY} if tiny else {name: MODELS[name] for name in models or MODELS}
     if generate:
         static = {"cache_implementation": "static", "disable_compile": not compiled}
-        rows = generated([BF16, *names], batches, steps, rounds, dimensions, "cuda", static)
-        kind = "gpu-decoder-generate" + ("-compiled" if compiled else "")
-        _save(kind, rows, where("cuda"), out)
+        rows = []
+        for name, dimensions in chosen.items():
+            found = generated([BF16, *names], batches, steps, rounds, dimensions, "cuda", static)
+            rows += [{"model": name, **row} for row in found]
+        _save("gpu-decoder-generate" + ("-compiled" if compiled else ""), rows, where("cuda"), out)
         return
     table: list[dict[str, Any]] = []
-    for count in batches:
-        models: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for name, count in itertools.product(chosen, batches):
+        built: dict[str, tuple[Any, dict[str, Any]]] = {}
         for recipe in [BF16, *names]:
             try:
-                models[recipe] = made(recipe, dimensions, count, length)
+                built[recipe] = made(recipe, chosen[name], count, length, compiled)
             except Exception as e:  # one recipe that fails must not stop the rest
-                print(f"{recipe}, batch {count}: {type(e).__name__}: {e}"[:500], flush=True)
-        seconds: dict[str, list[float]] = {recipe: [] for recipe in models}
+                print(f"{name}, {recipe}, batch {count}: {type(e).__name__}: {e}"[:500], flush=True)
+        seconds: dict[str, list[float]] = {recipe: [] for recipe in built}
         for _ in range(rounds):
-            for recipe, ((graph, *_), _) in models.items():
+            for recipe, ((graph, *_), _) in built.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 for _ in range(steps):
@@ -303,13 +314,13 @@ def main(
                 end.record()
                 end.synchronize()
                 seconds[recipe].append(start.elapsed_time(end) * 1e-3 / steps)
-        for recipe, (_, facts) in models.items():
+        for recipe, (_, facts) in built.items():
             taken = common.summary(seconds[recipe])
-            speed = count / taken["median_s"]
-            table.append({"recipe": recipe, "batch": count, **facts, "step": taken, "tokens_per_second": speed})
+            row = {"model": name, "recipe": recipe, "batch": count, **facts, "step": taken}
+            table.append({**row, "tokens_per_second": count / taken["median_s"]})
             _print(table)
-        models.clear()
-    _save("gpu-decoder", table, where("cuda"), out)
+        built.clear()
+    _save("gpu-decoder" + ("-compiled" if compiled else ""), table, where("cuda"), out)
 
 
 def _save(kind: str, table: list[dict[str, Any]], provenance: dict[str, Any], out: Path | None) -> None:

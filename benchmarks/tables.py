@@ -790,14 +790,17 @@ _MLX_ARMS = {"generic": "generic algorithm", "compiled": "breccia in mx.compile"
 
 
 def decoder(result: Result, what: str, how: str) -> Table:
-    """Tokens per second of a decoder, by recipe. how: what decodes it."""
-    by = {(row["recipe"], row["batch"]): row for row in result["rows"]}
-    names, batches = dict.fromkeys(name for name, _ in by), dict.fromkeys(batch for _, batch in by)
+    """Tokens per second of decoders, by recipe. how: what decodes."""
+    models = dict.fromkeys(row.get("model", "") for row in result["rows"])
+    by = {(row.get("model", ""), row["recipe"], row["batch"]): row for row in result["rows"]}
+    names, batches = dict.fromkeys(name for _, name, _ in by), dict.fromkeys(batch for *_, batch in by)
     base = next(iter(names))
     prompts = "prompt" in result["rows"][0]
 
-    def cell(name: str, batch: int) -> str:
-        row, first = by[name, batch], by[base, batch]
+    def cell(model: str, name: str, batch: int) -> str:
+        row, first = by.get((model, name, batch)), by[model, base, batch]
+        if row is None:
+            return ABSENT
         speed = row["tokens_per_second"]
         found = f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}"
         if not prompts:
@@ -805,17 +808,23 @@ def decoder(result: Result, what: str, how: str) -> Table:
         prompt = statistics.median(first["prompt"]["seconds"]) / statistics.median(row["prompt"]["seconds"])
         return f"{found}; {ratio(prompt)}"
 
-    def size(name: str) -> str:
-        row = next(row for (recipe, _), row in by.items() if recipe == name)
+    def size(model: str, name: str) -> str:
+        row = next(row for key, row in by.items() if key[:2] == (model, name))
         return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}"
 
-    parameters = result["rows"][0]["parameters"]
+    def heading(model: str, text: str) -> str:
+        return f"{model}: {text}" if model else text
+
+    headings = (heading(model, text) for model in models for text in ("MB", *(f"batch {batch}" for batch in batches)))
+    cells = {name: [c for m in models for c in (size(m, name), *(cell(m, name, b) for b in batches))] for name in names}
+    sizes = {model: next(row for row in result["rows"] if row.get("model", "") == model)["parameters"] for model in models}
+    parameters = ", ".join(heading(model, f"{size / 1e6:,.0f}") for model, size in sizes.items())
     return Table(
         what,
-        ("weights", "MB", *(f"batch {batch}" for batch in batches)),
-        tuple((name, size(name), *(cell(name, batch) for batch in batches)) for name in names),
-        f"A decoder of {parameters / 1e6:,.0f} million parameters with random weights, {how}. MB of linear layers; of the "
-        f"model. Tokens per second{' after the prompt' if prompts else ''}; times faster than {base}"
+        ("weights", *headings),
+        tuple((name, *cells[name]) for name in names),
+        f"Decoders with random weights, {how}; million parameters: {parameters}. MB of linear layers; of the model. "
+        f"Tokens per second{' after the prompt' if prompts else ''}; times faster than {base}"
         f"{'; the same for the prompt of 32 tokens' if prompts else ''}.",
     )
 
