@@ -137,8 +137,7 @@ def label_of(config: Any) -> str:
     if isinstance(config, Decoded):
         return DECODED
     numbers = (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
-    wide = f" wide share {config.share}{' turns' if config.turns else ''}" if config.wide else ""
-    return " ".join(map(str, numbers)) + wide
+    return " ".join(map(str, numbers)) + (" wide" if config.wide else "")
 
 
 def _tried(made: Any, m: int) -> list[Any]:
@@ -158,16 +157,12 @@ def _tried(made: Any, m: int) -> list[Any]:
         split = [(2, 1, 4), (1, 2, 4), (1, 1, 6)]
         found = [made(batch, *s, wide=True) for s in shapes] + [made(batch, *s, split=2, wide=True) for s in split]
         return [*found, made(batch, 1, 1, 4, split=2, per_sm=2, wide=True), made(batch, 1, 1, 4, per_sm=2, wide=True)]
-    found = [made(128, 2, 1, 4, share=share, wide=True, turns=True) for share in (1, 2, 4)]
-    found += [made(128, 2, 1, stages, share=share, wide=True) for share in (1, 2, 4) for stages in (4, 3, 5)]
+    found = [made(128, 2, 1, stages, wide=True) for stages in (4, 3, 5)]
     if m <= 256:  # too few blocks for all processors
-        found += [made(128, 2, 1, 4, split=2, share=share, wide=True) for share in (1, 2, 4)]
-        found += [made(128, 1, 2, 4, share=share, wide=True) for share in (1, 2, 4)]
+        found += [made(128, 2, 1, 4, split=2, wide=True), made(128, 1, 2, 4, wide=True)]
     if m > 128:
-        found += [made(256, 2, 1, stages, share=share, wide=True) for share in (1, 2, 4) for stages in (3, 2)]
-        found += [made(256, 2, 1, 3, share=share, wide=True, turns=True) for share in (1, 2)]
-        return [*found, made(256, 2, 1, 3, split=2, share=2, wide=True)]
-    return [*found, *(made(64, *s, share=share, wide=True) for s in ((2, 1, 4), (1, 2, 6)) for share in (1, 2))]
+        return [*found, *(made(256, 2, 1, stages, wide=True) for stages in (3, 2)), made(256, 2, 1, 3, split=2, wide=True)]
+    return [*found, *(made(64, *s, wide=True) for s in ((2, 1, 4), (1, 2, 6)))]
 
 
 def build(operand: Any, configs: list[Any], grouped: bool = False) -> None:
@@ -387,7 +382,7 @@ def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
     found = [Config(batch, high, deep, stages, per_sm=per_sm) for batch in (8, 16) for high, deep, stages, per_sm in small]
     wide = [(16, 2, 1, 4), (32, 2, 1, 4), (64, 2, 1, 4)] if mean <= 64 else []
     wide += [(128, 2, 1, 4), (128, 2, 1, 3), (256, 2, 1, 3)] if mean > 16 else []
-    found += [Config(*s, wide=True, share=share) for s in wide for share in (1, 2) if s[0] >= 16 * share]
+    found += [Config(*s, wide=True) for s in wide]
     return [config for config in found if config.fits(operand, config.batch, k)]
 
 

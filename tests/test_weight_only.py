@@ -604,11 +604,7 @@ def test_groups_of_rows_have_a_configuration_that_fits() -> None:
     "given",
     [
         {"batch": 256, "high": 2, "deep": 2, "stages": 2, "wide": True},  # more sums than registers
-        {"batch": 16, "high": 1, "deep": 1, "stages": 2, "wide": True, "share": 4},  # 4 rows of x for each block
-        {"batch": 128, "high": 2, "deep": 1, "stages": 2, "wide": True, "share": 4, "split": 4},  # 16 blocks of a cluster
-        {"batch": 8, "high": 4, "deep": 8, "stages": 2, "share": 2},  # x does not go through the copy engine
         {"batch": 64, "high": 1, "deep": 2, "stages": 2, "wide": True},  # each warpgroup would wait for the stage that it holds
-        {"batch": 128, "high": 1, "deep": 2, "stages": 4, "wide": True, "turns": True},  # of the same rows
     ],
     ids=str,
 )
@@ -675,7 +671,7 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     assert plans.config_of(operand, "INT4/F16", 5, 8192, 8192, "Some GPU") != config
     many = plans.operand_of(FORMATS["mxfp4"], (1, 32))
     assert isinstance(many, plans.Operand)
-    fused, decoded = plans.Config(256, 2, 1, 3, share=2, wide=True), plans.Decoded()
+    fused, decoded = plans.Config(256, 2, 1, 3, wide=True), plans.Decoded()
     entries = {plans.key_of("E2M1/E8M0", 32, m, 8192, 8192): c for m, c in ((4096, fused), (512, decoded))}
     written = {key: plans.entry_of(c) for key, c in entries.items()}
     path.unlink()
@@ -742,11 +738,11 @@ def test_every_format_compiles_without_spilling(name: str, wide: bool) -> None:
     ("name", "config"),
     [
         ("int4-128", plans.Config(8, 4, 8, 2, split=2)),
-        ("int4-128", plans.Config(128, 2, 1, 4, share=2, wide=True)),
-        ("mxfp4", plans.Config(256, 2, 1, 3, share=2, wide=True)),
+        ("int4-128", plans.Config(128, 2, 1, 4, wide=True)),
+        ("mxfp4", plans.Config(256, 2, 1, 3, wide=True)),
         ("nvfp4", plans.Config(256, 2, 1, 3, wide=True)),
-        ("e4m3-block", plans.Config(128, 2, 1, 3, split=2, share=2, wide=True)),
-        ("mxfp8", plans.Config(128, 2, 1, 3, share=4, wide=True)),
+        ("e4m3-block", plans.Config(128, 2, 1, 3, split=2, wide=True)),
+        ("mxfp8", plans.Config(128, 2, 1, 3, wide=True)),
     ],
     ids=str,
 )

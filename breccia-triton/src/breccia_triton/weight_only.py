@@ -178,7 +178,7 @@ class _Product:
         if found is None:
             if len(self.maps) >= _PLACES:
                 self.maps.clear()
-            box = self.config.batch // self.config.share, 64
+            box = self.config.batch, 64
             found = driver().tensor_map(place[0], self.act, (self.m, self.k), place[1:], box, 128, 128)
             self.maps[place] = found
         ctypes.memmove(self.map.words, found.words, ctypes.sizeof(TensorMap))
@@ -193,7 +193,7 @@ class Call(_Product):
         kind = None if bias is None else dtype_name(bias)
         self.function = function(self.operand, self.config, self.act, out_dtype, kind, self)
         values = [self.weight, *([self.map] if self.config.wide else []), self.x, self.bias, self.y, *self.sizes]
-        grid, threads, cluster = self.config.grid(self.m, self.n), self.config.threads, self.config.cluster
+        grid, threads, cluster = self.config.grid(self.m, self.n), self.config.threads, self.config.split
         self.launches = [self.function.prepare(grid, threads, values, 0, cluster, early) for early in (False, True)]
 
     def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
@@ -279,7 +279,7 @@ class GroupedCall(_Product):
         self.groups = _Groups(count=groups)
         map_ = [self.map] if self.config.wide else []
         values = [self.weight, self.groups, *map_, self.x, self.bias, self.y, *self.sizes]
-        grid, cluster = self.config.grid_of_groups(self.m, groups, self.n), self.config.cluster
+        grid, cluster = self.config.grid_of_groups(self.m, groups, self.n), self.config.split
         self.launch = self.function.prepare(grid, self.config.threads, values, 0, cluster, True)
 
     def __call__(self, a: Any, b: ScaledTensor, offsets: Any, out: Any) -> Any:

@@ -167,9 +167,7 @@ class Config:
 
     batch: rows of x of a block: 8 or 16 (weight_only_small.cu), 16, 32, 64, 128 or 256 (weight_only_wide.cu, `wide`).
     high: slices of 16 rows of w of a block (small), warpgroups along the rows of w (wide). deep: warps, or warpgroups, along K.
-    stages: of the rings. split: blocks along K, of a cluster. share: blocks along the rows of w that copy x for each other, of
-        the same cluster (wide). per_sm: blocks of a multiprocessor. turns: two warpgroups of different rows start their
-        products in turn (wide).
+    stages: of the rings. split: blocks along K, of a cluster. per_sm: blocks of a multiprocessor.
     """
 
     batch: int
@@ -179,26 +177,16 @@ class Config:
     split: int = 1
     per_sm: int = 1
     wide: bool = False
-    share: int = 1
-    turns: bool = False
 
     def __post_init__(self) -> None:
         if self.wide:
             most = 2 if self.batch == 256 else 4
             fits = self.batch in (16, 32, 64, 128, 256) and self.high in (1, 2) and 1 <= self.high * self.deep <= most
-            fits = fits and self.share in (1, 2, 4) and self.batch % (8 * self.share) == 0
-            fits = fits and (not self.turns or (self.high, self.deep) == (2, 1))
             fits = fits and self.stages > self.deep  # else a warpgroup waits for the stage that it holds
         else:
             fits = self.batch in (8, 16) and self.high in (2, 4) and 1 <= self.deep <= 16
-            fits = fits and self.share == 1 and not self.turns
-        if not (fits and 1 <= self.stages <= 16 and self.split in (1, 2, 4) and 1 <= self.per_sm <= 4 and self.cluster <= 8):
+        if not (fits and 1 <= self.stages <= 16 and self.split in (1, 2, 4) and 1 <= self.per_sm <= 4):
             raise ValueError(f"{self} has no kernel")
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of a cluster, along x."""
-        return self.split * self.share
 
     @property
     def kind(self) -> str:
@@ -237,11 +225,11 @@ class Config:
         return self._columns(n), min(m, (m + (groups + 1) * (self.batch - 1)) // self.batch), 1
 
     def _columns(self, n: int) -> int:
-        return -(-n // (self.rows * self.share)) * self.cluster
+        return -(-n // self.rows) * self.split
 
     def macros(self) -> dict[str, int]:
         if self.wide:
-            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep, "SHARE": self.share, "TURNS": int(self.turns)}
+            own = {"BATCH": self.batch, "HIGH": self.high, "DEEP": self.deep}
         else:
             own = {"BATCH": self.batch // 8, "TILES": self.high, "WARPS": self.deep}
         return {**own, "STAGES": self.stages, "SPLIT": self.split, "PER_SM": self.per_sm}

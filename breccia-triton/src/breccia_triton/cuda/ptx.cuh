@@ -21,11 +21,6 @@ __device__ __forceinline__ void barrier_arrive(u32 b) {
 __device__ __forceinline__ void barrier_arrive_expecting(u32 b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
 }
-// Arrive at the barrier that lies at the same place in another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_of_rank(u32 b, u32 rank) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
-                 ::"r"(b), "r"(rank) : "memory");
-}
 __device__ __forceinline__ void barrier_wait(u32 b, u32 phase) {
     asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra D;\nbra W;\nD:\n}"
                  ::"r"(b), "r"(phase) : "memory");

@@ -5,13 +5,9 @@
 // in the 128-byte swizzle that wgmma reads. A warpgroup starts its products, decodes its next chunk while they run, then adds the
 // scaled partial sums. SPLIT blocks of a cluster share K; sums meet in shared memory in a fixed order.
 //
-// A block of 128 rows of x and 128 rows of 4-bit codes reads four times more bytes of x than of w. So the SHARE blocks of a cluster,
-// of different rows of w, each copy a part of the rows of x into the shared memory of all.
-// TURNS: two warpgroups of different rows start their products in turn, so that one adds while the tensor cores work for the other.
 // GROUPED: blocks along y take BATCH rows of x of one group each.
 //
-// Macros: BATCH 16, 32, 64, 128, 256; HIGH, DEEP, STAGES, SPLIT, SHARE, TURNS, PER_SM blocks of a multiprocessor; see
-// weight_only.cuh.
+// Macros: BATCH 16, 32, 64, 128, 256; HIGH, DEEP, STAGES, SPLIT, PER_SM blocks of a multiprocessor; see weight_only.cuh.
 #include "weight_only.cuh"
 #include "wgmma.cuh"
 
@@ -22,21 +18,13 @@ constexpr int SUM_PITCH = ROWS + 4;
 // Registers are given to warps in fours, so a lone producer warp costs as much as a warpgroup. With BATCH 128 two consumers need
 // more than the 168 that this leaves: the producer is a warpgroup then, and hands its registers over.
 constexpr bool MOVE = BATCH >= 128 && GROUPS_OF_WARPS == 2;
-constexpr int X_PART = X_TILE / SHARE, CLUSTER = SPLIT * SHARE;
 constexpr int THREADS = WARPS * 32 + (MOVE ? 128 : 32);
 
 struct __align__(64) TensorMap { u64 words[16]; };
-// blocks: of the cluster, one bit each, that receive the copy at the same place of their shared memory, and at their barrier.
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barrier, u16 blocks) {
-    if (SHARE == 1)
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                     ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                     ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
-__device__ __forceinline__ void group_arrive(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
@@ -50,7 +38,7 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
     extern __shared__ __align__(1024) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, tile = warp & 3, g = lane >> 2, t = lane & 3;
     const int high = (warp >> 2) / DEEP, deep = (warp >> 2) % DEEP;
-    const int place = CLUSTER > 1 ? cluster_rank() : 0, rank = place % SPLIT, shared_part = place / SPLIT;
+    const int rank = SPLIT > 1 ? cluster_rank() : 0;
 #if GROUPED
     const int row0 = blockIdx.x / SPLIT * ROWS;
     wait_for_grid_ahead();                                             // which may write where groups end
@@ -67,9 +55,9 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
     const Weight& w = given;
     // RASTER blocks of rows of x take the same rows of w at about the same time, so that all but one find them in the L2 cache.
     constexpr int RASTER = 8;
-    const int across = gridDim.x / CLUSTER, at = blockIdx.y * across + blockIdx.x / CLUSTER, per = RASTER * across;
+    const int across = gridDim.x / SPLIT, at = blockIdx.y * across + blockIdx.x / SPLIT, per = RASTER * across;
     const int head = at / per * RASTER, taken = min((int)gridDim.y - head, RASTER);
-    const int row0 = (at % per / taken * SHARE + shared_part) * ROWS;
+    const int row0 = at % per / taken * ROWS;
     const int m0 = (head + at % per % taken) * BATCH, m1 = min(M, m0 + BATCH);
 #endif
     const int chunks = (K + COLUMNS - 1) / COLUMNS, first = chunks * rank / SPLIT, mine = chunks * (rank + 1) / SPLIT - first;
@@ -79,7 +67,7 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
     auto block = [&](int i) { return min(row0 / 64 + i, blocks - 1); };    // beyond N: any rows, which are not stored
     int flags = 0;
 #pragma unroll
-    for (int i = 0; i < HIGH * SHARE; i++) flags |= w.rows[block(i - shared_part * HIGH) * 2];   // of all blocks that share x
+    for (int i = 0; i < HIGH; i++) flags |= w.rows[block(i) * 2];
     const int largest = w.rows[block(min(high, HIGH - 1)) * 2 + 1];
 
     const u64 policy = policy_of(gridDim.y == 1);
@@ -91,12 +79,11 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             bulk_load(w_ring + s * W_STAGE + r * CHUNK, w.chunks + ((u64)block(r) * chunks + first + i) * CHUNK, CHUNK, full + 8 * s, policy);
     };
     if (thread == WARPS * 32) {
-        for (int s = 0; s < STAGES; s++) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, HIGH * 4 * SHARE); }
+        for (int s = 0; s < STAGES; s++) { barrier_init(full + 8 * s, 1); barrier_init(empty + 8 * s, HIGH * 4); }
         barriers_visible();
         for (int i = 0; i < STAGES && i < mine; i++) fetch_w(i);
     }
-    if (SHARE > 1) cluster_sync();                                     // others may arrive at these barriers from here on
-    else __syncthreads();
+    __syncthreads();
     if (flags >> ACT & 1) {                                            // the same for all blocks of the cluster
         if (thread == WARPS * 32)
             for (int i = 0; i < STAGES && i < mine; i++) { barrier_arrive(full + 8 * i); barrier_wait(full + 8 * i, 0); }
@@ -116,10 +103,6 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             wait_for_grid_ahead();
             start_next_grid();
 #endif
-            u16 blocks_of_x = 0;                                       // those of this part of K
-#pragma unroll
-            for (int p = 0; p < SHARE; p++) blocks_of_x |= 1 << (p * SPLIT + rank);
-            const int row = m0 + shared_part * (BATCH / SHARE);
             for (int i = 0; i < mine; i++) {
                 const u32 s = i % STAGES;
                 if (i >= STAGES) {
@@ -127,9 +110,9 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
                     fetch_w(i);
                 }
                 barrier_arrive_expecting(full + 8 * s, X_STAGE);
-                const u32 to = x_ring + s * X_STAGE + shared_part * X_PART;
-                tma_load(to, &map, (first + i) * COLUMNS, row, full + 8 * s, blocks_of_x);
-                tma_load(to + X_TILE, &map, (first + i) * COLUMNS + 64, row, full + 8 * s, blocks_of_x);
+                const u32 to = x_ring + s * X_STAGE;
+                tma_load(to, &map, (first + i) * COLUMNS, m0, full + 8 * s);
+                tma_load(to + X_TILE, &map, (first + i) * COLUMNS + 64, m0, full + 8 * s);
             }
         }
         __syncwarp();
@@ -158,20 +141,12 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             // base that is uniform in a warp and constants: otherwise ptxas builds each descriptor in vector registers.
             const u32 base = __shfl_sync(0xffffffffu, ((x_ring + s * X_STAGE) >> 4) | (1u << 16), 0);
             auto x_tile = [&](int j) { return ((u64)0x40000040u << 32) | (base + ((j / 4) * X_TILE + (j % 4) * 32) / 16); };
-            // Every lane has read the stage, then one says so; where x is shared, to each block that copies into it. Only of stages
-            // that will be filled again: their producers wait for it, so nothing arrives at the barriers of a block that has ended.
-            auto release = [&] {
-                __syncwarp();
-                if (SHARE == 1) { if (lane == 0) barrier_arrive(empty + 8 * s); }
-                else if (lane < SHARE && i + STAGES < mine) barrier_arrive_of_rank(empty + 8 * s, lane * SPLIT + rank);
-            };
+            auto release = [&] { __syncwarp(); if (lane == 0) barrier_arrive(empty + 8 * s); };  // every lane has read the stage
             if constexpr (AT_DECODE) {
-                if (TURNS) group_sync(1 + high);
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < UNITS; j++) wgmma(sums, now.a[j], x_tile(j), 1);
                 wgmma_commit();
-                if (TURNS) group_arrive(2 - high);
                 if (i + DEEP < mine) load_and_decode(i + DEEP, next);
                 wgmma_wait();
                 release();
@@ -179,12 +154,10 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
 #pragma unroll
                 for (int k = 0; k < GROUPS; k++) {
                     float part[BATCH / 2];
-                    if (TURNS) group_sync(1 + high);
                     wgmma_fence();
 #pragma unroll
                     for (int j = 0; j < GROUP / 16; j++) wgmma(part, now.a[k * GROUP / 16 + j], x_tile(k * GROUP / 16 + j), j != 0);
                     wgmma_commit();
-                    if (TURNS) group_arrive(2 - high);
                     if (k == 0 && i + DEEP < mine) load_and_decode(i + DEEP, next);
                     wgmma_wait();
                     if (k == GROUPS - 1) release();
@@ -194,7 +167,6 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
             }
         };
         Decoded even, odd;
-        if (TURNS && high == 1) group_arrive(1);
         if (deep < mine) load_and_decode(deep, even);
         for (int i = deep; i < mine; i += 2 * DEEP) {
             step(i, even, odd);
@@ -231,10 +203,10 @@ weight_only_wide(const __grid_constant__ Weight given, GROUPS_ARGUMENT const __g
                 for (int d = 0; d < DEEP; d++) sum += shared[(d * BATCH + m) * SUM_PITCH + row];
             } else {
 #pragma unroll
-                for (int r = 0; r < SPLIT; r++) sum += load_of_rank(shared_address(shared + m * SUM_PITCH + row), shared_part * SPLIT + r);
+                for (int r = 0; r < SPLIT; r++) sum += load_of_rank(shared_address(shared + m * SUM_PITCH + row), r);
             }
             if (row0 + row < N) finish(y, bias, ldy, m0 + m, row0 + row, sum, factor);
         }
     }
-    if (CLUSTER > 1) cluster_meet();                                   // no block ends while others read its sums or get its copies
+    if (SPLIT > 1) cluster_meet();                                     // no block ends while others read its sums
 }
