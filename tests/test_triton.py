@@ -612,13 +612,30 @@ def test_a_repeated_cast_launches_what_the_first_one_launched(spec: str, stand_i
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
+@pytest.mark.parametrize("spec", ["fp8_block", "fp8_current", "nvfp4", "int4"])
+def test_a_repeated_cast_ste_launches_what_the_first_one_launched(spec: str, stand_in: list[Any]) -> None:
+    x, recipe = torch.randn(64, 256).bfloat16(), breccia.recipe(spec)
+    found = [triton_cast.cast_ste(x, recipe) for _ in range(2)]
+    count = len(stand_in) // 2
+    (call,) = triton_cast._calls.values()
+    assert call.plain and count == 1 + len(call.passes)
+    work, amax = triton_cast.workspace(x.device, 7)
+    for values, launched in zip(found, (stand_in[:count], stand_in[count:]), strict=True):
+        passes = [(7, x.data_ptr(), amax.data_ptr(), work.data_ptr())] * (count - 1)
+        last = 7, x.data_ptr(), values.data_ptr(), *([amax.data_ptr()] if count > 1 else [])
+        assert [given[1:] for given in launched] == [*passes, last]
+    assert [given[0] for given in stand_in[:count]] == [given[0] for given in stand_in[count:]]
+    assert (found[0].shape, found[0].dtype) == (found[1].shape, found[1].dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.skipif(ON_GPU, reason="tensors of the CPU pass for those of a GPU")
 def test_calls_that_differ_from_a_repeated_cast_do_not_take_its_short_way(
     stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, recipe = torch.randn(64, 256), breccia.recipe("fp8_block")
     short = list[int]()
-    way = triton_cast.Call.cast
-    monkeypatch.setattr(triton_cast.Call, "cast", lambda call, address: short.append(address) or way(call, address))
+    way = triton_cast.Call.plainly
+    monkeypatch.setattr(triton_cast.Call, "plainly", lambda call, address: short.append(address) or way(call, address))
     triton_cast.cast(x, recipe)
     triton_cast.cast(x, recipe)
     assert short == [x.data_ptr()]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .facts import INTERPRETED, Hardware
 from .launch import (
     Launcher,
     Remembered,
+    allocator,
     current_stream,
     elsewhere,
     empty,
@@ -44,12 +46,8 @@ from .specs import Unsupported
 
 def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` as `breccia.cast` documents it; see `casting` for the kernels."""
-    if options is DEFAULT and x.layout is torch.strided and x.is_contiguous() and not x.is_neg():
-        # Most calls: less than `_found` does for others, as calls of small arrays are bound by the host.
-        address = x.data_ptr()
-        call = _calls.get(("cast", recipe.interned_key, x.shape, x.dtype, x.device, -1, True, True, address % 16 == 0))
-        if isinstance(call, Call) and call.plain:
-            return call.cast(address)
+    if options is DEFAULT and (made := _plainly("cast", x, recipe)) is not None:
+        return made
     x = _readable(x, recipe)
     prepared = _found("cast", x, recipe, options)
     if prepared is None:
@@ -61,11 +59,25 @@ def cast(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Scale
 
 def cast_ste(x: Any, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Any:
     """`cast_ste` as `breccia.cast_ste` documents it, without codes in memory."""
+    if options is DEFAULT and (made := _plainly("cast_ste", x, recipe)) is not None:
+        return made
     x = _readable(x, recipe)
     prepared = _found("cast_ste", x, recipe, options)
     if prepared is None:
         return reference.cast_ste(x, recipe, options)
     return prepared(x, options)
+
+
+def _plainly(op: str, x: Any, recipe: ScalingRecipe) -> Any:
+    """The result of most calls under default options, or None for other calls.
+
+    It does less than `_found` does for those, as calls of small arrays are bound by the host.
+    """
+    if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
+        return None
+    address = x.data_ptr()
+    call = _calls.get((op, recipe.interned_key, x.shape, x.dtype, x.device, -1, True, True, address % 16 == 0))
+    return call.plainly(address) if isinstance(call, Call) and call.plain else None
 
 
 def cast_ste_clipped(x: Any, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT) -> Any:
@@ -234,9 +246,9 @@ class Call:
         if made.launch is not None:
             self.launcher = Launcher(made.launch)
             self.scale_shape, self.scale_dtype = tuple(made.scale_shape), getattr(torch, made.scale_dtype)
-        #: Whether `cast` does what a call does, if options are at their default.
+        #: Whether `plainly` does what a call does, if options are at their default.
         self.plain = (
-            op == "cast"
+            op in ("cast", "cast_ste")
             and chosen == Options()
             and self.index is not None
             and not INTERPRETED
@@ -244,6 +256,10 @@ class Call:
             and all(name == "tensor" for name in self.passes)
         )
         self.amax = self.passes["tensor"][1] if "tensor" in self.passes else None
+        if self.plain:
+            values = op == "cast_ste"
+            self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else self.written[0].allocators
+            self.finished = itemgetter(0) if values else self.written[0].tensor
 
     def takes(self, scale: Any) -> bool:
         """Whether a supplied scale can be read as it is."""
@@ -262,14 +278,14 @@ class Call:
                 return self._run(x, options, amaxes, held)
         return self._run(x, options, amaxes, held)
 
-    def cast(self, address: int) -> ScaledTensor:
-        """The cast of contiguous numbers at an address on the device, under default options."""
+    def plainly(self, address: int) -> Any:
+        """The result for contiguous numbers at an address on the device, under default options."""
         index = self.index
         if elsewhere(index):
             with torch.cuda.device(index):
-                return self.cast(address)
-        stream, written = stream_of(index), self.written[0]
-        made = [allocate() for allocate in written.allocators]
+                return self.plainly(address)
+        stream = stream_of(index)
+        made = [allocate() for allocate in self.allocators]
         if self.amax is None:
             self.launcher.run(stream, address, *[part.data_ptr() for part in made])
         else:
@@ -277,7 +293,7 @@ class Call:
             number = amax.data_ptr()
             self.amax.run(stream, address, number, work.data_ptr())
             self.launcher.run(stream, address, *[part.data_ptr() for part in made], number)
-        return written.tensor(made)
+        return self.finished(made)
 
     def amaxes(self, x: Any) -> dict[str, Any]:
         """The results of the passes before the cast, as bits."""
