@@ -3,8 +3,8 @@
     python benchmarks/bench_mlx.py [--size 4096] [--layer 2048] [--out benchmarks/results]
 
 Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. The arm `generic` is
-the generic algorithm, which also runs inside `mx.compile`. All arms take turns, since machines have faster and slower moments:
-compare ratios, not milliseconds.
+the generic algorithm, eager; `compiled` is the default inside `mx.compile`. All arms take turns, since machines have faster and
+slower moments: compare ratios, not milliseconds.
 """
 
 from __future__ import annotations

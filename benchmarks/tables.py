@@ -763,7 +763,7 @@ def native_parity(result: Result) -> Table:
 
 
 def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
-    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratio is MLX's median to breccia's."""
+    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratios are of MLX's medians to breccia's."""
     by = {(row["op"], row["recipe"], row["arm"]): row for row in result["rows"] if row["op"].startswith(ops)}
     keys = dict.fromkeys((op, recipe) for op, recipe, _ in by)
     several = len({op for op, _ in keys}) > 1
@@ -773,16 +773,21 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
         return "" if found is None else trio((found["min_s"], found["median_s"]), 1e3)
 
     def row(op: str, recipe: str) -> tuple[str, ...]:
-        ours, theirs = (by[op, recipe, arm]["median_s"] for arm in ("breccia", "MLX"))
+        median = {arm: by[op, recipe, arm]["median_s"] for arm in arms if (op, recipe, arm) in by}
         named = (recipe, op.partition(", ")[2]) if several else (recipe,)
-        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], ratio(theirs / ours)
+        eager = ratio(median["MLX"] / median["breccia"])
+        graph = ratio(median.get("MLX compiled", median["MLX"]) / median["compiled"]) if "compiled" in median else ""
+        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], eager, graph
 
     return Table(
         f"MLX: {what}",
-        ("recipe", *(("rows",) if several else ()), *(_MLX_ARMS.get(arm, arm) for arm in arms), "MLX's mode", "ratio"),
+        (
+            *("recipe", *(("rows",) if several else ()), *(_MLX_ARMS.get(arm, arm) for arm in arms)),
+            *("MLX's mode", "ratio", "ratio, compiled"),
+        ),
         tuple(row(*key) for key in keys),
         f"Milliseconds, min / median, arms interleaved, MLX {result['options']['mlx']} on the CPU. ratio: MLX's median to "
-        "breccia's.",
+        "breccia's, and to that of breccia in mx.compile.",
     )
 
 

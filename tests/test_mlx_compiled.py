@@ -51,7 +51,7 @@ X = X[: len(X) // 8 * 8]
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("recipe", CAST, ids=recipe_id)
 def test_every_slab_has_numpys_bytes(recipe: breccia.ScalingRecipe, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_SLAB", 9 * K)  # several slabs, of several rows of blocks
+    monkeypatch.setattr(compiled, "SLAB", 9 * K)  # several slabs, of several rows of blocks
     with np.errstate(all="ignore"):
         whole = mx.array(X).astype(getattr(mx, kind))
     numbers = np.array(whole.astype(mx.float32))

@@ -24,6 +24,7 @@ from breccia.backend import (
     MAGNITUDE,
     NORMAL,
     TENSOR,
+    Block,
     Call,
     CastOptions,
     Codec,
@@ -45,7 +46,7 @@ from .ops import MLX
 Array = Any
 
 #: Elements of a slab: 1 MiB of FP32.
-_SLAB = 2**18
+SLAB = 2**18
 #: The element codecs, by exact class: a subclass may encode otherwise.
 _ELEMENTS = (Minifloat, Integer, Lookup)
 
@@ -85,11 +86,8 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     axis = contraction_axis(options.axis, x.ndim)
     layout = checks.fitted_layout(recipe, tuple(x.shape), axis)
     fmt = recipe.format
-    grid = _Grid.of(x, fmt.scale.block, axis == -2 and x.ndim > 1)
-    height = max(_SLAB // grid.columns // grid.height, 1)
-    cuts = [slice(start, start + height) for start in range(0, grid.down, height)]
-    flat = mx.reshape(grid.rows(x), (grid.down * grid.height, grid.columns))
-    slabs = [flat[cut.start * grid.height : cut.stop * grid.height] for cut in cuts]
+    grid = Grid.of(x.shape, fmt.scale.block, axis == -2 and x.ndim > 1)
+    slabs = grid.slabs(x)
 
     global_scale = factor = None
     if fmt.global_scale is not None:
@@ -97,18 +95,17 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
         global_scale = reference.global_scale_of(MLX, amax.view(mx.float32), recipe)
         factor = reference.multiplier(MLX, MLX.f32(global_scale), fmt)
     scales = _scales(grid, x, recipe, factor)
-    codes = [_codes(grid.split(slab), fmt.element, scales.cut(cut)) for slab, cut in zip(slabs, cuts, strict=True)]
-    data = [_packed(mx.reshape(found, slab.shape), fmt.element) for slab, found in zip(slabs, codes, strict=True)]
-    data = mx.reshape(mx.concatenate(data), (*grid.lead, grid.down_each * grid.height, -1))
+    data: list[Array] = []
+    for slab, cut in zip(slabs, grid.cuts, strict=True):
+        codes = _codes(grid.split(MLX.f32(slab)), fmt.element, scales.cut(cut))
+        data.append(_packed(mx.reshape(codes, slab.shape), fmt.element))
     stored, offset = (None if part is None else grid.join(part) for part in (scales.stored, scales.offset))
-    if x.ndim == 1:
-        data = mx.reshape(data, (-1,))
-    elif grid.swapped:
-        data = MLX.swap(data)
-    return ScaledTensor.from_parts(data, stored, recipe, layout, offset, global_scale, axis)
+    joined = grid.joined(data)
+    joined = mx.reshape(joined, (-1,)) if x.ndim == 1 else joined
+    return ScaledTensor.from_parts(joined, stored, recipe, layout, offset, global_scale, axis)
 
 
-class _Grid(NamedTuple):
+class Grid(NamedTuple):
     """How blocks of (height, width) numbers lie in an array: `down` of them along all rows, `across` along the columns.
 
     lead: the lengths before the matrix. swapped: whether the array has its last two axes in the other order. whole: whether the
@@ -124,8 +121,8 @@ class _Grid(NamedTuple):
     whole: bool
 
     @classmethod
-    def of(cls, x: Array, block: tuple[int | None, int | None], swapped: bool) -> _Grid:
-        *lead, rows, columns = (1, *x.shape) if x.ndim == 1 else x.shape
+    def of(cls, shape: tuple[int, ...], block: Block, swapped: bool) -> Grid:
+        *lead, rows, columns = (1, *shape)[-max(len(shape), 2) :]
         if swapped:
             rows, columns = columns, rows
         whole = block == TENSOR
@@ -140,12 +137,26 @@ class _Grid(NamedTuple):
     def columns(self) -> int:
         return self.across * self.width
 
-    def rows(self, x: Array) -> Array:
-        return MLX.swap(x) if self.swapped else x
+    @property
+    def cuts(self) -> list[slice]:
+        """The blocks down of each slab."""
+        height = max(SLAB // self.columns // self.height, 1)
+        return [slice(start, start + height) for start in range(0, self.down, height)]
+
+    def slabs(self, x: Array) -> list[Array]:
+        """The rows of each slab."""
+        rows = MLX.swap(x) if self.swapped else x
+        flat = mx.reshape(rows, (self.down * self.height, -1))
+        return [flat[cut.start * self.height : cut.stop * self.height] for cut in self.cuts]
+
+    def joined(self, slabs: list[Array]) -> Array:
+        """The array of these slabs, whose rows may be of another length."""
+        found = mx.reshape(mx.concatenate(slabs), (*self.lead, self.down_each * self.height, -1))
+        return MLX.swap(found) if self.swapped else found
 
     def split(self, rows: Array) -> Array:
-        """Rows, in FP32, as (blocks down, height, blocks across, width)."""
-        return mx.reshape(MLX.f32(rows), (-1, self.height, self.across, self.width))
+        """Rows as (blocks down, height, blocks across, width)."""
+        return mx.reshape(rows, (-1, self.height, self.across, self.width))
 
     def join(self, scales: Array) -> Array:
         """Scales of (blocks down, 1, blocks across, 1) as they are stored."""
@@ -153,6 +164,16 @@ class _Grid(NamedTuple):
             return mx.reshape(scales, ())
         found = mx.reshape(scales, (*self.lead, self.down_each, self.across))
         return MLX.swap(found) if self.swapped else found
+
+    def of_blocks(self, stored: Array) -> Array:
+        """The inverse of `join`, also of one scale for each row of a matrix."""
+        if self.whole:
+            return mx.reshape(stored, (1, 1, 1, 1))
+        if stored.ndim == 1:
+            stored = mx.broadcast_to(stored, (*self.lead, stored.size))
+        elif self.swapped:
+            stored = MLX.swap(stored)
+        return mx.reshape(stored, (self.down, 1, self.across, 1))
 
     def reduced(self, reduce: Callable[..., Array], x: Array) -> Array:
         """A reduction of each block, as (blocks down, 1, blocks across, 1)."""
@@ -162,6 +183,11 @@ class _Grid(NamedTuple):
             found = reduce(mx.reshape(x, (-1, self.across, self.width, self.down_each, self.height)), axis=(2, 4))
             return mx.reshape(MLX.swap(found), (self.down, 1, self.across, 1))
         return reduce(mx.reshape(x, (self.down, self.height, self.across, self.width)), axis=(1, 3), keepdims=True)
+
+
+def of_slab(part: Array, cut: slice) -> Array:
+    """The scales of a slab."""
+    return part if len(part) == 1 else part[cut]
 
 
 # ------------------------------------------------------------------------------------------------ scales
@@ -181,10 +207,10 @@ class _Scales(NamedTuple):
 
     def cut(self, cut: slice) -> _Scales:
         """Those of some rows of blocks."""
-        return _Scales(*(part if part is None or len(part) == 1 else part[cut] for part in self))
+        return _Scales(*(None if part is None else of_slab(part, cut) for part in self))
 
 
-def _scales(grid: _Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) -> _Scales:
+def _scales(grid: Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) -> _Scales:
     """factor: the multiplier of the global scale."""
     fmt, rule = recipe.format, recipe.rules[-1]
     codec, element = fmt.scale.codec, fmt.element
@@ -197,8 +223,8 @@ def _scales(grid: _Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) 
         statistic = mx.where((amax >= NORMAL) & (amax < F32_INF), amax, 0).view(mx.float32)
     else:  # the smallest signed integer is the smallest of positive numbers, and the largest of negative ones
         nearest = 0 if fmt.offset == "zero_point" else _extreme(grid, x, mx.min, _KINDS[x.dtype.size][0])
-        low = _flushed(mx.where(lowest < 0, lowest, nearest)).view(mx.float32)
-        high = _flushed(mx.where(largest < 0, nearest, largest)).view(mx.float32)
+        low = flushed(mx.where(lowest < 0, lowest, nearest)).view(mx.float32)
+        high = flushed(mx.where(largest < 0, nearest, largest)).view(mx.float32)
         statistic = rules.flushed(MLX, rules.saturated(MLX, high - low))
     stored = MLX.store(reference.block_scales(MLX, amax, statistic, recipe, factor), MLX.storage(codec))
 
@@ -221,7 +247,7 @@ def _scales(grid: _Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) 
 _KINDS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 
 
-def _extreme(grid: _Grid, x: Array, reduce: Callable[..., Array], kind: Any) -> Array:
+def _extreme(grid: Grid, x: Array, reduce: Callable[..., Array], kind: Any) -> Array:
     """FP32 bits of the extreme of each block, whose bits are compared as integers of that kind."""
     return MLX.bitcast_to_int(MLX.f32(grid.reduced(reduce, mx.stop_gradient(x).view(kind)).view(x.dtype)))
 
@@ -236,7 +262,7 @@ def _magnitude(u: Array) -> Array:
     return u & MAGNITUDE
 
 
-def _flushed(u: Array) -> Array:
+def flushed(u: Array) -> Array:
     """Bits of numbers, of those below 2^-126 and of -0 those of 0."""
     return mx.where(_magnitude(u) < NORMAL, 0, u)
 
@@ -248,7 +274,7 @@ def _codes(x: Array, element: Codec, scales: _Scales) -> Array:
     """Codes, one per uint8, of FP32 `x` (blocks down, height, blocks across, width)."""
     u = MLX.bitcast_to_int(x)
     if scales.bias is not None:
-        x = _flushed(u).view(mx.float32) - scales.bias
+        x = flushed(u).view(mx.float32) - scales.bias
         u = MLX.bitcast_to_int(x)
     return _ENCODERS[type(element)](element, MLX.bitcast_to_int(x * scales.reciprocal), u, scales.zero)
 

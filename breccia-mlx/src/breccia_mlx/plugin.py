@@ -35,17 +35,17 @@ def breccia_kernels() -> Iterable[Kernel]:
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "mlx", f"breccia_mlx.cpu:{op}", f"mlx.cpu.{op}", device="cpu", accepts=accepts, plan=plan)
-    compiled = "breccia_mlx.compiled"
-    yield Kernel(
-        "cast",
-        "mlx",
-        f"{compiled}:cast",
-        "mlx.compiled.cast",
-        device="cpu",
-        accepts=f"{compiled}:accepts",
-        rank=_COMPILED,
-        traces=True,
-    )
+    for op, module in (("cast", "breccia_mlx.compiled"), ("dequantize", "breccia_mlx.decoding")):
+        yield Kernel(
+            op,
+            "mlx",
+            f"{module}:{op}",
+            f"mlx.compiled.{op}",
+            device="cpu",
+            accepts=f"{module}:accepts",
+            rank=_COMPILED,
+            traces=True,
+        )
     native = "breccia_mlx.native"
     yield Kernel(
         "matmul",
