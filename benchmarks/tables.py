@@ -701,20 +701,21 @@ def matmul_cpu(result: Result) -> Table:
 def jax_cpu(result: Result) -> Table:
     """Milliseconds of casts, products and slices in JAX, and how many times faster than plain JAX they are."""
     by = {(row["what"], row["case"], row["arm"]): row for row in result["rows"]}
+    titles = {"cast": "cast, {}", "product": "one row by {}", "new shape": "eager cast of a new shape, {}", "slice": "{}"}
 
-    def shown(what: str, case: str, arm: str) -> tuple[str, ...]:
-        found, base = by[what, case, arm], by[what, case, "plain"]
-        name = f"cast, {case}" if what == "cast" else f"one row by {arm} {case}" if what == "product" else case
-        pair = [trio((row["min_s"], row["median_s"]), 1e3 if what != "slice" else 1e6) for row in (found, base)]
-        return name, *pair, ratio(base["min_s"] / found["min_s"])
+    def shown(what: str, case: str) -> tuple[str, ...]:
+        found = [by.get((what, case, arm)) for arm in ("breccia", "generic", "plain")]
+        unit = 1e6 if what == "slice" else 1e3
+        cells = ["" if row is None else trio((row["min_s"], row["median_s"]), unit) for row in found]
+        return titles[what].format(case), *cells, ratio(by[what, case, "plain"]["min_s"] / by[what, case, "breccia"]["min_s"])
 
     return Table(
         "JAX on the CPU",
-        ("call", "breccia", "plain JAX", "plain JAX / breccia"),
-        tuple(shown(*key) for key in by if key[2] != "plain"),
+        ("call", "breccia", "generic algorithm", "plain JAX", "plain JAX / breccia"),
+        tuple(shown(*key) for key in dict.fromkeys(key[:2] for key in by)),
         f"Milliseconds, of st[0:4] microseconds: min / median; ratios of the minima. Matrices of {result['options']['size']} × "
         f"{result['options']['size']}, compiled calls, jax {result['options']['jax']}, arms interleaved. Plain products are of "
-        "an FP32 weight in the same order.",
+        "an FP32 weight in the same order. New shapes, of 64 rows and more, are cast eagerly, and plain lines compiled.",
     )
 
 
