@@ -792,7 +792,13 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
     )
 
 
-_MLX_ARMS = {"generic": "generic algorithm", "compiled": "breccia in mx.compile", "MLX compiled": "MLX in mx.compile"}
+_MLX_ARMS = {
+    "generic": "generic algorithm",
+    "compiled": "breccia in mx.compile",
+    "generic compiled": "generic algorithm in mx.compile",
+    "MLX compiled": "MLX in mx.compile",
+}
+_MLX_CASTS = ("breccia", "compiled", "MLX", "generic", "generic compiled")
 
 
 def decoder(result: Result, what: str, how: str) -> Table:
@@ -879,8 +885,8 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
     "jax-cpu": {"jax-cpu": jax_cpu},
     "mlx": {
-        "mlx-cast": lambda result: mlx(result, "cast", ("breccia", "MLX", "generic", "compiled"), "casts"),
-        "mlx-dequantize": lambda result: mlx(result, "dequantize", ("breccia", "MLX", "generic", "compiled"), "dequantize"),
+        "mlx-cast": lambda result: mlx(result, "cast", _MLX_CASTS, "casts"),
+        "mlx-dequantize": lambda result: mlx(result, "dequantize", _MLX_CASTS, "dequantize"),
         "mlx-layer": lambda result: mlx(
             result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
         ),
