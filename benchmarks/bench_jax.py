@@ -3,8 +3,9 @@
     python benchmarks/bench_jax.py [--size 4096] [--runs 15] [--out benchmarks/results]
 
 Plain casts are the few lines of jnp that a user would write: no care for NaN, subnormal numbers or exact quotients. Products
-multiply one row of FP32 by a weight of either order, (N, K) and (K, N); plain JAX multiplies an FP32 weight. All arms take
-turns, since machines have faster and slower moments: compare ratios.
+multiply one row of FP32 by a weight of either order, (N, K) and (K, N); plain JAX multiplies an FP32 weight. The arm `generic`
+is the generic algorithm, which XLA compiles: breccia's only one in JAX without breccia-native. Casts of new shapes are eager,
+and the plain lines compiled. All arms take turns, since machines have faster and slower moments: compare ratios.
 """
 
 from __future__ import annotations
@@ -104,19 +105,39 @@ def waited(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def arms(size: int) -> dict[tuple[str, str, str], Callable[[], Any]]:
-    """Calls by (what, recipe or order of the weight, whose)."""
+    """Calls by (what, recipe and order of a weight, whose)."""
     x, w = (jnp.asarray(common.normal((n, size), seed)) for seed, n in enumerate((1, size)))
     found: dict[tuple[str, str, str], Callable[[], Any]] = {}
     for name, plain in PLAIN.items():
-        found["cast", name, "breccia"] = waited(jax.jit(lambda w, name=name: breccia.cast(w, name)), w)
+        for arm, prefer in (("breccia", None), ("generic", "reference.cast")):
+            cast = jax.jit(lambda w, name=name, prefer=prefer: breccia.cast(w, name, prefer=prefer))
+            found["cast", name, arm] = waited(cast, w)
         found["cast", name, "plain"] = waited(jax.jit(plain), w)
-    found["product", "(N, K)", "plain"] = waited(jax.jit(lambda x, w: x @ w.T), x, w)
-    found["product", "(K, N)", "plain"] = waited(jax.jit(lambda x, w: x @ w), x, w)
+    plain = {"(N, K)": waited(jax.jit(lambda x, w: x @ w.T), x, w), "(K, N)": waited(jax.jit(lambda x, w: x @ w), x, w)}
     for name in WEIGHTS:
         rows, columns = breccia.cast(w, name), breccia.cast(w, name, axis=-2)
-        found["product", "(N, K)", name] = waited(jax.jit(lambda x, st: breccia.matmul(x, st.mT)), x, rows)
-        found["product", "(K, N)", name] = waited(jax.jit(breccia.matmul), x, columns)
+        for arm, prefer in (("breccia", None), ("generic", "reference.matmul")):
+            by_rows = jax.jit(lambda x, st, prefer=prefer: breccia.matmul(x, st.mT, prefer=prefer))
+            by_columns = jax.jit(lambda x, st, prefer=prefer: breccia.matmul(x, st, prefer=prefer))
+            found["product", f"{name} (N, K)", arm] = waited(by_rows, x, rows)
+            found["product", f"{name} (K, N)", arm] = waited(by_columns, x, columns)
+        for order, call in plain.items():
+            found["product", f"{name} {order}", "plain"] = call
     return found
+
+
+def new_shapes(runs: int) -> dict[tuple[str, str, str], Callable[[], Any]]:
+    """Eager casts of arrays whose shape changes with each call."""
+
+    def fresh(cast: Callable[[Array], Any], columns: int) -> Callable[[], Any]:
+        arrays = iter([jnp.asarray(common.normal((64 + n, columns), n)) for n in range(2 * runs)])
+        return lambda: jax.block_until_ready(cast(next(arrays)))
+
+    return {
+        ("new shape", "mxfp8", "breccia"): fresh(lambda x: breccia.cast(x, "mxfp8"), 256),
+        ("new shape", "mxfp8", "generic"): fresh(lambda x: breccia.cast(x, "mxfp8", prefer="reference.cast"), 288),
+        ("new shape", "mxfp8", "plain"): fresh(jax.jit(PLAIN["mxfp8"]), 320),
+    }
 
 
 def slices(size: int, runs: int) -> list[dict[str, Any]]:
@@ -134,7 +155,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time casts, products and slices in JAX on the CPU."""
-    calls = arms(size)
+    calls = arms(size) | new_shapes(runs)
     taken = common.swept(list(calls.values()), runs, 0)
     rows = [{"what": what, "case": case, "arm": arm, **times} for (what, case, arm), times in zip(calls, taken, strict=True)]
     result: dict[str, Any] = {"benchmark": "jax-cpu", "schema": common.SCHEMA, "provenance": common.provenance()}

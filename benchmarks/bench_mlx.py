@@ -2,9 +2,9 @@
 
     python benchmarks/bench_mlx.py [--size 4096] [--layer 2048] [--out benchmarks/results]
 
-Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. The arm `generic` is
-the generic algorithm, which also runs inside `mx.compile`. All arms take turns, since machines have faster and slower moments:
-compare ratios, not milliseconds.
+Every recipe is timed beside the mode of `mx.quantize` of the same width, since MLX lacks most of them. The arms `generic` are
+the generic algorithm; `compiled` arms run inside `mx.compile`. All arms take turns, since machines have faster and slower
+moments: compare ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -77,17 +77,26 @@ def casts(w: Any, spec: str, generic: bool) -> dict[str, dict[str, Callable[[], 
             "MLX": lambda: mx.eval(mx.dequantize(*theirs, **options, **wide)),
         },
     }
+    cast, decode = "reference.cast", "reference.dequantize"
+    tree = to_tree(st)
+
+    def compiled(prefer: str | None) -> Callable[[], None]:
+        function = mx.compile(lambda x: to_tree(breccia.cast(x, recipe, prefer=prefer)))
+        return lambda: mx.eval(function(w))
+
+    def decoded(prefer: str | None) -> Callable[[], None]:
+        function = mx.compile(lambda tree: breccia.dequantize(from_tree(tree), prefer=prefer))
+        return lambda: mx.eval(function(tree))
+
+    found["cast"]["compiled"], found["dequantize"]["compiled"] = compiled(None), decoded(None)
     if generic:
-        compiled = mx.compile(lambda x: to_tree(breccia.cast(x, recipe)))
-        decoded = mx.compile(lambda tree: breccia.dequantize(from_tree(tree)))
-        tree = to_tree(st)
         found["cast"] |= {
-            "generic": lambda: evaluated(breccia.cast(w, recipe, prefer="reference.cast")),
-            "compiled": lambda: mx.eval(compiled(w)),
+            "generic": lambda: evaluated(breccia.cast(w, recipe, prefer=cast)),
+            "generic compiled": compiled(cast),
         }
         found["dequantize"] |= {
-            "generic": lambda: evaluated(breccia.dequantize(st, prefer="reference.dequantize")),
-            "compiled": lambda: mx.eval(decoded(tree)),
+            "generic": lambda: evaluated(breccia.dequantize(st, prefer=decode)),
+            "generic compiled": decoded(decode),
         }
     return found
 

@@ -701,20 +701,21 @@ def matmul_cpu(result: Result) -> Table:
 def jax_cpu(result: Result) -> Table:
     """Milliseconds of casts, products and slices in JAX, and how many times faster than plain JAX they are."""
     by = {(row["what"], row["case"], row["arm"]): row for row in result["rows"]}
+    titles = {"cast": "cast, {}", "product": "one row by {}", "new shape": "eager cast of a new shape, {}", "slice": "{}"}
 
-    def shown(what: str, case: str, arm: str) -> tuple[str, ...]:
-        found, base = by[what, case, arm], by[what, case, "plain"]
-        name = f"cast, {case}" if what == "cast" else f"one row by {arm} {case}" if what == "product" else case
-        pair = [trio((row["min_s"], row["median_s"]), 1e3 if what != "slice" else 1e6) for row in (found, base)]
-        return name, *pair, ratio(base["min_s"] / found["min_s"])
+    def shown(what: str, case: str) -> tuple[str, ...]:
+        found = [by.get((what, case, arm)) for arm in ("breccia", "generic", "plain")]
+        unit = 1e6 if what == "slice" else 1e3
+        cells = ["" if row is None else trio((row["min_s"], row["median_s"]), unit) for row in found]
+        return titles[what].format(case), *cells, ratio(by[what, case, "plain"]["min_s"] / by[what, case, "breccia"]["min_s"])
 
     return Table(
         "JAX on the CPU",
-        ("call", "breccia", "plain JAX", "plain JAX / breccia"),
-        tuple(shown(*key) for key in by if key[2] != "plain"),
+        ("call", "breccia", "generic algorithm", "plain JAX", "plain JAX / breccia"),
+        tuple(shown(*key) for key in dict.fromkeys(key[:2] for key in by)),
         f"Milliseconds, of st[0:4] microseconds: min / median; ratios of the minima. Matrices of {result['options']['size']} × "
         f"{result['options']['size']}, compiled calls, jax {result['options']['jax']}, arms interleaved. Plain products are of "
-        "an FP32 weight in the same order.",
+        "an FP32 weight in the same order. New shapes, of 64 rows and more, are cast eagerly, and plain lines compiled.",
     )
 
 
@@ -763,7 +764,7 @@ def native_parity(result: Result) -> Table:
 
 
 def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
-    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratio is MLX's median to breccia's."""
+    """Milliseconds on MLX's arrays beside MLX's own, by op and recipe; the ratios are of MLX's medians to breccia's."""
     by = {(row["op"], row["recipe"], row["arm"]): row for row in result["rows"] if row["op"].startswith(ops)}
     keys = dict.fromkeys((op, recipe) for op, recipe, _ in by)
     several = len({op for op, _ in keys}) > 1
@@ -773,20 +774,31 @@ def mlx(result: Result, ops: str, arms: Sequence[str], what: str) -> Table:
         return "" if found is None else trio((found["min_s"], found["median_s"]), 1e3)
 
     def row(op: str, recipe: str) -> tuple[str, ...]:
-        ours, theirs = (by[op, recipe, arm]["median_s"] for arm in ("breccia", "MLX"))
+        median = {arm: by[op, recipe, arm]["median_s"] for arm in arms if (op, recipe, arm) in by}
         named = (recipe, op.partition(", ")[2]) if several else (recipe,)
-        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], ratio(theirs / ours)
+        eager = ratio(median["MLX"] / median["breccia"])
+        graph = ratio(median.get("MLX compiled", median["MLX"]) / median["compiled"]) if "compiled" in median else ""
+        return *named, *(cell(op, recipe, arm) for arm in arms), result["options"]["rivals"][recipe], eager, graph
 
     return Table(
         f"MLX: {what}",
-        ("recipe", *(("rows",) if several else ()), *(_MLX_ARMS.get(arm, arm) for arm in arms), "MLX's mode", "ratio"),
+        (
+            *("recipe", *(("rows",) if several else ()), *(_MLX_ARMS.get(arm, arm) for arm in arms)),
+            *("MLX's mode", "ratio", "ratio, compiled"),
+        ),
         tuple(row(*key) for key in keys),
         f"Milliseconds, min / median, arms interleaved, MLX {result['options']['mlx']} on the CPU. ratio: MLX's median to "
-        "breccia's.",
+        "breccia's, and to that of breccia in mx.compile.",
     )
 
 
-_MLX_ARMS = {"generic": "generic algorithm", "compiled": "breccia in mx.compile", "MLX compiled": "MLX in mx.compile"}
+_MLX_ARMS = {
+    "generic": "generic algorithm",
+    "compiled": "breccia in mx.compile",
+    "generic compiled": "generic algorithm in mx.compile",
+    "MLX compiled": "MLX in mx.compile",
+}
+_MLX_CASTS = ("breccia", "compiled", "MLX", "generic", "generic compiled")
 
 
 def decoder(result: Result, what: str, how: str) -> Table:
@@ -873,8 +885,8 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     "matmul-cpu": {"matmul-cpu": matmul_cpu},
     "jax-cpu": {"jax-cpu": jax_cpu},
     "mlx": {
-        "mlx-cast": lambda result: mlx(result, "cast", ("breccia", "MLX", "generic", "compiled"), "casts"),
-        "mlx-dequantize": lambda result: mlx(result, "dequantize", ("breccia", "MLX", "generic", "compiled"), "dequantize"),
+        "mlx-cast": lambda result: mlx(result, "cast", _MLX_CASTS, "casts"),
+        "mlx-dequantize": lambda result: mlx(result, "dequantize", _MLX_CASTS, "dequantize"),
         "mlx-layer": lambda result: mlx(
             result, "layer", ("breccia", "MLX", "generic", "compiled", "MLX compiled"), "linear layers"
         ),

@@ -71,6 +71,7 @@ _HOMES: dict[str, str] = {
             "INT4",
             "INT8",
             "Integer",
+            "Lookup",
             "MAGNITUDE",
             "MANTISSA",
             "Minifloat",

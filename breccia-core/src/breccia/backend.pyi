@@ -40,6 +40,7 @@ from .codecs import UINT4 as UINT4
 from .codecs import UINT8 as UINT8
 from .codecs import Codec as Codec
 from .codecs import Integer as Integer
+from .codecs import Lookup as Lookup
 from .codecs import Minifloat as Minifloat
 from .codecs import PowerOfTwo as PowerOfTwo
 from .codecs import f32 as f32

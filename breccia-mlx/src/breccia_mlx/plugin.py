@@ -10,6 +10,8 @@ api = 1
 
 #: Below the kernel in registers of breccia-native (-400), and above composites (-900).
 _NATIVE = -500
+#: Below the kernels for arrays in memory.
+_COMPILED = -600
 
 
 @hookimpl
@@ -33,6 +35,17 @@ def breccia_kernels() -> Iterable[Kernel]:
     for op, module in (("cast", "numpy.plan"), ("dequantize", "plans")):
         accepts = f"breccia.kernels.{module}:accepts_{op}"
         yield Kernel(op, "mlx", f"breccia_mlx.cpu:{op}", f"mlx.cpu.{op}", device="cpu", accepts=accepts, plan=plan)
+    for op, module in (("cast", "breccia_mlx.compiled"), ("dequantize", "breccia_mlx.decoding")):
+        yield Kernel(
+            op,
+            "mlx",
+            f"{module}:{op}",
+            f"mlx.compiled.{op}",
+            device="cpu",
+            accepts=f"{module}:accepts",
+            rank=_COMPILED,
+            traces=True,
+        )
     native = "breccia_mlx.native"
     yield Kernel(
         "matmul",

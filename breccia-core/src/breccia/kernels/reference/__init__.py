@@ -10,7 +10,18 @@ split and broadcast from the left.
 
 from __future__ import annotations
 
-from .casting import assign, assigned, cast, check_supplied, multiplier, random_words, refuse_nonfinite, sensed
+from .casting import (
+    assign,
+    assigned,
+    block_scales,
+    cast,
+    check_supplied,
+    global_scale_of,
+    multiplier,
+    random_words,
+    refuse_nonfinite,
+    sensed,
+)
 from .composed import cast_pair, cast_ste, cast_ste_clipped, extremes
 from .decoding import apply_scale, dequantize, offsets_of, result
 from .packing import pack, unpack
@@ -24,6 +35,7 @@ __all__ = [
     "apply_scale",
     "assign",
     "assigned",
+    "block_scales",
     "cast",
     "cast_and_record",
     "cast_matmul",
@@ -33,6 +45,7 @@ __all__ = [
     "check_supplied",
     "dequantize",
     "extremes",
+    "global_scale_of",
     "grouped_matmul",
     "matmul",
     "multiplier",

@@ -79,17 +79,15 @@ def _write(
         factor, supplied = tiles.broadcast_global(multiplier(ops, ops.f32(global_scale), fmt)), None
 
     amax = ops.amax(tiles.split(magnitude), tiles.axes)
-    faulty = amax >= F32_INF
     low, statistic = _statistic(ops, amax, clean, tiles, fmt.offset)
-    if supplied is None:
-        codes = rule.scale(ops, statistic, level.codec, element, fmt.qmax(level), factor)
-        codes = ops.where(statistic == 0, level.codec.zero_scale, codes)
-    else:
-        codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
     # Under a supplied scale, NaN and Inf get their own codes if the element has them; else their block is marked.
     own_codes = supplied is not None and element.nan_code is not None
-    if not own_codes:
-        codes = ops.where(faulty, level.codec.need_nan(), codes)
+    if supplied is None:
+        codes = block_scales(ops, amax, statistic, recipe, factor)
+    else:
+        codes, statistic = tiles.broadcast_to_blocks(level.codec.accept(ops, supplied)), None
+        if not own_codes:
+            codes = ops.where(amax >= F32_INF, level.codec.need_nan(), codes)
     stored = ops.store(codes, ops.storage(level.codec))
 
     def in_units_of_scale(x: Array) -> tuple[Array, Array]:
@@ -124,12 +122,29 @@ def _global_scale(ops: Ops, y: Array, magnitude: Array, recipe: ScalingRecipe, f
     if supplied is not None:
         return whole.scale(ops.store(level.codec.accept(ops, supplied), ops.storage(level.codec)))
     finite = ops.where((magnitude < F32_INF) & (magnitude >= NORMAL), magnitude, 0)
-    amax = ops.bitcast_to_float(ops.amax(finite, whole.axes))
+    return whole.scale(global_scale_of(ops, ops.bitcast_to_float(ops.amax(finite, whole.axes)), recipe))
+
+
+def block_scales(ops: Ops, amax: Array, statistic: Array, recipe: ScalingRecipe, factor: Array | None) -> Array:
+    """int32 codes of the scales of blocks; NaN where `amax`, the largest magnitude as FP32 bits, is Inf or NaN.
+
+    statistic: FP32, as in `Rule.scale`, 0 for blocks of zeros. factor: the multiplier of the global scale, or None.
+    """
+    fmt = recipe.format
+    codec = fmt.scale.codec
+    codes = recipe.rules[-1].scale(ops, statistic, codec, fmt.element, fmt.qmax(fmt.scale), factor)
+    codes = ops.where(statistic == 0, codec.zero_scale, codes)
+    return ops.where(amax >= F32_INF, codec.need_nan(), codes)
+
+
+def global_scale_of(ops: Ops, amax: Array, recipe: ScalingRecipe) -> Array:
+    """The global scale as stored, from the largest FP32 magnitude of the finite elements."""
+    fmt = recipe.format
+    level = fmt.levels[0]
     if level.sense != "multiplier":
-        return whole.scale(ops.store(level.codec.encode(ops, sensed(ops, amax, fmt)), ops.storage(level.codec)))
+        return ops.store(level.codec.encode(ops, sensed(ops, amax, fmt)), ops.storage(level.codec))
     codes = recipe.rules[0].scale(ops, amax, level.codec, fmt.element, fmt.qmax(level), None)
-    codes = ops.where(amax == 0, level.codec.zero_scale, codes)
-    return whole.scale(ops.store(codes, ops.storage(level.codec)))
+    return ops.store(ops.where(amax == 0, level.codec.zero_scale, codes), ops.storage(level.codec))
 
 
 def sensed(ops: Ops, amax: Array, fmt: Format) -> Array:
