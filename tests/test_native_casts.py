@@ -239,7 +239,17 @@ SCALES = ("usual", "of any bits", "zero, NaN or Inf")
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("fp8_row", "fp8_block", "fp8_current", "mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp6,fp6_format=E3M2", "mxfp4", "nvfp4"),
+        *(
+            "fp8_row",
+            "fp8_block",
+            "fp8_current",
+            "mxfp8",
+            "mxfp8,fp8_format=E5M2",
+            "mxfp6",
+            "mxfp6,fp6_format=E3M2",
+            "mxfp4",
+            "nvfp4",
+        ),
         *("int4", "int4,signed=false,symmetric=false", "int8", "int8,signed=false,symmetric=false", "mxint8", "nf4"),
     ],
 )
@@ -284,13 +294,22 @@ def test_global_scales_are_written_in_every_convention(sense: str, shape: tuple[
         assert breccia.bytes_equal(found, breccia.cast(x, recipe, prefer="reference.cast"))
 
 
-def test_stochastic_casts_run_compiled_on_numpy_and_torch() -> None:
-    torch = pytest.importorskip("torch")
-    x = np.ones((64, 256), np.float32)
-    found = breccia.explain("cast", x, breccia.MXFP8BlockScaling(), rounding="stochastic", seed=1)
-    assert found.winner is not None and found.winner.name == "native.cast"
-    st = breccia.cast(torch.from_numpy(x), breccia.MXFP8BlockScaling(), rounding="stochastic", seed=1)
-    assert st.digest() == breccia.cast(x, breccia.MXFP8BlockScaling(), rounding="stochastic", seed=1).digest()
+@pytest.mark.parametrize("framework", ["torch", "mlx.core"])
+def test_stochastic_casts_run_compiled_on_every_framework_of_the_cpu(framework: str) -> None:
+    other, recipe = pytest.importorskip(framework), breccia.MXFP8BlockScaling()
+    x, options = np.linspace(-3, 5, 64 * 256, dtype=np.float32).reshape(64, 256), {"rounding": "stochastic", "seed": 1}
+    y = other.from_numpy(x) if framework == "torch" else other.array(x)
+    name = framework.partition(".")[0]
+    for array, winner in ((x, "native.cast"), (y, f"{name}.cpu.cast_stochastic")):
+        found = breccia.explain("cast", array, recipe, **options)
+        assert found.winner is not None and found.winner.name == winner and "native.cast" in str(found)
+    nearest = breccia.explain("cast", y, recipe)
+    assert nearest.winner is not None and nearest.winner.name == f"{name}.cpu.cast"
+    assert "skipped: it only rounds stochastically; other casts have a kernel that needs no microkernels" in str(nearest)
+    st = breccia.cast(y, recipe, **options)
+    assert st.digest() == breccia.cast(x, recipe, **options, prefer="reference.cast").digest()
+    if framework == "torch":
+        assert breccia.cast(y, recipe, **options, out=st) is st
 
 
 # ------------------------------------------------------------------------------------------------ bad input

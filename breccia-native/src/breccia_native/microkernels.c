@@ -81,9 +81,11 @@ INLINE void largest_of_each(const char *x, Py_ssize_t blocks, Py_ssize_t k, int 
                 const int16_t a = (int16_t)(numbers[i] & 0x7fffu);
                 most = a > most ? a : most;
             }
-            amax[b] = kind == BF16 ? (uint32_t)most << 16 : bits_of_half((uint16_t)most);
+            amax[b] = kind == BF16 ? (uint32_t)most << 16 : (uint32_t)most;
         }
     }
+    for (Py_ssize_t b = 0; kind == FP16 && b < blocks; b++) /* together, which takes less than one by one */
+        amax[b] = bits_of_half((uint16_t)amax[b]);
 }
 
 /* Loops over the formats' block sizes have a length known at compile time. */
@@ -334,6 +336,41 @@ typedef struct {
     Py_ssize_t left;
 } place;
 
+#if defined(X86_VERSIONS)
+/* n numbers of FP16 times a scale, or over it. */
+FOR_AVX512 INLINE void halves_times(const uint16_t *x, float by, Py_ssize_t n, int divides, float *y)
+{
+    const __m512 factor = _mm512_set1_ps(by);
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(x + i)));
+        _mm512_storeu_ps(y + i, divides ? _mm512_div_ps(wide, factor) : _mm512_mul_ps(wide, factor));
+    }
+    for (; i < n; i++)
+        y[i] = divides ? float_of(bits_of_half(x[i])) / by : float_of(bits_of_half(x[i])) * by;
+}
+
+/* `scaled_of` for FP16. */
+FOR_AVX512 static void halves_scaled_by_avx512(const uint16_t *x, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
+{
+    for (Py_ssize_t i = 0, length; i < n; i += length) {
+        const float by = *next->inverse;
+        length = next->left < n - i ? next->left : n - i;
+        if (by == 0)
+            memset(y + i, 0, 4 * (size_t)length);
+        else if (length == 32)
+            halves_times(x + i, by, 32, divides, y + i);
+        else
+            halves_times(x + i, by, length, divides, y + i);
+        next->left -= length;
+        if (next->left == 0) {
+            next->inverse++;
+            next->left = k;
+        }
+    }
+}
+#endif
+
 /* y = n numbers of x times the inverse scales of their blocks. Loops over usual blocks have a length known at compile time. */
 INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
 {
@@ -370,6 +407,12 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
     }
     for (Py_ssize_t i = 0; i < n * size; i += 64)
         FETCH(x + AHEAD + i);
+#if defined(X86_VERSIONS)
+    if (all->kind == FP16 && all->widen == widened_by_avx512) {
+        halves_scaled_by_avx512((const uint16_t *)x, all->k, n, divides, next, y);
+        return;
+    }
+#endif
     if (all->kind == FP16 && all->widen) {
         all->widen((const uint16_t *)x, n, room);
         scaled_of((const char *)room, FP32, all->k, n, divides, next, y);
