@@ -426,7 +426,7 @@ def test_torch_s_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [1, 1, 1, 3, 3, 1, 4, 4, 1]
 
 
-def test_repeated_products_read_the_operands_of_each_call(instruction_set: str) -> None:
+def test_repeated_products_of_torch_read_the_operands_of_each_call(instruction_set: str) -> None:
     """The prepared call of the first product serves the others; each has the bits of NumPy's kernel for its operands."""
     torch = pytest.importorskip("torch")
     from breccia_torch import cpu
@@ -446,7 +446,7 @@ def test_repeated_products_read_the_operands_of_each_call(instruction_set: str) 
             assert prepared is not None and prepared.shape == (2, 3, 48)
 
 
-def test_products_that_cannot_be_repeated_are_multiplied_as_at_first() -> None:
+def test_products_of_torch_that_cannot_be_repeated_are_multiplied_as_at_first() -> None:
     torch = pytest.importorskip("torch")
 
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
@@ -466,7 +466,7 @@ def test_products_that_cannot_be_repeated_are_multiplied_as_at_first() -> None:
     check_bound(breccia.matmul(large, st).numpy(), large.numpy(), breccia.dequantize(st).mT.numpy())
 
 
-def test_a_prepared_product_ends_with_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_product_of_torch_ends_with_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another preference for NumPy's arrays holds for the next product of the same operands."""
     torch = pytest.importorskip("torch")
     from breccia.dispatch import registry
