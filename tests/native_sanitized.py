@@ -24,8 +24,9 @@ OWN = {
     "microkernels": ["-ffp-contract=off"],
     "decoding": ["-ffp-contract=off"],
     "products": ["-ffp-contract=fast"],
+    "columns": ["-ffp-contract=fast"],
 }
-TESTS = tuple(f"tests/test_native{part}.py" for part in ("", "_casts", "_matmul", "_modes", "_pool"))
+TESTS = tuple(f"tests/test_native{part}.py" for part in ("", "_casts", "_columns", "_matmul", "_modes", "_pool"))
 #: Tests that start processes of their own, or need an unmodified installation.
 LEFT_OUT = "not without_the_compiled and not torch and not use_the_compiled"
 

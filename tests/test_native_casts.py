@@ -226,6 +226,65 @@ def test_dequantize_writes_the_bits_of_the_generic_algorithm_with_and_without_ou
         np.testing.assert_array_equal(np.ascontiguousarray(found).view(word), np.ascontiguousarray(expected).view(word))
 
 
+@pytest.mark.parametrize("codec", [E4M3, E5M2, E2M3, E3M2], ids=lambda c: c.name)
+def test_minifloats_of_8_and_6_bits_are_decoded_without_a_table(codec: Codec) -> None:
+    """Their FP32 numbers, NaN and Inf included, are those that decoding.c computes, which is faster."""
+    assert kernels._element(codec)[1][0] == kernels._MINIFLOAT
+
+
+SCALES = ("usual", "of any bits", "zero, NaN or Inf")
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(
+            "fp8_row",
+            "fp8_block",
+            "fp8_current",
+            "mxfp8",
+            "mxfp8,fp8_format=E5M2",
+            "mxfp6",
+            "mxfp6,fp6_format=E3M2",
+            "mxfp4",
+            "nvfp4",
+        ),
+        *("int4", "int4,signed=false,symmetric=false", "int8", "int8,signed=false,symmetric=false", "mxint8", "nf4"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_all_codes_under_any_scales_are_decoded_to_any_address(
+    recipe: str, dtype: str, scales: str, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of every kind in rows of whole and partial strips; results past the caches and not, in lines and across them."""
+    made, shape = np.random.default_rng(len(recipe)), (24, 1536 + 96)
+    plain = breccia.cast(made.standard_normal(shape, np.float32), recipe)
+    data = made.integers(0, 256, plain.data.shape, dtype=np.uint8)
+    data[: len(data) // 2] = plain.data[: len(data) // 2].view(np.uint8)  # rows without NaN codes
+    scale = plain.scale.copy()
+    bits = scale.reshape(-1).view(f"u{scale.itemsize}")
+    if scales == SCALES[1]:
+        bits[...] = made.integers(0, np.iinfo(bits.dtype).max, bits.shape, dtype=bits.dtype, endpoint=True)
+    elif scales == SCALES[2]:
+        top = {1: (0, 0x7F, 0xFF), 2: (0, 0x7C00, 0x7E00), 4: (0, 0x7F800000, 0x7FC00000)}[scale.itemsize]
+        bits[made.random(bits.shape) < 0.1] = made.choice(np.array(top, bits.dtype))
+    st = breccia.ScaledTensor(
+        data.view(plain.data.dtype), scale, plain.recipe, plain.layout, plain.zero_point, plain.global_scale
+    )
+    expected = breccia.dequantize(st, out_dtype=dtype, prefer="reference.dequantize")
+    word = f"u{expected.itemsize}"
+    for streamed, offset in itertools.product((0, 1 << 40), (0, 16, 4)):
+        monkeypatch.setattr("breccia.kernels.numpy.decoding._STREAMED", streamed)
+        room = np.zeros(expected.nbytes + 192, np.uint8)
+        start = -room.ctypes.data % 64 + offset
+        out = room[start : start + expected.nbytes].view(expected.dtype).reshape(expected.shape)
+        breccia.dequantize(st, out_dtype=dtype, out=out, prefer="native.dequantize")
+        p, q = expected.view(word), out.view(word)
+        assert ((p == q) | (np.isnan(expected) & np.isnan(out))).all()
+        assert not room[:start].any() and not room[start + expected.nbytes :].any()
+
+
 @pytest.mark.parametrize("sense", ["multiplier", "divisor", "amax"])
 @pytest.mark.parametrize("shape", [(4, 64), (64, 4096)])
 def test_global_scales_are_written_in_every_convention(sense: str, shape: tuple[int, ...]) -> None:
@@ -235,13 +294,22 @@ def test_global_scales_are_written_in_every_convention(sense: str, shape: tuple[
         assert breccia.bytes_equal(found, breccia.cast(x, recipe, prefer="reference.cast"))
 
 
-def test_stochastic_casts_run_compiled_on_numpy_and_torch() -> None:
-    torch = pytest.importorskip("torch")
-    x = np.ones((64, 256), np.float32)
-    found = breccia.explain("cast", x, breccia.MXFP8BlockScaling(), rounding="stochastic", seed=1)
-    assert found.winner is not None and found.winner.name == "native.cast"
-    st = breccia.cast(torch.from_numpy(x), breccia.MXFP8BlockScaling(), rounding="stochastic", seed=1)
-    assert st.digest() == breccia.cast(x, breccia.MXFP8BlockScaling(), rounding="stochastic", seed=1).digest()
+@pytest.mark.parametrize("framework", ["torch", "mlx.core"])
+def test_stochastic_casts_run_compiled_on_every_framework_of_the_cpu(framework: str) -> None:
+    other, recipe = pytest.importorskip(framework), breccia.MXFP8BlockScaling()
+    x, options = np.linspace(-3, 5, 64 * 256, dtype=np.float32).reshape(64, 256), {"rounding": "stochastic", "seed": 1}
+    y = other.from_numpy(x) if framework == "torch" else other.array(x)
+    name = framework.partition(".")[0]
+    for array, winner in ((x, "native.cast"), (y, f"{name}.cpu.cast_stochastic")):
+        found = breccia.explain("cast", array, recipe, **options)
+        assert found.winner is not None and found.winner.name == winner and "native.cast" in str(found)
+    nearest = breccia.explain("cast", y, recipe)
+    assert nearest.winner is not None and nearest.winner.name == f"{name}.cpu.cast"
+    assert "skipped: it only rounds stochastically; other casts have a kernel that needs no microkernels" in str(nearest)
+    st = breccia.cast(y, recipe, **options)
+    assert st.digest() == breccia.cast(x, recipe, **options, prefer="reference.cast").digest()
+    if framework == "torch":
+        assert breccia.cast(y, recipe, **options, out=st) is st
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -402,23 +402,105 @@ def test_torch_s_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     torch = pytest.importorskip("torch")
     seen: list[int] = []
 
-    def multiply(*arguments: Any) -> bool:
-        seen.append(arguments[-1])
-        return compiled(*arguments)
+    def recorded(compiled: Any, at: int) -> Any:
+        def multiply(*arguments: Any) -> bool:
+            seen.append(arguments[at])
+            return compiled(*arguments)
 
-    compiled = products.multiply
+        return multiply
+
     st = breccia.cast(torch.ones(2048, 1024), "int4")
     x, before, ours = torch.ones(4, 1024), torch.get_num_threads(), threads.get_num_threads()
-    monkeypatch.setattr(products, "multiply", multiply)
+    monkeypatch.setattr(products, "multiply", recorded(products.multiply, -1))
+    monkeypatch.setattr(products, "repeat", recorded(products.repeat, -2))
     try:
         breccia.set_num_threads(4)
         for number in (1, 3, 8):
             torch.set_num_threads(number)
-            breccia.matmul(x, st.mT)
+            breccia.matmul(x, st.mT)  # contiguous: by a prepared call
+            breccia.matmul(x.mT.contiguous().mT, st.mT)
+            breccia.matmul(x[:1, :64], breccia.cast(torch.ones(32, 64), "int4").mT)
     finally:
         torch.set_num_threads(before)
         breccia.set_num_threads(ours)
-    assert seen == [1, 3, 4]
+    assert seen == [1, 1, 1, 3, 3, 1, 4, 4, 1]
+
+
+def test_repeated_products_of_torch_read_the_operands_of_each_call(instruction_set: str) -> None:
+    """The prepared call of the first product serves the others; each has the bits of NumPy's kernel for its operands."""
+    torch = pytest.importorskip("torch")
+    from breccia_torch import cpu
+
+    seed = torch.Generator().manual_seed(0)
+    for recipe in ("nvfp4", "int4", "int4,symmetric=false,signed=false", "fp8_block", "mxfp8"):
+        for dtype in (torch.float32, torch.bfloat16):
+            cpu._products.clear()
+            for size in (1, 3, 5):
+                x, bias = torch.randn(2, 3, 160, generator=seed).to(dtype) * size, torch.randn(48, generator=seed).to(dtype)
+                st = breccia.cast(torch.randn(48, 160, generator=seed) * size, recipe)
+                found = breccia.matmul(x, st.mT, bias=bias)
+                arrays = [cpu._floats(x), cpu._arrays(st.mT), cpu._floats(bias)]
+                expected = breccia.matmul(*arrays[:2], bias=arrays[2])
+                np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+            [(_, prepared)] = cpu._products.values()
+            assert prepared is not None and prepared.shape == (2, 3, 48)
+
+
+def test_products_of_torch_that_cannot_be_repeated_are_multiplied_as_at_first() -> None:
+    torch = pytest.importorskip("torch")
+
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    st = breccia.cast(w, "mxfp8").mT
+    expected = breccia.matmul(x, st)
+    room = torch.empty(4 * 64 * 4 + 1, dtype=torch.uint8)
+    room[1:] = x.reshape(-1).view(torch.uint8)
+    misaligned = torch.from_numpy(room.numpy()[1:].view(np.float32)).reshape(4, 64)
+    negative = torch.complex(torch.zeros(4, 64), -x).conj().imag  # has torch's negative bit
+    strided = x.repeat_interleave(2, 0)[::2]
+    assert misaligned.data_ptr() % 4 and negative.is_neg() and not strided.is_contiguous()
+    for other in (misaligned, negative, strided):
+        assert torch.equal(breccia.matmul(other, st), expected)
+    large = x.clone()
+    large[0, 0] = 2.0**120  # beyond the limits of the compiled kernel
+    check_bound(breccia.matmul(large, st).numpy(), large.numpy(), breccia.dequantize(st).mT.numpy())
+
+
+def test_a_prepared_product_of_torch_ends_with_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another preference for NumPy's arrays holds for the next product of the same operands."""
+    torch = pytest.importorskip("torch")
+    from breccia.dispatch import registry
+    from breccia_torch import cpu
+
+    st, x = breccia.cast(torch.ones(16, 64), "mxfp8").mT, torch.ones(4, 64)
+    cpu._products.clear()
+    breccia.matmul(x, st)
+    assert [prepared is None for _, prepared in cpu._products.values()] == [False]
+    try:
+        monkeypatch.setenv("BRECCIA_PREFER", "numpy.matmul")
+        registry.reload()
+        breccia.matmul(x, st)
+        assert [prepared is None for _, prepared in cpu._products.values()] == [True]
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+    breccia.matmul(x, st)
+    assert [prepared is None for _, prepared in cpu._products.values()] == [False]
+
+
+def test_addresses_that_are_missing_or_misaligned_are_refused() -> None:
+    x, data, scale, bias = (np.zeros(n, t) for n, t in ((128, "f4"), (256, "u1"), (16, "u1"), (8, "f4")))
+    product, given = np.full(16, 7, np.float32), products.prepare(*arguments(bias=bias))
+    at = [part.ctypes.data for part in (x, data, scale)]
+    assert products.repeat(given, *at, 0, bias.ctypes.data, 1.0, 1, product) is True and not product.any()
+    for wrong in ((0, *at[1:], 0, 0), (at[0], 0, at[2], 0, 0), (*at[:2], 0, 0, 0), (at[0] + 1, *at[1:], 0, 0), (*at, 0, 2)):
+        assert products.repeat(given, *wrong, 1.0, 1, product) is False
+    with pytest.raises(ValueError, match="wanted a product: 16 aligned FP32 numbers; got 60 bytes. Call breccia.matmul"):
+        products.repeat(given, *at, 0, 0, 1.0, 1, product[1:])
+    with pytest.raises(TypeError, match="repeat takes 9 arguments; got 2. Call breccia.matmul"):
+        products.repeat(given, 0)
+    with pytest.raises(ValueError, match="wanted scales of 16 bytes; got 15"):
+        products.prepare(*arguments(scale=np.zeros(15, np.uint8)))
 
 
 def arguments(**changed: Any) -> tuple[Any, ...]:

@@ -204,21 +204,27 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
     torch = pytest.importorskip("torch")
     st = breccia.cast(torch.randn(48, 320, generator=torch.Generator().manual_seed(0)), "nvfp4")
     d, modes = breccia.dequantize(st).numpy(), list[int]()
-    multiplied = native._multiplied
+    from breccia_torch import cpu
 
-    def seen(x: Any, w: Any, product: Any, k: int, mode: int, bias: Any) -> bool:
-        modes.append(mode)
-        return multiplied(x, w, product, k, mode, bias)
+    prepare = native.products.prepare
 
-    monkeypatch.setattr(native, "_multiplied", seen)
+    def seen(*arguments: Any) -> Any:
+        modes.append(arguments[5])
+        return prepare(*arguments)
+
+    monkeypatch.setattr(native.products, "prepare", seen)
     monkeypatch.setattr(native.products, "fast", lambda mode: True)
+    cpu._products.clear()
     for rows, mode in ((native._ROWS_OF_BF16 - 1, 0), (native._ROWS_OF_BF16, 2), (130, 2)):
-        x = torch.randn(rows, 320).bfloat16()
-        check_bound(breccia.matmul(x, st.mT, "float32").numpy(), x.float().numpy(), d)
-        assert modes.pop() == mode and not modes
+        for _ in range(2):
+            x = torch.randn(rows, 320).bfloat16()
+            check_bound(breccia.matmul(x, st.mT, "float32").numpy(), x.float().numpy(), d)
+        assert modes.pop() == mode and not modes  # prepared once
     monkeypatch.setattr(native.products, "fast", lambda mode: False)
+    cpu._products.clear()
     breccia.matmul(x, st.mT)
     assert modes == [0]
+    cpu._products.clear()
 
 
 def test_every_table_of_small_integers_is_found() -> None:

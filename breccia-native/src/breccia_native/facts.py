@@ -136,6 +136,13 @@ def beyond_xla(call: Call) -> str | None:
     return None
 
 
+def accepts_stochastic_cast(call: Call) -> str | None:
+    """Why the compiled kernel for NumPy does not cast this array of another framework stochastically, or None."""
+    if call.option("rounding") != "stochastic":
+        return "it only rounds stochastically; other casts have a kernel that needs no microkernels"
+    return targets.load("breccia.kernels.numpy.plan:accepts_compiled_cast")(call)
+
+
 def accepts_cast_on_jax(call: Call) -> str | None:
     """Why NumPy's kernel does not cast an array of JAX, or None."""
     return beyond_xla(call) or targets.load("breccia.kernels.numpy.plan:accepts_compiled_cast")(call)

@@ -150,8 +150,8 @@ def _element(codec: Codec) -> tuple[Any, tuple[int, int, int, int, int, float]]:
                 int(np.argmax(np.append(where, True))) for where in (table[:top] >= F32_INF, table[:top] > F32_INF)
             )
             a = magnitudes & (top - 1)
-            halves = np.where(a >= nan, 0x7E00, np.where(a >= infinite, 0x7C00, a << (10 - p)))
-            halves |= (magnitudes >= top).astype(halves.dtype) << 15
+            signs = (magnitudes >= top).astype(a.dtype) << 15
+            halves = np.where(a >= nan, 0x7E00, np.where(a >= infinite, 0x7C00, a << (10 - p)) | signs)
             numbers = (halves.astype(np.uint16).view(np.float16).astype(np.float32) * np.float32(unit)).view(np.uint32)
             fields = (_MINIFLOAT, p, infinite, nan, 0, unit)
         case _:

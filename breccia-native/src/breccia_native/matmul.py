@@ -13,6 +13,7 @@ from breccia.backend import (
     NUMPY,
     TENSOR,
     Array,
+    Format,
     InternedKey,
     PowerOfTwo,
     ScaledTensor,
@@ -179,13 +180,8 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias:
     """(M, K) times the transpose of the matrix `st`, (N, K), plus the bias."""
     if mode is None and (found := _by_columns(x, st, n, k)) is not None:
         return found if bias is None else np.add(found, bias, out=found)
-    m, weight = len(x), _weight(st, n, k)
-    product, rows = np.empty((m, n), np.float32), max(_PACKED // (4 * k), _FEWEST)
-    if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
-        exact = m >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
-        mode = BF16_MODE if exact else FP32
-    if mode != FP32 and not _supports(st, weight, mode, k):
-        mode = FP32
+    m, weight, rows = len(x), _weight(st, n, k), _rows_at_once(k)
+    product, mode = np.empty((m, n), np.float32), _mode(x, st, weight, k, mode)
     for start in range(0, m, rows):
         part, to = (x, product) if m <= rows else (x[start : start + rows], product[start : start + rows])
         if not (
@@ -193,6 +189,70 @@ def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias:
         ):
             return None
     return product
+
+
+def _rows_at_once(k: int) -> int:
+    """How many rows of activations are multiplied together."""
+    return max(_PACKED // (4 * k), _FEWEST)
+
+
+def _mode(x: Array, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
+    """How activations are rounded: as asked for, where the kernel supports it for that weight."""
+    if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
+        exact = len(x) >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
+        mode = BF16_MODE if exact else FP32
+    return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
+
+
+class Prepared(NamedTuple):
+    """Products of arrays of the same kinds and sizes as earlier ones, by the addresses of their memory.
+
+    shape: that of the product. threads: whether more than one is faster. format: of the weight.
+    """
+
+    call: Any
+    shape: tuple[int, ...]
+    threads: bool
+    factor: float
+    format: Format
+
+    def __call__(
+        self, x: int, data: int, scale: int, offset: int, bias: int, global_scale: float | None, threads: int
+    ) -> Array | None:
+        """The product of what lies at these addresses, 0 for none; None for numbers beyond the kernel's limits."""
+        product = np.empty(self.shape, np.float32)
+        factor = self.factor if global_scale is None else _fp32(factor_of(self.format, global_scale))
+        count = threads if self.threads else 1
+        return product if products.repeat(self.call, x, data, scale, offset, bias, factor, count, product) else None
+
+
+def prepared(x: Array, b: ScaledTensor, bias: Array | None) -> Prepared | None:
+    """What multiplies arrays like `x` by weights like the matrix `b` again; None where `matmul` copies one of them first."""
+    st = b.mT
+    n, k = st.shape
+    parts = [x, st.data, st.scale, *(part for part in (st.zero_point, bias) if part is not None)]
+    if x.ndim < 2 or not all(part.flags.c_contiguous and part.flags.aligned for part in parts):
+        return None
+    rows, weight = x.reshape(-1, k), _weight(st, n, k)
+    m, kind = len(rows), _kind_of(x)
+    as_they_are = (
+        kind is not None and (bias is None or bias.dtype is _F32) and (st.zero_point is None or st.zero_point.dtype in _OFFSETS)
+    )
+    if not as_they_are or m > _rows_at_once(k):
+        return None
+    mode = _mode(rows, st, weight, k, None)
+    bits = rows.view(np.uint16) if kind == _KINDS["bf16"] else rows
+    product, added = np.empty((m, n), np.float32), _EMPTY if bias is None else bias
+    call = products.prepare(bits, kind, m, n, k, mode, *weight, product, added, 1)
+    return Prepared(call, (*x.shape[:-1], n), m * n * k >= _FOR_THREADS, weight.factor, st.recipe.format)
+
+
+def _kind_of(x: Array) -> int | None:
+    """The number of the kind of activations; None for a dtype that is converted first."""
+    kind = _ACTIVATIONS.get(x.dtype)
+    if kind is None and x.dtype.name == "bfloat16":
+        kind = _ACTIVATIONS[x.dtype] = _KINDS["bf16"]
+    return kind
 
 
 def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
@@ -301,10 +361,8 @@ def _offset(st: ScaledTensor) -> tuple[Array, int]:
 def _multiplied(x: Array, w: _Weight, product: Array, k: int, mode: int, bias: Array | None = None) -> bool:
     """Write (M, K) times the transpose of `w`, (N, K), plus the bias to `product`. False for numbers beyond the limits."""
     m, n = product.shape
-    kind = _ACTIVATIONS.get(x.dtype)
-    if kind is None and x.dtype.name == "bfloat16":
-        kind = _ACTIVATIONS[x.dtype] = _KINDS["bf16"]
-    elif kind is None:
+    kind = _kind_of(x)
+    if kind is None:
         x, kind = NUMPY.f32(x), _KINDS["f32"]
     if not (x.flags.c_contiguous and x.flags.aligned):
         x = x.copy()

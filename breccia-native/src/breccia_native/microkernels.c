@@ -81,9 +81,11 @@ INLINE void largest_of_each(const char *x, Py_ssize_t blocks, Py_ssize_t k, int 
                 const int16_t a = (int16_t)(numbers[i] & 0x7fffu);
                 most = a > most ? a : most;
             }
-            amax[b] = kind == BF16 ? (uint32_t)most << 16 : bits_of_half((uint16_t)most);
+            amax[b] = kind == BF16 ? (uint32_t)most << 16 : (uint32_t)most;
         }
     }
+    for (Py_ssize_t b = 0; kind == FP16 && b < blocks; b++) /* together, which takes less than one by one */
+        amax[b] = bits_of_half((uint16_t)amax[b]);
 }
 
 /* Loops over the formats' block sizes have a length known at compile time. */
@@ -119,9 +121,11 @@ INLINE uint32_t unordered(int32_t key)
 #define FETCH(address)
 #endif
 
-/* FP16 as FP32, by instructions that processors with AVX2 have. */
+/* FP16 as FP32, by the instructions of a version; baseline has none. */
+typedef void (*widener)(const uint16_t *halves, Py_ssize_t n, float *y);
+
 #if defined(X86_VERSIONS)
-__attribute__((target("avx,f16c"))) static void widened_by_f16c(const uint16_t *halves, Py_ssize_t n, float *y)
+FOR_AVX2 static void widened_by_avx2(const uint16_t *halves, Py_ssize_t n, float *y)
 {
     Py_ssize_t i = 0;
     for (; i + 8 <= n; i += 8)
@@ -129,10 +133,19 @@ __attribute__((target("avx,f16c"))) static void widened_by_f16c(const uint16_t *
     for (; i < n; i++)
         y[i] = float_of(bits_of_half(halves[i]));
 }
+
+FOR_AVX512 static void widened_by_avx512(const uint16_t *halves, Py_ssize_t n, float *y)
+{
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + i))));
+    for (; i < n; i++)
+        y[i] = float_of(bits_of_half(halves[i]));
+}
 #endif
 
 /* FP32 numbers start .. start + n, n <= STRIP, of x, possibly in `room`. clean: those below 2^-126 as zeros of their sign. */
-INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize_t n, int clean, float *room)
+INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize_t n, int clean, widener widen, float *room)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
     x += start * size;
@@ -140,12 +153,19 @@ INLINE const float *strip_of(const char *x, int kind, Py_ssize_t start, Py_ssize
         FETCH(x + AHEAD + i);
     if (kind == FP32 && !clean)
         return (const float *)x;
+    if (kind == FP16 && widen) {
+        widen((const uint16_t *)x, n, room); /* none is below 2^-126 */
+        return room;
+    }
     uint32_t found[STRIP];
-    row_of(x, n, kind, found);
+    const uint32_t *bits = kind == FP32 ? (const uint32_t *)x : found;
+    if (kind != FP32)
+        row_of(x, n, kind, found);
     if (clean)
         for (Py_ssize_t i = 0; i < n; i++)
-            found[i] = (int32_t)(found[i] & MAGNITUDE) < (int32_t)NORMAL ? found[i] & ~MAGNITUDE : found[i];
-    memcpy(room, found, 4 * (size_t)n);
+            room[i] = float_of((int32_t)(bits[i] & MAGNITUDE) < (int32_t)NORMAL ? bits[i] & ~MAGNITUDE : bits[i]);
+    else
+        memcpy(room, found, 4 * (size_t)n);
     return room;
 }
 
@@ -163,7 +183,7 @@ INLINE void extremes_of_each(const float *y, Py_ssize_t blocks, Py_ssize_t k, in
     }
 }
 
-INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *low, uint32_t *high)
+INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, widener widen, uint32_t *low, uint32_t *high)
 {
     float room[STRIP];
     const Py_ssize_t together = k < STRIP ? STRIP / k : 1;
@@ -174,7 +194,7 @@ INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind
             least[j] = INT32_MAX, most[j] = INT32_MIN;
         for (Py_ssize_t start = 0; start < k; start += STRIP) {
             const Py_ssize_t n = k - start < STRIP ? k - start : STRIP;
-            const float *y = strip_of(x, kind, b * k + start, several * n, 0, room);
+            const float *y = strip_of(x, kind, b * k + start, several * n, 0, widen, room);
             switch (n) {
             case 16: extremes_of_each(y, several, 16, least, most); break;
             case 32: extremes_of_each(y, several, 32, least, most); break;
@@ -191,29 +211,60 @@ INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind
 
 #define ROTATED(y, r) (((y) << (r)) | ((y) >> (32 - (r))))
 
-/* The first words of Threefry-2x32 with 20 rounds for counters first .. first + n (docs/spec/numerics.md, section 5.5). */
-INLINE void words_of(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, uint32_t *found)
+#if defined(__GNUC__)
+#define UNROLL _Pragma("GCC unroll 20")
+enum { LANES = 16, MOST_STREAMS = 4 };
+typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#else
+#define UNROLL
+enum { LANES = 1, MOST_STREAMS = 1 };
+typedef uint32_t lanes;
+typedef uint32_t unaligned_lanes;
+#endif
+
+/* First words of Threefry-2x32 with 20 rounds, for counters that have the same high half: LANES of each of some streams. A word is
+   a chain of 50 instructions that wait for each other; where there are registers for several streams, these keep a processor busy. */
+INLINE void words_together(const int streams, const uint32_t key[3], uint32_t low, uint32_t high, const uint32_t *positions, uint32_t *found)
 {
     static const int rotations[8] = {13, 15, 26, 6, 17, 29, 16, 24};
+    const uint32_t same = high + key[1]; /* the second half is that of all words until the first round ends */
+    const lanes position = *(const unaligned_lanes *)positions;
+    lanes x[MOST_STREAMS], y[MOST_STREAMS];
+    UNROLL for (int s = 0; s < streams; s++) {
+        x[s] = position + (low + key[0] + same + LANES * (uint32_t)s);
+        y[s] = x[s] ^ ROTATED(same, rotations[0]);
+    }
+    UNROLL for (int r = 1; r < 20; r++) {
+        UNROLL for (int s = 0; s < streams; s++) {
+            x[s] += y[s];
+            y[s] = ROTATED(y[s], rotations[r % 8]) ^ x[s];
+            if (r % 4 == 3) {
+                x[s] += key[(r / 4 + 1) % 3];
+                y[s] += key[(r / 4 + 2) % 3] + (uint32_t)(r / 4 + 1);
+            }
+        }
+    }
+    UNROLL for (int s = 0; s < streams; s++) *(unaligned_lanes *)(found + LANES * s) = x[s];
+}
+
+/* The words of counters first .. first + n (docs/spec/numerics.md, section 5.5). */
+INLINE void words_of(const int most, uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, uint32_t *found)
+{
     const uint32_t key[3] = {low, high, 0x1BD11BDAu ^ low ^ high};
+    const int streams = most < MOST_STREAMS ? most : MOST_STREAMS;
+    const Py_ssize_t together = streams * LANES;
+    static const uint32_t position[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (Py_ssize_t i = 0, run; i < n; i += run) { /* the high half of a counter is the same within a run */
         const uint64_t at = first + (uint64_t)i, to_carry = (1ull << 32) - (at & 0xffffffffu);
-        const uint32_t from = (uint32_t)at, top = (uint32_t)(at >> 32);
         run = (uint64_t)(n - i) < to_carry ? n - i : (Py_ssize_t)to_carry;
-        for (Py_ssize_t j = 0; j < run; j++) {
-            uint32_t x = from + (uint32_t)j + key[0], y = top + key[1];
-#if defined(__GNUC__)
-#pragma GCC unroll 20
-#endif
-            for (int r = 0; r < 20; r++) {
-                x += y;
-                y = ROTATED(y, rotations[r % 8]) ^ x;
-                if (r % 4 == 3) {
-                    x += key[(r / 4 + 1) % 3];
-                    y += key[(r / 4 + 2) % 3] + (uint32_t)(r / 4 + 1);
-                }
-            }
-            found[i + j] = x;
+        Py_ssize_t j = 0;
+        for (; j + together <= run; j += together)
+            words_together(streams, key, (uint32_t)at + (uint32_t)j, (uint32_t)(at >> 32), position, found + i + j);
+        if (j < run) {
+            uint32_t rest[MOST_STREAMS * LANES];
+            words_together(streams, key, (uint32_t)at + (uint32_t)j, (uint32_t)(at >> 32), position, rest);
+            memcpy(found + i + j, rest, 4 * (size_t)(run - j));
         }
     }
 }
@@ -223,6 +274,7 @@ INLINE void words_of(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, 
 typedef struct {
     uint64_t seed, first;
     Py_ssize_t width, stride;
+    void (*words)(uint32_t, uint32_t, uint64_t, Py_ssize_t, uint32_t *); /* `words_of` of the version in use */
 } dither;
 
 /* The words of numbers start .. start + n. */
@@ -230,7 +282,7 @@ INLINE void words_at(dither d, Py_ssize_t start, Py_ssize_t n, uint32_t *found)
 {
     for (Py_ssize_t i = 0, run, r = start / d.width, c = start % d.width; i < n; i += run, r++, c = 0) {
         run = d.width - c < n - i ? d.width - c : n - i;
-        words_of((uint32_t)d.seed, (uint32_t)(d.seed >> 32), d.first + (uint64_t)(r * d.stride + c), run, found + i);
+        d.words((uint32_t)d.seed, (uint32_t)(d.seed >> 32), d.first + (uint64_t)(r * d.stride + c), run, found + i);
     }
 }
 
@@ -275,7 +327,7 @@ typedef struct {
     Py_ssize_t n, k;
     const float *inverse;
     dither random;
-    int widens; /* whether the version in use has instructions that convert FP16 */
+    widener widen; /* of the version in use, or NULL */
 } numbers;
 
 /* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
@@ -283,6 +335,41 @@ typedef struct {
     const float *inverse;
     Py_ssize_t left;
 } place;
+
+#if defined(X86_VERSIONS)
+/* n numbers of FP16 times a scale, or over it. */
+FOR_AVX512 INLINE void halves_times(const uint16_t *x, float by, Py_ssize_t n, int divides, float *y)
+{
+    const __m512 factor = _mm512_set1_ps(by);
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(x + i)));
+        _mm512_storeu_ps(y + i, divides ? _mm512_div_ps(wide, factor) : _mm512_mul_ps(wide, factor));
+    }
+    for (; i < n; i++)
+        y[i] = divides ? float_of(bits_of_half(x[i])) / by : float_of(bits_of_half(x[i])) * by;
+}
+
+/* `scaled_of` for FP16. */
+FOR_AVX512 static void halves_scaled_by_avx512(const uint16_t *x, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
+{
+    for (Py_ssize_t i = 0, length; i < n; i += length) {
+        const float by = *next->inverse;
+        length = next->left < n - i ? next->left : n - i;
+        if (by == 0)
+            memset(y + i, 0, 4 * (size_t)length);
+        else if (length == 32)
+            halves_times(x + i, by, 32, divides, y + i);
+        else
+            halves_times(x + i, by, length, divides, y + i);
+        next->left -= length;
+        if (next->left == 0) {
+            next->inverse++;
+            next->left = k;
+        }
+    }
+}
+#endif
 
 /* y = n numbers of x times the inverse scales of their blocks. Loops over usual blocks have a length known at compile time. */
 INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
@@ -314,19 +401,23 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
     const char *x = all->x + start * size;
     float room[STRIP];
     if (all->random.width > 0) {
-        x = (const char *)strip_of(all->x, all->kind, start, n, 1, room);
+        x = (const char *)strip_of(all->x, all->kind, start, n, 1, all->widen, room);
         scaled_of(x, FP32, all->k, n, divides, next, y);
         return;
     }
     for (Py_ssize_t i = 0; i < n * size; i += 64)
         FETCH(x + AHEAD + i);
 #if defined(X86_VERSIONS)
-    if (all->kind == FP16 && all->widens) {
-        widened_by_f16c((const uint16_t *)x, n, room);
-        scaled_of((const char *)room, FP32, all->k, n, divides, next, y);
+    if (all->kind == FP16 && all->widen == widened_by_avx512) {
+        halves_scaled_by_avx512((const uint16_t *)x, all->k, n, divides, next, y);
         return;
     }
 #endif
+    if (all->kind == FP16 && all->widen) {
+        all->widen((const uint16_t *)x, n, room);
+        scaled_of((const char *)room, FP32, all->k, n, divides, next, y);
+        return;
+    }
     switch (all->kind) { /* each compiled for its kind */
     case FP32: scaled_of(x, FP32, all->k, n, divides, next, y); break;
     case BF16: scaled_of(x, BF16, all->k, n, divides, next, y); break;
@@ -423,12 +514,62 @@ typedef struct {
     uint8_t zero;
 } table;
 
-INLINE void tables_of(const numbers *all, int divides, table f, uint8_t *codes)
+/* How many of 15 ascending numbers, of which values[0] is none, are at most y: for each of n. If `low`, also the number that y has
+   reached, and the next one; the last is its own. */
+typedef void (*position_finder)(const float *y, Py_ssize_t n, const float *values, int32_t *found, float *low, float *high);
+
+INLINE void positions_by_comparing(const float *y, Py_ssize_t n, const float *values, int32_t *found, float *low, float *high)
 {
-    float y[STRIP];
+    if (!low)
+        for (Py_ssize_t i = 0; i < n; i++) {
+            int32_t at = 0;
+            for (int j = 1; j < 16; j++)
+                at += y[i] >= values[j];
+            found[i] = at;
+        }
+    else
+        for (Py_ssize_t i = 0; i < n; i++) {
+            float below = values[0], above = values[1];
+            int32_t at = 0;
+            for (int j = 1; j < 16; j++) {
+                const int reached = y[i] >= values[j];
+                at += reached;
+                below = reached ? values[j] : below;
+                above = reached ? values[j < 15 ? j + 1 : 15] : above;
+            }
+            found[i] = at, low[i] = below, high[i] = above;
+        }
+}
+
+#if defined(X86_VERSIONS)
+/* Buffers of STRIP numbers: whole vectors are written. */
+FOR_AVX512 INLINE void positions_by_halving(const float *y, Py_ssize_t n, const float *values, int32_t *found, float *low, float *high)
+{
+    const __m512 all = _mm512_loadu_ps(values);
+    for (Py_ssize_t i = 0; i < n; i += 16) {
+        const __m512 number = _mm512_loadu_ps(y + i);
+        __m512i at = _mm512_setzero_si512();
+        for (int step = 8; step; step /= 2) {
+            const __m512i next = _mm512_or_si512(at, _mm512_set1_epi32(step));
+            at = _mm512_mask_mov_epi32(at, _mm512_cmp_ps_mask(number, _mm512_permutexvar_ps(next, all), _CMP_GE_OQ), next);
+        }
+        _mm512_storeu_si512(found + i, at);
+        if (!low)
+            continue;
+        const __m512i after = _mm512_min_epi32(_mm512_add_epi32(at, _mm512_set1_epi32(1)), _mm512_set1_epi32(15));
+        _mm512_storeu_ps(low + i, _mm512_permutexvar_ps(at, all));
+        _mm512_storeu_ps(high + i, _mm512_permutexvar_ps(after, all));
+    }
+}
+#endif
+
+INLINE void tables_of(const numbers *all, int divides, table f, const position_finder positions, uint8_t *codes)
+{
+    float y[STRIP], low[STRIP], high[STRIP];
     int32_t found[STRIP];
     uint32_t words[STRIP];
     place next = {all->inverse, all->k};
+    memset(y, 0, sizeof y); /* `positions` may read whole vectors */
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
         const float *inverse = next.inverse;
@@ -436,27 +577,16 @@ INLINE void tables_of(const numbers *all, int divides, table f, uint8_t *codes)
         scaled(all, start, length, divides, &next, y);
         if (all->random.width) {
             words_at(all->random, start, length, words);
+            for (Py_ssize_t i = 0; i < length; i++)
+                y[i] = clamped(y[i], f.values[0], f.values[15]);
+            positions(y, length, f.values, found, low, high);
             for (Py_ssize_t i = 0; i < length; i++) {
-                const float within = clamped(y[i], f.values[0], f.values[15]);
-                float low = f.values[0], high = f.values[1];
-                int32_t at = 0;
-                for (int j = 1; j < 16; j++) {
-                    const int reached = within >= f.values[j];
-                    at += reached;
-                    low = reached ? f.values[j] : low;
-                    high = reached ? f.values[j < 15 ? j + 1 : 15] : high;
-                }
-                const float width = high - low, part = (within - low) / (low < high ? width : 1.0f);
+                const float width = high[i] - low[i], part = (y[i] - low[i]) / (low[i] < high[i] ? width : 1.0f);
                 const float most = part < 1.0f ? part : 1.0f;
-                found[i] = at + ((int32_t)(most * 0x1p30f) + (int32_t)(words[i] >> 2) >= 1 << 30);
+                found[i] += (int32_t)(most * 0x1p30f) + (int32_t)(words[i] >> 2) >= 1 << 30;
             }
         } else
-            for (Py_ssize_t i = 0; i < length; i++) {
-                int32_t at = 0;
-                for (int j = 1; j < 16; j++)
-                    at += y[i] >= f.starts[j];
-                found[i] = at;
-            }
+            positions(y, length, f.starts, found, NULL, NULL);
         for (Py_ssize_t i = 0; i < length; i++)
             codes[start + i] = f.order[found[i]];
         for (Py_ssize_t i = 0, run; i < length; i += run, left = all->k, inverse++) { /* +0 where there is no scale */
@@ -506,7 +636,7 @@ INLINE void shifted_of(const numbers *all, offsets o, integer f, uint8_t *codes)
         const Py_ssize_t end = whole < all->n - first ? first + whole : all->n;
         for (Py_ssize_t start = first, n; start < end; start += n) {
             n = end - start < STRIP ? end - start : STRIP;
-            const float *x = strip_of(all->x, all->kind, start, n, drawn != NULL, room);
+            const float *x = strip_of(all->x, all->kind, start, n, drawn != NULL, all->widen, room);
             if (drawn)
                 words_at(all->random, start, n, words);
             for (Py_ssize_t i = 0, run; i < n; i += run) {
@@ -583,6 +713,7 @@ INLINE void values_of_pairs(const uint8_t *data, const float *table, const float
 /* -------------------------------------------------------------------------------------------------- processors */
 
 typedef struct {
+    widener widen;
     void (*load)(matrix, uint32_t *, Py_ssize_t);
     void (*store)(const uint32_t *, Py_ssize_t, int, uint16_t *);
     void (*amax)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *);
@@ -597,6 +728,14 @@ typedef struct {
     void (*sixes)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
+
+enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
+#define baseline_widen NULL
+#define avx2_widen widened_by_avx2
+#define avx512_widen widened_by_avx512
+#define baseline_positions positions_by_comparing
+#define avx2_positions positions_by_comparing
+#define avx512_positions positions_by_halving
 
 /* The same functions, compiled for one kind of processor. */
 #define VERSION(name, target)                                                                                               \
@@ -626,11 +765,11 @@ typedef struct {
     target static void name##_extremes(                                                                                     \
         const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *low, uint32_t *high)                            \
     {                                                                                                                       \
-        extremes_of(x, blocks, k, kind, low, high);                                                                         \
+        extremes_of(x, blocks, k, kind, name##_widen, low, high);                                                                         \
     }                                                                                                                       \
     target static void name##_words(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, uint32_t *found)             \
     {                                                                                                                       \
-        words_of(low, high, first, n, found);                                                                               \
+        words_of(name##_STREAMS, low, high, first, n, found);                                                                               \
     }                                                                                                                       \
     target static void name##_shifted(const numbers *all, offsets o, integer f, uint8_t *codes)                             \
     {                                                                                                                       \
@@ -653,9 +792,9 @@ typedef struct {
     target static void name##_tables(const numbers *all, table f, uint8_t *codes)                                           \
     {                                                                                                                       \
         if (all->divides)                                                                                                   \
-            tables_of(all, 1, f, codes);                                                                                    \
+            tables_of(all, 1, f, name##_positions, codes);                                                                                    \
         else                                                                                                                \
-            tables_of(all, 0, f, codes);                                                                                    \
+            tables_of(all, 0, f, name##_positions, codes);                                                                                    \
     }                                                                                                                       \
     target static void name##_scales(const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f,       \
         const float *inverses, uint8_t *codes, float *inverse)                                                              \
@@ -679,7 +818,7 @@ typedef struct {
             values_of_pairs(data, table, scale, n, k, values);                                                              \
     }                                                                                                                       \
     static const version name = {                                                                                           \
-        name##_load, name##_store, name##_amax, name##_extremes, name##_words, name##_shifted, name##_floats,               \
+        name##_widen, name##_load, name##_store, name##_amax, name##_extremes, name##_words, name##_shifted, name##_floats,               \
         name##_integers, name##_tables, name##_scales, name##_pairs, name##_sixes, name##_values};
 
 VERSION(baseline, )
@@ -865,9 +1004,8 @@ static int ready(writing *w)
     w->all.inverse = w->inverse.buf;
     w->all.random.seed = w->seed;
     w->all.random.first = w->first;
-#if defined(X86_VERSIONS)
-    w->all.widens = chosen != &baseline;
-#endif
+    w->all.widen = here->widen;
+    w->all.random.words = here->words;
     if (!sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) || !has_length(&w->codes, w->all.n))
         return 0;
     if (w->all.random.width >= 0 && w->all.random.stride >= 0)

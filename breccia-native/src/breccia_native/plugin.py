@@ -19,8 +19,20 @@ def breccia_kernels() -> Iterable[Kernel]:
     for op, accepted in (("cast", "numpy.plan:accepts_compiled_cast"), ("dequantize", "plans:accepts_dequantize")):
         accepts = f"breccia.kernels.{accepted}"
         yield Kernel(op, "numpy", f"{kernels}:{op}", f"native.{op}", available=available, accepts=accepts, rank=_FASTER)
-    available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
     on_cpu = (("torch", "breccia_torch.cpu"), ("mlx", "breccia_mlx.cpu"))
+    for framework, module in on_cpu:  # without microkernels, the NumPy kernels do not round stochastically
+        yield Kernel(
+            "cast",
+            framework,
+            f"{module}:cast",
+            f"{framework}.cpu.cast_stochastic",
+            device="cpu",
+            available=available,
+            accepts="breccia_native.facts:accepts_stochastic_cast",
+            plan="breccia.kernels.plans:plan_on_numpy",
+            rank=_FASTER,
+        )
+    available, accepts = "breccia_native.availability:missing_products", "breccia_native.facts:accepts"
     for op, grouped in (("matmul", ""), ("grouped_matmul", "_grouped")):
         yield Kernel(
             op,

@@ -15,6 +15,7 @@
 #error "products.c needs the vector extensions of GCC or Clang"
 #endif
 
+#include <limits.h>
 #include <sched.h>
 
 #include "modes.h"
@@ -251,6 +252,96 @@ static int multiply_all(product *p, int threads)
     return p->memory;
 }
 
+/* The arguments of `multiply`: its buffers, and what they say of the product. */
+typedef struct {
+    Py_buffer x, data, table, scale, scale_table, offset, y, bias;
+    weight w; /* its factor without the lift of a version */
+    grouping g;
+    int x_kind, mode, threads;
+    Py_ssize_t m;
+} call;
+
+static void released(call *c)
+{
+    Py_buffer *const all[] = {&c->x, &c->data, &c->table, &c->scale, &c->scale_table, &c->offset, &c->y, &c->bias};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        PyBuffer_Release(all[i]);
+}
+
+/* Read the arguments and compare all sizes. Returns 0 with an error set, and no buffer held, where they do not agree. */
+static int is_call(PyObject *args, const char *format, call *c)
+{
+    Py_ssize_t tall;
+    memset(c, 0, sizeof *c);
+    c->g = (grouping){FP32_MODE, 1, 1, {0}, 0, 1};
+    weight *const w = &c->w;
+    if (!PyArg_ParseTuple(args, format, &c->x, &c->x_kind, &c->m, &w->n, &w->k, &c->mode, &c->data, &w->codes.kind, &c->table,
+            &c->scale, &w->scale.kind, &c->scale_table, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
+            &w->offset.kind, &w->role, &c->y, &c->bias, &c->threads))
+        return 0;
+    const Py_ssize_t m = c->m;
+    int done = is_kind(w->codes.kind) && is_kind(w->scale.kind) && is_kind(w->offset.kind) && (c->x_kind >= F16 || is_kind(-1)) &&
+        is_kind(c->x_kind);
+    if (done && (m < 1 || w->n < 1 || w->k < 1 || tall < 1 || w->block < 1 || w->role < 0 || w->role >= ROLES ||
+                    w->codes.kind > U8 || kind_bits[w->scale.kind] == 6 || kind_bits[w->offset.kind] == 6 ||
+                    m > PY_SSIZE_T_MAX / 16 / padded(w->k) || w->n > PY_SSIZE_T_MAX / 8 / m ||
+                    w->n > PY_SSIZE_T_MAX / 8 / padded(w->k))) {
+        PyErr_Format(PyExc_ValueError,
+            "wanted lengths of at least 1, codes of at most 8 bits, and scales of 8, 16 or 32; got m = %zd, n = %zd, k = %zd, "
+            "kind %d, block = %zd, tall = %zd, role %d, scales of kind %d. Call breccia.matmul.",
+            m, w->n, w->k, w->codes.kind, w->block, tall, w->role, w->scale.kind);
+        done = 0;
+    }
+    if (done) {
+        w->tall = tall < w->n ? tall : w->n;
+        w->groups = w->block < w->k ? (w->k + w->block - 1) / w->block : 1;
+        const int bits = kind_bits[w->codes.kind];
+        w->row_bytes = bits == 6 ? (w->k + 3) / 4 * 3 : (w->k * bits + 7) / 8;
+        w->span = span_of(w->block, w->k);
+        const Py_ssize_t scales = (w->n + w->tall - 1) / w->tall * w->groups;
+        const Py_ssize_t scale_bytes = scales * kind_bits[w->scale.kind] / 8;
+        const Py_ssize_t offset_bytes = scales * kind_bits[w->offset.kind] / 8;
+        const Py_ssize_t x_bytes = m * w->k * kind_bits[c->x_kind] / 8;
+        done = is_float("a product", &c->y, m * w->n) && (c->bias.len == 0 || is_float("a bias", &c->bias, w->n)) &&
+            (c->data.len == w->n * w->row_bytes || refused("codes", w->n * w->row_bytes, c->data.len)) &&
+            (w->codes.kind > TABLE8 || is_float("a table", &c->table, (Py_ssize_t)1 << kind_bits[w->codes.kind])) &&
+            (w->scale.kind > TABLE8 || is_float("a table of scales", &c->scale_table, 256)) &&
+            (w->scale.kind != TABLE4 || is_kind(-1)) &&
+            (c->scale.len == scale_bytes || refused("scales", scale_bytes, c->scale.len)) &&
+            (w->role == NONE || c->offset.len == offset_bytes || refused("offsets", offset_bytes, c->offset.len)) &&
+            (w->role == NONE || w->offset.kind > E5M2 || is_kind(-1)) &&
+            is_mode(c->mode, w->codes.kind, &c->table, w->block, w->k, &c->g) &&
+            (c->mode == FP32_MODE || w->role != BIAS || is_kind(-1)) &&
+            (c->x_kind == F32 ? is_float("activations", &c->x, m * w->k)
+                              : c->x.len == x_bytes || refused("activations", x_bytes, c->x.len));
+    }
+    if (!done)
+        released(c);
+    w->codes.table = c->table.buf;
+    w->scale.table = c->scale_table.buf;
+    return done;
+}
+
+/* Where the numbers of a product are. Those of the weight may be NULL where its kinds have none. */
+typedef struct {
+    const void *x, *data, *scale, *offset, *bias;
+    void *y;
+} addresses;
+
+/* Multiply what lies at these addresses. */
+static PyObject *multiplied(const call *c, const addresses *at, float factor, int threads)
+{
+    weight w = c->w;
+    w.codes.items = at->data, w.scale.items = at->scale, w.offset.items = at->offset;
+    w.factor = factor * (c->mode == FP32_MODE ? here->lift(w.codes.kind) : modes[c->mode].lift(w.codes.kind) / c->g.unit);
+    product p = {.w = &w, .g = &c->g, .x = {c->x_kind, at->x, NULL}, .m = c->m, .y = at->y, .bias = at->bias};
+    int memory;
+    Py_BEGIN_ALLOW_THREADS
+    memory = multiply_all(&p, threads);
+    Py_END_ALLOW_THREADS
+    return memory ? PyBool_FromLong(p.fine) : PyErr_NoMemory();
+}
+
 PyDoc_STRVAR(multiply_doc,
     "multiply(x, x_kind, m, n, k, mode, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
     "offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
@@ -262,72 +353,80 @@ PyDoc_STRVAR(multiply_doc,
 
 static PyObject *multiply(PyObject *self, PyObject *args)
 {
-    Py_buffer x, data, table, scale, scale_table, offset, y, bias;
-    Py_ssize_t m, tall;
-    weight w;
-    product p = {0};
-    grouping g = {FP32_MODE, 1, 1, {0}, 0, 1};
-    int mode, threads, memory = 1;
-    memset(&w, 0, sizeof w);
-    if (!PyArg_ParseTuple(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:multiply", &x, &p.x.kind, &m, &w.n, &w.k, &mode, &data,
-            &w.codes.kind, &table, &scale, &w.scale.kind, &scale_table, &w.block, &tall, &w.divides, &w.factor, &w.least,
-            &offset, &w.offset.kind, &w.role, &y, &bias, &threads))
+    call c;
+    if (!is_call(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:multiply", &c))
         return NULL;
-    int done = is_kind(w.codes.kind) && is_kind(w.scale.kind) && is_kind(w.offset.kind) && (p.x.kind >= F16 || is_kind(-1)) &&
-        is_kind(p.x.kind);
-    if (done && (m < 1 || w.n < 1 || w.k < 1 || tall < 1 || w.block < 1 || w.role < 0 || w.role >= ROLES || w.codes.kind > U8 ||
-                    kind_bits[w.scale.kind] == 6 || kind_bits[w.offset.kind] == 6 || m > PY_SSIZE_T_MAX / 16 / padded(w.k) ||
-                    w.n > PY_SSIZE_T_MAX / 8 / m || w.n > PY_SSIZE_T_MAX / 8 / padded(w.k))) {
-        PyErr_Format(PyExc_ValueError,
-            "wanted lengths of at least 1, codes of at most 8 bits, and scales of 8, 16 or 32; got m = %zd, n = %zd, k = %zd, "
-            "kind %d, block = %zd, tall = %zd, role %d, scales of kind %d. Call breccia.matmul.",
-            m, w.n, w.k, w.codes.kind, w.block, tall, w.role, w.scale.kind);
-        done = 0;
-    }
-    if (done) {
-        w.tall = tall < w.n ? tall : w.n;
-        w.groups = w.block < w.k ? (w.k + w.block - 1) / w.block : 1;
-        const int bits = kind_bits[w.codes.kind];
-        w.row_bytes = bits == 6 ? (w.k + 3) / 4 * 3 : (w.k * bits + 7) / 8;
-        w.span = span_of(w.block, w.k);
-        const Py_ssize_t scales = (w.n + w.tall - 1) / w.tall * w.groups;
-        const Py_ssize_t scale_bytes = scales * kind_bits[w.scale.kind] / 8;
-        const Py_ssize_t offset_bytes = scales * kind_bits[w.offset.kind] / 8;
-        const Py_ssize_t x_bytes = m * w.k * kind_bits[p.x.kind] / 8;
-        done = is_float("a product", &y, m * w.n) && (bias.len == 0 || is_float("a bias", &bias, w.n)) &&
-            (data.len == w.n * w.row_bytes || refused("codes", w.n * w.row_bytes, data.len)) &&
-            (w.codes.kind > TABLE8 || is_float("a table", &table, (Py_ssize_t)1 << kind_bits[w.codes.kind])) &&
-            (w.scale.kind > TABLE8 || is_float("a table of scales", &scale_table, 256)) &&
-            (w.scale.kind != TABLE4 || is_kind(-1)) &&
-            (scale.len == scale_bytes || refused("scales", scale_bytes, scale.len)) &&
-            (w.role == NONE || offset.len == offset_bytes || refused("offsets", offset_bytes, offset.len)) &&
-            (w.role == NONE || w.offset.kind > E5M2 || is_kind(-1)) &&
-            is_mode(mode, w.codes.kind, &table, w.block, w.k, &g) &&
-            (mode == FP32_MODE || w.role != BIAS || is_kind(-1)) &&
-            (p.x.kind == F32 ? is_float("activations", &x, m * w.k)
-                             : x.len == x_bytes || refused("activations", x_bytes, x.len));
-    }
-    if (done) {
-        w.codes.items = data.buf, w.codes.table = table.buf;
-        w.scale.items = scale.buf, w.scale.table = scale_table.buf;
-        w.offset.items = offset.buf;
-        w.factor *= mode == FP32_MODE ? here->lift(w.codes.kind) : modes[mode].lift(w.codes.kind) / g.unit;
-        p.w = &w, p.g = &g, p.x.items = x.buf, p.m = m, p.y = y.buf, p.bias = bias.len ? bias.buf : NULL;
-        Py_BEGIN_ALLOW_THREADS
-        memory = multiply_all(&p, threads);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&x);
-    PyBuffer_Release(&data);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&scale);
-    PyBuffer_Release(&scale_table);
-    PyBuffer_Release(&offset);
-    PyBuffer_Release(&y);
-    PyBuffer_Release(&bias);
-    if (!memory)
+    const addresses at = {c.x.buf, c.data.buf, c.scale.buf, c.offset.buf, c.bias.len ? c.bias.buf : NULL, c.y.buf};
+    PyObject *found = multiplied(&c, &at, c.w.factor, c.threads);
+    released(&c);
+    return found;
+}
+
+#define PREPARED "breccia_native.products.prepared"
+
+static void forgotten(PyObject *capsule)
+{
+    call *c = PyCapsule_GetPointer(capsule, PREPARED);
+    if (c)
+        released(c);
+    free(c);
+}
+
+PyDoc_STRVAR(prepare_doc,
+    "prepare(*arguments): what `repeat` needs for products of operands of the same kinds and sizes as these arguments of `multiply`,\n"
+    "whose sizes are compared here. It keeps the tables, and forgets the other buffers.");
+
+static PyObject *prepare(PyObject *self, PyObject *args)
+{
+    call *c = malloc(sizeof *c);
+    if (!c)
         return PyErr_NoMemory();
-    return done ? PyBool_FromLong(p.fine) : NULL;
+    if (!is_call(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:prepare", c)) {
+        free(c);
+        return NULL;
+    }
+    Py_buffer *const passing[] = {&c->x, &c->data, &c->scale, &c->offset, &c->y, &c->bias};
+    for (size_t i = 0; i < sizeof passing / sizeof *passing; i++)
+        PyBuffer_Release(passing[i]);
+    PyObject *capsule = PyCapsule_New(c, PREPARED, forgotten);
+    if (!capsule) {
+        released(c);
+        free(c);
+    }
+    return capsule;
+}
+
+PyDoc_STRVAR(repeat_doc,
+    "repeat(prepared, x, data, scale, offset, bias, factor, threads, product): `multiply` with the addresses of operands, as integers,\n"
+    "0 for none; product is a buffer. The memory at the addresses must be what `prepare` was given: kinds, sizes, contiguous.\n"
+    "Also returns False where the address of an operand is missing, or not that of aligned numbers.");
+
+static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 9) {
+        PyErr_Format(PyExc_TypeError, "repeat takes 9 arguments; got %zd. Call breccia.matmul.", count);
+        return NULL;
+    }
+    const call *c = PyCapsule_GetPointer(args[0], PREPARED);
+    if (!c)
+        return NULL;
+    void *found[5];
+    for (int i = 0; i < 5; i++)
+        found[i] = PyLong_AsVoidPtr(args[1 + i]);
+    const double factor = PyFloat_AsDouble(args[6]);
+    const long threads = PyLong_AsLong(args[7]);
+    Py_buffer y;
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[8], &y, PyBUF_WRITABLE) < 0)
+        return NULL;
+    const addresses at = {found[0], found[1], found[2], found[3], found[4], y.buf};
+    const uintptr_t size = (uintptr_t)kind_bits[c->x_kind] / 8;
+    PyObject *done = NULL;
+    if (!at.x || !at.data || !at.scale || (c->w.role != NONE && !at.offset) || (uintptr_t)at.x % size || (uintptr_t)at.bias % 4)
+        done = Py_NewRef(Py_False);
+    else if (is_float("a product", &y, c->m * c->w.n))
+        done = multiplied(c, &at, (float)factor, threads < INT_MAX ? (int)threads : INT_MAX);
+    PyBuffer_Release(&y);
+    return done;
 }
 
 PyDoc_STRVAR(kinds_doc, "kinds(): the names of the encodings that `multiply` reads, in the order of their numbers.");
@@ -390,18 +489,20 @@ static PyObject *fast(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"fast", fast, METH_VARARGS, fast_doc},
     {"multiply", multiply, METH_VARARGS, multiply_doc},
+    {"prepare", prepare, METH_VARARGS, prepare_doc},
+    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, repeat_doc},
     {"kinds", kinds, METH_NOARGS, kinds_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL, NULL, 0, NULL},
 };
 
-static int prepare(PyObject *self)
+static int begin(PyObject *self)
 {
     find_versions();
     return find_pool();
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};
 
 static struct PyModuleDef module = {
     .m_base = PyModuleDef_HEAD_INIT,

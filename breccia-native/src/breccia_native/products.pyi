@@ -29,5 +29,18 @@ def multiply(
     threads: int,
     /,
 ) -> bool: ...
+def prepare(*arguments: Any) -> Any: ...
+def repeat(
+    prepared: Any,
+    x: int,
+    data: int,
+    scale: int,
+    offset: int,
+    bias: int,
+    factor: float,
+    threads: int,
+    product: Any,
+    /,
+) -> bool: ...
 def kinds() -> tuple[str, ...]: ...
 def use(name: str = ..., /) -> list[str]: ...

@@ -13,6 +13,7 @@ from breccia.backend import (
     PLAIN,
     CastOptions,
     InternedKey,
+    Options,
     ScaledTensor,
     ScalingRecipe,
     calls,
@@ -20,6 +21,8 @@ from breccia.backend import (
     components,
     composites,
     reference,
+    registry,
+    targets,
     threads,
 )
 
@@ -90,11 +93,71 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
 def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, prefer: str | None) -> Array:
     if any(x is not None and not _readable(x) for x in (bias, out)):  # a transform may wrap a bias alone
         return composites.matmul(a, b, bias, out_dtype, out)
+    if out is None and prefer is None and (found := _repeated(a, b, bias)) is not None:
+        return found if out_dtype == "float32" else reference.result(TORCH, found, out_dtype, None)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
     with threads.at_most(torch.get_num_threads()):
         product = calls.matmul(left, right, None if bias is None else _floats(bias), prefer=prefer)
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
+
+
+# ------------------------------------------------------------------------------------------------ repeated products
+
+
+def _repeated(a: Any, b: Any, bias: Array | None) -> Array | None:
+    """The FP32 product by the call that was prepared for operands like these; None where there is none.
+
+    Like these: what the kernel for NumPy checks and reads from operands other than their numbers, which it does once.
+    """
+    if not isinstance(b, ScaledTensor) or isinstance(a, ScaledTensor) or a.layout is not torch.strided:
+        return None
+    if bias is not None and bias.dtype != torch.float32:
+        bias = bias.float()
+    data, scale, zero_point, global_scale = b.data, b.scale, b.zero_point, b.global_scale
+    parts = (a, data, scale, zero_point, bias, global_scale)
+    facts = (b.recipe.interned_key, b.layout.interned_key, b.axis, b.padding, *[x if x is None else _facts(x) for x in parts])
+    table, known = registry().table, _products.get(facts)
+    if known is None or known[0] is not table:
+        if len(_products) >= _REMEMBERED:
+            _products.clear()
+        known = _products[facts] = table, _prepared(a, b, bias)
+    multiply = known[1]
+    if multiply is None:
+        return None
+    product = multiply(
+        a.data_ptr(),
+        data.data_ptr(),
+        scale.data_ptr(),
+        0 if zero_point is None else zero_point.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        None if global_scale is None else global_scale.item(),
+        min(torch.get_num_threads(), threads.get_num_threads()),
+    )
+    return None if product is None else torch.from_numpy(product)
+
+
+def _facts(x: Array) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+
+
+def _prepared(a: Any, b: ScaledTensor, bias: Array | None) -> Any:
+    """The call that repeats the product of these operands, if the table's kernel for NumPy is the compiled one."""
+    parts = [a, *components(b).values(), *(() if bias is None else (bias,))]
+    if len(b.data.shape) != 2 or not all(
+        x.layout is torch.strided and x.device.type == "cpu" and not x.is_neg() for x in parts
+    ):
+        return None
+    left, right, added = _floats(a), _arrays(b), None if bias is None else _floats(bias)
+    options = Options() if added is None else Options(bias=added)
+    chosen = registry().table.choose("matmul", "numpy", left, right, None, options)
+    if chosen.checked or chosen.traced or chosen.kernel.name != "native.matmul":
+        return None
+    return targets.load("breccia_native.matmul:prepared")(left, right, added)
+
+
+#: Prepared calls by the facts of operands, each with the table that it is for; None where a call cannot be prepared.
+_products: dict[Any, tuple[Any, Any]] = {}
 
 
 # ------------------------------------------------------------------------------------------------ the same memory
