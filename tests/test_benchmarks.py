@@ -228,7 +228,7 @@ def test_the_jax_benchmark_times_jax_and_the_numpy_kernel_on_equal_values(module
     assert [way.kernel("cast", "nvfp4", way.given(x)) for way, _ in written] == ["jax.cpu.cast", "numpy.cast"]
 
 
-@pytest.mark.rest
+@pytest.mark.slow
 def test_the_compiled_cast_has_the_same_sqnr_and_kernels(tmp_path: Path, module) -> None:
     options = ["--framework", "torch", "--size", "128", "--runs", "1", "--dump", str(tmp_path)]
     ours, compiled = (run("bench_cast.py", "--rival", name, *options) for name in ("breccia", "breccia-compiled"))
