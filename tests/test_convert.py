@@ -938,6 +938,7 @@ def test_slabs_are_whole_blocks_and_bounded(tmp_path: Path, monkeypatch: pytest.
     assert shapes("w", breccia.MXFP8BlockScaling()) == [(1, 9, 16), (1, 1, 16)] * 6, "rows of one matrix"
 
 
+@pytest.mark.rest
 def test_peak_memory_is_bounded_by_the_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = wide((1024, 512), exponents=3)
     save_file({"w": x}, tmp_path / "m.safetensors")
@@ -1058,7 +1059,7 @@ def test_explain_plugins_version_and_unknown_arguments(run: Run) -> None:
     assert (
         code == 1
         and err
-        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: fp8_block, fp8_current, fp8_delayed, fp8_row, "
+        == "error: no recipe 'nvpf4'; did you mean 'nvfp4'? Known: bnb_fp4, fp8_block, fp8_current, fp8_delayed, fp8_row, "
         "int4, int4_bias, int8, mlx_affine, mxfp4, mxfp6, mxfp8, mxint8, nf4, nvfp4.\n"
     )
     code, _, err = run("convrt")

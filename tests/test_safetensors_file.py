@@ -400,7 +400,9 @@ def test_files_of_stock_torch_open_here_with_equal_bytes(tmp_path: Path) -> None
     stock = pytest.importorskip("safetensors.torch")
     path = tmp_path / "f.safetensors"
     x = torch.linspace(-3, 3, 15).reshape(3, 5)
-    dtypes = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "bfloat16", "float16")
+    dtypes = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16", "float16"]
+    newer = ("float8_e4m3fnuz", "float8_e5m2fnuz")  # the oldest safetensors does not write them
+    dtypes += [name for name in newer if getattr(torch, name) in stock._SIZE]
     tensors = {name: x.abs().to(getattr(torch, name)) for name in dtypes}
     tensors |= {"zero": torch.tensor(2.5), "empty": torch.zeros(0, 4), "bools": x > 0, "longs": torch.arange(3)}
     stock.save_file(tensors, path, {"made": "by stock"})

@@ -1,8 +1,8 @@
-"""bitsandbytes' Params4bit in NF4: two codes to a byte, the even index in the high nibble, and an FP32 absmax per block.
+"""bitsandbytes' Params4bit in NF4 and FP4: two codes to a byte, the even index in the high nibble; an FP32 absmax per block.
 
-Blocks run over the flattened weight, so rows must be whole blocks. A nested absmax (double quantization) is decoded with the
-formula of bitsandbytes, code * absmax2 + offset, because no recipe has scales of scales: the way back is not nested.
-FP4 of bitsandbytes has two codes for zero in a table of its own, which no codec of breccia describes.
+Blocks run over the flattened weight, so rows must be whole blocks. Every code keeps its number, also FP4's second code for
+zero. A nested absmax (double quantization) is decoded with the formula of bitsandbytes, code * absmax2 + offset, because no
+recipe has scales of scales; the way back is nested only with `like=` the nested weight, whose buffers it takes.
 Source: bitsandbytes 0.50, run on a CPU.
 """
 
@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 
-from breccia.backend import NF4, Array, DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
+from breccia.backend import F32, Array, DialectError, NF4Scaling, ScaledTensor, ScalingRecipe, UnsupportedError
 
+from .plugin import BnbFP4Scaling
 from .wrapping import attribute, buffer, buffer_or_none, chosen, lengths, title, wrapped
+
+#: Recipes by bitsandbytes' quant_type.
+_RECIPES = {"nf4": NF4Scaling, "fp4": BnbFP4Scaling}
 
 
 def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant_state: Any = None) -> ScaledTensor:
@@ -24,7 +28,8 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
     weight: a quantized `bitsandbytes.nn.Params4bit`, or its uint8 data.
     quant_state: by default that of `weight`.
 
-    Raises DialectError for a weight that is not quantized yet, for FP4, other tables, and rows that are not whole blocks.
+    The recipe is `NF4Scaling` or `bnb_fp4`. Raises DialectError for a weight that is not quantized yet or that a layer has
+    packed for a CPU, for other types and tables, and for rows that are not whole blocks.
     """
     state = quant_state if quant_state is not None else getattr(weight, "quant_state", None)
     if state is None:
@@ -33,20 +38,20 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
             f"weight.to(device) first."
         )
     kind = attribute(state, "quant_type")
-    if kind != "nf4":
+    if not isinstance(kind, str) or kind not in _RECIPES:
+        raise DialectError(f"{title(weight)} has quant_type={kind!r}; recipes exist for 'nf4' and 'fp4'.", found=kind)
+    if getattr(state, "packing_format_for_cpu", False):
         raise DialectError(
-            f"{title(weight)} is of type {kind!r}, whose table has two codes for zero; a recipe exists for 'nf4'. "
-            f"Quantize with "
-            'bnb_4bit_quant_type="nf4", or decode it with bitsandbytes.',
-            found=kind,
+            f"{title(weight)} has packing_format_for_cpu=True: a product of its layer in eval mode has put the codes in "
+            "another order and rounded absmax to BF16. Convert the weight before that product, or load it again."
         )
     shape = tuple(lengths(state, "shape"))
     block, table = attribute(state, "blocksize"), buffer_or_none(state, "code")
     if type(block) is not int or block < 1:
         raise DialectError(f"{title(weight)} has blocksize={block!r}; it is a number of codes.", found=block)
-    expected = torch.tensor(NF4.values, dtype=torch.float32)
-    if table is not None and not torch.equal(table.float().cpu(), expected):
-        raise DialectError(f"{title(weight)} has another table than NF4: {table.tolist()}.")
+    inferred = _RECIPES[kind](block_size=block)
+    if table is not None and not torch.equal(table.float().cpu(), _table(inferred)):
+        raise DialectError(f"{title(weight)} is of type {kind!r} and has the table of another type: {table.tolist()}.")
     length = shape[-1] if len(shape) > 1 else 0
     if not length or length % block:
         raise DialectError(
@@ -62,22 +67,22 @@ def from_bitsandbytes(weight: Any, recipe: ScalingRecipe | None = None, *, quant
     if data.numel() * 2 != torch.Size(shape).numel():
         raise DialectError(f"{title(weight)} has {data.numel()} bytes of codes; shape {shape} needs half as many as numbers.")
     absmax = _absmax(weight, state)
-    if absmax.numel() * block != torch.Size(shape).numel():
+    if absmax.shape != (torch.Size(shape).numel() // block,):
         raise DialectError(
-            f"{title(weight)} of shape {shape} has {absmax.numel()} numbers in absmax; blocks of {block} need "
-            f"{torch.Size(shape).numel() // block}.",
-            found=absmax.numel(),
+            f"{title(weight)} of shape {shape} has absmax of shape {tuple(absmax.shape)}; blocks of {block} need "
+            f"({torch.Size(shape).numel() // block},).",
+            found=tuple(absmax.shape),
         )
     scale = absmax.reshape(*shape[:-1], length // block)
     codes = _swapped(data).reshape(*shape[:-1], length // 2)
-    return wrapped(weight, codes, scale, chosen(recipe, NF4Scaling(block_size=block), weight))
+    return wrapped(weight, codes, scale, chosen(recipe, inferred, weight))
 
 
 def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtype | None = None, **attributes: Any) -> Any:
-    """Convert a tensor of `NF4Scaling` to a quantized `Params4bit`, with an absmax that is not nested.
+    """Convert a tensor of `NF4Scaling` or `bnb_fp4` to a quantized `Params4bit`.
 
-    like: a Params4bit whose dtype and storage dtype to take over. dtype: what bitsandbytes decodes to, FP32 by default.
-    attributes: further arguments of Params4bit.
+    like: a Params4bit whose dtype and storage dtype to take over, and its nested absmax if that decodes to these scales.
+    dtype: what bitsandbytes decodes to, FP32 by default. attributes: further arguments of Params4bit.
 
     Raises ImportError without bitsandbytes, DialectError for another format.
     """
@@ -86,24 +91,34 @@ def to_bitsandbytes(scaled: ScaledTensor, *, like: Any = None, dtype: torch.dtyp
         raise UnsupportedError(f"to_bitsandbytes takes a torch ScaledTensor, got {found}.", found=found)
     scaled = scaled.to_plain()
     recipe, block = scaled.recipe, scaled.layout.block(-1)[1]
-    if not isinstance(recipe, NF4Scaling) or scaled.axis != -1 or block is None or scaled.shape[-1] % block:
+    quant_type = next((name for name, known in _RECIPES.items() if isinstance(recipe, known)), None)
+    if quant_type is None or scaled.axis != -1 or block is None or scaled.shape[-1] % block:
         raise DialectError(
-            f"bitsandbytes holds NF4 in whole blocks along the last axis; this tensor is {scaled!r}. Requantize it to "
-            "breccia.NF4Scaling() first.",
+            f"bitsandbytes holds NF4 and its own FP4 in whole blocks along the last axis; this tensor is {scaled!r}. "
+            'Requantize it to breccia.NF4Scaling() or breccia.recipe("bnb_fp4") first.',
             recipe=recipe,
         )
-    if recipe.scale_dtype != "fp32" or block & (block - 1) or block < 32:
+    if recipe.format.scale.codec != F32 or block & (block - 1) or block < 32:
         raise DialectError(f"bitsandbytes has FP32 scales of blocks of a power of two, from 32; this recipe is {recipe!r}.")
-    state_of = import_module("bitsandbytes.functional").QuantState
     kind = type(like) if like is not None else import_module("bitsandbytes.nn").Params4bit
     state = like.quant_state if like is not None else None
-    table = torch.tensor(NF4.values, dtype=torch.float32, device=scaled.data.device)
+    state_of = type(state) if state is not None else import_module("bitsandbytes.functional").QuantState
     dtype = dtype or (state.dtype if state is not None else torch.float32)
-    shape = torch.Size(scaled.shape)
-    new = state_of(scaled.scale.reshape(-1), shape, table, block, "nf4", dtype)
-    data = _swapped(scaled.data.reshape(-1, 1))
-    options = {"quant_type": "nf4", "blocksize": block, "compress_statistics": False, "bnb_quantized": True} | attributes
-    return kind(data, requires_grad=False, quant_state=new, **options)
+    table, scale = _table(recipe).to(scaled.data.device), scaled.scale.reshape(-1)
+    absmax, levels = scale, dict[str, Any]()
+    if state is not None and getattr(state, "nested", False) and _same(_absmax(like, state), scale):
+        absmax, levels = state.absmax, {"offset": state.offset, "state2": state.state2}
+    new = state_of(absmax, torch.Size(scaled.shape), table, block, quant_type, dtype, **levels)
+    storage = getattr(like, "quant_storage", torch.uint8)
+    data = _swapped(scaled.data.reshape(-1)).view(storage).reshape(-1, 1)
+    options = {"quant_type": quant_type, "blocksize": block, "compress_statistics": bool(levels), "quant_storage": storage}
+    return kind(data, requires_grad=False, quant_state=new, **(options | {"bnb_quantized": True} | attributes))
+
+
+def _table(recipe: ScalingRecipe) -> Array:
+    """The FP32 numbers of all codes."""
+    element = recipe.format.element
+    return torch.tensor([element.value(code) for code in range(1 << element.bits)], dtype=torch.float32)
 
 
 def _absmax(weight: Any, state: Any) -> Array:
@@ -121,6 +136,10 @@ def _absmax(weight: Any, state: Any) -> Array:
         )
     scale = coarse.repeat_interleave(block)[: absmax.numel()]
     return table[absmax.long()] * scale.to(table.dtype) + offset
+
+
+def _same(a: Array, b: Array) -> bool:
+    return a.device == b.device and torch.equal(a, b)
 
 
 def _swapped(data: Array) -> Array:

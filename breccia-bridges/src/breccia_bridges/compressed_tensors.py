@@ -1,20 +1,26 @@
 """Modules that compressed-tensors compressed: the weight of one, by its quantization_scheme and the names of its parameters.
 
-    naive, float, int      weight, weight_scale [, weight_zero_point]
-    pack-quantized         weight_packed (int32 words along K), weight_scale, weight_shape
-    nvfp4, mxfp4, mxfp8    weight_packed or weight, weight_scale, weight_global_scale (a divisor)
+    naive, float, int             weight, weight_scale [, weight_zero_point]
+    pack-quantized                weight_packed (int32 words along K), weight_scale, weight_shape [, weight_zero_point
+                                  (int32 words along N)]
+    nvfp4, mxfp4, mxfp6, mxfp8    weight_packed or weight, weight_scale [, weight_global_scale (a divisor)]
+
+Integers are stored with half of their range added where they are packed. Asymmetric ones are unsigned in breccia.
 
 Source: compressed-tensors 0.20, run on a CPU.
 """
 
 from __future__ import annotations
 
+import copy
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from breccia.backend import (
     Array,
+    DelayedScaling,
     DialectError,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -22,10 +28,12 @@ from breccia.backend import (
     INT4Scaling,
     INT8Scaling,
     MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     ScaledTensor,
     ScalingRecipe,
+    UnsupportedError,
 )
 
 from .wrapping import attribute, chosen, title, wrapped
@@ -39,8 +47,8 @@ def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) ->
     module: a linear layer after `ModelCompressor.compress_model`, or as transformers loads it with run_compressed: it has
         `quantization_scheme`, and parameters of the format.
 
-    Raises DialectError for a module that is not compressed, for formats and settings without a recipe (asymmetric or sparse
-    weights, activation order), and for parameters that contradict each other.
+    Raises DialectError for a module that is not compressed, for formats and settings without a recipe (sparse weights, codes of
+    other widths, activation order), and for parameters that contradict each other.
     """
     scheme = getattr(module, "quantization_scheme", None)
     args, form = getattr(scheme, "weights", None), getattr(scheme, "format", None)
@@ -51,15 +59,12 @@ def from_compressed_tensors(module: Any, recipe: ScalingRecipe | None = None) ->
         )
     name = str(getattr(form, "value", form))
     found = {n: p.detach() for n, p in module.named_parameters(recurse=False)} | dict(module.named_buffers(recurse=False))
-    zero = found.get("weight_zero_point")
-    if not args.symmetric and zero is not None and bool((zero != 0).any()):
-        raise DialectError(f"{title(module)} has asymmetric weights ({name}), which this bridge does not read.", found=name)
     if "weight_g_idx" in found:
         raise DialectError(f"{title(module)} has weight_g_idx (activation order), which this bridge does not read.", found=name)
     read = _READERS.get(name)
     if read is None:
         raise DialectError(f"{title(module)} is in format {name!r}; known are {', '.join(_READERS)}.", found=name)
-    missing = [n for n in read[1] if n not in found]
+    missing = [n for n in (*read[1], *(() if args.symmetric else ("weight_zero_point",))) if n not in found]
     if missing:
         raise DialectError(
             f"{title(module)} in format {name!r} lacks {', '.join(missing)}; it has "
@@ -82,13 +87,13 @@ def _floats(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) 
     if found["weight_scale"].dtype == torch.uint8:
         return _mxfp8(module, found, recipe)
     block = attribute(module.quantization_scheme.weights, "block_structure")
-    if scale.numel() == 1 and block is None:
-        inferred: ScalingRecipe = Float8CurrentScaling(fmt)
+    if block is not None:
+        inferred: ScalingRecipe = Float8BlockScaling(fmt, block_m=block[0], block_k=block[1])
+    elif scale.numel() == 1:
+        inferred = Float8CurrentScaling(fmt)
         scale = scale.reshape(())
     elif tuple(scale.shape) == (data.shape[0], 1):
         inferred = Float8RowScaling(fmt)
-    elif block is not None:
-        inferred = Float8BlockScaling(fmt, block_m=block[0], block_k=block[1])
     else:
         raise DialectError(f"{title(module)} has scales of shape {tuple(scale.shape)} for a weight {tuple(data.shape)}.")
     layout = inferred.layout.fitted(tuple(data.shape))
@@ -108,31 +113,70 @@ def _int8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) ->
             found=tuple(scale.shape),
         )
     group = data.shape[1] // scale.shape[1]
-    inferred = INT8Scaling(group_size=None if group == data.shape[1] else group, scale_dtype=dtype)
-    return wrapped(module, data, scale, chosen(recipe, inferred, module))
+    zero = None
+    if not module.quantization_scheme.weights.symmetric:
+        zero = found["weight_zero_point"]
+        if zero.dtype != torch.int8 or (zero.numel() != 1 and zero.shape != scale.shape):
+            raise DialectError(
+                f"{title(module)} has weight_zero_point of shape {tuple(zero.shape)} in {zero.dtype}; it is torch.int8, one "
+                f"for each of the scales of shape {tuple(scale.shape)}.",
+                found=tuple(zero.shape),
+            )
+        data, zero = (_offset(part.contiguous(), 8) for part in (data, zero.expand(scale.shape)))
+    inferred = INT8Scaling(
+        group_size=None if group == data.shape[1] else group, signed=zero is None, scale_dtype=dtype, symmetric=zero is None
+    )
+    return wrapped(module, data, scale, chosen(recipe, inferred, module), zero_point=zero)
 
 
 def _packed(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
     """int32 words along K with 4- or 8-bit codes, each with half of the range added."""
-    bits, scale = module.quantization_scheme.weights.num_bits, found["weight_scale"]
+    args, scale = module.quantization_scheme.weights, found["weight_scale"]
+    bits, symmetric = args.num_bits, args.symmetric
     shape = tuple(int(n) for n in found["weight_shape"].reshape(-1).tolist())
     dtype = _SCALE_DTYPES.get(scale.dtype)
     if len(shape) != 2 or min(shape) < 1:
         raise DialectError(f"{title(module)} has weight_shape {shape}; it is the shape of a matrix.", found=shape)
     if bits not in (4, 8) or dtype is None:
         raise DialectError(f"{title(module)} packs {bits} bits with scales in {scale.dtype}; recipes exist for 4 and 8 bits.")
-    data = found["weight_packed"].contiguous().view(torch.uint8)
-    data = (data ^ (0x88 if bits == 4 else 0x80))[:, : -(-shape[1] * bits // 8)]  # offset codes to two's complement
-    data = data if bits == 4 else data.view(torch.int8)
+    data = found["weight_packed"].contiguous().view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
     scale = scale.expand(shape[0], 1) if scale.numel() == 1 else scale
-    group = module.quantization_scheme.weights.group_size or shape[1]
-    group = shape[1] if group < 0 else group
-    if bits == 4:
-        inferred: ScalingRecipe = INT4Scaling(group_size=group, scale_dtype=dtype)
+    zero = None
+    if symmetric:
+        data = _offset(data, bits)
+        data = data if bits == 4 else data.view(torch.int8)
     else:
-        inferred = INT8Scaling(group_size=None if group == shape[1] else group, scale_dtype=dtype)
+        zero = _zero_points(module, found["weight_zero_point"], bits, tuple(scale.shape))
+    group = args.group_size or shape[1]
+    group = shape[1] if group < 0 else group
+    fields: dict[str, Any] = {"signed": symmetric, "scale_dtype": dtype, "symmetric": symmetric}
+    if bits == 4:
+        inferred: ScalingRecipe = INT4Scaling(group_size=group, **fields)
+    else:
+        inferred = INT8Scaling(group_size=None if group == shape[1] else group, **fields)
     layout = inferred.layout.fitted(shape)
-    return wrapped(module, data, scale, chosen(recipe, inferred, module), layout=layout, shape=shape)
+    return wrapped(module, data, scale, chosen(recipe, inferred, module), layout=layout, shape=shape, zero_point=zero)
+
+
+def _zero_points(module: Any, words: Array, bits: int, shape: tuple[int, ...]) -> Array:
+    """Unsigned zero-points, one per byte, of int32 words along N."""
+    if words.dtype != torch.int32 or tuple(words.shape) != (-(-shape[0] * bits // 32), shape[1]):
+        raise DialectError(
+            f"{title(module)} has weight_zero_point of shape {tuple(words.shape)} in {words.dtype}; {bits} bits for scales of "
+            f"shape {shape} are packed into ({-(-shape[0] * bits // 32)}, {shape[1]}) of torch.int32.",
+            found=tuple(words.shape),
+        )
+    columns = words.T.contiguous().view(torch.uint8)
+    if bits == 4:
+        columns = torch.stack([columns & 15, columns >> 4], -1).reshape(shape[1], -1)
+    return columns[:, : shape[0]].T.contiguous()
+
+
+def _offset(data: Array, bits: int) -> Array:
+    """Codes of two's complement as offset codes of half the range, and back."""
+    if bits == 4:
+        return data ^ 0x88
+    return data ^ 0x80 if data.dtype == torch.uint8 else data.view(torch.uint8) ^ 0x80
 
 
 def _nvfp4(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
@@ -155,6 +199,11 @@ def _mxfp8(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -
     return wrapped(module, found["weight"], _powers(module, found), inferred)
 
 
+def _mxfp6(module: Any, found: dict[str, Array], recipe: ScalingRecipe | None) -> ScaledTensor:
+    inferred = chosen(recipe, MXFP6BlockScaling("E2M3"), module)
+    return wrapped(module, found["weight_packed"], _powers(module, found), inferred)
+
+
 def _powers(module: Any, found: dict[str, Array]) -> Array:
     """E8M0 scales, stored as bytes."""
     scale = found["weight_scale"]
@@ -173,5 +222,156 @@ _READERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "pack-quantized": (_packed, ("weight_packed", "weight_scale", "weight_shape")),
     "nvfp4-pack-quantized": (_nvfp4, ("weight_packed", "weight_scale", "weight_global_scale")),
     "mxfp4-pack-quantized": (_mxfp4, ("weight_packed", "weight_scale")),
+    "mxfp6-pack-quantized": (_mxfp6, ("weight_packed", "weight_scale")),
     "mxfp8-quantized": (_mxfp8, _PLAIN),
 }
+
+
+def to_compressed_tensors(scaled: ScaledTensor, *, like: Any = None, bias: Array | None = None) -> Any:
+    """A linear layer with this weight, as compressed-tensors compresses one.
+
+    scaled: a matrix (out_features, in_features) in torch.
+    like: a compressed layer with a weight of this shape and format. The result is a copy of it with the other weight: its
+        scheme, bias, hooks and what belongs to activations stay. By default a new `torch.nn.Linear` whose scheme has the
+        weight only.
+    bias: that of the new layer.
+
+    Raises ImportError without `like` and without compressed-tensors, and DialectError for formats that it does not have.
+    """
+    if not isinstance(scaled, ScaledTensor) or scaled.framework != "torch":
+        found = scaled.framework if isinstance(scaled, ScaledTensor) else type(scaled).__name__
+        raise UnsupportedError(f"to_compressed_tensors takes a torch ScaledTensor, got {found}.", found=found)
+    if like is not None and bias is not None:
+        raise DialectError("to_compressed_tensors takes the bias of `like`; pass one of like= and bias=.")
+    scaled = scaled.to_plain()
+    if like is None:
+        form, args = _scheme(scaled)
+        return _layer(_written(scaled, form), form, args, scaled.shape, bias)
+    known = from_compressed_tensors(like)
+    facts = [(st.recipe.format, st.shape, st.layout, st.axis) for st in (scaled, known)]
+    if facts[0] != facts[1]:
+        raise DialectError(
+            f"{title(like)} has a weight {known!r}; this tensor is {scaled!r}. Requantize it to {known.recipe!r}."
+        )
+    form = like.quantization_scheme.format
+    written = _written(scaled, str(getattr(form, "value", form)))
+    memo = {id(getattr(like, name)): _parameter(_fitted(like, name, value)) for name, value in written.items()}
+    return copy.deepcopy(like, memo)
+
+
+def _scheme(scaled: ScaledTensor) -> tuple[str, dict[str, Any]]:
+    """(the format, the arguments of QuantizationArgs) of a weight. Raises DialectError if there are none."""
+    recipe, block = scaled.recipe, scaled.layout.block(-1)
+    integer: dict[str, Any] = {"type": "int", "symmetric": scaled.zero_point is None}
+    number: dict[str, Any] = {"type": "float", "num_bits": 8}
+    powers = {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    found: tuple[str, dict[str, Any]] | None = None
+    match recipe:
+        case INT4Scaling() | INT8Scaling() if recipe.offset == "zero_point" and recipe.signed == recipe.symmetric:
+            group = {"strategy": "channel"} if block[1] is None else {"strategy": "group", "group_size": block[1]}
+            found = "pack-quantized", integer | group | {"num_bits": recipe.format.element.bits}
+        case Float8CurrentScaling("E4M3") | DelayedScaling("E4M3"):
+            found = "float-quantized", number | {"strategy": "tensor"}
+        case Float8RowScaling("E4M3"):
+            found = "float-quantized", number | {"strategy": "channel"}
+        case Float8BlockScaling("E4M3"):
+            found = "float-quantized", number | {"strategy": "block", "block_structure": list(block)}
+        case NVFP4BlockScaling(block_size=16, global_sense="divisor"):
+            args = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
+            found = "nvfp4-pack-quantized", number | args | {"num_bits": 4}
+        case MXFP4BlockScaling():
+            found = "mxfp4-pack-quantized", number | powers | {"num_bits": 4}
+        case MXFP6BlockScaling("E2M3"):
+            found = "mxfp6-pack-quantized", number | powers | {"num_bits": 6}
+        case MXFP8BlockScaling("E4M3"):
+            found = "mxfp8-quantized", number | powers
+        case _:
+            pass
+    whole = block[1] is None or scaled.shape[-1] % block[1] == 0
+    if found is None or len(scaled.shape) != 2 or scaled.axis != -1 or not (whole or found[1]["strategy"] == "block"):
+        raise DialectError(
+            "compressed-tensors has matrices of integers of 4 and 8 bits, FP8 (E4M3), MXFP8, MXFP6 (E2M3), MXFP4 and NVFP4 "
+            f'(global_sense="divisor"), in whole groups along K; this tensor is {scaled!r}. Requantize it to one of these.',
+            recipe=recipe,
+        )
+    return found
+
+
+def _written(scaled: ScaledTensor, form: str) -> dict[str, Array]:
+    """Parameters by name."""
+    data, scale, zero = scaled.data, scaled.scale, scaled.zero_point
+    if zero is not None:
+        zero = _bytes_of(scaled, zero)
+    if form == "pack-quantized":
+        bits = scaled.recipe.format.element.bits
+        words = data.view(torch.uint8) if zero is not None else _offset(data.view(torch.uint8), bits)
+        found = {"weight_packed": _words(words, scaled.shape[1], bits), "weight_scale": scale}
+        if zero is not None:
+            columns = zero.T.contiguous()
+            if bits == 4:
+                columns = torch.nn.functional.pad(columns, (0, columns.shape[1] % 2))
+                columns = columns[:, ::2] | (columns[:, 1::2] << 4)
+            found["weight_zero_point"] = _words(columns, scaled.shape[0], bits).T.contiguous()
+        return found | {"weight_shape": torch.tensor(scaled.shape, device=data.device)}
+    if form == "nvfp4-pack-quantized":
+        return {"weight_packed": data, "weight_scale": scale, "weight_global_scale": scaled.global_scale.reshape(1)}
+    if form.startswith("mxfp"):
+        return {"weight" if form == "mxfp8-quantized" else "weight_packed": data, "weight_scale": scale.view(torch.uint8)}
+    if zero is not None:
+        signed = [_offset(part, 8).view(torch.int8) for part in (data, zero)]
+        return {"weight": signed[0], "weight_scale": scale, "weight_zero_point": signed[1]}
+    return {"weight": data, "weight_scale": scale.reshape(1) if scale.ndim == 0 else scale}
+
+
+def _bytes_of(scaled: ScaledTensor, zero: Array) -> Array:
+    """Zero-points as bytes, in whose range they are."""
+    found = zero.to(torch.uint8)
+    if not _equal(found, zero):
+        raise DialectError(f"compressed-tensors has zero-points in the range of the codes; this tensor is {scaled!r}.")
+    return found
+
+
+def _words(data: Array, codes: int, bits: int) -> Array:
+    """Rows of packed codes as int32 words; what follows the last code is 0."""
+    if codes * bits % 8:
+        data = data.clone()
+        data[:, -1] &= 15
+    whole = torch.nn.functional.pad(data, (0, -data.shape[1] % 4))
+    return whole.reshape(-1).view(torch.int32).reshape(len(data), -1)
+
+
+def _fitted(like: Any, name: str, value: Array) -> Array:
+    """`value` in the dtype and shape of a parameter of `like`. Raises DialectError if a number is lost."""
+    old = getattr(like, name)
+    fitted = (value.reshape(-1)[0].reshape(1) if old.numel() == 1 else value).to(old.dtype)
+    if fitted.numel() != old.numel() or not _equal(fitted, value):
+        raise DialectError(
+            f"{title(like)} has {name} of shape {tuple(old.shape)} in {old.dtype}, which does not hold this tensor's, of shape "
+            f"{tuple(value.shape)} in {value.dtype}. Omit like=, or pass a layer with the same parameters.",
+            found=tuple(old.shape),
+        )
+    return fitted.reshape(old.shape)
+
+
+def _equal(narrow: Array, value: Array) -> bool:
+    """Whether `narrow`, a copy of `value` in another dtype or of its first number, has all its numbers."""
+    if narrow.dtype == value.dtype and narrow.shape == value.shape:
+        return True
+    wide = narrow.to(value.dtype).expand(value.shape)
+    return bool(((wide == value) | (wide.isnan() & value.isnan())).all())
+
+
+def _layer(values: dict[str, Array], form: str, args: dict[str, Any], shape: tuple[int, ...], bias: Array | None) -> Any:
+    library = import_module("compressed_tensors.quantization")
+    layer = torch.nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
+    del layer.weight
+    for name, value in (values | ({} if bias is None else {"bias": bias})).items():
+        layer.register_parameter(name, _parameter(value))
+    weights = library.QuantizationArgs(**args)
+    vars(layer)["quantization_scheme"] = library.QuantizationScheme(targets=["Linear"], weights=weights, format=form)
+    vars(layer)["quantization_status"] = library.QuantizationStatus.COMPRESSED
+    return layer
+
+
+def _parameter(value: Array) -> Any:
+    return torch.nn.Parameter(value, requires_grad=False)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from breccia import Bridge, Codec, Command, Foreign, Format, Level, ScalingRecipe, hookimpl
-from breccia.backend import BF16, F16, F32, INT4, Integer, check_choices, one_of
+from breccia.backend import BF16, F16, F32, INT4, Integer, Lookup, check_choices, check_positive, one_of
 
 api = 1
 _FLOATS = {"bf16": BF16, "fp16": F16, "fp32": F32}
@@ -28,6 +28,7 @@ class SignedInt4Scaling(ScalingRecipe):
     scale_dtype: str = field(default="bf16", metadata=one_of(_FLOATS))
 
     def __post_init__(self) -> None:
+        check_positive("SignedInt4Scaling", "group_size", self.group_size)
         check_choices(self)
 
     @cached_property
@@ -61,14 +62,40 @@ class AffineScaling(ScalingRecipe):
         return Format(_UNSIGNED[self.bits], (Level(_FLOATS[self.scale_dtype], (1, self.group_size)),), "bias")
 
 
+#: Twelfths of 0, 1/16, 8, 12, 4, 6, 2, 3, as FP32 numbers.
+_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+#: bitsandbytes' table of FP4. Codes 0 and 8 both stand for +0.
+BNB_FP4 = Lookup("BNB_FP4", 4, None, "bitsandbytes 0.50, functional.get_4bit_type", (*_FP4, 0.0, *(-v for v in _FP4[1:])))
+
+
+@dataclass(frozen=True)
+class BnbFP4Scaling(ScalingRecipe):
+    """4-bit codes of bitsandbytes' table "fp4", which is not E2M1, with an FP32 absmax per `block_size` elements along K.
+
+    It is for weights that bitsandbytes wrote or will read. To quantize for others, `NF4Scaling` is more accurate on normally
+    distributed weights, and hardware multiplies the codes of `MXFP4BlockScaling` and `NVFP4BlockScaling`.
+    """
+
+    name: ClassVar[str] = "bnb_fp4"
+    source: ClassVar[str] = "bitsandbytes 0.50, bitsandbytes.nn.Params4bit, quant_type 'fp4'"
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_positive("BnbFP4Scaling", "block_size", self.block_size)
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(BNB_FP4, (Level(F32, (1, self.block_size)),))
+
+
 @hookimpl
 def breccia_codecs() -> Iterable[Codec]:
-    return _UNSIGNED.values()
+    return [*_UNSIGNED.values(), BNB_FP4]
 
 
 @hookimpl
 def breccia_recipes() -> Iterable[type[ScalingRecipe]]:
-    return [SignedInt4Scaling, AffineScaling]
+    return [SignedInt4Scaling, AffineScaling, BnbFP4Scaling]
 
 
 @hookimpl
@@ -93,7 +120,7 @@ def breccia_bridges() -> Iterable[Bridge]:
         Bridge("from_te_recipe", f"{engine}:from_te_recipe", ("torch",), "torch"),
         Bridge("to_te_recipe", f"{engine}:to_te_recipe", ("torch",), "torch"),
         Bridge("torchao_activation", "breccia_bridges.torchao:torchao_activation", ("torch",), "torch"),
-        Bridge("from_compressed_tensors", "breccia_bridges.compressed_tensors:from_compressed_tensors", ("torch",), "torch"),
+        *_both("compressed_tensors"),
         Bridge("from_qwix", "breccia_bridges.qwix:from_qwix", ("jax",), "jax"),
         Bridge("to_qwix", "breccia_bridges.qwix:to_qwix", ("jax", "qwix"), "qwix"),
         Bridge("from_mlx_layer", "breccia_bridges.mlx:from_mlx_layer", requires=("mlx",), install="breccia-mlx"),

@@ -147,19 +147,19 @@ def check_integer(codec: Integer) -> None:
 
 
 def check_lookup(codec: Lookup) -> None:
-    """Raise RecipeError unless the table has a distinct FP32 number for each code, +0 and a positive one among them."""
+    """Raise RecipeError unless the table has an FP32 number for each code, +0 and a positive one among them."""
     _check_whole_numbers(codec, "bits")
     _check_width(codec, "a table")
     values: Any = codec.values
-    fits = isinstance(values, tuple) and len(set(codec.values)) == len(codec.values) == 1 << codec.bits
+    fits = isinstance(values, tuple) and len(codec.values) == 1 << codec.bits
     fits = fits and all(math.isfinite(v) and _is_f32(v) for v in codec.values)
     negative_zero = any(v == 0 and math.copysign(1.0, v) < 0 for v in codec.values)
     if not fits or 0.0 not in codec.values or max(codec.values) <= 0 or negative_zero:
         raise _error(
             codec,
-            f"values must be {1 << codec.bits} distinct finite FP32 numbers for {codec.bits} bits, with 0 (not -0.0) and a "
-            f"positive one, in a tuple; got {len(codec.values)}: {values!r}. Round each to FP32, and pad a shorter table with "
-            "numbers in between",
+            f"values must be {1 << codec.bits} finite FP32 numbers for {codec.bits} bits, with 0 (not -0.0) and a positive "
+            f"one, in a tuple; got {len(codec.values)}: {values!r}. Round each to FP32, and repeat a number to pad a shorter "
+            "table",
             values=values,
         )
 

@@ -337,9 +337,10 @@ class Integer(Codec):
 
 @dataclass(frozen=True)
 class Lookup(Codec):
-    """Code c stands for `values[c]`: 2^bits distinct FP32 numbers in any order; at most 8 bits.
+    """Code c stands for `values[c]`: 2^bits FP32 numbers in any order; at most 8 bits.
 
-    Zero and a positive number are among them. Scales are computed from the largest value, as for signed integers.
+    Zero and a positive number are among them. Several codes may stand for one number: all decode to it, casts write the lowest.
+    Scales are computed from the largest value, as for signed integers.
     Raises RecipeError for any other table.
     """
 
@@ -357,17 +358,20 @@ class Lookup(Codec):
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Codes by ascending value."""
-        return tuple(sorted(range(len(self.values)), key=self.values.__getitem__))
+        """Codes by ascending value; a value that several codes stand for has the lowest of them, as many times."""
+        return tuple(map(self.values.index, sorted(self.values)))
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
-        """FP32 bits, by position in `order`: the smallest number that rounds to the value there (position 0 is unused)."""
+        """FP32 bits, by position in `order`: the smallest number that rounds to the value there (position 0 is unused).
+
+        Between two positions of one code it is the value itself, so that thresholds ascend; both sides have this code.
+        """
         found = [0]
         for low, high in pairwise(self.order):
             middle = (Fraction(self.values[low]) + Fraction(self.values[high])) / 2
             t = f32(float(middle))
-            tie_goes_down = high % 2 == 1 or low % 2 == 0
+            tie_goes_down = low != high and (high % 2 == 1 or low % 2 == 0)
             while Fraction(t) < middle or (Fraction(t) == middle and tie_goes_down):
                 t = _next_f32(t)
             found.append(f32_bits(t))

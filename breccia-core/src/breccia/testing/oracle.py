@@ -87,12 +87,12 @@ def decode(codec: Codec, code: int) -> float:
 
 @cache
 def ladder(codec: Codec) -> tuple[list[Fraction], list[int]]:
-    """All finite values of a codec of at most 16 bits, ascending without -0, and the code of each."""
+    """All finite values of a codec of at most 16 bits, ascending without -0, and the lowest code of each."""
     finite: dict[Fraction, int] = {}
     for code in range(1 << codec.bits):
         value = decode(codec, code)
         if math.isfinite(value) and not (value == 0 and math.copysign(1, value) < 0):
-            finite[Fraction(value)] = code
+            finite.setdefault(Fraction(value), code)
     values = sorted(finite)
     return values, [finite[v] for v in values]
 

@@ -142,6 +142,9 @@ def _minifloats(draw: Any, bits: int) -> Codec:
 @st.composite
 def _lookups(draw: Any, bits: int) -> Codec:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    repeated = draw(st.booleans())  # several codes for one value
     others = rng.choice(np.arange(-(2**12), 2**12), (1 << bits) - 2, replace=False) + 0.5
+    if repeated:
+        others = rng.choice([0.0, 2.0**12, *others[: 1 << (bits - 1)]], others.size)
     values = [0.0, 2.0**12, *others.tolist()]
     return Lookup("drawn", bits, None, "drawn", tuple(rng.permutation(values).tolist()))
