@@ -193,6 +193,24 @@ def test_host_memory_takes_the_shortest_way(a: str, b: str, bundled: bool, monke
                 assert {p.flags.writeable for p in components(taken).values()} == {a == "torch"}
 
 
+def test_memory_that_jax_cannot_read_is_copied_after_others_of_its_dtype_were_shared() -> None:
+    """JAX's own checks of strides take the place of breccia's for arrays of a type and dtype met before."""
+    for source in (at(MXFP8), TORCH):
+        assert addresses(from_dlpack(source, "jax")) == addresses(source)
+    spread = np.zeros((*MXFP8.data.shape, 2), np.uint8)
+    spread[..., 0] = MXFP8.data
+    backwards = np.ascontiguousarray(MXFP8.data[::-1])[::-1]
+    for codes in (spread[..., 0], backwards):
+        source = changed(MXFP8, data=codes)
+        assert breccia.bytes_equal(from_dlpack(source, "jax"), MXFP8)
+    strided = torch.from_numpy(spread).view(TORCH.data.dtype)[..., 0]
+    assert breccia.bytes_equal(from_dlpack(changed(TORCH, data=strided), "jax"), MXFP8)
+    freed = torch.zeros(MXFP8.data.shape, dtype=TORCH.data.dtype)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match="data: it has no values in memory"):
+        from_dlpack(changed(TORCH, data=freed), "jax")
+
+
 def test_parameters_and_mapped_arrays_take_the_shortest_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = np.memmap(tmp_path / "codes", np.uint8, "w+", shape=MXFP8.data.shape)
     codes[...] = MXFP8.data
@@ -203,6 +221,7 @@ def test_parameters_and_mapped_arrays_take_the_shortest_way(tmp_path: Path, monk
     assert addresses(from_dlpack(frozen, "numpy")) == addresses(frozen)
 
 
+@pytest.mark.rest
 def test_arrays_on_several_devices_are_refused() -> None:
     """The compiled part of JAX's export would give their first shard."""
     script = """

@@ -115,15 +115,21 @@ Arrays = tuple[Any, ...]
 Dtypes = tuple[str | None, ...]
 
 
+#: In place of a code: that of the array's own dtype.
+_SAME = -1
+
+
 class Codes(dict[tuple[str | None, int, int, int], int]):
     """The DLDataTypeCode to export: of each (dtype whose bits an array holds, if not its own; its own code, bits and lanes).
 
     renamed: maps the name of a dtype to that of the exported one. A key that does not fit raises KeyError.
+    changes: the same of arrays met before, by (type, dtype, name of the dtype whose bits they hold); _SAME for their own code.
     """
 
     def __init__(self, renamed: Callable[[str], str]) -> None:
         super().__init__()
         self.renamed = renamed
+        self.changes: dict[tuple[type, Any, str | None], int] = {}
 
     def __missing__(self, key: tuple[str | None, int, int, int]) -> int:
         dtype, code, bits, lanes = key
@@ -140,12 +146,14 @@ class Codes(dict[tuple[str | None, int, int, int], int]):
 class Export(NamedTuple):
     """How arrays of a type are exported. call: makes a capsule of an array. versioned: of which kind?
 
-    contiguous: whether an array is in C order; False where that is not known.
+    contiguous: whether an array is in C order; False where that is not known. checked: may a capsule go unread to a
+    library that checks strides itself? `call` then only exports host memory, and nothing without memory.
     """
 
     call: Callable[[Any], Any]
     versioned: bool
     contiguous: Callable[[Any], bool]
+    checked: bool
 
 
 class HostRoute:
@@ -153,7 +161,7 @@ class HostRoute:
 
     framework: the library's name; its own arrays do not travel. take: makes an array of a capsule. flagged: has a capsule to
     say whether memory is read-only? writes: are the library's arrays mutable? strides: can it read memory of that shape and
-    these strides?
+    these strides? None if `take` refuses the strides that it cannot read.
     """
 
     __slots__ = ("_exports", "_flagged", "_framework", "_known", "_strides", "_take", "_writes")
@@ -164,7 +172,7 @@ class HostRoute:
         take: Callable[[Any], Array],
         flagged: bool,
         writes: bool,
-        strides: Callable[[Shape, Shape], bool],
+        strides: Callable[[Shape, Shape], bool] | None,
     ) -> None:
         self._framework, self._take, self._flagged, self._writes, self._strides = framework, take, flagged, writes, strides
         self._exports: dict[type, Export] = {}
@@ -182,11 +190,19 @@ class HostRoute:
         """Raises an Exception of any type where the array needs a closer look."""
         if array is None:
             return None
+        kind = type(array)
         try:
-            export, versioned, contiguous = self._exports[type(array)]
+            export, versioned, contiguous, checked = self._exports[kind]
         except KeyError:
-            export, versioned, contiguous = self._exports[type(array)] = self._export_of(array)
-        capsule = export(array)
+            export, versioned, contiguous, checked = self._exports[kind] = self._export_of(array)
+        capsule, facts = export(array), None
+        if checked:
+            facts = kind, array.dtype, dtype
+            change = codes.changes.get(facts)
+            if change is not None:
+                if change != _SAME:
+                    _PlainBytes.from_address(_capsule_pointer(capsule, _PLAIN))[_CODE_AT] = change
+                return self._take(capsule)  # which checks the rest
         if versioned:
             raw = _VersionedBytes.from_address(_capsule_pointer(capsule, _VERSIONED))
             major, _, _, _, flags, data, device, _, ndim, code, bits, lanes, shape, strides, _ = _read_versioned(raw)
@@ -200,11 +216,13 @@ class HostRoute:
         exported = codes[dtype, code, bits, lanes]
         if exported != code:
             raw[_CODE_AT + (_MANAGED_BYTES if versioned else 0)] = exported
+        if facts is not None:
+            codes.changes[facts] = _SAME if exported == code else exported
         return self._take(capsule)
 
     def _fits(self, ndim: int, shape: int, strides: int) -> bool:
         """`strides` of the numbers at these addresses."""
-        if not ndim or not strides:
+        if self._strides is None or not ndim or not strides:
             return True
         read = _int64s(ndim).from_address
         key = read(shape).raw + read(strides).raw
@@ -221,7 +239,8 @@ class HostRoute:
         framework = framework_of(array).name
         if framework == self._framework:
             raise BufferError
-        return _EXPORTS[framework](type(array), self._flagged)
+        found = _EXPORTS[framework](type(array), self._flagged)
+        return found._replace(checked=found.checked and self._strides is None)
 
 
 _REMEMBERED = 1024
@@ -230,7 +249,7 @@ _REMEMBERED = 1024
 def _of_numpy(kind: type[np.ndarray], flagged: bool) -> Export:
     """Without the flag NumPy refuses read-only memory."""
     versioned = partial(kind.__dlpack__, max_version=VERSION)
-    return Export(versioned if flagged else kind.__dlpack__, flagged, _in_c_order)
+    return Export(versioned if flagged else kind.__dlpack__, flagged, _in_c_order, True)
 
 
 def _in_c_order(array: np.ndarray) -> bool:
@@ -238,7 +257,9 @@ def _in_c_order(array: np.ndarray) -> bool:
 
 
 def _of_mlx(kind: Any, flagged: bool) -> Export:
-    return Export(kind.__dlpack__, False, _unknown)
+    """Builds with a GPU backend allocate all arrays in memory of the GPU, or in memory that it shares."""
+    host = not any(targets.load(f"mlx.core:{gpu}.is_available")() for gpu in ("metal", "cuda"))
+    return Export(kind.__dlpack__, False, _unknown, host)
 
 
 def _unknown(array: Any) -> bool:
@@ -248,7 +269,8 @@ def _unknown(array: Any) -> bool:
 def _of_torch(kind: type, flagged: bool) -> Export:
     """The compiled part of `Tensor.__dlpack__`, which refuses less than the Python before it.
 
-    It refuses tensors without memory, such as sparse ones. `Codes` refuses complex ones, `HostRoute` those on other devices.
+    It refuses sparse tensors. `Codes` refuses complex ones. `HostRoute` reads every capsule that has a flag, and refuses those
+    on other devices and without memory.
     """
     if kind not in (targets.load("torch:Tensor"), targets.load("torch:nn.Parameter")):
         raise BufferError
@@ -259,7 +281,12 @@ def _of_torch(kind: type, flagged: bool) -> Export:
             raise BufferError
         return give(tensor)
 
-    return Export(export, flagged, kind.is_contiguous)
+    def export_from_host(tensor: Any) -> Any:
+        if not tensor.is_cpu or not tensor.data_ptr():
+            raise BufferError
+        return export(tensor)
+
+    return Export(export if flagged else export_from_host, flagged, kind.is_contiguous, not flagged)
 
 
 def _of_jax(kind: type, flagged: bool) -> Export:
@@ -274,7 +301,7 @@ def _of_jax(kind: type, flagged: bool) -> Export:
             raise BufferError
         return give(array)
 
-    return Export(export, False, _unknown)
+    return Export(export, False, _unknown, False)
 
 
 #: Makes the Export of a type of arrays, by the name of its framework. flagged: a capsule with a read-only flag, if it has one.
@@ -301,21 +328,36 @@ class _Holder:
         return CPU, 0
 
 
-def host_take(framework: str) -> tuple[Callable[[Any], Array], bool] | None:
-    """(Makes an array of a capsule of host memory, has the capsule to say whether memory is read-only); None if there is none.
+def _numpy_of(capsule: Any) -> np.ndarray:
+    return np.from_dlpack(_Holder(capsule))
+
+
+class Take(NamedTuple):
+    """How a library makes arrays. call: makes an array of a capsule of host memory.
+
+    flagged: has the capsule to say whether memory is read-only? strict: does `call` refuse strides that it cannot read?
+    """
+
+    call: Callable[[Any], Array]
+    flagged: bool
+    strict: bool
+
+
+def host_take(framework: str) -> Take | None:
+    """How a library makes arrays of host memory; None if that is not known.
 
     NumPy's arrays are read-only where the capsule does not say it, torch's never are, and JAX reads no capsule that says it.
     """
     if framework == "numpy":
-        return lambda capsule: np.from_dlpack(_Holder(capsule)), True
+        return Take(_numpy_of, True, False)
     if framework == "torch":
-        return targets.load("torch.utils.dlpack:from_dlpack"), False
+        return Take(targets.load("torch.utils.dlpack:from_dlpack"), False, False)
     if framework == "mlx":
-        return targets.load("mlx.core:from_dlpack"), True
+        return Take(targets.load("mlx.core:from_dlpack"), True, False)
     return _compiled_part_of_jax() if framework == "jax" else None
 
 
-def _compiled_part_of_jax() -> tuple[Callable[[Any], Array], bool] | None:
+def _compiled_part_of_jax() -> Take | None:
     """The compiled part of `jax.numpy.from_dlpack` for host memory, without the Python around it, which takes longer.
 
     None where a version of JAX has that part elsewhere, or where it does anything else.
@@ -326,7 +368,11 @@ def _compiled_part_of_jax() -> tuple[Callable[[Any], Array], bool] | None:
         found, expected = take(probe.__dlpack__(), device, None, None), targets.load("jax.numpy:from_dlpack")(probe)
         same = found.dtype == expected.dtype and found.sharding == expected.sharding and found.committed == expected.committed
         if same and np.array_equal(found, probe):
-            return lambda capsule: take(capsule, device, None, None), False
+
+            def call(capsule: Any) -> Array:
+                return take(capsule, device, None, None)
+
+            return Take(call, False, True)
     except Exception:  # a private function: any version may have it otherwise
         pass
     return None

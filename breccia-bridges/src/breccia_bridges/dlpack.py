@@ -232,6 +232,8 @@ class Bundle(tuple[Any, ...]):
     header: str
     #: Names of the components, in order.
     names: tuple[str, ...]
+    #: The arrays whose memory holds the components, and the dtypes whose bits they hold.
+    memory: tuple[Arrays, Dtypes]
 
     def __new__(cls, header: str, **parts: Any) -> Bundle:
         """A bundle of components by name. Raises DialectError for an unknown name, and if data or scale is missing."""
@@ -243,13 +245,12 @@ class Bundle(tuple[Any, ...]):
             )
         self = super().__new__(cls, map(parts.get, names))
         self.header, self.names = header, names
+        found = [parts.get(name) for name in PARTS]
+        self.memory = (
+            tuple([part.array if isinstance(part, Part) else part for part in found]),
+            tuple([part.dtype if isinstance(part, Part) else None for part in found]),
+        )
         return self
-
-    def memory(self) -> tuple[Arrays, Dtypes]:
-        """The arrays whose memory holds the components."""
-        parts = list(map(dict(zip(self.names, self, strict=True)).get, PARTS))
-        arrays = [part.array if isinstance(part, Part) else part for part in parts]
-        return tuple(arrays), tuple([part.dtype if isinstance(part, Part) else None for part in parts])
 
     def __getattr__(self, name: str) -> Any:
         if name not in PARTS:
@@ -397,7 +398,7 @@ class _Transfer:
     def unbundled(self, source: Bundle) -> ScaledTensor:
         """The tensor of a bundle."""
         config = _read(source.header)
-        arrays, dtypes = source.memory()
+        arrays, dtypes = source.memory
         taken = self.at_once(arrays, dtypes, config.recipe)
         facts = None
         if taken is not None:
@@ -501,7 +502,9 @@ def _transfer(framework: str) -> _Transfer:
     if known is None or known[0] is not declared:
         target: Framework = declared.look_up("breccia_frameworks", framework, "framework")
         consumer, take = _CONSUMERS.get(framework, _Consumer()), host_take(framework)
-        route = take and HostRoute(framework, *take, consumer.writes, consumer.strides)
+        route = take and HostRoute(
+            framework, take.call, take.flagged, consumer.writes, None if take.strict else consumer.strides
+        )
         found = _Transfer(target, targets.load(target.ops), consumer, route)
         known = _transfers[framework] = (declared, found)
     return known[1]
