@@ -47,6 +47,7 @@ from .codecs import f32 as f32
 from .codecs import f32_bits as f32_bits
 from .declared import Declared as Declared
 from .declared import InternedKey as InternedKey
+from .declared import check_positive as check_positive
 from .declared import rebuilt as rebuilt
 from .declared import spelled as spelled
 from .dispatch import calls as calls

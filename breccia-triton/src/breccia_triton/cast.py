@@ -256,6 +256,7 @@ class Call:
             and all(name == "tensor" for name in self.passes)
         )
         self.amax = self.passes["tensor"][1] if "tensor" in self.passes else None
+        self.waits = made.waits
         if self.plain:
             values = op == "cast_ste"
             self.allocators = [allocator(tuple(x.shape), x.dtype, self.device)] if values else self.written[0].allocators
@@ -286,7 +287,10 @@ class Call:
                 return self.plainly(address)
         stream = stream_of(index)
         made = [allocate() for allocate in self.allocators]
-        if self.amax is None:
+        if self.waits:
+            work, _ = workspace(self.device, stream)
+            self.launcher.run(stream, address, *[part.data_ptr() for part in made], work.data_ptr())
+        elif self.amax is None:
             self.launcher.run(stream, address, *[part.data_ptr() for part in made])
         else:
             work, amax = workspace(self.device, stream)
@@ -345,6 +349,8 @@ class Call:
             parts = [w.allocated() for w in written] if given is None else [given]
             tensors = parts[0] if len(parts) == 1 else [*parts[0], *parts[1]]
         others = [found[name] for name in self.prepared.amax_of]
+        if self.waits:
+            others.append(workspace(device, stream)[0])
         if options.scale is not None:
             others.append(options.scale)
         counts: tuple[int, ...] = ()

@@ -49,6 +49,7 @@ from .tiles import (
     read,
     repeated,
     scale_place,
+    tile_at,
     tile_of_program,
     tiles,
     word_at,
@@ -245,11 +246,71 @@ def cast_kernel(
         x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
         stride_matrix, stride_row, stride_column, G, V, F,
     )  # fmt: skip
+    if V.whole:
+        amax = tl.load(amax)
     outer_code, multiplier = global_scale(outer, amax, supplied, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
         u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
         row_exists, column, column_exists, rows, columns, groups, S, G, V,
     )  # fmt: skip
+
+
+@triton.jit
+def waiting_cast_kernel(
+    x, x_scale, x_zero_point, x_outer, data, scale, zero_point, outer, work, seed_low, seed_high, rows, columns, groups,
+    matrices, x_groups, stride_matrix, stride_row, stride_column,
+    S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """`amax_kernel` and `cast_kernel` in one launch: all programs run at the same time, and wait for each other in between.
+
+    A program reads its tiles twice; small ones are still in its cache then. work: as of `gathered`.
+    """
+    down = tiles(rows, G.down, G.block_rows, G.tall)
+    along = tiles(columns, G.along, G.block_columns, G.wide)
+    first, programs, count = tl.program_id(0), tl.num_programs(0), matrices * down * along
+    found = tl.zeros((G.down * G.tall, G.along * G.wide), tl.int32)
+    tile = first
+    while tile < count:
+        matrix, i, j = tile // along // down, (tile // along) % down, tile % along
+        row, row_exists, column, column_exists = tile_at(i, j, rows, columns, G)
+        u, _ = read_tile(
+            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+            stride_matrix, stride_row, stride_column, G, V, F,
+        )  # fmt: skip
+        u = u & MAGNITUDE
+        if V.finite:
+            u = tl.where(u < INF, u, 0)
+        found = tl.maximum(found, u)
+        tile += programs
+    amax = largest_of_programs(found, work, programs)
+    outer_code, multiplier = global_scale(outer, amax, None, first == 0, S, V)
+    tile = first
+    while tile < count:
+        matrix, i, j = tile // along // down, (tile // along) % down, tile % along
+        row, row_exists, column, column_exists = tile_at(i, j, rows, columns, G)
+        u, words = read_tile(
+            x, x_scale, x_zero_point, x_outer, matrix, i, j, row, row_exists, column, column_exists, rows, columns, x_groups,
+            stride_matrix, stride_row, stride_column, G, V, F,
+        )  # fmt: skip
+        write(
+            u, words, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
+            row_exists, column, column_exists, rows, columns, groups, S, G, V,
+        )  # fmt: skip
+        tile += programs
+
+
+@triton.jit
+def largest_of_programs(found, work, programs):
+    """The largest number of all programs, which run at the same time. work: two zeros, and zeros again afterwards."""
+    tl.atomic_max(work, tl.max(tl.max(found, 1), 0), sem="relaxed")
+    done = tl.atomic_add(work + 1, 1, sem="acq_rel") + 1  # ordered after the line above
+    while done < programs:
+        done = tl.atomic_add(work + 1, 0, sem="acquire")
+    largest = tl.atomic_max(work, 0, sem="relaxed")
+    if tl.atomic_add(work + 1, 1, sem="acq_rel") == 2 * programs - 1:  # the last to have read it
+        tl.atomic_xchg(work, 0, sem="relaxed")
+        tl.atomic_xchg(work + 1, 0, sem="relaxed")
+    return largest
 
 
 @triton.jit
@@ -317,6 +378,8 @@ def pair_kernel(
         x, None, None, None, matrix, i, j, row, row_exists, column, column_exists, rows, columns, None,
         stride_matrix, stride_row, stride_column, G, V, None,
     )  # fmt: skip
+    if V.whole:
+        amax, other_amax = tl.load(amax), tl.load(other_amax)
     outer_code, multiplier = global_scale(outer, amax, None, (matrix == 0) & (i == 0) & (j == 0), S, V)
     write(
         u, words, data, scale, zero_point, amax, None, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
@@ -336,7 +399,10 @@ def write(
     u, words, data, scale, zero_point, amax, supplied, outer_code, multiplier, seed_low, seed_high, matrix, i, j, row,
     row_exists, column, column_exists, rows, columns, groups, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them."""
+    """Cast the FP32 bits `u` of a tile, with blocks along axis G.axis. words: as `read_tile` returns them.
+
+    amax: of the tensor, where V.whole; or the place of those of rows or columns.
+    """
     OUTER: tl.constexpr = S.outer is not None
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
@@ -352,7 +418,7 @@ def write(
 
     # The amax of blocks, as FP32 bits: NaN and Inf are the largest.
     if V.source == "tensor":
-        top = tl.zeros((1, 1), tl.int32) + tl.load(amax)
+        top = tl.zeros((1, 1), tl.int32) + amax
     elif V.source == "rows":
         top = tl.load(amax + matrix * rows + row, mask=row_exists, other=0)[:, None]
     elif V.source == "columns":

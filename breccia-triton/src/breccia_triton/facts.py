@@ -43,12 +43,14 @@ GRID = 65535
 class Hardware:
     """What kernels may use. ptx: an NVIDIA GPU's instructions. fp8: its instructions that convert to FP8.
 
-    name: of the device, by which the choices for it are found; empty for the default ones.
+    name: of the device, by which the choices for it are found; empty for the default ones. resident: how many warps
+    are sure to run at the same time, so that programs can wait for each other; 0 if none are.
     """
 
     ptx: bool = False
     fp8: bool = False
     name: str = ""
+    resident: int = 0
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Variant:
     """What else a kernel is compiled for.
 
     source: where the amax of blocks comes from: "tile", or a pass before, for the "tensor", "rows" or "columns"; or "supplied"
-        scales. tensor: one scale for the tensor.
+        scales. tensor: one scale for the tensor. whole: the cast takes the amax of the tensor, for its scale or the global one.
     ptx: for NVIDIA GPUs. native: the device converts to FP8. stochastic: rounding.
     subnormals: the input may hold FP32 subnormals. strided: it is not contiguous.
     finite, steps: the pass for the amax ignores NaN and Inf; tiles of each of its programs.
@@ -150,6 +150,7 @@ class Variant:
 
     source: str
     tensor: bool = False
+    whole: bool = False
     ptx: bool = False
     native: bool = False
     stochastic: bool = False

@@ -182,6 +182,8 @@ def lanes_kernel(
         pid = tl.num_programs(0) - 1 - pid
     if L.large:
         pid = pid.to(tl.int64)
+    if V.whole:
+        amax = tl.load(amax)
     _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
     for step in tl.static_range(STEPS):
         _lanes(x, data, scale, zero_point, multiplier, blocks, pid * STEPS + step, S, L, V)
@@ -337,6 +339,8 @@ def strips_kernel(
         u = bits_of(tl.load(at, mask=exists[None, None, :], other=0.0).to(tl.float32))
         pairs = u
 
+    if V.whole:
+        amax = tl.load(amax)
     _, multiplier = global_scale(outer, amax, None, pid == 0, S, V)
     if S.offset == "none":
         statistic, faulty = _statistic(_extreme_of_columns(pairs, "amax", WIDE, PAIRS, V.ptx))

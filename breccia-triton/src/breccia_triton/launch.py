@@ -10,7 +10,7 @@ are decided once; a call passes addresses and integers. Compiled kernels are cac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -137,17 +137,27 @@ def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 def workspace(device: torch.device, stream: int) -> tuple[Any, Any]:
     """Int32 arrays on a device for the use of one thread and stream: two zeros, which a kernel has to leave as zeros; and one
     number, which a kernel leaves to the next one."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
+    if device.type != "cuda":
         return _workspace(device)
+    if torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
+        return _unused.taken(device)
     found = _workspaces.kept.get((device, stream))
     if found is None:
+        _unused.provide(device)
         found = _workspaces.kept[device, stream] = _workspace(device)
     return found
 
 
 def _workspace(device: torch.device) -> tuple[Any, Any]:
-    made = torch.zeros(8, dtype=torch.int32, device=device)
+    return _parts(torch.zeros(_LENGTH, dtype=torch.int32, device=device))
+
+
+def _parts(made: Any) -> tuple[Any, Any]:
     return made[:2], made[4:5]  # 16 divides the address of both
+
+
+#: Numbers of a workspace.
+_LENGTH = 8
 
 
 class _Workspaces(threading.local):
@@ -157,6 +167,33 @@ class _Workspaces(threading.local):
         self.kept: dict[tuple[torch.device, int], tuple[Any, Any]] = {}
 
 
+class _Unused:
+    """Workspaces for calls that are captured in graphs: each belongs to one call of one graph.
+
+    They hold zeros before the capture. A new one would be filled with zeros by every replay, which takes about a microsecond.
+    """
+
+    #: How many a device has. Later calls fill their own with zeros.
+    COUNT = 4096
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, tuple[Any, Iterator[int]]] = {}
+
+    def provide(self, device: torch.device) -> None:
+        """Make those of a device. Called outside captures."""
+        if device not in self._made:
+            zeros = torch.zeros(self.COUNT, _LENGTH, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # graphs are replayed on other streams
+            self._made[device] = zeros, iter(range(self.COUNT))
+
+    def taken(self, device: torch.device) -> tuple[Any, Any]:
+        """One that no other call has."""
+        zeros, places = self._made.get(device, (None, iter(())))
+        place = next(places, None)
+        return _workspace(device) if place is None else _parts(zeros[place])
+
+
+_unused = _Unused()
 _workspaces = _Workspaces()
 
 

@@ -19,15 +19,18 @@ from .launch import allocator
 from .specs import Spec, Unsupported
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Warps that a multiprocessor of an NVIDIA GPU runs at the same time, however many registers they have.
+_RESIDENT = 8
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def hardware(device: torch.device) -> Hardware:
     """What kernels may use on a device."""
     if INTERPRETED or device.type != "cuda":
-        return Hardware()
-    nvidia, name = torch.version.cuda is not None, torch.cuda.get_device_name(device)
-    return Hardware(nvidia, nvidia and torch.cuda.get_device_capability(device) >= (8, 9), name)
+        return Hardware(resident=1)  # the interpreter runs one program after the other
+    nvidia, facts = torch.version.cuda is not None, torch.cuda.get_device_properties(device)
+    fp8 = nvidia and (facts.major, facts.minor) >= (8, 9)
+    return Hardware(nvidia, fp8, facts.name, _RESIDENT * facts.multi_processor_count if nvidia else 0)
 
 
 def need_one_device(here: torch.device, named: Iterable[tuple[str, Any]]) -> None:

@@ -81,21 +81,28 @@ def program(rows, columns, G: tl.constexpr):
 def tile_of_program(rows, columns, G: tl.constexpr):
     """(matrix, tile along the rows, tile along the columns, rows, which exist, columns, which exist) of this program."""
     matrix, i, j = program(rows, columns, G)
-    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
-    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
+    row, row_exists, column, column_exists = tile_at(i, j, rows, columns, G)
     return matrix, i, j, row, row_exists, column, column_exists
 
 
 @triton.jit
+def tile_at(i, j, rows, columns, G: tl.constexpr):
+    """(rows, which exist, columns, which exist) of the i-th tile along the rows and the j-th along the columns."""
+    row, row_exists = positions(i, rows, G.down, G.block_rows, G.tall)
+    column, column_exists = positions(j, columns, G.along, G.block_columns, G.wide, G.vector)
+    return row, row_exists, column, column_exists
+
+
+@triton.jit
 def global_scale(outer, amax, supplied, first, S: tl.constexpr, V: tl.constexpr):
-    """(code of the global scale, its multiplier), or (0, 1). The first program stores the code."""
+    """(code of the global scale, its multiplier), or (0, 1). The first program stores the code. amax: of the tensor."""
     outer_code, multiplier = 0, 1.0
     LEVEL: tl.constexpr = S.outer
     if LEVEL is not None:
         if V.source == "supplied":
             outer_code = accept_scale(tl.load(supplied), LEVEL)
         else:
-            outer_code = outer_codes(tl.load(amax), LEVEL, V.ptx)
+            outer_code = outer_codes(amax, LEVEL, V.ptx)
         if not V.values:
             if first:
                 tl.store(outer, outer_code)
