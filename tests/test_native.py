@@ -5,9 +5,11 @@ That casts by them write the bytes of the generic algorithm is shown in test_num
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +19,8 @@ from conftest import is_exact, recipe_id
 import breccia
 from breccia.arrays.frameworks import Device
 from breccia.arrays.ops import NUMPY
-from breccia.codecs import CODECS, E4M3, INT4, INT8, UINT4, UINT8, Integer, Minifloat
-from breccia.kernels.numpy.codes import FloatCodes, IntegerCodes, code_writer
+from breccia.codecs import CODECS, E2M1, E4M3, INT4, INT8, NF4, UINT4, UINT8, Integer, Minifloat
+from breccia.kernels.numpy.codes import NEAREST, FloatCodes, IntegerCodes, code_writer
 from breccia_native import availability
 
 if reason := availability.missing(Device("cpu")):
@@ -189,6 +191,34 @@ def test_packed_pairs_have_the_first_code_in_the_low_nibble() -> None:
     np.testing.assert_array_equal(data, codes[::2] | codes[1::2] << 4)
 
 
+@pytest.mark.parametrize("instructions", microkernels.use())
+@pytest.mark.parametrize("codec", [E2M1, INT4, NF4], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_room_for_half_as_many_codes_is_filled_with_pairs(instructions: str, codec: Any, dtype: str) -> None:
+    """Random bits, numbers around every code, and blocks without a scale; in lengths around every vector."""
+    writer, rng = code_writer(codec), np.random.default_rng(0)
+    assert writer is not None
+    microkernels.use(instructions)
+    for k, blocks in itertools.product((2, 16, 32, 48, 64, 128), (1, 3, 4, 9, 67)):
+        n = k * blocks
+        x = rng.integers(0, 1 << 32, n, np.uint32).view(np.float32)
+        x[::3] = rng.integers(-64, 65, len(x[::3])) / np.float32(8)
+        with np.errstate(all="ignore"):
+            source = x.astype(dtype_of(dtype))
+        source = source.view(np.uint16) if dtype == "bfloat16" else source
+        inverse = rng.choice(np.array([0, 1, 0.5, 3.7, np.inf, 1e-30], np.float32), blocks)
+        for write, dither in itertools.product(
+            (kernels._scaled(writer), kernels._scaled(writer, True)), (NEAREST, (7, 3, n, n))
+        ):
+            codes, found = np.empty(n, np.uint8), np.empty(n // 2 + 1, np.uint8)
+            found[-1] = 0xAA
+            write(source, inverse, k, codes, dither)
+            write(source, inverse, k, found[:-1], dither)
+            np.testing.assert_array_equal(found[:-1], codes[::2] | codes[1::2] << 4)
+            assert found[-1] == 0xAA
+    microkernels.use(microkernels.use()[0])
+
+
 def test_buffers_of_mismatched_sizes_are_refused_before_writing() -> None:
     x, per_block, codes = np.ones(64, np.float32), np.ones(2, np.float32), np.full(64, 7, np.uint8)
     fields = (0, 0, 0, 0, 0)
@@ -217,6 +247,8 @@ def test_buffers_of_mismatched_sizes_are_refused_before_writing() -> None:
         microkernels.floats(odd, per_block, 32, False, codes, *fields)
     with pytest.raises(ValueError, match="wanted room for 64 codes, one a byte; got 63 bytes"):
         microkernels.floats(x, per_block, 32, False, codes[:63], *fields)
+    with pytest.raises(ValueError, match="wanted room for 64 codes, one a byte; got 32 bytes"):
+        microkernels.shifted(x, per_block, per_block, per_block, 32, codes[:32], 0.0, 1.0, 1.0, 15)
     with pytest.raises(ValueError, match="wanted room for 62 codes"):
         microkernels.pairs(codes, np.zeros(31, np.uint8))
     with pytest.raises((TypeError, BufferError, ValueError), match="read-only|read-write|contiguous"):
@@ -266,6 +298,7 @@ def test_ops_that_include_a_cast_use_the_compiled_kernels(recipe: breccia.Scalin
             np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.rest
 def test_numpy_arrays_and_torch_tensors_use_the_compiled_kernels() -> None:
     torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).standard_normal((64, 256), np.float32)

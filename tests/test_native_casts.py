@@ -7,12 +7,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from repeated_codes import REPEATED
 
 import breccia
 from breccia.arrays.frameworks import Device
 from breccia.arrays.ops import NUMPY
+from breccia.backend import Metadata, components
 from breccia.codecs import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, MXINT8, NF4, UINT4, UINT8, Codec, Integer, Lookup
 from breccia.errors import LayoutError, ShapeError, UnsupportedError
+from breccia.kernels.numpy import columns
 from breccia.kernels.numpy.codes import Blocks, code_writer
 from breccia.testing import oracle
 from breccia_native import availability
@@ -25,7 +28,7 @@ from breccia_native import decoding, kernels, microkernels
 SETS = microkernels.use()
 #: Lengths at and around the widths of vectors, of a strip, and of the rows that are transposed together.
 LENGTHS = sorted({n + d for n in (1, 4, 8, 16, 32, 64, 256, 512) for d in (-1, 0, 1) if n + d > 0} | {300, 1000})
-ELEMENTS = [E4M3, E5M2, E2M1, E2M3, E3M2, INT4, UINT4, INT8, UINT8, MXINT8, NF4]
+ELEMENTS = [E4M3, E5M2, E2M1, E2M3, E3M2, INT4, UINT4, INT8, UINT8, MXINT8, NF4, REPEATED]
 
 
 @pytest.fixture(params=[SETS[0], *(pytest.param(name, marks=pytest.mark.rest) for name in SETS[1:])])
@@ -75,16 +78,17 @@ def test_codes_are_rounded_stochastically_as_the_codec_does(instructions: str, c
     np.testing.assert_array_equal(codes.reshape(x.shape), expected)
 
 
+@pytest.mark.parametrize("codec", [NF4, REPEATED], ids=lambda c: c.name)
 @pytest.mark.parametrize("k", [1, 7, 16, 32, 300])
-def test_table_codes_are_rounded_to_nearest_as_the_codec_does(instructions: str, k: int) -> None:
-    values = np.array(sorted(NF4.values), np.float32)
+def test_table_codes_are_rounded_to_nearest_as_the_codec_does(instructions: str, codec: Lookup, k: int) -> None:
+    values = np.array(sorted(codec.values), np.float32)
     ties = (values[1:] + values[:-1]) / 2
     around = [np.nextafter(y, np.float32(end)) for y in (values, ties) for end in (-9, 9)]
     x = np.resize(np.concatenate([values, ties, *around, [-0.0, 5, -5]]).astype(np.float32), 9 * k)
     inverse = np.array([1, 1, 0.5, 0, 2, 1, 1, 1, 0], np.float32)
-    expected = NF4.encode(NUMPY, np.where(inverse[:, None] == 0, np.float32(0), x.reshape(9, k) * inverse[:, None]))
+    expected = codec.encode(NUMPY, np.where(inverse[:, None] == 0, np.float32(0), x.reshape(9, k) * inverse[:, None]))
     codes = np.full(x.size, 0xAA, np.uint8)
-    kernels._scaled(code_writer(NF4))(x, inverse, k, codes)
+    kernels._scaled(code_writer(codec))(x, inverse, k, codes)
     np.testing.assert_array_equal(codes.reshape(9, k), expected)
 
 
@@ -126,6 +130,16 @@ def test_packed_codes_of_6_bits_begin_in_the_low_bits(instructions: str) -> None
     microkernels.sixes(codes, data)
     bits = np.unpackbits(codes[:, None], axis=1, bitorder="little")[:, :6].reshape(-1)
     np.testing.assert_array_equal(data, np.packbits(bits, bitorder="little"))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("groups", [1, 2, 9])
+def test_eights_of_codes_are_packed_from_the_low_bits_on(instructions: str, bits: int, groups: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, 8 * groups).astype(np.uint8)
+    data = np.full(bits * groups + 8, 0xAA, np.uint8)
+    microkernels.eights(codes, bits, data[: bits * groups])
+    number = sum(int(code) << bits * i for i, code in enumerate(codes))
+    assert data.tobytes() == number.to_bytes(bits * groups, "little") + b"\xaa" * 8
 
 
 @pytest.mark.parametrize("codec", ELEMENTS, ids=lambda c: c.name)
@@ -312,6 +326,34 @@ def test_stochastic_casts_run_compiled_on_every_framework_of_the_cpu(framework: 
         assert breccia.cast(y, recipe, **options, out=st) is st
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_blocks_along_columns_are_cast_into_memory_of_the_order_of_the_array(
+    recipe: breccia.ScalingRecipe, dtype: Any, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "chunk_size", lambda: 1 << 11)
+    if cut:
+        monkeypatch.setattr(columns, "_WHOLE", 1)
+    for x in (numbers((384, 20), 1, dtype), np.random.default_rng(2).standard_normal((2, 384, 33)).astype(dtype)):
+        expected = breccia.cast(x, recipe, axis=-2, prefer="reference.cast")
+        parts = {name: np.empty_like(part, order="C") for name, part in components(expected).items()}
+        out = Metadata.of(expected).assembled(**parts)
+        assert breccia.cast(x, recipe, axis=-2, out=out, prefer="native.cast") is out
+        assert breccia.bytes_equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "spec", ["fp8_row", "fp8_current", "fp8_block", "fp8_block,block_m=128", "mxfp8", "nvfp4", "int4", "mxfp6"]
+)
+def test_blocks_along_columns_are_not_transposed(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(2).standard_normal((256, 64)).astype(np.float32)
+    expected = breccia.cast(x, spec, axis=-2, prefer="reference.cast")
+    parts = {name: np.empty_like(part, order="C") for name, part in components(expected).items()}
+    monkeypatch.setattr("breccia.kernels.reference.assign", None)  # the copy into another order
+    out = breccia.cast(x, spec, axis=-2, out=Metadata.of(expected).assembled(**parts))
+    assert breccia.bytes_equal(out, expected)
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 
@@ -382,12 +424,16 @@ def test_mismatched_buffers_are_refused_before_writing() -> None:
         microkernels.floats(x, one, 32, False, codes, 0, 0, 0, 0, 0, 32, 0, 0, -1, 0)
     with pytest.raises(ValueError, match="16-bit numbers in blocks of k = 32 and one number a block; got 256 and 8 bytes"):
         microkernels.amax(x, 32, one.view(np.uint32), 16)
+    with pytest.raises(ValueError, match="wanted blocks of k = 32 rows; got 64 numbers in rows of 3"):
+        microkernels.amax(x, 32, one.view(np.uint32), 32, 3)
     with pytest.raises(ValueError, match="wanted a table of 16 FP32 numbers, twice, and of their codes; got 64, 60 and 16"):
         microkernels.tables(x, one, 32, False, codes, x[:16], x[:15], codes[:16].copy(), 0)
     with pytest.raises(ValueError, match="wanted FP32 inverses of 256 codes; got 1020 bytes"):
         microkernels.scales(one, 1.0, 1.0, 0, 0, 0, 20, 7, np.ones(255, np.float32), codes[:2], np.ones(2, np.float32))
     with pytest.raises(ValueError, match="wanted room for 8 codes"):
         microkernels.sixes(codes[:7].copy(), np.zeros(6, np.uint8))
+    with pytest.raises(ValueError, match="wanted eights of codes of .* and room for them; got 64 codes of 3 bits"):
+        microkernels.eights(codes, 3, np.zeros(23, np.uint8))
     with pytest.raises(ValueError, match="wanted aligned room for words of 4 bytes; got 3 bytes"):
         microkernels.words(1, 2, bytearray(3))
     data = np.zeros((2, 32), np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ if reason := availability.missing_products(Device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 
 import ml_dtypes
-from test_native_matmul import FORMATS, check_bound, tensor
+from test_native_matmul import FORMATS as EVERY
+from test_native_matmul import check_bound, tensor
 
 from breccia_native import facts, products
 from breccia_native import matmul as native
@@ -37,9 +39,14 @@ GROUPS = {
     "e2m1-divisor-8": 8,
     "int8": 32,
     "int8-row": 128,
+    "int8-zero": 32,
 }
-BRAIN = [*GROUPS, "e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
-ROWS = (1, 2, 5, 11, 12, 13, 25, 40)
+#: Formats of products, and a zero-point of signed codes of 8 bits.
+FORMATS = {**EVERY, "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_point")}
+EIGHT = ["e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
+BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT]
+#: Around panels of 12 rows, and beyond the most for which codes are decoded in registers.
+ROWS = (1, 2, 5, 11, 12, 13, 25, 65)
 SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
 
 
@@ -192,6 +199,14 @@ def test_explain_says_which_codes_cannot_be_multiplied_as_stored(mode: str, fmt:
         breccia.matmul(x, st.mT, prefer=f"native.matmul_{mode}")
 
 
+def test_zero_points_whose_differences_from_codes_are_no_bf16_numbers_are_left_to_fp32() -> None:
+    """Signed codes of 8 bits less zero-points of up to 255 need 9 bits."""
+    st, x = tensor(FORMATS["int8-zero"], 8, 64), drawn(3, 64, 0)
+    assert st.zero_point is not None and st.zero_point.dtype == np.uint8
+    assert not native._supports(st, native._weight(st, 8, 64), facts.BF16_MODE, 64)
+    check_bound(native._of_rows(x, st, facts.BF16_MODE), x, breccia.dequantize(st))
+
+
 def test_zero_points_that_are_not_integers_are_left_to_fp32() -> None:
     st = tensor(Format(UINT4, (Level(F32, (1, 32)),), "zero_point"), 8, 64)
     st = st.from_parts(st.data, st.scale, st.recipe, st.layout, np.full(st.scale.shape, 7.3, np.float16))
@@ -238,3 +253,21 @@ def test_every_table_of_small_integers_is_found() -> None:
             with pytest.raises(ValueError, match="codes that it multiplies exactly"):
                 native._multiplied(x, weight, to, 128, facts.INT8)
     assert facts.inexact(facts.INT8, Format(E2M1, (Level(F32, TENSOR),))) is None
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "int8", "uint4-zero-16"])
+def test_bits_of_rounded_products_do_not_depend_on_the_number_of_threads(name: str) -> None:
+    st, before = tensor(FORMATS[name], 1300, 700), breccia.get_num_threads()
+    weight = native._weight(st, 1300, 700)
+    try:
+        for m, mode in itertools.product((3, 12, 30), (facts.INT8, facts.BF16_MODE)):
+            x, found = drawn(m, 700, m), list[np.ndarray]()
+            for number in (1, 2, 3):
+                breccia.set_num_threads(number)
+                y = np.empty((m, 1300), np.float32)
+                assert native._multiplied(x, weight, y, 700, mode)
+                found.append(y.view(np.uint32))
+            np.testing.assert_array_equal(found[1], found[0])
+            np.testing.assert_array_equal(found[2], found[0])
+    finally:
+        breccia.set_num_threads(before)

@@ -200,7 +200,7 @@ static int stream_by_avx2(const weight *w, const panel *p, const float *x, Py_ss
     return m >= 2 ? 2 : 1;
 }
 
-static Py_ssize_t avx2_streams(int kind, int role, Py_ssize_t span)
+static Py_ssize_t most_streams_of_avx2(int kind, int role, Py_ssize_t span)
 {
     const int nibbles = kind == TABLE4 && role != BIAS, bytes = kind >= E4M3 && kind <= I8 && role == NONE;
     return span == SPAN && (nibbles || bytes) ? 4 : 0;
@@ -332,6 +332,6 @@ static const micro avx2_micros[] = {
 
 #define avx2_span(w) SPAN
 
-VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, avx2_streams, avx2_span, decoded, order_of, lift_of)
+VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, avx2_span, decoded, NULL, order_of, lift_of)
 
 #endif

@@ -65,8 +65,8 @@ FOR_AVX512 INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, __m
     to[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
 }
 
-/* How many scales a chunk has: one, one for each vector (or pair of vectors) of bytes at most, or more. */
-enum { ONE, FEW, MANY };
+/* How many scales a chunk has: one, one for each vector (or pair of vectors) of bytes at most, or more; or BF16 words of any. */
+enum { ONE, FEW, MANY, WORDS, GRAINS };
 
 /* The scales (or offsets) of the lanes of vector `i` of bytes, of a chunk with `spans` of them. */
 FOR_AVX512 INLINE __m512 lanes_of(const int kind, const int grain, const float *scales, const int i, Py_ssize_t spans)
@@ -113,61 +113,155 @@ FOR_AVX512 INLINE const uint8_t *bytes_of(const int kind, const panel *p, int r,
     return room;
 }
 
+/* ------------------------------------------------------------------------------------------------ scales in words */
+
+/* The span that lane j of 16 is in, of `spans` in a chunk. */
+FOR_AVX512 INLINE __m512i span_of_lanes(Py_ssize_t spans)
+{
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(4 - __builtin_ctz((unsigned)spans)));
+}
+
+/* FP32 numbers of BF16 words: the high halves of `lanes` say which. */
+FOR_AVX512 INLINE __m512 spread_words(const __m512i lanes, const uint16_t *words)
+{
+    const __m512i all = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)words));
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, lanes, all));
+}
+
+/* E8M0 scales as words. Returns 0 where one is NaN, subnormal, or above the limit. */
+FOR_AVX512 INLINE int words_of_e8m0(const uint8_t *bytes, Py_ssize_t n, uint16_t *to)
+{
+    const __m512i unit = _mm512_set1_epi8(127), one = _mm512_set1_epi8(1), most = _mm512_set1_epi8((char)150); /* 2^24, less one */
+    __mmask64 beyond = 0;
+    for (Py_ssize_t i = 0; i < n; i += 64) {
+        const __mmask64 here = n - i < 64 ? ((__mmask64)1 << (n - i)) - 1 : ~(__mmask64)0;
+        const __m512i b = _mm512_mask_loadu_epi8(unit, here, bytes + i);
+        beyond |= _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(b, one), most);
+        const __m512i low = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(b));
+        const __m512i high = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(b, 1));
+        _mm512_storeu_si512(to + i, _mm512_slli_epi16(low, 7));
+        _mm512_storeu_si512(to + i + 32, _mm512_slli_epi16(high, 7));
+    }
+    return !beyond;
+}
+
+/* E4M3 scales as words. */
+FOR_AVX512 INLINE void words_of_e4m3(const uint8_t *bytes, Py_ssize_t n, uint16_t *to)
+{
+    for (Py_ssize_t i = 0; i < n; i += 16) {
+        const __mmask16 here = n - i < 16 ? (__mmask16)((1 << (n - i)) - 1) : (__mmask16)0xFFFF;
+        const __m256i b = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(here, bytes + i));
+        const __m512 v = _mm512_mul_ps(halves(E4M3, _mm256_slli_epi16(b, 8)), _mm512_set1_ps(E4M3_LIFT));
+        const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+        _mm256_storeu_si256((void *)(to + i), _mm512_cvtepi32_epi16(words));
+    }
+}
+
+/* The `worder`. */
+FOR_AVX512 static int words_by_avx512(const weight *w, Py_ssize_t row, uint16_t *to)
+{
+    const uint8_t *bytes = w->scale.items + row * w->groups;
+    if (w->codes.kind != TABLE4)
+        return 0;
+    if (w->scale.kind == E8M0)
+        return words_of_e8m0(bytes, w->groups, to);
+    if (w->scale.kind != E4M3)
+        return 0;
+    words_of_e4m3(bytes, w->groups, to);
+    return 1;
+}
+
 /* ------------------------------------------------------------------------------------------------ from registers */
 
 /* What follows reads the memory of `pointers` anew: GCC would keep the pointers in vector registers, and move them from
    there to where they are needed by instructions that decoding needs, too. */
 #define FROM_MEMORY(pointers) __asm__ volatile("" : : "r"(pointers) : "memory")
 
+/* The scales of a chunk of 4-bit codes, whose first one is at `at`, in the lanes of their codes. */
+FOR_AVX512 INLINE __m512 scales_of_lanes(const int grain, const float *scales, Py_ssize_t at, const __m512i span_of_lane)
+{
+    if (grain == ONE)
+        return _mm512_set1_ps(scales[at]);
+    return grain == WORDS ? spread_words(span_of_lane, (const uint16_t *)scales + at)
+                          : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(scales + at));
+}
+
+/* Keeps instructions on either side of it apart. Written in turns, shifts, permutations and products use all ports of a
+   processor; in the order that GCC likes they take a twentieth longer. */
+#define AFTER(v) __asm__ volatile("" : "+v"(v))
+
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. */
 FOR_AVX512 INLINE void nibbles_streamed(
     const int M, const int role, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
     float *sums)
 {
+    enum { MOST_PAIRED = 2 };
     const __m512 table = _mm512_loadu_ps(w->codes.table);
-    const int later = M == 1 && role != BIAS; /* scales are applied to sums of a span */
-    const int early = grain == ONE;           /* scales or zero-points are applied to the table */
+    const int early = grain == ONE;                          /* scales or zero-points are applied to the table */
+    const int later = role != BIAS && (M == 1 || !early);    /* scales are applied to sums of a span */
+    const int together = M == 1 || !later ? ROWS : MOST_PAIRED; /* rows whose sums of spans are in registers */
     const Py_ssize_t spans = grain == ONE ? 1 : p->spans;
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i span_of_lane = _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(4 - __builtin_ctz((unsigned)spans)));
+    const __m512i span_of_lane = grain == WORDS ? _mm512_slli_epi32(span_of_lanes(spans), 16) : span_of_lanes(spans);
     const Py_ssize_t chunks = p->chunks, ahead = p->ahead;
     __m512 a[4][ROWS];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
     for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
         __m512i v[ROWS];
-        __m512 values[ROWS], scale[ROWS], offset[ROWS], span[ROWS];
-        const uint8_t *codes[ROWS];
-        UNROLL for (int r = 0; r < ROWS; r++) codes[r] = p->codes[r] + c * (CHUNK / 2);
-        if (c == p->whole)
-            UNROLL for (int r = 0; r < ROWS; r++) codes[r] = p->rest[r];
+        __m512 values[ROWS], scale[ROWS], offset[ROWS];
+        FROM_MEMORY(p);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            v[r] = _mm512_loadu_si512(codes[r]);
-            _mm_prefetch((const char *)codes[r] + ahead, _MM_HINT_T0);
-            const float *scales = p->scales[r] + c * spans, *offsets = role == NONE ? scales : p->offsets[r] + c * spans;
-            scale[r] = early ? _mm512_set1_ps(*scales) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(scales));
-            offset[r] = early ? _mm512_set1_ps(*offsets) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+            const uint8_t *codes = c == p->whole ? p->rest[r] : p->codes[r] + c * (CHUNK / 2);
+            v[r] = _mm512_loadu_si512(codes);
+            _mm_prefetch((const char *)codes + ahead, _MM_HINT_T1);
             values[r] = table;
+            if (role != NONE) {
+                const float *offsets = p->offsets[r] + c * spans;
+                offset[r] = early ? _mm512_set1_ps(*offsets) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+            }
+            if (!later)
+                scale[r] = scales_of_lanes(grain, p->scales[r], c * spans, span_of_lane);
             if (early && later)
                 values[r] = role == ZERO_POINT ? _mm512_sub_ps(table, offset[r]) : table;
             else if (early)
                 values[r] = applied(role, table, scale[r], offset[r]);
         }
-        UNROLL for (int i = 0; i < 8; i++)
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                __m512 d = nibble(v[r], i, values[r]);
-                if (later) {
-                    const __m512 y = _mm512_loadu_ps(x + 16 * i);
-                    d = role == ZERO_POINT && !early ? _mm512_sub_ps(d, offset[r]) : d;
-                    span[r] = i ? _mm512_fmadd_ps(d, y, span[r]) : _mm512_mul_ps(d, y);
-                    continue;
+        UNROLL for (int first = 0; first < ROWS; first += together) {
+            __m512 span[4][ROWS];
+            UNROLL for (int i = 0; i < 8; i++) {
+                __m512i shifted[ROWS];
+                __m512 d[ROWS];
+                UNROLL for (int r = 0; r < together; r++) {
+                    shifted[r] = i ? _mm512_srli_epi32(v[first + r], 4 * i) : v[first + r];
+                    AFTER(shifted[r]);
                 }
-                d = early ? d : applied(role, d, scale[r], offset[r]);
-                UNROLL for (int m = 0; m < M; m++)
-                    a[m][r] = _mm512_fmadd_ps(d, _mm512_loadu_ps(x + m * CHUNK + 16 * i), a[m][r]);
+                UNROLL for (int r = 0; r < together; r++) {
+                    d[r] = _mm512_permutexvar_ps(shifted[r], values[first + r]);
+                    AFTER(d[r]);
+                    if (later && role == ZERO_POINT && !early)
+                        d[r] = _mm512_sub_ps(d[r], offset[first + r]);
+                    if (!later && !early)
+                        d[r] = applied(role, d[r], scale[first + r], offset[first + r]);
+                }
+                UNROLL for (int m = 0; m < M; m++) {
+                    const __m512 y = _mm512_loadu_ps(x + m * CHUNK + 16 * i);
+                    UNROLL for (int r = 0; r < together; r++) {
+                        if (!later)
+                            a[m][first + r] = _mm512_fmadd_ps(d[r], y, a[m][first + r]);
+                        else
+                            span[m][r] = i ? _mm512_fmadd_ps(d[r], y, span[m][r]) : _mm512_mul_ps(d[r], y);
+                    }
+                }
             }
-        if (later)
-            UNROLL for (int r = 0; r < ROWS; r++) a[0][r] = _mm512_fmadd_ps(span[r], scale[r], a[0][r]);
+            if (later) {
+                FROM_MEMORY(p);
+                UNROLL for (int r = 0; r < together; r++) {
+                    const __m512 by = scales_of_lanes(grain, p->scales[first + r], c * spans, span_of_lane);
+                    UNROLL for (int m = 0; m < M; m++) a[m][first + r] = _mm512_fmadd_ps(span[m][r], by, a[m][first + r]);
+                }
+            }
+        }
     }
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = _mm512_reduce_add_ps(a[m][r]);
@@ -193,8 +287,8 @@ FOR_AVX512 INLINE void bytes_streamed(
             const float *scales = p->scales[r] + c * spans;
             const char *next = (const char *)(IS_SIX(kind) ? codes_of(p, r, c) : codes) + ahead;
             __m512 all[2];
-            _mm_prefetch(next, _MM_HINT_T0);
-            _mm_prefetch(next + 64, _MM_HINT_T0);
+            _mm_prefetch(next, _MM_HINT_T1);
+            _mm_prefetch(next + 64, _MM_HINT_T1);
             UNROLL for (int half = 0; half < 2; half++) {
                 const float *y = x + 64 * half;
                 __m512 d[4];
@@ -226,47 +320,209 @@ FOR_AVX512 INLINE void bytes_streamed(
         UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = _mm512_reduce_add_ps(a[m][r]);
 }
 
+/* ------------------------------------------------------------------------------------------------ bytes by tables */
+
+#define FOR_VBMI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c")))
+
+/* BF16 numbers by the low 7 bits of a byte: their high bytes, less the sign, and their low bytes. */
+typedef struct {
+    uint8_t high[128], low[128];
+} byte_table;
+
+/* Those of FP8 and FP6 codes (see `expanded`), divided by the lift; and at 0, of E4M3 scales. */
+static byte_table byte_tables[KINDS];
+
+static void fill_byte_tables(void)
+{
+    for (int kind = 0; kind <= E3M2; kind = kind ? kind + 1 : E4M3)
+        for (int i = 0; i < 128; i++) {
+            const uint8_t byte = (uint8_t)i;
+            const numbers one = {kind ? kind : E4M3, &byte, NULL};
+            float y;
+            decoded(&one, 0, 1, &y);
+            const uint32_t u = bits_of(y / (kind ? lift_of(kind) : 1));
+            byte_tables[kind].high[i] = (uint8_t)(u >> 24);
+            byte_tables[kind].low[i] = (uint8_t)(u >> 16);
+        }
+}
+
+/* A table in registers. */
+typedef struct {
+    __m512i high[2], low[2];
+} loaded_table;
+
+FOR_VBMI INLINE loaded_table load_table(int kind)
+{
+    const byte_table *t = &byte_tables[kind];
+    const loaded_table found = {{_mm512_loadu_si512(t->high), _mm512_loadu_si512(t->high + 64)},
+        {_mm512_loadu_si512(t->low), _mm512_loadu_si512(t->low + 64)}};
+    return found;
+}
+
+/* The BF16 numbers of 64 bytes: of the first 8 of every 16, and of the others. */
+FOR_VBMI INLINE void words_by_table(const loaded_table *t, __m512i v, __m512i *first, __m512i *second)
+{
+    const __m512i low = _mm512_permutex2var_epi8(t->low[0], v, t->low[1]);
+    __m512i high = _mm512_permutex2var_epi8(t->high[0], v, t->high[1]);
+    high = _mm512_ternarylogic_epi32(high, v, _mm512_set1_epi8((char)0x80), 0xF8); /* a | (b & c) */
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+}
+
+/* The `worder` that has tables. */
+FOR_VBMI static int words_by_vbmi(const weight *w, Py_ssize_t row, uint16_t *to)
+{
+    const uint8_t *bytes = w->scale.items + row * w->groups;
+    if (w->codes.kind == I8)
+        return 0;
+    if (w->scale.kind == E8M0)
+        return words_of_e8m0(bytes, w->groups, to);
+    if (w->scale.kind != E4M3)
+        return 0;
+    const loaded_table table = load_table(0);
+    for (Py_ssize_t i = 0; i < w->groups; i += 64) {
+        const __mmask64 here = w->groups - i < 64 ? ((__mmask64)1 << (w->groups - i)) - 1 : ~(__mmask64)0;
+        const __m512i in_order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0); /* so that unpacked words are */
+        const __m512i b = _mm512_permutexvar_epi64(in_order, _mm512_maskz_loadu_epi8(here, bytes + i));
+        __m512i first, second;
+        words_by_table(&table, b, &first, &second);
+        _mm512_storeu_si512(to + i, first);
+        _mm512_storeu_si512(to + i + 32, second);
+    }
+    return 1;
+}
+
+/* The order of activations: of 64 codes, the even and the odd ones of the first 8 of every 16, then of the others. So lanes
+   4j to 4j + 3 have codes 16j to 16j + 15. */
+static const uint8_t order_by_tables[CHUNK] = {
+#define QUADS_OF(i) i, i + 2, i + 4, i + 6, i + 16, i + 18, i + 20, i + 22, i + 32, i + 34, i + 36, i + 38, i + 48, i + 50, \
+        i + 52, i + 54
+    QUADS_OF(0), QUADS_OF(1), QUADS_OF(8), QUADS_OF(9), QUADS_OF(64), QUADS_OF(65), QUADS_OF(72), QUADS_OF(73)};
+
+static const uint8_t *order_of_vbmi(int kind)
+{
+    return IS_HALF(kind) ? order_by_tables : order_of(kind);
+}
+
+/* As `bytes_streamed`, for FP8 and FP6. Scales are applied to sums of a span, or of half a chunk at most. */
+FOR_VBMI INLINE void tables_streamed(
+    const int M, const int six, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
+{
+    const int kind = six ? E2M3 : E4M3; /* both kinds of 6 bits are expanded alike */
+    const loaded_table table = load_table(w->codes.kind);
+    const __m512i top = _mm512_set1_epi32((int)0xFFFF0000);
+    const Py_ssize_t chunks = p->chunks, ahead = p->ahead, spans = grain == ONE ? 1 : p->spans;
+    const int fine = grain != ONE && spans == SPANS; /* the first 8 codes of 16 and the others have their own scales */
+    const __m512i sixteen = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i lanes = fine ? _mm512_add_epi32(sixteen, sixteen)
+                               : _mm512_srl_epi32(sixteen, _mm_cvtsi32_si128(3 - __builtin_ctz((unsigned)spans | 8)));
+    __m512 a[4][ROWS];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int r = 0; r < ROWS; r++) a[m][r] = _mm512_setzero_ps();
+    for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            uint8_t room[CHUNK];
+            FROM_MEMORY(p);
+            const uint8_t *codes = bytes_of(kind, p, r, c, room);
+            const char *next = (const char *)(six ? codes_of(p, r, c) : codes) + ahead;
+            __m512 sum[4];
+            _mm_prefetch(next, _MM_HINT_T1);
+            _mm_prefetch(next + 64, _MM_HINT_T1);
+            UNROLL for (int half = 0; half < 2; half++) {
+                __m512i first, second;
+                words_by_table(&table, _mm512_loadu_si512(codes + 64 * half), &first, &second);
+                const __m512 d[4] = {_mm512_castsi512_ps(_mm512_slli_epi32(first, 16)),
+                    _mm512_castsi512_ps(_mm512_and_si512(first, top)), _mm512_castsi512_ps(_mm512_slli_epi32(second, 16)),
+                    _mm512_castsi512_ps(_mm512_and_si512(second, top))};
+                const Py_ssize_t at = c * spans + half * spans / 2;
+                UNROLL for (int pair = 0; pair < 2; pair++) {
+                    UNROLL for (int m = 0; m < M; m++) {
+                        const float *y = x + m * CHUNK + 64 * half + 32 * pair;
+                        const int begins = fine || (pair == 0 && (grain != ONE || half == 0));
+                        sum[m] = begins ? _mm512_mul_ps(d[2 * pair], _mm512_loadu_ps(y))
+                                        : _mm512_fmadd_ps(d[2 * pair], _mm512_loadu_ps(y), sum[m]);
+                        sum[m] = _mm512_fmadd_ps(d[2 * pair + 1], _mm512_loadu_ps(y + 16), sum[m]);
+                    }
+                    if (grain == ONE ? half == 0 || pair == 0 : !fine && pair == 0)
+                        continue;
+                    const __m512 scale = grain == ONE ? _mm512_set1_ps(p->scales[r][c])
+                        : grain == WORDS ? spread_words(_mm512_slli_epi32(lanes, 16), (const uint16_t *)p->scales[r] + at + (fine ? pair : 0))
+                                         : _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(p->scales[r] + at + (fine ? pair : 0)));
+                    UNROLL for (int m = 0; m < M; m++) a[m][r] = _mm512_fmadd_ps(sum[m], scale, a[m][r]);
+                }
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int r = 0; r < ROWS; r++) sums[m * ROWS + r] = _mm512_reduce_add_ps(a[m][r]);
+}
+
+/* ------------------------------------------------------------------------------------------------ all streams */
+
 typedef void (*streamed)(const weight *, const panel *, const float *, Py_ssize_t, float *);
 
-#define NIBBLES(M, role, grain)                                                                                             \
-    FOR_AVX512 static void nibbles_##M##role##grain(                                                                        \
-        const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
+#define STREAM(name, target, call)                                                                                          \
+    target static void name(const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                \
     {                                                                                                                       \
-        nibbles_streamed(M, role, grain, w, p, x, stride, sums);                                                            \
+        call;                                                                                                               \
     }
-#define BYTES(M, kind, grain)                                                                                               \
-    FOR_AVX512 static void bytes_##M##kind##grain(                                                                          \
-        const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)                                    \
-    {                                                                                                                       \
-        bytes_streamed(M, kind, grain, w, p, x, stride, sums);                                                              \
-    }
+#define NIBBLES(M, role, grain) \
+    STREAM(nibbles_##M##role##grain, FOR_AVX512, nibbles_streamed(M, role, grain, w, p, x, stride, sums))
+#define BYTES(M, kind, grain) STREAM(bytes_##M##kind##grain, FOR_AVX512, bytes_streamed(M, kind, grain, w, p, x, stride, sums))
+#define TABLES(M, six, grain) STREAM(tables_##M##six##grain, FOR_VBMI, tables_streamed(M, six, grain, w, p, x, stride, sums))
 #define FOR_ALL(what, which, grain) what(1, which, grain) what(2, which, grain) what(4, which, grain)
-#define NIBBLES_OF(role) FOR_ALL(NIBBLES, role, ONE) FOR_ALL(NIBBLES, role, MANY)
 #define BYTES_OF(kind) FOR_ALL(BYTES, kind, ONE) FOR_ALL(BYTES, kind, FEW) FOR_ALL(BYTES, kind, MANY)
-NIBBLES_OF(NONE)
-NIBBLES_OF(ZERO_POINT)
-NIBBLES_OF(BIAS)
+#define TABLES_OF(six) FOR_ALL(TABLES, six, ONE) FOR_ALL(TABLES, six, MANY) FOR_ALL(TABLES, six, WORDS)
+FOR_ALL(NIBBLES, NONE, ONE)
+FOR_ALL(NIBBLES, NONE, MANY)
+FOR_ALL(NIBBLES, NONE, WORDS)
+FOR_ALL(NIBBLES, ZERO_POINT, ONE)
+FOR_ALL(NIBBLES, ZERO_POINT, MANY)
+FOR_ALL(NIBBLES, BIAS, ONE)
+FOR_ALL(NIBBLES, BIAS, MANY)
 BYTES_OF(E4M3)
 BYTES_OF(E5M2)
 BYTES_OF(E2M3)
 BYTES_OF(E3M2)
 BYTES_OF(I8)
+TABLES_OF(0)
+TABLES_OF(1)
 
 /* By the grain, and by rows of activations. */
 #define FUNCTIONS(what, which, grain) {what##1##which##grain, what##2##which##grain, what##4##which##grain}
 #define OF_NIBBLES(role) {FUNCTIONS(nibbles_, role, ONE), FUNCTIONS(nibbles_, role, MANY), FUNCTIONS(nibbles_, role, MANY)}
 #define OF_BYTES(kind) {FUNCTIONS(bytes_, kind, ONE), FUNCTIONS(bytes_, kind, FEW), FUNCTIONS(bytes_, kind, MANY)}
-static const streamed nibble_streams[ROLES][3][3] = {OF_NIBBLES(NONE), OF_NIBBLES(ZERO_POINT), OF_NIBBLES(BIAS)};
-static const streamed byte_streams[5][3][3] = {OF_BYTES(E4M3), OF_BYTES(E5M2), OF_BYTES(E2M3), OF_BYTES(E3M2), OF_BYTES(I8)};
+#define OF_TABLES(six) \
+    {FUNCTIONS(tables_, six, ONE), FUNCTIONS(tables_, six, MANY), FUNCTIONS(tables_, six, MANY), FUNCTIONS(tables_, six, WORDS)}
+static const streamed nibble_streams[ROLES][MANY + 1][3] = {OF_NIBBLES(NONE), OF_NIBBLES(ZERO_POINT), OF_NIBBLES(BIAS)};
+static const streamed nibbles_by_words[3] = FUNCTIONS(nibbles_, NONE, WORDS);
+static const streamed byte_streams[5][MANY + 1][3] = {
+    OF_BYTES(E4M3), OF_BYTES(E5M2), OF_BYTES(E2M3), OF_BYTES(E3M2), OF_BYTES(I8)};
+static const streamed table_streams[2][GRAINS][3] = {OF_TABLES(0), OF_TABLES(1)};
 
-/* Multiplies up to `m` rows of activations, 4 at most. Returns how many. */
-static int stream_by_avx512(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+/* Multiplies up to `m` rows of activations, 4 at most. Returns how many. `tables`: whether it may take FP8 and FP6 by tables. */
+INLINE int stream_by(
+    const int tables, const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
-    const int grain = p->spans == 1 ? ONE : p->spans <= (IS_HALF(kind) ? 4 : 8) ? FEW : MANY;
-    const streamed(*found)[3] = kind == TABLE4 ? nibble_streams[w->role] : byte_streams[kind - E4M3];
-    found[grain][size](w, p, x, stride, sums);
+    const int grain = p->words ? WORDS : p->spans == 1 ? ONE : p->spans <= (IS_HALF(kind) ? 4 : 8) ? FEW : MANY;
+    if (kind == TABLE4)
+        (grain == WORDS ? nibbles_by_words : nibble_streams[w->role][grain])[size](w, p, x, stride, sums);
+    else if (tables && IS_HALF(kind))
+        table_streams[IS_SIX(kind)][grain][size](w, p, x, stride, sums);
+    else
+        byte_streams[kind - E4M3][grain][size](w, p, x, stride, sums);
     return 1 << size;
+}
+
+static int stream_by_avx512(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+{
+    return stream_by(0, w, p, x, stride, m, sums);
+}
+
+static int stream_by_vbmi(const weight *w, const panel *p, const float *x, Py_ssize_t stride, int m, float *sums)
+{
+    return stream_by(1, w, p, x, stride, m, sums);
 }
 
 /* ------------------------------------------------------------------------------------------------ tiles */
@@ -335,16 +591,19 @@ FOR_AVX512 INLINE void tile_by_avx512(
     const int same = uniform(w), each = kind == TABLE4 ? 8 : 4, parts = CHUNK / (16 * each);
     for (Py_ssize_t c = first; c < first + chunks; c++)
         for (int rows = 0; rows < NR; rows += 16) {
+            uint8_t room[16][CHUNK];
+            const uint8_t *codes[16];
             __m512 scales[16], offsets[16];
+            for (int r = 0; r < 16; r++)
+                codes[r] = bytes_of(kind, p, rows + r, c, room[r]);
             scales_of_rows(same, p->scales + rows, c, scales);
             if (role != NONE)
                 scales_of_rows(same, p->offsets + rows, c, offsets);
             for (int part = 0; part < parts; part++) {
                 __m512 v[16];
                 UNROLL for (int r = 0; r < 16; r++) {
-                    uint8_t room[CHUNK];
-                    v[r] = _mm512_castsi512_ps(_mm512_loadu_si512(bytes_of(kind, p, rows + r, c, room) + 64 * part));
-                    _mm_prefetch((const char *)codes_of(p, rows + r, c) + 2 * p->bytes, _MM_HINT_T0);
+                    v[r] = _mm512_loadu_ps((const void *)(codes[r] + 64 * part));
+                    _mm_prefetch((const char *)codes_of(p, rows + r, c) + 2 * p->bytes + 64 * part, _MM_HINT_T0);
                 }
                 transposed(v);
                 for (int j = 0; j < 16; j++) {
@@ -407,7 +666,7 @@ static const micro avx512_micros[] = {NULL, avx512_micro1, avx512_micro2, avx512
     avx512_micro13, avx512_micro14};
 
 /* The most rows of activations for which codes are decoded in registers, once for every 4 rows. */
-INLINE Py_ssize_t avx512_streams(int kind, int role, Py_ssize_t span)
+INLINE Py_ssize_t most_streams_of_avx512(int kind, int role, Py_ssize_t span)
 {
     if (span != SPAN || (kind != TABLE4 && (role != NONE || kind < E4M3 || kind > I8)))
         return 0;
@@ -424,9 +683,25 @@ FOR_AVX512 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_
             const __m512 v = halves(E4M3, _mm256_slli_epi16(b, 8));
             _mm512_storeu_ps(y + i, _mm512_mul_ps(v, _mm512_set1_ps(E4M3_LIFT)));
         }
+    if (a->kind == F16)
+        for (; i + 16 <= n; i += 16)
+            _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(a->items + 2 * (start + i)))));
     decoded(a, start + i, n - i, y + i);
 }
 
-VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, avx512_streams, longest_span, decoded_by_avx512, order_of, lift_of)
+VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, most_streams_of_avx512, longest_span, decoded_by_avx512, words_by_avx512,
+    order_of, lift_of)
+
+#define avx512_vbmi_tile avx512_tile
+#define avx512_vbmi_micros avx512_micros
+/* Likewise, by tables: 6-bit codes would be expanded again for every 4 rows. */
+INLINE Py_ssize_t most_streams_of_vbmi(int kind, int role, Py_ssize_t span)
+{
+    const Py_ssize_t most = most_streams_of_avx512(kind, role, span);
+    return most && (kind == E4M3 || kind == E5M2) ? 16 : most;
+}
+
+VERSION(avx512_vbmi, FOR_AVX512, 14, 32, stream_by_vbmi, most_streams_of_vbmi, longest_span, decoded_by_avx512, words_by_vbmi,
+    order_of_vbmi, lift_of)
 
 #endif

@@ -44,8 +44,8 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Any = None) ->
 _NEAREST = (0, 0, 0, 0)
 
 
-def _amax(source: Any, k: int, found: Any) -> None:
-    microkernels.amax(source, k, found, _kind(source))
+def _amax(source: Any, k: int, amax: Any, across: int = 0) -> None:
+    microkernels.amax(source, k, amax, _kind(source), across)
 
 
 def _extremes(source: Any, k: int, low: Any, high: Any) -> None:
@@ -78,8 +78,10 @@ def _write(
     k: int,
     codes: Any,
     dither: tuple[int, int, int, int] = _NEAREST,
+    *,
+    across: int = 0,
 ) -> None:
-    step(source, inverse, k, divides, codes, *fields, _kind(source), *dither)
+    step(source, inverse, k, divides, codes, *fields, _kind(source), *dither, across)
 
 
 def _shifted(
@@ -178,8 +180,11 @@ _MICROKERNELS = Microkernels(
     extremes=_extremes,
     words=microkernels.words,
     sixes=microkernels.sixes,
+    eights=microkernels.eights,
     scales=_scales,
     shifted=_shifted,
     decode=_decode,
+    columns=True,
     shares=decoding.pooled(),
+    packs=True,
 )

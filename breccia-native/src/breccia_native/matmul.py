@@ -299,7 +299,10 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
 
 
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
-    whole = w.role == 0 or w.offset_kind in (_KINDS["u8"], _KINDS["i8"])
+    integers = _KINDS["u8"], _KINDS["i8"]
+    whole = w.role == 0 or w.offset_kind in integers
+    if w.role and mode == BF16_MODE and w.kind in integers:  # others differ by up to 383, which needs 9 bits
+        whole = w.kind == w.offset_kind
     return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 

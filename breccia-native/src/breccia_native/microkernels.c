@@ -60,6 +60,18 @@ INLINE void numbers_of(matrix x, uint32_t *found, Py_ssize_t columns)
             found[r * columns + c] = number_at(x.at + r * x.down + c * x.along, x.kind);
 }
 
+#if defined(__GNUC__)
+#define UNROLL _Pragma("GCC unroll 20")
+enum { LANES = 16, MOST_STREAMS = 4 };
+typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#else
+#define UNROLL
+enum { LANES = 1, MOST_STREAMS = 1 };
+typedef uint32_t lanes;
+typedef uint32_t unaligned_lanes;
+#endif
+
 /* -------------------------------------------------------------------------------------------------- amax */
 
 /* Magnitudes are non-negative as signed integers, which all processors can compare. */
@@ -88,15 +100,96 @@ INLINE void largest_of_each(const char *x, Py_ssize_t blocks, Py_ssize_t k, int 
         amax[b] = bits_of_half((uint16_t)amax[b]);
 }
 
-/* Loops over the formats' block sizes have a length known at compile time. */
-INLINE void amax_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *amax)
+#if defined(X86_VERSIONS)
+/* Magnitudes of 16 numbers, those of FP16 as they are. */
+FOR_AVX512 INLINE __m512i magnitudes_at(const char *x, int kind)
 {
+    if (kind == FP32)
+        return _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi32((int)MAGNITUDE));
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    const __m512i most = _mm512_and_si512(wide, _mm512_set1_epi32(0x7fff));
+    return kind == BF16 ? _mm512_slli_epi32(most, 16) : most;
+}
+
+/* `largest_of_each` for multiples of 16: vectors of 16 blocks are reduced together, by 2 shuffles a block in place of 4. */
+FOR_AVX512 INLINE void largest_by_avx512(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *amax)
+{
+    const Py_ssize_t size = kind == FP32 ? 4 : 2, whole = blocks / 16 * 16;
+    for (Py_ssize_t b = 0; b < whole; b += 16) {
+        __m512i v[16];
+        UNROLL for (int i = 0; i < 16; i++) {
+            const char *block = x + (b + i) * k * size;
+            v[i] = magnitudes_at(block, kind);
+            for (Py_ssize_t j = 16; j < k; j += 16)
+                v[i] = _mm512_max_epi32(v[i], magnitudes_at(block + j * size, kind));
+        }
+        UNROLL for (int i = 0; i < 16; i += 2)
+            v[i / 2] = _mm512_max_epi32(_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i], v[i + 1]));
+        UNROLL for (int i = 0; i < 8; i += 2)
+            v[i / 2] = _mm512_max_epi32(_mm512_unpacklo_epi64(v[i], v[i + 1]), _mm512_unpackhi_epi64(v[i], v[i + 1]));
+        UNROLL for (int step = 4; step > 1; step /= 2)
+            UNROLL for (int i = 0; i < step; i += 2)
+                v[i / 2] = _mm512_max_epi32(
+                    _mm512_shuffle_i32x4(v[i], v[i + 1], 0x88), _mm512_shuffle_i32x4(v[i], v[i + 1], 0xdd));
+        _mm512_storeu_si512(amax + b, v[0]);
+    }
+    for (Py_ssize_t b = 0; kind == FP16 && b < whole; b++)
+        amax[b] = bits_of_half((uint16_t)amax[b]);
+    largest_of_each(x + whole * k * size, blocks - whole, k, kind, amax + whole);
+}
+
+/* Of blocks that are a cache line, where this is faster (measured). */
+FOR_AVX512 static void lines_by_avx512(const char *x, Py_ssize_t blocks, int kind, uint32_t *amax)
+{
+    switch (kind) {
+    case FP32: largest_by_avx512(x, blocks, 16, FP32, amax); break;
+    case BF16: largest_by_avx512(x, blocks, 32, BF16, amax); break;
+    default: largest_by_avx512(x, blocks, 32, FP16, amax);
+    }
+}
+#endif
+
+/* Loops over the formats' block sizes have a length known at compile time. of_lines: of blocks of 64 bytes; or NULL. */
+INLINE void amax_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind,
+    void (*const of_lines)(const char *, Py_ssize_t, int, uint32_t *), uint32_t *amax)
+{
+    if (of_lines && k * (kind == FP32 ? 4 : 2) == 64) {
+        of_lines(x, blocks, kind, amax);
+        return;
+    }
     switch (k) {
     case 16: largest_of_each(x, blocks, 16, kind, amax); break;
     case 32: largest_of_each(x, blocks, 32, kind, amax); break;
     case 128: largest_of_each(x, blocks, 128, kind, amax); break;
     default: largest_of_each(x, blocks, k, kind, amax);
     }
+}
+
+/* Numbers converted or scaled at once: they stay in the L1 cache. Meanwhile what comes AHEAD bytes later is prefetched. */
+#define STRIP 256
+#define AHEAD 8192
+
+/* The same of blocks of k rows of `across` numbers, for each column. */
+INLINE void amax_down_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, Py_ssize_t across, int kind, uint32_t *amax)
+{
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
+    for (Py_ssize_t b = 0; b < blocks; b++)
+        for (Py_ssize_t start = 0; start < across; start += STRIP) {
+            const Py_ssize_t n = across - start < STRIP ? across - start : STRIP;
+            uint32_t found[STRIP];
+            int32_t most[STRIP] = {0};
+            for (Py_ssize_t r = 0; r < k; r++) {
+                const char *row = x + ((b * k + r) * across + start) * size;
+                const uint32_t *bits = kind == FP32 ? (const uint32_t *)row : found;
+                if (kind != FP32)
+                    row_of(row, n, kind, found);
+                for (Py_ssize_t i = 0; i < n; i++) {
+                    const int32_t a = (int32_t)(bits[i] & MAGNITUDE);
+                    most[i] = a > most[i] ? a : most[i];
+                }
+            }
+            memcpy(amax + b * across + start, most, 4 * (size_t)n);
+        }
 }
 
 /* The order of FP32 numbers as that of int32, and back. Numbers below 2^-126 are +0. */
@@ -110,10 +203,6 @@ INLINE uint32_t unordered(int32_t key)
 {
     return (uint32_t)key ^ ((uint32_t)(key >> 31) >> 1);
 }
-
-/* Numbers converted or scaled at once: they stay in the L1 cache. Meanwhile what comes AHEAD bytes later is prefetched. */
-#define STRIP 256
-#define AHEAD 8192
 
 #if defined(__GNUC__)
 #define FETCH(address) __builtin_prefetch(address)
@@ -210,18 +299,6 @@ INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind
 /* -------------------------------------------------------------------------------------------------- random words */
 
 #define ROTATED(y, r) (((y) << (r)) | ((y) >> (32 - (r))))
-
-#if defined(__GNUC__)
-#define UNROLL _Pragma("GCC unroll 20")
-enum { LANES = 16, MOST_STREAMS = 4 };
-typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#else
-#define UNROLL
-enum { LANES = 1, MOST_STREAMS = 1 };
-typedef uint32_t lanes;
-typedef uint32_t unaligned_lanes;
-#endif
 
 /* First words of Threefry-2x32 with 20 rounds, for counters that have the same high half: LANES of each of some streams. A word is
    a chain of 50 instructions that wait for each other; where there are registers for several streams, these keep a processor busy. */
@@ -320,15 +397,36 @@ INLINE void times(const char *x, int kind, float by, Py_ssize_t n, int divides, 
         y[i] = divides ? at(x, kind, i) / by : at(x, kind, i) * by;
 }
 
-/* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0. */
+/* Numbers of a cast, in blocks of k: each times the inverse scale of its block, or divided by its scale; +0 where that is 0.
+   across: 0, or numbers are in rows of as many, and blocks are k rows of a column; see `row_at`. */
 typedef struct {
     const char *x;
     int kind, divides;
-    Py_ssize_t n, k;
+    Py_ssize_t n, k, across;
     const float *inverse;
     dither random;
     widener widen; /* of the version in use, or NULL */
+    int packed;    /* whether codes are written two a byte */
 } numbers;
+
+INLINE void pairs_of(const uint8_t *codes, Py_ssize_t n, uint8_t *data)
+{
+    for (Py_ssize_t i = 0; i < n; i++)
+        data[i] = (uint8_t)(codes[2 * i] | (codes[2 * i + 1] << 4));
+}
+
+/* Row r of numbers whose blocks are columns: each number has a block of its own. All numbers, if blocks are along rows. */
+INLINE numbers row_at(const numbers *all, Py_ssize_t r)
+{
+    numbers row = *all;
+    if (!all->across)
+        return row;
+    row.x += r * all->across * (all->kind == FP32 ? 4 : 2);
+    row.inverse += r / all->k * all->across;
+    row.n = all->across;
+    row.k = 1;
+    return row;
+}
 
 /* The position of the next number in its block of k: the inverse scale, and how many numbers of the block are left. */
 typedef struct {
@@ -375,6 +473,15 @@ FOR_AVX512 static void halves_scaled_by_avx512(const uint16_t *x, Py_ssize_t k, 
 INLINE void scaled_of(const char *x, int kind, Py_ssize_t k, Py_ssize_t n, int divides, place *next, float *y)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
+    if (k == 1) {
+        const float *by = next->inverse;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const float found = divides ? at(x, kind, i) / by[i] : at(x, kind, i) * by[i];
+            y[i] = by[i] == 0 ? 0.0f : found;
+        }
+        next->inverse += n;
+        return;
+    }
     for (Py_ssize_t i = 0, length; i < n; i += length) {
         const float by = *next->inverse;
         length = next->left < n - i ? next->left : n - i;
@@ -408,7 +515,7 @@ INLINE void scaled(const numbers *all, Py_ssize_t start, Py_ssize_t n, int divid
     for (Py_ssize_t i = 0; i < n * size; i += 64)
         FETCH(x + AHEAD + i);
 #if defined(X86_VERSIONS)
-    if (all->kind == FP16 && all->widen == widened_by_avx512) {
+    if (all->kind == FP16 && all->widen == widened_by_avx512 && all->k > 1) {
         halves_scaled_by_avx512((const uint16_t *)x, all->k, n, divides, next, y);
         return;
     }
@@ -435,6 +542,7 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
 {
     float y[STRIP];
     uint32_t found[STRIP], words[STRIP];
+    uint8_t room[STRIP];
     const int32_t first = (int32_t)(f.floor >> 23), mantissa = 23 - f.shift;
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
@@ -460,10 +568,138 @@ INLINE void floats_of(const numbers *all, int divides, minifloat f, uint8_t *cod
                 const uint32_t sum = bits_of(float_of((uint32_t)a) + float_of((uint32_t)e));
                 found[i] = ((sum + ((uint32_t)e >> f.shift)) & 0xff) | ((u >> 31) << f.sign);
             }
+        uint8_t *const to = all->packed ? room : codes + start;
         for (Py_ssize_t i = 0; i < length; i++) /* a separate loop, else each of the terms above would be narrowed */
-            codes[start + i] = (uint8_t)found[i];
+            to[i] = (uint8_t)found[i];
+        if (all->packed)
+            pairs_of(room, length / 2, codes + start / 2);
     }
 }
+
+#if defined(X86_VERSIONS)
+/* Numbers `i` to `i + 16` of x, in FP32. */
+FOR_AVX512 INLINE __m512 vector_at(const char *x, const int kind, Py_ssize_t i)
+{
+    if (kind == FP32)
+        return _mm512_loadu_ps(x + 4 * i);
+    const __m256i halves = _mm256_loadu_si256((const __m256i *)(x + 2 * i));
+    return kind == FP16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+/* 64 numbers to 4-bit codes of minifloats, two a byte: `floats_of` in registers. The numbers have 64 / k inverse scales. */
+FOR_AVX512 INLINE void pairs_of_floats(
+    const char *x, const int kind, const int k, const int some_zero, const float *inverse, minifloat f, uint8_t *data)
+{
+    const __m512i magnitude = _mm512_set1_epi32((int)MAGNITUDE), exponent = _mm512_set1_epi32((int)EXPONENT);
+    const __m512i largest = _mm512_set1_epi32((int)f.largest), floor = _mm512_set1_epi32((int)f.floor);
+    const __m512i lift = _mm512_set1_epi32((int)f.lift), low = _mm512_set1_epi32(7);
+    const __m128i shift = _mm_cvtsi32_si128(f.shift);
+    /* Packing vectors takes 4 codes of each in turn: these are the places of their bytes, two by two. */
+    const __m256i in_order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m512i codes[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const float by = inverse[16 * i / k];
+        const __m512 y = _mm512_mul_ps(vector_at(x, kind, 16 * i), _mm512_set1_ps(by));
+        const __m512i u = some_zero && by == 0 ? _mm512_setzero_si512() : _mm512_castps_si512(y);
+        const __m512i a = _mm512_min_epi32(_mm512_and_si512(u, magnitude), largest);
+        const __m512i e = _mm512_add_epi32(_mm512_max_epi32(_mm512_and_si512(a, exponent), floor), lift);
+        const __m512i sum = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(e)));
+        const __m512i code = _mm512_add_epi32(sum, _mm512_srl_epi32(e, shift));
+        codes[i] = _mm512_ternarylogic_epi32(low, code, _mm512_srli_epi32(u, 28), 0xCA); /* low ? code : sign */
+    }
+    const __m512i words = _mm512_packus_epi32(codes[0], codes[1]), others = _mm512_packus_epi32(codes[2], codes[3]);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_packus_epi16(words, others), _mm512_set1_epi16(0x1001)); /* c + 16 d */
+    _mm256_storeu_si256((__m256i *)data, _mm256_permutexvar_epi16(in_order, _mm512_cvtepi16_epi8(pairs)));
+}
+
+FOR_AVX512 INLINE void floats_paired(const numbers *all, const int kind, const int k, minifloat f, uint8_t *data)
+{
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
+    const float *inverse = all->inverse;
+    const char *x = all->x;
+    for (Py_ssize_t i = 0; i + 64 <= all->n; i += 64, x += 64 * size, data += 32) {
+        const float *first = inverse + i / k;
+        int some_zero = 0;
+        for (int j = 0; j < 64 / k; j++)
+            some_zero |= first[j] == 0;
+        for (int j = 0; j < size; j++)
+            FETCH(x + AHEAD + 64 * j);
+        if (some_zero)
+            pairs_of_floats(x, kind, k, 1, first, f, data);
+        else
+            pairs_of_floats(x, kind, k, 0, first, f, data);
+    }
+}
+
+/* Codes two a byte, to nearest, of blocks of 16, 32 and 64 numbers, 64 at a time. Returns how many it wrote. */
+FOR_AVX512 static Py_ssize_t floats_paired_by_avx512(const numbers *all, minifloat f, uint8_t *data)
+{
+    if (!all->packed || all->divides || all->random.width || f.sign != 3)
+        return 0;
+    switch (all->k * 64 + all->kind) {
+    case 16 * 64 + FP32: floats_paired(all, FP32, 16, f, data); break;
+    case 32 * 64 + FP32: floats_paired(all, FP32, 32, f, data); break;
+    case 64 * 64 + FP32: floats_paired(all, FP32, 64, f, data); break;
+    case 16 * 64 + BF16: floats_paired(all, BF16, 16, f, data); break;
+    case 32 * 64 + BF16: floats_paired(all, BF16, 32, f, data); break;
+    case 16 * 64 + FP16: floats_paired(all, FP16, 16, f, data); break;
+    case 32 * 64 + FP16: floats_paired(all, FP16, 32, f, data); break;
+    default: return 0;
+    }
+    return all->n / 64 * 64;
+}
+
+/* 16 codes rounded stochastically: `floats_of` in registers. */
+FOR_AVX512 INLINE __m512i dithered_floats(__m512i x, float by, __m512i word, minifloat f)
+{
+    const __m512i magnitude = _mm512_set1_epi32((int)MAGNITUDE), normal = _mm512_set1_epi32((int)NORMAL);
+    const __m512i zero = _mm512_setzero_si512(), most = _mm512_set1_epi32(30), shift = _mm512_set1_epi32(f.shift);
+    const __mmask16 used = by == 0 ? 0 : _mm512_cmp_epi32_mask(_mm512_and_si512(x, magnitude), normal, _MM_CMPINT_NLT);
+    const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(x), _mm512_set1_ps(by)));
+    const __m512i a = _mm512_maskz_min_epi32(used, _mm512_and_si512(u, magnitude), _mm512_set1_epi32((int)f.largest));
+    const __m512i above = _mm512_sub_epi32(_mm512_srli_epi32(a, 23), _mm512_set1_epi32((int)(f.floor >> 23)));
+    const __m512i all = _mm512_max_epi32(_mm512_sub_epi32(shift, above), shift); /* bits that are cut off */
+    const __m512i cut = _mm512_min_epi32(all, most);
+    const __m512i fraction = _mm512_set1_epi32((int)NORMAL - 1);
+    const __m512i significant = _mm512_maskz_ternarylogic_epi32( /* (a & fraction) | normal */
+        _mm512_cmp_epi32_mask(a, normal, _MM_CMPINT_NLT), a, fraction, normal, 0xEA);
+    const __m512i m = _mm512_srlv_epi32(significant, _mm512_sub_epi32(all, cut)); /* 0 for shifts of more than 31, too */
+    const __m512i carry = _mm512_srlv_epi32(word, _mm512_sub_epi32(_mm512_set1_epi32(32), cut));
+    const __m512i rounded = _mm512_srlv_epi32(_mm512_add_epi32(m, carry), cut);
+    const __m512i steps = _mm512_sll_epi32(_mm512_max_epi32(above, zero), _mm_cvtsi32_si128(23 - f.shift));
+    const __m512i sign = _mm512_sll_epi32(_mm512_srli_epi32(u, 31), _mm_cvtsi32_si128(f.sign));
+    return _mm512_or_si512(_mm512_add_epi32(rounded, steps), by == 0 ? zero : sign);
+}
+
+/* Whether it did: stochastic rounding of FP32 numbers in blocks of a multiple of 16. */
+FOR_AVX512 static int floats_dithered_by_avx512(const numbers *all, minifloat f, uint8_t *codes)
+{
+    if (!all->random.width || all->kind != FP32 || all->divides || all->k % 16)
+        return 0;
+    uint32_t words[STRIP];
+    uint8_t room[STRIP];
+    place next = {all->inverse, all->k};
+    for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
+        const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
+        const char *x = all->x + 4 * start;
+        uint8_t *to = all->packed ? room : codes + start;
+        words_at(all->random, start, length, words);
+        for (Py_ssize_t i = 0; i < length; i += 16) {
+            FETCH(x + AHEAD + 4 * i);
+            const __m512i found = dithered_floats(_mm512_loadu_si512(x + 4 * i), *next.inverse, _mm512_loadu_si512(words + i), f);
+            _mm_storeu_si128((__m128i *)(to + i), _mm512_cvtepi32_epi8(found));
+            next.left -= 16;
+            if (next.left == 0) {
+                next.inverse++;
+                next.left = all->k;
+            }
+        }
+        if (all->packed)
+            pairs_of(room, length / 2, codes + start / 2);
+    }
+    return 1;
+}
+#endif
 
 /* Fields of breccia.kernels.numpy.IntegerCodes. */
 typedef struct {
@@ -489,20 +725,24 @@ INLINE void integers_of(const numbers *all, int divides, integer f, uint8_t *cod
 {
     float y[STRIP];
     uint32_t found[STRIP], words[STRIP];
+    uint8_t room[STRIP];
     const float units = 0x1.8p23f / f.magic;
     place next = {all->inverse, all->k};
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
         const Py_ssize_t length = all->n - start < STRIP ? all->n - start : STRIP;
+        uint8_t *const to = all->packed ? room : codes + start;
         scaled(all, start, length, divides, &next, y);
         if (all->random.width) {
             words_at(all->random, start, length, words);
             for (Py_ssize_t i = 0; i < length; i++)
                 found[i] = (uint32_t)dithered_integer(clamped(y[i], f.low, f.high), units, words[i]);
             for (Py_ssize_t i = 0; i < length; i++)
-                codes[start + i] = (uint8_t)(found[i] & f.mask);
+                to[i] = (uint8_t)(found[i] & f.mask);
         } else
             for (Py_ssize_t i = 0; i < length; i++)
-                codes[start + i] = (uint8_t)(bits_of(clamped(y[i], f.low, f.high) + f.magic) & f.mask);
+                to[i] = (uint8_t)(bits_of(clamped(y[i], f.low, f.high) + f.magic) & f.mask);
+        if (all->packed)
+            pairs_of(room, length / 2, codes + start / 2);
     }
 }
 
@@ -568,6 +808,7 @@ INLINE void tables_of(const numbers *all, int divides, table f, const position_f
     float y[STRIP], low[STRIP], high[STRIP];
     int32_t found[STRIP];
     uint32_t words[STRIP];
+    uint8_t room[STRIP];
     place next = {all->inverse, all->k};
     memset(y, 0, sizeof y); /* `positions` may read whole vectors */
     for (Py_ssize_t start = 0; start < all->n; start += STRIP) {
@@ -588,14 +829,33 @@ INLINE void tables_of(const numbers *all, int divides, table f, const position_f
         } else
             positions(y, length, f.starts, found, NULL, NULL);
         for (Py_ssize_t i = 0; i < length; i++)
-            codes[start + i] = f.order[found[i]];
-        for (Py_ssize_t i = 0, run; i < length; i += run, left = all->k, inverse++) { /* +0 where there is no scale */
-            run = left < length - i ? left : length - i;
-            if (*inverse == 0)
-                memset(codes + start + i, f.zero, (size_t)run);
-        }
+            room[i] = f.order[found[i]];
+        if (all->k == 1)
+            for (Py_ssize_t i = 0; i < length; i++)
+                room[i] = inverse[i] == 0 ? f.zero : room[i];
+        else
+            for (Py_ssize_t i = 0, run; i < length; i += run, left = all->k, inverse++) { /* +0 where there is no scale */
+                run = left < length - i ? left : length - i;
+                if (*inverse == 0)
+                    memset(room + i, f.zero, (size_t)run);
+            }
+        if (all->packed)
+            pairs_of(room, length / 2, codes + start / 2);
+        else
+            memcpy(codes + start, room, (size_t)length);
     }
 }
+
+/* A writer of codes, for the rows of numbers whose blocks are columns too. */
+#define EACH_ROW(call, all, codes)                                                                                          \
+    do {                                                                                                                    \
+        const Py_ssize_t rows = (all)->across ? (all)->n / (all)->across : 1;                                               \
+        for (Py_ssize_t r = 0; r < rows; r++) {                                                                             \
+            const numbers row = row_at(all, r), *part = &row;                                                               \
+            uint8_t *to = (codes) + r * (all)->across;                                                                      \
+            call;                                                                                                           \
+        }                                                                                                                   \
+    } while (0)
 
 /* What is the same for all numbers of a block: what is subtracted before, and added to codes. */
 typedef struct {
@@ -663,10 +923,29 @@ INLINE void scales_of(
         float t[STRIP];
         for (Py_ssize_t i = 0; i < length; i++)
             t[i] = amax[start + i] / divisor / global_scale;
-        const numbers all = {(const char *)t, FP32, 0, length, length, &one, {0}};
+        const numbers all = {(const char *)t, FP32, 0, length, length, 0, &one, {0}};
         floats_of(&all, 0, f, codes + start);
         for (Py_ssize_t i = start; i < start + length; i++)
             inverse[i] = inverses[codes[i]];
+    }
+}
+
+/* Eight codes of as many bits to that many bytes: gaps between fields are closed in pairs. */
+INLINE void eights_of(const uint8_t *codes, Py_ssize_t groups, const int bits, uint8_t *data)
+{
+    for (Py_ssize_t i = 0; i < groups; i++, codes += 8, data += bits) {
+        uint64_t w;
+        memcpy(&w, codes, 8);
+        for (int field = 8, filled = bits; field < 64; field *= 2, filled *= 2) {
+            uint64_t low = 0;
+            for (int at = 0; at < 64; at += 2 * field)
+                low |= (((uint64_t)1 << filled) - 1) << at;
+            w = (w & low) | ((w >> (field - filled)) & (low << filled));
+        }
+        if ((groups - i) * bits >= 8)
+            memcpy(data, &w, 8); /* the next group overwrites what is too much */
+        else
+            memcpy(data, &w, (size_t)bits);
     }
 }
 
@@ -679,12 +958,6 @@ INLINE void sixes_of(const uint8_t *codes, Py_ssize_t groups, uint8_t *data)
         data[1] = (uint8_t)(w >> 8);
         data[2] = (uint8_t)(w >> 16);
     }
-}
-
-INLINE void pairs_of(const uint8_t *codes, Py_ssize_t n, uint8_t *data)
-{
-    for (Py_ssize_t i = 0; i < n; i++)
-        data[i] = (uint8_t)(codes[2 * i] | (codes[2 * i + 1] << 4));
 }
 
 /* -------------------------------------------------------------------------------------------------- values */
@@ -717,6 +990,7 @@ typedef struct {
     void (*load)(matrix, uint32_t *, Py_ssize_t);
     void (*store)(const uint32_t *, Py_ssize_t, int, uint16_t *);
     void (*amax)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *);
+    void (*amax_down)(const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, int, uint32_t *);
     void (*extremes)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *, uint32_t *);
     void (*words)(uint32_t, uint32_t, uint64_t, Py_ssize_t, uint32_t *);
     void (*shifted)(const numbers *, offsets, integer, uint8_t *);
@@ -726,6 +1000,7 @@ typedef struct {
     void (*scales)(const float *, Py_ssize_t, float, float, minifloat, const float *, uint8_t *, float *);
     void (*pairs)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*sixes)(const uint8_t *, Py_ssize_t, uint8_t *);
+    void (*eights)(const uint8_t *, Py_ssize_t, int, uint8_t *);
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
 
@@ -733,6 +1008,15 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
 #define baseline_widen NULL
 #define avx2_widen widened_by_avx2
 #define avx512_widen widened_by_avx512
+#define baseline_floats_dithered(all, f, codes) 0
+#define avx2_floats_dithered(all, f, codes) 0
+#define avx512_floats_dithered floats_dithered_by_avx512
+#define baseline_floats_paired(all, f, codes) 0
+#define avx2_floats_paired(all, f, codes) 0
+#define avx512_floats_paired floats_paired_by_avx512
+#define baseline_lines NULL
+#define avx2_lines NULL
+#define avx512_lines lines_by_avx512
 #define baseline_positions positions_by_comparing
 #define avx2_positions positions_by_comparing
 #define avx512_positions positions_by_halving
@@ -757,9 +1041,18 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     target static void name##_amax(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *amax)                \
     {                                                                                                                       \
         switch (kind) {                                                                                                     \
-        case FP32: amax_of(x, blocks, k, FP32, amax); break;                                                                \
-        case BF16: amax_of(x, blocks, k, BF16, amax); break;                                                                \
-        default: amax_of(x, blocks, k, FP16, amax);                                                                         \
+        case FP32: amax_of(x, blocks, k, FP32, name##_lines, amax); break;                                                  \
+        case BF16: amax_of(x, blocks, k, BF16, name##_lines, amax); break;                                                  \
+        default: amax_of(x, blocks, k, FP16, name##_lines, amax);                                                           \
+        }                                                                                                                   \
+    }                                                                                                                       \
+    target static void name##_amax_down(                                                                                    \
+        const char *x, Py_ssize_t blocks, Py_ssize_t k, Py_ssize_t across, int kind, uint32_t *amax)                        \
+    {                                                                                                                       \
+        switch (kind) {                                                                                                     \
+        case FP32: amax_down_of(x, blocks, k, across, FP32, amax); break;                                                   \
+        case BF16: amax_down_of(x, blocks, k, across, BF16, amax); break;                                                   \
+        default: amax_down_of(x, blocks, k, across, FP16, amax);                                                            \
         }                                                                                                                   \
     }                                                                                                                       \
     target static void name##_extremes(                                                                                     \
@@ -777,24 +1070,33 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     }                                                                                                                       \
     target static void name##_floats(const numbers *all, minifloat f, uint8_t *codes)                                       \
     {                                                                                                                       \
-        if (all->divides)                                                                                                   \
-            floats_of(all, 1, f, codes);                                                                                    \
+        if (name##_floats_dithered(all, f, codes))                                                                          \
+            return;                                                                                                         \
+        const Py_ssize_t done = name##_floats_paired(all, f, codes);                                                        \
+        if (done) {                                                                                                         \
+            numbers rest = *all;                                                                                            \
+            rest.x += done * (all->kind == FP32 ? 4 : 2);                                                                   \
+            rest.inverse += done / all->k;                                                                                  \
+            rest.n -= done;                                                                                                 \
+            floats_of(&rest, 0, f, codes + done / 2);                                                                       \
+        } else if (all->divides)                                                                                            \
+            EACH_ROW(floats_of(part, 1, f, to), all, codes);                                                                \
         else                                                                                                                \
-            floats_of(all, 0, f, codes);                                                                                    \
+            EACH_ROW(floats_of(part, 0, f, to), all, codes);                                                                \
     }                                                                                                                       \
     target static void name##_integers(const numbers *all, integer f, uint8_t *codes)                                       \
     {                                                                                                                       \
         if (all->divides)                                                                                                   \
-            integers_of(all, 1, f, codes);                                                                                  \
+            EACH_ROW(integers_of(part, 1, f, to), all, codes);                                                              \
         else                                                                                                                \
-            integers_of(all, 0, f, codes);                                                                                  \
+            EACH_ROW(integers_of(part, 0, f, to), all, codes);                                                              \
     }                                                                                                                       \
     target static void name##_tables(const numbers *all, table f, uint8_t *codes)                                           \
     {                                                                                                                       \
         if (all->divides)                                                                                                   \
-            tables_of(all, 1, f, name##_positions, codes);                                                                                    \
+            EACH_ROW(tables_of(part, 1, f, name##_positions, to), all, codes);                                              \
         else                                                                                                                \
-            tables_of(all, 0, f, name##_positions, codes);                                                                                    \
+            EACH_ROW(tables_of(part, 0, f, name##_positions, to), all, codes);                                              \
     }                                                                                                                       \
     target static void name##_scales(const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f,       \
         const float *inverses, uint8_t *codes, float *inverse)                                                              \
@@ -809,6 +1111,16 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     {                                                                                                                       \
         sixes_of(codes, groups, data);                                                                                      \
     }                                                                                                                       \
+    target static void name##_eights(const uint8_t *codes, Py_ssize_t groups, int bits, uint8_t *data)                      \
+    {                                                                                                                       \
+        switch (bits) { /* each compiled for its width */                                                                   \
+        case 1: eights_of(codes, groups, 1, data); break;                                                                   \
+        case 2: eights_of(codes, groups, 2, data); break;                                                                   \
+        case 3: eights_of(codes, groups, 3, data); break;                                                                   \
+        case 5: eights_of(codes, groups, 5, data); break;                                                                   \
+        case 7: eights_of(codes, groups, 7, data); break;                                                                   \
+        }                                                                                                                   \
+    }                                                                                                                       \
     target static void name##_values(                                                                                       \
         const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, int bits, float *values)   \
     {                                                                                                                       \
@@ -818,8 +1130,9 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
             values_of_pairs(data, table, scale, n, k, values);                                                              \
     }                                                                                                                       \
     static const version name = {                                                                                           \
-        name##_widen, name##_load, name##_store, name##_amax, name##_extremes, name##_words, name##_shifted, name##_floats,               \
-        name##_integers, name##_tables, name##_scales, name##_pairs, name##_sixes, name##_values};
+        name##_widen, name##_load, name##_store, name##_amax, name##_amax_down, name##_extremes, name##_words,              \
+        name##_shifted, name##_floats, name##_integers, name##_tables, name##_scales, name##_pairs, name##_sixes,           \
+        name##_eights, name##_values};
 
 VERSION(baseline, )
 
@@ -848,6 +1161,15 @@ static int sizes_agree(const Py_buffer *x, int kind, const Py_buffer *per_block,
     PyErr_Format(PyExc_ValueError,
         "wanted aligned %s numbers in blocks of k = %zd and one number a block; got %zd and %zd bytes. Call breccia.cast.",
         kind == FP32 ? "FP32" : "16-bit", k, x->len, per_block->len);
+    return 0;
+}
+
+/* Sets ValueError and returns 0 unless `across` is 0, or n numbers are whole blocks of k rows of as many. */
+static int are_rows(Py_ssize_t n, Py_ssize_t k, Py_ssize_t across)
+{
+    if (across == 0 || (across > 0 && n / k % across == 0))
+        return 1;
+    PyErr_Format(PyExc_ValueError, "wanted blocks of k = %zd rows; got %zd numbers in rows of %zd. Call breccia.cast.", k, n, across);
     return 0;
 }
 
@@ -927,17 +1249,24 @@ static PyObject *store(PyObject *self, PyObject *args)
     return result(fits);
 }
 
-PyDoc_STRVAR(amax_doc, "amax(source, k, amax, kind=32): FP32 bits of the largest magnitude of each k numbers, as uint32.");
+PyDoc_STRVAR(amax_doc,
+    "amax(source, k, amax, kind=32, across=0): FP32 bits of the largest magnitude of each k numbers, as uint32. across: unless 0,\n"
+    "the numbers are rows of as many, and blocks are k rows of a column.");
 
 static PyObject *amax(PyObject *self, PyObject *args)
 {
     Py_buffer x, found;
     Py_ssize_t k;
     int kind = FP32;
-    if (!PyArg_ParseTuple(args, "y*nw*|i:amax", &x, &k, &found, &kind))
+    Py_ssize_t across = 0;
+    if (!PyArg_ParseTuple(args, "y*nw*|in:amax", &x, &k, &found, &kind, &across))
         return NULL;
-    const int done = sizes_agree(&x, kind, &found, k);
-    if (done) {
+    const int done = sizes_agree(&x, kind, &found, k) && are_rows(x.len / size_of(kind), k, across);
+    if (done && across) {
+        Py_BEGIN_ALLOW_THREADS
+        here->amax_down(x.buf, x.len / size_of(kind) / k / across, k, across, kind, found.buf);
+        Py_END_ALLOW_THREADS
+    } else if (done) {
         Py_BEGIN_ALLOW_THREADS
         here->amax(x.buf, x.len / size_of(kind) / k, k, kind, found.buf);
         Py_END_ALLOW_THREADS
@@ -996,8 +1325,8 @@ typedef struct {
     unsigned long long seed, first;
 } writing;
 
-/* Sets ValueError and returns 0 unless sizes agree. */
-static int ready(writing *w)
+/* Sets ValueError and returns 0 unless sizes agree. packs: whether codes may be written two a byte, into room for half as many. */
+static int ready(writing *w, int packs)
 {
     w->all.x = w->x.buf;
     w->all.n = w->x.len / size_of(w->all.kind);
@@ -1006,7 +1335,9 @@ static int ready(writing *w)
     w->all.random.first = w->first;
     w->all.widen = here->widen;
     w->all.random.words = here->words;
-    if (!sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) || !has_length(&w->codes, w->all.n))
+    w->all.packed = packs && !w->all.across && w->all.n % 2 == 0 && w->codes.len == w->all.n / 2;
+    if (!sizes_agree(&w->x, w->all.kind, &w->inverse, w->all.k) || (!w->all.packed && !has_length(&w->codes, w->all.n)) ||
+        !are_rows(w->all.n, w->all.k, w->all.across))
         return 0;
     if (w->all.random.width >= 0 && w->all.random.stride >= 0)
         return 1;
@@ -1037,7 +1368,7 @@ static PyObject *shifted(PyObject *self, PyObject *args)
             &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
         return NULL;
     const int done =
-        ready(&w) && sizes_agree(&w.x, w.all.kind, &before, w.all.k) && sizes_agree(&w.x, w.all.kind, &after, w.all.k);
+        ready(&w, 0) && sizes_agree(&w.x, w.all.kind, &before, w.all.k) && sizes_agree(&w.x, w.all.kind, &after, w.all.k);
     if (done) {
         const offsets o = {before.buf, after.buf};
         Py_BEGIN_ALLOW_THREADS
@@ -1050,20 +1381,23 @@ static PyObject *shifted(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(floats_doc,
-    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "floats(source, inverse, k, divides, codes, floor, lift, largest, shift, sign, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
     "codes of a minifloat, one a\n"
-    "byte, of numbers times the inverse scale of their block of k, or divided by its scale; zeros where that is 0. The others are the\n"
+    "byte, or those of 4 bits two a byte in room for half as many, the first in the low half; of numbers times the inverse scale of\n"
+    "their block of k, or divided by its scale; zeros where that is 0. The others are the\n"
     "fields of numpy.FloatCodes. kind: 32 for FP32, 16 for BF16, -16 for FP16. Unless width is 0, codes are\n"
-    "rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each other, the first at `first`.");
+    "rounded stochastically: numbers are rows of `width`, which begin `stride` elements after each other, the first at `first`. across: unless 0, the\n"
+    "numbers are rows of as many, and blocks are k rows of a column; then width is 0.");
 
 static PyObject *floats(PyObject *self, PyObject *args)
 {
     writing w = {.all.kind = FP32};
     minifloat f;
-    if (!PyArg_ParseTuple(args, "y*y*niw*IIIii|iKKnn:floats", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.floor, &f.lift,
-            &f.largest, &f.shift, &f.sign, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
+    if (!PyArg_ParseTuple(args, "y*y*niw*IIIii|iKKnnn:floats", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.floor, &f.lift,
+            &f.largest, &f.shift, &f.sign, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride,
+            &w.all.across))
         return NULL;
-    const int done = ready(&w);
+    const int done = ready(&w, 1);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
         here->floats(&w.all, f, w.codes.buf);
@@ -1081,10 +1415,11 @@ static PyObject *integers(PyObject *self, PyObject *args)
 {
     writing w = {.all.kind = FP32};
     integer f;
-    if (!PyArg_ParseTuple(args, "y*y*niw*fffb|iKKnn:integers", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.low, &f.high,
-            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
+    if (!PyArg_ParseTuple(args, "y*y*niw*fffb|iKKnnn:integers", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &f.low, &f.high,
+            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride,
+            &w.all.across))
         return NULL;
-    const int done = ready(&w);
+    const int done = ready(&w, 1);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
         here->integers(&w.all, f, w.codes.buf);
@@ -1103,10 +1438,11 @@ static PyObject *tables(PyObject *self, PyObject *args)
     writing w = {.all.kind = FP32};
     Py_buffer starts, values, order;
     table f;
-    if (!PyArg_ParseTuple(args, "y*y*niw*y*y*y*b|iKKnn:tables", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &starts, &values,
-            &order, &f.zero, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
+    if (!PyArg_ParseTuple(args, "y*y*niw*y*y*y*b|iKKnnn:tables", &w.x, &w.inverse, &w.all.k, &w.all.divides, &w.codes, &starts, &values,
+            &order, &f.zero, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride,
+            &w.all.across))
         return NULL;
-    int done = ready(&w);
+    int done = ready(&w, 1);
     if (done && (starts.len != 64 || values.len != 64 || order.len != 16 || (uintptr_t)starts.buf % 4 || (uintptr_t)values.buf % 4)) {
         PyErr_Format(PyExc_ValueError,
             "wanted a table of 16 FP32 numbers, twice, and of their codes; got %zd, %zd and %zd bytes. Call breccia.cast.", starts.len,
@@ -1167,6 +1503,30 @@ static PyObject *sixes(PyObject *self, PyObject *args)
         here->sixes(codes.buf, data.len / 3, data.buf);
         Py_END_ALLOW_THREADS
     }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&data);
+    return result(done);
+}
+
+PyDoc_STRVAR(eights_doc,
+    "eights(codes, bits, data): eight codes of 1, 2, 3, 5 or 7 bits, one a byte, to as many bytes of data; the first in the low bits.");
+
+static PyObject *eights(PyObject *self, PyObject *args)
+{
+    Py_buffer codes, data;
+    int bits;
+    if (!PyArg_ParseTuple(args, "y*iw*:eights", &codes, &bits, &data))
+        return NULL;
+    const int known = bits == 1 || bits == 2 || bits == 3 || bits == 5 || bits == 7;
+    const int done = known && codes.len % 8 == 0 && data.len == codes.len / 8 * bits;
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->eights(codes.buf, codes.len / 8, bits, data.buf);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError,
+            "wanted eights of codes of 1, 2, 3, 5 or 7 bits, and room for them; got %zd codes of %d bits and %zd bytes. Call breccia.cast.",
+            codes.len, bits, data.len);
     PyBuffer_Release(&codes);
     PyBuffer_Release(&data);
     return result(done);
@@ -1233,6 +1593,7 @@ static PyMethodDef methods[] = {
     {"tables", tables, METH_VARARGS, tables_doc},
     {"scales", scales, METH_VARARGS, scales_doc},
     {"sixes", sixes, METH_VARARGS, sixes_doc},
+    {"eights", eights, METH_VARARGS, eights_doc},
     {"pairs", pairs, METH_VARARGS, pairs_doc},
     {"values", values, METH_VARARGS, values_doc},
     {"use", use, METH_VARARGS, use_doc},

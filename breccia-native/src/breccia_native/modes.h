@@ -39,23 +39,25 @@ typedef struct {
 typedef struct {
     const uint32_t *codes;
     const float *scales, *sums; /* of the activations of each group; the sums of their codes */
+    const int32_t *starts;      /* what its codes' excess takes from a group's sum (see `grouping`) */
 } group_x;
 
 typedef void (*group_micro)(const grouping *, const group_tile *, const group_x *, Py_ssize_t, float *);
 typedef void (*group_tiler)(const weight *, const grouping *, const panel *, Py_ssize_t, Py_ssize_t, const group_tile *);
 
-/* Words of packed activations of one row of `length` codes: codes, and for INT8 scales and sums. */
+/* Words of packed activations of one row of `length` codes: codes, and for INT8 scales, sums and starts. */
 INLINE Py_ssize_t words_of(const grouping *g, Py_ssize_t length)
 {
-    return length / g->per + (g->mode == INT8_MODE ? 2 * (length / g->q) : 0);
+    return length / g->per + (g->mode == INT8_MODE ? 3 * (length / g->q) : 0);
 }
 
 /* Where the codes of a panel of `rows` rows are, from chunk `c` on. */
 INLINE group_x activations(const grouping *g, const float *panel, Py_ssize_t rows, Py_ssize_t length, Py_ssize_t c)
 {
     const float *scales = panel + length / g->per * rows, *sums = scales + length / g->q * rows;
-    const Py_ssize_t group = c * CHUNK / g->q;
-    const group_x x = {(const uint32_t *)panel + c * CHUNK / g->per * rows, scales + group * rows, sums + group * rows};
+    const int32_t *starts = (const int32_t *)sums + length / g->q * rows;
+    const Py_ssize_t group = c * CHUNK / g->q * rows;
+    const group_x x = {(const uint32_t *)panel + c * CHUNK / g->per * rows, scales + group, sums + group, starts + group};
     return x;
 }
 
@@ -143,22 +145,24 @@ INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *s
     return amax / 127;
 }
 
-/* One row of a panel of `rows`: groups of q numbers, of which `left` are in x. Returns whether BF16 numbers are large enough. */
+/* Groups of one row of a panel of `rows`, of q numbers, from number `first` to `last`, of which `left` are in x. Returns whether
+   all are large enough for BF16. */
 INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
-    Py_ssize_t length, uint32_t *words, float *scales, float *sums)
+    Py_ssize_t first, Py_ssize_t last, uint32_t *words, float *scales, float *sums, int32_t *starts)
 {
     int32_t least = 0; /* negative where a number is below the smallest */
-    for (Py_ssize_t start = 0; start < length; start += q) {
-        float last[CHUNK] = {0};
+    for (Py_ssize_t start = first; start < last; start += q) {
+        float rest[CHUNK] = {0};
         const float *from = x + start;
         if (start + q > left) {
             if (start < left)
-                memcpy(last, from, 4 * (size_t)(left - start));
-            from = last;
+                memcpy(rest, from, 4 * (size_t)(left - start));
+            from = rest;
         }
         if (g->mode == INT8_MODE) {
             int8_t codes[CHUNK], moved[CHUNK];
             scales[start / q * rows] = rounded(from, q, codes, &sums[start / q * rows]);
+            starts[start / q * rows] = -g->shift * (int32_t)sums[start / q * rows];
             for (Py_ssize_t j = 0; j < q; j++)
                 moved[j] = codes[j / 8 * 8 + code_of(kind, (int)(j % 8))];
             for (Py_ssize_t j = 0; j < q / 4; j++)
@@ -179,24 +183,26 @@ INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float
     return least >= 0;
 }
 
-/* A panel of up to TALLEST rows, word by word. Returns whether all are within the limits. */
+/* Some chunks of a panel of up to TALLEST rows, word by word. Returns whether all are within the limits. */
 INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, now = part.rows;
+    const Py_ssize_t begin = part.column, end = part.end < k ? part.end : length;
     int fine = 1;
     to += part.row * words_of(g, length);
     x += part.row * k;
     float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
+    int32_t *starts = (int32_t *)sums + length / g->q * now;
     for (Py_ssize_t r = 0; r < now; r++, x += k) {
         uint32_t *words = (uint32_t *)to + r;
         if (g->q == 128)
-            fine &= pack_row(g, 128, kind, x, k, now, length, words, scales + r, sums + r);
+            fine &= pack_row(g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 32)
-            fine &= pack_row(g, 32, kind, x, k, now, length, words, scales + r, sums + r);
+            fine &= pack_row(g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 16)
-            fine &= pack_row(g, 16, kind, x, k, now, length, words, scales + r, sums + r);
+            fine &= pack_row(g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else
-            fine &= pack_row(g, g->q, kind, x, k, now, length, words, scales + r, sums + r);
+            fine &= pack_row(g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
     }
     return fine;
 }
@@ -213,6 +219,7 @@ INLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *t
     p.chunks = (w->k + CHUNK - 1) / CHUNK;
     p.spans = SPANS;
     p.ahead = 0;
+    p.words = 0;
     const Py_ssize_t each = p.chunks * SPANS, length = p.chunks * CHUNK, panels = (m + TALLEST - 1) / TALLEST;
     const Py_ssize_t most = DEEP * CHUNK / g->q * WIDE;
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
@@ -292,7 +299,7 @@ static void portable_group_micro(
                     }
                 }
                 if (g->mode == INT8_MODE) {
-                    sum = (float)(whole - g->shift * (int32_t)x->sums[i * rows + m]);
+                    sum = (float)(whole + x->starts[i * rows + m]);
                     if (tile->zeros)
                         sum = fmaf(-tile->zeros[i * WIDE + n], x->sums[i * rows + m], sum);
                     sum = sum * x->scales[i * rows + m];

@@ -109,9 +109,10 @@ FOR_VNNI INLINE void integers(const int MB, const grouping *g, const group_tile 
     const Py_ssize_t words = g->q / 4;
     for (Py_ssize_t i = 0; i < groups; i++) {
         const float *by = x->scales + i * MB, *sum = x->sums + i * MB;
+        const int32_t *starts = x->starts + i * MB;
         const float *scales = tile->scales + i * WIDE, *zeros = tile->zeros ? tile->zeros + i * WIDE : NULL;
         __m512i a[TALLEST], b[TALLEST];
-        UNROLL for (int m = 0; m < MB; m++) a[m] = b[m] = _mm512_set1_epi32(-g->shift * (int32_t)sum[m]);
+        UNROLL for (int m = 0; m < MB; m++) a[m] = b[m] = _mm512_set1_epi32(starts[m]);
         for (Py_ssize_t k = 0; k < words; k++, from += WIDE, codes += MB) {
             const __m512i c = _mm512_loadu_si512(from), d = _mm512_loadu_si512(from + 16);
             UNROLL for (int m = 0; m < MB; m++) {
@@ -160,6 +161,142 @@ FOR_BF16 INLINE void brain_floats(const int MB, const grouping *g, const group_t
     }
 }
 
+/* ------------------------------------------------------------------------------------------------ from registers */
+
+/* Rows of the weight that are multiplied together, and how many chunks ahead codes are fetched. */
+enum { STREAMED = 16, CHUNKS_AHEAD = 8 };
+
+/* The most rows of activations for which decoding codes again for each panel is faster than tiles. Tiles keep scales of all
+   groups in memory, so they gain less where groups are short. */
+INLINE Py_ssize_t most_streamed(int kind, Py_ssize_t q)
+{
+    return kind == I8 ? 24 : q > 32 ? 64 : PY_SSIZE_T_MAX;
+}
+
+/* Scales (or offsets) of 16 successive groups from `at` on: those of STREAMED rows in each vector. */
+FOR_AVX512 INLINE void scales_of_groups(const float *const *rows, Py_ssize_t at, __m512 *to)
+{
+    __m512 v[16];
+    UNROLL for (int r = 0; r < 16; r++) v[r] = _mm512_loadu_ps(rows[r] + at);
+    transposed(v);
+    UNROLL for (int r = 0; r < 16; r++) to[r] = v[r];
+}
+
+/* Products of STREAMED rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers`. */
+FOR_VNNI INLINE void integers_streamed(
+    const int MB, const int kind, const int shifts, const weight *w, const grouping *g, const panel *p, const float *x,
+    float *sums)
+{
+    enum { EACH = 16 };
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)g->bytes));
+    const __m512i nibbles = _mm512_set1_epi8(15), top = _mm512_set1_epi8((char)128);
+    const Py_ssize_t length = p->chunks * CHUNK, block = g->q / SPAN; /* chunks with 16 groups */
+    const int parts = kind == TABLE4 ? 1 : 2, vectors = EACH * parts, step = (int)(g->q * vectors / CHUNK);
+    const group_x from = activations(g, x, MB, length, 0);
+    const uint32_t *codes = from.codes;
+    const float *by = from.scales, *all = from.sums;
+    const int32_t *starts = from.starts;
+    __m512 found[TALLEST];
+    UNROLL for (int m = 0; m < MB; m++) found[m] = _mm512_setzero_ps();
+    for (Py_ssize_t start = 0; start < p->chunks; start += block) {
+        const Py_ssize_t stop = start + block < p->chunks ? start + block : p->chunks;
+        __m512 scales[16], zeros[16];
+        const __m512 *scale = scales, *zero = zeros;
+        scales_of_groups(p->scales, start * CHUNK / g->q, scales);
+        if (shifts)
+            scales_of_groups(p->offsets, start * CHUNK / g->q, zeros);
+        for (Py_ssize_t c = start; c < stop; c++) {
+            __m512 v[2 * EACH];
+            const Py_ssize_t next = c + CHUNKS_AHEAD < p->chunks
+                ? (c + CHUNKS_AHEAD) * p->bytes
+                : STREAMED * w->row_bytes + (c + CHUNKS_AHEAD - p->chunks) * p->bytes;
+            for (int part = 0; part < parts; part++) {
+                __m512 u[EACH];
+                UNROLL for (int r = 0; r < STREAMED; r++) {
+                    u[r] = _mm512_loadu_ps((const void *)(codes_of(p, r, c) + 64 * part));
+                    _mm_prefetch((const char *)p->codes[r] + next + 64 * part, _MM_HINT_T1);
+                }
+                transposed(u);
+                UNROLL for (int r = 0; r < EACH; r++) v[EACH * part + r] = u[r];
+            }
+            for (int i = 0; i < vectors; scale++, zero++, by += MB, all += MB, starts += MB) {
+                __m512i a[TALLEST];
+                UNROLL for (int m = 0; m < MB; m++) a[m] = _mm512_set1_epi32(starts[m]);
+                for (const int end = i + step; i < end; i++) {
+                    const __m512i u = _mm512_castps_si512(v[i]);
+                    if (kind == TABLE4) {
+                        const __m512i even = _mm512_shuffle_epi8(bytes, _mm512_and_si512(u, nibbles));
+                        const __m512i odd = _mm512_shuffle_epi8(bytes, _mm512_and_si512(_mm512_srli_epi32(u, 4), nibbles));
+                        UNROLL for (int m = 0; m < MB; m++) {
+                            MULTIPLY("vpdpbusd", a[m], even, _mm512_set1_epi32((int)codes[m]));
+                            MULTIPLY("vpdpbusd", a[m], odd, _mm512_set1_epi32((int)codes[MB + m]));
+                        }
+                        codes += 2 * MB;
+                    } else {
+                        const __m512i c8 = _mm512_xor_si512(u, top);
+                        UNROLL for (int m = 0; m < MB; m++) MULTIPLY("vpdpbusd", a[m], c8, _mm512_set1_epi32((int)codes[m]));
+                        codes += MB;
+                    }
+                }
+                UNROLL for (int m = 0; m < MB; m++) {
+                    __m512 e = _mm512_cvtepi32_ps(a[m]);
+                    if (shifts)
+                        e = _mm512_fnmadd_ps(*zero, _mm512_set1_ps(all[m]), e);
+                    e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
+                    found[m] = _mm512_fmadd_ps(e, *scale, found[m]);
+                }
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < MB; m++) _mm512_storeu_ps(sums + m * STREAMED, found[m]);
+}
+
+typedef void (*integer_stream)(const weight *, const grouping *, const panel *, const float *, float *);
+
+#define INTEGER_STREAMS(MB)                                                                                                 \
+    FOR_VNNI static void integer_stream##MB(                                                                                \
+        const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                                    \
+    {                                                                                                                       \
+        const int zeros = w->role == ZERO_POINT;                                                                            \
+        if (w->codes.kind == I8)                                                                                            \
+            integers_streamed(MB, I8, zeros, w, g, p, x, sums);                                                             \
+        else if (zeros)                                                                                                     \
+            integers_streamed(MB, TABLE4, 1, w, g, p, x, sums);                                                             \
+        else                                                                                                                \
+            integers_streamed(MB, TABLE4, 0, w, g, p, x, sums);                                                             \
+    }
+UP_TO_TALLEST(INTEGER_STREAMS)
+static const integer_stream integer_streams[] = LIST_OF(integer_stream);
+
+/* `rows_by_groups` without tiles: codes are transposed and decoded in registers for each panel of activations. */
+FOR_VNNI static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+    Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    panel p;
+    p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
+    p.whole = w->row_bytes / p.bytes;
+    p.chunks = (w->k + CHUNK - 1) / CHUNK;
+    p.spans = CHUNK / g->q;
+    p.ahead = 0;
+    p.words = 0;
+    const Py_ssize_t panels = (m + TALLEST - 1) / TALLEST;
+    for (Py_ssize_t n = first; n < end; n += STREAMED) {
+        const Py_ssize_t stop = n + STREAMED < end ? n + STREAMED : end;
+        if (!scales_of_panel(w, to, n, stop, g->q, decoded_by_avx512, NULL, &p))
+            return 0;
+        fill(w, to, n, n, stop, STREAMED, &p);
+        for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
+            const Py_ssize_t now = height_of(m, done, panels, i);
+            float sums[TALLEST * STREAMED];
+            integer_streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
+            for (Py_ssize_t j = 0; j < now; j++)
+                memcpy(y + (done + j) * w->n + n, sums + j * STREAMED, 4 * (size_t)(stop - n));
+            done += now;
+        }
+    }
+    return 1;
+}
+
 #define MODES512(MB)                                                                                                        \
     FOR_VNNI static void integers##MB(                                                                                      \
         const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
@@ -180,9 +317,11 @@ FOR_AVX512 static int avx512_pack_groups(
     return pack_groups(g, kind, x, k, part, to);
 }
 
-FOR_AVX512 static int avx512_rows_by_integers(const weight *w, const grouping *g, const workspace *to, const float *x,
+FOR_VNNI static int avx512_rows_by_integers(const weight *w, const grouping *g, const workspace *to, const float *x,
     Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
+    if (m <= most_streamed(w->codes.kind, g->q))
+        return rows_by_streams(w, g, to, x, m, first, end, y);
     return rows_by_groups(w, g, to, x, m, first, end, y, avx512_group_tile, integer_groups);
 }
 

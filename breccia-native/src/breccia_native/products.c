@@ -23,6 +23,8 @@
 
 /* How often a thread looks whether others have packed their parts, before it lets other threads run. */
 #define PATIENCE 4000
+/* A thread claims one of so many portions of its share of what is left (see `claimed`). */
+#define PORTIONS 4
 
 /* ------------------------------------------------------------------------------------------------ versions */
 
@@ -37,7 +39,7 @@ MICRO(portable, , f4, 4, 3)
 MICRO(portable, , f4, 4, 4)
 static const micro portable_micros[] = {NULL, portable_micro1, portable_micro2, portable_micro3, portable_micro4};
 
-#define portable_streams(kind, role, span) 0
+#define no_streams(kind, role, span) 0
 #define portable_span(w) SPAN
 #define portable_order(kind) NULL
 static float portable_lift(int kind)
@@ -46,7 +48,7 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, portable_streams, portable_span, decoded, portable_order, portable_lift)
+VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift)
 
 #if defined(__x86_64__)
 #include "avx2.h"
@@ -54,7 +56,7 @@ VERSION(portable, , 4, 8, NULL, portable_streams, portable_span, decoded, portab
 #endif
 
 /* Those that this processor can run, the best first. */
-static const version *versions[4];
+static const version *versions[5];
 static const version *here;
 /* What multiplies in each mode but FP32. `fast`: by instructions of the processor. */
 typedef struct {
@@ -66,15 +68,23 @@ typedef struct {
 static mode_version modes[MODES];
 static int has_vnni, has_bf16;
 
+#if defined(__x86_64__)
+/* Whether that is a version for AVX-512. */
+static int is_avx512(const version *v)
+{
+    return v == &avx512 || v == &avx512_vbmi;
+}
+#endif
+
 /* Let calls run for that version. */
 static void take(const version *v)
 {
     here = v;
     modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, 0};
 #if defined(__x86_64__)
-    if (v == &avx512 && has_vnni)
+    if (is_avx512(v) && has_vnni)
         modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_integers, portable_lift, 1};
-    if (v == &avx512 && has_bf16)
+    if (is_avx512(v) && has_bf16)
         modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_brain_floats, lift_of, 1};
 #endif
 }
@@ -86,8 +96,13 @@ static void find_versions(void)
     __builtin_cpu_init();
     const int avx2_too = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (avx2_too && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        if (__builtin_cpu_supports("avx512vbmi")) {
+            fill_byte_tables();
+            versions[n++] = &avx512_vbmi;
+        }
         versions[n++] = &avx512;
+    }
     if (avx2_too)
         versions[n++] = &avx2;
     has_vnni = __builtin_cpu_supports("avx512vnni");
@@ -143,15 +158,16 @@ static int is_mode(int mode, int kind, const Py_buffer *table, Py_ssize_t block,
     return 0;
 }
 
-/* Memory for `m` rows of activations, in cache lines. Returns 0 where there is none. */
-static int allocate(const weight *w, Py_ssize_t m, workspace *to)
+/* Memory for `m` rows of activations, in cache lines. Returns 0 where there is none. `streams`: no tile is decoded. */
+static int allocate(const weight *w, Py_ssize_t m, int streams, workspace *to)
 {
-    const size_t spans = (size_t)(padded(w->k) / w->span), offsets = w->role == NONE ? 0 : CLAIM * spans;
+    const size_t rows = streams ? ROWS : CLAIM, spans = (size_t)(padded(w->k) / w->span);
     /* A tile of INT8 codes has scales and zero-points of every SPAN codes at most. */
-    const size_t tile = CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS);
-    const size_t sizes[] = {(size_t)w->groups, CLAIM * spans, offsets, CLAIM * (size_t)m, tile};
+    const size_t tile = streams ? 0 : CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS);
+    const size_t sizes[] = {
+        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, streams ? 0 : CLAIM * (size_t)m, tile};
     float **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile};
-    size_t all = 16;
+    size_t all = 64; /* some for alignment, and for vectors that begin in the last row's scales */
     for (int i = 0; i < 5; i++)
         all += (sizes[i] + 15) / 16 * 16;
     to->memory = malloc(4 * all);
@@ -177,8 +193,20 @@ typedef struct {
     float *packed, *y;
     const float *bias; /* (n,), added to the product; or NULL */
     Py_ssize_t parts, next_part, packed_parts, next_row;
-    int fine, memory;
+    int fine, memory, threads;
 } product;
+
+/* In how many parts rounded activations are packed, and one of them: some chunks of one panel, or one of several panels. */
+static Py_ssize_t rounded_parts(Py_ssize_t m, Py_ssize_t k)
+{
+    const Py_ssize_t chunks = (k + CHUNK - 1) / CHUNK;
+    return m > TALLEST ? (m + TALLEST - 1) / TALLEST : m < chunks ? m : chunks;
+}
+
+static part rounded_part(Py_ssize_t m, Py_ssize_t k, Py_ssize_t i)
+{
+    return m > TALLEST ? part_of_panels(m, k, i, TALLEST) : part_of_chunks(m, k, i, rounded_parts(m, k));
+}
 
 /* Pack part `i`. Returns whether its numbers are within the limits. */
 static int pack_part(const product *p, Py_ssize_t i)
@@ -186,7 +214,7 @@ static int pack_part(const product *p, Py_ssize_t i)
     const weight *w = p->w;
     const Py_ssize_t k = w->k;
     const int mode = p->g->mode;
-    const part part = mode == FP32_MODE ? here->part(w, p->m, i) : part_of_panels(p->m, k, i, TALLEST);
+    const part part = mode == FP32_MODE ? here->part(w, p->m, i) : rounded_part(p->m, k, i);
     int fine = 1;
     for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
         float *row = p->wide + r * k;
@@ -200,6 +228,22 @@ static int pack_part(const product *p, Py_ssize_t i)
     return fine;
 }
 
+/* Claim rows of the weight, whose end is in `end`. Returns the first one, or n where none is left.
+
+   Claims are long at first, since the codes that follow a thread's rows are being fetched, and short at the end, when all
+   threads should end together. A thread that comes late finds fewer rows. */
+static Py_ssize_t claimed(product *p, Py_ssize_t *end)
+{
+    const Py_ssize_t n = p->w->n;
+    Py_ssize_t first = __atomic_load_n(&p->next_row, __ATOMIC_RELAXED);
+    do {
+        const Py_ssize_t rows = (n - first) / (PORTIONS * p->threads) / CLAIM * CLAIM;
+        *end = first + (rows > CLAIM ? rows : CLAIM);
+        *end = *end < n ? *end : n;
+    } while (first < n && !__atomic_compare_exchange_n(&p->next_row, &first, *end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return first;
+}
+
 static void multiply_some(void *context)
 {
     product *p = context;
@@ -211,7 +255,7 @@ static void multiply_some(void *context)
             __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
         __atomic_add_fetch(&p->packed_parts, 1, __ATOMIC_RELEASE);
     }
-    if (!allocate(w, p->m, &to)) {
+    if (!allocate(w, p->m, mode == FP32_MODE && here->streams(w, p->m), &to)) {
         __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
         return;
     }
@@ -221,16 +265,19 @@ static void multiply_some(void *context)
             sched_yield();
     }
     while (__atomic_load_n(&p->fine, __ATOMIC_RELAXED)) {
-        const Py_ssize_t first = __atomic_fetch_add(&p->next_row, CLAIM, __ATOMIC_RELAXED);
-        if (first >= w->n)
+        Py_ssize_t last;
+        const Py_ssize_t begin = claimed(p, &last);
+        if (begin >= w->n)
             break;
-        const Py_ssize_t end = first + CLAIM < w->n ? first + CLAIM : w->n;
-        if (!(mode == FP32_MODE ? here->rows(w, &to, p->packed, p->m, first, end, p->y)
-                                : modes[mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
-            __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
-        for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
-            for (Py_ssize_t j = first; j < end; j++)
-                p->y[i * w->n + j] += p->bias[j];
+        for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += CLAIM) {
+            const Py_ssize_t end = first + CLAIM < last ? first + CLAIM : last;
+            if (!(mode == FP32_MODE ? here->rows(w, &to, p->packed, p->m, first, end, p->y)
+                                    : modes[mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
+                __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
+            for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
+                for (Py_ssize_t j = first; j < end; j++)
+                    p->y[i * w->n + j] += p->bias[j];
+        }
     }
     free(to.memory);
 }
@@ -245,8 +292,9 @@ static int multiply_all(product *p, int threads)
         return 0;
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
-    p->parts = p->g->mode == FP32_MODE ? here->parts(w, p->m) : (p->m + TALLEST - 1) / TALLEST;
+    p->parts = p->g->mode == FP32_MODE ? here->parts(w, p->m) : rounded_parts(p->m, w->k);
     p->fine = p->memory = 1;
+    p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
     free(memory);
     return p->memory;
@@ -455,7 +503,7 @@ static PyObject *use(PyObject *self, PyObject *args)
         return NULL;
     PyObject *found = PyList_New(0);
     int known = !name;
-    for (int i = 0; found && i < 4 && versions[i]; i++) {
+    for (int i = 0; found && i < 5 && versions[i]; i++) {
         PyObject *each = PyUnicode_FromString(versions[i]->name);
         if (!each || PyList_Append(found, each)) {
             Py_XDECREF(each);

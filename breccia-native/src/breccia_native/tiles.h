@@ -13,6 +13,7 @@ typedef float f4 __attribute__((vector_size(16)));
 typedef void (*micro)(const float *, const float *, Py_ssize_t, float *);
 typedef void (*tiler)(const weight *, const panel *, Py_ssize_t, Py_ssize_t, float *);
 typedef int (*streamer)(const weight *, const panel *, const float *, Py_ssize_t, int, float *);
+typedef int (*worder)(const weight *, Py_ssize_t, uint16_t *);
 
 /* Multiplies MB rows of packed activations by a tile, adding to (MB, NR) sums. Vectors V have W numbers. */
 #define MICRO(name, target, V, W, MB)                                                                                       \
@@ -67,22 +68,46 @@ INLINE void by_tiles(const weight *w, const workspace *to, panel *p, const float
         memcpy(y + i * w->n + first, to->sums + i * NR, 4 * (size_t)rows);
 }
 
-/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `span`: codes with one scale. */
+/* Whether sums may be multiplied by the factor in place of scales: where it is neither so small nor so large that it matters. */
+INLINE int factor_is_last(const weight *w)
+{
+    const float size = fabsf(w->factor);
+    return w->role == NONE && !w->divides && size >= 0x1p-60f && size <= 0x1p24f;
+}
+
+/* The scales of weight rows `n` to `stop`, as words where `worded` makes them, else in FP32. Returns whether they are within the
+   limits. */
+INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, Py_ssize_t stop, Py_ssize_t span, decoder read,
+    worder worded, panel *p)
+{
+    const Py_ssize_t each = p->chunks * p->spans, base = n / w->tall, count = (stop - 1) / w->tall - base + 1;
+    p->words = worded != NULL;
+    for (Py_ssize_t slot = 0; p->words && slot < count; slot++)
+        p->words = worded(w, base + slot, (uint16_t *)(to->scales + slot * each));
+    for (Py_ssize_t slot = 0; !p->words && slot < count; slot++)
+        if (!spread_scales(w, span, base + slot, read, to->run, to->scales + slot * each, to->offsets + slot * each))
+            return 0;
+    return 1;
+}
+
+/* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `span`: codes with one scale. `worded` makes
+   words of scales of a row; NULL where this weight has none, or the version has no such function. */
 INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end,
-    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream, Py_ssize_t span, decoder read)
+    float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream, Py_ssize_t span, decoder read,
+    worder worded)
 {
     panel p;
     p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
     p.whole = w->row_bytes / p.bytes;
     p.chunks = (w->k + CHUNK - 1) / CHUNK;
     p.spans = CHUNK / span;
-    const Py_ssize_t each = p.chunks * p.spans, ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
+    const Py_ssize_t ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
+    const int worth = worded && stream && span == w->block && span < CHUNK && w->groups > 1 && factor_is_last(w);
     p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192;
     for (Py_ssize_t n = first; n < end; n += step) {
         const Py_ssize_t stop = n + step < end ? n + step : end;
-        for (Py_ssize_t row = n / w->tall, slot = 0; row * w->tall < stop; row++, slot++)
-            if (!spread_scales(w, span, row, read, to->run, to->scales + slot * each, to->offsets + slot * each))
-                return 0;
+        if (!scales_of_panel(w, to, n, stop, span, read, worth ? worded : NULL, &p))
+            return 0;
         if (!stream) {
             for (Py_ssize_t row = n; row < stop; row += NR)
                 by_tiles(w, to, &p, x, m, n, row, stop, y, decode, micros, most, NR);
@@ -94,7 +119,7 @@ INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssiz
             const int taken = stream(w, &p, x + i * CHUNK, m * CHUNK, (int)(m - i < 4 ? m - i : 4), sums);
             for (int j = 0; j < taken; j++)
                 for (Py_ssize_t row = n; row < stop; row++)
-                    y[(i + j) * w->n + row] = sums[j * ROWS + row - n];
+                    y[(i + j) * w->n + row] = sums[j * ROWS + row - n] * (p.words ? w->factor : 1);
             i += taken;
         }
     }
@@ -224,40 +249,46 @@ typedef struct {
     part (*part)(const weight *, Py_ssize_t, Py_ssize_t);
     void (*pack)(const weight *, const float *, Py_ssize_t, part, float *);
     float (*lift)(int); /* what values of codes of a kind have to be multiplied by, before scales: a power of two */
+    int (*streams)(const weight *, Py_ssize_t); /* whether codes are decoded in registers, for m rows of activations */
 } version;
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
    which codes are decoded in registers, by `stream`; `order` is that of activations then, and spanned(weight) the codes that have
-   one scale. `read` decodes scales. */
-#define VERSION(version_name, target, most, NR, stream, streams, spanned, read, order, lift)                                \
+   one scale. `read` decodes scales, and `worded` makes words of them. */
+#define VERSION(version_name, target, most, NR, stream, most_streams, spanned, read, worded, order, lift)                   \
+    static int version_name##_streams(const weight *w, Py_ssize_t m)                                                        \
+    {                                                                                                                       \
+        return m <= most_streams(w->codes.kind, w->role, w->span);                                                          \
+    }                                                                                                                       \
     target static int version_name##_rows(const weight *w, const workspace *to, const float *x, Py_ssize_t m,               \
         Py_ssize_t first, Py_ssize_t end, float *y)                                                                         \
     {                                                                                                                       \
+        const int streams = version_name##_streams(w, m);                                                                   \
         return rows_of(w, to, x, m, first, end, y, version_name##_tile, version_name##_micros, most, NR,                    \
-            m <= streams(w->codes.kind, w->role, w->span) ? stream : NULL,                                                  \
-            m <= streams(w->codes.kind, w->role, w->span) ? spanned(w) : w->span, read);                                    \
+            streams ? stream : NULL, streams ? spanned(w) : w->span, read, worded);                                         \
     }                                                                                                                       \
     static Py_ssize_t version_name##_parts(const weight *w, Py_ssize_t m)                                                   \
     {                                                                                                                       \
         const Py_ssize_t chunks = (w->k + CHUNK - 1) / CHUNK;                                                               \
-        if (m <= streams(w->codes.kind, w->role, w->span))                                                                  \
+        if (version_name##_streams(w, m))                                                                                   \
             return m < chunks ? m : chunks;                                                                                 \
         return (m + most - 1) / most;                                                                                       \
     }                                                                                                                       \
     static part version_name##_part(const weight *w, Py_ssize_t m, Py_ssize_t i)                                            \
     {                                                                                                                       \
-        if (m <= streams(w->codes.kind, w->role, w->span))                                                                  \
+        if (version_name##_streams(w, m))                                                                                   \
             return part_of_chunks(m, w->k, i, version_name##_parts(w, m));                                                  \
         return part_of_panels(m, w->k, i, most);                                                                            \
     }                                                                                                                       \
     target static void version_name##_pack(const weight *w, const float *x, Py_ssize_t m, part part, float *to)             \
     {                                                                                                                       \
-        if (m <= streams(w->codes.kind, w->role, w->span))                                                                  \
+        if (version_name##_streams(w, m))                                                                                   \
             pack_chunks(x, m, w->k, part, order(w->codes.kind), to);                                                        \
         else                                                                                                                \
             pack_panel(x, w->k, part, to);                                                                                  \
     }                                                                                                                       \
     static const version version_name = {                                                                                   \
-        #version_name, version_name##_rows, version_name##_parts, version_name##_part, version_name##_pack, lift};
+        #version_name, version_name##_rows, version_name##_parts, version_name##_part, version_name##_pack, lift,           \
+        version_name##_streams};
 
 #endif

@@ -251,6 +251,7 @@ typedef struct {
     Py_ssize_t bytes;               /* of a whole chunk of codes */
     Py_ssize_t ahead;               /* how far to prefetch */
     Py_ssize_t spans;               /* of a chunk */
+    int words;                      /* whether scales are BF16 words without the factor, one for each block (see `words_of`) */
     const uint8_t *codes[CLAIM];
     const float *scales[CLAIM], *offsets[CLAIM];
     uint8_t rest[CLAIM][CHUNK];     /* codes of the partial chunk, then zeros */

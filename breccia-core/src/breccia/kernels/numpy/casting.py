@@ -21,6 +21,7 @@ from ...tensors.tensor import ScaledTensor
 from .. import checks, reference
 from ..plans import scattered
 from .codes import NEAREST, PLAIN, pack_codes
+from .columns import cast_columns
 from .pieces import (
     Piece,
     all_jobs,
@@ -91,6 +92,11 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, microk
     if not known or scattered(call.y.shape, call.block, call.lead, call.y.flags.c_contiguous):
         return reference.cast(x, recipe, options)
     own = call.fitting(out, layout)
+    if own is None and out is not None and axis == -2 and call.describes(out, layout):
+        if cast_columns(plan, call.x, call.block, options, out):
+            return out
+        call = call.in_order(options) or call
+        own = call.fitting(out, layout)
     data, stored, zero_point, global_scale = parts = own or call.fresh()
     call.run(parts, options.nonfinite == "raise")
     if own and out is not None:
@@ -108,11 +114,13 @@ _Parts = tuple[Any, Any, Any, Any]
 
 
 class _Cast:
-    """One call of `cast`, for a non-empty `x`. All components here have K last."""
+    """One call of `cast`, for a non-empty `x`. All components here have K last, unless they are `in_order`."""
 
-    def __init__(self, plan: Plan, x: Array, block: Block, axis: int) -> None:
-        self.plan, self.block, self.axis, self.logical = plan, block, axis, x.shape
-        y = x.swapaxes(-1, -2) if axis == -2 else x
+    def __init__(self, plan: Plan, x: Array, block: Block, axis: int, in_order: bool = False) -> None:
+        self.plan, self.x, self.axis, self.logical = plan, x, axis, x.shape
+        self.swapped = axis == -2 and not in_order
+        self.block = block
+        y = x.swapaxes(-1, -2) if self.swapped else x
         self.shape: Shape = y.shape
         self.y = y if y.ndim > 1 else y.reshape(1, -1)
         if scattered(self.y.shape, block, (), self.y.flags.c_contiguous):
@@ -168,15 +176,25 @@ class _Cast:
         data, scale, zero_point, global_scale = (None if spec is None else np.empty(*spec) for spec in self._specs())
         return data, scale, zero_point, global_scale
 
+    def in_order(self, options: CastOptions) -> _Cast | None:
+        """The same call, in the order of the array, where that changes no byte."""
+        square = self.block[0] == self.block[1]  # whole tensors too
+        plain = options.scale is None and self.seed is None and self.plan.bits == 8 and self.plan.fmt.offset == "none"
+        return _Cast(self.plan, self.x, self.block, self.axis, in_order=True) if square and plain else None
+
+    def describes(self, out: Any, layout: Layout) -> bool:
+        """Whether `out` is what this call writes, of any strides."""
+        wanted = (self.plan.recipe, layout, self.axis, self.logical)
+        return isinstance(out, ScaledTensor) and (out.recipe, out.layout, out.axis, out.shape) == wanted
+
     def fitting(self, out: Any, layout: Layout) -> _Parts | None:
         """The components of `out`, if they can be written in place."""
-        wanted = (self.plan.recipe, layout, self.axis, self.logical)
-        if not isinstance(out, ScaledTensor) or (out.recipe, out.layout, out.axis, out.shape) != wanted:
+        if not self.describes(out, layout):
             return None
         parts: list[Any] = []
         for name, spec in zip(PARTS, self._specs(), strict=True):
             part = getattr(out, name)
-            if self.axis == -2 and part is not None and (name == "data" or (name != "global_scale" and not self.per_tensor)):
+            if self.swapped and part is not None and (name == "data" or (name != "global_scale" and not self.per_tensor)):
                 part = part.swapaxes(-1, -2)
             if (part is None) != (spec is None):
                 return None
@@ -251,13 +269,26 @@ class _Cast:
         across = piece.shape[1]
         return self.seed, piece.first + r0 * across + c0, columns, across
 
-    def _amax(self, work: Buffers, source: Array, k: int) -> Array:
-        """Bits of the largest magnitude of each `k` numbers, as FP32."""
+    def _room(self, piece: Piece, r0: int, r1: int, c0: int, c1: int, blocks: int) -> Array:
+        """Room for a number of each block of a chunk: that of its codes, which are written later, where it can be used.
+
+        New memory costs a page fault for every 1024 numbers, in all as much as reading them again.
+        """
+        target = piece.data[r0:r1, byte_range(self.plan.fmt.element, c0, c1)]
+        if target.flags.c_contiguous and target.size >= 4 * blocks:
+            room = target.reshape(-1)[: 4 * blocks].view(U4)
+            if room.flags.aligned:
+                return room
+        return np.empty(blocks, U4)
+
+    def _amax(self, work: Buffers, source: Array, k: int, found: Array | None = None) -> Array:
+        """Bits of the largest magnitude of each `k` numbers, as FP32; in `found`, where microkernels find them."""
         n = source.size
         if self.plan.microkernels.amax is None:
             np.bitwise_and(source.view(U4), MAGNITUDE, out=work.a[:n])
             return block_amax(work, n, k)
-        found = np.empty(n // k, U4)
+        if found is None:
+            found = np.empty(n // k, U4)
         self.plan.microkernels.amax(source, k, found)
         return found
 
@@ -267,10 +298,10 @@ class _Cast:
 
         def step(work: Buffers, i: int, piece: Piece, r0: int, r1: int, c0: int, c1: int, _: int) -> None:
             source = self._load(work, piece.values[r0:r1, c0:c1], r1 - r0, rounded_up(c1 - c0, self.unit))
-            self.kept[i] = self._amax(work, source, self.k)
+            self.kept[i] = self._amax(work, source, self.k, self._room(piece, r0, r1, c0, c1, source.size // self.k))
 
         run_each(step, jobs, 1, self.unit)
-        return np.array([amax.max() for amax in self.kept], U4)
+        return np.array([amax.view(I4).max() for amax in self.kept], U4)  # faster of signed integers
 
     def _write_global(self, target: Array, whole: list[Job], jobs: list[Job]) -> None:
         """`whole`: chunks of the tensor. jobs: those of `_write`."""
@@ -376,6 +407,9 @@ class _Cast:
         """
         plan, writer, n = self.plan, self.plan.codes, source.size
         assert writer is not None
+        if plan.packs and 2 * target.size == n and target.flags.c_contiguous and not (writer.zero and columns < padded[1]):
+            assert plan.scaled is not None
+            return plan.scaled(source, inverse, k, target.reshape(-1), dither)
         in_place = plan.bits == 8 and target.size == n and target.flags.c_contiguous
         codes = target.reshape(-1) if in_place else work.codes[:n]
         if plan.scaled is not None:
@@ -392,11 +426,8 @@ class _Cast:
 
     def _pack(self, work: Buffers, codes: Array, target: Array, padded: tuple[int, int]) -> None:
         """Codes, one a byte and of shape `padded`, to `target`."""
-        bits, microkernels = self.plan.bits, self.plan.microkernels
-        packed = {4: microkernels.pairs, 6: microkernels.sixes}.get(bits)
-        if packed is not None and 8 * target.size == bits * codes.size and target.flags.c_contiguous:
-            packed(codes, target)
-        else:
+        bits = self.plan.bits
+        if not target.flags.c_contiguous or not self.plan.microkernels.pack(codes, bits, target):
             pack_codes(codes.reshape(padded), bits, target, work.sign)
 
     # -- blocks larger than a chunk ------------------------------------------------------------------------------

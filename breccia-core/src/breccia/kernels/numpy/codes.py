@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,9 +30,24 @@ MODEST = 2.0**20
 Dither = tuple[int, int, int, int]
 #: To nearest.
 NEAREST: Dither = (0, 0, 0, 0)
-#: write(source, inverse, k, codes, dither): codes of numbers (no NaN) times the number of their block of `k`, clamped, into as
-#: many bytes; +0 where that number is 0. All arrays are contiguous and 1-D.
-ScaledCodes = Callable[[Array, Array, int, Array, Dither], None]
+
+
+class ScaledCodes(Protocol):
+    """A writer of codes of numbers (no NaN) times the number of their block of `k`, clamped, one a byte.
+
+    +0 where that number is 0. All arrays are contiguous and 1-D. across: unless 0, numbers are rows of as many, and blocks `k`
+    rows of a column; `dither` is then `NEAREST`.
+    """
+
+    def __call__(
+        self, source: Array, inverse: Array, k: int, codes: Array, dither: Dither = NEAREST, *, across: int = 0
+    ) -> None: ...
+
+
+class Amax(Protocol):
+    """FP32 bits of the largest magnitude of each `k` numbers into uint32; contiguous and 1-D. across: as for `ScaledCodes`."""
+
+    def __call__(self, source: Array, k: int, amax: Array, across: int = 0) -> None: ...
 
 
 class FloatCodes:
@@ -189,14 +204,16 @@ class Microkernels:
 
     Where there is a `load`, sources are FP32, FP16, or BF16 as uint16; else FP32.
 
-    amax(source, k, amax): FP32 bits of the largest magnitude of each `k` numbers into uint32; contiguous and 1-D.
+    amax: of blocks.
     words(seed, first, found): the random words of elements from number `first` on (numerics contract, section 5.5), as uint32.
     scales(codes, amax, divisor, inverses, found, inverse, global_scale): codes of FP32 amax / divisor / global_scale, one a
     byte, and the FP32 numbers that the table `inverses` has for these codes.
     sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
+    eights(codes, bits, data): eight codes of 1, 2, 3, 5 or 7 bits, one a byte, into as many bytes; contiguous.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
     divided: likewise, with scales in place of inverse ones, by which numbers are divided.
+    packs: whether these two write 4-bit codes two a byte, the first in its low half, into room for half as many.
     values(data, table, scale, k, bits, values): FP32 numbers of codes of 4 or 8 bits times the FP32 scale of each `k`.
     load(values, dtype, columns, found): a matrix of "float32", "float16" or "bfloat16" in any order as FP32 into contiguous
     rows of `columns`, with zeros after its columns and rows; 16-bit numbers are passed as uint16.
@@ -207,10 +224,11 @@ class Microkernels:
     store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
+    columns: whether `amax`, `scaled` and `divided` take `across`.
     shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.
     """
 
-    amax: Callable[[Array, int, Array], None] | None = None
+    amax: Amax | None = None
     pairs: Callable[[Array, Array], None] | None = None
     scaled: Callable[[_Codes], ScaledCodes | None] | None = None
     values: Callable[[Array, Array, Array, int, int, Array], None] | None = None
@@ -221,9 +239,25 @@ class Microkernels:
     shifted: Callable[[IntegerCodes, Array, Array, Array, Array, int, Array, Dither], None] | None = None
     words: Callable[[int, int, Array], None] | None = None
     sixes: Callable[[Array, Array], None] | None = None
+    eights: Callable[[Array, int, Array], None] | None = None
     scales: Callable[[FloatCodes, Array, float, Array, Array, Array, float], None] | None = None
     decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
+    columns: bool = False
     shares: bool = False
+    packs: bool = False
+
+    def pack(self, codes: Array, bits: int, data: Array) -> bool:
+        """Pack codes, one a byte, into `data`; False where no microkernel does. Both are contiguous, and `data` has room."""
+        packed = {4: self.pairs, 6: self.sixes}.get(bits)
+        if 8 * data.size != bits * codes.size:
+            return False
+        if packed is not None:
+            packed(codes, data)
+        elif self.eights is not None and bits in (1, 2, 3, 5, 7) and codes.size % 8 == 0:
+            self.eights(codes, bits, data)
+        else:
+            return False
+        return True
 
 
 #: NumPy alone.

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...layouts import Shape
 from ...tensors.grids import packed_length
 from ..plans import alone
 from ..threads import spread
-from .workspace import F4, U2, chunk_size, own_buffers, thread_count
+from .workspace import F4, U2, Buffers, chunk_size, own_buffers, thread_count
 
 
 def block_sides(block: Block, shape: Shape) -> tuple[int, int]:
@@ -127,13 +127,19 @@ def run_each(step: Any, jobs: list[Job], m: int, unit: int, buffers: bool = True
     """
     size = max(rounded_up(r1 - r0, m) * rounded_up(c1 - c0, unit) for _, r0, r1, c0, c1, _ in jobs) if buffers else 0
 
+    with_buffers(lambda own, i: step(own, i, *jobs[i]), len(jobs), size, 1 if shares else thread_count())
+
+
+def with_buffers(step: Callable[[Buffers, int], None], count: int, size: int, threads: int) -> None:
+    """`step(buffers, i)` for each i below `count`, on up to `threads` threads. Buffers have room for `size` numbers."""
+
     def work(first: int, end: int) -> None:
         own = own_buffers(size)
         with np.errstate(all="ignore"):  # the contract allows overflow and NaN as results
             for i in range(first, end):
-                step(own, i, *jobs[i])
+                step(own, i)
 
-    spread(work, len(jobs), 1 if shares else thread_count())
+    spread(work, count, threads)
 
 
 def load_piece(values: Array, rows: int, columns: int, buffer: Array, load: Any = None, wide: bool = True) -> Array:

@@ -63,6 +63,8 @@ class Plan:
         #: The writer of codes from unscaled numbers.
         written = microkernels.divided if self.divides else microkernels.scaled
         self.scaled = None if written is None or self.codes is None else written(self.codes)
+        #: Whether that packs codes.
+        self.packs = self.scaled is not None and microkernels.packs and fmt.element.bits == 4
         #: Whether codes are computed here, not by the generic algorithm.
         self.fast = self.codes is not None and (not self.divides or (self.scaled is not None and level is None))
         self.scales = None if self.codes is None and self.shifted is None else Scales(recipe, len(fmt.levels) - 1, microkernels)
@@ -124,22 +126,15 @@ class Plan:
 
     def _packed(self, codes: Array, shape: Shape, k: int) -> Array:
         """Codes, one a byte, as data of the logical `shape`."""
-        microkernels, columns = self.microkernels, shape[-1]
         if self.bits == 8:
             return codes.reshape(shape).view(self.storage)
-        elif self.bits == 4 and microkernels.pairs is not None:
-            data = np.empty((*shape[:-1], columns // 2), U1)
-            microkernels.pairs(codes, data)
-        elif self.bits == 4:
+        data = np.empty((*shape[:-1], shape[-1] * self.bits // 8), U1)
+        if self.microkernels.pack(codes, self.bits, data):
+            return data
+        if self.bits == 4:
             pairs = codes.reshape(*shape[:-1], -1).view(U2)
-            data = (pairs | (pairs >> 4)).astype(U1)
-        elif self.bits == 6 and microkernels.sixes is not None:
-            data = np.empty((*shape[:-1], columns * 3 // 4), U1)
-            microkernels.sixes(codes, data)
-        else:
-            data = np.empty((codes.size // k, k * self.bits // 8), U1)
-            pack_codes(codes.reshape(-1, k), self.bits, data, np.empty(codes.size, U1))
-            data = data.reshape(*shape[:-1], -1)
+            return (pairs | (pairs >> 4)).astype(U1)
+        pack_codes(codes.reshape(-1, k), self.bits, data.reshape(-1, k * self.bits // 8), np.empty(codes.size, U1))
         return data
 
     def offsets(

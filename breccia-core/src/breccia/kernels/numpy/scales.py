@@ -81,9 +81,9 @@ class Scales:
             if zeros := least == 0:
                 least = next(filter(None, ordered), self._low)
         elif not self._low:
-            least, most, zeros = 0, int(np.maximum.reduce(amax)), False
+            least, most, zeros = 0, int(np.maximum.reduce(amax.view(I4))), False
         else:
-            least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax))
+            least, most = int(np.minimum.reduce(amax)), int(np.maximum.reduce(amax.view(I4)))
             if zeros := least == 0:
                 least = int(np.minimum.reduce(amax - U4(1))) + 1  # of the nonzero ones: 0 - 1 wraps to the largest
         return self._form(amax, zeros, global_scale) if least >= self._low and most <= self._high else None

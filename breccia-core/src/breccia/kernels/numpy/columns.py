@@ -1,0 +1,187 @@
+"""`cast` along axis -2 into memory that has the order of the array: blocks are columns, and nothing is transposed."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ...arrays.ops import NUMPY, Array
+from ...codecs import F32_INF
+from ...options import CastOptions
+from ...tensors.grids import packed_length
+from ...tensors.tensor import ScaledTensor
+from .. import reference
+from .pieces import load_piece, with_buffers
+from .scales import GlobalScale
+from .workspace import U1, U4, chunk_size, thread_count
+
+if TYPE_CHECKING:
+    from ...formats import Block
+    from .plan import Plan
+    from .workspace import Buffers
+
+#: The most elements of blocks side by side that a chunk has as a whole; longer ones are cut.
+_WHOLE = 1 << 19
+
+
+class _Chunk(NamedTuple):
+    """Rows of a matrix."""
+
+    matrix: int
+    start: int
+    stop: int
+
+
+class _Columns(NamedTuple):
+    """One call. x: (matrices, K, N). data, scale: of `out`, with as many axes. k: rows of a block."""
+
+    plan: Plan
+    x: Array
+    data: Array
+    scale: Array
+    k: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether chunks have whole blocks. Else each is a part of the blocks that share rows."""
+        return math.lcm(self.k, self.plan.count) * self.x.shape[-1] <= _WHOLE
+
+    def chunks(self) -> list[_Chunk]:
+        matrices, rows, columns = self.x.shape
+        unit, within = (math.lcm(self.k, self.plan.count), rows) if self.whole else (self.plan.count, self.k)
+        height = max(chunk_size() // columns // unit, 1) * unit
+        starts = [r for first in range(0, rows, within) for r in range(first, first + within, height)]
+        ends = [min(r + height, (r // within + 1) * within) for r in starts]
+        return [_Chunk(matrix, *pair) for matrix in range(matrices) for pair in zip(starts, ends, strict=True)]
+
+    def load(self, work: Buffers, chunk: _Chunk) -> Array:
+        values = self.x[chunk.matrix, chunk.start : chunk.stop]
+        rows, columns = values.shape
+        return load_piece(values, rows, columns, work.source, self.plan.microkernels.load, not self.plan.narrow)
+
+    def amax(self, work: Buffers, chunk: _Chunk) -> Array:
+        """FP32 bits of the largest magnitudes of the blocks in a chunk, or of their parts."""
+        columns, k = self.x.shape[-1], self.k if self.whole else chunk.stop - chunk.start
+        found = np.empty((chunk.stop - chunk.start) // k * columns, U4)
+        assert self.plan.microkernels.amax is not None
+        self.plan.microkernels.amax(self.load(work, chunk), k, found, columns)
+        return found
+
+    def target(self, chunk: _Chunk) -> tuple[Array, Array]:
+        """The bytes and the scales of a chunk."""
+        codec, k = self.plan.fmt.element, self.k
+        first, end = packed_length(codec, chunk.start), packed_length(codec, chunk.stop)
+        return self.data[chunk.matrix, first:end], self.scale[chunk.matrix, chunk.start // k : -(-chunk.stop // k)]
+
+    def write(self, work: Buffers, chunk: _Chunk, amax: Array, global_scale: GlobalScale | None) -> None:
+        """The scales of a chunk of whole blocks, and its codes."""
+        plan, (data, scale) = self.plan, self.target(chunk)
+        assert plan.scales is not None
+        found = plan.scales.fast_path(amax, global_scale)
+        if found is None:  # numbers that are not normal
+            given = None if global_scale is None else global_scale.stored
+            values = self.x[chunk.matrix, chunk.start : chunk.stop]
+            written = reference.cast(values, plan.recipe, CastOptions(-2, given))
+            data[...], scale[...] = written.data.view(U1), written.scale
+            return
+        scale[...] = found[0].reshape(scale.shape)
+        self.write_codes(work, chunk, self.k, plan.scales.read(*found) if plan.divides else found[1])
+
+    def write_codes(self, work: Buffers, chunk: _Chunk, k: int, by: Array) -> None:
+        """Codes of numbers times `by`, or divided by it, in blocks of `k` rows."""
+        plan, target, columns = self.plan, self.target(chunk)[0], self.x.shape[-1]
+        source = self.load(work, chunk)
+        assert plan.scaled is not None
+        codes = target.reshape(-1) if plan.bits == 8 else work.codes[: source.size]
+        plan.scaled(source, by, k, codes, across=columns)
+        if plan.bits != 8:
+            _pack(codes.reshape(-1, columns), plan.bits, target, work.sign)
+
+
+def cast_columns(plan: Plan, x: Array, block: Block, options: CastOptions, out: ScaledTensor) -> bool:
+    """Write `out`, whose recipe, layout and shape are those of the cast; False where the call is not supported here."""
+    k, writes = block[1] or x.shape[-2], plan.microkernels.columns and plan.fast and plan.scaled is not None
+    if not writes or block[0] != 1 or plan.bits not in (4, 6, 8) or plan.unsupported or not x.size or x.shape[-2] % k:
+        return False
+    if x.shape[-2] % math.lcm(k, plan.count) or k % plan.count or not x.flags.c_contiguous:
+        return False
+    if options.scale is not None or options.rounding != "nearest" or options.nonfinite != "propagate":
+        return False
+    levels = [out.scale] if out.global_scale is None else [out.scale, out.global_scale]
+    if not all(type(a) is np.ndarray and a.flags.carray and not np.may_share_memory(a, x) for a in (out.data, *levels)):
+        return False
+    data, scale = (part.reshape(-1, *part.shape[-2:]) for part in (out.data.view(U1), out.scale))
+    call = _Columns(plan, x.reshape(-1, *x.shape[-2:]), data, scale, k)
+    chunks = call.chunks()
+    largest = max(chunk.stop - chunk.start for chunk in chunks) * x.shape[-1]
+
+    def each(step: Callable[[Buffers, int], None]) -> None:
+        with_buffers(step, len(chunks), largest, thread_count())
+
+    two_level = out.global_scale is not None
+    if call.whole and not two_level:
+        each(lambda work, i: call.write(work, chunks[i], call.amax(work, chunks[i]), None))
+        return True
+    kept: list[Array] = [np.empty(0, U4)] * len(chunks)
+
+    def find(work: Buffers, i: int) -> None:
+        kept[i] = call.amax(work, chunks[i])
+
+    each(find)
+    global_scale = None
+    if two_level:
+        found = _global_scale(plan, np.array([max(map(int, (amax.max() for amax in kept)))], U4), out.global_scale)
+        if found is None:
+            return False
+        global_scale = found
+    if call.whole:
+        each(lambda work, i: call.write(work, chunks[i], kept[i], global_scale))
+        return True
+    by = _scales_of_parts(call, chunks, kept, global_scale)
+    if by is None:
+        return False
+    each(lambda work, i: call.write_codes(work, c := chunks[i], c.stop - c.start, by[c.matrix, c.start // k]))
+    return True
+
+
+def _global_scale(plan: Plan, amax: Array, target: Array) -> GlobalScale | None:
+    """The only global scale, which is written; None where numbers are not normal."""
+    scales = plan.global_scales
+    found = None if scales is None or target.size != 1 or amax[0] >= F32_INF else scales.fast_path(amax, None)
+    if found is None:
+        return None
+    target[...] = found[0].reshape(target.shape)
+    return GlobalScale(reference.multiplier(NUMPY, found[0], plan.fmt)[0], plan.scales, found[0][0])
+
+
+def _scales_of_parts(call: _Columns, chunks: list[_Chunk], kept: list[Array], global_scale: GlobalScale | None) -> Array | None:
+    """What numbers of each block are multiplied or divided by, from the amax of parts; scales are written. None as above."""
+    plan = call.plan
+    amax = np.zeros(call.scale.shape, U4)
+    for chunk, part in zip(chunks, kept, strict=True):
+        own = amax[chunk.matrix, chunk.start // call.k]
+        np.maximum(own, part, out=own)
+    assert plan.scales is not None
+    with np.errstate(all="ignore"):
+        found = plan.scales.fast_path(amax.reshape(-1), global_scale)
+        if found is None:
+            return None
+        call.scale[...] = found[0].reshape(amax.shape)
+        return (plan.scales.read(*found) if plan.divides else found[1]).reshape(amax.shape)
+
+
+def _pack(codes: Array, bits: int, target: Array, scratch: Array) -> None:
+    """Codes of 4 or 6 bits, one a byte, packed along axis 0."""
+    shifted = scratch[: codes.size // (2 if bits == 4 else 4)].reshape(-1, codes.shape[1])
+    if bits == 4:
+        np.left_shift(codes[1::2], 4, out=shifted)
+        np.bitwise_or(codes[::2], shifted, out=target)
+        return
+    for i, (right, left) in enumerate(((0, 6), (2, 4), (4, 2))):  # four codes in three bytes
+        np.left_shift(codes[i + 1 :: 4], left, out=shifted)
+        np.bitwise_or(shifted, codes[i::4] >> right, out=target[i::3])
