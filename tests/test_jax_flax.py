@@ -280,6 +280,11 @@ def test_optimizers_leave_quantized_variables_of_nnx_alone() -> None:
     assert values[-1] < values[0] and model.out.kernel.get_raw_value().tensor.digest() == before
 
 
+def test_a_quantized_nnx_model_is_printed() -> None:
+    model, _ = bf.quantize(Nnx(nnx.Rngs(0)), "mxfp8")
+    assert "value=breccia_jax.ScaledWeight(breccia.ScaledTensor('mxfp8'" in repr(model)
+
+
 def test_a_shared_parameter_stays_shared() -> None:
     class Tied(nnx.Module):
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import RECIPES, recipe_id, special_rows, wide
+from repeated_codes import REPEATED
 
 import breccia
 from breccia.arrays.frameworks import ops_of
@@ -61,6 +62,17 @@ def test_every_slab_has_numpys_bytes(recipe: breccia.ScalingRecipe, kind: str, m
         assert bytes_equal(breccia.cast(x, recipe, axis=axis, prefer=NAME), expected)
 
 
+def test_slabs_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "SLAB", 2**14)
+    x = mx.ones((1024, 1024))
+    cast = mx.compile(lambda x: to_tree(breccia.cast(x, "fp8_row")))
+    mx.eval(x, cast(x))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(cast(x))
+    assert mx.get_peak_memory() - before < 3 * 2**20, "codes take 1 MiB: they are not kept twice"
+
+
 @pytest.mark.parametrize("recipe", CAST, ids=recipe_id)
 def test_leading_axes_are_kept(recipe: breccia.ScalingRecipe) -> None:
     cube = X.reshape(-1, 8, K)
@@ -99,9 +111,18 @@ def test_codes_of_every_width_are_packed_as_numpy_packs_them(bits: int) -> None:
     assert np.array_equal(np.array(compiled._packed(mx.array(codes), codec)), expected)
 
 
-def test_a_table_in_any_order_is_looked_up() -> None:
-    codec = Lookup("shuffled", 2, None, "a test", (1.0, -0.5, 0.0, 0.25))
-    y = np.linspace(-2, 2, 101, dtype=np.float32)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Lookup("shuffled", 2, None, "a test", (1.0, -0.5, 0.0, 0.25)),
+        Lookup("great", 2, None, "a test", (2.0**100, 0.0, -(2.0**127), 2.0**120)),
+        REPEATED,
+    ],
+    ids=lambda c: c.name,
+)
+def test_a_table_in_any_order_is_looked_up(codec: Lookup) -> None:
+    far = np.float32([-0.0, 3e38, -3e38, 2.0**99, 2.0**110, np.inf, -np.inf])
+    y = np.concatenate([np.linspace(-4, 4, 129, dtype=np.float32), far])
     found = compiled._looked_up(codec, mx.array(y.view(np.int32)), mx.full(y.shape, 0x3F800000, mx.int32), None)
     assert np.array_equal(np.array(found), codec.encode(ops_of(y), y))
 

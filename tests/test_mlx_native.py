@@ -263,7 +263,7 @@ def test_quantized_matmul_multiplies_by_the_decoded_values(recipe: breccia.Scali
     assert np.array_equal(np.array(picked.T), np.array(breccia.dequantize(st)))
 
 
-def test_native_products_are_the_default_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_by_codes_are_the_default_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     def winner(rows: int, recipe: breccia.ScalingRecipe) -> str:
         found = breccia.explain("matmul", mx.ones((rows, 256)), breccia.cast(weight(), recipe).mT).winner
         assert found is not None
@@ -273,8 +273,9 @@ def test_native_products_are_the_default_for_few_rows(monkeypatch: pytest.Monkey
     monkeypatch.setenv("BRECCIA_BLOCK", "native")
     registry.reload()
     try:
-        assert {winner(rows, recipe) for recipe in (MXFP4, NVFP4, affine(4)) for rows in (1, 4)} == {DEFAULT}
-        assert [winner(1, MXFP8), winner(2, MXFP8), winner(5, affine(8))] == [DEFAULT, *["composite.matmul"] * 2]
+        assert {winner(rows, recipe) for recipe in (MXFP4, NVFP4) for rows in (1, 4, 500)} == {DEFAULT}
+        assert [winner(4, MXFP8), winner(16, affine(3)), winner(16, affine(8))] == [DEFAULT] * 3
+        assert {winner(5, MXFP8), winner(17, affine(3))} == {"composite.matmul"}
         assert winner(1, breccia.INT8Scaling()) == "composite.matmul"
     finally:
         monkeypatch.undo()

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, serialization
 from flax.core.meta import AxisMetadata
-from jax import tree_util
+from jax import Array, tree_util
 
 from breccia.backend import OptionError, ScaledTensor
 
@@ -90,7 +91,9 @@ class ScaledParam(nnx.Variable[Any]):
 
     def get_value(self, **options: Any) -> Any:
         value = super().get_value(**options)
-        return value.unbox() if isinstance(value, ScaledWeight) else value
+        # Flax puts descriptions of arrays in their places to print a module.
+        whole = isinstance(value, ScaledWeight) and isinstance(value.tensor.held_data, Array | np.ndarray)
+        return value.unbox() if whole else value
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:

@@ -1,11 +1,13 @@
 """`cast` for compiled functions on a CPU, in the operations that MLX's compiler makes fast.
 
-MLX fuses chains of elementwise operations into loops that the system's compiler builds. Chains end at every bitcast. Loops that
-shift by a variable, or mix booleans and integers, are scalar. New memory costs more than what is computed in it: writing 64 MiB
-takes 40 ms, reading them 4 (measured). Hence:
+MLX fuses chains of elementwise operations into loops that the system's compiler builds. Chains end at every bitcast. Loops
+that broadcast an operand, shift by a variable, mix booleans and integers, or narrow the result of a long chain are scalar. New
+memory costs more than what is computed in it: writing 64 MiB takes 40 ms, reading them 4 (measured). Hence:
 
-* The extremes of blocks are reductions of the array itself, whose bits are compared as signed and as unsigned integers.
-* Rows are cast in slabs, whose intermediate results stay in a cache and reuse memory.
+* The extremes of blocks are reductions of the numbers themselves, whose bits are compared as signed and as unsigned integers.
+* Rows are cast in slabs, whose intermediate results stay in a cache and reuse memory; codes are written into their place one
+  slab after the other.
+* Scales are broadcast to numbers by views that are not fused (`Grid.spread`), so that MLX's own loops multiply by them.
 * Codes are rounded by adding a constant to numbers, or to their bits.
 """
 
@@ -47,6 +49,7 @@ Array = Any
 
 #: Elements of a slab: 1 MiB of FP32.
 SLAB = 2**18
+_WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 #: The element codecs, by exact class: a subclass may encode otherwise.
 _ELEMENTS = (Minifloat, Integer, Lookup)
 
@@ -95,9 +98,10 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
         global_scale = reference.global_scale_of(MLX, amax.view(mx.float32), recipe)
         factor = reference.multiplier(MLX, MLX.f32(global_scale), fmt)
     scales = _scales(grid, x, recipe, factor)
+    spread = [None if part is None else grid.spread(part) for part in (scales.reciprocal, scales.bias, scales.zero)]
     data: list[Array] = []
     for slab, cut in zip(slabs, grid.cuts, strict=True):
-        codes = _codes(grid.split(MLX.f32(slab)), fmt.element, scales.cut(cut))
+        codes = _codes(grid.split(MLX.f32(slab)), fmt.element, *(None if s is None else of_slab(s, cut) for s in spread))
         data.append(_packed(mx.reshape(codes, slab.shape), fmt.element))
     stored, offset = (None if part is None else grid.join(part) for part in (scales.stored, scales.offset))
     joined = grid.joined(data)
@@ -151,12 +155,28 @@ class Grid(NamedTuple):
 
     def joined(self, slabs: list[Array]) -> Array:
         """The array of these slabs, whose rows may be of another length."""
-        found = mx.reshape(mx.concatenate(slabs), (*self.lead, self.down_each * self.height, -1))
+        # As words: MLX copies item by item. One slab after the other, so that their memory is that of one.
+        kind, columns = slabs[0].dtype, slabs[0].shape[-1]
+        word = _WORDS[math.gcd(kind.size * columns, 8)]
+        found, end = mx.zeros((self.down * self.height, kind.size * columns // word.size), word), 0
+        for slab in slabs:
+            start, end = end, end + len(slab)
+            found[start:end] = slab.view(word)
+        found = mx.reshape(found.view(kind), (*self.lead, self.down_each * self.height, -1))
         return MLX.swap(found) if self.swapped else found
 
     def split(self, rows: Array) -> Array:
-        """Rows as (blocks down, height, blocks across, width)."""
-        return mx.reshape(rows, (-1, self.height, self.across, self.width))
+        """Rows as (1, blocks down, height, blocks across, width)."""
+        return mx.reshape(rows, (1, -1, self.height, self.across, self.width))
+
+    def spread(self, part: Array) -> Array:
+        """Numbers of blocks, (blocks down, 1, blocks across, 1), for all numbers in a block, as `split` returns them.
+
+        MLX does not fuse the added axis: fused, a product by a broadcast operand takes three times as long (measured).
+        """
+        if part.size == 1:
+            return mx.reshape(part, (1,) * 5)
+        return mx.expand_dims(mx.broadcast_to(part, (self.down, self.height, self.across, self.width)), 0)
 
     def join(self, scales: Array) -> Array:
         """Scales of (blocks down, 1, blocks across, 1) as they are stored."""
@@ -175,19 +195,27 @@ class Grid(NamedTuple):
             stored = MLX.swap(stored)
         return mx.reshape(stored, (self.down, 1, self.across, 1))
 
-    def reduced(self, reduce: Callable[..., Array], x: Array) -> Array:
-        """A reduction of each block, as (blocks down, 1, blocks across, 1)."""
+    def reduced(self, x: Array, bits: Callable[[Array], Array], reductions: list[Callable[..., Array]]) -> list[Array]:
+        """Reductions of `bits` of the numbers in each block, as (blocks down, 1, blocks across, 1).
+
+        In the order of memory, and slab by slab: each is read from memory once.
+        """
+        turned = self.swapped and not self.whole
+        height, width, across = (self.width, self.height, self.down_each) if turned else (self.height, self.width, self.across)
+        rows = mx.reshape(x, (-1, across * width))
+        step = height * max(SLAB // (height * across * width), 1)
+        slabs = [bits(mx.reshape(rows[i : i + step], (-1, height, across, width))) for i in range(0, len(rows), step)]
+        found = [mx.concatenate([reduce(slab, axis=(1, 3)) for slab in slabs]) for reduce in reductions]
         if self.whole:
-            return mx.reshape(reduce(x), (1, 1, 1, 1))
-        if self.swapped:  # in the order of memory
-            found = reduce(mx.reshape(x, (-1, self.across, self.width, self.down_each, self.height)), axis=(2, 4))
-            return mx.reshape(MLX.swap(found), (self.down, 1, self.across, 1))
-        return reduce(mx.reshape(x, (self.down, self.height, self.across, self.width)), axis=(1, 3), keepdims=True)
+            return [mx.reshape(reduce(part), (1, 1, 1, 1)) for reduce, part in zip(reductions, found, strict=True)]
+        if turned:
+            found = [MLX.swap(mx.reshape(part, (*self.lead, self.across, self.down_each))) for part in found]
+        return [mx.reshape(part, (self.down, 1, self.across, 1)) for part in found]
 
 
 def of_slab(part: Array, cut: slice) -> Array:
-    """The scales of a slab."""
-    return part if len(part) == 1 else part[cut]
+    """The part of a slab, of those that `Grid.spread` returns."""
+    return part if part.size == 1 else part[:, cut]
 
 
 # ------------------------------------------------------------------------------------------------ scales
@@ -196,35 +224,32 @@ def of_slab(part: Array, cut: slice) -> Array:
 class _Scales(NamedTuple):
     """Of blocks, as (blocks down, 1, blocks across, 1), or (1, 1, 1, 1) for all.
 
-    reciprocal: FP32, NaN where codes are 0. stored, offset: components. bias: FP32. zero: zero-points as int32.
+    stored, offset: components. reciprocal: FP32, NaN where codes are 0. bias: FP32. zero: zero-points as int32.
     """
 
-    reciprocal: Array
     stored: Array
-    offset: Array | None = None
+    offset: Array | None
+    reciprocal: Array
     bias: Array | None = None
     zero: Array | None = None
-
-    def cut(self, cut: slice) -> _Scales:
-        """Those of some rows of blocks."""
-        return _Scales(*(None if part is None else of_slab(part, cut) for part in self))
 
 
 def _scales(grid: Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) -> _Scales:
     """factor: the multiplier of the global scale."""
     fmt, rule = recipe.format, recipe.rules[-1]
     codec, element = fmt.scale.codec, fmt.element
-    # As a signed integer, the largest of some numbers, or that farthest from zero if all are negative; as an unsigned one, that
-    # farthest below zero, or the largest if none is negative.
-    largest, lowest = (_extreme(grid, x, mx.max, kind) for kind in _KINDS[x.dtype.size])
-    amax = mx.maximum(_magnitude(largest), _magnitude(lowest))
-    low = None
+    kind, most = (mx.int16, 0x7FFF) if x.dtype.size == 2 else (mx.int32, MAGNITUDE)
+    x_bits, low = mx.stop_gradient(x).view(kind), None
     if fmt.offset == "none":
+        (amax,) = (_f32_bits(part, x) for part in grid.reduced(x_bits, lambda u: u & mx.array(most, kind), [mx.max]))
         statistic = mx.where((amax >= NORMAL) & (amax < F32_INF), amax, 0).view(mx.float32)
-    else:  # the smallest signed integer is the smallest of positive numbers, and the largest of negative ones
-        nearest = 0 if fmt.offset == "zero_point" else _extreme(grid, x, mx.min, _KINDS[x.dtype.size][0])
-        low = flushed(mx.where(lowest < 0, lowest, nearest)).view(mx.float32)
-        high = flushed(mx.where(largest < 0, nearest, largest)).view(mx.float32)
+    else:
+        ends = grid.reduced(x_bits, lambda u: _in_order(u, most), [mx.min, mx.max])
+        if fmt.offset == "zero_point":
+            ends = [reduce(end, mx.array(0, kind)) for reduce, end in zip((mx.minimum, mx.maximum), ends, strict=True)]
+        least, largest = (_f32_bits(_in_order(end, most), x) for end in ends)
+        amax = mx.maximum(_magnitude(least), _magnitude(largest))
+        low, high = (flushed(end).view(mx.float32) for end in (least, largest))
         statistic = rules.flushed(MLX, rules.saturated(MLX, high - low))
     stored = MLX.store(reference.block_scales(MLX, amax, statistic, recipe, factor), MLX.storage(codec))
 
@@ -237,19 +262,21 @@ def _scales(grid: Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) -
     if fmt.offset == "bias":
         bias = MLX.store(codec.encode(MLX, low), MLX.storage(codec))
         offset = MLX.store(mx.where(usable, MLX.load(bias), 0), MLX.storage(codec))
-        return _Scales(reciprocal, stored, offset, bias=codec.read(MLX, bias))
+        return _Scales(stored, offset, reciprocal, bias=codec.read(MLX, bias))
     if low is not None:
         zero = mx.where(usable, element.encode(MLX, rules.saturated(MLX, divided(-low)[0])), 0)
-        return _Scales(reciprocal, stored, zero.astype(mx.uint8), zero=MLX.to_int32(element.decode(MLX, zero)))
-    return _Scales(reciprocal, stored)
+        return _Scales(stored, zero.astype(mx.uint8), reciprocal, zero=MLX.to_int32(element.decode(MLX, zero)))
+    return _Scales(stored, None, reciprocal)
 
 
-_KINDS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
+def _in_order(u: Array, magnitude: int) -> Array:
+    """Bits of numbers as signed integers in the order of the numbers, -0 before 0; the inverse too."""
+    return u ^ ((u >> mx.array(u.dtype.size * 8 - 1, u.dtype)) & mx.array(magnitude, u.dtype))
 
 
-def _extreme(grid: Grid, x: Array, reduce: Callable[..., Array], kind: Any) -> Array:
-    """FP32 bits of the extreme of each block, whose bits are compared as integers of that kind."""
-    return MLX.bitcast_to_int(MLX.f32(grid.reduced(reduce, mx.stop_gradient(x).view(kind)).view(x.dtype)))
+def _f32_bits(u: Array, x: Array) -> Array:
+    """Bits of numbers of the dtype of `x` as those of FP32."""
+    return MLX.bitcast_to_int(MLX.f32(u.view(x.dtype)))
 
 
 def _largest_finite(u: Array) -> Array:
@@ -270,69 +297,68 @@ def flushed(u: Array) -> Array:
 # ------------------------------------------------------------------------------------------------ codes
 
 
-def _codes(x: Array, element: Codec, scales: _Scales) -> Array:
-    """Codes, one per uint8, of FP32 `x` (blocks down, height, blocks across, width)."""
-    u = MLX.bitcast_to_int(x)
-    if scales.bias is not None:
-        x = flushed(u).view(mx.float32) - scales.bias
-        u = MLX.bitcast_to_int(x)
-    return _ENCODERS[type(element)](element, MLX.bitcast_to_int(x * scales.reciprocal), u, scales.zero)
+def _codes(x: Array, element: Codec, reciprocal: Array, bias: Array | None, zero: Array | None) -> Array:
+    """Codes, one per uint8, of FP32 `x` in blocks; the others are spread over them."""
+    if bias is not None:
+        x = flushed(MLX.bitcast_to_int(x)).view(mx.float32) - bias
+    scaled = MLX.bitcast_to_int(x * reciprocal)
+    return _ENCODERS[type(element)](element, scaled, MLX.bitcast_to_int(x), zero)
 
 
-def _finite(scaled: Array) -> Array:
-    """Minus one, all bits set, except for NaN."""
-    return (_magnitude(scaled) - (F32_INF + 1)) >> 31
+def _bytes(codes: Array) -> Array:
+    """Codes as bytes, in a loop of its own, which a bitcast starts."""
+    return codes.view(mx.uint32).astype(mx.uint8)
 
 
-def _clean(scaled: Array, u: Array, limit: float) -> Array:
-    """Magnitudes of scaled numbers as bits, up to `limit`: 0 for NaN, and where the number itself is below 2^-126."""
-    normal = (NORMAL - 1 - _magnitude(u)) >> 31
-    return mx.minimum(_magnitude(scaled) & _finite(scaled) & normal, f32_bits(limit))
-
-
-def _steps(magnitude: Array, step: float) -> Array:
-    """The multiple of `step`, a power of two, nearest to each of these numbers (as bits), in steps. More from 2^23 steps on."""
-    magic = step * 2.0**23
-    return MLX.bitcast_to_int(magnitude.view(mx.float32) + magic) - f32_bits(magic)
+def _kept(scaled: Array, u: Array) -> Array:
+    """Minus one, all bits set, except where scaled numbers are NaN, or the number itself is below 2^-126."""
+    return ((_magnitude(scaled) - (F32_INF + 1)) & (NORMAL - 1 - _magnitude(u))) >> 31
 
 
 def _minifloats(element: Minifloat, scaled: Array, u: Array, zero: Array | None) -> Array:
     bits, mantissa_bits = element.bits, element.mantissa_bits
-    magnitude = _clean(scaled, u, element.largest)
+    magnitude = _magnitude(scaled)
+    below_nan = magnitude - (F32_INF + 1)
+    kept = (below_nan & (NORMAL - 1 - _magnitude(u))) >> 31
     # Of normal codes: half a step is added, less one in the last place where the code below is even; exponents are rebased.
     shift, rebased = 23 - mantissa_bits, (127 - element.bias) << 23
-    normal = (magnitude + ((magnitude >> shift) & 1) + ((1 << (shift - 1)) - 1 - rebased)) >> shift
-    # Of subnormal ones, whose steps are of one size; the first normal code for greater numbers.
-    subnormal = mx.minimum(_steps(magnitude, 2.0 ** (1 - element.bias - mantissa_bits)), 1 << mantissa_bits)
-    sign = (scaled >> (32 - bits)) & (1 << (bits - 1)) & _finite(scaled)
-    return (mx.maximum(normal, subnormal) | sign).astype(mx.uint8)
+    clipped = mx.minimum(magnitude, f32_bits(element.largest))
+    normal = (clipped + ((clipped >> shift) & 1) + ((1 << (shift - 1)) - 1 - rebased)) >> shift
+    # Of subnormal ones, whose steps are of one size: added to numbers, this leaves them in the last bits. For greater numbers,
+    # the first normal code.
+    magic = 2.0 ** (24 - element.bias - mantissa_bits)
+    steps = MLX.bitcast_to_int(mx.abs(scaled.view(mx.float32)) + magic) - f32_bits(magic)
+    sign = (scaled >> (32 - bits)) & (1 << (bits - 1)) & (below_nan >> 31)
+    return _bytes((mx.maximum(normal, mx.minimum(steps, 1 << mantissa_bits)) & kept) | sign)
 
 
 def _integers(element: Integer, scaled: Array, u: Array, zero: Array | None) -> Array:
-    step = 2.0**-element.fraction_bits
-    # Numbers beyond twice the range round to an integer beyond it, also after a zero-point is added.
-    whole = _steps(_clean(scaled, u, step * 2.0 ** (element.bits + 1)), step)
-    sign = scaled >> 31
-    whole = (whole ^ sign) - sign
-    whole = whole if zero is None else whole + zero
-    return (mx.minimum(mx.maximum(whole, element.low), element.high) & ((1 << element.bits) - 1)).astype(mx.uint8)
+    # Added to numbers, this leaves them in the last bits, and zeros in the others of a byte. As integers, bits of sums are in
+    # the order of the numbers, except that those of negative ones are the least.
+    magic = 1.5 * 2.0 ** (23 - element.fraction_bits)
+    low, high = (f32_bits(magic) + end for end in (element.low, element.high))
+    if zero is not None:
+        whole = MLX.bitcast_to_int((scaled & _kept(scaled, u)).view(mx.float32) + magic)
+        whole = (whole + zero).view(mx.uint32).view(mx.int32)  # not fused with what follows
+        return mx.minimum(mx.maximum(whole, low), high).astype(mx.uint8)
+    whole = MLX.bitcast_to_int(scaled.view(mx.float32) + magic)
+    codes = mx.minimum(mx.maximum(whole, low), high) & _kept(whole, u)
+    return (codes & ((1 << element.bits) - 1) if element.signed and element.bits < 8 else codes).astype(mx.uint8)
 
 
 def _looked_up(element: Lookup, scaled: Array, u: Array, zero: Array | None) -> Array:
-    sign = scaled >> 31
-    # FP32 bits in the order of the numbers. Those beyond the table are as far as its ends: no difference overflows.
-    ordered = (_clean(scaled, u, 2.0 * max(map(abs, element.values))) ^ sign) - sign
-    reached = [(_ordered(t) - 1 - ordered) >> 31 for t in element.thresholds[1:]]
+    # Bitcasts, so that the comparisons are one loop.
+    ordered = _in_order(scaled & _kept(scaled, u), MAGNITUDE).view(mx.uint32).view(mx.int32)
+    reached = [(ordered >= _ordered(t)).astype(mx.int32) for t in element.thresholds[1:]]
     while len(reached) > 1:  # in pairs: MLX fuses short chains
         reached = [sum(reached[i + 1 : i + 2], reached[i]) for i in range(0, len(reached), 2)]
-    place: Array = -reached[0]
-    found = place if element.order == tuple(range(len(element.order))) else MLX.take(element.order, place)
-    return found.astype(mx.uint8)
+    place: Array = reached[0]
+    return _bytes(place if element.order == tuple(range(len(element.order))) else MLX.take(element.order, place))
 
 
 def _ordered(u: int) -> int:
-    """FP32 bits as a signed integer in the order of the numbers; both zeros are 0."""
-    return u if u <= MAGNITUDE else -(u & MAGNITUDE)
+    """FP32 bits as a signed integer in the order of the numbers, -0 next to 0; of a zero, the smaller of the two."""
+    return u if 0 < u <= MAGNITUDE else ~(u & MAGNITUDE)
 
 
 _ENCODERS: dict[type[Codec], Callable[[Any, Array, Array, Array | None], Array]] = {
@@ -343,17 +369,20 @@ _ENCODERS: dict[type[Codec], Callable[[Any, Array, Array, Array | None], Array]]
 
 
 def _packed(codes: Array, element: Codec) -> Array:
-    """Codes, one per uint8, as the storage of `element` along the last axis: the groups as words, whose gaps are closed."""
+    """Codes, one per uint8, as the storage of `element` along the last axis: gaps between them are closed in pairs."""
     count, size = packing(element)
-    bits = element.bits
     if count == 1:
         return codes.view(getattr(mx, MLX.storage(element)))
-    kind = {2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[count]
-    words = codes.view(kind)
-    closed = words & mx.array((1 << bits) - 1, kind)
-    for i in range(1, count):
-        closed = closed | ((words >> mx.array(i * (8 - bits), kind)) & mx.array(((1 << bits) - 1) << (i * bits), kind))
+    words, each = codes, 1  # words of that many bytes
+    # Beyond a group where groups are several bytes: fewer and longer items to copy.
+    while each < count or (size > 1 and each < 8 and words.shape[-1] % 2 == 0):
+        kind, used = _WORDS[2 * each], element.bits * each
+        words, low = words.view(kind), mx.array((1 << used) - 1, kind)
+        words = (words & low) | ((words >> mx.array(8 * each - used, kind)) & ~low)
+        each *= 2
     if size == 1:
-        return closed.astype(mx.uint8)
-    bytes_ = mx.reshape(closed.view(mx.uint8), (*words.shape, count))[..., :size]
-    return mx.reshape(bytes_, (*codes.shape[:-1], -1))
+        return words.astype(mx.uint8)
+    used = element.bits * each // 8
+    item = math.gcd(used, each)
+    items = mx.reshape(words.view(_WORDS[item]), (*words.shape, each // item))[..., : used // item]
+    return mx.reshape(items, (*codes.shape[:-1], -1)).view(mx.uint8)

@@ -80,6 +80,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     if fmt.offset == "bias":
         offset = flushed(MLX.bitcast_to_int(offset)).view(mx.float32)
 
+    scale, offset = grid.spread(scale), None if offset is None else grid.spread(offset)
     found: list[Array] = []
     for stored, cut in zip(grid.slabs(st.data), grid.cuts, strict=True):
         v = grid.split(_DECODERS[type(fmt.element)](fmt.element, _unpacked(stored, fmt.element)))
