@@ -128,6 +128,7 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, comp
     facts |= _bytes_of(model)
     if compiled:
         breccia_torch.enable_compile()
+        torch.compiler.reset()  # graphs of other recipes and batches would count as recompilations
         model.compile(fullgraph=True)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -137,6 +138,7 @@ def made(recipe: str, dimensions: tuple[int, ...], batch: int, length: int, comp
         position.add_(1).remainder_(length)
 
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the weights and tokens were written on another stream
     with torch.cuda.stream(stream), torch.no_grad():
         for _ in range(3):
             step()

@@ -128,13 +128,13 @@ def elapsed(call: Call, calls: int, device: str) -> float:
     return begin.elapsed_time(end) / 1e3 / calls
 
 
-def host_time(call: Call, device: str) -> float:
+def host_time(call: Call, device: str, calls: int = HOST_CALLS) -> float:
     """Seconds per call until it returns, with an empty queue at the start."""
     synchronize(device)
     start = time.perf_counter()
-    for _ in range(HOST_CALLS):
+    for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / HOST_CALLS
+    return (time.perf_counter() - start) / calls
 
 
 def synchronize(device: str) -> None:
@@ -654,6 +654,8 @@ def host_calls(side: int, device: str) -> dict[str, Callable[[], Call]]:
     }
 
 
+#: Calls in a sample of `host`: of few launches each. The first ones find the processor's caches filled by other calls.
+FEW_LAUNCHES = 100
 #: Recipes whose host time is measured, and recipes of the two operands of products.
 HOST_RECIPES = ("fp8_block", TILES, "fp8_row", "mxfp8", "mxfp4", "int4", "fp8_current", "nvfp4")
 HOST_PRODUCTS = (("fp8_row", "fp8_row"), ("fp8_block", TILES), ("mxfp8", "mxfp8"))
@@ -685,10 +687,10 @@ def host(
     with torch.no_grad():
         for _ in range(samples):
             for name, call in calls.items():
-                seconds[name].append(host_time(call, device))
+                seconds[name].append(host_time(call, device, FEW_LAUNCHES))
     rows = [{"call": name, "host": common.summary(found)} for name, found in seconds.items()]
     result: dict[str, Any] = {"benchmark": "gpu-host", "schema": common.SCHEMA, "provenance": where(device)}
-    options = {"device": device, "side": side, "samples": samples, "calls": HOST_CALLS}
+    options = {"device": device, "side": side, "samples": samples, "calls": FEW_LAUNCHES}
     tables.tell(json.loads(json.dumps({**result, "options": options, "errors": errors, "rows": rows})), out, as_json)
 
 

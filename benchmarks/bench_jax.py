@@ -88,6 +88,17 @@ def int8(x: Array) -> Any:
     return jnp.clip(jnp.round(x * (1 / scale)), -127, 127).astype(jnp.int8), scale
 
 
+def fp8_block_of_columns(x: Array) -> Any:
+    t = x.reshape(-1, 128, x.shape[1])
+    scale = jnp.max(jnp.abs(t), axis=1, keepdims=True) / 448
+    return jnp.clip(t * (1 / scale), -448, 448).astype(FP8).reshape(x.shape), scale[:, 0]
+
+
+def fp8_row_of_columns(x: Array) -> Any:
+    scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) / 448
+    return jnp.clip(x * (1 / scale), -448, 448).astype(FP8), scale
+
+
 PLAIN: dict[str, Callable[[Array], Any]] = {
     "fp8_current": fp8_current,
     "fp8_row": fp8_row,
@@ -100,6 +111,10 @@ PLAIN: dict[str, Callable[[Array], Any]] = {
 }
 
 
+#: The same along axis -2, as for the parameters of Flax.
+PLAIN_OF_COLUMNS = {"fp8_row": fp8_row_of_columns, "fp8_block": fp8_block_of_columns}
+
+
 def waited(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(function(*arguments))
 
@@ -108,11 +123,13 @@ def arms(size: int) -> dict[tuple[str, str, str], Callable[[], Any]]:
     """Calls by (what, recipe and order of a weight, whose)."""
     x, w = (jnp.asarray(common.normal((n, size), seed)) for seed, n in enumerate((1, size)))
     found: dict[tuple[str, str, str], Callable[[], Any]] = {}
-    for name, plain in PLAIN.items():
-        for arm, prefer in (("breccia", None), ("generic", "reference.cast")):
-            cast = jax.jit(lambda w, name=name, prefer=prefer: breccia.cast(w, name, prefer=prefer))
-            found["cast", name, arm] = waited(cast, w)
-        found["cast", name, "plain"] = waited(jax.jit(plain), w)
+    for axis, lines in ((-1, PLAIN), (-2, PLAIN_OF_COLUMNS)):
+        for name, plain in lines.items():
+            case = name if axis == -1 else f"{name} along axis -2"
+            for arm, prefer in (("breccia", None), ("generic", "reference.cast")):
+                cast = jax.jit(lambda w, name=name, prefer=prefer, axis=axis: breccia.cast(w, name, axis=axis, prefer=prefer))
+                found["cast", case, arm] = waited(cast, w)
+            found["cast", case, "plain"] = waited(jax.jit(plain), w)
     plain = {"(N, K)": waited(jax.jit(lambda x, w: x @ w.T), x, w), "(K, N)": waited(jax.jit(lambda x, w: x @ w), x, w)}
     for name in WEIGHTS:
         rows, columns = breccia.cast(w, name), breccia.cast(w, name, axis=-2)

@@ -211,7 +211,7 @@ def blocks_of(results: dict[str, list[tuple[str, Result]]], plots: dict[str, lis
     """Every block that a page can ask for."""
     made = {name: block(results[b], make) for b, every in tables.TABLES.items() for name, make in every.items()}
     for benchmark, found in results.items():
-        made[f"{benchmark}-runs"] = "".join(f"- {tables.machine(result)}\n" for _, result in found) or NOTHING
+        made[f"{benchmark}-runs"] = "".join(f"- {line}\n" for _, result in found for line in tables.machines(result)) or NOTHING
     return made | {name: shown(every) for name, every in plots.items()}
 
 

@@ -810,8 +810,8 @@ def decoder(result: Result, what: str, how: str) -> Table:
     prompts = "prompt" in result["rows"][0]
 
     def cell(model: str, name: str, batch: int) -> str:
-        row, first = by.get((model, name, batch)), by[model, base, batch]
-        if row is None:
+        row, first = by.get((model, name, batch)), by.get((model, base, batch))
+        if row is None or first is None:
             return ABSENT
         speed = row["tokens_per_second"]
         found = f"{three(speed)}; {ratio(speed / first['tokens_per_second'])}"
@@ -821,7 +821,9 @@ def decoder(result: Result, what: str, how: str) -> Table:
         return f"{found}; {ratio(prompt)}"
 
     def size(model: str, name: str) -> str:
-        row = next(row for key, row in by.items() if key[:2] == (model, name))
+        row = next((row for key, row in by.items() if key[:2] == (model, name)), None)
+        if row is None:
+            return ABSENT
         return f"{row['weight_bytes'] / 1e6:,.0f}; {row['model_bytes'] / 1e6:,.0f}"
 
     def heading(model: str, text: str) -> str:
@@ -893,6 +895,21 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
     },
     "decoder-cpu": {"decoder-cpu": lambda result: decoder(result, "a decoder on the CPU", _GENERATE)},
     "gpu-decoder": {"gpu-decoder": lambda result: decoder(result, "a decoder on CUDA", "each step a CUDA graph")},
+    "gpu-decoder-compiled": {
+        "gpu-decoder-compiled": lambda result: decoder(
+            result, "a compiled decoder on CUDA", "compiled by torch.compile, each step a CUDA graph"
+        )
+    },
+    "gpu-decoder-generate": {
+        "gpu-decoder-generate": lambda result: decoder(
+            result, "transformers' Llama on CUDA", "through `generate` with a static cache, in eager steps"
+        )
+    },
+    "gpu-decoder-generate-compiled": {
+        "gpu-decoder-generate-compiled": lambda result: decoder(
+            result, "transformers' Llama on CUDA, compiled", "through `generate` with a static cache, in compiled steps"
+        )
+    },
     "matmul-gpu": {"matmul-gpu": matmul_gpu},
     "gpu-weight-only": {"gpu-weight-only": weight_only_gpu},
     "gpu-weight-only-groups": {"gpu-weight-only-groups": weight_only_gpu},
@@ -904,9 +921,13 @@ TABLES: dict[str, dict[str, Callable[[Result], Table]]] = {
 }
 
 
-def machine(result: Result) -> str:
-    """Where and when, in one line."""
-    p = result["provenance"]
+def machines(result: Result) -> list[str]:
+    """Where and when, in a line for every run."""
+    return [machine(run) for run in result.get("joined", [result["provenance"]])]
+
+
+def machine(p: dict[str, Any]) -> str:
+    """Where and when, in one line. p: the provenance of a run."""
     versions = ", ".join(f"{name.replace('-core', '')} {v}" for name, v in p["versions"].items() if v)
     commit = f"commit {p['commit'][:10]}{' with changes' if p['modified'] else ''}" if p["commit"] else "no commit known"
     steering = "".join(f", {k}={v}" for k, v in p["environment"].items())
@@ -924,7 +945,7 @@ def tell(result: Result, out: Path | None, as_json: bool, state: str = "") -> No
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDE)
-        console.print(machine(result), markup=False, highlight=False, soft_wrap=True)
+        console.print(*machines(result), sep="\n", markup=False, highlight=False, soft_wrap=True)
         for made in TABLES[result["benchmark"]].values():
             table = made(result)
             drawn = RichTable(*table.headings, title=table.title, caption=escape(table.note), title_justify="left")

@@ -539,7 +539,7 @@ def test_jax_is_measured_beside_plain_jax() -> None:
     rows = json.loads(done.stdout)["rows"]
     plain = {(row["what"], row["case"]) for row in rows if row["arm"] == "plain"}
     assert plain == {(row["what"], row["case"]) for row in rows if row["arm"] != "plain"}
-    assert len([row for row in rows if row["what"] == "cast"]) == 24 and all(row["min_s"] > 0 for row in rows)
+    assert len([row for row in rows if row["what"] == "cast"]) == 30 and all(row["min_s"] > 0 for row in rows)
     assert {"cast", "product", "new shape"} == {row["what"] for row in rows if row["arm"] == "generic"}
 
 

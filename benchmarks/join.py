@@ -1,0 +1,99 @@
+"""Join results of one benchmark and device, where one run did not have the time for all rows.
+
+    python benchmarks/join.py RESULT... --out RESULTS [--table FILE]
+
+A row of a later file replaces the same row of an earlier one. The pages name every run that rows are from. Ratios stay within
+a row, whose calls were interleaved; no row is mixed from two runs. `--table` writes the measured times of products, by which
+kernels are chosen, from all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import common
+import tables
+import typer
+
+Result = dict[str, Any]
+
+#: What tells the rows of a benchmark apart.
+NAMES = {
+    "gpu-casts": ("recipe", "op", "shape", "part"),
+    "gpu-decoder": ("model", "recipe", "batch"),
+    "gpu-weight-only": ("format", "n", "k", "m"),
+    "matmul-gpu": ("kind", "shape"),
+}
+#: Options that runs may differ in.
+EXTENT = ("shapes",)
+
+
+def joined(results: list[Result]) -> Result:
+    """One result of several, in order. Exits where they are not of one benchmark, device and set of options."""
+    first, last = results[0], results[-1]
+    for result in results:
+        for what, found, expected in (
+            ("benchmark", result["benchmark"], first["benchmark"]),
+            ("schema", result["schema"], common.SCHEMA),
+            ("device", result["provenance"].get("device"), first["provenance"].get("device")),
+            ("options", _options(result), _options(first)),
+        ):
+            if found != expected:
+                sys.exit(f"join: the files must agree in their {what}: found {found!r} beside {expected!r}.")
+    if first["benchmark"] not in NAMES:
+        sys.exit(f"join: takes results of {', '.join(NAMES)}; got {first['benchmark']!r}.")
+    rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for result in results:
+        runs = result.get("joined") or [result["provenance"]]
+        for row in result["rows"]:
+            name = json.dumps([row.get(part) for part in NAMES[first["benchmark"]]])
+            rows[name] = row, runs[row.get("run", 0)]
+    used: list[dict[str, Any]] = []
+    for _, run in rows.values():
+        if run not in used:
+            used.append(run)
+    made = {**first, **last, "joined": used, "rows": [{**row, "run": used.index(run)} for row, run in rows.values()]}
+    if "rivals" in last:
+        made["rivals"] = {name: version for result in results for name, version in result["rivals"].items()}
+        made["absent"] = {name: why for name, why in last["absent"].items() if name not in made["rivals"]}
+    if "left" in first:  # rows that the first run left out, and no later one measured
+        made["left"] = first["left"] - (len(rows) - len(first["rows"]))
+    if "options" in last:
+        shapes = [shape for result in results for shape in result["options"].get("shapes", ())]
+        made["options"] = first["options"] | (
+            {"shapes": [s for i, s in enumerate(shapes) if s not in shapes[:i]]} if shapes else {}
+        )
+    return made
+
+
+def _options(result: Result) -> dict[str, Any]:
+    return {name: value for name, value in result.get("options", {}).items() if name not in EXTENT}
+
+
+def main(
+    files: Annotated[list[Path], typer.Argument(help="Results, the newest last.")],
+    out: Annotated[Path, typer.Option(help="Folder for the JSON result.")],
+    table: Annotated[Path | None, typer.Option(help="File for the measured times that kernels are chosen by.")] = None,
+) -> None:
+    """Join results of one benchmark and device."""
+    made = joined([json.loads(path.read_text(encoding="utf-8")) for path in files])
+    print(f"{len(made['rows'])} rows of {len(made['joined'])} run(s): {tables.save(made, out)}")
+    if table is None:
+        return
+    import bench_matmul
+    import bench_weight_only
+
+    from breccia_triton import choices
+
+    slowdowns = {"gpu-weight-only": bench_weight_only.slowdowns, "matmul-gpu": bench_matmul.slowdowns}.get(made["benchmark"])
+    if slowdowns is None:
+        sys.exit(f"join: --table is for results of products; got {made['benchmark']!r}.")
+    device = made["provenance"]["device"].split(",")[0]
+    choices.write_measured(table, device, "slowdowns", slowdowns(made["rows"]), made["provenance"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,84 @@
+"""Results of several runs of one benchmark are joined row by row."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    known = set(sys.modules)
+    import join  # pyright: ignore[reportMissingImports]
+
+    yield join
+    for name in set(sys.modules) - known:
+        if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+def result(date: str, rows: list[tuple[str, int]], left: int = 0) -> dict[str, Any]:
+    return {
+        "benchmark": "matmul-gpu",
+        "schema": 1,
+        "provenance": {"date_utc": date, "device": "GPU, driver 1"},
+        "options": {"samples": 5, "shapes": [[1, 2, 3]]},
+        "left": left,
+        "rows": [{"kind": kind, "shape": [1, 2, 3], "value": value} for kind, value in rows],
+    }
+
+
+def test_rows_of_later_files_replace_those_of_earlier_ones_and_name_their_run(join: Any) -> None:
+    first, second = result("monday", [("row", 1), ("tiles", 2)], left=1), result("tuesday", [("tiles", 3), ("mx", 4)])
+    made = join.joined([first, second])
+    assert [(row["kind"], row["value"], made["joined"][row["run"]]["date_utc"]) for row in made["rows"]] == [
+        ("row", 1, "monday"),
+        ("tiles", 3, "tuesday"),
+        ("mx", 4, "tuesday"),
+    ]
+    assert made["left"] == 0 and made["options"] == first["options"] and made["provenance"]["date_utc"] == "tuesday"
+    third = result("wednesday", [("row", 5)])
+    again = join.joined([made, third])
+    assert [run["date_utc"] for run in again["joined"]] == ["wednesday", "tuesday"], "no row of monday remains"
+    assert [(row["value"], row["run"]) for row in again["rows"]] == [(5, 0), (3, 1), (4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"provenance": {"device": "another"}}, "must agree in their device: found 'another' beside 'GPU, driver 1'"),
+        ({"benchmark": "gpu-casts"}, "must agree in their benchmark: found 'gpu-casts' beside 'matmul-gpu'"),
+        ({"options": {"samples": 7}}, "must agree in their options: found {'samples': 7} beside {'samples': 5}"),
+        ({"schema": 0}, "must agree in their schema: found 0 beside 1"),
+    ],
+)
+def test_results_that_do_not_belong_together_are_refused(join: Any, change: dict[str, Any], message: str) -> None:
+    first = result("monday", [("row", 1)])
+    with pytest.raises(SystemExit) as e:
+        join.joined([first, {**copy.deepcopy(first), **change}])
+    assert message in str(e.value)
+
+
+def test_a_benchmark_whose_rows_have_no_names_is_refused(join: Any) -> None:
+    one = {**result("monday", []), "benchmark": "dlpack"}
+    with pytest.raises(SystemExit, match="takes results of gpu-casts, .*; got 'dlpack'"):
+        join.joined([one])
+
+
+def test_every_run_has_a_line_on_the_page(join: Any) -> None:
+    """In the published results too."""
+    tables = join.tables
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "joined" in found:
+            lines = tables.machines(found)
+            assert len(lines) == len(found["joined"]) == len({row["run"] for row in found["rows"]})
+            assert all(run["date_utc"] in line for run, line in zip(found["joined"], lines, strict=True))
