@@ -89,7 +89,7 @@ ALSO_INSTALLED = {
     "breccia-torch": ("breccia-bridges",),
     "breccia-mlx": ("breccia-bridges", "breccia-native"),
     "breccia-native": ("breccia-bridges",),
-    "breccia-triton": ("breccia-jax",),
+    "breccia-triton": ("breccia-jax", "breccia-bridges"),
 }
 #: Modules that a manifest must not load.
 HEAVY = ("numpy", "torch", "jax", "mlx", "triton", "safetensors", "ml_dtypes", "typer", "rich")
@@ -271,6 +271,8 @@ def wheel_of(distribution: str, wheels: Path) -> Path:
 
 #: Packages that tests use and no distribution declares; a skip reason begins with the name.
 UNDECLARED = ("playwright",)
+#: What torch's CPU wheels lack and its CUDA wheels depend on; a skip reason names it.
+NVRTC = "NVRTC"
 #: Prefix for the reason of an expected failure, which reports list among the skipped tests.
 EXPECTED = "expected to fail: "
 #: Skip reasons of `pytest.importorskip`, and of breccia's kit for a framework whose plug-in is not installed.
@@ -311,7 +313,7 @@ def tested(environment: Environment, distribution: str, work: Path, files: list[
     for reason, times in skipped.items():
         absent = ABSENT.search(reason)
         name = absent[1].partition(".")[0] if absent else reason.partition(" ")[0]
-        known = absent or name in UNDECLARED or reason.startswith(EXPECTED)
+        known = absent or name in UNDECLARED or NVRTC in reason or reason.startswith(EXPECTED)
         if not known or name in present:
             raise Fault(f"{times} tests of {distribution} alone were skipped: {reason}")
     said = "".join(f", {times} not ({reason})" for reason, times in sorted(skipped.items()))

@@ -416,7 +416,11 @@ def test_recipes_as_json_has_all_that_the_text_has(run: Run) -> None:
 
 def test_recipes_of_an_unknown_name_or_field_says_what_there_is(run: Run) -> None:
     code, out, err = run("recipes", "nvpf4")
-    assert (code, out) == (1, "") and "no recipe 'nvpf4'; did you mean 'nvfp4'? Known: fp8_block, " in err
+    assert (
+        (code, out) == (1, "")
+        and "no recipe 'nvpf4'; did you mean 'nvfp4'? Known: " in err
+        and " fp8_block, fp8_current, " in err
+    )
     code, out, err = run("recipes", "nvfp4,block=16")
     assert (code, out) == (1, "") and "recipe 'nvfp4' has no field 'block'" in err and "block_size" in err
 

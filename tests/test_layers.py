@@ -164,6 +164,7 @@ def test_torch_layers_use_the_kernels_with_and_without_gradients(reached: Any) -
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch 2.11's own
 @pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.rest
 def test_compiled_torch_graphs_use_the_kernels_forward_and_backward(reached: Any, backend: str) -> None:
     torch = pytest.importorskip("torch")
     breccia_torch = pytest.importorskip("breccia_torch")

@@ -1121,6 +1121,7 @@ def test_a_history_casts_and_records_at_once(place: Place) -> None:
     assert "No kernel runs for this call" in str(breccia.explain("record_amax", "mxfp8", on=place.framework))
 
 
+@pytest.mark.rest
 def test_torch_compiles_a_history_without_breaking_the_graph() -> None:
     torch = pytest.importorskip("torch")
     from breccia_torch.operators import enable_compile
