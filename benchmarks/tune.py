@@ -90,7 +90,7 @@ class Case:
         st = ScaledTensor.from_parts(*parts[:2], st.recipe, st.layout, *parts[2:], st.axis, st.padding)
         if not self.rows:
             return st
-        from breccia_triton.fused_matmul import Operand
+        from breccia_triton.multiplying import Operand
 
         a = torch.ones((self.rows, self.shape[1]), dtype=dtype, device=device)
         return Operand(a, False), Operand(st.mT, True)

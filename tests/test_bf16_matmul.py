@@ -29,7 +29,7 @@ from breccia.dispatch.table import Table
 from breccia.kernels import bounds
 from breccia.testing.laws import products
 from breccia.testing.places import Place
-from breccia_triton import bf16_matmul, bf16_plans, plans, plugin
+from breccia_triton import bf16_matmul, bf16_plans, multiplying, plans, plugin
 from breccia_triton.cuda import compiler, fp8_plans
 
 ON_GPU = torch.cuda.is_available()
@@ -214,7 +214,7 @@ def parts_of(st: Any, **changed: Any) -> Any:
 
 def flags_of(x: Any, second: bool = False) -> Any:
     """(The flags that the decoding pass writes: whether there is one, and for each line; its BF16 numbers)."""
-    given = bf16_matmul._Operand(x, second)
+    given = multiplying.Operand(x, second)
     side = bf16_matmul.Decoding(given, bf16_matmul.hardware(x.data.device), 0, False)
     flags = torch.zeros(1 + side.matrices * side.lines, dtype=torch.int32, device=DEVICE)
     found = side(given, flags, bf16_matmul.current_stream(flags.device))
@@ -650,7 +650,7 @@ def test_the_kernel_runs_where_it_is_estimated_to_be_fastest() -> None:
 COMPILED = """
 import sys, torch, breccia
 from triton.backends.compiler import GPUTarget
-from breccia_triton import bf16_matmul, launch
+from breccia_triton import bf16_matmul, launch, multiplying
 from breccia_triton.facts import Hardware
 
 capability = int(sys.argv[1])
@@ -664,10 +664,10 @@ class Launcher(launch.Launcher):
 bf16_matmul.Launcher, bf16_matmul.hardware = Launcher, lambda device: Hardware(True, capability >= 89)
 bias, x = torch.ones(128, dtype=torch.bfloat16), torch.randn(96, 256)
 for spec in ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp4", "mxint8", "nvfp4"):
-    w = bf16_matmul._Operand(breccia.cast(torch.randn(128, 256), spec).mT, True)
+    w = multiplying.Operand(breccia.cast(torch.randn(128, 256), spec).mT, True)
     for a in (breccia.cast(x, spec), breccia.cast(x.mT.contiguous(), spec, axis=-2).mT, x.bfloat16()):
-        bf16_matmul.Call(bf16_matmul._Operand(a, False), w, None, "bfloat16")
-        bf16_matmul.Call(bf16_matmul._Operand(a, False), w, bias, "float16")
+        bf16_matmul.Call(multiplying.Operand(a, False), w, None, "bfloat16")
+        bf16_matmul.Call(multiplying.Operand(a, False), w, bias, "float16")
 print(len(made), "kernels compiled:", *sorted(set(made)))
 """
 

@@ -33,7 +33,7 @@ from breccia.kernels import bounds
 from breccia.testing.laws import products
 from breccia.testing.places import Place
 from breccia_torch.ops import TORCH
-from breccia_triton import fused, fused_matmul, fused_plans, plugin, tuning
+from breccia_triton import fused, fused_matmul, fused_plans, multiplying, plugin, tuning
 from breccia_triton.choices import Choice
 from breccia_triton.cuda import compiler, fp8_plans
 
@@ -504,8 +504,8 @@ def test_operands_on_several_devices_are_refused() -> None:
 )
 def test_steps_lie_within_a_block_and_in_two_or_more_parts_of_k(m: int, spec: str, choice: dict[str, int]) -> None:
     x, w = torch.zeros(m, 192).bfloat16(), breccia.cast(torch.ones(40, 192), spec).mT
-    sides = fused_matmul.Operand(x, False).described(True, fused_matmul.hardware(x.device)), None
-    b = fused_matmul.Operand(w, True).described(False, fused_matmul.hardware(x.device))
+    sides = fused_matmul.described(multiplying.Operand(x, False), True, fused_matmul.hardware(x.device)), None
+    b = fused_matmul.described(multiplying.Operand(w, True), False, fused_matmul.hardware(x.device))
     made = fused.Product(sides[0], b, None, "float32", fused_matmul.hardware(x.device), lambda key: Choice(**choice))
     group = fused_plans.group_of(w.layout.plain.block(-2))
     assert made.way.folded or group % made.plan.deep == 0
@@ -640,7 +640,7 @@ def test_products_run_on_the_current_stream() -> None:
 COMPILED = """
 import sys, torch, breccia
 from triton.backends.compiler import GPUTarget
-from breccia_triton import fused_matmul, launch
+from breccia_triton import fused_matmul, launch, multiplying
 from breccia_triton.facts import Hardware
 
 name = sys.argv[1]
@@ -658,7 +658,7 @@ class Launcher(launch.Launcher):
 fused_matmul.Launcher, fused_matmul.hardware = Launcher, lambda device: found
 
 def compiled(a, b, bias=None, dtype="bfloat16"):
-    fused_matmul._made(fused_matmul.Operand(a, False), fused_matmul.Operand(b, True), bias, dtype)
+    fused_matmul._made(multiplying.Operand(a, False), multiplying.Operand(b, True), bias, dtype)
 
 bias, x = torch.ones(512, dtype=torch.bfloat16), torch.randn(128, 1024)
 for spec in ("int4", "int4,symmetric=false,signed=false,group_size=32", "int4,symmetric=false,signed=false,offset=bias",

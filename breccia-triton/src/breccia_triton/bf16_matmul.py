@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, checks, composites, dtype_name
-from breccia_torch.ops import autocast_dtype, need_dense
+from breccia.backend import checks, dtype_name
+from breccia_torch.ops import autocast_dtype
 
 from .bf16_kernels import Side, exact_kernel, finishing_kernel, mending_kernel
 from .bf16_plans import range_of
@@ -33,8 +32,9 @@ from .choices import Choose, choices_of
 from .cuda.fp8_matmul import check_out
 from .facts import LARGE, NUMBERS, Argument, Hardware, grid_of
 from .geometry import Tile, divided_up, plain_tile
-from .launch import Launcher, Remembered, current_stream, empty, on
-from .operands import addresses, codes_of, components_of, facts_of, hardware, need_one_device, writable
+from .launch import Launcher, Remembered, current_stream, empty
+from .multiplying import Operand, multiplied, need_one_device_for
+from .operands import addresses, codes_of, components_of, hardware, writable
 from .plans import readable
 from .prepare import Launch, decoding, needed
 from .specs import Unsupported
@@ -46,66 +46,11 @@ _TILE, _DEPTH, _WARPS, _PROGRAMS = 64, 32, 4, 512
 def matmul_bf16(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
     """`matmul` as `breccia.matmul` documents it."""
     checks.check_matmul(a, b, bias)
-    a, b = _Operand(a, False), _Operand(b, True)
-    key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
-    call = _calls.get(key)
-    if call is None:
-        try:
-            call = Call(a, b, bias, out_dtype)
-        except Unsupported as e:
-            call = str(e)
-        _calls.keep(key, call)
-    if isinstance(call, str):
-        return composites.matmul(a.given, b.given, bias, out_dtype, out)
-    with on(call.device):
-        return call(a, b, bias, out)
+    return multiplied(_calls, Call, Operand(a, False), Operand(b, True), bias, out_dtype, out)
 
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls = Remembered()
-
-
-class _Operand:
-    """An operand whose numbers or codes are in C order in memory: K last, or, where `k_last` is false, first.
-
-    given: the operand of the call. x: it, or with `swapped` its transpose, in C order; a copy if it is in neither order.
-    """
-
-    def __init__(self, given: Any, second: bool) -> None:
-        self.given, self.scaled = given, isinstance(given, ScaledTensor)
-        data = given.data if self.scaled else given
-        need_dense(data)
-        swapped = not data.is_contiguous() and data.mT.is_contiguous()
-        x = given.mT if swapped else given
-        if not (swapped or data.is_contiguous()):
-            x = _contiguous(given) if self.scaled else given.contiguous()
-        self.x, self.swapped, self.k_last = x, swapped, swapped == second
-        self.facts = (swapped, *(facts_of(x) if self.scaled else (x.shape, x.dtype, x.device)))
-
-    @property
-    def data(self) -> Any:
-        return self.x.data if self.scaled else self.x
-
-    @property
-    def global_scale(self) -> Any:
-        return self.x.global_scale if self.scaled else None
-
-
-def _contiguous(st: ScaledTensor) -> ScaledTensor:
-    """The tensor with codes in C order."""
-    return ScaledTensor.from_parts(
-        st.data.contiguous(), st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding
-    )
-
-
-def _arrays(a: _Operand, b: _Operand, bias: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays of a call, by what they are."""
-    yield "bias", bias
-    for name, operand in (("a", a), ("b", b)):
-        yield f"{name}'s codes" if operand.scaled else name, operand.data
-        if operand.scaled:
-            yield f"{name}'s scale", operand.x.scale
-            yield f"{name}'s global scale", operand.global_scale
 
 
 class Call:
@@ -114,13 +59,13 @@ class Call:
     direct: cuBLAS writes the result itself. Raises Unsupported.
     """
 
-    def __init__(self, a: _Operand, b: _Operand, bias: Any, out_dtype: str) -> None:
+    def __init__(self, a: Operand, b: Operand, bias: Any, out_dtype: str) -> None:
         left, right = tuple(a.given.shape), tuple(b.given.shape)
         self.device, self.dtype = a.data.device, getattr(torch, out_dtype)
         self.shape = (*torch.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
         if 0 in self.shape or not left[-1]:
             raise Unsupported("an empty tensor")
-        need_one_device(a.data.device, _arrays(a, b, bias))
+        need_one_device_for(a, b, bias)
         found = hardware(self.device)
         self.a = Decoding(a, found, 0, merged=math.prod(right[:-2]) == 1)
         self.b = Decoding(b, found, self.a.matrices * self.a.lines, merged=False)
@@ -134,7 +79,7 @@ class Call:
         self.mend = Launcher(result.mending(self.a, self.b, added))
         self.flags = 1 + self.b.first + self.b.matrices * self.b.lines
 
-    def __call__(self, a: _Operand, b: _Operand, bias: Any, out: Any) -> Any:
+    def __call__(self, a: Operand, b: Operand, bias: Any, out: Any) -> Any:
         """The product, on the current device."""
         shape, dtype, device = self.shape, self.dtype, self.device
         if out is not None:
@@ -150,7 +95,7 @@ class Call:
         if self.finish is not None:
             scales = addresses([x for x in (a.global_scale, b.global_scale) if x is not None])
             self.finish(stream, (*addresses([sums], 1), *scales, *ends, *marks))
-        operands = *self.a.components(a), *self.b.components(b)
+        operands = *a.components, *b.components
         self.mend(stream, (*operands, *marks, *ends))
         return to if out is None or to is out else out.copy_(to)
 
@@ -171,7 +116,7 @@ class Decoding:
     depth: K. first: of its flags. outer: the constants of its global scale, or None.
     """
 
-    def __init__(self, operand: _Operand, found: Hardware, first: int, merged: bool) -> None:
+    def __init__(self, operand: Operand, found: Hardware, first: int, merged: bool) -> None:
         self.k_last, self.first, self.codes, self.outer = operand.k_last, first, None, None
         self.limits = 0.0, 0.0
         merged = merged and self.k_last
@@ -208,7 +153,7 @@ class Decoding:
         integers = (rows, columns, self.first, *groups)
         return replace(made, function=exact_kernel, arguments=arguments, constants=constants, integers=integers)
 
-    def __call__(self, operand: _Operand, flags: Any, stream: int) -> Any:
+    def __call__(self, operand: Operand, flags: Any, stream: int) -> Any:
         """The BF16 numbers of an operand, in the axes of the product."""
         found = operand.x
         if operand.scaled:
@@ -216,10 +161,6 @@ class Decoding:
             arrays = *addresses(components_of(operand.x)), *addresses([found], 1), *addresses([flags])
             self.exact(stream, arrays)
         return found.mT if operand.swapped else found
-
-    def components(self, operand: _Operand) -> list[Any]:
-        """What `mending_kernel` reads of an operand."""
-        return addresses(components_of(operand.x)) if operand.scaled else addresses([operand.x], 1)
 
     def arguments(self, name: str) -> dict[str, Argument]:
         """Their types, under the operand's name."""

@@ -1,0 +1,93 @@
+"""What products of torch tensors by kernels of this package share: operands in C order, and calls that are prepared once."""
+
+# pyright: basic, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from breccia.backend import ScaledTensor, composites
+from breccia_torch.ops import need_dense
+
+from .launch import Remembered, on
+from .operands import addresses, components_of, facts_of, need_one_device
+from .specs import Unsupported
+
+
+class Operand:
+    """An operand whose numbers or codes are in C order in memory: K last, or, where `k_last` is false, first.
+
+    given: the operand of the call. swaps: may it be transposed? x: it, or with `swapped` its transpose, in C order; a copy if
+    it is in neither order.
+    """
+
+    def __init__(self, given: Any, second: bool, swaps: bool = True) -> None:
+        self.given, self.scaled = given, isinstance(given, ScaledTensor)
+        data = given.data if self.scaled else given
+        need_dense(data)
+        swapped = swaps and not data.is_contiguous() and data.mT.is_contiguous()
+        x: Any = given.mT if swapped else given
+        if not (swapped or data.is_contiguous()):
+            x = _contiguous(given) if self.scaled else given.contiguous()
+        self.x = x
+        self.swapped, self.k_last = swapped, swapped == second
+        own = facts_of(x) if self.scaled else (x.shape, x.dtype, x.device, x.data_ptr() % 16 == 0)
+        self.facts = (swapped, *own)
+
+    @property
+    def data(self) -> Any:
+        return self.x.data if self.scaled else self.x
+
+    @property
+    def global_scale(self) -> Any:
+        return self.x.global_scale if self.scaled else None
+
+    @property
+    def components(self) -> list[Any]:
+        """What a kernel reads of it."""
+        return addresses(components_of(self.x)) if self.scaled else addresses([self.x], 1)
+
+
+def _contiguous(st: ScaledTensor) -> ScaledTensor:
+    """The tensor with codes in C order."""
+    return ScaledTensor.from_parts(
+        st.data.contiguous(), st.scale, st.recipe, st.layout, st.zero_point, st.global_scale, st.axis, st.padding
+    )
+
+
+def need_one_device_for(a: Operand, b: Operand, bias: Any) -> None:
+    """Raise UnsupportedError unless all arrays of a product are on one device."""
+    need_one_device(a.data.device, _arrays(a, b, bias))
+
+
+def _arrays(a: Operand, b: Operand, bias: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of a product, by what they are."""
+    yield "bias", bias
+    for name, operand in (("a", a), ("b", b)):
+        yield f"{name}'s codes" if operand.scaled else name, operand.data
+        if operand.scaled:
+            yield f"{name}'s scale", operand.x.scale
+            yield f"{name}'s zero-point", operand.x.zero_point
+            yield f"{name}'s global scale", operand.x.global_scale
+
+
+#: Makes a call for (a, b, bias, name of the result's dtype), which takes (a, b, bias, out). Raises Unsupported.
+Make = Callable[[Operand, Operand, Any, str], Callable[[Operand, Operand, Any, Any], Any]]
+
+
+def multiplied(calls: Remembered, make: Make, a: Operand, b: Operand, bias: Any, out_dtype: str, out: Any) -> Any:
+    """The product by a call that `calls` remembers, or by decoding where `make` refuses; then `calls` remembers the reason."""
+    key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
+    call = calls.get(key)
+    if call is None:
+        try:
+            call = make(a, b, bias, out_dtype)
+        except Unsupported as e:
+            call = str(e)
+        calls.keep(key, call)
+    if isinstance(call, str):
+        return composites.matmul(a.given, b.given, bias, out_dtype, out)
+    with on(call.device):
+        return call(a, b, bias, out)
