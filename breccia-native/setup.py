@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-HEADERS = [f"src/breccia_native/{name}.h" for name in ("bits", "numbers", "pool", "versions")]
+HEADERS = [f"src/breccia_native/{name}.h" for name in ("bits", "numbers", "pool", "transpose", "versions")]
 
 setup(
     ext_modules=[

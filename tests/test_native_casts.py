@@ -145,11 +145,18 @@ def test_eights_of_codes_are_packed_from_the_low_bits_on(instructions: str, bits
 @pytest.mark.parametrize("codec", ELEMENTS, ids=lambda c: c.name)
 def test_codes_are_decoded_at_every_length_in_either_orientation(instructions: str, codec: Codec) -> None:
     for length in LENGTHS:
-        check_decoded(codec, length)
+        check_decoded(codec, length, 17)
 
 
-def check_decoded(codec: Codec, length: int) -> None:
-    made, rows, count = np.random.default_rng(length), 17, {4: 2, 6: 4, 8: 1}[codec.bits]
+@pytest.mark.parametrize("rows", [1, 15, 255, 256, 257, 513])
+@pytest.mark.parametrize("codec", [E2M1, E2M3, E4M3], ids=lambda c: c.name)
+def test_codes_of_many_rows_are_decoded_in_either_orientation(instructions: str, codec: Codec, rows: int) -> None:
+    for length in (20, 257):
+        check_decoded(codec, length, rows)
+
+
+def check_decoded(codec: Codec, length: int, rows: int) -> None:
+    made, count = np.random.default_rng(length), {4: 2, 6: 4, 8: 1}[codec.bits]
     codes = made.integers(0, 1 << codec.bits, (rows, -(-length // count) * count), dtype=np.uint8)
     bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., : codec.bits].reshape(rows, -1)
     data = np.packbits(bits, axis=1, bitorder="little")

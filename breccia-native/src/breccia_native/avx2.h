@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "tiles.h"
+#include "transpose.h"
 
 typedef float f8 __attribute__((vector_size(32)));
 
@@ -207,27 +208,6 @@ static Py_ssize_t most_streams_of_avx2(int kind, int role, Py_ssize_t span)
 }
 
 /* ------------------------------------------------------------------------------------------------ tiles */
-
-/* Lane i of vector j to lane j of vector i. */
-FOR_AVX2 INLINE void transposed8(__m256 r[8])
-{
-    __m256 t[8];
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4)
-        UNROLL for (int j = 0; j < 2; j++) {
-            const __m256d a = _mm256_castps_pd(t[i + j]), b = _mm256_castps_pd(t[i + j + 2]);
-            r[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
-            r[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
-        }
-    UNROLL for (int j = 0; j < 4; j++) {
-        const __m256 a = r[j], b = r[4 + j];
-        r[j] = _mm256_permute2f128_ps(a, b, 0x20);
-        r[4 + j] = _mm256_permute2f128_ps(a, b, 0x31);
-    }
-}
 
 /* A chunk's scales (or offsets) of 8 rows: those of span s in vector s. */
 FOR_AVX2 INLINE void scales_by_avx2(const float *const *rows, Py_ssize_t c, __m256 to[SPANS])

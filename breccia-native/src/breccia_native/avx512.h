@@ -527,30 +527,6 @@ static int stream_by_vbmi(const weight *w, const panel *p, const float *x, Py_ss
 
 /* ------------------------------------------------------------------------------------------------ tiles */
 
-/* Lane i of vector j to lane j of vector i. */
-FOR_AVX512 INLINE void transposed(__m512 r[16])
-{
-    __m512 t[16];
-    UNROLL for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 16; i += 4)
-        UNROLL for (int j = 0; j < 2; j++) {
-            const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
-            r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-            r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-        }
-    UNROLL for (int j = 0; j < 4; j++) {
-        const __m512 a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
-        const __m512 c = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88), d = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
-        r[j] = _mm512_shuffle_f32x4(a, c, 0x88);
-        r[4 + j] = _mm512_shuffle_f32x4(b, d, 0x88);
-        r[8 + j] = _mm512_shuffle_f32x4(a, c, 0xdd);
-        r[12 + j] = _mm512_shuffle_f32x4(b, d, 0xdd);
-    }
-}
-
 /* A chunk's scales (or offsets) of 16 rows: those of span s in vector s. Where `same`, in vector 0 only. */
 FOR_AVX512 INLINE void scales_of_rows(const int same, const float *const *rows, Py_ssize_t c, __m512 *to)
 {

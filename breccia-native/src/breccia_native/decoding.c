@@ -13,12 +13,16 @@
 
 #if defined(X86_VERSIONS)
 #include <immintrin.h>
+
+#include "transpose.h"
 #endif
 
 /* Numbers decoded at once: whole bytes for codes of 4, 6 and 8 bits. */
 #define STRIP 256
-/* Rows of a strip that are transposed together: a cache line of FP32. */
+/* Of a square that is transposed in registers: a cache line of FP32. */
 #define SIDE 16
+/* Rows that are transposed together: DRAM takes shorter runs of columns several times as slowly. */
+#define TALL 256
 
 /* How codes become numbers: by a table; as a minifloat, computed without one; as an integer times a unit. */
 enum { TABLE, MINIFLOAT, INTEGER };
@@ -60,7 +64,8 @@ typedef struct {
 /* What versions do with instructions of their own: FP32 numbers of pairs of 4-bit codes, the first in the low half, by a table of 16
    numbers; FP16 as FP32; and FP32 as FP16, where NaNs are quiet. `strip` writes the first of n numbers in the dtype of the result,
    from registers, and returns how many: those of usual blocks without special numbers; past the caches with `stream`, for which `to`
-   is a multiple of 64. `past` copies n bytes past the caches. */
+   is a multiple of 64. `past` copies n bytes past the caches. turn: the transpose of a square of numbers,
+   whose rows are `STRIP` numbers apart; of the transpose, `TALL`. */
 typedef struct {
     Py_ssize_t (*strip)(const task *, const element *, const factors *, place, const uint8_t *, Py_ssize_t n, int kind,
         int stream, void *to);
@@ -68,6 +73,7 @@ typedef struct {
     void (*pairs)(const uint8_t *data, Py_ssize_t n, const float *table, float *y);
     void (*widen)(const uint16_t *halves, Py_ssize_t n, float *y);
     void (*narrow)(const float *y, Py_ssize_t n, uint16_t *halves);
+    void (*turn)(const float *rows, float *columns);
 } routines;
 
 /* -------------------------------------------------------------------------------------------------- routines */
@@ -113,6 +119,38 @@ static void portable_narrow(const float *y, Py_ssize_t n, uint16_t *halves)
 {
     some_narrowed(y, 0, n, halves);
 }
+
+static void portable_turn(const float *rows, float *columns)
+{
+    for (int j = 0; j < SIDE; j++)
+        for (int i = 0; i < SIDE; i++)
+            columns[j * TALL + i] = rows[i * STRIP + j];
+}
+
+#if defined(X86_VERSIONS)
+FOR_AVX2 static void avx2_turn(const float *rows, float *columns)
+{
+    for (int i = 0; i < SIDE; i += 8)
+        for (int j = 0; j < SIDE; j += 8) {
+            __m256 v[8];
+            for (int n = 0; n < 8; n++)
+                v[n] = _mm256_loadu_ps(rows + (i + n) * STRIP + j);
+            transposed8(v);
+            for (int n = 0; n < 8; n++)
+                _mm256_storeu_ps(columns + (j + n) * TALL + i, v[n]);
+        }
+}
+
+FOR_AVX512 static void avx512_turn(const float *rows, float *columns)
+{
+    __m512 v[SIDE];
+    for (int n = 0; n < SIDE; n++)
+        v[n] = _mm512_loadu_ps(rows + n * STRIP);
+    transposed(v);
+    for (int n = 0; n < SIDE; n++)
+        _mm512_storeu_ps(columns + n * TALL, v[n]);
+}
+#endif
 
 #define portable_strip NULL
 #define portable_past NULL
@@ -602,89 +640,99 @@ INLINE void emit(char *to, const float *y, Py_ssize_t n, int kind, const routine
     write_past(to, (const char *)halves, 2 * n, own, stream);
 }
 
-/* turned[j] = the jth number of each of SIDE rows, `STRIP` numbers apart, for four j. */
-INLINE void four_turned(const float *rows, float turned[4][SIDE])
+/* Are rows of the result, not columns, adjacent in memory? Parts are then one strip wide: each column lies in a page of its own. */
+INLINE int is_turned(const task *t)
 {
-    for (int r = 0; r < SIDE; r += 4) {
-        const float *a = rows + r * STRIP;
-#if defined(X86_VERSIONS)
-        __m128 q0 = _mm_loadu_ps(a), q1 = _mm_loadu_ps(a + STRIP), q2 = _mm_loadu_ps(a + 2 * STRIP), q3 = _mm_loadu_ps(a + 3 * STRIP);
-        _MM_TRANSPOSE4_PS(q0, q1, q2, q3);
-        _mm_storeu_ps(turned[0] + r, q0);
-        _mm_storeu_ps(turned[1] + r, q1);
-        _mm_storeu_ps(turned[2] + r, q2);
-        _mm_storeu_ps(turned[3] + r, q3);
-#else
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 4; i++)
-                turned[j][r + i] = a[i * STRIP + j];
-#endif
-    }
+    const Py_ssize_t size = t->kind == FP32 ? 4 : 2;
+    return t->along != size && t->down == size;
 }
 
-INLINE void matrix_decoded(const task *t, const element *e, const factors *f, const routines *own, int kind)
+/* The part of a result whose rows are adjacent in memory, or of one that is strided both ways. */
+INLINE void rows_decoded(const task *t, const element *e, const factors *f, const routines *own, int kind)
 {
     const Py_ssize_t size = kind == FP32 ? 4 : 2;
-    const int turned = t->along != size && t->down == size;
-    float y[SIDE * STRIP];
-    for (Py_ssize_t r = t->row, height; r < t->row_end; r += height) {
-        height = turned && t->row_end - r >= SIDE ? SIDE : 1;
+    float y[STRIP];
+    for (Py_ssize_t r = t->row; r < t->row_end; r++)
         for (Py_ssize_t c = t->column; c < t->column_end; c += STRIP) {
             const Py_ssize_t n = t->column_end - c < STRIP ? t->column_end - c : STRIP;
+            const uint8_t *data = t->data + r * t->pitch + c * e->bits / 8;
             char *to = t->out + r * t->down + c * t->along;
+            const int adjacent = t->along == size, past = adjacent && t->stream && (uintptr_t)to % 64; /* then by way of the cache */
+            char *const first = adjacent && !past ? to : (char *)y;
             Py_ssize_t done = 0;
-            if (t->along == size && own->strip) {
-                const int past = t->stream && (uintptr_t)to % 64; /* then by way of the cache */
-                done = own->strip(t, e, f, place_of(t, r, c), t->data + r * t->pitch + c * e->bits / 8, n, kind, t->stream && !past,
-                    past ? (char *)y : to);
-                if (past)
-                    write_past(to, (const char *)y, done * size, own, 1);
-            }
-            for (Py_ssize_t i = 0; i < height; i++) {
-                if (t->along != size && own->strip)
-                    done = own->strip(t, e, f, place_of(t, r + i, c), t->data + (r + i) * t->pitch + c * e->bits / 8, n, FP32, 0,
-                        y + i * STRIP);
-                if (done < n)
-                    strip_of(t, e, f, own, r + i, c + done, n - done, y + i * STRIP + done);
-            }
-            if (t->along == size)
+            if (own->strip)
+                done = own->strip(t, e, f, place_of(t, r, c), data, n, adjacent ? kind : FP32, adjacent && t->stream && !past, first);
+            if (past)
+                write_past(to, (const char *)y, done * size, own, 1);
+            if (done < n)
+                strip_of(t, e, f, own, r, c + done, n - done, y + done);
+            if (adjacent)
                 emit(to + done * size, y + done, n - done, kind, own, t->stream);
-            else if (height == 1)
+            else
                 for (Py_ssize_t i = 0; i < n; i++)
                     emit(to + i * t->along, y + i, 1, kind, own, 0);
-            else {
-                float columns[4][SIDE];
-                for (Py_ssize_t i = 0; i < n; i += 4) {
-                    four_turned(y + i, columns);
-                    for (Py_ssize_t j = 0; j < 4 && i + j < n; j++)
-                        emit(to + (i + j) * t->along, columns[j], SIDE, kind, own, t->stream);
-                }
+        }
+}
+
+/* The part of a result whose columns are adjacent in memory. */
+INLINE void columns_decoded(const task *t, const element *e, const factors *f, const routines *own, int kind)
+{
+    float y[TALL * STRIP], columns[SIDE * TALL];
+    for (Py_ssize_t r = t->row; r < t->row_end; r += TALL)
+        for (Py_ssize_t c = t->column; c < t->column_end; c += STRIP) {
+            const Py_ssize_t n = t->column_end - c < STRIP ? t->column_end - c : STRIP;
+            const Py_ssize_t height = t->row_end - r < TALL ? t->row_end - r : TALL;
+            for (Py_ssize_t i = 0; i < height; i++) {
+                const uint8_t *data = t->data + (r + i) * t->pitch + c * e->bits / 8;
+                float *row = y + i * STRIP;
+                const Py_ssize_t done = own->strip ? own->strip(t, e, f, place_of(t, r + i, c), data, n, FP32, 0, row) : 0;
+                if (done < n)
+                    strip_of(t, e, f, own, r + i, c + done, n - done, row + done);
+            }
+            for (Py_ssize_t i = 0; i < n; i += SIDE) {
+                for (Py_ssize_t j = 0; j < height; j += SIDE)
+                    own->turn(y + j * STRIP + i, columns + j);
+                for (Py_ssize_t j = 0; j < SIDE && i + j < n; j++)
+                    emit(t->out + r * t->down + (c + i + j) * t->along, columns + j * TALL, height, kind, own, t->stream);
             }
         }
-    }
+}
+
+/* Other threads see what was written past the caches after this. */
+INLINE void finish(const task *t)
+{
 #if defined(X86_VERSIONS)
     if (t->stream)
         _mm_sfence();
+#else
+    (void)t;
 #endif
 }
 
 /* -------------------------------------------------------------------------------------------------- processors */
 
 typedef struct {
-    void (*decode)(const task *, const element *, const factors *);
+    void (*rows)(const task *, const element *, const factors *);
+    void (*columns)(const task *, const element *, const factors *);
 } version;
 
-#define VERSION(name, target)                                                                                               \
-    static const routines name##_routines = {name##_strip, name##_past, name##_pairs, name##_widen, name##_narrow};                                    \
-    target static void name##_decode(const task *t, const element *e, const factors *f)                                     \
+/* A function for each kind of results. */
+#define FOR_KINDS(name, target, part)                                                                                       \
+    target static void name##_##part(const task *t, const element *e, const factors *f)                                     \
     {                                                                                                                       \
-        switch (t->kind) { /* each compiled for its kind */                                                                 \
-        case FP32: matrix_decoded(t, e, f, &name##_routines, FP32); break;                                                  \
-        case BF16: matrix_decoded(t, e, f, &name##_routines, BF16); break;                                                  \
-        default: matrix_decoded(t, e, f, &name##_routines, FP16);                                                           \
+        switch (t->kind) {                                                                                                  \
+        case FP32: part##_decoded(t, e, f, &name##_routines, FP32); break;                                                  \
+        case BF16: part##_decoded(t, e, f, &name##_routines, BF16); break;                                                  \
+        default: part##_decoded(t, e, f, &name##_routines, FP16);                                                           \
         }                                                                                                                   \
-    }                                                                                                                       \
-    static const version name = {name##_decode};
+        finish(t);                                                                                                          \
+    }
+#define VERSION(name, target)                                                                                               \
+    static const routines name##_routines = {                                                                               \
+        name##_strip, name##_past, name##_pairs, name##_widen, name##_narrow, name##_turn};                                 \
+    FOR_KINDS(name, target, rows)                                                                                           \
+    FOR_KINDS(name, target, columns)                                                                                        \
+    static const version name = {name##_rows, name##_columns};
 
 VERSION(portable, )
 #if defined(X86_VERSIONS)
@@ -704,7 +752,7 @@ typedef struct {
     const task *t;
     const element *e;
     const factors *f;
-    Py_ssize_t rows, across, next; /* rows of a part; how many parts are side by side; the next part */
+    Py_ssize_t rows, columns, across, next; /* of a part; how many parts are side by side; the next part */
 } decoding;
 
 static void decode_part(decoding *d, Py_ssize_t i)
@@ -712,9 +760,9 @@ static void decode_part(decoding *d, Py_ssize_t i)
     task part = *d->t;
     part.row = i / d->across * d->rows;
     part.row_end = part.row + d->rows < part.rows ? part.row + d->rows : part.rows;
-    part.column = i % d->across * ACROSS;
-    part.column_end = part.column + ACROSS < part.columns ? part.column + ACROSS : part.columns;
-    here->decode(&part, d->e, d->f);
+    part.column = i % d->across * d->columns;
+    part.column_end = part.column + d->columns < part.columns ? part.column + d->columns : part.columns;
+    (is_turned(&part) ? here->columns : here->rows)(&part, d->e, d->f);
 }
 
 static Py_ssize_t parts_of(const decoding *d)
@@ -734,8 +782,8 @@ static void decode_some(void *context)
 
 static void decode_all(const task *t, const element *e, const factors *f, int threads)
 {
-    const Py_ssize_t width = t->columns < ACROSS ? t->columns : ACROSS;
-    decoding d = {t, e, f, 0, (t->columns + ACROSS - 1) / ACROSS, 0};
+    const Py_ssize_t most = is_turned(t) ? STRIP : ACROSS, width = t->columns < most ? t->columns : most;
+    decoding d = {t, e, f, 0, most, (t->columns + most - 1) / most, 0};
     d.rows = width > 0 ? PART / width / SIDE * SIDE : SIDE;
     d.rows = d.rows > SIDE ? d.rows : SIDE;
 #if defined(__GNUC__)

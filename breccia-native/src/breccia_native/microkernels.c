@@ -11,7 +11,21 @@
 #include "versions.h"
 
 #if defined(X86_VERSIONS)
-#include <immintrin.h>
+#include "transpose.h"
+#endif
+
+#if defined(__GNUC__)
+#define UNROLL _Pragma("GCC unroll 20")
+#define PREFETCH(at) __builtin_prefetch(at)
+enum { LANES = 16, MOST_STREAMS = 4 };
+typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#else
+#define UNROLL
+#define PREFETCH(at)
+enum { LANES = 1, MOST_STREAMS = 1 };
+typedef uint32_t lanes;
+typedef uint32_t unaligned_lanes;
 #endif
 
 INLINE uint32_t number_at(const char *x, int kind)
@@ -24,16 +38,43 @@ INLINE uint32_t number_at(const char *x, int kind)
 /* A square whose side is a cache line of FP32. */
 #define SIDE 16
 
-/* The transpose of SIDE rows of SIDE adjacent numbers, `stride` bytes apart. */
+/* The transpose of SIDE rows of SIDE adjacent numbers, `stride` bytes apart. Four squares later ones are prefetched. */
 INLINE void square_of(const char *x, Py_ssize_t stride, int kind, uint32_t *found, Py_ssize_t columns)
 {
     uint32_t tile[SIDE][SIDE];
+    for (int j = 0; j < SIDE; j++)
+        PREFETCH(x + j * stride + 4 * SIDE * (kind == FP32 ? 4 : 2));
     for (int j = 0; j < SIDE; j++)
         row_of(x + j * stride, SIDE, kind, tile[j]);
     for (int i = 0; i < SIDE; i++)
         for (int j = 0; j < SIDE; j++)
             found[i * columns + j] = tile[j][i];
 }
+
+typedef void square(const char *x, Py_ssize_t stride, int kind, uint32_t *found, Py_ssize_t columns);
+
+#define baseline_square square_of
+#if defined(X86_VERSIONS)
+#define avx2_square square_of
+
+FOR_AVX512 INLINE void avx512_square(const char *x, Py_ssize_t stride, int kind, uint32_t *found, Py_ssize_t columns)
+{
+    const Py_ssize_t size = kind == FP32 ? 4 : 2;
+    uint32_t row[SIDE];
+    __m512 v[SIDE];
+    for (int j = 0; j < SIDE; j++)
+        PREFETCH(x + j * stride + 4 * SIDE * size);
+    UNROLL for (int j = 0; j < SIDE; j++)
+        if (kind == FP32)
+            v[j] = _mm512_loadu_ps(x + j * stride);
+        else {
+            row_of(x + j * stride, SIDE, kind, row);
+            v[j] = _mm512_loadu_ps(row);
+        }
+    transposed(v);
+    UNROLL for (int i = 0; i < SIDE; i++) _mm512_storeu_ps(found + i * columns, v[i]);
+}
+#endif
 
 /* A matrix in memory: strides in bytes. */
 typedef struct {
@@ -43,7 +84,7 @@ typedef struct {
 } matrix;
 
 /* FP32 bits of a matrix in rows of `columns`. The rest of each row, and further rows, are not written. */
-INLINE void numbers_of(matrix x, uint32_t *found, Py_ssize_t columns)
+INLINE void numbers_of(matrix x, square *of_square, uint32_t *found, Py_ssize_t columns)
 {
     const Py_ssize_t size = x.kind == FP32 ? 4 : 2;
     if (x.along == size) {
@@ -54,23 +95,11 @@ INLINE void numbers_of(matrix x, uint32_t *found, Py_ssize_t columns)
     const Py_ssize_t squares = x.down == size ? x.rows / SIDE * SIDE : 0, across = x.columns / SIDE * SIDE;
     for (Py_ssize_t c = 0; c < across; c += SIDE)
         for (Py_ssize_t r = 0; r < squares; r += SIDE)
-            square_of(x.at + r * x.down + c * x.along, x.along, x.kind, found + r * columns + c, columns);
+            of_square(x.at + r * x.down + c * x.along, x.along, x.kind, found + r * columns + c, columns);
     for (Py_ssize_t r = 0; r < x.rows; r++)
         for (Py_ssize_t c = r < squares ? across : 0; c < x.columns; c++)
             found[r * columns + c] = number_at(x.at + r * x.down + c * x.along, x.kind);
 }
-
-#if defined(__GNUC__)
-#define UNROLL _Pragma("GCC unroll 20")
-enum { LANES = 16, MOST_STREAMS = 4 };
-typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#else
-#define UNROLL
-enum { LANES = 1, MOST_STREAMS = 1 };
-typedef uint32_t lanes;
-typedef uint32_t unaligned_lanes;
-#endif
 
 /* -------------------------------------------------------------------------------------------------- amax */
 
@@ -1026,9 +1055,9 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     target static void name##_load(matrix x, uint32_t *found, Py_ssize_t columns)                                           \
     {                                                                                                                       \
         switch (x.kind) { /* each compiled for its kind */                                                                  \
-        case FP32: x.kind = FP32; numbers_of(x, found, columns); break;                                                     \
-        case BF16: x.kind = BF16; numbers_of(x, found, columns); break;                                                     \
-        default: x.kind = FP16; numbers_of(x, found, columns);                                                              \
+        case FP32: x.kind = FP32; numbers_of(x, name##_square, found, columns); break;                                                     \
+        case BF16: x.kind = BF16; numbers_of(x, name##_square, found, columns); break;                                                     \
+        default: x.kind = FP16; numbers_of(x, name##_square, found, columns);                                                              \
         }                                                                                                                   \
     }                                                                                                                       \
     target static void name##_store(const uint32_t *x, Py_ssize_t n, int kind, uint16_t *found)                             \

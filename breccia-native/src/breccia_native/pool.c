@@ -21,6 +21,8 @@
 #include <unistd.h>
 
 enum { MOST = 255, SPIN_NS = 50000, YIELD_NS = 5000000, SPINS = 16 };
+/* Bytes of a thread: some C libraries give less than the largest buffers take. */
+enum { STACK = 1 << 20 };
 
 #define LOAD(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)
 #define STORE(at, value) __atomic_store_n(at, value, __ATOMIC_SEQ_CST)
@@ -113,9 +115,13 @@ static int enlisted(int wanted)
         sigfillset(&all);
         pthread_mutex_lock(&lock);
         pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of the program */
+        pthread_attr_t own;
+        pthread_attr_init(&own);
+        pthread_attr_setstacksize(&own, STACK);
         while (state.count < wanted && !LOAD(&state.stopped) &&
-               pthread_create(&state.threads[state.count], NULL, worker, NULL) == 0)
+               pthread_create(&state.threads[state.count], &own, worker, NULL) == 0)
             state.count++;
+        pthread_attr_destroy(&own);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         STORE(&state.spins, state.count < sysconf(_SC_NPROCESSORS_ONLN));
         pthread_mutex_unlock(&lock);

@@ -59,6 +59,12 @@ class Piece:
     def shape(self) -> tuple[int, int]:
         return self.values.shape
 
+    @property
+    def width(self) -> int:
+        """The most columns of a chunk, where blocks allow it. Adjacent columns lie in a page each: many are slow to read."""
+        down, along = self.values.strides
+        return _TURNED if 0 < down < along else self.limit
+
 
 def cut_pieces(
     values: Array, block: Block, unit: int, lead: Shape, data: Array, *of_blocks: Array | None
@@ -82,6 +88,9 @@ def cut_pieces(
     return pieces, flat
 
 
+#: Columns of a chunk that are rows in memory.
+_TURNED = 128
+
 #: One chunk: its piece, first row, end, first column, end; and the index of its block, where the block is larger.
 Job = tuple[Piece, int, int, int, int, int]
 
@@ -89,7 +98,7 @@ Job = tuple[Piece, int, int, int, int, int]
 def _cut(piece: Piece, corner: tuple[int, int], end: tuple[int, int], m: int, unit: int, number: int) -> Iterator[Job]:
     """Chunks of a region of `piece`, in multiples of `m` rows and `unit` columns, except the last ones."""
     limit = piece.limit
-    step = min(rounded_up(end[1] - corner[1], unit), max(limit // m // unit, 1) * unit)
+    step = min(rounded_up(end[1] - corner[1], unit), max(min(limit // m, piece.width) // unit, 1) * unit)
     rise = max(limit // step // m, 1) * m
     for r in range(corner[0], end[0], rise):
         for c in range(corner[1], end[1], step):
