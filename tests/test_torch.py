@@ -30,6 +30,7 @@ from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E5M2, F16
 from breccia.tensors.components import components
 from breccia.tensors.grids import packing
+from breccia.tensors.metadata import Metadata
 from breccia.tensors.tensor import FIELDS
 from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
@@ -378,6 +379,19 @@ def test_operands_on_two_devices_are_named() -> None:
         breccia.dequantize(w, out=torch.empty(4, 32, device="meta"))
     with pytest.raises(TypeError, match=r"tensors\[0\] is on cpu and tensors\[1\] on meta"):
         breccia.concat([w, w.to("meta")], 0)
+
+
+def test_operations_leave_the_storage_of_tensors_resizable(recipe: breccia.ScalingRecipe) -> None:
+    """FSDP frees the storage of parameters between passes, where `Tensor.numpy()` has not fixed its size for good."""
+    x, bias = torch.randn(40, 96), torch.randn(40)
+    w = breccia.cast(x, recipe)
+    own = Metadata.of(w).assembled(**{name: part.clone() for name, part in components(w).items()})
+    for activations in (x, x.bfloat16()):
+        breccia.dequantize(own)
+        breccia.matmul(activations, own.mT, bias=bias)
+        breccia.cast_ste(activations, recipe)
+        used = activations, bias, *components(own).values()
+        assert all(part.untyped_storage().resizable() for part in used)
 
 
 # -- trees and checkpoints -------------------------------------------------------------------------------------------
