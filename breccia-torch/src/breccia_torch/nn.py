@@ -100,6 +100,9 @@ class ScaledWeight(_WithMetadata):
     A tensor in a storage keeps it; `state_dict` and `load_state_dict` use the components of the plain tensor.
     """
 
+    #: The dtype of decoded values, which adapters of peft follow.
+    dtype: torch.dtype = torch.float32
+
     def __init__(self, tensor: ScaledTensor) -> None:
         super().__init__()
         if not isinstance(tensor, ScaledTensor):
