@@ -367,6 +367,20 @@ def test_inputs_that_cannot_be_cast_are_named_with_a_remedy(made: Callable[[], A
         breccia.cast(made(), MXFP8, prefer="reference.cast")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_products_name_sparse_operands() -> None:
+    w, ends = breccia.cast(torch.ones(32, 32), MXFP8), torch.tensor([4], dtype=torch.int32)
+    for sparse in (ONES.to_sparse(), ONES.to_sparse_csr()):
+        for product in (
+            lambda x: breccia.matmul(x, w.mT),
+            lambda x: breccia.matmul(w, x.mT),
+            lambda x: breccia.cast_matmul(x, MXFP8, w.mT),
+            lambda x: breccia.grouped_matmul(x, breccia.stack([w]).mT, ends),
+        ):
+            with pytest.raises(breccia.UnsupportedError, match=r"x is a sparse tensor \(torch\.sparse_.* pass x\.to_dense\(\)"):
+                product(sparse)
+
+
 def test_operands_on_two_devices_are_named() -> None:
     w = breccia.cast(torch.ones(4, 32), MXFP8)
     with pytest.raises(TypeError, match="a is on meta and b on cpu; move both to one device"):

@@ -34,7 +34,6 @@ Array = Any
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
-    need_dense(x)
     scale, out = options.scale, options.out
     supplied = isinstance(scale, torch.Tensor)
     if (supplied and not _readable(scale)) or (out is not None and not _takes(out, recipe)):
@@ -205,7 +204,8 @@ def _written(x: Array) -> np.ndarray:
 
 
 def _floats(x: Array, view: Callable[[Array], np.ndarray] = _read) -> np.ndarray:
-    """Numbers as an array. NumPy has BF16 from ml_dtypes."""
+    """Numbers as an array. NumPy has BF16 from ml_dtypes. Raises UnsupportedError for a sparse tensor."""
+    need_dense(x)
     if x.is_neg():  # an imaginary part may have torch's negative bit, which NumPy lacks
         x = x.resolve_neg()
     return _array(x, view).view(bfloat16()) if x.dtype == torch.bfloat16 else view(x)
