@@ -833,3 +833,67 @@ def test_operands_on_the_host_and_on_a_device_are_named() -> None:
         breccia.matmul(torch.ones(4, 32), st.mT)
     with pytest.raises(TypeError, match="x is on cuda:0 and scale on cpu; move both to one device"):
         breccia.cast(torch.ones(4, 32).cuda(), CURRENT, scale=torch.tensor(1.0))
+
+
+# -- torch.export -----------------------------------------------------------------------------------------------------
+
+
+class EveryOp(torch.nn.Module):
+    """Each op that a model may call, on activations of shape (tokens, 64)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = breccia_torch.nn.ScaledWeight(breccia.cast(torch.randn(64, 64), "nvfp4"))
+        self.experts = breccia_torch.nn.ScaledWeight(breccia.stack([self.weight.tensor] * 2))
+
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        w = self.weight.tensor
+        st, (along, down) = breccia.cast(x, "mxfp8"), breccia.cast_pair(x, "fp8_current")
+        ends = torch.stack([torch.tensor(1), torch.tensor(x.shape[0])]).to(torch.int32)
+        q, history = breccia.AmaxHistory(breccia.DelayedScaling(amax_history_len=2)).cast(x)
+        return [
+            breccia.dequantize(st, out_dtype=torch.bfloat16),
+            *map(breccia.dequantize, (along, down, q)),
+            history.scale,
+            breccia.dequantize(breccia.requantize(st, "fp8_block")),
+            breccia.dequantize(breccia.cast(x, "fp8_current", scale=0.5, rounding="stochastic", seed=3)),
+            breccia.matmul(x, w.mT, bias=x[0]),
+            breccia.cast_matmul(x, "mxfp8", w.mT),
+            breccia.grouped_matmul(x, self.experts.tensor.mT, ends),
+            breccia.cast_ste(x, "nvfp4"),
+            breccia.cast_ste_clipped(x, "mxfp8", -1.0, 1.0),
+            breccia.cast_ste_clipped(x, "fp8_current", clip="scale", scale=0.001),
+        ]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_contain_operators_and_take_any_batch(strict: bool, tmp_path: Path) -> None:
+    model = EveryOp()
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    program = torch.export.export(model, (torch.randn(4, 64),), dynamic_shapes=({0: tokens},), strict=strict)
+    called = {node.target._opname for node in program.graph.nodes if getattr(node.target, "namespace", "") == "breccia"}
+    casts = {"cast", "cast_pair", "cast_and_record", "dequantize", "requantize", "cast_ste"}
+    assert called == casts | {"biased_matmul", "cast_matmul", "grouped_matmul"}
+    torch.export.save(program, tmp_path / "program.pt2")
+    x = torch.randn(37, 64)
+    for run in (program.module(), torch.export.load(tmp_path / "program.pt2").module()):
+        assert all(torch.equal(a, b) for a, b in zip(run(x), model(x), strict=True))
+
+
+def test_exported_programs_take_and_return_scaled_tensors(tmp_path: Path) -> None:
+    class Requantize(torch.nn.Module):
+        def forward(self, st: breccia.ScaledTensor) -> breccia.ScaledTensor:
+            return breccia.requantize(st, "int8")
+
+    first, second = (breccia.cast(torch.randn(4, 64), "nvfp4") for _ in range(2))
+    torch.export.save(torch.export.export(Requantize(), (first,)), tmp_path / "program.pt2")
+    script = (
+        "import sys, torch, breccia_torch\n"
+        "breccia_torch.enable_compile()\n"
+        "st, folder = torch.load(sys.argv[1] + '/st.pt'), sys.argv[1]\n"
+        "print(torch.export.load(folder + '/program.pt2').module()(st).digest())\n"
+    )
+    torch.save(second, tmp_path / "st.pt")
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [breccia.requantize(second, "int8").digest()], done.stderr

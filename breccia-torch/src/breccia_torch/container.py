@@ -18,7 +18,7 @@ class _Context(NamedTuple):
 
 
 def _flatten(st: ScaledTensor) -> tuple[list[Any], _Context]:
-    held = {name: part for name in PARTS if (part := getattr(st, name)) is not None}
+    held = {name: getattr(st, name) for name in PARTS if getattr(st, name) is not None}  # Dynamo traces no := here
     return list(held.values()), _Context(Metadata.of(st), tuple(held))
 
 
