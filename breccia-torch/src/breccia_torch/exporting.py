@@ -73,5 +73,5 @@ def cast_ste(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, pr
 
 def cast_ste_clipped(x: Array, recipe: ScalingRecipe, clip: Any, options: CastOptions = DEFAULT, prefer: Any = None) -> Array:
     """`cast_ste_clipped` of the frontend."""
-    given = (None, None, clip) if isinstance(clip, str) else (*clip, "element")
-    return operators.cast_ste_clipped(x, recipe, *given[:2], clip=given[2], **options.given(), prefer=prefer)
+    low, high, clip = (None, None, clip) if isinstance(clip, str) else (*clip, "element")
+    return operators.cast_ste_clipped(x, recipe, low, high, clip=clip, **options.given(), prefer=prefer)
