@@ -56,8 +56,8 @@ FOREIGN: dict[str, tuple[set[str], set[str]]] = {
 OF_LIBRARIES = {"flax", "equinox"}
 #: Modules of breccia_bridges that import torch at the top: they are loaded for torch tensors only.
 OF_TORCH = {"torchao", "transformer_engine", "bitsandbytes", "compressed_tensors"}
-#: The package of breccia_torch that alone may import transformers.
-HF = "hf"
+#: The package of breccia_torch that alone may import transformers, and its module for peft.
+HF, LORA = "hf", "hf.lora"
 #: The same for parts of core; the rest of core imports pluggy only. NumPy is for its backend and the conformance kit.
 FOREIGN_IN_CORE: dict[str, tuple[set[str], set[str]]] = {
     "arrays.ops": ({"numpy"}, {"ml_dtypes"}),
@@ -155,7 +155,7 @@ def allowed(distribution: str, name: str) -> tuple[set[str], set[str]]:
     else:
         top, lazy = FOREIGN[package]
         if distribution == "breccia-torch" and name.partition(".")[0] == HF:
-            top = top | {"transformers"}
+            top = top | {"transformers"} | ({"peft"} if name == LORA else set())
         if distribution == "breccia-jax" and name in OF_LIBRARIES:
             top = top | {name}
         if distribution == "breccia-bridges" and name in OF_TORCH:

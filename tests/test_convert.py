@@ -133,6 +133,7 @@ def test_the_report_has_the_defined_error_metrics(source: Path, tmp_path: Path) 
         "transformer.h.0.ln_1.weight": "norm",
         "model.layers.0.mlp.experts.gate_up_proj_bias": "bias",  # GPT-OSS: one row per expert
         "lm_head.weight": "output head",
+        "base_model.model.layers.0.q_proj.lora_A.default.weight": "adapter",
     }.items(),
 )
 def test_names_of_hugging_face_models_belong_to_the_kinds_that_keep_their_precision(name: str, kind: str) -> None:

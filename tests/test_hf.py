@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -289,6 +290,18 @@ def test_a_loaded_model_is_copied_and_dequantized(name: str, tmp_path: Path) -> 
     assert not hasattr(loaded(tmp_path / "again"), "hf_quantizer")
     copied.save_pretrained(tmp_path / "copied")
     assert torch.equal(logits(loaded(tmp_path / "copied")), before)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
+def test_a_quantized_model_is_pickled(name: str, tmp_path: Path) -> None:
+    of = model(name)
+    breccia_torch.quantize_(of, "nvfp4")
+    torch.save(of, tmp_path / "model.pt")
+    for found in (torch.load(tmp_path / "model.pt", weights_only=False), pickle.loads(pickle.dumps(of))):
+        assert torch.equal(logits(found), logits(of))
+        next(m for m in found.modules() if isinstance(m, ScaledWeight)).data.zero_()
+        found.save_pretrained(tmp_path / "saved")  # the copy, not the original
+        assert_same_logits(loaded(tmp_path / "saved"), found)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from breccia.arrays.ops import NUMPY
 from breccia.codecs import E4M3, E5M2, F16
 from breccia.tensors.components import components
 from breccia.tensors.grids import packing
+from breccia.tensors.metadata import Metadata
 from breccia.tensors.tensor import FIELDS
 from breccia_torch import ops as torch_ops
 from breccia_torch.ops import TORCH, WORDS
@@ -366,6 +367,20 @@ def test_inputs_that_cannot_be_cast_are_named_with_a_remedy(made: Callable[[], A
         breccia.cast(made(), MXFP8, prefer="reference.cast")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_products_name_sparse_operands() -> None:
+    w, ends = breccia.cast(torch.ones(32, 32), MXFP8), torch.tensor([4], dtype=torch.int32)
+    for sparse in (ONES.to_sparse(), ONES.to_sparse_csr()):
+        for product in (
+            lambda x: breccia.matmul(x, w.mT),
+            lambda x: breccia.matmul(w, x.mT),
+            lambda x: breccia.cast_matmul(x, MXFP8, w.mT),
+            lambda x: breccia.grouped_matmul(x, breccia.stack([w]).mT, ends),
+        ):
+            with pytest.raises(breccia.UnsupportedError, match=r"x is a sparse tensor \(torch\.sparse_.* pass x\.to_dense\(\)"):
+                product(sparse)
+
+
 def test_operands_on_two_devices_are_named() -> None:
     w = breccia.cast(torch.ones(4, 32), MXFP8)
     with pytest.raises(TypeError, match="a is on meta and b on cpu; move both to one device"):
@@ -378,6 +393,19 @@ def test_operands_on_two_devices_are_named() -> None:
         breccia.dequantize(w, out=torch.empty(4, 32, device="meta"))
     with pytest.raises(TypeError, match=r"tensors\[0\] is on cpu and tensors\[1\] on meta"):
         breccia.concat([w, w.to("meta")], 0)
+
+
+def test_operations_leave_the_storage_of_tensors_resizable(recipe: breccia.ScalingRecipe) -> None:
+    """FSDP frees the storage of parameters between passes, where `Tensor.numpy()` has not fixed its size for good."""
+    x, bias = torch.randn(40, 96), torch.randn(40)
+    w = breccia.cast(x, recipe)
+    own = Metadata.of(w).assembled(**{name: part.clone() for name, part in components(w).items()})
+    for activations in (x, x.bfloat16()):
+        breccia.dequantize(own)
+        breccia.matmul(activations, own.mT, bias=bias)
+        breccia.cast_ste(activations, recipe)
+        used = activations, bias, *components(own).values()
+        assert all(part.untyped_storage().resizable() for part in used)
 
 
 # -- trees and checkpoints -------------------------------------------------------------------------------------------
@@ -393,20 +421,30 @@ def test_a_tensor_made_from_parts_is_a_pytree_before_any_cast() -> None:
         "print(len(pytree.tree_leaves(breccia.from_buffer(*parts, recipe, recipe.layout))))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "4\n", "data, scale, and the two that this recipe has none of"
+    assert done.stdout == "2\n", "data and scale: the recipe has no other component"
 
 
 def test_a_scaled_tensor_is_a_pytree_of_its_components(recipe: breccia.ScalingRecipe) -> None:
     st = breccia.cast(torch.from_numpy(X), recipe)
     leaves, spec = pytree.tree_flatten({"w": st, "b": torch.ones(2)})
-    assert len([leaf for leaf in leaves if leaf is not None]) == len(components(st)) + 1
+    assert len(leaves) == len(components(st)) + 1
     assert breccia.bytes_equal(pytree.tree_unflatten(leaves, spec)["w"], st)
     moved = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, st)
     assert breccia.bytes_equal(moved, st) and moved.data.data_ptr() != st.data.data_ptr()
     placeholders = pytree.tree_map(lambda leaf: None, st)
     assert placeholders.data is None and placeholders.recipe == recipe
-    paths = [pytree.keystr(path) for path, leaf in pytree.tree_flatten_with_path(st)[0] if leaf is not None]
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(st)[0]]
     assert paths == [f".{name}" for name in components(st)]
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec, "as torch.export.save stores it"
+
+
+def test_vmap_maps_over_scaled_tensors_and_returns_them(recipe: breccia.ScalingRecipe) -> None:
+    x = torch.stack([torch.from_numpy(X), torch.from_numpy(X) * 3])
+    each = [breccia.cast(one, recipe) for one in x]
+    mapped = vmap(lambda one: breccia.cast(one, recipe))(x)
+    assert breccia.bytes_equal(mapped, breccia.stack(each))
+    values = vmap(breccia.dequantize)(mapped)
+    assert same(values, torch.stack([breccia.dequantize(one) for one in each]))
 
 
 def test_torch_saves_and_loads_weights_only(recipe: breccia.ScalingRecipe, tmp_path: Path) -> None:
@@ -795,3 +833,67 @@ def test_operands_on_the_host_and_on_a_device_are_named() -> None:
         breccia.matmul(torch.ones(4, 32), st.mT)
     with pytest.raises(TypeError, match="x is on cuda:0 and scale on cpu; move both to one device"):
         breccia.cast(torch.ones(4, 32).cuda(), CURRENT, scale=torch.tensor(1.0))
+
+
+# -- torch.export -----------------------------------------------------------------------------------------------------
+
+
+class EveryOp(torch.nn.Module):
+    """Each op that a model may call, on activations of shape (tokens, 64)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = breccia_torch.nn.ScaledWeight(breccia.cast(torch.randn(64, 64), "nvfp4"))
+        self.experts = breccia_torch.nn.ScaledWeight(breccia.stack([self.weight.tensor] * 2))
+
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        w = self.weight.tensor
+        st, (along, down) = breccia.cast(x, "mxfp8"), breccia.cast_pair(x, "fp8_current")
+        ends = torch.stack([torch.tensor(1), torch.tensor(x.shape[0])]).to(torch.int32)
+        q, history = breccia.AmaxHistory(breccia.DelayedScaling(amax_history_len=2)).cast(x)
+        return [
+            breccia.dequantize(st, out_dtype=torch.bfloat16),
+            *map(breccia.dequantize, (along, down, q)),
+            history.scale,
+            breccia.dequantize(breccia.requantize(st, "fp8_block")),
+            breccia.dequantize(breccia.cast(x, "fp8_current", scale=0.5, rounding="stochastic", seed=3)),
+            breccia.matmul(x, w.mT, bias=x[0]),
+            breccia.cast_matmul(x, "mxfp8", w.mT),
+            breccia.grouped_matmul(x, self.experts.tensor.mT, ends),
+            breccia.cast_ste(x, "nvfp4"),
+            breccia.cast_ste_clipped(x, "mxfp8", -1.0, 1.0),
+            breccia.cast_ste_clipped(x, "fp8_current", clip="scale", scale=0.001),
+        ]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_contain_operators_and_take_any_batch(strict: bool, tmp_path: Path) -> None:
+    model = EveryOp()
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    program = torch.export.export(model, (torch.randn(4, 64),), dynamic_shapes=({0: tokens},), strict=strict)
+    called = {node.target._opname for node in program.graph.nodes if getattr(node.target, "namespace", "") == "breccia"}
+    casts = {"cast", "cast_pair", "cast_and_record", "dequantize", "requantize", "cast_ste"}
+    assert called == casts | {"biased_matmul", "cast_matmul", "grouped_matmul"}
+    torch.export.save(program, tmp_path / "program.pt2")
+    x = torch.randn(37, 64)
+    for run in (program.module(), torch.export.load(tmp_path / "program.pt2").module()):
+        assert all(torch.equal(a, b) for a, b in zip(run(x), model(x), strict=True))
+
+
+def test_exported_programs_take_and_return_scaled_tensors(tmp_path: Path) -> None:
+    class Requantize(torch.nn.Module):
+        def forward(self, st: breccia.ScaledTensor) -> breccia.ScaledTensor:
+            return breccia.requantize(st, "int8")
+
+    first, second = (breccia.cast(torch.randn(4, 64), "nvfp4") for _ in range(2))
+    torch.export.save(torch.export.export(Requantize(), (first,)), tmp_path / "program.pt2")
+    script = (
+        "import sys, torch, breccia_torch\n"
+        "breccia_torch.enable_compile()\n"
+        "st, folder = torch.load(sys.argv[1] + '/st.pt'), sys.argv[1]\n"
+        "print(torch.export.load(folder + '/program.pt2').module()(st).digest())\n"
+    )
+    torch.save(second, tmp_path / "st.pt")
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [breccia.requantize(second, "int8").digest()], done.stderr

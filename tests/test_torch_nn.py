@@ -685,3 +685,13 @@ def test_the_transpose_that_a_weight_keeps_is_that_of_its_current_buffers() -> N
     for made in (copied, restored):
         assert made.transposed.data.data_ptr() == made.data.data_ptr() != weight.data.data_ptr()
     assert not any("transpose" in key for key in layer.state_dict())
+
+
+def test_layers_of_every_recipe_are_pickled(recipe: breccia.ScalingRecipe) -> None:
+    layer = ScaledLinear.from_linear(nn.Linear(96, 64), recipe)
+    for made in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer), copy.copy(layer)):
+        assert breccia.bytes_equal(made.weight.tensor, layer.weight.tensor)
+        assert [part.dtype for part in made.buffers()] == [part.dtype for part in layer.buffers()]
+        assert made.state_dict().keys() == layer.state_dict().keys()
+    meta = pickle.loads(pickle.dumps(ScaledLinear.from_linear(nn.Linear(96, 64, device="meta"), recipe)))
+    assert meta.weight.tensor.device.type == "meta" and meta.weight.recipe == recipe

@@ -11,12 +11,13 @@ from fnmatch import fnmatchcase
 from .errors import UnknownNameError, abbreviated
 
 #: Kinds of tensors, and shell-style patterns of their names in Hugging Face's models. They are small, or their precision
-#: affects every token.
+#: affects every token; adapters are trained.
 KEPT = {
     "embedding": ("*embed*", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*", "shared.weight"),
     "bias": ("*bias",),
     "norm": ("*norm*", "*Norm*", "*.ln_*"),
     "output head": ("lm_head*", "*.lm_head*"),
+    "adapter": ("*lora_*",),
     "router": ("gate.weight", "*.gate.weight", "*router*", "*shared_expert_gate*"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -10,18 +10,36 @@ from torch.utils import _pytree as pytree
 from breccia.backend import PARTS, Metadata, ScaledTensor, once, rebuilt, registry, restored
 
 
-def _flatten(st: ScaledTensor) -> tuple[list[Any], Metadata]:
-    return [getattr(st, name) for name in PARTS], Metadata.of(st)
+class _Context(NamedTuple):
+    """The metadata of a tensor, and the names of its components. Absent ones are no leaves: torch counts None as one."""
+
+    metadata: Metadata
+    names: tuple[str, ...]
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Metadata]:
-    leaves, metadata = _flatten(st)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(PARTS, leaves, strict=True)], metadata
+def _flatten(st: ScaledTensor) -> tuple[list[Any], _Context]:
+    held = {name: getattr(st, name) for name in PARTS if getattr(st, name) is not None}  # Dynamo traces no := here
+    return list(held.values()), _Context(Metadata.of(st), tuple(held))
 
 
-def _unflatten(leaves: Any, metadata: Metadata) -> ScaledTensor:
+def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], _Context]:
+    leaves, context = _flatten(st)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context.names, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: _Context) -> ScaledTensor:
     """Unchecked: leaves may be placeholders."""
-    return metadata.assembled(*leaves)
+    return context.metadata.assembled(**dict(zip(context.names, leaves, strict=True)))
+
+
+def _to_json(context: _Context) -> list[Any]:
+    """What `torch.export.save` stores."""
+    return [context.metadata.to_json(), context.names]
+
+
+def _from_json(stored: list[Any]) -> _Context:
+    text, names = stored
+    return _Context(Metadata.from_json(text), tuple(names))
 
 
 @once
@@ -32,6 +50,8 @@ def register() -> None:
         _flatten,
         _unflatten,
         serialized_type_name="breccia.ScaledTensor",
+        to_dumpable_context=_to_json,
+        from_dumpable_context=_from_json,
         flatten_with_keys_fn=_flatten_with_keys,
     )
     declared = registry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,14 +34,13 @@ Array = Any
 
 def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> ScaledTensor:
     """`cast` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
-    need_dense(x)
     scale, out = options.scale, options.out
     supplied = isinstance(scale, torch.Tensor)
     if (supplied and not _readable(scale)) or (out is not None and not _takes(out, recipe)):
         return reference.cast(x, recipe, options)
     if options is not DEFAULT:
         given = _array(scale) if supplied else scale
-        options = options.replace(scale=given, out=None if out is None else _arrays(out))
+        options = options.replace(scale=given, out=None if out is None else _arrays(out, _written))
     elif x.dtype not in _FLOATS:
         checks.check_cast(x, recipe)
     if x.numel() <= _ALONE:
@@ -55,7 +55,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
     """`dequantize` by the kernel for NumPy arrays, on at most as many threads as torch may use."""
     if out is not None and not _readable(out):
         return reference.dequantize(st, out_dtype, out)
-    into = None if out is None else _floats(out)
+    into = None if out is None else _floats(out, _written)
     if st.data.numel() <= _ALONE:
         found = calls.dequantize(_arrays(st), out_dtype, into)
     else:
@@ -85,7 +85,7 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
         return composites.grouped_matmul(a, b, offsets, out_dtype, out)
     left, right = [_arrays(x) if isinstance(x, ScaledTensor) else _floats(x) for x in (a, b)]
     with threads.at_most(torch.get_num_threads()):
-        product = calls.grouped_matmul(left, right, offsets.numpy())
+        product = calls.grouped_matmul(left, right, _array(offsets))
     found = torch.from_numpy(product)
     return found if out is None and out_dtype == "float32" else reference.result(TORCH, found, out_dtype, out)
 
@@ -174,11 +174,41 @@ def _takes(out: Any, recipe: ScalingRecipe) -> bool:
     return viewable and {name: part.dtype for name, part in components(out).items()} == _dtypes(recipe)
 
 
-def _floats(x: Array) -> np.ndarray:
-    """Numbers as an array. NumPy has BF16 from ml_dtypes."""
+class _Memory:
+    """The memory of a tensor, for NumPy to read. `Tensor.numpy()` would fix the size of its storage, which FSDP changes."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Array) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return torch.to_dlpack(self.tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _HOST
+
+
+#: DLPack's name of the memory of CPUs.
+_HOST = (1, 0)
+
+
+def _read(x: Array) -> np.ndarray:
+    """The memory of a tensor that needs no gradient, read-only."""
+    return np.from_dlpack(_Memory(x))
+
+
+def _written(x: Array) -> np.ndarray:
+    """The memory of a tensor, writable."""
+    return x.numpy()
+
+
+def _floats(x: Array, view: Callable[[Array], np.ndarray] = _read) -> np.ndarray:
+    """Numbers as an array. NumPy has BF16 from ml_dtypes. Raises UnsupportedError for a sparse tensor."""
+    need_dense(x)
     if x.is_neg():  # an imaginary part may have torch's negative bit, which NumPy lacks
         x = x.resolve_neg()
-    return _array(x).view(bfloat16()) if x.dtype == torch.bfloat16 else x.numpy()
+    return _array(x, view).view(bfloat16()) if x.dtype == torch.bfloat16 else view(x)
 
 
 @cache
@@ -189,12 +219,12 @@ def bfloat16() -> Any:
     return ml_dtypes.bfloat16
 
 
-def _array(part: Array) -> np.ndarray:
+def _array(part: Array, view: Callable[[Array], np.ndarray] = _read) -> np.ndarray:
     """A component as an array: float8 as bytes, bfloat16 as bit patterns, others unchanged."""
     if part.requires_grad:
         part = part.detach()
     word = _BITS.get(part.dtype)
-    return (part if word is None else part.view(word)).numpy()
+    return view(part if word is None else part.view(word))
 
 
 #: Dtypes that NumPy lacks, and the dtypes they are viewed as.
@@ -205,15 +235,15 @@ _BITS = {torch.bfloat16: torch.uint16} | {
 }
 
 
-def _arrays(st: ScaledTensor) -> ScaledTensor:
+def _arrays(st: ScaledTensor, view: Callable[[Array], np.ndarray] = _read) -> ScaledTensor:
     zero_point, global_scale = st.zero_point, st.global_scale
     return ScaledTensor.from_parts(
-        _array(st.data),
-        _array(st.scale),
+        _array(st.data, view),
+        _array(st.scale, view),
         st.recipe,
         st.layout,
-        None if zero_point is None else _array(zero_point),
-        None if global_scale is None else _array(global_scale),
+        None if zero_point is None else _array(zero_point, view),
+        None if global_scale is None else _array(global_scale, view),
         st.axis,
         st.padding,
     )

@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from breccia.backend import DEFAULT, CastOptions, Metadata, Prefer, ScaledTensor, ScalingRecipe, calls, components, composites
+from breccia.backend import (
+    DEFAULT,
+    CastOptions,
+    Metadata,
+    Prefer,
+    ScaledTensor,
+    ScalingRecipe,
+    calls,
+    components,
+    composites,
+    targets,
+)
 
 from .ops import transforming, wrapped
 
@@ -28,10 +39,15 @@ Product = Callable[[Any, Any], Array]
 
 
 def outside_graphs(function: Any) -> Any:
-    """Hide a function from Dynamo: unless `enable_compile` has been called, an op breaks the graph."""
+    """Hide a function from Dynamo: unless `enable_compile` has been called, an op breaks the graph.
+
+    While `torch.export` traces without Dynamo, the function of that name in `exporting` is called.
+    """
 
     @wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return targets.load(f"breccia_torch.exporting:{function.__name__}")(*arguments, **options)
         if _frame_callback() is None or "torch._dynamo" not in sys.modules:  # loading Dynamo takes a second
             return function(*arguments, **options)
         disabled = getattr(function, "_disabled", None)

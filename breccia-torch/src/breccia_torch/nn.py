@@ -100,6 +100,9 @@ class ScaledWeight(_WithMetadata):
     A tensor in a storage keeps it; `state_dict` and `load_state_dict` use the components of the plain tensor.
     """
 
+    #: The dtype of decoded values, which adapters of peft follow.
+    dtype: torch.dtype = torch.float32
+
     def __init__(self, tensor: ScaledTensor) -> None:
         super().__init__()
         if not isinstance(tensor, ScaledTensor):
@@ -147,9 +150,18 @@ class ScaledWeight(_WithMetadata):
         return kept[7]
 
     def __getstate__(self) -> dict[str, Any]:
+        """Without the kept transpose, and with components viewed as integers: torch cannot unpickle float8 tensors."""
         state = self.__dict__.copy()
-        state.pop(_KEPT, None)  # it is made anew of a copy's buffers
+        state.pop(_KEPT, None)
+        parts: dict[str, Any] = state["_buffers"]
+        state["_buffers"] = {name: part if part is None else part.view(WORDS[part.itemsize]) for name, part in parts.items()}
+        state[_DTYPES] = {name: part.dtype for name, part in parts.items() if part is not None}
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes, parts = state[_DTYPES], state["_buffers"]
+        held = {name: part if part is None else part.view(dtypes[name]) for name, part in parts.items()}
+        super().__setstate__({name: value for name, value in state.items() if name != _DTYPES} | {"_buffers": held})
 
     @property
     def __scaled_tensor__(self) -> ScaledTensor:
@@ -446,5 +458,7 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
 
 #: Where a ScaledWeight keeps its transpose.
 _KEPT = "_kept_transpose"
+#: The dtypes of a pickled ScaledWeight's components.
+_DTYPES = "_dtypes"
 #: The names of the dtypes of inputs.
 _FLOATS = {getattr(torch, name): name for name in FLOATS}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -297,7 +297,7 @@ def attach(model: Any, quantizer: BrecciaHfQuantizer | None = None, **config: An
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [c for c in conversions if not _about(c, held)]
-    model.save_pretrained = MethodType(_save_pretrained, model)
+    model.save_pretrained = partial(_save_pretrained, model)  # a method would be pickled as an attribute of the class
 
 
 def _about(conversion: Any, held: list[str]) -> bool:

@@ -1,0 +1,103 @@
+"""LoRA adapters of peft over quantized layers.
+
+from peft import LoraConfig, get_peft_model
+from breccia_torch.hf import lora
+
+model = get_peft_model(model, lora.register(LoraConfig(r=8, target_modules=["q_proj", "v_proj"])))
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+try:
+    from peft.tuners.lora import Linear  # pyright: ignore
+    from peft.tuners.tuners_utils import check_adapters_to_merge  # pyright: ignore
+except ImportError as e:
+    raise ImportError(f"breccia_torch.hf.lora needs peft: pip install peft ({e}).", name=e.name, path=e.path) from e
+
+import breccia
+from breccia.backend import OptionError, ScaledTensor, UnsupportedError
+
+from ..nn import ScaledLinear
+
+#: Initializations that do not read the weight of the layer.
+_INITIAL = (True, False, "gaussian", "orthogonal")
+
+
+def register(config: Any) -> Any:
+    """Let peft put LoRA layers over ScaledLinears; returns the LoraConfig.
+
+    A config that `PeftModel.from_pretrained` or `load_adapter` reads from a folder does not know them:
+    `PeftModel.from_pretrained(model, folder, config=register(LoraConfig.from_pretrained(folder)))`.
+
+    Raises OptionError for target_modules="all-linear", which selects nn.Linears alone, and UnsupportedError for variants of
+    LoRA that read the weight (DoRA, PiSSA and the like) or train the bias.
+    """
+    _check(config)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        raise OptionError(
+            "target_modules='all-linear' selects nn.Linears, and a quantized layer is none; name the layers, such as "
+            "target_modules=['q_proj', 'v_proj']."
+        )
+    config._register_custom_module({ScaledLinear: LoraScaledLinear})
+    return config
+
+
+def _check(config: Any) -> None:
+    given = config.init_lora_weights
+    if not any(given is known or given == known for known in _INITIAL):
+        raise UnsupportedError(
+            f"init_lora_weights={given!r} reads the weight in high precision; over a quantized layer, use one of {_INITIAL}.",
+            init_lora_weights=given,
+        )
+    for name in ("use_dora", "lora_bias"):
+        if getattr(config, name, False):
+            raise UnsupportedError(f"{name}=True is not supported over a quantized layer; leave it out.", option=name)
+
+
+class LoraScaledLinear(Linear):  # pyright: ignore[reportUntypedBaseClass]
+    """peft's LoRA layer over a ScaledLinear, whose weight stays as it is.
+
+    `merge` casts the sum of the decoded weight and the adapters under the weight's recipe, which rounds again; `unmerge`
+    restores the weight of before, byte for byte.
+    """
+
+    def __init__(self, base_layer: Any, adapter_name: str, **options: Any) -> None:
+        super().__init__(base_layer, adapter_name, **options)
+        self.fan_in_fan_out = self.get_base_layer().contraction == -2
+        self._unmerged: ScaledTensor | None = None
+
+    def update_layer(self, adapter_name: str, *arguments: Any, **options: Any) -> None:
+        _check(options["config"])
+        super().update_layer(adapter_name, *arguments, **options)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters to the weight. Raises NonFiniteError for a NaN or Inf in the sum where `safe_merge` is set."""
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        if not names:
+            return
+        weight = self.get_base_layer().weight
+        held = weight.tensor if self._unmerged is None else self._unmerged
+        values = breccia.dequantize(held)
+        for name in (*self.merged_adapters, *names):
+            values += self.get_delta_weight(name)
+        if safe_merge and not values.isfinite().all():
+            raise breccia.NonFiniteError(f"the weight with adapters {names} has a NaN or Inf; the adapters seem to be broken.")
+        weight.take(breccia.cast(values, held.recipe, axis=held.axis).to_storage(held.storage))
+        self._unmerged = held
+        self.merged_adapters += names
+
+    def unmerge(self) -> None:
+        """Restore the weight of before the first merge."""
+        if self._unmerged is None:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        weight = self.get_base_layer().weight
+        weight.take(self._unmerged.to(weight.device))
+        self.merged_adapters = []
+        self._unmerged = None
