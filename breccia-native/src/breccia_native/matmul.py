@@ -33,8 +33,6 @@ _ACTIVATIONS = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KIND
 _ROLES = {"none": 0, "zero_point": 1, "bias": 2}
 #: Products below which one thread is as fast as several.
 _FOR_THREADS = 1 << 21
-#: The fewest rows of BF16 activations for which products of BF16 numbers are faster than of FP32.
-_ROWS_OF_BF16 = 9
 #: Bytes of packed activations that are multiplied at a time, which should stay in a shared cache, and the fewest rows.
 _PACKED, _FEWEST = 8 << 20, 56
 #: The most rows of activations that are multiplied by codes in (K, N) order as they are; for more, codes are transposed.
@@ -199,7 +197,7 @@ def _rows_at_once(k: int) -> int:
 def _mode(x: Array, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
     """How activations are rounded: as asked for, where the kernel supports it for that weight."""
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
-        exact = len(x) >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
+        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, weight.kind, weight.role, len(x))
         mode = BF16_MODE if exact else FP32
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
 

@@ -145,12 +145,10 @@ INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *s
     return amax / 127;
 }
 
-/* Groups of one row of a panel of `rows`, of q numbers, from number `first` to `last`, of which `left` are in x. Returns whether
-   all are large enough for BF16. */
-INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
+/* Groups of one row of a panel of `rows`, of q numbers, from number `first` to `last`, of which `left` are in x. */
+INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
     Py_ssize_t first, Py_ssize_t last, uint32_t *words, float *scales, float *sums, int32_t *starts)
 {
-    int32_t least = 0; /* negative where a number is below the smallest */
     for (Py_ssize_t start = first; start < last; start += q) {
         float rest[CHUNK] = {0};
         const float *from = x + start;
@@ -171,24 +169,19 @@ INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float
             uint32_t pairs[CHUNK / 2];
             for (Py_ssize_t j = 0; j < q / 2; j++) {
                 const uint32_t low = bf16_of(from[2 * j]), high = bf16_of(from[2 * j + 1]);
-                const int32_t a = (int32_t)(low << 16 & 0x7fffffff), b = (int32_t)(high << 16 & 0x7fffffff);
-                const int32_t bottom = (int32_t)bits_of(LEAST_BF16);
                 pairs[j] = low | high << 16;
-                least |= ((a - bottom) & ~(a - 1)) | ((b - bottom) & ~(b - 1));
             }
             for (Py_ssize_t j = 0; j < q / 2; j++)
                 words[(start / 2 + j) * rows] = pairs[j];
         }
     }
-    return least >= 0;
 }
 
-/* Some chunks of a panel of up to TALLEST rows, word by word. Returns whether all are within the limits. */
-INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+/* Some chunks of a panel of up to TALLEST rows, word by word. */
+INLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, now = part.rows;
     const Py_ssize_t begin = part.column, end = part.end < k ? part.end : length;
-    int fine = 1;
     to += part.row * words_of(g, length);
     x += part.row * k;
     float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
@@ -196,15 +189,14 @@ INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k
     for (Py_ssize_t r = 0; r < now; r++, x += k) {
         uint32_t *words = (uint32_t *)to + r;
         if (g->q == 128)
-            fine &= pack_row(g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 32)
-            fine &= pack_row(g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 16)
-            fine &= pack_row(g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else
-            fine &= pack_row(g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
     }
-    return fine;
 }
 
 /* ------------------------------------------------------------------------------------------------ rows of a product */
@@ -321,9 +313,9 @@ static void portable_group_micro(
 UP_TO_TALLEST(PORTABLE_GROUPS)
 static const group_micro portable_groups[] = LIST_OF(portable_groups);
 
-static int portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+static void portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    return pack_groups(g, kind, x, k, part, to);
+    pack_groups(g, kind, x, k, part, to);
 }
 
 static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
@@ -334,6 +326,6 @@ static int portable_rows_by_groups(const weight *w, const grouping *g, const wor
 
 typedef int (*group_rows)(
     const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
-typedef int (*group_packer)(const grouping *, int, const float *, Py_ssize_t, part, float *);
+typedef void (*group_packer)(const grouping *, int, const float *, Py_ssize_t, part, float *);
 
 #endif

@@ -99,9 +99,6 @@ FOR_AVX512 static void avx512_group_tile(
         }
 }
 
-/* One instruction. GCC 12 copies its sums about in registers and memory where they come from intrinsics. */
-#define MULTIPLY(instruction, sum, codes, words) __asm__(instruction " %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words))
-
 FOR_VNNI INLINE void integers(const int MB, const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups,
     float *sums)
 {
@@ -311,10 +308,10 @@ FOR_VNNI static int rows_by_streams(const weight *w, const grouping *g, const wo
 UP_TO_TALLEST(MODES512)
 static const group_micro integer_groups[] = LIST_OF(integers), brain_groups[] = LIST_OF(brain_floats);
 
-FOR_AVX512 static int avx512_pack_groups(
+FOR_AVX512 static void avx512_pack_groups(
     const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    return pack_groups(g, kind, x, k, part, to);
+    pack_groups(g, kind, x, k, part, to);
 }
 
 FOR_VNNI static int avx512_rows_by_integers(const weight *w, const grouping *g, const workspace *to, const float *x,

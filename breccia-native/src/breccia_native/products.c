@@ -48,11 +48,12 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift)
+VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift, pack_chunks, CHUNK)
 
 #if defined(__x86_64__)
 #include "avx2.h"
 #include "modes512.h"
+#include "pairs512.h"
 #endif
 
 /* Those that this processor can run, the best first. */
@@ -66,6 +67,8 @@ typedef struct {
     int fast;
 } mode_version;
 static mode_version modes[MODES];
+/* What multiplies a few rows in mode BF16, or NULL. */
+static const version *pairs;
 static int has_vnni, has_bf16;
 
 #if defined(__x86_64__)
@@ -86,6 +89,7 @@ static void take(const version *v)
         modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_integers, portable_lift, 1};
     if (is_avx512(v) && has_bf16)
         modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_brain_floats, lift_of, 1};
+    pairs = v == &avx512_vbmi && has_bf16 ? &avx512_pairs : NULL;
 #endif
 }
 
@@ -187,6 +191,7 @@ static int allocate(const weight *w, Py_ssize_t m, int streams, workspace *to)
 typedef struct {
     const weight *w;
     const grouping *g;
+    const version *by; /* NULL: activations are rounded, in groups, and modes[g->mode] multiplies */
     numbers x;     /* (m, k) activations in FP32, FP16 or BF16 */
     Py_ssize_t m;
     float *wide;   /* FP32 activations: x itself, or room for them */
@@ -195,6 +200,14 @@ typedef struct {
     Py_ssize_t parts, next_part, packed_parts, next_row;
     int fine, memory, threads;
 } product;
+
+/* What multiplies m rows of activations in a mode: NULL for groups of rounded ones. */
+static const version *version_for(int mode, const weight *w, Py_ssize_t m)
+{
+    if (mode == FP32_MODE)
+        return here;
+    return mode == BF16_MODE && pairs && pairs->streams(w, m) ? pairs : NULL;
+}
 
 /* In how many parts rounded activations are packed, and one of them: some chunks of one panel, or one of several panels. */
 static Py_ssize_t rounded_parts(Py_ssize_t m, Py_ssize_t k)
@@ -214,17 +227,18 @@ static int pack_part(const product *p, Py_ssize_t i)
     const weight *w = p->w;
     const Py_ssize_t k = w->k;
     const int mode = p->g->mode;
-    const part part = mode == FP32_MODE ? here->part(w, p->m, i) : rounded_part(p->m, k, i);
+    const part part = p->by ? p->by->part(w, p->m, i) : rounded_part(p->m, k, i);
     int fine = 1;
     for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
         float *row = p->wide + r * k;
         if (p->x.kind != F32)
             decoded(&p->x, r * k + part.column, part.end - part.column, row + part.column);
-        fine &= within(row + part.column, part.end - part.column, MOST_X, 0);
+        fine &= within(row + part.column, part.end - part.column, MOST_X, mode == BF16_MODE ? LEAST_BF16 : 0);
     }
-    if (mode != FP32_MODE)
-        return modes[mode].pack(p->g, w->codes.kind, p->wide, k, part, p->packed) && fine;
-    here->pack(w, p->wide, p->m, part, p->packed);
+    if (p->by)
+        p->by->pack(w, p->wide, p->m, part, p->packed);
+    else
+        modes[mode].pack(p->g, w->codes.kind, p->wide, k, part, p->packed);
     return fine;
 }
 
@@ -248,14 +262,14 @@ static void multiply_some(void *context)
 {
     product *p = context;
     const weight *w = p->w;
-    const int mode = p->g->mode;
+    const version *by = p->by;
     workspace to;
     for (Py_ssize_t i; (i = __atomic_fetch_add(&p->next_part, 1, __ATOMIC_RELAXED)) < p->parts;) {
         if (!pack_part(p, i))
             __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
         __atomic_add_fetch(&p->packed_parts, 1, __ATOMIC_RELEASE);
     }
-    if (!allocate(w, p->m, mode == FP32_MODE && here->streams(w, p->m), &to)) {
+    if (!allocate(w, p->m, by && by->streams(w, p->m), &to)) {
         __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
         return;
     }
@@ -271,8 +285,8 @@ static void multiply_some(void *context)
             break;
         for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += CLAIM) {
             const Py_ssize_t end = first + CLAIM < last ? first + CLAIM : last;
-            if (!(mode == FP32_MODE ? here->rows(w, &to, p->packed, p->m, first, end, p->y)
-                                    : modes[mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
+            if (!(by ? by->rows(w, &to, p->packed, p->m, first, end, p->y)
+                     : modes[p->g->mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
                 __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
             for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
                 for (Py_ssize_t j = first; j < end; j++)
@@ -292,7 +306,8 @@ static int multiply_all(product *p, int threads)
         return 0;
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
-    p->parts = p->g->mode == FP32_MODE ? here->parts(w, p->m) : rounded_parts(p->m, w->k);
+    p->by = version_for(p->g->mode, w, p->m);
+    p->parts = p->by ? p->by->parts(w, p->m) : rounded_parts(p->m, w->k);
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
@@ -524,14 +539,21 @@ static PyObject *use(PyObject *self, PyObject *args)
     return found;
 }
 
-PyDoc_STRVAR(fast_doc, "fast(mode): whether the instruction set in use has the instructions for mode 1 (INT8) or 2 (BF16).");
+PyDoc_STRVAR(fast_doc,
+    "fast(mode, kind, role, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2 (BF16) that are faster\n"
+    "than FP32 for m rows of activations and codes of `kind`, with offsets of `role`, in blocks of a multiple of 8.");
 
 static PyObject *fast(PyObject *self, PyObject *args)
 {
+    enum { FEWEST_BY_TILES = 9 };
     int mode;
-    if (!PyArg_ParseTuple(args, "i:fast", &mode))
+    Py_ssize_t m;
+    weight w = {.span = SPAN};
+    if (!PyArg_ParseTuple(args, "iiin:fast", &mode, &w.codes.kind, &w.role, &m))
         return NULL;
-    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fast);
+    if (mode <= FP32_MODE || mode >= MODES || !modes[mode].fast)
+        Py_RETURN_FALSE;
+    return PyBool_FromLong(mode == INT8_MODE || m >= FEWEST_BY_TILES || version_for(mode, &w, m));
 }
 
 static PyMethodDef methods[] = {
