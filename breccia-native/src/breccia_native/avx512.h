@@ -205,10 +205,33 @@ FOR_AVX512 INLINE __m512 added(const int pairs, const int begins, __m512 d, __m5
     return sum;
 }
 
+/* Whether codes of a kind, less their zero-points, are decoded in registers as BF16 numbers. */
+INLINE int are_pairs(int kind, int role)
+{
+    return role == NONE ? kind == TABLE4 || (kind >= E4M3 && kind <= I8) : role == ZERO_POINT && kind == TABLE4;
+}
+
 /* A table of 16 BF16 numbers in FP32 as words, twice. */
 FOR_AVX512 INLINE __m512 words_of_table(__m512 table)
 {
     return _mm512_castsi512_ps(_mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(table), 16))));
+}
+
+/* Integers from -16 to 15 as words, at their lowest 5 bits: the differences of 4-bit codes and zero-points. */
+FOR_AVX512 INLINE __m512 words_of_differences(void)
+{
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 low = _mm512_cvtepi32_ps(lanes), high = _mm512_sub_ps(low, _mm512_set1_ps(16));
+    const __m256i first = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(low), 16));
+    const __m256i second = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(high), 16));
+    return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
+}
+
+/* Small integers in both halves of their lanes. */
+FOR_AVX512 INLINE __m512i in_both_halves(__m512 v)
+{
+    const __m512i low = _mm512_cvtps_epi32(v);
+    return _mm512_or_si512(low, _mm512_slli_epi32(low, 16));
 }
 
 /* The values of the lowest code of each lane; of `pairs`, of each half of a lane. */
@@ -224,8 +247,10 @@ FOR_AVX512 INLINE void nibbles_streamed(
 {
     enum { MOST_PAIRED = 2 };
     const int steps = pairs ? 4 : 8;
-    const __m512 numbers = _mm512_loadu_ps(w->codes.table), table = pairs ? words_of_table(numbers) : numbers;
+    const __m512 numbers = _mm512_loadu_ps(w->codes.table);
     const int early = grain == ONE;                               /* scales or zero-points are applied to the table */
+    const int shifts = pairs && role == ZERO_POINT && !early;     /* zero-points are subtracted from codes */
+    const __m512 table = !pairs ? numbers : shifts ? words_of_differences() : words_of_table(numbers);
     const int later = pairs || (role != BIAS && (M == 1 || !early)); /* scales are applied to sums of a span */
     const int together = M == 1 || !later ? ROWS : MOST_PAIRED; /* rows whose sums of spans are in registers */
     const Py_ssize_t spans = grain == ONE ? 1 : p->spans;
@@ -245,14 +270,19 @@ FOR_AVX512 INLINE void nibbles_streamed(
             values[r] = table;
             if (role != NONE) {
                 const float *offsets = p->offsets[r] + c * spans;
-                offset[r] = early ? _mm512_set1_ps(*offsets) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+                offset[r] = grain == ONE ? _mm512_set1_ps(*offsets)
+                                         : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+                if (shifts)
+                    offset[r] = _mm512_castsi512_ps(in_both_halves(offset[r]));
             }
             if (!later)
                 scale[r] = scales_of_lanes(grain, p->scales[r], c * spans, span_of_lane);
             if (early && later)
-                values[r] = role == ZERO_POINT ? _mm512_sub_ps(table, offset[r]) : table;
+                values[r] = role == NONE ? table : _mm512_sub_ps(numbers, offset[r]);
             else if (early)
                 values[r] = applied(role, table, scale[r], offset[r]);
+            if (pairs && early && role == ZERO_POINT)
+                values[r] = words_of_table(values[r]);
         }
         UNROLL for (int first = 0; first < ROWS; first += together) {
             __m512 span[4][ROWS];
@@ -261,12 +291,15 @@ FOR_AVX512 INLINE void nibbles_streamed(
                 __m512 d[ROWS];
                 UNROLL for (int r = 0; r < together; r++) {
                     shifted[r] = i ? _mm512_srli_epi32(v[first + r], 4 * i) : v[first + r];
+                    if (shifts)
+                        shifted[r] = _mm512_sub_epi16(
+                            _mm512_and_si512(shifted[r], _mm512_set1_epi16(15)), _mm512_castps_si512(offset[first + r]));
                     AFTER(shifted[r]);
                 }
                 UNROLL for (int r = 0; r < together; r++) {
                     d[r] = looked_up(pairs, shifted[r], values[first + r]);
                     AFTER(d[r]);
-                    if (later && role == ZERO_POINT && !early)
+                    if (later && role == ZERO_POINT && !early && !shifts)
                         d[r] = _mm512_sub_ps(d[r], offset[first + r]);
                     if (!later && !early)
                         d[r] = applied(role, d[r], scale[first + r], offset[first + r]);
@@ -378,7 +411,7 @@ typedef struct {
     __m512i high[2], low[2];
 } loaded_table;
 
-FOR_VBMI INLINE loaded_table load_table(int kind)
+FOR_AVX512 INLINE loaded_table load_table(int kind)
 {
     const byte_table *t = &byte_tables[kind];
     const loaded_table found = {{_mm512_loadu_si512(t->high), _mm512_loadu_si512(t->high + 64)},
@@ -386,15 +419,30 @@ FOR_VBMI INLINE loaded_table load_table(int kind)
     return found;
 }
 
-/* The BF16 numbers of 64 bytes: of the first 8 of every 16, and of the others. */
-FOR_VBMI INLINE void words_by_table(const int kind, const loaded_table *t, __m512i v, __m512i *first, __m512i *second)
+/* Of 128 bytes in two vectors, those at the low 7 bits of each index. Not an intrinsic, so that functions that also run without
+   AVX-512 VBMI, for other codes, may contain it. */
+FOR_AVX512 INLINE __m512i byte_at(__m512i index, const __m512i table[2])
+{
+    __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(table[0]), "v"(table[1]));
+    return index;
+}
+
+/* The low and the high bytes of the BF16 numbers of 64 codes. */
+FOR_AVX512 INLINE void bytes_by_table(const int kind, const loaded_table *t, __m512i v, __m512i *low, __m512i *high)
 {
     const __m512i sign = _mm512_set1_epi8((char)0x80), size = kind == I8 ? _mm512_abs_epi8(v) : v;
-    const __m512i low = _mm512_permutex2var_epi8(t->low[0], size, t->low[1]);
-    __m512i high = _mm512_permutex2var_epi8(t->high[0], size, t->high[1]);
+    *low = byte_at(size, t->low);
+    *high = byte_at(size, t->high);
     if (kind == I8) /* -128 is found at 0 */
-        high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(v, sign), _mm512_set1_epi8(0x43));
-    high = _mm512_ternarylogic_epi32(high, v, sign, 0xF8); /* a | (b & c) */
+        *high = _mm512_mask_mov_epi8(*high, _mm512_cmpeq_epi8_mask(v, sign), _mm512_set1_epi8(0x43));
+    *high = _mm512_ternarylogic_epi32(*high, v, sign, 0xF8); /* a | (b & c) */
+}
+
+/* The BF16 numbers of 64 codes: of the first 8 of every 16, and of the others. */
+FOR_AVX512 INLINE void words_by_table(const int kind, const loaded_table *t, __m512i v, __m512i *first, __m512i *second)
+{
+    __m512i low, high;
+    bytes_by_table(kind, t, v, &low, &high);
     *first = _mm512_unpacklo_epi8(low, high);
     *second = _mm512_unpackhi_epi8(low, high);
 }

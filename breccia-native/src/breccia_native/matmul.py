@@ -12,6 +12,7 @@ import numpy as np
 from breccia.backend import (
     NUMPY,
     TENSOR,
+    UINT4,
     Array,
     Format,
     InternedKey,
@@ -299,8 +300,8 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
     integers = _KINDS["u8"], _KINDS["i8"]
     whole = w.role == 0 or w.offset_kind in integers
-    if w.role and mode == BF16_MODE and w.kind in integers:  # others differ by up to 383, which needs 9 bits
-        whole = w.kind == w.offset_kind
+    if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits
+        whole = whole and (w.kind == w.offset_kind or st.recipe.format.element == UINT4)
     return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 

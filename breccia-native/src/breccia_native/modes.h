@@ -106,12 +106,32 @@ static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize
     return 0;
 }
 
+/* Whether differences of codes and zero-points are exact in a mode, for weight rows `first` to `end`: those of 4-bit codes in
+   BF16 where both are from 0 to 15. */
+INLINE int differences_are_exact(const weight *w, int mode, Py_ssize_t first, Py_ssize_t end)
+{
+    if (mode != BF16_MODE || w->role != ZERO_POINT || w->codes.kind != TABLE4)
+        return 1;
+    const uint8_t *bytes = w->offset.items + first / w->tall * w->groups;
+    const Py_ssize_t count = ((end - 1) / w->tall - first / w->tall + 1) * w->groups;
+    int fine = w->offset.kind == U8 || w->offset.kind == I8;
+    for (int i = 0; i < 16; i++)
+        fine &= w->codes.table[i] == (float)i;
+    uint8_t all = 0;
+    for (Py_ssize_t i = 0; fine && i < count; i++)
+        all |= bytes[i];
+    return fine && all < 16;
+}
+
 /* ------------------------------------------------------------------------------------------------ activations */
 
-/* The code at place i of INT8 words of 8 codes: those of 4 bits are taken apart into the even and the odd ones. */
-INLINE int code_of(int kind, int i)
+/* The code at place i of words of 8 codes. INT8: those of 4 bits are taken apart into the even and the odd ones. BF16: each word has
+   codes of both halves of 4 bytes of codes. */
+INLINE int code_of(int mode, int kind, int i)
 {
-    return kind == TABLE4 ? i % 4 * 2 + i / 4 : i;
+    if (mode == INT8_MODE)
+        return kind == TABLE4 ? i % 4 * 2 + i / 4 : i;
+    return kind == TABLE4 ? i / 2 + i % 2 * 4 : i / 4 * 4 + i % 4 / 2 + i % 2 * 2;
 }
 
 INLINE uint32_t bf16_of(float y)
@@ -162,17 +182,18 @@ INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const floa
             scales[start / q * rows] = rounded(from, q, codes, &sums[start / q * rows]);
             starts[start / q * rows] = -g->shift * (int32_t)sums[start / q * rows];
             for (Py_ssize_t j = 0; j < q; j++)
-                moved[j] = codes[j / 8 * 8 + code_of(kind, (int)(j % 8))];
+                moved[j] = codes[j / 8 * 8 + code_of(INT8_MODE, kind, (int)(j % 8))];
             for (Py_ssize_t j = 0; j < q / 4; j++)
                 memcpy(words + (start / 4 + j) * rows, moved + 4 * j, 4);
         } else {
-            uint32_t pairs[CHUNK / 2];
-            for (Py_ssize_t j = 0; j < q / 2; j++) {
-                const uint32_t low = bf16_of(from[2 * j]), high = bf16_of(from[2 * j + 1]);
-                pairs[j] = low | high << 16;
-            }
-            for (Py_ssize_t j = 0; j < q / 2; j++)
-                words[(start / 2 + j) * rows] = pairs[j];
+            uint32_t bits[CHUNK];
+            for (Py_ssize_t j = 0; j < q; j++)
+                bits[j] = bf16_of(from[j]);
+            const int half = kind == TABLE4 ? 4 : 2; /* see `code_of` */
+            uint32_t *to = words + start / 2 * rows;
+            for (Py_ssize_t j = 0; j < q; j += 2 * half)
+                for (int i = 0; i < half; i++, to += rows)
+                    *to = bits[j + i] | bits[j + half + i] << 16;
         }
     }
 }
@@ -256,15 +277,16 @@ static void portable_group_tile(
             values_of(w, codes, values);
             for (int i = 0; i < CHUNK; i += g->per) {
                 uint32_t word = 0;
-                for (int j = 0; j < g->per; j++)
+                for (int j = 0; j < g->per; j++) {
+                    const int at = i / 8 * 8 + code_of(g->mode, kind, i % 8 + j);
                     if (g->mode == INT8_MODE) {
-                        const int at = i / 8 * 8 + code_of(kind, i % 8 + j);
                         const int code = kind == TABLE4 ? g->bytes[codes[at / 2] >> 4 * (at & 1) & 15] : codes[at] ^ 128;
                         word |= (uint32_t)code << 8 * j;
                     } else {
-                        const float v = values[i + j] - (w->role == ZERO_POINT ? offsets[(i + j) / SPAN] : 0);
+                        const float v = values[at] - (w->role == ZERO_POINT ? offsets[at / SPAN] : 0);
                         word |= bf16_of(v) << 16 * j;
                     }
+                }
                 tile->codes[((c * CHUNK + i) / g->per) * WIDE + r] = word;
             }
         }

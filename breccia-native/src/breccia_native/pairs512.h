@@ -63,11 +63,15 @@ FOR_PAIRS INLINE void pack_pairs(const float *x, Py_ssize_t m, Py_ssize_t k, par
 FOR_ALL(NIBBLE_PAIRS, NONE, ONE)
 FOR_ALL(NIBBLE_PAIRS, NONE, MANY)
 FOR_ALL(NIBBLE_PAIRS, NONE, WORDS)
+FOR_ALL(NIBBLE_PAIRS, ZERO_POINT, ONE)
+FOR_ALL(NIBBLE_PAIRS, ZERO_POINT, MANY)
 BYTE_PAIRS_OF(E4M3)
 BYTE_PAIRS_OF(E2M3)
 BYTE_PAIRS_OF(I8)
 
 static const streamed nibble_pair_streams[GRAINS][3] = OF_TABLES(nibble_pairs_, NONE);
+static const streamed shifted_pair_streams[2][3] = {
+    FUNCTIONS(nibble_pairs_, ZERO_POINT, ONE), FUNCTIONS(nibble_pairs_, ZERO_POINT, MANY)};
 static const streamed byte_pair_streams[3][GRAINS][3] = {
     OF_TABLES(byte_pairs_, E4M3), OF_TABLES(byte_pairs_, E2M3), OF_TABLES(byte_pairs_, I8)};
 
@@ -75,19 +79,20 @@ static int stream_of_pairs(const weight *w, const panel *p, const float *x, Py_s
 {
     const int size = m >= 4 ? 2 : m >= 2 ? 1 : 0, kind = w->codes.kind;
     const int grain = p->words ? WORDS : p->spans == 1 ? ONE : MANY;
-    if (kind == TABLE4)
+    if (w->role == ZERO_POINT)
+        shifted_pair_streams[grain == MANY][size](w, p, x, stride, sums);
+    else if (kind == TABLE4)
         nibble_pair_streams[grain][size](w, p, x, stride, sums);
     else
         byte_pair_streams[kind == I8 ? 2 : IS_SIX(kind)][grain][size](w, p, x, stride, sums);
     return 1 << size;
 }
 
-/* The most rows of activations for which decoding codes again for every 4 rows is faster than tiles. */
+/* The most rows of activations for which decoding codes again for every 4 rows, but in their own order, is faster than
+   transposing them for panels of more rows (modes512.h). */
 INLINE Py_ssize_t most_streams_of_pairs(int kind, int role, Py_ssize_t span)
 {
-    if (span != SPAN || role != NONE || (kind != TABLE4 && (kind < E4M3 || kind > I8)))
-        return 0;
-    return IS_SIX(kind) ? 8 : 16;
+    return span == SPAN && are_pairs(kind, role) ? 4 : 0;
 }
 
 #define avx512_pairs_tile avx512_tile

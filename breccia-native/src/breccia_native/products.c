@@ -59,12 +59,13 @@ VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portab
 /* Those that this processor can run, the best first. */
 static const version *versions[5];
 static const version *here;
-/* What multiplies in each mode but FP32. `fast`: by instructions of the processor. */
+/* What multiplies in each mode but FP32. `fewest`: the fewest rows for which it is faster than FP32, or NULL where the processor
+   has no instructions for it. */
 typedef struct {
     group_packer pack;
     group_rows rows;
     float (*lift)(int);
-    int fast;
+    Py_ssize_t (*fewest)(const weight *);
 } mode_version;
 static mode_version modes[MODES];
 /* What multiplies a few rows in mode BF16, or NULL. */
@@ -83,13 +84,17 @@ static int is_avx512(const version *v)
 static void take(const version *v)
 {
     here = v;
-    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, 0};
+    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, NULL};
 #if defined(__x86_64__)
     if (is_avx512(v) && has_vnni)
-        modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_integers, portable_lift, 1};
+        modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers};
     if (is_avx512(v) && has_bf16)
-        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_brain_floats, lift_of, 1};
-    pairs = v == &avx512_vbmi && has_bf16 ? &avx512_pairs : NULL;
+        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_tiles, lift_of, fewest_by_tiles};
+    pairs = NULL;
+    if (v == &avx512_vbmi && has_bf16) {
+        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_groups, lift_of, fewest_by_streams};
+        pairs = &avx512_pairs;
+    }
 #endif
 }
 
@@ -285,7 +290,8 @@ static void multiply_some(void *context)
             break;
         for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += CLAIM) {
             const Py_ssize_t end = first + CLAIM < last ? first + CLAIM : last;
-            if (!(by ? by->rows(w, &to, p->packed, p->m, first, end, p->y)
+            if (!differences_are_exact(w, p->g->mode, first, end) ||
+                !(by ? by->rows(w, &to, p->packed, p->m, first, end, p->y)
                      : modes[p->g->mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
                 __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
             for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
@@ -412,7 +418,8 @@ PyDoc_STRVAR(multiply_doc,
     "scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
     "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
     "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
-    "below 2^-60 and not 0, and where a scale is too large, or smaller than `least` and not 0.");
+    "below 2^-60 and not 0, where a scale is too large, or smaller than `least` and not 0, and for mode 2\n"
+    "where 4-bit codes or their zero-points are not integers from 0 to 15.");
 
 static PyObject *multiply(PyObject *self, PyObject *args)
 {
@@ -545,15 +552,12 @@ PyDoc_STRVAR(fast_doc,
 
 static PyObject *fast(PyObject *self, PyObject *args)
 {
-    enum { FEWEST_BY_TILES = 9 };
     int mode;
     Py_ssize_t m;
     weight w = {.span = SPAN};
     if (!PyArg_ParseTuple(args, "iiin:fast", &mode, &w.codes.kind, &w.role, &m))
         return NULL;
-    if (mode <= FP32_MODE || mode >= MODES || !modes[mode].fast)
-        Py_RETURN_FALSE;
-    return PyBool_FromLong(mode == INT8_MODE || m >= FEWEST_BY_TILES || version_for(mode, &w, m));
+    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fewest && m >= modes[mode].fewest(&w));
 }
 
 static PyMethodDef methods[] = {
