@@ -289,7 +289,7 @@ def test_zero_points_whose_differences_from_codes_are_no_bf16_numbers_are_left_t
 
 
 @pytest.mark.parametrize(("element", "zero"), [(UINT4, 16), (UINT4, 255), (INT4, 255), (INT4, -8)])
-def test_zero_points_whose_differences_from_4_bit_codes_may_be_no_bf16_numbers_are_left_to_fp32(element: Any, zero: int) -> None:
+def test_zero_points_whose_differences_from_4_bit_codes_may_need_9_bits_are_left_to_fp32(element: Any, zero: int) -> None:
     st = tensor(Format(element, (Level(F32, (1, 32)),), "zero_point"), 40, 96)
     assert st.zero_point is not None
     zeros = np.ones(st.scale.shape, np.int8 if zero < 0 else np.uint8)

@@ -214,7 +214,8 @@ INLINE int are_pairs(int kind, int role)
 /* A table of 16 BF16 numbers in FP32 as words, twice. */
 FOR_AVX512 INLINE __m512 words_of_table(__m512 table)
 {
-    return _mm512_castsi512_ps(_mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(table), 16))));
+    const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(table), 16);
+    return _mm512_castsi512_ps(_mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(words)));
 }
 
 /* Integers from -16 to 15 as words, at their lowest 5 bits: the differences of 4-bit codes and zero-points. */
@@ -237,7 +238,9 @@ FOR_AVX512 INLINE __m512i in_both_halves(__m512 v)
 /* The values of the lowest code of each lane; of `pairs`, of each half of a lane. */
 FOR_AVX512 INLINE __m512 looked_up(const int pairs, __m512i v, __m512 table)
 {
-    return pairs ? _mm512_castsi512_ps(_mm512_permutexvar_epi16(v, _mm512_castps_si512(table))) : _mm512_permutexvar_ps(v, table);
+    if (pairs)
+        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(v, _mm512_castps_si512(table)));
+    return _mm512_permutexvar_ps(v, table);
 }
 
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. */
@@ -482,7 +485,8 @@ static const uint8_t *order_of_vbmi(int kind)
     return IS_HALF(kind) ? order_by_tables : order_of(kind);
 }
 
-/* As `bytes_streamed`, for FP8 and FP6 (of which `kind` is one with as many bits), and `pairs` of INT8. Scales are applied to sums of a span, or of half a chunk at most. */
+/* As `bytes_streamed`, for FP8 and FP6 (`kind` is one with as many bits), and `pairs` of INT8. Scales are applied to sums of a
+   span, or of half a chunk at most. */
 FOR_VBMI INLINE void tables_streamed(
     const int pairs, const int M, const int kind, const int grain, const weight *w, const panel *p, const float *x,
     Py_ssize_t stride, float *sums)

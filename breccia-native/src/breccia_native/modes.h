@@ -125,8 +125,8 @@ INLINE int differences_are_exact(const weight *w, int mode, Py_ssize_t first, Py
 
 /* ------------------------------------------------------------------------------------------------ activations */
 
-/* The code at place i of words of 8 codes. INT8: those of 4 bits are taken apart into the even and the odd ones. BF16: each word has
-   codes of both halves of 4 bytes of codes. */
+/* The code at place i of words of 8 codes. INT8: those of 4 bits are taken apart into the even and the odd ones. BF16: each
+   word has codes of both halves of 4 bytes of codes. */
 INLINE int code_of(int mode, int kind, int i)
 {
     if (mode == INT8_MODE)

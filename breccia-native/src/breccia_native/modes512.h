@@ -173,8 +173,8 @@ UP_TO_TALLEST(MODES512)
 static const group_micro integer_groups[] = LIST_OF(integers), brain_groups[] = LIST_OF(brain_floats);
 
 /* By tiles, in either mode. */
-FOR_AVX512 static int avx512_rows_by_tiles(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
-    Py_ssize_t first, Py_ssize_t end, float *y)
+FOR_AVX512 static int avx512_rows_by_tiles(const weight *w, const grouping *g, const workspace *to, const float *x,
+    Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     return rows_by_groups(
         w, g, to, x, m, first, end, y, avx512_group_tile, g->mode == INT8_MODE ? integer_groups : brain_groups);
@@ -242,8 +242,8 @@ FOR_AVX512 INLINE tables tables_of(const int mode, const int kind, const int shi
     return t;
 }
 
-/* Words of 64 bytes of codes, of a word of 4 bytes each; `zero` is a zero-point for BF16, in both halves of each lane. Returns how
-   many vectors. */
+/* Words of 64 bytes of codes, of a word of 4 bytes each. Returns how many vectors. `zero`: zero-points for BF16, in both halves
+   of each lane. */
 FOR_AVX512 INLINE int words_of_codes(
     const int mode, const int kind, const int shifts, const tables *t, __m512i v, __m512i zero, __m512i to[4])
 {
@@ -312,7 +312,8 @@ FOR_AVX512 INLINE void groups_streamed(const int MB, const int mode, const int k
             }
             for (int i = 0; i < vectors; scale++, zero++, by += MB, all += MB, starts += MB) {
                 __m512i a[TALLEST], shift = _mm512_setzero_si512();
-                UNROLL for (int m = 0; m < MB; m++) a[m] = mode == INT8_MODE ? _mm512_set1_epi32(starts[m]) : _mm512_setzero_si512();
+                UNROLL for (int m = 0; m < MB; m++)
+                    a[m] = mode == INT8_MODE ? _mm512_set1_epi32(starts[m]) : _mm512_setzero_si512();
                 if (mode == BF16_MODE && shifts)
                     shift = in_both_halves(*zero);
                 for (const int end = i + step; i < end; i++) {

@@ -1,7 +1,7 @@
 /* A few rows of BF16 activations by codes that are BF16 numbers, for processors with AVX-512 VBMI and AVX-512 BF16.
 
-   One instruction, vdpbf16ps, adds two products to each of 16 sums, so codes are decoded as pairs of BF16 numbers in half as many
-   vectors as FP32 numbers are in. Products are exact, and sums of a span are multiplied by its scale, as in avx512.h. */
+   One instruction, vdpbf16ps, adds two products to each of 16 sums, so codes are decoded as pairs of BF16 numbers, in half as
+   many vectors as FP32 numbers. Products are exact, and sums of a span are multiplied by its scale, as in avx512.h. */
 
 #ifndef BRECCIA_PAIRS512_H
 #define BRECCIA_PAIRS512_H

@@ -59,7 +59,7 @@ VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portab
 /* Those that this processor can run, the best first. */
 static const version *versions[5];
 static const version *here;
-/* What multiplies in each mode but FP32. `fewest`: the fewest rows for which it is faster than FP32, or NULL where the processor
+/* What multiplies in each mode but FP32. `fewest`: the fewest rows for which it is faster than FP32; NULL where the processor
    has no instructions for it. */
 typedef struct {
     group_packer pack;
@@ -547,8 +547,8 @@ static PyObject *use(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(fast_doc,
-    "fast(mode, kind, role, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2 (BF16) that are faster\n"
-    "than FP32 for m rows of activations and codes of `kind`, with offsets of `role`, in blocks of a multiple of 8.");
+    "fast(mode, kind, role, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2 (BF16) that are\n"
+    "faster than FP32 for m rows of activations and codes of `kind`, with offsets of `role`, in blocks of a multiple of 8.");
 
 static PyObject *fast(PyObject *self, PyObject *args)
 {

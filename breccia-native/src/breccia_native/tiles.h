@@ -91,8 +91,8 @@ INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, P
 }
 
 /* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `span`: codes with one scale. `worded` makes
-   words of scales of a row; NULL where this weight has none, or the version has no such function. `wide`: FP32 words of a chunk of
-   activations for `stream`. */
+   words of scales of a row; NULL where this weight has none, or the version has no such function. `wide`: FP32 words of a chunk
+   of activations for `stream`. */
 INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end,
     float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream, Py_ssize_t span, decoder read,
     worder worded, const Py_ssize_t wide)
@@ -255,8 +255,8 @@ typedef struct {
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
    which codes are decoded in registers, by `stream`; `order` is that of activations then, and spanned(weight) the codes that have
-   one scale. `read` decodes scales, and `worded` makes words of them. `packer` packs activations for `stream`, `wide` FP32 words
-   for a chunk. */
+   one scale. `read` decodes scales, and `worded` makes words of them. `packer` packs activations for `stream`, in `wide` FP32
+   words for a chunk. */
 #define VERSION(version_name, target, most, NR, stream, most_streams, spanned, read, worded, order, lift, packer, wide)     \
     static int version_name##_streams(const weight *w, Py_ssize_t m)                                                        \
     {                                                                                                                       \
