@@ -12,6 +12,7 @@ import breccia
 from breccia.arrays.frameworks import Device
 from breccia.codecs import E2M1, F16, F32, INT4, INT8, NF4, UINT4, UINT8
 from breccia.formats import TENSOR, Format, Level
+from breccia.tensors.tensor import with_parts
 from breccia_native import availability
 
 if reason := availability.missing_products(Device("cpu")):
@@ -45,26 +46,34 @@ GROUPS = {
 FORMATS = {**EVERY, "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_point")}
 EIGHT = ["e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
 BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT]
+#: The instruction set that multiplies up to 4 rows of BF16 activations by codes in registers.
+STREAMING = "avx512_vbmi"
 #: Around panels of 12 rows, and beyond the most for which codes are decoded in registers.
 ROWS = (1, 2, 5, 11, 12, 13, 25, 65)
+#: N around 4 rows; K around chunks of 128 codes and vectors of 32.
+FEW = ((1, 32), (3, 33), (4, 63), (5, 127), (9, 128), (8, 129), (7, 159), (33, 256), (2, 640), (6, 1021))
 SHAPES = ((1, 32), (31, 128), (33, 129), (7, 159), (65, 520), (36, 1021))
 
 
-def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int) -> np.ndarray:
-    """The product, which has to have the same bits by every instruction set: those without the instructions emulate them."""
+def by_every_instruction_set(x: np.ndarray, st: breccia.ScaledTensor, mode: int) -> list[np.ndarray]:
+    """The products that may differ in bits: one by all instruction sets, since those without the instructions emulate them, and
+    for mode BF16 another one by that which sums up to 4 rows in another order."""
     n, k = st.shape
     weight = native._weight(st, n, k)
     assert native._supports(st, weight, mode, k)
-    found = []
+    found = dict[str, np.ndarray]()
     for name in products.use():
         products.use(name)
         y = np.empty((len(x), n), np.float32)
         assert native._multiplied(x, weight, y, k, mode), "beyond the limits"
-        found.append(y)
+        found[name] = y
     products.use(products.use()[0])
-    for other in found[1:]:
-        np.testing.assert_array_equal(other.view(np.uint32), found[0].view(np.uint32))
-    return found[0]
+    apart = mode == facts.BF16_MODE and len(x) <= 4 and weight.kind != products.kinds().index("u8")
+    others = [found.pop(STREAMING)] if apart and STREAMING in found else []
+    same = [np.where(np.isnan(y), np.float32(np.nan), y) for y in found.values()]  # NaNs may have any sign and payload
+    for other in same[1:]:
+        np.testing.assert_array_equal(other.view(np.uint32), same[0].view(np.uint32))
+    return [same[0], *others]
 
 
 def check_int8(found: np.ndarray, x: np.ndarray, w: np.ndarray, q: int) -> None:
@@ -95,7 +104,8 @@ def test_int8_activations_are_within_their_bound(name: str) -> None:
         for m in ROWS[i % 2 :: 2]:
             x = drawn(m, k, m)
             q = GROUPS[name] if st.layout.block(st.axis)[1] not in (None, *range(k, 9999)) else 128
-            check_int8(by_every_instruction_set(x, st, facts.INT8), x, w, q)
+            [found] = by_every_instruction_set(x, st, facts.INT8)
+            check_int8(found, x, w, q)
 
 
 @pytest.mark.parametrize("name", BRAIN)
@@ -106,13 +116,80 @@ def test_bf16_activations_keep_the_bound_of_fp32_accumulation(name: str) -> None
         for m in ROWS[i % 2 :: 2]:
             x = drawn(m, k, m)
             rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-            found = by_every_instruction_set(x, st, facts.BF16_MODE)
-            check_bound(found, rounded, w)
-            np.testing.assert_array_equal(found, by_every_instruction_set(rounded, st, facts.BF16_MODE))
+            found, again = (by_every_instruction_set(y, st, facts.BF16_MODE) for y in (x, rounded))
+            for y, same in zip(found, again, strict=True):
+                check_bound(y, rounded, w)
+                np.testing.assert_array_equal(y, same)
+
+
+@pytest.mark.parametrize("name", BRAIN)
+def test_few_rows_of_bf16_activations_keep_the_bound_of_fp32_accumulation(name: str) -> None:
+    """One large product and many small ones, and sizes around 4 rows of either operand, vectors and chunks."""
+    for i, (n, k) in enumerate(FEW):
+        st = tensor(FORMATS[name], n, k, i)
+        w = breccia.dequantize(st, prefer="reference.dequantize")
+        for m in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+            x = np.random.default_rng(m).standard_normal((m, k)).astype(ml_dtypes.bfloat16)
+            x[:, 0] = 4096
+            for y in by_every_instruction_set(x, st, facts.BF16_MODE):
+                check_bound(y, x.astype(np.float32), w)
+
+
+def test_every_code_is_multiplied_as_its_value() -> None:
+    """Rows of one code each: codes of 8 bits are found in tables by their magnitudes, and -128 has none."""
+    for name in ("int4", "mxfp4", "e4m3-row", "e5m2-tensor", "mxfp6-e2m3", "mxfp6-e3m2", "int8", "int8-row"):
+        element = FORMATS[name].element
+        values = [element.value(code) for code in range(1 << element.bits)]
+        codes = [code for code, value in enumerate(values) if np.isfinite(value)]
+        n, k = len(codes), 256
+        st = tensor(FORMATS[name], n, k)
+        data = {4: np.array([code * 17 for code in codes]), 8: np.array(codes)}.get(element.bits)
+        if data is not None:
+            data = np.repeat(data.astype(np.uint8)[:, None], st.data.shape[1], axis=1)
+        else:
+            words = np.array(codes, np.uint32) * (1 + 64 + 4096 + 262144)
+            data = np.tile(np.stack([words & 255, words >> 8 & 255, words >> 16], axis=-1).astype(np.uint8), k // 4)
+        st = with_parts(st, breccia.backend.components(st) | {"data": data})
+        w = breccia.dequantize(st, prefer="reference.dequantize")
+        x = np.zeros((2, k), ml_dtypes.bfloat16)
+        x[0, 200] = x[1, 7] = 2
+        for y in by_every_instruction_set(x, st, facts.BF16_MODE):
+            np.testing.assert_array_equal(y, x.astype(np.float32) @ w.T)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+def test_nan_in_codes_scales_or_bf16_activations_makes_nan_where_it_should(rows: int) -> None:
+    x = drawn(rows, 256, 0).astype(ml_dtypes.bfloat16)
+    for name, part in (("mxfp8", "data"), ("e5m2-tensor", "data"), ("mxfp4", "scale"), ("nvfp4", "scale"), ("int8", "scale")):
+        st = tensor(FORMATS[name], 37, 256)
+        array = getattr(st, part).copy()
+        array[35, -1] = np.nan if array.dtype.kind == "f" else {"mxfp4": 255}.get(name, 127)
+        st = with_parts(st, breccia.backend.components(st) | {part: array})
+        d = breccia.dequantize(st, prefer="reference.dequantize")
+        assert np.isnan(d).any(axis=1).tolist() == [n == 35 for n in range(37)]
+        y = x.copy()
+        for found in by_every_instruction_set(y, st, facts.BF16_MODE):
+            check_bound(found, y.astype(np.float32), d)
+        y[rows - 1, 100] = np.nan
+        for found in by_every_instruction_set(y, st, facts.BF16_MODE):
+            assert np.isnan(found[rows - 1]).all() and np.isfinite(np.delete(found[: rows - 1], 35, axis=1)).all()
+
+
+def test_bf16_activations_beyond_the_limits_are_left_to_fp32() -> None:
+    for name in ("nvfp4", "mxfp8", "int8"):
+        st = tensor(FORMATS[name], 8, 64)
+        d, weight = breccia.dequantize(st), native._weight(st, 8, 64)
+        for special in (np.inf, 2.0**101, 2.0**-61, 2.0**-130):
+            x = np.ones((2, 64), ml_dtypes.bfloat16)
+            x[1, 63] = special
+            assert not native._multiplied(x, weight, np.empty((2, 8), np.float32), 64, facts.BF16_MODE)
+            with np.errstate(all="ignore"):
+                found, expected = native.matmul(x, st.mT), x.astype(np.float32) @ d.T
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_planted_kernels_break_the_bounds() -> None:
-    """INT8 with one scale for each row, INT8 that cuts off, and BF16 that cuts off."""
+    """INT8 with one scale for each row, INT8 that cuts off, BF16 that cuts off, and decoded weights rounded to BF16."""
     st = breccia.cast(np.ones((16, 512), np.float32), "mxfp4")
     w = breccia.dequantize(st)
     uneven = np.full((4, 512), 0.3, np.float32)
@@ -120,12 +197,16 @@ def test_planted_kernels_break_the_bounds() -> None:
     high = np.random.default_rng(0).integers(0, 126, (4, 512)).astype(np.float32) + np.float32(0.9)
     high[:, ::32] = 127
     for x, planted in ((uneven, np.rint(uneven / uneven.max() * 127) / 127 * uneven.max()), (high, np.trunc(high))):
-        check_int8(by_every_instruction_set(x, st, facts.INT8), x, w, 32)
+        check_int8(by_every_instruction_set(x, st, facts.INT8)[0], x, w, 32)
         with pytest.raises(AssertionError, match="times the bound"):
             check_int8(planted @ w.T, x, w, 32)
     cut = (high.view(np.uint32) & 0xFFFF0000).view(np.float32)
     with pytest.raises(AssertionError, match="times the bound"):
         check_bound(cut @ w.T, high.astype(ml_dtypes.bfloat16).astype(np.float32), w)
+    st, x = tensor(FORMATS["nvfp4"], 8, 512), np.random.default_rng(0).standard_normal((4, 512)).astype(ml_dtypes.bfloat16)
+    w, x = breccia.dequantize(st), x.astype(np.float32)
+    with pytest.raises(AssertionError, match="times the bound"):
+        check_bound(x @ w.astype(ml_dtypes.bfloat16).astype(np.float32).T, x, w)
 
 
 def test_nan_and_inf_in_int8_activations_give_nan_in_their_row() -> None:
@@ -146,7 +227,7 @@ def test_groups_of_tiny_activations_count_as_zero() -> None:
     st = tensor(FORMATS["mxfp4"], 20, 64)
     x = np.full((2, 64), 2.0**-110, np.float32)
     x[1, 40] = 1
-    found = by_every_instruction_set(x, st, facts.INT8)
+    [found] = by_every_instruction_set(x, st, facts.INT8)
     assert not found[0].any() and found[1].any()
 
 
@@ -169,7 +250,7 @@ def test_kernels_that_round_run_only_where_they_are_named(mode: str) -> None:
     named = breccia.matmul(x, st.mT, prefer=name)
     assert 1e-4 < np.abs(named - exact).max() / np.abs(exact).max() < 2e-2
     left = breccia.matmul(st, x[0].T, prefer=name)
-    np.testing.assert_array_equal(left, named[0].T)
+    np.testing.assert_array_equal(left, breccia.matmul(x[0], st.mT, prefer=name).T)
     out = np.empty((2, 9, 40), np.float16)
     breccia.matmul(x, st.mT, bias=bias, out=out, out_dtype="float16", prefer=name)
     np.testing.assert_array_equal(out, (named + bias).astype(np.float16))
@@ -207,6 +288,22 @@ def test_zero_points_whose_differences_from_codes_are_no_bf16_numbers_are_left_t
     check_bound(native._of_rows(x, st, facts.BF16_MODE), x, breccia.dequantize(st))
 
 
+@pytest.mark.parametrize(("element", "zero"), [(UINT4, 16), (UINT4, 255), (INT4, 255), (INT4, -8)])
+def test_zero_points_whose_differences_from_4_bit_codes_may_need_9_bits_are_left_to_fp32(element: Any, zero: int) -> None:
+    st = tensor(Format(element, (Level(F32, (1, 32)),), "zero_point"), 40, 96)
+    assert st.zero_point is not None
+    zeros = np.ones(st.scale.shape, np.int8 if zero < 0 else np.uint8)
+    zeros[17, 1] = zero
+    st = st.from_parts(st.data, st.scale, st.recipe, st.layout, zeros)
+    for rows in (1, 4, 9, 70):
+        x = drawn(rows, 96, 0).astype(ml_dtypes.bfloat16)
+        for name in products.use():
+            products.use(name)
+            assert not native._multiplied(x, native._weight(st, 40, 96), np.empty((rows, 40), np.float32), 96, facts.BF16_MODE)
+            check_bound(native._of_rows(x, st), x.astype(np.float32), breccia.dequantize(st))
+        products.use(products.use()[0])
+
+
 def test_zero_points_that_are_not_integers_are_left_to_fp32() -> None:
     st = tensor(Format(UINT4, (Level(F32, (1, 32)),), "zero_point"), 8, 64)
     st = st.from_parts(st.data, st.scale, st.recipe, st.layout, np.full(st.scale.shape, 7.3, np.float16))
@@ -228,18 +325,32 @@ def test_bf16_activations_take_the_faster_kernel_by_themselves(monkeypatch: pyte
         return prepare(*arguments)
 
     monkeypatch.setattr(native.products, "prepare", seen)
-    monkeypatch.setattr(native.products, "fast", lambda mode: True)
+    monkeypatch.setattr(native.products, "fast", lambda mode, kind, role, m: m > 4)
     cpu._products.clear()
-    for rows, mode in ((native._ROWS_OF_BF16 - 1, 0), (native._ROWS_OF_BF16, 2), (130, 2)):
+    for rows, mode in ((4, 0), (5, 2), (130, 2)):
         for _ in range(2):
             x = torch.randn(rows, 320).bfloat16()
             check_bound(breccia.matmul(x, st.mT, "float32").numpy(), x.float().numpy(), d)
         assert modes.pop() == mode and not modes  # prepared once
-    monkeypatch.setattr(native.products, "fast", lambda mode: False)
+    monkeypatch.setattr(native.products, "fast", lambda mode, kind, role, m: False)
     cpu._products.clear()
     breccia.matmul(x, st.mT)
     assert modes == [0]
     cpu._products.clear()
+
+
+def test_bf16_activations_of_any_rows_are_fast_where_codes_are_decoded_in_registers() -> None:
+    kinds = {name: number for number, name in enumerate(products.kinds())}
+    for name in products.use():
+        products.use(name)
+        few = [products.fast(facts.BF16_MODE, kinds[kind], 0, 1) for kind in ("table4", "e4m3", "e5m2", "e3m2", "i8")]
+        many = products.fast(facts.BF16_MODE, kinds["u8"], 1, 9)
+        assert few == [many and name == STREAMING] * 5
+        assert many == products.fast(facts.BF16_MODE, kinds["table4"], 1, 9)
+        for kind, role in (("u8", 0), ("table4", 2), ("i8", 1)):
+            assert not products.fast(facts.BF16_MODE, kinds[kind], role, 8)
+        assert not products.fast(facts.FP32, kinds["table4"], 0, 9) and not products.fast(3, kinds["table4"], 0, 9)
+    products.use(products.use()[0])
 
 
 def test_every_table_of_small_integers_is_found() -> None:
@@ -260,7 +371,7 @@ def test_bits_of_rounded_products_do_not_depend_on_the_number_of_threads(name: s
     st, before = tensor(FORMATS[name], 1300, 700), breccia.get_num_threads()
     weight = native._weight(st, 1300, 700)
     try:
-        for m, mode in itertools.product((3, 12, 30), (facts.INT8, facts.BF16_MODE)):
+        for m, mode in itertools.product((1, 3, 12, 30), (facts.INT8, facts.BF16_MODE)):
             x, found = drawn(m, 700, m), list[np.ndarray]()
             for number in (1, 2, 3):
                 breccia.set_num_threads(number)

@@ -312,6 +312,7 @@ static const micro avx2_micros[] = {
 
 #define avx2_span(w) SPAN
 
-VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, avx2_span, decoded, NULL, order_of, lift_of)
+VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, avx2_span, decoded, NULL, order_of, lift_of, pack_chunks,
+    CHUNK)
 
 #endif

@@ -191,15 +191,70 @@ FOR_AVX512 INLINE __m512 scales_of_lanes(const int grain, const float *scales, P
    processor; in the order that GCC likes they take a twentieth longer. */
 #define AFTER(v) __asm__ volatile("" : "+v"(v))
 
+/* One instruction. GCC 12 copies its sums about in registers and memory where they come from intrinsics. */
+#define MULTIPLY(instruction, sum, codes, words) __asm__(instruction " %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words))
+
+/* sum + d * y, or d * y where there is no sum yet; of `pairs` of BF16 numbers, whose products are exact. */
+FOR_AVX512 INLINE __m512 added(const int pairs, const int begins, __m512 d, __m512 y, __m512 sum)
+{
+    if (!pairs)
+        return begins ? _mm512_mul_ps(d, y) : _mm512_fmadd_ps(d, y, sum);
+    if (begins)
+        sum = _mm512_setzero_ps();
+    MULTIPLY("vdpbf16ps", sum, d, y);
+    return sum;
+}
+
+/* Whether codes of a kind, less their zero-points, are decoded in registers as BF16 numbers. */
+INLINE int are_pairs(int kind, int role)
+{
+    return role == NONE ? kind == TABLE4 || (kind >= E4M3 && kind <= I8) : role == ZERO_POINT && kind == TABLE4;
+}
+
+/* A table of 16 BF16 numbers in FP32 as words, twice. */
+FOR_AVX512 INLINE __m512 words_of_table(__m512 table)
+{
+    const __m512i words = _mm512_srli_epi32(_mm512_castps_si512(table), 16);
+    return _mm512_castsi512_ps(_mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(words)));
+}
+
+/* Integers from -16 to 15 as words, at their lowest 5 bits: the differences of 4-bit codes and zero-points. */
+FOR_AVX512 INLINE __m512 words_of_differences(void)
+{
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 low = _mm512_cvtepi32_ps(lanes), high = _mm512_sub_ps(low, _mm512_set1_ps(16));
+    const __m256i first = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(low), 16));
+    const __m256i second = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(high), 16));
+    return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
+}
+
+/* Small integers in both halves of their lanes. */
+FOR_AVX512 INLINE __m512i in_both_halves(__m512 v)
+{
+    const __m512i low = _mm512_cvtps_epi32(v);
+    return _mm512_or_si512(low, _mm512_slli_epi32(low, 16));
+}
+
+/* The values of the lowest code of each lane; of `pairs`, of each half of a lane. */
+FOR_AVX512 INLINE __m512 looked_up(const int pairs, __m512i v, __m512 table)
+{
+    if (pairs)
+        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(v, _mm512_castps_si512(table)));
+    return _mm512_permutexvar_ps(v, table);
+}
+
 /* Products of ROWS rows and M rows of activations, all along K, into sums[m * ROWS + r]. */
 FOR_AVX512 INLINE void nibbles_streamed(
-    const int M, const int role, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
-    float *sums)
+    const int pairs, const int M, const int role, const int grain, const weight *w, const panel *p, const float *x,
+    Py_ssize_t stride, float *sums)
 {
     enum { MOST_PAIRED = 2 };
-    const __m512 table = _mm512_loadu_ps(w->codes.table);
-    const int early = grain == ONE;                          /* scales or zero-points are applied to the table */
-    const int later = role != BIAS && (M == 1 || !early);    /* scales are applied to sums of a span */
+    const int steps = pairs ? 4 : 8;
+    const __m512 numbers = _mm512_loadu_ps(w->codes.table);
+    const int early = grain == ONE;                               /* scales or zero-points are applied to the table */
+    const int shifts = pairs && role == ZERO_POINT && !early;     /* zero-points are subtracted from codes */
+    const __m512 table = !pairs ? numbers : shifts ? words_of_differences() : words_of_table(numbers);
+    const int later = pairs || (role != BIAS && (M == 1 || !early)); /* scales are applied to sums of a span */
     const int together = M == 1 || !later ? ROWS : MOST_PAIRED; /* rows whose sums of spans are in registers */
     const Py_ssize_t spans = grain == ONE ? 1 : p->spans;
     const __m512i span_of_lane = grain == WORDS ? _mm512_slli_epi32(span_of_lanes(spans), 16) : span_of_lanes(spans);
@@ -218,39 +273,47 @@ FOR_AVX512 INLINE void nibbles_streamed(
             values[r] = table;
             if (role != NONE) {
                 const float *offsets = p->offsets[r] + c * spans;
-                offset[r] = early ? _mm512_set1_ps(*offsets) : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+                offset[r] = grain == ONE ? _mm512_set1_ps(*offsets)
+                                         : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(offsets));
+                if (shifts)
+                    offset[r] = _mm512_castsi512_ps(in_both_halves(offset[r]));
             }
             if (!later)
                 scale[r] = scales_of_lanes(grain, p->scales[r], c * spans, span_of_lane);
             if (early && later)
-                values[r] = role == ZERO_POINT ? _mm512_sub_ps(table, offset[r]) : table;
+                values[r] = role == NONE ? table : _mm512_sub_ps(numbers, offset[r]);
             else if (early)
                 values[r] = applied(role, table, scale[r], offset[r]);
+            if (pairs && early && role == ZERO_POINT)
+                values[r] = words_of_table(values[r]);
         }
         UNROLL for (int first = 0; first < ROWS; first += together) {
             __m512 span[4][ROWS];
-            UNROLL for (int i = 0; i < 8; i++) {
+            UNROLL for (int i = 0; i < steps; i++) {
                 __m512i shifted[ROWS];
                 __m512 d[ROWS];
                 UNROLL for (int r = 0; r < together; r++) {
                     shifted[r] = i ? _mm512_srli_epi32(v[first + r], 4 * i) : v[first + r];
+                    if (shifts)
+                        shifted[r] = _mm512_sub_epi16(
+                            _mm512_and_si512(shifted[r], _mm512_set1_epi16(15)), _mm512_castps_si512(offset[first + r]));
                     AFTER(shifted[r]);
                 }
                 UNROLL for (int r = 0; r < together; r++) {
-                    d[r] = _mm512_permutexvar_ps(shifted[r], values[first + r]);
+                    d[r] = looked_up(pairs, shifted[r], values[first + r]);
                     AFTER(d[r]);
-                    if (later && role == ZERO_POINT && !early)
+                    if (later && role == ZERO_POINT && !early && !shifts)
                         d[r] = _mm512_sub_ps(d[r], offset[first + r]);
                     if (!later && !early)
                         d[r] = applied(role, d[r], scale[first + r], offset[first + r]);
                 }
                 UNROLL for (int m = 0; m < M; m++) {
-                    const __m512 y = _mm512_loadu_ps(x + m * CHUNK + 16 * i);
+                    const __m512 y = _mm512_loadu_ps(x + 16 * (m * steps + i));
                     UNROLL for (int r = 0; r < together; r++) {
                         if (!later)
                             a[m][first + r] = _mm512_fmadd_ps(d[r], y, a[m][first + r]);
                         else
-                            span[m][r] = i ? _mm512_fmadd_ps(d[r], y, span[m][r]) : _mm512_mul_ps(d[r], y);
+                            span[m][r] = added(pairs, i == 0, d[r], y, span[m][r]);
                     }
                 }
             }
@@ -329,12 +392,12 @@ typedef struct {
     uint8_t high[128], low[128];
 } byte_table;
 
-/* Those of FP8 and FP6 codes (see `expanded`), divided by the lift; and at 0, of E4M3 scales. */
+/* Those of FP8 and FP6 codes (see `expanded`), divided by the lift, of magnitudes of INT8 codes; and at 0, of E4M3 scales. */
 static byte_table byte_tables[KINDS];
 
 static void fill_byte_tables(void)
 {
-    for (int kind = 0; kind <= E3M2; kind = kind ? kind + 1 : E4M3)
+    for (int kind = 0; kind <= I8; kind = kind ? kind + 1 : E4M3)
         for (int i = 0; i < 128; i++) {
             const uint8_t byte = (uint8_t)i;
             const numbers one = {kind ? kind : E4M3, &byte, NULL};
@@ -351,7 +414,7 @@ typedef struct {
     __m512i high[2], low[2];
 } loaded_table;
 
-FOR_VBMI INLINE loaded_table load_table(int kind)
+FOR_AVX512 INLINE loaded_table load_table(int kind)
 {
     const byte_table *t = &byte_tables[kind];
     const loaded_table found = {{_mm512_loadu_si512(t->high), _mm512_loadu_si512(t->high + 64)},
@@ -359,12 +422,30 @@ FOR_VBMI INLINE loaded_table load_table(int kind)
     return found;
 }
 
-/* The BF16 numbers of 64 bytes: of the first 8 of every 16, and of the others. */
-FOR_VBMI INLINE void words_by_table(const loaded_table *t, __m512i v, __m512i *first, __m512i *second)
+/* Of 128 bytes in two vectors, those at the low 7 bits of each index. Not an intrinsic, so that functions that also run without
+   AVX-512 VBMI, for other codes, may contain it. */
+FOR_AVX512 INLINE __m512i byte_at(__m512i index, const __m512i table[2])
 {
-    const __m512i low = _mm512_permutex2var_epi8(t->low[0], v, t->low[1]);
-    __m512i high = _mm512_permutex2var_epi8(t->high[0], v, t->high[1]);
-    high = _mm512_ternarylogic_epi32(high, v, _mm512_set1_epi8((char)0x80), 0xF8); /* a | (b & c) */
+    __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(table[0]), "v"(table[1]));
+    return index;
+}
+
+/* The low and the high bytes of the BF16 numbers of 64 codes. */
+FOR_AVX512 INLINE void bytes_by_table(const int kind, const loaded_table *t, __m512i v, __m512i *low, __m512i *high)
+{
+    const __m512i sign = _mm512_set1_epi8((char)0x80), size = kind == I8 ? _mm512_abs_epi8(v) : v;
+    *low = byte_at(size, t->low);
+    *high = byte_at(size, t->high);
+    if (kind == I8) /* -128 is found at 0 */
+        *high = _mm512_mask_mov_epi8(*high, _mm512_cmpeq_epi8_mask(v, sign), _mm512_set1_epi8(0x43));
+    *high = _mm512_ternarylogic_epi32(*high, v, sign, 0xF8); /* a | (b & c) */
+}
+
+/* The BF16 numbers of 64 codes: of the first 8 of every 16, and of the others. */
+FOR_AVX512 INLINE void words_by_table(const int kind, const loaded_table *t, __m512i v, __m512i *first, __m512i *second)
+{
+    __m512i low, high;
+    bytes_by_table(kind, t, v, &low, &high);
     *first = _mm512_unpacklo_epi8(low, high);
     *second = _mm512_unpackhi_epi8(low, high);
 }
@@ -385,7 +466,7 @@ FOR_VBMI static int words_by_vbmi(const weight *w, Py_ssize_t row, uint16_t *to)
         const __m512i in_order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0); /* so that unpacked words are */
         const __m512i b = _mm512_permutexvar_epi64(in_order, _mm512_maskz_loadu_epi8(here, bytes + i));
         __m512i first, second;
-        words_by_table(&table, b, &first, &second);
+        words_by_table(0, &table, b, &first, &second);
         _mm512_storeu_si512(to + i, first);
         _mm512_storeu_si512(to + i + 32, second);
     }
@@ -404,13 +485,15 @@ static const uint8_t *order_of_vbmi(int kind)
     return IS_HALF(kind) ? order_by_tables : order_of(kind);
 }
 
-/* As `bytes_streamed`, for FP8 and FP6. Scales are applied to sums of a span, or of half a chunk at most. */
+/* As `bytes_streamed`, for FP8 and FP6 (`kind` is one with as many bits), and `pairs` of INT8. Scales are applied to sums of a
+   span, or of half a chunk at most. */
 FOR_VBMI INLINE void tables_streamed(
-    const int M, const int six, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride, float *sums)
+    const int pairs, const int M, const int kind, const int grain, const weight *w, const panel *p, const float *x,
+    Py_ssize_t stride, float *sums)
 {
-    const int kind = six ? E2M3 : E4M3; /* both kinds of 6 bits are expanded alike */
     const loaded_table table = load_table(w->codes.kind);
     const __m512i top = _mm512_set1_epi32((int)0xFFFF0000);
+    const int steps = pairs ? 1 : 2; /* vectors of activations by a vector of words */
     const Py_ssize_t chunks = p->chunks, ahead = p->ahead, spans = grain == ONE ? 1 : p->spans;
     const int fine = grain != ONE && spans == SPANS; /* the first 8 codes of 16 and the others have their own scales */
     const __m512i sixteen = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
@@ -424,24 +507,25 @@ FOR_VBMI INLINE void tables_streamed(
             uint8_t room[CHUNK];
             FROM_MEMORY(p);
             const uint8_t *codes = bytes_of(kind, p, r, c, room);
-            const char *next = (const char *)(six ? codes_of(p, r, c) : codes) + ahead;
+            const char *next = (const char *)(IS_SIX(kind) ? codes_of(p, r, c) : codes) + ahead;
             __m512 sum[4];
             _mm_prefetch(next, _MM_HINT_T1);
             _mm_prefetch(next + 64, _MM_HINT_T1);
             UNROLL for (int half = 0; half < 2; half++) {
                 __m512i first, second;
-                words_by_table(&table, _mm512_loadu_si512(codes + 64 * half), &first, &second);
-                const __m512 d[4] = {_mm512_castsi512_ps(_mm512_slli_epi32(first, 16)),
-                    _mm512_castsi512_ps(_mm512_and_si512(first, top)), _mm512_castsi512_ps(_mm512_slli_epi32(second, 16)),
-                    _mm512_castsi512_ps(_mm512_and_si512(second, top))};
+                words_by_table(kind, &table, _mm512_loadu_si512(codes + 64 * half), &first, &second);
+                const __m512i words[2] = {first, second};
                 const Py_ssize_t at = c * spans + half * spans / 2;
                 UNROLL for (int pair = 0; pair < 2; pair++) {
+                    const __m512i d = words[pair];
+                    const __m512 even = _mm512_castsi512_ps(pairs ? d : _mm512_slli_epi32(d, 16));
+                    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(d, top));
                     UNROLL for (int m = 0; m < M; m++) {
-                        const float *y = x + m * CHUNK + 64 * half + 32 * pair;
+                        const float *y = x + 16 * steps * (4 * m + 2 * half + pair);
                         const int begins = fine || (pair == 0 && (grain != ONE || half == 0));
-                        sum[m] = begins ? _mm512_mul_ps(d[2 * pair], _mm512_loadu_ps(y))
-                                        : _mm512_fmadd_ps(d[2 * pair], _mm512_loadu_ps(y), sum[m]);
-                        sum[m] = _mm512_fmadd_ps(d[2 * pair + 1], _mm512_loadu_ps(y + 16), sum[m]);
+                        sum[m] = added(pairs, begins, even, _mm512_loadu_ps(y), sum[m]);
+                        if (!pairs)
+                            sum[m] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(y + 16), sum[m]);
                     }
                     if (grain == ONE ? half == 0 || pair == 0 : !fine && pair == 0)
                         continue;
@@ -467,12 +551,13 @@ typedef void (*streamed)(const weight *, const panel *, const float *, Py_ssize_
         call;                                                                                                               \
     }
 #define NIBBLES(M, role, grain) \
-    STREAM(nibbles_##M##role##grain, FOR_AVX512, nibbles_streamed(M, role, grain, w, p, x, stride, sums))
+    STREAM(nibbles_##M##role##grain, FOR_AVX512, nibbles_streamed(0, M, role, grain, w, p, x, stride, sums))
 #define BYTES(M, kind, grain) STREAM(bytes_##M##kind##grain, FOR_AVX512, bytes_streamed(M, kind, grain, w, p, x, stride, sums))
-#define TABLES(M, six, grain) STREAM(tables_##M##six##grain, FOR_VBMI, tables_streamed(M, six, grain, w, p, x, stride, sums))
+#define TABLES(M, kind, grain) \
+    STREAM(tables_##M##kind##grain, FOR_VBMI, tables_streamed(0, M, kind, grain, w, p, x, stride, sums))
 #define FOR_ALL(what, which, grain) what(1, which, grain) what(2, which, grain) what(4, which, grain)
 #define BYTES_OF(kind) FOR_ALL(BYTES, kind, ONE) FOR_ALL(BYTES, kind, FEW) FOR_ALL(BYTES, kind, MANY)
-#define TABLES_OF(six) FOR_ALL(TABLES, six, ONE) FOR_ALL(TABLES, six, MANY) FOR_ALL(TABLES, six, WORDS)
+#define TABLES_OF(kind) FOR_ALL(TABLES, kind, ONE) FOR_ALL(TABLES, kind, MANY) FOR_ALL(TABLES, kind, WORDS)
 FOR_ALL(NIBBLES, NONE, ONE)
 FOR_ALL(NIBBLES, NONE, MANY)
 FOR_ALL(NIBBLES, NONE, WORDS)
@@ -485,20 +570,20 @@ BYTES_OF(E5M2)
 BYTES_OF(E2M3)
 BYTES_OF(E3M2)
 BYTES_OF(I8)
-TABLES_OF(0)
-TABLES_OF(1)
+TABLES_OF(E4M3)
+TABLES_OF(E2M3)
 
 /* By the grain, and by rows of activations. */
 #define FUNCTIONS(what, which, grain) {what##1##which##grain, what##2##which##grain, what##4##which##grain}
 #define OF_NIBBLES(role) {FUNCTIONS(nibbles_, role, ONE), FUNCTIONS(nibbles_, role, MANY), FUNCTIONS(nibbles_, role, MANY)}
 #define OF_BYTES(kind) {FUNCTIONS(bytes_, kind, ONE), FUNCTIONS(bytes_, kind, FEW), FUNCTIONS(bytes_, kind, MANY)}
-#define OF_TABLES(six) \
-    {FUNCTIONS(tables_, six, ONE), FUNCTIONS(tables_, six, MANY), FUNCTIONS(tables_, six, MANY), FUNCTIONS(tables_, six, WORDS)}
+#define OF_TABLES(name, kind) \
+    {FUNCTIONS(name, kind, ONE), FUNCTIONS(name, kind, MANY), FUNCTIONS(name, kind, MANY), FUNCTIONS(name, kind, WORDS)}
 static const streamed nibble_streams[ROLES][MANY + 1][3] = {OF_NIBBLES(NONE), OF_NIBBLES(ZERO_POINT), OF_NIBBLES(BIAS)};
 static const streamed nibbles_by_words[3] = FUNCTIONS(nibbles_, NONE, WORDS);
 static const streamed byte_streams[5][MANY + 1][3] = {
     OF_BYTES(E4M3), OF_BYTES(E5M2), OF_BYTES(E2M3), OF_BYTES(E3M2), OF_BYTES(I8)};
-static const streamed table_streams[2][GRAINS][3] = {OF_TABLES(0), OF_TABLES(1)};
+static const streamed table_streams[2][GRAINS][3] = {OF_TABLES(tables_, E4M3), OF_TABLES(tables_, E2M3)};
 
 /* Multiplies up to `m` rows of activations, 4 at most. Returns how many. `tables`: whether it may take FP8 and FP6 by tables. */
 INLINE int stream_by(
@@ -666,7 +751,7 @@ FOR_AVX512 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_
 }
 
 VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, most_streams_of_avx512, longest_span, decoded_by_avx512, words_by_avx512,
-    order_of, lift_of)
+    order_of, lift_of, pack_chunks, CHUNK)
 
 #define avx512_vbmi_tile avx512_tile
 #define avx512_vbmi_micros avx512_micros
@@ -678,6 +763,6 @@ INLINE Py_ssize_t most_streams_of_vbmi(int kind, int role, Py_ssize_t span)
 }
 
 VERSION(avx512_vbmi, FOR_AVX512, 14, 32, stream_by_vbmi, most_streams_of_vbmi, longest_span, decoded_by_avx512, words_by_vbmi,
-    order_of_vbmi, lift_of)
+    order_of_vbmi, lift_of, pack_chunks, CHUNK)
 
 #endif

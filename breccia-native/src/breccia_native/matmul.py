@@ -12,6 +12,7 @@ import numpy as np
 from breccia.backend import (
     NUMPY,
     TENSOR,
+    UINT4,
     Array,
     Format,
     InternedKey,
@@ -33,8 +34,6 @@ _ACTIVATIONS = {np.dtype(np.float32): _KINDS["f32"], np.dtype(np.float16): _KIND
 _ROLES = {"none": 0, "zero_point": 1, "bias": 2}
 #: Products below which one thread is as fast as several.
 _FOR_THREADS = 1 << 21
-#: The fewest rows of BF16 activations for which products of BF16 numbers are faster than of FP32.
-_ROWS_OF_BF16 = 9
 #: Bytes of packed activations that are multiplied at a time, which should stay in a shared cache, and the fewest rows.
 _PACKED, _FEWEST = 8 << 20, 56
 #: The most rows of activations that are multiplied by codes in (K, N) order as they are; for more, codes are transposed.
@@ -199,7 +198,7 @@ def _rows_at_once(k: int) -> int:
 def _mode(x: Array, st: ScaledTensor, weight: _Weight, k: int, mode: int | None) -> int:
     """How activations are rounded: as asked for, where the kernel supports it for that weight."""
     if mode is None:  # BF16 activations are not rounded to BF16, so that mode keeps the bound of FP32 accumulation
-        exact = len(x) >= _ROWS_OF_BF16 and x.dtype.name == "bfloat16" and products.fast(BF16_MODE)
+        exact = x.dtype.name == "bfloat16" and products.fast(BF16_MODE, weight.kind, weight.role, len(x))
         mode = BF16_MODE if exact else FP32
     return mode if mode == FP32 or _supports(st, weight, mode, k) else FP32
 
@@ -301,8 +300,8 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
     integers = _KINDS["u8"], _KINDS["i8"]
     whole = w.role == 0 or w.offset_kind in integers
-    if w.role and mode == BF16_MODE and w.kind in integers:  # others differ by up to 383, which needs 9 bits
-        whole = w.kind == w.offset_kind
+    if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits
+        whole = whole and (w.kind == w.offset_kind or st.recipe.format.element == UINT4)
     return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 

@@ -106,12 +106,32 @@ static int grouped(grouping *g, int mode, int kind, const float *table, Py_ssize
     return 0;
 }
 
+/* Whether differences of codes and zero-points are exact in a mode, for weight rows `first` to `end`: those of 4-bit codes in
+   BF16 where both are from 0 to 15. */
+INLINE int differences_are_exact(const weight *w, int mode, Py_ssize_t first, Py_ssize_t end)
+{
+    if (mode != BF16_MODE || w->role != ZERO_POINT || w->codes.kind != TABLE4)
+        return 1;
+    const uint8_t *bytes = w->offset.items + first / w->tall * w->groups;
+    const Py_ssize_t count = ((end - 1) / w->tall - first / w->tall + 1) * w->groups;
+    int fine = w->offset.kind == U8 || w->offset.kind == I8;
+    for (int i = 0; i < 16; i++)
+        fine &= w->codes.table[i] == (float)i;
+    uint8_t all = 0;
+    for (Py_ssize_t i = 0; fine && i < count; i++)
+        all |= bytes[i];
+    return fine && all < 16;
+}
+
 /* ------------------------------------------------------------------------------------------------ activations */
 
-/* The code at place i of INT8 words of 8 codes: those of 4 bits are taken apart into the even and the odd ones. */
-INLINE int code_of(int kind, int i)
+/* The code at place i of words of 8 codes. INT8: those of 4 bits are taken apart into the even and the odd ones. BF16: each
+   word has codes of both halves of 4 bytes of codes. */
+INLINE int code_of(int mode, int kind, int i)
 {
-    return kind == TABLE4 ? i % 4 * 2 + i / 4 : i;
+    if (mode == INT8_MODE)
+        return kind == TABLE4 ? i % 4 * 2 + i / 4 : i;
+    return kind == TABLE4 ? i / 2 + i % 2 * 4 : i / 4 * 4 + i % 4 / 2 + i % 2 * 2;
 }
 
 INLINE uint32_t bf16_of(float y)
@@ -145,12 +165,10 @@ INLINE float rounded(const float *x, const Py_ssize_t n, int8_t *codes, float *s
     return amax / 127;
 }
 
-/* Groups of one row of a panel of `rows`, of q numbers, from number `first` to `last`, of which `left` are in x. Returns whether
-   all are large enough for BF16. */
-INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
+/* Groups of one row of a panel of `rows`, of q numbers, from number `first` to `last`, of which `left` are in x. */
+INLINE void pack_row(const grouping *g, const Py_ssize_t q, int kind, const float *x, Py_ssize_t left, Py_ssize_t rows,
     Py_ssize_t first, Py_ssize_t last, uint32_t *words, float *scales, float *sums, int32_t *starts)
 {
-    int32_t least = 0; /* negative where a number is below the smallest */
     for (Py_ssize_t start = first; start < last; start += q) {
         float rest[CHUNK] = {0};
         const float *from = x + start;
@@ -164,31 +182,27 @@ INLINE int pack_row(const grouping *g, const Py_ssize_t q, int kind, const float
             scales[start / q * rows] = rounded(from, q, codes, &sums[start / q * rows]);
             starts[start / q * rows] = -g->shift * (int32_t)sums[start / q * rows];
             for (Py_ssize_t j = 0; j < q; j++)
-                moved[j] = codes[j / 8 * 8 + code_of(kind, (int)(j % 8))];
+                moved[j] = codes[j / 8 * 8 + code_of(INT8_MODE, kind, (int)(j % 8))];
             for (Py_ssize_t j = 0; j < q / 4; j++)
                 memcpy(words + (start / 4 + j) * rows, moved + 4 * j, 4);
         } else {
-            uint32_t pairs[CHUNK / 2];
-            for (Py_ssize_t j = 0; j < q / 2; j++) {
-                const uint32_t low = bf16_of(from[2 * j]), high = bf16_of(from[2 * j + 1]);
-                const int32_t a = (int32_t)(low << 16 & 0x7fffffff), b = (int32_t)(high << 16 & 0x7fffffff);
-                const int32_t bottom = (int32_t)bits_of(LEAST_BF16);
-                pairs[j] = low | high << 16;
-                least |= ((a - bottom) & ~(a - 1)) | ((b - bottom) & ~(b - 1));
-            }
-            for (Py_ssize_t j = 0; j < q / 2; j++)
-                words[(start / 2 + j) * rows] = pairs[j];
+            uint32_t bits[CHUNK];
+            for (Py_ssize_t j = 0; j < q; j++)
+                bits[j] = bf16_of(from[j]);
+            const int half = kind == TABLE4 ? 4 : 2; /* see `code_of` */
+            uint32_t *to = words + start / 2 * rows;
+            for (Py_ssize_t j = 0; j < q; j += 2 * half)
+                for (int i = 0; i < half; i++, to += rows)
+                    *to = bits[j + i] | bits[j + half + i] << 16;
         }
     }
-    return least >= 0;
 }
 
-/* Some chunks of a panel of up to TALLEST rows, word by word. Returns whether all are within the limits. */
-INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+/* Some chunks of a panel of up to TALLEST rows, word by word. */
+INLINE void pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
     const Py_ssize_t length = (k + CHUNK - 1) / CHUNK * CHUNK, now = part.rows;
     const Py_ssize_t begin = part.column, end = part.end < k ? part.end : length;
-    int fine = 1;
     to += part.row * words_of(g, length);
     x += part.row * k;
     float *scales = to + length / g->per * now, *sums = scales + length / g->q * now;
@@ -196,15 +210,14 @@ INLINE int pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k
     for (Py_ssize_t r = 0; r < now; r++, x += k) {
         uint32_t *words = (uint32_t *)to + r;
         if (g->q == 128)
-            fine &= pack_row(g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, 128, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 32)
-            fine &= pack_row(g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, 32, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else if (g->q == 16)
-            fine &= pack_row(g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, 16, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
         else
-            fine &= pack_row(g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
+            pack_row(g, g->q, kind, x, k, now, begin, end, words, scales + r, sums + r, starts + r);
     }
-    return fine;
 }
 
 /* ------------------------------------------------------------------------------------------------ rows of a product */
@@ -264,15 +277,16 @@ static void portable_group_tile(
             values_of(w, codes, values);
             for (int i = 0; i < CHUNK; i += g->per) {
                 uint32_t word = 0;
-                for (int j = 0; j < g->per; j++)
+                for (int j = 0; j < g->per; j++) {
+                    const int at = i / 8 * 8 + code_of(g->mode, kind, i % 8 + j);
                     if (g->mode == INT8_MODE) {
-                        const int at = i / 8 * 8 + code_of(kind, i % 8 + j);
                         const int code = kind == TABLE4 ? g->bytes[codes[at / 2] >> 4 * (at & 1) & 15] : codes[at] ^ 128;
                         word |= (uint32_t)code << 8 * j;
                     } else {
-                        const float v = values[i + j] - (w->role == ZERO_POINT ? offsets[(i + j) / SPAN] : 0);
+                        const float v = values[at] - (w->role == ZERO_POINT ? offsets[at / SPAN] : 0);
                         word |= bf16_of(v) << 16 * j;
                     }
+                }
                 tile->codes[((c * CHUNK + i) / g->per) * WIDE + r] = word;
             }
         }
@@ -321,9 +335,9 @@ static void portable_group_micro(
 UP_TO_TALLEST(PORTABLE_GROUPS)
 static const group_micro portable_groups[] = LIST_OF(portable_groups);
 
-static int portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
+static void portable_pack_groups(const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    return pack_groups(g, kind, x, k, part, to);
+    pack_groups(g, kind, x, k, part, to);
 }
 
 static int portable_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
@@ -334,6 +348,6 @@ static int portable_rows_by_groups(const weight *w, const grouping *g, const wor
 
 typedef int (*group_rows)(
     const weight *, const grouping *, const workspace *, const float *, Py_ssize_t, Py_ssize_t, Py_ssize_t, float *);
-typedef int (*group_packer)(const grouping *, int, const float *, Py_ssize_t, part, float *);
+typedef void (*group_packer)(const grouping *, int, const float *, Py_ssize_t, part, float *);
 
 #endif

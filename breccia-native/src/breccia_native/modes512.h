@@ -68,8 +68,8 @@ FOR_AVX512 INLINE void group_tile_of(const int kind, const int mode, const weigh
                             if (subtracts)
                                 y[i] = _mm512_sub_ps(y[i], zeros[same ? 0 : k / SPAN]);
                         }
-                        UNROLL for (int i = 0; i < each; i += 2)
-                            _mm512_storeu_si512(to + i / 2 * WIDE, pair_of(y[i], y[i + 1]));
+                        UNROLL for (int i = 0; i < each / 2; i++)
+                            _mm512_storeu_si512(to + i * WIDE, pair_of(y[i], y[i + each / 2]));
                     }
                 }
             }
@@ -98,9 +98,6 @@ FOR_AVX512 static void avx512_group_tile(
             GROUPS_OF(U8, BF16_MODE)
         }
 }
-
-/* One instruction. GCC 12 copies its sums about in registers and memory where they come from intrinsics. */
-#define MULTIPLY(instruction, sum, codes, words) __asm__(instruction " %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words))
 
 FOR_VNNI INLINE void integers(const int MB, const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups,
     float *sums)
@@ -161,16 +158,61 @@ FOR_BF16 INLINE void brain_floats(const int MB, const grouping *g, const group_t
     }
 }
 
+#define MODES512(MB)                                                                                                        \
+    FOR_VNNI static void integers##MB(                                                                                      \
+        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
+    {                                                                                                                       \
+        integers(MB, g, tile, x, groups, sums);                                                                             \
+    }                                                                                                                       \
+    FOR_BF16 static void brain_floats##MB(                                                                                  \
+        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
+    {                                                                                                                       \
+        brain_floats(MB, g, tile, x, groups, sums);                                                                         \
+    }
+UP_TO_TALLEST(MODES512)
+static const group_micro integer_groups[] = LIST_OF(integers), brain_groups[] = LIST_OF(brain_floats);
+
+/* By tiles, in either mode. */
+FOR_AVX512 static int avx512_rows_by_tiles(const weight *w, const grouping *g, const workspace *to, const float *x,
+    Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
+{
+    return rows_by_groups(
+        w, g, to, x, m, first, end, y, avx512_group_tile, g->mode == INT8_MODE ? integer_groups : brain_groups);
+}
+
 /* ------------------------------------------------------------------------------------------------ from registers */
 
 /* Rows of the weight that are multiplied together, and how many chunks ahead codes are fetched. */
 enum { STREAMED = 16, CHUNKS_AHEAD = 8 };
 
+/* The fewest rows of activations for which a mode is faster than FP32. */
+static Py_ssize_t fewest_by_integers(const weight *w)
+{
+    (void)w;
+    return 1;
+}
+
+static Py_ssize_t fewest_by_tiles(const weight *w)
+{
+    (void)w;
+    return 9;
+}
+
+static Py_ssize_t fewest_by_streams(const weight *w)
+{
+    return are_pairs(w->codes.kind, w->role) ? 1 : fewest_by_tiles(w);
+}
+
 /* The most rows of activations for which decoding codes again for each panel is faster than tiles. Tiles keep scales of all
    groups in memory, so they gain less where groups are short. */
-INLINE Py_ssize_t most_streamed(int kind, Py_ssize_t q)
+INLINE Py_ssize_t most_streamed(const weight *w, const grouping *g)
 {
-    return kind == I8 ? 24 : q > 32 ? 64 : PY_SSIZE_T_MAX;
+    const int kind = w->codes.kind;
+    if (g->mode == BF16_MODE && !are_pairs(w->codes.kind, w->role))
+        return 0;
+    if (kind == I8 || IS_SIX(kind))
+        return kind == I8 ? 24 : 16;
+    return kind != TABLE4 || g->q > 32 ? 64 : PY_SSIZE_T_MAX;
 }
 
 /* Scales (or offsets) of 16 successive groups from `at` on: those of STREAMED rows in each vector. */
@@ -182,14 +224,62 @@ FOR_AVX512 INLINE void scales_of_groups(const float *const *rows, Py_ssize_t at,
     UNROLL for (int r = 0; r < 16; r++) to[r] = v[r];
 }
 
-/* Products of STREAMED rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers`. */
-FOR_VNNI INLINE void integers_streamed(
-    const int MB, const int kind, const int shifts, const weight *w, const grouping *g, const panel *p, const float *x,
-    float *sums)
+/* What decodes codes in registers: tables of INT8 and BF16 numbers by 4-bit codes, and of BF16 numbers by others. */
+typedef struct {
+    __m512i integers, words;
+    loaded_table bytes;
+} tables;
+
+FOR_AVX512 INLINE tables tables_of(const int mode, const int kind, const int shifts, const weight *w, const grouping *g)
+{
+    tables t = {0};
+    if (mode == INT8_MODE)
+        t.integers = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)g->bytes));
+    else if (kind != TABLE4)
+        t.bytes = load_table(w->codes.kind);
+    else
+        t.words = _mm512_castps_si512(shifts ? words_of_differences() : words_of_table(_mm512_loadu_ps(w->codes.table)));
+    return t;
+}
+
+/* Words of 64 bytes of codes, of a word of 4 bytes each. Returns how many vectors. `zero`: zero-points for BF16, in both halves
+   of each lane. */
+FOR_AVX512 INLINE int words_of_codes(
+    const int mode, const int kind, const int shifts, const tables *t, __m512i v, __m512i zero, __m512i to[4])
+{
+    const __m512i nibbles = _mm512_set1_epi8(15), high_bytes = _mm512_set1_epi16((short)0xFF00);
+    if (mode == INT8_MODE && kind == TABLE4) {
+        to[0] = _mm512_shuffle_epi8(t->integers, _mm512_and_si512(v, nibbles));
+        to[1] = _mm512_shuffle_epi8(t->integers, _mm512_and_si512(_mm512_srli_epi32(v, 4), nibbles));
+        return 2;
+    }
+    if (mode == INT8_MODE) {
+        to[0] = _mm512_xor_si512(v, _mm512_set1_epi8((char)128));
+        return 1;
+    }
+    if (kind == TABLE4) {
+        UNROLL for (int i = 0; i < 4; i++) {
+            __m512i code = i ? _mm512_srli_epi16(v, 4 * i) : v;
+            if (shifts)
+                code = _mm512_sub_epi16(_mm512_and_si512(code, _mm512_set1_epi16(15)), zero);
+            to[i] = _mm512_permutexvar_epi16(code, t->words);
+        }
+        return 4;
+    }
+    __m512i low, high;
+    bytes_by_table(kind, &t->bytes, v, &low, &high);
+    to[0] = _mm512_ternarylogic_epi32(high_bytes, _mm512_slli_epi16(high, 8), low, 0xCA); /* a ? b : c */
+    to[1] = _mm512_ternarylogic_epi32(high_bytes, high, _mm512_srli_epi16(low, 8), 0xCA);
+    return 2;
+}
+
+/* Products of STREAMED rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers` or
+   `brain_floats`. shifts: whether codes have zero-points. */
+FOR_AVX512 INLINE void groups_streamed(const int MB, const int mode, const int kind, const int shifts, const weight *w,
+    const grouping *g, const panel *p, const float *x, float *sums)
 {
     enum { EACH = 16 };
-    const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)g->bytes));
-    const __m512i nibbles = _mm512_set1_epi8(15), top = _mm512_set1_epi8((char)128);
+    const tables t = tables_of(mode, kind, shifts, w, g);
     const Py_ssize_t length = p->chunks * CHUNK, block = g->q / SPAN; /* chunks with 16 groups */
     const int parts = kind == TABLE4 ? 1 : 2, vectors = EACH * parts, step = (int)(g->q * vectors / CHUNK);
     const group_x from = activations(g, x, MB, length, 0);
@@ -213,36 +303,38 @@ FOR_VNNI INLINE void integers_streamed(
             for (int part = 0; part < parts; part++) {
                 __m512 u[EACH];
                 UNROLL for (int r = 0; r < STREAMED; r++) {
-                    u[r] = _mm512_loadu_ps((const void *)(codes_of(p, r, c) + 64 * part));
+                    uint8_t room[CHUNK];
+                    u[r] = _mm512_loadu_ps((const void *)(bytes_of(kind, p, r, c, room) + 64 * part));
                     _mm_prefetch((const char *)p->codes[r] + next + 64 * part, _MM_HINT_T1);
                 }
                 transposed(u);
                 UNROLL for (int r = 0; r < EACH; r++) v[EACH * part + r] = u[r];
             }
             for (int i = 0; i < vectors; scale++, zero++, by += MB, all += MB, starts += MB) {
-                __m512i a[TALLEST];
-                UNROLL for (int m = 0; m < MB; m++) a[m] = _mm512_set1_epi32(starts[m]);
+                __m512i a[TALLEST], shift = _mm512_setzero_si512();
+                UNROLL for (int m = 0; m < MB; m++)
+                    a[m] = mode == INT8_MODE ? _mm512_set1_epi32(starts[m]) : _mm512_setzero_si512();
+                if (mode == BF16_MODE && shifts)
+                    shift = in_both_halves(*zero);
                 for (const int end = i + step; i < end; i++) {
-                    const __m512i u = _mm512_castps_si512(v[i]);
-                    if (kind == TABLE4) {
-                        const __m512i even = _mm512_shuffle_epi8(bytes, _mm512_and_si512(u, nibbles));
-                        const __m512i odd = _mm512_shuffle_epi8(bytes, _mm512_and_si512(_mm512_srli_epi32(u, 4), nibbles));
+                    __m512i d[4];
+                    const int count = words_of_codes(mode, kind, shifts, &t, _mm512_castps_si512(v[i]), shift, d);
+                    UNROLL for (int j = 0; j < count; j++)
                         UNROLL for (int m = 0; m < MB; m++) {
-                            MULTIPLY("vpdpbusd", a[m], even, _mm512_set1_epi32((int)codes[m]));
-                            MULTIPLY("vpdpbusd", a[m], odd, _mm512_set1_epi32((int)codes[MB + m]));
+                            const __m512i y = _mm512_set1_epi32((int)codes[j * MB + m]);
+                            if (mode == INT8_MODE)
+                                MULTIPLY("vpdpbusd", a[m], d[j], y);
+                            else
+                                MULTIPLY("vdpbf16ps", a[m], d[j], y);
                         }
-                        codes += 2 * MB;
-                    } else {
-                        const __m512i c8 = _mm512_xor_si512(u, top);
-                        UNROLL for (int m = 0; m < MB; m++) MULTIPLY("vpdpbusd", a[m], c8, _mm512_set1_epi32((int)codes[m]));
-                        codes += MB;
-                    }
+                    codes += count * MB;
                 }
                 UNROLL for (int m = 0; m < MB; m++) {
-                    __m512 e = _mm512_cvtepi32_ps(a[m]);
-                    if (shifts)
+                    __m512 e = mode == INT8_MODE ? _mm512_cvtepi32_ps(a[m]) : _mm512_castsi512_ps(a[m]);
+                    if (mode == INT8_MODE && shifts)
                         e = _mm512_fnmadd_ps(*zero, _mm512_set1_ps(all[m]), e);
-                    e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
+                    if (mode == INT8_MODE)
+                        e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
                     found[m] = _mm512_fmadd_ps(e, *scale, found[m]);
                 }
             }
@@ -251,29 +343,41 @@ FOR_VNNI INLINE void integers_streamed(
     UNROLL for (int m = 0; m < MB; m++) _mm512_storeu_ps(sums + m * STREAMED, found[m]);
 }
 
-typedef void (*integer_stream)(const weight *, const grouping *, const panel *, const float *, float *);
+typedef void (*group_stream)(const weight *, const grouping *, const panel *, const float *, float *);
 
-#define INTEGER_STREAMS(MB)                                                                                                 \
-    FOR_VNNI static void integer_stream##MB(                                                                                \
-        const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                                    \
+/* `kind`: one with codes of as many bits, signed or not. */
+#define GROUP_STREAM(name, MB, target, mode, kind, shifts)                                                                  \
+    target static void name##MB(const weight *w, const grouping *g, const panel *p, const float *x, float *sums)            \
     {                                                                                                                       \
-        const int zeros = w->role == ZERO_POINT;                                                                            \
-        if (w->codes.kind == I8)                                                                                            \
-            integers_streamed(MB, I8, zeros, w, g, p, x, sums);                                                             \
-        else if (zeros)                                                                                                     \
-            integers_streamed(MB, TABLE4, 1, w, g, p, x, sums);                                                             \
-        else                                                                                                                \
-            integers_streamed(MB, TABLE4, 0, w, g, p, x, sums);                                                             \
+        groups_streamed(MB, mode, kind, shifts, w, g, p, x, sums);                                                          \
     }
-UP_TO_TALLEST(INTEGER_STREAMS)
-static const integer_stream integer_streams[] = LIST_OF(integer_stream);
+#define GROUP_STREAMS(MB)                                                                                                   \
+    GROUP_STREAM(integers_of_nibbles, MB, FOR_VNNI, INT8_MODE, TABLE4, 0)                                                   \
+    GROUP_STREAM(integers_of_shifted_nibbles, MB, FOR_VNNI, INT8_MODE, TABLE4, 1)                                           \
+    GROUP_STREAM(integers_of_bytes, MB, FOR_VNNI, INT8_MODE, I8, 0)                                                         \
+    GROUP_STREAM(integers_of_shifted_bytes, MB, FOR_VNNI, INT8_MODE, I8, 1)                                                 \
+    GROUP_STREAM(floats_of_nibbles, MB, FOR_BF16, BF16_MODE, TABLE4, 0)                                                     \
+    GROUP_STREAM(floats_of_shifted_nibbles, MB, FOR_BF16, BF16_MODE, TABLE4, 1)                                             \
+    GROUP_STREAM(floats_of_bytes, MB, FOR_BF16, BF16_MODE, E4M3, 0)                                                         \
+    GROUP_STREAM(floats_of_sixes, MB, FOR_BF16, BF16_MODE, E2M3, 0)                                                         \
+    GROUP_STREAM(floats_of_integers, MB, FOR_BF16, BF16_MODE, I8, 0)
+UP_TO_TALLEST(GROUP_STREAMS)
+/* By kind (4 bits, 8, 6, INT8), and whether codes have zero-points. */
+static const group_stream integer_streams[4][2][TALLEST + 1] = {
+    {LIST_OF(integers_of_nibbles), LIST_OF(integers_of_shifted_nibbles)}, {{NULL}}, {{NULL}},
+    {LIST_OF(integers_of_bytes), LIST_OF(integers_of_shifted_bytes)}};
+static const group_stream float_streams[4][2][TALLEST + 1] = {
+    {LIST_OF(floats_of_nibbles), LIST_OF(floats_of_shifted_nibbles)}, {LIST_OF(floats_of_bytes)}, {LIST_OF(floats_of_sixes)},
+    {LIST_OF(floats_of_integers)}};
 
 /* `rows_by_groups` without tiles: codes are transposed and decoded in registers for each panel of activations. */
-FOR_VNNI static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
+FOR_AVX512 static int rows_by_streams(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m,
     Py_ssize_t first, Py_ssize_t end, float *y)
 {
+    const int kind = w->codes.kind, bits = kind == TABLE4 ? 0 : kind == I8 ? 3 : 1 + IS_SIX(kind);
+    const group_stream *streams = (g->mode == INT8_MODE ? integer_streams : float_streams)[bits][w->role == ZERO_POINT];
     panel p;
-    p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
+    p.bytes = CHUNK * kind_bits[kind] / 8;
     p.whole = w->row_bytes / p.bytes;
     p.chunks = (w->k + CHUNK - 1) / CHUNK;
     p.spans = CHUNK / g->q;
@@ -288,7 +392,7 @@ FOR_VNNI static int rows_by_streams(const weight *w, const grouping *g, const wo
         for (Py_ssize_t i = 0, done = 0; i < panels; i++) {
             const Py_ssize_t now = height_of(m, done, panels, i);
             float sums[TALLEST * STREAMED];
-            integer_streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
+            streams[now](w, g, &p, x + done * words_of(g, p.chunks * CHUNK), sums);
             for (Py_ssize_t j = 0; j < now; j++)
                 memcpy(y + (done + j) * w->n + n, sums + j * STREAMED, 4 * (size_t)(stop - n));
             done += now;
@@ -297,38 +401,17 @@ FOR_VNNI static int rows_by_streams(const weight *w, const grouping *g, const wo
     return 1;
 }
 
-#define MODES512(MB)                                                                                                        \
-    FOR_VNNI static void integers##MB(                                                                                      \
-        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
-    {                                                                                                                       \
-        integers(MB, g, tile, x, groups, sums);                                                                             \
-    }                                                                                                                       \
-    FOR_BF16 static void brain_floats##MB(                                                                                  \
-        const grouping *g, const group_tile *tile, const group_x *x, Py_ssize_t groups, float *sums)                        \
-    {                                                                                                                       \
-        brain_floats(MB, g, tile, x, groups, sums);                                                                         \
-    }
-UP_TO_TALLEST(MODES512)
-static const group_micro integer_groups[] = LIST_OF(integers), brain_groups[] = LIST_OF(brain_floats);
-
-FOR_AVX512 static int avx512_pack_groups(
+FOR_AVX512 static void avx512_pack_groups(
     const grouping *g, int kind, const float *x, Py_ssize_t k, part part, float *to)
 {
-    return pack_groups(g, kind, x, k, part, to);
+    pack_groups(g, kind, x, k, part, to);
 }
 
-FOR_VNNI static int avx512_rows_by_integers(const weight *w, const grouping *g, const workspace *to, const float *x,
+/* From registers or by tiles. */
+FOR_AVX512 static int avx512_rows_by_groups(const weight *w, const grouping *g, const workspace *to, const float *x,
     Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
-    if (m <= most_streamed(w->codes.kind, g->q))
-        return rows_by_streams(w, g, to, x, m, first, end, y);
-    return rows_by_groups(w, g, to, x, m, first, end, y, avx512_group_tile, integer_groups);
-}
-
-FOR_AVX512 static int avx512_rows_by_brain_floats(const weight *w, const grouping *g, const workspace *to, const float *x,
-    Py_ssize_t m, Py_ssize_t first, Py_ssize_t end, float *y)
-{
-    return rows_by_groups(w, g, to, x, m, first, end, y, avx512_group_tile, brain_groups);
+    return (m <= most_streamed(w, g) ? rows_by_streams : avx512_rows_by_tiles)(w, g, to, x, m, first, end, y);
 }
 
 #endif

@@ -48,24 +48,28 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift)
+VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift, pack_chunks, CHUNK)
 
 #if defined(__x86_64__)
 #include "avx2.h"
 #include "modes512.h"
+#include "pairs512.h"
 #endif
 
 /* Those that this processor can run, the best first. */
 static const version *versions[5];
 static const version *here;
-/* What multiplies in each mode but FP32. `fast`: by instructions of the processor. */
+/* What multiplies in each mode but FP32. `fewest`: the fewest rows for which it is faster than FP32; NULL where the processor
+   has no instructions for it. */
 typedef struct {
     group_packer pack;
     group_rows rows;
     float (*lift)(int);
-    int fast;
+    Py_ssize_t (*fewest)(const weight *);
 } mode_version;
 static mode_version modes[MODES];
+/* What multiplies a few rows in mode BF16, or NULL. */
+static const version *pairs;
 static int has_vnni, has_bf16;
 
 #if defined(__x86_64__)
@@ -80,12 +84,17 @@ static int is_avx512(const version *v)
 static void take(const version *v)
 {
     here = v;
-    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, 0};
+    modes[INT8_MODE] = modes[BF16_MODE] = (mode_version){portable_pack_groups, portable_rows_by_groups, portable_lift, NULL};
 #if defined(__x86_64__)
     if (is_avx512(v) && has_vnni)
-        modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_integers, portable_lift, 1};
+        modes[INT8_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_groups, portable_lift, fewest_by_integers};
     if (is_avx512(v) && has_bf16)
-        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_brain_floats, lift_of, 1};
+        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_tiles, lift_of, fewest_by_tiles};
+    pairs = NULL;
+    if (v == &avx512_vbmi && has_bf16) {
+        modes[BF16_MODE] = (mode_version){avx512_pack_groups, avx512_rows_by_groups, lift_of, fewest_by_streams};
+        pairs = &avx512_pairs;
+    }
 #endif
 }
 
@@ -187,6 +196,7 @@ static int allocate(const weight *w, Py_ssize_t m, int streams, workspace *to)
 typedef struct {
     const weight *w;
     const grouping *g;
+    const version *by; /* NULL: activations are rounded, in groups, and modes[g->mode] multiplies */
     numbers x;     /* (m, k) activations in FP32, FP16 or BF16 */
     Py_ssize_t m;
     float *wide;   /* FP32 activations: x itself, or room for them */
@@ -195,6 +205,14 @@ typedef struct {
     Py_ssize_t parts, next_part, packed_parts, next_row;
     int fine, memory, threads;
 } product;
+
+/* What multiplies m rows of activations in a mode: NULL for groups of rounded ones. */
+static const version *version_for(int mode, const weight *w, Py_ssize_t m)
+{
+    if (mode == FP32_MODE)
+        return here;
+    return mode == BF16_MODE && pairs && pairs->streams(w, m) ? pairs : NULL;
+}
 
 /* In how many parts rounded activations are packed, and one of them: some chunks of one panel, or one of several panels. */
 static Py_ssize_t rounded_parts(Py_ssize_t m, Py_ssize_t k)
@@ -214,17 +232,18 @@ static int pack_part(const product *p, Py_ssize_t i)
     const weight *w = p->w;
     const Py_ssize_t k = w->k;
     const int mode = p->g->mode;
-    const part part = mode == FP32_MODE ? here->part(w, p->m, i) : rounded_part(p->m, k, i);
+    const part part = p->by ? p->by->part(w, p->m, i) : rounded_part(p->m, k, i);
     int fine = 1;
     for (Py_ssize_t r = part.row; r < part.row + part.rows; r++) {
         float *row = p->wide + r * k;
         if (p->x.kind != F32)
             decoded(&p->x, r * k + part.column, part.end - part.column, row + part.column);
-        fine &= within(row + part.column, part.end - part.column, MOST_X, 0);
+        fine &= within(row + part.column, part.end - part.column, MOST_X, mode == BF16_MODE ? LEAST_BF16 : 0);
     }
-    if (mode != FP32_MODE)
-        return modes[mode].pack(p->g, w->codes.kind, p->wide, k, part, p->packed) && fine;
-    here->pack(w, p->wide, p->m, part, p->packed);
+    if (p->by)
+        p->by->pack(w, p->wide, p->m, part, p->packed);
+    else
+        modes[mode].pack(p->g, w->codes.kind, p->wide, k, part, p->packed);
     return fine;
 }
 
@@ -248,14 +267,14 @@ static void multiply_some(void *context)
 {
     product *p = context;
     const weight *w = p->w;
-    const int mode = p->g->mode;
+    const version *by = p->by;
     workspace to;
     for (Py_ssize_t i; (i = __atomic_fetch_add(&p->next_part, 1, __ATOMIC_RELAXED)) < p->parts;) {
         if (!pack_part(p, i))
             __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
         __atomic_add_fetch(&p->packed_parts, 1, __ATOMIC_RELEASE);
     }
-    if (!allocate(w, p->m, mode == FP32_MODE && here->streams(w, p->m), &to)) {
+    if (!allocate(w, p->m, by && by->streams(w, p->m), &to)) {
         __atomic_store_n(&p->memory, 0, __ATOMIC_RELAXED);
         return;
     }
@@ -271,8 +290,9 @@ static void multiply_some(void *context)
             break;
         for (Py_ssize_t first = begin; first < last && __atomic_load_n(&p->fine, __ATOMIC_RELAXED); first += CLAIM) {
             const Py_ssize_t end = first + CLAIM < last ? first + CLAIM : last;
-            if (!(mode == FP32_MODE ? here->rows(w, &to, p->packed, p->m, first, end, p->y)
-                                    : modes[mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
+            if (!differences_are_exact(w, p->g->mode, first, end) ||
+                !(by ? by->rows(w, &to, p->packed, p->m, first, end, p->y)
+                     : modes[p->g->mode].rows(w, p->g, &to, p->packed, p->m, first, end, p->y)))
                 __atomic_store_n(&p->fine, 0, __ATOMIC_RELAXED);
             for (Py_ssize_t i = 0; p->bias && i < p->m; i++)
                 for (Py_ssize_t j = first; j < end; j++)
@@ -292,7 +312,8 @@ static int multiply_all(product *p, int threads)
         return 0;
     p->packed = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     p->wide = plain ? p->packed + words : (float *)(uintptr_t)p->x.items;
-    p->parts = p->g->mode == FP32_MODE ? here->parts(w, p->m) : rounded_parts(p->m, w->k);
+    p->by = version_for(p->g->mode, w, p->m);
+    p->parts = p->by ? p->by->parts(w, p->m) : rounded_parts(p->m, w->k);
     p->fine = p->memory = 1;
     p->threads = threads > 1 ? threads : 1;
     run_shared(multiply_some, p, threads);
@@ -397,7 +418,8 @@ PyDoc_STRVAR(multiply_doc,
     "scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
     "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
     "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
-    "below 2^-60 and not 0, and where a scale is too large, or smaller than `least` and not 0.");
+    "below 2^-60 and not 0, where a scale is too large, or smaller than `least` and not 0, and for mode 2\n"
+    "where 4-bit codes or their zero-points are not integers from 0 to 15.");
 
 static PyObject *multiply(PyObject *self, PyObject *args)
 {
@@ -524,14 +546,18 @@ static PyObject *use(PyObject *self, PyObject *args)
     return found;
 }
 
-PyDoc_STRVAR(fast_doc, "fast(mode): whether the instruction set in use has the instructions for mode 1 (INT8) or 2 (BF16).");
+PyDoc_STRVAR(fast_doc,
+    "fast(mode, kind, role, m): whether the instruction set in use has instructions for mode 1 (INT8) or 2 (BF16) that are\n"
+    "faster than FP32 for m rows of activations and codes of `kind`, with offsets of `role`, in blocks of a multiple of 8.");
 
 static PyObject *fast(PyObject *self, PyObject *args)
 {
     int mode;
-    if (!PyArg_ParseTuple(args, "i:fast", &mode))
+    Py_ssize_t m;
+    weight w = {.span = SPAN};
+    if (!PyArg_ParseTuple(args, "iiin:fast", &mode, &w.codes.kind, &w.role, &m))
         return NULL;
-    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fast);
+    return PyBool_FromLong(mode > FP32_MODE && mode < MODES && modes[mode].fewest && m >= modes[mode].fewest(&w));
 }
 
 static PyMethodDef methods[] = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-def fast(mode: int, /) -> bool: ...
+def fast(mode: int, kind: int, role: int, m: int, /) -> bool: ...
 def multiply(
     x: Any,
     x_kind: int,

@@ -91,10 +91,11 @@ INLINE int scales_of_panel(const weight *w, const workspace *to, Py_ssize_t n, P
 }
 
 /* Rows `first` to `end` of a product. Returns 0 where scales are beyond the limits. `span`: codes with one scale. `worded` makes
-   words of scales of a row; NULL where this weight has none, or the version has no such function. */
+   words of scales of a row; NULL where this weight has none, or the version has no such function. `wide`: FP32 words of a chunk
+   of activations for `stream`. */
 INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first, Py_ssize_t end,
     float *y, tiler decode, const micro *micros, const int most, const int NR, streamer stream, Py_ssize_t span, decoder read,
-    worder worded)
+    worder worded, const Py_ssize_t wide)
 {
     panel p;
     p.bytes = CHUNK * kind_bits[w->codes.kind] / 8;
@@ -116,7 +117,7 @@ INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssiz
         fill(w, to, n, n, stop, ROWS, &p);
         for (Py_ssize_t i = 0; i < m;) {
             float sums[4 * ROWS];
-            const int taken = stream(w, &p, x + i * CHUNK, m * CHUNK, (int)(m - i < 4 ? m - i : 4), sums);
+            const int taken = stream(w, &p, x + i * wide, m * wide, (int)(m - i < 4 ? m - i : 4), sums);
             for (int j = 0; j < taken; j++)
                 for (Py_ssize_t row = n; row < stop; row++)
                     y[(i + j) * w->n + row] = sums[j * ROWS + row - n] * (p.words ? w->factor : 1);
@@ -254,8 +255,9 @@ typedef struct {
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
    which codes are decoded in registers, by `stream`; `order` is that of activations then, and spanned(weight) the codes that have
-   one scale. `read` decodes scales, and `worded` makes words of them. */
-#define VERSION(version_name, target, most, NR, stream, most_streams, spanned, read, worded, order, lift)                   \
+   one scale. `read` decodes scales, and `worded` makes words of them. `packer` packs activations for `stream`, in `wide` FP32
+   words for a chunk. */
+#define VERSION(version_name, target, most, NR, stream, most_streams, spanned, read, worded, order, lift, packer, wide)     \
     static int version_name##_streams(const weight *w, Py_ssize_t m)                                                        \
     {                                                                                                                       \
         return m <= most_streams(w->codes.kind, w->role, w->span);                                                          \
@@ -265,7 +267,7 @@ typedef struct {
     {                                                                                                                       \
         const int streams = version_name##_streams(w, m);                                                                   \
         return rows_of(w, to, x, m, first, end, y, version_name##_tile, version_name##_micros, most, NR,                    \
-            streams ? stream : NULL, streams ? spanned(w) : w->span, read, worded);                                         \
+            streams ? stream : NULL, streams ? spanned(w) : w->span, read, worded, wide);                                   \
     }                                                                                                                       \
     static Py_ssize_t version_name##_parts(const weight *w, Py_ssize_t m)                                                   \
     {                                                                                                                       \
@@ -283,7 +285,7 @@ typedef struct {
     target static void version_name##_pack(const weight *w, const float *x, Py_ssize_t m, part part, float *to)             \
     {                                                                                                                       \
         if (version_name##_streams(w, m))                                                                                   \
-            pack_chunks(x, m, w->k, part, order(w->codes.kind), to);                                                        \
+            packer(x, m, w->k, part, order(w->codes.kind), to);                                                             \
         else                                                                                                                \
             pack_panel(x, w->k, part, to);                                                                                  \
     }                                                                                                                       \
