@@ -158,6 +158,32 @@ def test_no_leaf_has_a_tangent(kind: breccia.ScalingRecipe) -> None:
         jax.grad(lambda st: breccia.dequantize(st).sum())(st)
 
 
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@a_few_kinds
+def test_operations_refuse_tensors_whose_leaves_a_function_of_a_tree_has_changed(kind: breccia.ScalingRecipe, run: Any) -> None:
+    st, x = breccia.cast(rows(16), kind), rows(4)
+    operations = [
+        (breccia.dequantize, "st"),
+        (lambda st: breccia.matmul(x, st.mT), "b"),
+        (lambda st: breccia.requantize(st, "mxint8"), "st"),
+        (lambda st: breccia.cast_matmul(x, "mxint8", st.mT), "b"),
+    ]
+    for change in (
+        lambda leaf: 0.9 * leaf + 0.1 * leaf,  # an average of parameters
+        lambda leaf: leaf.astype(jnp.bfloat16),
+        lambda leaf: leaf.astype(jnp.int32),
+    ):
+        for operation, name in operations:
+            message = f"{name} is no longer a tensor of '{kind.name}': data must hold"
+            with pytest.raises(breccia.UnsupportedError, match=message):
+                run(operation)(jax.tree.map(change, st))
+    if st.scale.ndim:
+        with pytest.raises(breccia.LayoutError, match=f"st is no longer a tensor of '{kind.name}': PerBlockK: scale.shape"):
+            run(breccia.dequantize)(jax.tree.map(lambda leaf: leaf.T, st))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), st)  # changes no number
+    assert same(run(breccia.dequantize)(stacked)[1], breccia.dequantize(st))
+
+
 def native(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
     """The tensor with its components as arrays of their own."""
     return breccia.ScaledTensor.from_parts(**{name: getattr(st, name) for name in FIELDS})

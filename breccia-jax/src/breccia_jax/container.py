@@ -8,7 +8,7 @@ its components when they are read: for free in compiled functions, with a copy o
 from __future__ import annotations
 
 import json
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,18 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
-from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once, transposed
+from breccia.backend import (
+    FLOATS,
+    PARTS,
+    PLAIN,
+    BrecciaError,
+    Metadata,
+    ScaledTensor,
+    check_parts,
+    dtype_name,
+    once,
+    transposed,
+)
 
 from .keys import component_key
 
@@ -148,6 +159,40 @@ def _lengths(st: ScaledTensor) -> Lengths:
     sides = dict(zip((-3 - st.axis, st.axis), st.layout.block(st.axis), strict=True))
     rows, columns = (shape[axis] if (side := sides[axis]) and st.shape[axis] % side else None for axis in (-2, -1))
     return rows, columns
+
+
+def check_components(name: str, st: ScaledTensor) -> None:
+    """Raise LayoutError or UnsupportedError where a function over the leaves of a tree has changed those of operand `name`.
+
+    `unflatten` cannot check: optimizers keep their state in trees of the same structure, and JAX passes placeholders.
+    """
+    held = st.held
+    leaves = tuple(getattr(st, part) for part in PARTS) if held is None else held.leaves
+    dtypes = (None,) * len(PARTS) if not isinstance(held, Held) else held.dtypes
+    found = tuple(
+        None if leaf is None else (tuple(leaf.shape), leaf.dtype, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+    )
+    if st.storage == PLAIN and all(isinstance(n, int) for part in found if part for n in part[0]):
+        try:
+            _check(Metadata.of(st), found)
+        except BrecciaError as e:
+            raise type(e)(
+                f"{name} is no longer a tensor of {st.recipe.name!r}: {e} A function over the leaves of a tree changes codes "
+                "and scales as if they were numbers (arithmetic, averages, astype); breccia_jax.partition takes them out.",
+                **e.found,
+            ) from e
+
+
+@lru_cache(maxsize=1024)
+def _check(metadata: Metadata, found: tuple[tuple[tuple[int, ...], Any, str | None] | None, ...]) -> None:
+    """Check descriptions of components: (shape and dtype of the leaf, dtype of the component if its leaf has another)."""
+    parts: dict[str, Any] = {}
+    for part, of in zip(PARTS, found, strict=True):
+        if of is not None:
+            shape, dtype, component = of
+            held = component is not None and dtype == _word(component)
+            parts[part] = jax.ShapeDtypeStruct(shape, jnp.dtype(component) if held else dtype)
+    check_parts(metadata.assembled(**parts), metadata.recipe.format)
 
 
 def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:

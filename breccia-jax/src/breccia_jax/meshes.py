@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from breccia import LayoutError
 from breccia.backend import PLAIN, ScaledTensor
 
-from .container import Held
+from .container import Held, check_components
 
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
 Spec = tuple[Any, ...]
@@ -62,7 +62,13 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
     return jax.tree.unflatten(structure, run(*operands))
 
 
-def check_shard(name: str, st: ScaledTensor) -> None:
+def check_operand(name: str, st: ScaledTensor) -> None:
+    """Raise LayoutError or UnsupportedError where the components of operand `name` are not those of one tensor."""
+    _check_shard(name, st)
+    check_components(name, st)
+
+
+def _check_shard(name: str, st: ScaledTensor) -> None:
     """Raise LayoutError inside a `shard_map` where the shard of operand `name` has not the scales of its blocks.
 
     Also raised outside, for shards with a partial last block each that a `shard_map` has joined.
