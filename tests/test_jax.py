@@ -362,6 +362,33 @@ def test_seeds_may_be_traced_and_have_64_bits(kind: breccia.ScalingRecipe) -> No
     )
 
 
+def test_seeds_may_be_keys_of_either_style() -> None:
+    x = wide((6, 64), seed=6, exponents=2)
+    key, old = jax.random.key(2**40 + 3), jax.random.PRNGKey(2**40 + 3)
+    low, high = (int(word) for word in np.asarray(old))
+    expected = breccia.cast(x, NVFP4, rounding="stochastic", seed=low | high << 32)
+
+    def draw(x: Any, seed: Any) -> Any:
+        return breccia.cast(x, NVFP4, rounding="stochastic", seed=seed)
+
+    for seed in (key, old):
+        assert breccia.bytes_equal(draw(jnp.asarray(x), seed), expected)
+        assert breccia.bytes_equal(jax.jit(draw)(jnp.asarray(x), seed), expected)
+        pair = breccia.cast_pair(jnp.asarray(x), NVFP4, rounding="stochastic", seed=seed)
+        assert breccia.bytes_equal(pair.rowwise, expected)
+        again = breccia.requantize(breccia.cast(jnp.asarray(x), MXFP8), NVFP4, rounding="stochastic", seed=seed)
+        there = breccia.requantize(breccia.cast(x, MXFP8), NVFP4, rounding="stochastic", seed=low | high << 32)
+        assert breccia.bytes_equal(again, there)
+    keys = jax.random.split(key, 2)
+    found = jax.vmap(lambda key: breccia.dequantize(draw(jnp.asarray(x), key)))(keys)
+    assert same(found[1], breccia.dequantize(draw(jnp.asarray(x), keys[1])))
+    for wrong in (keys, jax.random.key(0, impl="rbg")):
+        with pytest.raises(breccia.OptionError, match=r"seed must be one key of two words; .* jax.random.bits\(key"):
+            draw(jnp.asarray(x), wrong)
+    with pytest.raises(breccia.OptionError, match="seed must be an integer"):
+        draw(x, key)
+
+
 @pytest.mark.rest
 def test_requantize_writes_numpy_bytes() -> None:
     """To the same recipe, with kept scales, and through FP32; under jit, and with `require_exact`."""

@@ -147,6 +147,19 @@ class _JaxOps(Ops):
             item = item | ((word >> (i * bits)) & mask) << (8 * i)
         return lax.bitcast_convert_type(item.astype(_WORDS[count]), jnp.uint8).astype(jnp.int32)
 
+    def seed(self, seed: Any) -> Any:
+        if not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+            return seed
+        words = jax.random.key_data(seed)
+        if words.shape != (2,):
+            raise OptionError(
+                f"seed must be one key of two words; got keys of shape {tuple(seed.shape)} and dtype {seed.dtype}. "
+                "jax.random.bits(key, (2,), 'uint32') draws two words from any key.",
+                shape=tuple(seed.shape),
+                dtype=str(seed.dtype),
+            )
+        return words
+
     def words(self, seed: Any) -> tuple[Any, Any]:
         if not hasattr(seed, "shape"):
             return super().words(seed)

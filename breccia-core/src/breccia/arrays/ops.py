@@ -174,11 +174,19 @@ class Ops(Protocol):
         mask = (1 << bits) - 1
         return self.concat([self.reshape((word >> (i * bits)) & mask, (*word.shape, 1)) for i in range(count)])
 
+    def seed(self, seed: Any) -> Any:
+        """An array given as a seed, as an integer or an array of its low and high 32 bits."""
+        return seed
+
     def words(self, seed: Any) -> tuple[Any, Any]:
         """(low, high) int32 words of a seed in 0 .. 2^64 - 1, or of an array of them."""
         words = map(int, seed if hasattr(seed, "shape") else (seed, seed >> 32))
         low, high = ((word & 0xFFFFFFFF) - ((word & 0x80000000) << 1) for word in words)
         return low, high
+
+    def mapped_like(self, a: Array, b: Array) -> Array:
+        """`a`, mapped by vmap wherever `b` is, for frameworks whose vmap is wrong for `a | b` otherwise."""
+        return a
 
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
         """FP32 rows of `a` (M, K), in groups that end at `offsets` (E,), times the matrices of `b` (E, K, N); zeros beyond."""
