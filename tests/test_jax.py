@@ -409,11 +409,16 @@ def test_requantize_writes_numpy_bytes() -> None:
 def test_supplied_scales_are_numbers_or_arrays() -> None:
     x = wide((6, 64), seed=7, exponents=2)
     expected = breccia.cast(x, CURRENT, scale=0.37)
-    for scale in (0.37, np.float32(0.37), jnp.float32(0.37)):
-        if not isinstance(scale, np.generic):
-            assert breccia.bytes_equal(breccia.cast(jnp.asarray(x), CURRENT, scale=scale), expected)
+    for scale in (0.37, np.float32(0.37), np.float64(0.37), jnp.float32(0.37)):
+        for on in (jnp.asarray, np.asarray):
+            if on is jnp.asarray or not isinstance(scale, jax.Array):
+                assert breccia.bytes_equal(breccia.cast(on(x), CURRENT, scale=scale), expected)
     traced = jax.jit(lambda x, scale: breccia.cast(x, CURRENT, scale=scale))
     assert breccia.bytes_equal(traced(jnp.asarray(x), jnp.float32(0.37)), expected)
+    with pytest.raises(breccia.UnsupportedError, match="scale= must hold F32 .* got dtype int32"):
+        traced(jnp.asarray(x), jnp.int32(1))
+    with pytest.raises(breccia.LayoutError, match=r"scale= must have shape \(\)"):
+        traced(jnp.asarray(x), jnp.ones(3))
     assert np.isnan(breccia.cast(jnp.asarray(x), CURRENT, scale=1e300).scale), "a scale beyond FP32 is a fault that shows"
     first = breccia.cast(x, MXFP8)
     assert breccia.bytes_equal(

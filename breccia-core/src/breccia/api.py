@@ -6,6 +6,7 @@ docs/spec/numerics.md specifies the results. Where a framework has no frontend f
 from __future__ import annotations
 
 from dataclasses import fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from . import targets
@@ -429,6 +430,8 @@ def _options(
         return DEFAULT
     if hasattr(seed, "dtype"):
         seed = ops_of(x.held_data if of_tensor else x).seed(seed)
+    if isinstance(scale, Real) and not isinstance(scale, bool):  # NumPy's numbers too, for arrays of any framework
+        scale = float(scale)
     options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)
     if storage != PLAIN:
         registry().look_up("breccia_storages", storage, "storage")

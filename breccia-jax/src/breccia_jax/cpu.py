@@ -62,6 +62,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     fits = options.axis in (-1, -2) and len(x.shape) >= -options.axis  # the generic algorithm says what does not
     if not fits or not _static(arrays) or not (options.nonfinite == "propagate" or in_memory(arrays)):
         return reference.cast(x, recipe, options)
+    if isinstance(scale, Tracer):  # an error of the kernel would be one of XLA's
+        layout = checks.fitted_layout(recipe, tuple(x.shape), options.axis)
+        reference.check_supplied(JAX, scale, x, recipe.format, layout, options.axis)
     program = Cast(recipe.to_json(), options.axis, scale is not None, stochastic, options.nonfinite, _shapes(arrays))
     return program.static.assembled(_ran(program, arrays))
 
