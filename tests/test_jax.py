@@ -772,6 +772,30 @@ def test_calls_transfer_nothing_between_host_and_device(kind: breccia.ScalingRec
     assert "callback" not in text and "infeed" not in text and "outfeed" not in text
 
 
+def test_compiled_steps_and_scans_carry_an_amax_history() -> None:
+    recipe = breccia.DelayedScaling(amax_history_len=3)
+    steps = wide((5, 4, 32), seed=9, exponents=2)
+    history, expected = breccia.AmaxHistory(recipe), list[breccia.ScaledTensor]()
+    for x in steps:
+        st, history = history.cast(x)
+        expected.append(st)
+    breccia_jax.register()
+    start = breccia.AmaxHistory(recipe, jnp.zeros(3), jnp.float32(1))
+    step = jax.jit(lambda x, history: history.cast(x))
+    kept = start
+    for x, there in zip(steps, expected, strict=True):
+        st, kept = step(jnp.asarray(x), kept)
+        assert breccia.bytes_equal(st, there)
+    assert step._cache_size() == 1 and same(kept.amaxes, history.amaxes) and same(kept.scale, history.scale)
+    last, casts = jax.lax.scan(lambda history, x: history.cast(x)[::-1], start, jnp.asarray(steps))
+    assert all(breccia.bytes_equal(casts[n], there) for n, there in enumerate(expected)) and same(last.scale, history.scale)
+    leaves = tree_util.tree_leaves_with_path(start)
+    assert [tree_util.keystr(path) for path, _ in leaves] == [".amaxes", ".scale"]
+    other = breccia.AmaxHistory(breccia.DelayedScaling(amax_history_len=4), jnp.zeros(3), jnp.float32(1))
+    assert jax.tree.structure(other) != jax.tree.structure(start)
+    assert jax.tree.map(lambda _: None, start).amaxes is None  # JAX passes placeholders
+
+
 # -- devices, dtypes -------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
+from breccia import AmaxHistory
 from breccia.backend import (
     FLOATS,
     PARTS,
@@ -208,14 +209,27 @@ def unflatten(static: Static, leaves: Any) -> ScaledTensor:
     return static.metadata.assembled(*leaves)
 
 
+def _flatten_history(history: AmaxHistory) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    keys = map(tree_util.GetAttrKey, ("amaxes", "scale"))
+    return tuple(zip(keys, (history.amaxes, history.scale), strict=True)), history.recipe
+
+
+def _unflatten_history(recipe: Any, leaves: Any) -> AmaxHistory:
+    """Unchecked: JAX passes placeholders."""
+    history = object.__new__(AmaxHistory)
+    history.__dict__.update(zip(("recipe", "amaxes", "scale"), (recipe, *leaves), strict=True))
+    return history
+
+
 @once
 def register() -> None:
-    """Make ScaledTensor a pytree node, and let `jax.export` serialize functions of it.
+    """Make ScaledTensor and AmaxHistory pytree nodes, and let `jax.export` serialize functions of ScaledTensors.
 
     breccia does this at the first array of a type if JAX is already imported. Call it if JAX is imported later, and before
     `jax.export.deserialize` in a process without a ScaledTensor.
     """
     tree_util.register_pytree_with_keys(ScaledTensor, flatten_with_keys, unflatten, _flatten)
+    tree_util.register_pytree_with_keys(AmaxHistory, _flatten_history, _unflatten_history)
     export.register_pytree_node_serialization(
         ScaledTensor,
         serialized_name="breccia.ScaledTensor",
