@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
 
@@ -179,8 +180,13 @@ class _JaxOps(Ops):
     def to(self, a: Array, device: Any) -> Array:
         try:
             return a if device is None else jax.device_put(a, jax.devices(device)[0] if isinstance(device, str) else device)
-        except (RuntimeError, TypeError, ValueError) as e:
+        except (RuntimeError, TypeError, ValueError, AssertionError) as e:  # JAX asserts that a spec fits the rank
             raise OptionError(f"JAX cannot use device {device!r}: {e}", device=str(device)) from e
+
+    def beside(self, a: Array, device: Any) -> Any:
+        return (
+            shared_out(device.mesh, device.spec, a.shape, device.memory_kind) if isinstance(device, NamedSharding) else device
+        )
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         array = jnp.asarray(a)
@@ -191,6 +197,16 @@ class _JaxOps(Ops):
         if name == "bfloat16":
             return array.view(np.uint16)
         return array.view(np.uint8) if name.startswith("float8") else array
+
+
+def shared_out(mesh: Any, spec: Any, shape: tuple[int, ...], memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of an array along the axes of `spec` that its shards divide."""
+
+    def shards(axis: Any) -> int:
+        return math.prod(mesh.shape[name] for name in (axis if isinstance(axis, tuple) else (axis,)) if name is not None)
+
+    whole = [axis if n % shards(axis) == 0 else None for axis, n in zip(spec, shape, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*whole), memory_kind=memory_kind)
 
 
 def dot(a: Array, b: Array) -> Array:

@@ -136,6 +136,10 @@ class Ops(Protocol):
         """`a` on `device`, in the framework's notation; None does not move it. Raises OptionError for an unknown device."""
         ...
 
+    def beside(self, a: Array, device: Any) -> Any:
+        """Where scales `a` go if their codes go to `device`. A sharding may be one of axes that scales do not have."""
+        return device
+
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         """A NumPy array as this framework's, sharing memory where possible; viewed as the named dtype if given."""
         ...

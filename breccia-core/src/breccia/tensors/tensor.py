@@ -377,6 +377,8 @@ class ScaledTensor:
     def to(self, device: Any) -> ScaledTensor:
         """The tensor with every component on `device`, in its framework's notation; None does not move it.
 
+        On JAX, a sharding over the axes of a mesh is that of the codes; scales follow along every axis that the shards divide.
+
         Raises OptionError for a device unknown to the framework.
         """
         if hasattr(device, "itemsize"):
@@ -386,7 +388,9 @@ class ScaledTensor:
                 device=str(device),
             )
         ops = ops_of(self.held_data)
-        return moved(self, {name: ops.to(part, device) for name, part in held_parts(self).items()})
+        parts = held_parts(self)
+        places = {name: device if name == "data" else ops.beside(part, device) for name, part in parts.items()}
+        return moved(self, {name: ops.to(part, places[name]) for name, part in parts.items()})
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of everything that `bytes_equal` compares; the same in every framework and process.
