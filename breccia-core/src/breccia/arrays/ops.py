@@ -340,7 +340,7 @@ class _NumpyOps(Ops):
         return bool(np.any(condition))
 
     def assign(self, out: Array, value: Array) -> None:
-        np.copyto(out, value, casting="no")
+        np.copyto(out, value, casting="equiv")  # of either byte order
 
     def errstate(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")

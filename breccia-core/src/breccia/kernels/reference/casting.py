@@ -18,7 +18,7 @@ from ...tensors.components import PARTS
 from ...tensors.grids import packing
 from ...tensors.printing import description
 from ...tensors.tensor import ScaledTensor
-from ..checks import check_cast, fitted_layout
+from ..checks import check_cast, check_writable, fitted_layout
 from .packing import pack
 from .tiles import Tiles, k_last
 
@@ -269,6 +269,8 @@ def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
         asked, found = description(out), description(written)
         raise LayoutError(f"out= is {asked}, but the cast returns {found}; allocate it with the same call once.")
     same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
+    for part, a, _ in parts:
+        check_writable(f"out.{part}", a)
     for _, a, b in parts:
         if b is not None:
             ops.assign(a, b)
