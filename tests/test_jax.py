@@ -143,6 +143,11 @@ def test_a_tensor_of_placeholders_is_not_checked() -> None:
         assert repr({"w": made}).startswith("{'w': breccia.ScaledTensor('nvfp4', data=")
     shapes = jax.eval_shape(lambda x: breccia.cast(x, NVFP4), jax.ShapeDtypeStruct((4, 70), jnp.bfloat16))
     assert "data=ShapeDtypeStruct(" in repr(shapes)
+    assert shapes.nbytes == breccia.cast(jnp.zeros((4, 70)), NVFP4).nbytes
+    with pytest.raises(AttributeError, match="'ShapeDtypeStruct' object has no attribute"):  # not of the property
+        _ = shapes.mT
+    with pytest.raises(AttributeError, match=r"no attribute 'block_until_ready': jax.block_until_ready\(st\)"):
+        st.block_until_ready()  # type: ignore[attr-defined]
     assert (shapes.shape, shapes.data.shape, shapes.scale.shape, shapes.global_scale.shape) == ((4, 70), (4, 35), (4, 5), ())
 
 
