@@ -143,6 +143,11 @@ def test_a_tensor_of_placeholders_is_not_checked() -> None:
         assert repr({"w": made}).startswith("{'w': breccia.ScaledTensor('nvfp4', data=")
     shapes = jax.eval_shape(lambda x: breccia.cast(x, NVFP4), jax.ShapeDtypeStruct((4, 70), jnp.bfloat16))
     assert "data=ShapeDtypeStruct(" in repr(shapes)
+    assert shapes.nbytes == breccia.cast(jnp.zeros((4, 70)), NVFP4).nbytes
+    with pytest.raises(AttributeError, match="'ShapeDtypeStruct' object has no attribute"):  # not of the property
+        _ = shapes.mT
+    with pytest.raises(AttributeError, match=r"no attribute 'block_until_ready': jax.block_until_ready\(st\)"):
+        st.block_until_ready()  # type: ignore[attr-defined]
     assert (shapes.shape, shapes.data.shape, shapes.scale.shape, shapes.global_scale.shape) == ((4, 70), (4, 35), (4, 5), ())
 
 
@@ -156,6 +161,32 @@ def test_no_leaf_has_a_tangent(kind: breccia.ScalingRecipe) -> None:
             assert getattr(back, name).dtype == part.dtype
     with pytest.raises(TypeError, match="real- or complex-valued inputs"):
         jax.grad(lambda st: breccia.dequantize(st).sum())(st)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@a_few_kinds
+def test_operations_refuse_tensors_whose_leaves_a_function_of_a_tree_has_changed(kind: breccia.ScalingRecipe, run: Any) -> None:
+    st, x = breccia.cast(rows(16), kind), rows(4)
+    operations = [
+        (breccia.dequantize, "st"),
+        (lambda st: breccia.matmul(x, st.mT), "b"),
+        (lambda st: breccia.requantize(st, "mxint8"), "st"),
+        (lambda st: breccia.cast_matmul(x, "mxint8", st.mT), "b"),
+    ]
+    for change in (
+        lambda leaf: 0.9 * leaf + 0.1 * leaf,  # an average of parameters
+        lambda leaf: leaf.astype(jnp.bfloat16),
+        lambda leaf: leaf.astype(jnp.int32),
+    ):
+        for operation, name in operations:
+            message = f"{name} is no longer a tensor of '{kind.name}': data must hold"
+            with pytest.raises(breccia.UnsupportedError, match=message):
+                run(operation)(jax.tree.map(change, st))
+    if st.scale.ndim:
+        with pytest.raises(breccia.LayoutError, match=f"st is no longer a tensor of '{kind.name}': PerBlockK: scale.shape"):
+            run(breccia.dequantize)(jax.tree.map(lambda leaf: leaf.T, st))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), st)  # changes no number
+    assert same(run(breccia.dequantize)(stacked)[1], breccia.dequantize(st))
 
 
 def native(st: breccia.ScaledTensor) -> breccia.ScaledTensor:
@@ -336,6 +367,33 @@ def test_seeds_may_be_traced_and_have_64_bits(kind: breccia.ScalingRecipe) -> No
     )
 
 
+def test_seeds_may_be_keys_of_either_style() -> None:
+    x = wide((6, 64), seed=6, exponents=2)
+    key, old = jax.random.key(2**40 + 3), jax.random.PRNGKey(2**40 + 3)
+    low, high = (int(word) for word in np.asarray(old))
+    expected = breccia.cast(x, NVFP4, rounding="stochastic", seed=low | high << 32)
+
+    def draw(x: Any, seed: Any) -> Any:
+        return breccia.cast(x, NVFP4, rounding="stochastic", seed=seed)
+
+    for seed in (key, old):
+        assert breccia.bytes_equal(draw(jnp.asarray(x), seed), expected)
+        assert breccia.bytes_equal(jax.jit(draw)(jnp.asarray(x), seed), expected)
+        pair = breccia.cast_pair(jnp.asarray(x), NVFP4, rounding="stochastic", seed=seed)
+        assert breccia.bytes_equal(pair.rowwise, expected)
+        again = breccia.requantize(breccia.cast(jnp.asarray(x), MXFP8), NVFP4, rounding="stochastic", seed=seed)
+        there = breccia.requantize(breccia.cast(x, MXFP8), NVFP4, rounding="stochastic", seed=low | high << 32)
+        assert breccia.bytes_equal(again, there)
+    keys = jax.random.split(key, 2)
+    found = jax.vmap(lambda key: breccia.dequantize(draw(jnp.asarray(x), key)))(keys)
+    assert same(found[1], breccia.dequantize(draw(jnp.asarray(x), keys[1])))
+    for wrong in (keys, jax.random.key(0, impl="rbg")):
+        with pytest.raises(breccia.OptionError, match=r"seed must be one key of two words; .* jax.random.bits\(key"):
+            draw(jnp.asarray(x), wrong)
+    with pytest.raises(breccia.OptionError, match="seed must be an integer"):
+        draw(x, key)
+
+
 @pytest.mark.rest
 def test_requantize_writes_numpy_bytes() -> None:
     """To the same recipe, with kept scales, and through FP32; under jit, and with `require_exact`."""
@@ -356,11 +414,16 @@ def test_requantize_writes_numpy_bytes() -> None:
 def test_supplied_scales_are_numbers_or_arrays() -> None:
     x = wide((6, 64), seed=7, exponents=2)
     expected = breccia.cast(x, CURRENT, scale=0.37)
-    for scale in (0.37, np.float32(0.37), jnp.float32(0.37)):
-        if not isinstance(scale, np.generic):
-            assert breccia.bytes_equal(breccia.cast(jnp.asarray(x), CURRENT, scale=scale), expected)
+    for scale in (0.37, np.float32(0.37), np.float64(0.37), jnp.float32(0.37)):
+        for on in (jnp.asarray, np.asarray):
+            if on is jnp.asarray or not isinstance(scale, jax.Array):
+                assert breccia.bytes_equal(breccia.cast(on(x), CURRENT, scale=scale), expected)
     traced = jax.jit(lambda x, scale: breccia.cast(x, CURRENT, scale=scale))
     assert breccia.bytes_equal(traced(jnp.asarray(x), jnp.float32(0.37)), expected)
+    with pytest.raises(breccia.UnsupportedError, match="scale= must hold F32 .* got dtype int32"):
+        traced(jnp.asarray(x), jnp.int32(1))
+    with pytest.raises(breccia.LayoutError, match=r"scale= must have shape \(\)"):
+        traced(jnp.asarray(x), jnp.ones(3))
     assert np.isnan(breccia.cast(jnp.asarray(x), CURRENT, scale=1e300).scale), "a scale beyond FP32 is a fault that shows"
     first = breccia.cast(x, MXFP8)
     assert breccia.bytes_equal(
@@ -712,6 +775,30 @@ def test_calls_transfer_nothing_between_host_and_device(kind: breccia.ScalingRec
         breccia.cast_ste(x, kind)
     text = traced.lower(x, w).as_text()
     assert "callback" not in text and "infeed" not in text and "outfeed" not in text
+
+
+def test_compiled_steps_and_scans_carry_an_amax_history() -> None:
+    recipe = breccia.DelayedScaling(amax_history_len=3)
+    steps = wide((5, 4, 32), seed=9, exponents=2)
+    history, expected = breccia.AmaxHistory(recipe), list[breccia.ScaledTensor]()
+    for x in steps:
+        st, history = history.cast(x)
+        expected.append(st)
+    breccia_jax.register()
+    start = breccia.AmaxHistory(recipe, jnp.zeros(3), jnp.float32(1))
+    step = jax.jit(lambda x, history: history.cast(x))
+    kept = start
+    for x, there in zip(steps, expected, strict=True):
+        st, kept = step(jnp.asarray(x), kept)
+        assert breccia.bytes_equal(st, there)
+    assert step._cache_size() == 1 and same(kept.amaxes, history.amaxes) and same(kept.scale, history.scale)
+    last, casts = jax.lax.scan(lambda history, x: history.cast(x)[::-1], start, jnp.asarray(steps))
+    assert all(breccia.bytes_equal(casts[n], there) for n, there in enumerate(expected)) and same(last.scale, history.scale)
+    leaves = tree_util.tree_leaves_with_path(start)
+    assert [tree_util.keystr(path) for path, _ in leaves] == [".amaxes", ".scale"]
+    other = breccia.AmaxHistory(breccia.DelayedScaling(amax_history_len=4), jnp.zeros(3), jnp.float32(1))
+    assert jax.tree.structure(other) != jax.tree.structure(start)
+    assert jax.tree.map(lambda _: None, start).amaxes is None  # JAX passes placeholders
 
 
 # -- devices, dtypes -------------------------------------------------------------------------------------------------

@@ -347,7 +347,37 @@ def partial_last_blocks_are_neither_cut_nor_joined() -> None:
                 raise AssertionError((side, message, "was not refused"))
 
 
+def scales_follow_a_sharding_of_the_codes() -> None:
+    """Per tensor, per row, of tiles that the shards do not divide, and of two levels."""
+    import jax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+        for recipe, scales in (
+            ("fp8_current", ()),
+            ("fp8_row", ("a", None)),
+            ("fp8_block,block_m=128,block_k=256", (None, None)),
+            ("nvfp4", ("a", "b")),
+        ):
+            st = breccia.cast(jax.numpy.asarray(W), recipe)
+            moved = st.to(NamedSharding(mesh, PartitionSpec("a", "b")))
+            assert breccia.bytes_equal(moved, st), recipe
+            assert (spread(moved.data), spread(moved.scale)) == (("a", "b"), scales), recipe
+            assert np.array_equal(breccia.dequantize(moved), breccia.dequantize(breccia.cast(W, recipe))), recipe
+        experts = breccia.stack([breccia.cast(jax.numpy.asarray(W), "nvfp4")] * 4)
+        moved = experts.to(NamedSharding(mesh, PartitionSpec("b", None, "a")))
+        assert spread(moved.global_scale) == ("b",) and breccia.bytes_equal(moved, experts)
+        try:
+            st.to(NamedSharding(mesh, PartitionSpec("a", None, "b")))
+        except breccia.OptionError as e:
+            assert "JAX cannot use device" in str(e), str(e)
+        else:
+            raise AssertionError("a sharding of another rank was not refused")
+
+
 CHECKS = [
+    scales_follow_a_sharding_of_the_codes,
     partial_last_blocks_are_neither_cut_nor_joined,
     every_op_runs_on_every_kind_of_axis,
     a_shard_map_that_splits_a_block_is_refused_by_name,

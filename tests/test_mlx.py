@@ -96,6 +96,53 @@ def assert_numpys_bytes(recipe: breccia.ScalingRecipe, way: str, options: dict[s
         assert bytes_equal(breccia.ScaledTensor.from_parts(**meaning, **found), expected)
 
 
+SEEDS = [
+    (mx.array([7, 8]), (7, 8)),
+    (mx.array([2**31 + 5, 2**32 - 1], mx.uint32), (2**31 + 5, 2**32 - 1)),
+    (mx.array([2**40 + 5, 2**62], mx.int64), (2**40 + 5, 2**62)),
+    (mx.array([[7, 0], [8, 9]], mx.uint32), (7, 8 | 9 << 32)),
+]
+
+
+@pytest.mark.parametrize("way", ["map", pytest.param("compiled map", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mapped", ["both", "the seed", "the array"])
+def test_seeds_may_be_placeholders(way: str, mapped: str) -> None:
+    """MLX's vmap computes wrong results for `|` of an unmapped and a mapped array."""
+    x, nvfp4 = wide((2, 6, 70), seed=6, exponents=2), breccia.NVFP4BlockScaling()
+    axes = (None if mapped == "the seed" else 0, None if mapped == "the array" else 0)
+
+    def draw(x: Any, seed: Any) -> Any:
+        st = breccia.cast(x, nvfp4, rounding="stochastic", seed=seed)
+        straight = breccia.cast_ste(x, nvfp4, rounding="stochastic", seed=seed)
+        return breccia.dequantize(st), straight
+
+    function = mx.vmap(draw, in_axes=axes)
+    function = mx.compile(function) if way == "compiled map" else function
+    for seeds, numbers in SEEDS[:1] + SEEDS[3:] if way == "compiled map" else SEEDS:
+        found = function(mx.array(x if axes[0] == 0 else x[0]), seeds if axes[1] == 0 else seeds[0])
+        for n in range(2):
+            one, seed = x[n if axes[0] == 0 else 0], numbers[n if axes[1] == 0 else 0]
+            expected = breccia.dequantize(breccia.cast(one, nvfp4, rounding="stochastic", seed=seed))
+            for values in found:
+                assert np.array_equal(raw(values[n]), expected.view(raw(values[n]).dtype))
+
+
+def test_compiled_functions_take_seeds() -> None:
+    x, nvfp4 = wide((6, 70), seed=6, exponents=2), breccia.NVFP4BlockScaling()
+    array = mx.array(x)
+
+    @mx.compile
+    def draw(seed: Any) -> Any:  # the array is a constant
+        return breccia_mlx.to_tree(breccia.cast(array, nvfp4, rounding="stochastic", seed=seed))
+
+    for seed in (7, 8):
+        found = breccia_mlx.from_tree(draw(mx.array(seed)))
+        assert bytes_equal(found, breccia.cast(x, nvfp4, rounding="stochastic", seed=seed))
+    for wrong in (mx.array(1.5), mx.array([1, 2, 3])):
+        with pytest.raises(breccia.OptionError, match="seed must be an integer, or an array of two 32-bit words; got mlx.core"):
+            draw(wrong)
+
+
 @pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_matches_numpy(way: str, dtype: str) -> None:

@@ -360,3 +360,14 @@ def test_a_layer_can_name_quantized_matmul(model: Model) -> None:
     product = breccia.matmul(x, named.layers[0].weight.tensor.mT, prefer="mlx.quantized_matmul") + named.layers[0].bias
     assert mx.array_equal(named.layers[0](x), product)
     assert mx.allclose(named(x), plain(x), rtol=1e-4, atol=1e-5), "sums in another order"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_a_change_of_dtype_over_all_parameters_is_refused_by_the_layer(recipe: str, dtype: Any) -> None:
+    model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 128))
+    breccia_mlx.quantize(model, recipe)
+    model.apply(lambda p: p.astype(dtype))
+    for layer, x in zip(model.layers, (mx.array([3]), mx.ones((2, 64))), strict=True):
+        with pytest.raises(breccia.UnsupportedError, match=rf"parameter {recipe}.data has dtype mlx.core.*model.set_dtype"):
+            layer(x)

@@ -258,6 +258,35 @@ def test_out_with_strided_components_is_written_too(cast: Cast) -> None:
     assert_same(out, reference.cast(x, MXFP8BlockScaling()))
 
 
+def test_read_only_out_is_refused_before_the_first_byte(recipe: ScalingRecipe) -> None:
+    x = wide((4, 64), seed=5)
+    for part in ("data", "scale"):
+        out = breccia.cast(0 * x, recipe)
+        array = getattr(out, part)
+        array.flags.writeable = False
+        before = out.digest()
+        with pytest.raises(breccia.OptionError, match=f"out.{part} is read-only; pass an array that can be written"):
+            breccia.cast(x, recipe, out=out)
+        assert out.digest() == before
+    st, values = breccia.cast(x, recipe), np.zeros((4, 64), np.float32)
+    product = np.zeros((4, 4), np.float32)
+    values.flags.writeable = product.flags.writeable = False
+    with pytest.raises(breccia.OptionError, match="out= is read-only"):
+        breccia.dequantize(st, out=values)
+    with pytest.raises(breccia.OptionError, match="out= is read-only"):
+        breccia.matmul(x, st.mT, out=product)
+
+
+def test_out_may_be_of_either_byte_order() -> None:
+    x = wide((4, 64), seed=5)
+    st = breccia.cast(x, NVFP4BlockScaling())
+    out = np.zeros((4, 64), ">f4")
+    assert breccia.dequantize(st, out=out) is out and np.array_equal(out, breccia.dequantize(st))
+    product = np.zeros((4, 4), ">f4")
+    breccia.matmul(x, st.mT, out=product)
+    assert np.array_equal(product, breccia.matmul(x, st.mT))
+
+
 def test_out_that_does_not_fit_is_refused(cast: Cast) -> None:
     x = wide((8, 64), 1, 3)
     for out in (cast(x[:4], MXFP8BlockScaling()), cast(x, Float8BlockScaling())):

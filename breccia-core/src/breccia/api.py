@@ -6,10 +6,20 @@ docs/spec/numerics.md specifies the results. Where a framework has no frontend f
 from __future__ import annotations
 
 from dataclasses import fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .arrays.frameworks import Device, Framework, common_framework, device_of, framework_of, output_dtype, same_framework
+from .arrays.frameworks import (
+    Device,
+    Framework,
+    common_framework,
+    device_of,
+    framework_of,
+    ops_of,
+    output_dtype,
+    same_framework,
+)
 from .dispatch import calls
 from .dispatch.call import NO_OPTIONS, Call, Options
 from .dispatch.explanation import Explanation
@@ -51,7 +61,8 @@ def cast(
     scale: use this scale instead of computing one from `x`; for two-level recipes, the global scale. A number for
         per-tensor scales, or an array as the level is stored (codes, for E8M0 and E4M3), of the layout's shape.
     rounding: "nearest" (ties to even) or "stochastic", which needs `seed` (0 .. 2^64 - 1) and gives the same bytes everywhere.
-        On JAX a seed may be traced: an integer, or an array of shape (2,) with its low and high 32 bits.
+        On JAX and MLX a seed may be traced: an integer, or an array of shape (2,) with its low and high 32 bits. On JAX it may
+        be a key of `jax.random.key`, whose words it then has.
     nonfinite: "propagate" makes a block with NaN or Inf decode to NaN; "raise" raises NonFiniteError.
     storage: name of a registered storage, the memory order of codes and scales; see `ScaledTensor.to_storage`.
     out: a ScaledTensor to write into, from an earlier call with equal arguments.
@@ -417,6 +428,10 @@ def _options(
         and storage == PLAIN
     ):
         return DEFAULT
+    if hasattr(seed, "dtype"):
+        seed = ops_of(x.held_data if of_tensor else x).seed(seed)
+    if isinstance(scale, Real) and not isinstance(scale, bool):  # NumPy's numbers too, for arrays of any framework
+        scale = float(scale)
     options = CastOptions(axis, scale, rounding, seed, nonfinite, storage, out)
     if storage != PLAIN:
         registry().look_up("breccia_storages", storage, "storage")

@@ -47,7 +47,7 @@ _HOMES: dict[str, str] = {
     "TensorPair": "tensors.pair",
     **dict.fromkeys(("PARTS", "components", "part_grids"), "tensors.components"),
     **dict.fromkeys(("cast_and_record", "record_amax"), "tensors.history"),
-    "contraction_axis": "tensors.checks",
+    **dict.fromkeys(("check_parts", "contraction_axis"), "tensors.checks"),
     "Metadata": "tensors.metadata",
     **dict.fromkeys(("cast_nbytes", "packed_length", "packing", "part_shapes", "whole_unit"), "tensors.grids"),
     **dict.fromkeys(("Layout", "PerBlockK", "PerBlockMN", "PerChannel", "PerTensor", "Shape", "Stored"), "layouts"),

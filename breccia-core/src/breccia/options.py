@@ -22,7 +22,7 @@ class CastOptions:
 
     axis: the contraction axis. The ops pass it as -1 or -2.
     scale: the supplied scale (the global one of two levels), a number or an array, or None.
-    rounding, seed: "nearest", or "stochastic" with a seed: an int, or on JAX a traced integer or an array of two 32-bit words.
+    rounding, seed: "nearest", or "stochastic" with a seed: an int, a traced integer, or an array of two 32-bit words.
     nonfinite: "propagate" or "raise".
     storage: the name of the storage to write.
     out: the ScaledTensor to write into, or None.

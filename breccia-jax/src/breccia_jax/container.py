@@ -8,7 +8,7 @@ its components when they are read: for free in compiled functions, with a copy o
 from __future__ import annotations
 
 import json
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,19 @@ import numpy as np
 from jax import export, lax, tree_util
 from jax.core import Tracer
 
-from breccia.backend import FLOATS, Metadata, ScaledTensor, dtype_name, once, transposed
+from breccia import AmaxHistory
+from breccia.backend import (
+    FLOATS,
+    PARTS,
+    PLAIN,
+    BrecciaError,
+    Metadata,
+    ScaledTensor,
+    check_parts,
+    dtype_name,
+    once,
+    transposed,
+)
 
 from .keys import component_key
 
@@ -150,6 +162,40 @@ def _lengths(st: ScaledTensor) -> Lengths:
     return rows, columns
 
 
+def check_components(name: str, st: ScaledTensor) -> None:
+    """Raise LayoutError or UnsupportedError where a function over the leaves of a tree has changed those of operand `name`.
+
+    `unflatten` cannot check: optimizers keep their state in trees of the same structure, and JAX passes placeholders.
+    """
+    held = st.held
+    leaves = tuple(getattr(st, part) for part in PARTS) if held is None else held.leaves
+    dtypes = (None,) * len(PARTS) if not isinstance(held, Held) else held.dtypes
+    found = tuple(
+        None if leaf is None else (tuple(leaf.shape), leaf.dtype, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+    )
+    if st.storage == PLAIN and all(isinstance(n, int) for part in found if part for n in part[0]):
+        try:
+            _check(Metadata.of(st), found)
+        except BrecciaError as e:
+            raise type(e)(
+                f"{name} is no longer a tensor of {st.recipe.name!r}: {e} A function over the leaves of a tree changes codes "
+                "and scales as if they were numbers (arithmetic, averages, astype); breccia_jax.partition takes them out.",
+                **e.found,
+            ) from e
+
+
+@lru_cache(maxsize=1024)
+def _check(metadata: Metadata, found: tuple[tuple[tuple[int, ...], Any, str | None] | None, ...]) -> None:
+    """Check descriptions of components: (shape and dtype of the leaf, dtype of the component if its leaf has another)."""
+    parts: dict[str, Any] = {}
+    for part, of in zip(PARTS, found, strict=True):
+        if of is not None:
+            shape, dtype, component = of
+            held = component is not None and dtype == _word(component)
+            parts[part] = jax.ShapeDtypeStruct(shape, jnp.dtype(component) if held else dtype)
+    check_parts(metadata.assembled(**parts), metadata.recipe.format)
+
+
 def flatten_with_keys(st: ScaledTensor) -> tuple[tuple[tuple[Any, Any], ...], Static]:
     """(The leaves with their keys, the other fields)."""
     leaves, static = _flatten(st)
@@ -163,14 +209,27 @@ def unflatten(static: Static, leaves: Any) -> ScaledTensor:
     return static.metadata.assembled(*leaves)
 
 
+def _flatten_history(history: AmaxHistory) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    keys = map(tree_util.GetAttrKey, ("amaxes", "scale"))
+    return tuple(zip(keys, (history.amaxes, history.scale), strict=True)), history.recipe
+
+
+def _unflatten_history(recipe: Any, leaves: Any) -> AmaxHistory:
+    """Unchecked: JAX passes placeholders."""
+    history = object.__new__(AmaxHistory)
+    history.__dict__.update(zip(("recipe", "amaxes", "scale"), (recipe, *leaves), strict=True))
+    return history
+
+
 @once
 def register() -> None:
-    """Make ScaledTensor a pytree node, and let `jax.export` serialize functions of it.
+    """Make ScaledTensor and AmaxHistory pytree nodes, and let `jax.export` serialize functions of ScaledTensors.
 
     breccia does this at the first array of a type if JAX is already imported. Call it if JAX is imported later, and before
     `jax.export.deserialize` in a process without a ScaledTensor.
     """
     tree_util.register_pytree_with_keys(ScaledTensor, flatten_with_keys, unflatten, _flatten)
+    tree_util.register_pytree_with_keys(AmaxHistory, _flatten_history, _unflatten_history)
     export.register_pytree_node_serialization(
         ScaledTensor,
         serialized_name="breccia.ScaledTensor",

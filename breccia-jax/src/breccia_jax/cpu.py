@@ -39,7 +39,7 @@ from breccia.backend import (
 )
 
 from .container import Static, leaf_of, unflatten, untransposed
-from .meshes import check_shard
+from .meshes import check_operand
 from .ops import JAX
 from .primitive import Program, Shapes, as_numpy, traced
 
@@ -62,6 +62,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     fits = options.axis in (-1, -2) and len(x.shape) >= -options.axis  # the generic algorithm says what does not
     if not fits or not _static(arrays) or not (options.nonfinite == "propagate" or in_memory(arrays)):
         return reference.cast(x, recipe, options)
+    if isinstance(scale, Tracer):  # an error of the kernel would be one of XLA's
+        layout = checks.fitted_layout(recipe, tuple(x.shape), options.axis)
+        reference.check_supplied(JAX, scale, x, recipe.format, layout, options.axis)
     program = Cast(recipe.to_json(), options.axis, scale is not None, stochastic, options.nonfinite, _shapes(arrays))
     return program.static.assembled(_ran(program, arrays))
 
@@ -69,7 +72,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
 def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None = None) -> Array:
     """`dequantize` by the kernel for NumPy arrays; inside compiled functions the generic algorithm, which XLA fuses."""
     tensor, arrays = Tensor.of(st)
-    check_shard("st", st)
+    check_operand("st", st)
     if tensor is None or out is not None or not in_memory(arrays):
         return reference.dequantize(st, out_dtype, out)
     return _ran(Decode(tensor, tuple(st.shape), output_dtype(out_dtype), _shapes(arrays)), arrays)[0]
@@ -80,7 +83,7 @@ def matmul(a: Any, b: Any, bias: Array | None = None, out_dtype: str = "float32"
     checks.check_matmul(a, b, bias)
     for name, operand in (("a", a), ("b", b)):
         if isinstance(operand, ScaledTensor):
-            check_shard(name, operand)
+            check_operand(name, operand)
     (left, first), (right, second) = Tensor.of(a), Tensor.of(b)
     arrays = [*first, *second, *(() if bias is None else (bias,))]
     if out is not None or not _static(arrays):

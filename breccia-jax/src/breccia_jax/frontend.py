@@ -34,7 +34,7 @@ from breccia.backend import (
 
 from . import cpu
 from .container import untransposed
-from .meshes import automatic, check_shard, like_first, product
+from .meshes import automatic, check_operand, like_first, product
 from .ops import JAX, dot
 
 Array = Any
@@ -182,7 +182,7 @@ def _requantize(
 def _product(a: Any, b: Any, bias: Any, out_dtype: str, turned: Turned, names: Names, table: Table) -> Array:
     for name, operand in zip("ab", _turned((a, b), turned), strict=True):
         if isinstance(operand, ScaledTensor):
-            check_shard(name, operand)
+            check_operand(name, operand)
     a, b = _turned((_stopped(a), _stopped(b)), turned)
     return calls.matmul(a, b, bias, out_dtype, None, names)
 
@@ -357,7 +357,7 @@ def _fixed(x: Any, name: str = "st") -> Any:
     """The operand, with gradients stopped if it is scaled. Raises LayoutError for a shard that splits its blocks."""
     if not isinstance(x, ScaledTensor):
         return x
-    check_shard(name, x)
+    check_operand(name, x)
     return _stopped(x)
 
 

@@ -7,17 +7,17 @@ its results are sharded as its operands are, along every axis that the shards di
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from breccia import LayoutError
 from breccia.backend import PLAIN, ScaledTensor
 
-from .container import Held
+from .container import Held, check_components
+from .ops import shared_out
 
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
 Spec = tuple[Any, ...]
@@ -50,8 +50,7 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
 
     def sharding(result: Any) -> NamedSharding:
         spec = rule(placed, result.shape) or (None,) * len(result.shape)
-        whole = [axis if n % _shards(mesh, axis) == 0 else None for axis, n in zip(spec, result.shape, strict=True)]
-        return NamedSharding(mesh, PartitionSpec(*whole))
+        return shared_out(mesh, spec, result.shape)
 
     results, structure = jax.tree.flatten(shapes)
 
@@ -62,7 +61,13 @@ def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
     return jax.tree.unflatten(structure, run(*operands))
 
 
-def check_shard(name: str, st: ScaledTensor) -> None:
+def check_operand(name: str, st: ScaledTensor) -> None:
+    """Raise LayoutError or UnsupportedError where the components of operand `name` are not those of one tensor."""
+    _check_shard(name, st)
+    check_components(name, st)
+
+
+def _check_shard(name: str, st: ScaledTensor) -> None:
     """Raise LayoutError inside a `shard_map` where the shard of operand `name` has not the scales of its blocks.
 
     Also raised outside, for shards with a partial last block each that a `shard_map` has joined.
@@ -134,7 +139,3 @@ def _spec(operand: Any) -> tuple[Any, Spec]:
 
 def _names(axis: Any) -> tuple[str, ...]:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-
-
-def _shards(mesh: Any, axis: Any) -> int:
-    return math.prod(mesh.shape[name] for name in _names(axis))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from breccia.backend import F32_INF, MAGNITUDE, MANTISSA, NORMAL, Array, Ops, OptionError, UnsupportedError, dtype_name
 
@@ -147,6 +148,19 @@ class _JaxOps(Ops):
             item = item | ((word >> (i * bits)) & mask) << (8 * i)
         return lax.bitcast_convert_type(item.astype(_WORDS[count]), jnp.uint8).astype(jnp.int32)
 
+    def seed(self, seed: Any) -> Any:
+        if not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+            return seed
+        words = jax.random.key_data(seed)
+        if words.shape != (2,):
+            raise OptionError(
+                f"seed must be one key of two words; got keys of shape {tuple(seed.shape)} and dtype {seed.dtype}. "
+                "jax.random.bits(key, (2,), 'uint32') draws two words from any key.",
+                shape=tuple(seed.shape),
+                dtype=str(seed.dtype),
+            )
+        return words
+
     def words(self, seed: Any) -> tuple[Any, Any]:
         if not hasattr(seed, "shape"):
             return super().words(seed)
@@ -166,8 +180,13 @@ class _JaxOps(Ops):
     def to(self, a: Array, device: Any) -> Array:
         try:
             return a if device is None else jax.device_put(a, jax.devices(device)[0] if isinstance(device, str) else device)
-        except (RuntimeError, TypeError, ValueError) as e:
+        except (RuntimeError, TypeError, ValueError, AssertionError) as e:  # JAX asserts that a spec fits the rank
             raise OptionError(f"JAX cannot use device {device!r}: {e}", device=str(device)) from e
+
+    def beside(self, a: Array, device: Any) -> Any:
+        return (
+            shared_out(device.mesh, device.spec, a.shape, device.memory_kind) if isinstance(device, NamedSharding) else device
+        )
 
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         array = jnp.asarray(a)
@@ -178,6 +197,16 @@ class _JaxOps(Ops):
         if name == "bfloat16":
             return array.view(np.uint16)
         return array.view(np.uint8) if name.startswith("float8") else array
+
+
+def shared_out(mesh: Any, spec: Any, shape: tuple[int, ...], memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of an array along the axes of `spec` that its shards divide."""
+
+    def shards(axis: Any) -> int:
+        return math.prod(mesh.shape[name] for name in (axis if isinstance(axis, tuple) else (axis,)) if name is not None)
+
+    whole = [axis if n % shards(axis) == 0 else None for axis, n in zip(spec, shape, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*whole), memory_kind=memory_kind)
 
 
 def dot(a: Array, b: Array) -> Array:

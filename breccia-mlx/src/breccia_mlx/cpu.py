@@ -24,9 +24,9 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT) -> Sca
     scale = options.scale
     if options.out is not None or (hasattr(scale, "shape") and not isinstance(scale, mx.array)):
         return reference.cast(x, recipe, options)  # which refuses them: MLX's arrays are immutable
+    if opaque(*(given for given in (scale, options.seed) if isinstance(given, mx.array))) is not None:
+        return reference.cast(x, recipe, options)
     if isinstance(scale, mx.array):
-        if opaque(scale) is not None:
-            return reference.cast(x, recipe, options)
         options = options.replace(scale=_array(scale))
     return _over(calls.cast(_floats(x), recipe, options), _taken)
 

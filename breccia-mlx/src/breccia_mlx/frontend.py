@@ -235,10 +235,11 @@ def cast_ste_clipped(
 
 def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | None, options: CastOptions) -> Array:
     """The round trip of `x`; gradients of clipped elements are zero."""
-    arrays = [options.scale] if isinstance(options.scale, mx.array) else []  # an argument, so that vmap maps over it too
+    # Arguments, so that vmap maps over them too.
+    arrays = {name: given for name in ("scale", "seed") if isinstance(given := options.get(name), mx.array)}
 
-    def given(arrays: Arrays) -> CastOptions:
-        return options.replace(scale=arrays[0]) if arrays else options
+    def given(found: Arrays) -> CastOptions:
+        return options.replace(**dict(zip(arrays, found, strict=True))) if arrays else options
 
     def value(x: Array, *arrays: Array) -> Array:
         return forward(x, given(arrays))
@@ -256,7 +257,7 @@ def _straight(forward: Any, x: Array, recipe: ScalingRecipe, clip: calls.Clip | 
     def tangent(tangents: Arrays, x: Array, *arrays: Array) -> Array:
         return passed(tangents[0], x, *arrays)
 
-    return _with_rules(value, gradients, tangent)(x, *arrays)
+    return _with_rules(value, gradients, tangent)(x, *arrays.values())
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,15 @@ class ScaledWeight(nn.Module):
     @property
     def tensor(self) -> ScaledTensor:
         """The ScaledTensor of the current parameters; zero-copy."""
-        words = zip(self[self._name].items(), self._dtypes, strict=True)
+        words = list(zip(self[self._name].items(), self._dtypes, strict=True))
+        for (name, part), dtype in words:
+            if part.dtype != _word(dtype):
+                raise UnsupportedError(
+                    f"parameter {self._name}.{name} has dtype {part.dtype}; the bits of its {dtype} are {_word(dtype)}. A "
+                    "change of dtype over all parameters changes codes as if they were numbers; model.set_dtype leaves them.",
+                    name=name,
+                    found=str(part.dtype),
+                )
         return self._metadata.assembled(**{name: _as_floats(part, dtype) for (name, part), dtype in words})
 
     @property
@@ -97,6 +105,12 @@ class ScaledWeight(nn.Module):
 
     def _extra_repr(self) -> str:
         return f"{self.shape}, {self.recipe!r}"
+
+
+def _word(dtype: str) -> Any:
+    """The dtype of the parameter of a component: see `ScaledWeight`."""
+    kind = getattr(mx, dtype)
+    return _WORDS[kind.size] if mx.issubdtype(kind, mx.floating) else kind
 
 
 def _as_words(part: Array) -> Array:

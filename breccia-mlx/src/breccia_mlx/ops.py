@@ -93,6 +93,29 @@ class _MlxOps(Ops):
     def itemsize(self, a: Array) -> int:
         return a.dtype.size
 
+    def seed(self, seed: Any) -> Any:
+        if not isinstance(seed, mx.array) or opaque(seed) != _PLACEHOLDER:
+            return seed
+        if seed.shape not in ((), (2,)) or not mx.issubdtype(seed.dtype, mx.integer):
+            raise OptionError(
+                f"seed must be an integer, or an array of two 32-bit words; got {seed.dtype} of shape {seed.shape}.",
+                shape=seed.shape,
+                dtype=str(seed.dtype),
+            )
+        if seed.shape:
+            return seed
+        wide = seed.astype(mx.int64)  # the upper word of a signed integer is its sign extension
+        return mx.stack([wide & 0xFFFFFFFF, wide >> 32]).astype(mx.uint32)
+
+    def words(self, seed: Any) -> tuple[Any, Any]:
+        if not isinstance(seed, mx.array) or opaque(seed) != _PLACEHOLDER:
+            return super().words(seed)
+        low, high = (seed[n].astype(mx.uint32).view(mx.int32) for n in (0, 1))
+        return low, high
+
+    def mapped_like(self, a: Array, b: Array) -> Array:
+        return mx.where(b == b, a, a)  # see `counter`
+
     def to_int32(self, x: Any) -> Any:
         return x.astype(mx.int32) if isinstance(x, mx.array) else int(x)
 

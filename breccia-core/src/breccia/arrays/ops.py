@@ -136,6 +136,10 @@ class Ops(Protocol):
         """`a` on `device`, in the framework's notation; None does not move it. Raises OptionError for an unknown device."""
         ...
 
+    def beside(self, a: Array, device: Any) -> Any:
+        """Where scales `a` go if their codes go to `device`. A sharding may be one of axes that scales do not have."""
+        return device
+
     def from_numpy(self, a: Array, codec_dtype: str | None = None) -> Array:
         """A NumPy array as this framework's, sharing memory where possible; viewed as the named dtype if given."""
         ...
@@ -174,11 +178,19 @@ class Ops(Protocol):
         mask = (1 << bits) - 1
         return self.concat([self.reshape((word >> (i * bits)) & mask, (*word.shape, 1)) for i in range(count)])
 
+    def seed(self, seed: Any) -> Any:
+        """An array given as a seed, as an integer or an array of its low and high 32 bits."""
+        return seed
+
     def words(self, seed: Any) -> tuple[Any, Any]:
         """(low, high) int32 words of a seed in 0 .. 2^64 - 1, or of an array of them."""
         words = map(int, seed if hasattr(seed, "shape") else (seed, seed >> 32))
         low, high = ((word & 0xFFFFFFFF) - ((word & 0x80000000) << 1) for word in words)
         return low, high
+
+    def mapped_like(self, a: Array, b: Array) -> Array:
+        """`a`, mapped by vmap wherever `b` is, for frameworks whose vmap is wrong for `a | b` otherwise."""
+        return a
 
     def grouped_matmul(self, a: Array, b: Array, offsets: Array) -> Array:
         """FP32 rows of `a` (M, K), in groups that end at `offsets` (E,), times the matrices of `b` (E, K, N); zeros beyond."""
@@ -328,7 +340,7 @@ class _NumpyOps(Ops):
         return bool(np.any(condition))
 
     def assign(self, out: Array, value: Array) -> None:
-        np.copyto(out, value, casting="no")
+        np.copyto(out, value, casting="equiv")  # of either byte order
 
     def errstate(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")

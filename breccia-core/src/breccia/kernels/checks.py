@@ -34,6 +34,12 @@ def check_cast(x: Array, recipe: Any) -> None:
         raise ShapeError("cast needs at least one axis; got a 0-D array. Reshape it to (1,).")
 
 
+def check_writable(name: str, out: Any) -> None:
+    """Raise OptionError for a NumPy array that is read-only, before the first byte of a result is written."""
+    if not getattr(getattr(out, "flags", None), "writeable", True):
+        raise OptionError(f"{name} is read-only; pass an array that can be written, or call without out=.", name=name)
+
+
 def fitted_layout(recipe: ScalingRecipe, shape: Shape, axis: int) -> Layout:
     """The layout of a cast of an array of `shape`. Raises ShapeError where the recipe needs a matrix."""
     layout = recipe.layout.oriented(axis)

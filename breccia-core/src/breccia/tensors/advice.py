@@ -38,6 +38,7 @@ ADVICE: dict[str, str] = {
     "t": _SHAPED,
     "squeeze": f"st[0] drops an axis; {_SHAPED}",
     "unsqueeze": f"a leading axis of one is st.reshape(1, *st.shape); {_SHAPED}",
+    "block_until_ready": "jax.block_until_ready(st) waits for its components",
     "matmul": "the product is breccia.matmul(a, b)",
     "mean": _VALUES,
     "sum": _VALUES,

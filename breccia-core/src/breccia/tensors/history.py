@@ -25,6 +25,7 @@ class AmaxHistory:
     The scale is 1.0 before the first update; then the largest recorded amax over the format's largest value, times 2^margin. A
     history whose largest amax is 0, NaN or Inf keeps the scale it had (TransformerEngine 2.x, delayed scaling, "max").
     `amaxes`, oldest first, is an array of `x`'s framework of shape (n,), `scale` one of shape (). Nothing is read to the host.
+    Zeros before the first values keep the shape of `amaxes` fixed, as compiled functions need it. A pytree of JAX.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)

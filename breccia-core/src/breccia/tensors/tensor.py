@@ -213,7 +213,7 @@ class ScaledTensor:
     @property
     def nbytes(self) -> int:
         """Total bytes of all components."""
-        return sum(int(part.nbytes) for part in held_parts(self).values())
+        return sum(array_nbytes(part) for part in held_parts(self).values())
 
     @property
     def framework(self) -> str:
@@ -377,6 +377,8 @@ class ScaledTensor:
     def to(self, device: Any) -> ScaledTensor:
         """The tensor with every component on `device`, in its framework's notation; None does not move it.
 
+        On JAX, a sharding over the axes of a mesh is that of the codes; scales follow along every axis that the shards divide.
+
         Raises OptionError for a device unknown to the framework.
         """
         if hasattr(device, "itemsize"):
@@ -386,7 +388,9 @@ class ScaledTensor:
                 device=str(device),
             )
         ops = ops_of(self.held_data)
-        return moved(self, {name: ops.to(part, device) for name, part in held_parts(self).items()})
+        parts = held_parts(self)
+        places = {name: device if name == "data" else ops.beside(part, device) for name, part in parts.items()}
+        return moved(self, {name: ops.to(part, places[name]) for name, part in parts.items()})
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of everything that `bytes_equal` compares; the same in every framework and process.
@@ -469,6 +473,8 @@ class ScaledTensor:
             """Runs only for missing attributes: makes a component; an array's attribute gets the call to make."""
             if name in PARTS and self.held is not None:
                 return self.held.component(PARTS.index(name))
+            if name in vars(type(self)):  # a property that lacks an attribute of a component
+                return object.__getattribute__(self, name)
             advice = ADVICE.get(name)
             hint = f": {advice}." if advice else ""
             raise AttributeError(f"'ScaledTensor' object has no attribute {name!r}{hint}", name=name, obj=self)
@@ -570,6 +576,12 @@ def _swapped(part: Any) -> Any:
 def transposed(layout: Layout) -> Layout:
     """`layout.mT`; module-level, so that torch.compile can substitute it."""
     return layout.mT
+
+
+def array_nbytes(part: Any) -> int:
+    """The bytes of an array; placeholders such as `jax.ShapeDtypeStruct` have a shape and a dtype only."""
+    nbytes = getattr(part, "nbytes", None)
+    return math.prod(part.shape) * part.dtype.itemsize if nbytes is None else int(nbytes)
 
 
 def scaled(x: Any) -> Any:

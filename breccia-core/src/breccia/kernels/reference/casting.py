@@ -18,7 +18,7 @@ from ...tensors.components import PARTS
 from ...tensors.grids import packing
 from ...tensors.printing import description
 from ...tensors.tensor import ScaledTensor
-from ..checks import check_cast, fitted_layout
+from ..checks import check_cast, check_writable, fitted_layout
 from .packing import pack
 from .tiles import Tiles, k_last
 
@@ -43,6 +43,7 @@ def cast(x: Array, recipe: ScalingRecipe, options: CastOptions = DEFAULT, words:
             refuse_nonfinite(ops, y)
         if options.rounding == "stochastic":
             words = random_words(ops, y, options.seed)
+            y = ops.mapped_like(y, words)
         st = _write(ops, y, words, recipe, fmt, tiles, scale)
     data, stored, zero_point, global_scale = st
     if tiles.block != TENSOR:  # per-tensor scales have only leading axes
@@ -234,7 +235,7 @@ def refuse_nonfinite(ops: Ops, y: Array) -> None:
 def random_words(ops: Ops, like: Array, seed: Any) -> Array:
     """int32 words of Threefry-2x32-20 for every element (docs/spec/numerics.md, section 5.5)."""
     low, high = ops.words(seed)
-    schedule = (low, high, 0x1BD11BDA ^ low ^ high)
+    schedule = (low, high, low ^ high ^ 0x1BD11BDA)
     x, y = ops.counter(like)
     x, y = x + schedule[0], y + schedule[1]
     rotations = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -268,6 +269,8 @@ def assign(ops: Ops, out: ScaledTensor, written: ScaledTensor) -> ScaledTensor:
         asked, found = description(out), description(written)
         raise LayoutError(f"out= is {asked}, but the cast returns {found}; allocate it with the same call once.")
     same_framework({"the result": written.data} | {f"out.{part}": a for part, a, _ in parts if a is not None})
+    for part, a, _ in parts:
+        check_writable(f"out.{part}", a)
     for _, a, b in parts:
         if b is not None:
             ops.assign(a, b)

@@ -13,6 +13,7 @@ from ...layouts import PerBlockK, PerGroupIndex
 from ...rules import flushed
 from ...tensors.storing import check_layout
 from ...tensors.tensor import ScaledTensor
+from ..checks import check_writable
 from .packing import unpack
 from .tiles import Tiles, k_last, k_last_shape
 
@@ -89,5 +90,6 @@ def result(ops: Ops, value: Array, dtype: str, out: Array | None) -> Array:
     wanted, found = (tuple(value.shape), dtype_name(value)), (tuple(out.shape), dtype_name(out))
     if wanted != found:
         raise ShapeError(f"out= must have shape {wanted[0]} and dtype {wanted[1]}; got {found[0]} and {found[1]}.")
+    check_writable("out=", out)
     ops.assign(out, value)
     return out
