@@ -83,10 +83,10 @@ def accepts(call: Call) -> str | None:
 def unsupported(fmt: Format) -> str | None:
     """Why the compiled kernel cannot decode the format, or None."""
     element, scale = fmt.element, fmt.scale.codec
-    if (element.bits not in (4, 8) and element not in (E2M3, E3M2)) or type(element).decode is not Codec.decode:
+    if not 2 <= element.bits <= 8 or type(element).decode is not Codec.decode:
         return f"it does not decode {element.name} elements"
-    first = element.table if element.bits == 4 else element.table[:1]
-    if fmt.offset != "none" and not isinstance(element, Integer) and element.bits != 4:
+    first = element.table if element.bits <= 4 else element.table[:1]
+    if fmt.offset != "none" and not isinstance(element, Integer) and element.bits > 4:
         return f"it does not support offsets of {element.name}"
     if any(word & F32_EXPONENT == F32_EXPONENT for word in first):
         return f"padding codes of {element.name} are not finite"
@@ -183,24 +183,26 @@ def inexact(mode: int, fmt: Format) -> str | None:
         if element in (INT4, UINT4, E2M1) or (isinstance(element, Integer) and element.bits == 8 and element.signed):
             return None
         return f"{element.name} codes are not small integers times a power of two"
-    first = element.table if element.bits == 4 else ()
+    first = element.table if element.bits <= 4 else ()
     if kind_of(element) == "table8" or any(word & 0xFFFF for word in first):
         return f"{element.name} codes are not BF16 numbers"
     return None
 
 
 def kind_of(codec: Codec) -> str:
-    """The name of the encoding in `products.kinds()`."""
-    if codec.bits == 4:
+    """The name of the encoding in `products.kinds()`, whose codes may have more bits."""
+    if codec.bits <= 4:
         return "table4"
-    if isinstance(codec, Integer) and codec.bits == 8:
+    if isinstance(codec, Integer) and (codec.bits == 8 or not codec.signed):
         return "i8" if codec.signed else "u8"
     return _NAMED.get(codec, "table8")
 
 
 def factor_of(fmt: Format, global_scale: Any) -> float:
     """What stored scales, or the reciprocals of divisors, are multiplied by. global_scale: a float, or None."""
-    factor = math.ldexp(1.0, -fmt.element.fraction_bits) if isinstance(fmt.element, Integer) else 1.0
+    # Tables have the numbers of codes; the others are integers.
+    whole = isinstance(fmt.element, Integer) and not kind_of(fmt.element).startswith("table")
+    factor = math.ldexp(1.0, -fmt.element.fraction_bits) if whole else 1.0
     for level, value in ((fmt.scale, None), (fmt.global_scale, global_scale)):
         if level is None:
             continue

@@ -133,9 +133,10 @@ def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None, bias: Array | 
 
 
 class _Plan(NamedTuple):
-    """What a recipe tells the kernel: kinds, tables, whether scales divide, the smallest scale, the role of offsets."""
+    """What a recipe tells the kernel. width: the bits of a stored code."""
 
     kind: int
+    width: int
     table: Array
     scale_kind: int
     scale_table: Array
@@ -158,6 +159,7 @@ def _plan_of(st: ScaledTensor) -> _Plan:
         exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.sense == "multiplier"
         found = _Plan(
             _KINDS[kind],
+            fmt.element.bits,
             _table(fmt.element) if kind.startswith("table") else _EMPTY,
             _KINDS[scale_kind],
             _table(fmt.scale.codec) if scale_kind == "table8" else _EMPTY,
@@ -173,7 +175,10 @@ def _plan_of(st: ScaledTensor) -> _Plan:
 
 
 def _table(codec: Any) -> Array:
-    return np.array(codec.table, np.uint32).view(np.float32)
+    """The numbers of a codec, as many as codes of 4 or 8 bits have."""
+    found = np.zeros(16 if codec.bits <= 4 else 256, np.uint32)
+    found[: len(codec.table)] = codec.table
+    return found.view(np.float32)
 
 
 def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias: Array | None) -> Array | None:
@@ -265,7 +270,7 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     shared = (tall, block) == TENSOR or tall is None
     tall, block = n if shared or tall is None else tall, k if block is None else block
     offset, offset_kind = _offset(st)
-    if not columns.supports(plan.kind, plan.role):
+    if not columns.supports(plan.kind, plan.role) or plan.width not in (4, 8):
         return None
     if plan.kind == _KINDS["table4"] and block % 2 and block < k:
         return None
@@ -311,6 +316,7 @@ class _Weight(NamedTuple):
 
     data: Array
     kind: int
+    width: int
     table: Array
     scale: Array
     scale_kind: int
@@ -336,6 +342,7 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
     return _Weight(
         st.data if st.data.flags.c_contiguous else np.ascontiguousarray(st.data),
         plan.kind,
+        plan.width,
         plan.table,
         st.scale if st.scale.flags.c_contiguous else np.ascontiguousarray(st.scale),
         plan.scale_kind,
