@@ -270,9 +270,7 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     shared = (tall, block) == TENSOR or tall is None
     tall, block = n if shared or tall is None else tall, k if block is None else block
     offset, offset_kind = _offset(st)
-    if not columns.supports(plan.kind, plan.role) or plan.width not in (4, 8):
-        return None
-    if plan.kind == _KINDS["table4"] and block % 2 and block < k:
+    if not columns.supports(plan.kind, plan.role):
         return None
     shape = -(-n // tall), -(-k // block)
     scale, offset = (np.ascontiguousarray(part.reshape(shape).T) if part.size else part for part in (st.scale, offset))
@@ -285,6 +283,7 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
         n,
         data.T,
         plan.kind,
+        plan.width,
         plan.table,
         scale,
         plan.scale_kind,

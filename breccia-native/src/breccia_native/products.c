@@ -137,12 +137,6 @@ static int is_kind(int kind)
     return 0;
 }
 
-/* Whether codes of a kind may be stored in that many bits. */
-static int is_width(int width, int kind)
-{
-    return width == kind_bits[kind] || (width > 0 && width < kind_bits[kind] && (kind <= TABLE8 || kind == U8));
-}
-
 static Py_ssize_t padded(Py_ssize_t k)
 {
     return (k + CHUNK - 1) / CHUNK * CHUNK;
@@ -340,8 +334,8 @@ static int is_call(PyObject *args, const char *format, call *c)
     int done = is_kind(w->codes.kind) && is_kind(w->scale.kind) && is_kind(w->offset.kind) && (c->x_kind >= F16 || is_kind(-1)) &&
         is_kind(c->x_kind);
     if (done && (m < 1 || w->n < 1 || w->k < 1 || tall < 1 || w->block < 1 || w->role < 0 || w->role >= ROLES ||
-                    w->codes.kind > U8 || !is_width(w->width, w->codes.kind) || kind_bits[w->scale.kind] == 6 || kind_bits[w->offset.kind] == 6 ||
-                    m > PY_SSIZE_T_MAX / 16 / padded(w->k) || w->n > PY_SSIZE_T_MAX / 8 / m ||
+                    w->codes.kind > U8 || !is_width(w->width, w->codes.kind) || kind_bits[w->scale.kind] == 6 ||
+                    kind_bits[w->offset.kind] == 6 || m > PY_SSIZE_T_MAX / 16 / padded(w->k) || w->n > PY_SSIZE_T_MAX / 8 / m ||
                     w->n > PY_SSIZE_T_MAX / 8 / padded(w->k))) {
         PyErr_Format(PyExc_ValueError,
             "wanted lengths of at least 1, codes of the bits of their kind or, of integers and tables, fewer, and scales of 8, 16 or "
@@ -353,8 +347,7 @@ static int is_call(PyObject *args, const char *format, call *c)
     if (done) {
         w->tall = tall < w->n ? tall : w->n;
         w->groups = w->block < w->k ? (w->k + w->block - 1) / w->block : 1;
-        const int shared = __builtin_ctz((unsigned)w->width | 8), group = 8 >> shared; /* codes that share bytes */
-        w->row_bytes = (w->k + group - 1) / group * (w->width >> shared);
+        w->row_bytes = stored_bytes(w->k, w->width);
         w->span = span_of(w->block, w->k);
         const Py_ssize_t scales = (w->n + w->tall - 1) / w->tall * w->groups;
         const Py_ssize_t scale_bytes = scales * kind_bits[w->scale.kind] / 8;

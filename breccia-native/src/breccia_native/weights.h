@@ -32,6 +32,19 @@ static const char *const kind_names[KINDS] = {
     "table4", "table8", "e4m3", "e5m2", "e2m3", "e3m2", "i8", "u8", "e8m0", "f16", "bf16", "f32"};
 static const int kind_bits[KINDS] = {4, 8, 8, 8, 6, 6, 8, 8, 8, 16, 16, 32};
 
+/* Whether codes of a kind may be stored in that many bits. */
+INLINE int is_width(int width, int kind)
+{
+    return width == kind_bits[kind] || (width > 0 && width < kind_bits[kind] && (kind <= TABLE8 || kind == U8));
+}
+
+/* Bytes of `k` codes of that many bits: those that share bytes are whole groups. */
+INLINE Py_ssize_t stored_bytes(Py_ssize_t k, int width)
+{
+    const int shared = __builtin_ctz((unsigned)width | 8), group = 8 >> shared;
+    return (k + group - 1) / group * (width >> shared);
+}
+
 /* What an offset is: none, a zero-point subtracted from codes, or a bias added to scaled codes. */
 enum { NONE, ZERO_POINT, BIAS, ROLES };
 
