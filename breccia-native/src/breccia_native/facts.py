@@ -200,9 +200,9 @@ def kind_of(codec: Codec) -> str:
 
 def factor_of(fmt: Format, global_scale: Any) -> float:
     """What stored scales, or the reciprocals of divisors, are multiplied by. global_scale: a float, or None."""
-    # Tables have the numbers of codes; the others are integers.
-    whole = isinstance(fmt.element, Integer) and not kind_of(fmt.element).startswith("table")
-    factor = math.ldexp(1.0, -fmt.element.fraction_bits) if whole else 1.0
+    factor, element = 1.0, fmt.element
+    if isinstance(element, Integer) and kind_of(element) in ("i8", "u8"):  # tables have the numbers themselves
+        factor = math.ldexp(1.0, -element.fraction_bits)
     for level, value in ((fmt.scale, None), (fmt.global_scale, global_scale)):
         if level is None:
             continue
