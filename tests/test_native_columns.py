@@ -114,8 +114,8 @@ def test_buffers_of_other_sizes_are_refused() -> None:
     def call(**changed: Any) -> Any:
         given = {
             "x": np.ones(64, np.float32), "m": 1, "k": 64, "n": 5, "data": np.zeros((64, 5), np.uint8), "kind": 6,
-            "width": 8, "table": table, "scale": np.ones((2, 5), np.float32), "scale_kind": 11, "scale_table": none, "block": 32, "tall": 1,
-            "divides": False, "factor": 1.0, "least": 0.0, "offset": none, "offset_kind": 11, "role": 0,
+            "width": 8, "table": table, "scale": np.ones((2, 5), np.float32), "scale_kind": 11, "scale_table": none,
+            "block": 32, "tall": 1, "divides": False, "factor": 1.0, "least": 0.0, "offset": none, "offset_kind": 11, "role": 0,
             "product": np.empty((1, 5), np.float32), "threads": 1,
         }  # fmt: skip
         return columns.multiply(*(given | changed).values())
