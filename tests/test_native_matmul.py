@@ -243,6 +243,19 @@ def test_recipes_of_breccia_run_compiled_in_both_orders(recipe: str) -> None:
         check_bound(breccia.matmul(st, x.T).T, x, d)
 
 
+@pytest.mark.parametrize("first", ["mxfp8", "int4_bias", "fp8_current"])
+def test_products_of_two_quantized_operands_decode_the_first(first: str) -> None:
+    rng = np.random.default_rng(0)
+    w = breccia.cast(rng.standard_normal((48, 384)).astype(np.float32), "nvfp4")
+    for shape in ((1, 384), (33, 384), (2, 3, 384)):
+        x = breccia.cast(rng.standard_normal(shape).astype(np.float32), first)
+        found = breccia.explain("matmul", x, w.mT)
+        assert found.winner is not None and found.winner.name == NATIVE
+        check_bound(breccia.matmul(x, w.mT), breccia.dequantize(x), breccia.dequantize(w))
+        with pytest.raises(breccia.BrecciaError, match="it rounds an array, and both operands are ScaledTensors"):
+            breccia.matmul(x, w.mT, prefer="native.matmul_int8")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_batches_strides_bias_and_out(instruction_set: str, dtype: str) -> None:
     rng = np.random.default_rng(0)

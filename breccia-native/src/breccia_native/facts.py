@@ -59,8 +59,8 @@ def accepts(call: Call) -> str | None:
     assert b is not None
     if sys.byteorder != "little":
         return "it reads little-endian scales"
-    if (a.recipe is None) == (b.recipe is None):
-        return "it multiplies one ScaledTensor and one array"
+    if a.recipe is None and b.recipe is None:
+        return "neither operand is a ScaledTensor"
     weight, plain, axis = (a, b, -1) if b.recipe is None else (b, a, -2)
     recipe, layout = weight.recipe, weight.layout
     assert recipe is not None
@@ -155,12 +155,17 @@ def accepts_dequantize_on_jax(call: Call) -> str | None:
 
 def accepts_int8(call: Call) -> str | None:
     """Why the kernel that rounds activations to INT8 cannot multiply these operands, or None."""
-    return accepts(call) or _unsupported_by(INT8, call)
+    return _paired(call) or accepts(call) or _unsupported_by(INT8, call)
 
 
 def accepts_bf16(call: Call) -> str | None:
     """Likewise for BF16."""
-    return accepts(call) or _unsupported_by(BF16_MODE, call)
+    return _paired(call) or accepts(call) or _unsupported_by(BF16_MODE, call)
+
+
+def _paired(call: Call) -> str | None:
+    assert call.b is not None
+    return None if call.a.recipe is None or call.b.recipe is None else "it rounds an array, and both operands are ScaledTensors"
 
 
 def _unsupported_by(mode: int, call: Call) -> str | None:

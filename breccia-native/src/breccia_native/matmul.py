@@ -17,6 +17,7 @@ from breccia.backend import (
     InternedKey,
     PowerOfTwo,
     ScaledTensor,
+    calls,
     checks,
     output_dtype,
     reference,
@@ -87,6 +88,8 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
 def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, mode: int | None = None) -> Array:
     checks.check_matmul(a, b, bias)
     if isinstance(b, ScaledTensor):
+        if isinstance(a, ScaledTensor):
+            a = calls.dequantize(a)
         # The kernel adds the bias to numbers that are still in a cache.
         added = None if bias is None else bias if bias.dtype is _F32 else NUMPY.f32(bias)
         product = _of_rows(a, b.mT, mode, added)
