@@ -106,7 +106,10 @@ def test_eager_calls_of_new_shapes_compile_nothing() -> None:
             for each in (*rows, x):
                 breccia.cast(each, kind)
                 breccia.cast_ste(each, kind)
-                breccia.matmul(each, breccia.cast(turned, kind, axis=-2))
+                weight = breccia.cast(turned, kind, axis=-2)
+                breccia.matmul(each, weight)
+                breccia.matmul(breccia.cast(each, kind), weight)
+                breccia.cast_matmul(each, kind, weight)
     assert not found
     with compilations() as found:
         jax.jit(lambda x: x * 3)(x)

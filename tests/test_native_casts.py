@@ -1,6 +1,7 @@
 """Compiled casts and `dequantize` against the generic algorithm, on every instruction set, and arguments they must refuse."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -306,6 +307,17 @@ def test_all_codes_under_any_scales_are_decoded_to_any_address(
         assert not room[:start].any() and not room[start + expected.nbytes :].any()
 
 
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_columns_of_codes_are_packed_down_the_rows(instructions: str, bits: int) -> None:
+    group = 8 // math.gcd(bits, 8)
+    for groups, n in ((1, 1), (3, 67), (2, 300)):
+        codes = np.random.default_rng(n).integers(0, 1 << bits, (group * groups, n), dtype=np.uint8)
+        places = codes.T[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+        data = np.full((group * groups * bits // 8, n), 0xAA, np.uint8)
+        microkernels.down(codes, bits, data)
+        np.testing.assert_array_equal(data.T, np.packbits(places.reshape(n, -1), axis=-1, bitorder="little"))
+
+
 @pytest.mark.parametrize("sense", ["multiplier", "divisor", "amax"])
 @pytest.mark.parametrize("shape", [(4, 64), (64, 4096)])
 def test_global_scales_are_written_in_every_convention(sense: str, shape: tuple[int, ...]) -> None:
@@ -350,15 +362,43 @@ def test_blocks_along_columns_are_cast_into_memory_of_the_order_of_the_array(
 
 
 @pytest.mark.parametrize(
-    "spec", ["fp8_row", "fp8_current", "fp8_block", "fp8_block,block_m=128", "mxfp8", "nvfp4", "int4", "mxfp6"]
+    "spec",
+    [
+        "fp8_row",
+        "fp8_current",
+        "fp8_block",
+        "fp8_block,block_m=128",
+        "mxfp8",
+        "nvfp4",
+        "int4",
+        "mxfp6",
+        "nf4",
+        "int4,symmetric=false,signed=false",
+        "int4,symmetric=false,signed=false,scale_dtype=bf16",
+        "int4_bias",
+        "int8,group_size=16,symmetric=false,signed=false",
+        *(f"mlx_affine,bits={bits}" for bits in (2, 3, 5, 6)),
+    ],
 )
-def test_blocks_along_columns_are_not_transposed(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = np.random.default_rng(2).standard_normal((256, 64)).astype(np.float32)
+def test_blocks_along_columns_are_not_transposed(spec: str, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(2).standard_normal((256, 275)).astype(np.float32)
+    x[:128, 3], x[130:150, 5] = 0, 1e-39
     expected = breccia.cast(x, spec, axis=-2, prefer="reference.cast")
     parts = {name: np.empty_like(part, order="C") for name, part in components(expected).items()}
     monkeypatch.setattr("breccia.kernels.reference.assign", None)  # the copy into another order
     out = breccia.cast(x, spec, axis=-2, out=Metadata.of(expected).assembled(**parts))
     assert breccia.bytes_equal(out, expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**127])
+def test_numbers_that_are_not_normal_are_cast_with_offsets_along_columns(value: float) -> None:
+    x = np.random.default_rng(2).standard_normal((2, 256, 40)).astype(np.float32)
+    x[1, 200, 7], x[1, 201, 7] = value, -value
+    for spec in ("int4,symmetric=false,signed=false", "mlx_affine,bits=3"):
+        expected = breccia.cast(x, spec, axis=-2, prefer="reference.cast")
+        parts = {name: np.empty_like(part, order="C") for name, part in components(expected).items()}
+        out = breccia.cast(x, spec, axis=-2, out=Metadata.of(expected).assembled(**parts))
+        assert breccia.bytes_equal(out, expected)
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -441,6 +481,23 @@ def test_mismatched_buffers_are_refused_before_writing() -> None:
         microkernels.sixes(codes[:7].copy(), np.zeros(6, np.uint8))
     with pytest.raises(ValueError, match="wanted eights of codes of .* and room for them; got 64 codes of 3 bits"):
         microkernels.eights(codes, 3, np.zeros(23, np.uint8))
+    rows = codes.reshape(16, 4)
+    for given, bits, shape in (
+        (rows, 3, (6, 3)),
+        (rows, 3, (5, 4)),
+        (rows[:12], 5, (7, 4)),
+        (rows, 8, (16, 4)),
+        (codes, 4, (32,)),
+    ):
+        with pytest.raises(ValueError, match="wanted rows of codes of 1 to 7 bits, .* and as many columns of room for them"):
+            microkernels.down(given, bits, np.zeros(shape, np.uint8))
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        microkernels.down(rows[:, ::2], 4, np.zeros((8, 2), np.uint8))
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        microkernels.down(rows, 4, np.zeros((16, 4), np.uint8)[::2])
+    x, ends = np.zeros(96, np.float32), np.zeros(6, np.float32)
+    with pytest.raises(ValueError, match="wanted blocks of k = 16 rows; got 96 numbers in rows of 4"):
+        microkernels.extremes(x, 16, ends, ends.copy(), 32, 4)
     with pytest.raises(ValueError, match="wanted aligned room for words of 4 bytes; got 3 bytes"):
         microkernels.words(1, 2, bytearray(3))
     data = np.zeros((2, 32), np.uint8)

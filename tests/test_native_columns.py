@@ -27,6 +27,12 @@ SPECS = [
     "int4,symmetric=false,signed=false",
     "int8",
     "int8,group_size=32,symmetric=false,signed=false",
+    "int8,group_size=32,symmetric=false,signed=false,offset=bias",
+    "int4,group_size=7,scale_dtype=fp32",
+    "int4_bias",
+    "mxfp6",
+    "mxfp6,fp6_format=E3M2",
+    *(f"mlx_affine,bits={bits},group_size=32" for bits in (2, 3, 5, 6)),
 ]
 
 
@@ -91,14 +97,15 @@ def test_numbers_beyond_the_limits_are_multiplied_otherwise(version: str) -> Non
     assert not np.isfinite(breccia.matmul(infinite, st)).any()
 
 
-@pytest.mark.parametrize("spec", ["mxfp6", "int8,group_size=32,signed=false,symmetric=false,offset=bias"])
-def test_other_codes_are_transposed(spec: str) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_cancel_to_zero_are_zero(version: str, bits: int) -> None:
+    spec = f"int{bits},group_size=32,signed=false,symmetric=false,offset=bias,scale_dtype=fp32"
     st = in_rows(breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2))
-    x = np.ones((1, 64), np.float32)
-    assert native._by_columns(x, st.mT, 70, 64) is None
-    assert np.array_equal(
-        breccia.matmul(x, st), breccia.matmul(x, breccia.cast(wide((64, 70), seed=1, exponents=4), spec, axis=-2))
-    )
+    st.data[:] = 0x33 if bits == 4 else 3
+    st.scale[:] = np.float32(1.1 / 3)
+    st.zero_point[:] = -(3 * st.scale)
+    assert not breccia.dequantize(st).any()
+    assert not native._by_columns(np.ones((3, 64), np.float32), st.mT, 70, 64).any()
 
 
 def test_buffers_of_other_sizes_are_refused() -> None:
@@ -107,8 +114,8 @@ def test_buffers_of_other_sizes_are_refused() -> None:
     def call(**changed: Any) -> Any:
         given = {
             "x": np.ones(64, np.float32), "m": 1, "k": 64, "n": 5, "data": np.zeros((64, 5), np.uint8), "kind": 6,
-            "table": table, "scale": np.ones((2, 5), np.float32), "scale_kind": 11, "scale_table": none, "block": 32, "tall": 1,
-            "divides": False, "factor": 1.0, "least": 0.0, "offset": none, "offset_kind": 11, "role": 0,
+            "width": 8, "table": table, "scale": np.ones((2, 5), np.float32), "scale_kind": 11, "scale_table": none,
+            "block": 32, "tall": 1, "divides": False, "factor": 1.0, "least": 0.0, "offset": none, "offset_kind": 11, "role": 0,
             "product": np.empty((1, 5), np.float32), "threads": 1,
         }  # fmt: skip
         return columns.multiply(*(given | changed).values())
@@ -119,7 +126,8 @@ def test_buffers_of_other_sizes_are_refused() -> None:
         ({"data": np.zeros((63, 5), np.uint8)}, "wanted codes of 320 bytes; got 315"),
         ({"scale": np.ones((1, 5), np.float32)}, "wanted scales of 40 bytes; got 20"),
         ({"product": np.empty((2, 5), np.float32)}, "wanted a product of 20 bytes; got 40"),
-        ({"kind": 4}, "wanted lengths and kinds that breccia_native.matmul passes"),
+        ({"kind": 8}, "wanted lengths and kinds that breccia_native.matmul passes"),
+        ({"width": 7}, "wanted lengths and kinds that breccia_native.matmul passes"),
         ({"k": 0}, "wanted lengths and kinds that breccia_native.matmul passes"),
     ):
         with pytest.raises(ValueError, match=message):

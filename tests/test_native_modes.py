@@ -45,7 +45,8 @@ GROUPS = {
 #: Formats of products, and a zero-point of signed codes of 8 bits.
 FORMATS = {**EVERY, "int8-zero": Format(INT8, (Level(F32, (1, 32)),), "zero_point")}
 EIGHT = ["e4m3-block", "e4m3-row", "e5m2-tensor", "mxfp8", "mxfp8-16", "uint8-zero", "mxfp6-e2m3", "mxfp6-e3m2"]
-BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT]
+NARROW = ["uint3-zero-32", "uint5-zero-8", "int3-row", "table3-32"]
+BRAIN = [*(name for name in GROUPS if name != "int8-zero"), *EIGHT, *NARROW]
 #: The instruction set that multiplies up to 4 rows of BF16 activations by codes in registers.
 STREAMING = "avx512_vbmi"
 #: Around panels of 12 rows, and beyond the most for which codes are decoded in registers.

@@ -121,6 +121,14 @@ def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None
     return registry().table.choose(op, "jax", a, b, recipe, *given).kernel.target.startswith(f"{__name__}:")
 
 
+def casts_and_multiplies(x: Array, recipe: ScalingRecipe, b: Any, bias: Array | None) -> bool:
+    """Whether `cast_matmul` is a cast and a product by kernels of this module."""
+    if not runs("cast", x, None, recipe) or not runs("matmul", x, b, options={"bias": bias}):
+        return False
+    chosen = registry().table.choose("cast_matmul", "jax", x, b, recipe)
+    return chosen.kernel.target.startswith("breccia.kernels.composites:")
+
+
 def casts(op: str, x: Array, recipe: ScalingRecipe, options: CastOptions, prefer: Prefer) -> bool:
     """Whether a composite of casts runs by kernels of this module."""
     if prefer is not None or not runs("cast", x, None, recipe, options):

@@ -110,6 +110,8 @@ def cast_matmul(
     prefer: Prefer = None,
 ) -> Array:
     """Differentiable in `x`, straight through its cast, and in the other operands like `matmul`."""
+    if prefer is None and cpu.casts_and_multiplies(x, recipe, b, bias):
+        return calls.cast_matmul(x, recipe, b, bias, out_dtype)
     return _cast_matmul(x, b, bias, recipe, out_dtype, *_found(prefer))
 
 

@@ -4,7 +4,8 @@ MLX fuses chains of elementwise operations into loops that the system's compiler
 that broadcast an operand, shift by a variable, mix booleans and integers, or narrow the result of a long chain are scalar. New
 memory costs more than what is computed in it: writing 64 MiB takes 40 ms, reading them 4 (measured). Hence:
 
-* The extremes of blocks are reductions of the numbers themselves, whose bits are compared as signed and as unsigned integers.
+* The extremes of blocks are reductions of the numbers themselves, whose bits are compared as signed and as unsigned integers:
+  nothing is written to memory for them.
 * Rows are cast in slabs, whose intermediate results stay in a cache and reuse memory; codes are written into their place one
   slab after the other.
 * Scales are broadcast to numbers by views that are not fused (`Grid.spread`), so that MLX's own loops multiply by them.
@@ -47,8 +48,9 @@ from .ops import MLX
 
 Array = Any
 
-#: Elements of a slab: 1 MiB of FP32.
-SLAB = 2**18
+#: Elements of a slab: 1 MiB of FP32. Reductions, which write little, read longer ones.
+SLAB, READ = 2**18, 2**20
+_MIN_NORMAL = 2.0**-126
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 #: The element codecs, by exact class: a subclass may encode otherwise.
 _ELEMENTS = (Minifloat, Integer, Lookup)
@@ -195,19 +197,19 @@ class Grid(NamedTuple):
             stored = MLX.swap(stored)
         return mx.reshape(stored, (self.down, 1, self.across, 1))
 
-    def reduced(self, x: Array, bits: Callable[[Array], Array], reductions: list[Callable[..., Array]]) -> list[Array]:
-        """Reductions of `bits` of the numbers in each block, as (blocks down, 1, blocks across, 1).
+    def reduced(self, x: Array, reductions: list[tuple[Any, Callable[..., Array]]]) -> list[Array]:
+        """Reductions of the numbers in each block viewed as a dtype, as (blocks down, 1, blocks across, 1).
 
         In the order of memory, and slab by slab: each is read from memory once.
         """
         turned = self.swapped and not self.whole
         height, width, across = (self.width, self.height, self.down_each) if turned else (self.height, self.width, self.across)
         rows = mx.reshape(x, (-1, across * width))
-        step = height * max(SLAB // (height * across * width), 1)
-        slabs = [bits(mx.reshape(rows[i : i + step], (-1, height, across, width))) for i in range(0, len(rows), step)]
-        found = [mx.concatenate([reduce(slab, axis=(1, 3)) for slab in slabs]) for reduce in reductions]
+        step = height * max(READ // (height * across * width), 1)
+        slabs = [mx.reshape(rows[i : i + step], (-1, height, across, width)) for i in range(0, len(rows), step)]
+        found = [mx.concatenate([reduce(slab.view(kind), axis=(1, 3)) for slab in slabs]) for kind, reduce in reductions]
         if self.whole:
-            return [mx.reshape(reduce(part), (1, 1, 1, 1)) for reduce, part in zip(reductions, found, strict=True)]
+            return [mx.reshape(reduce(part), (1, 1, 1, 1)) for (_, reduce), part in zip(reductions, found, strict=True)]
         if turned:
             found = [MLX.swap(mx.reshape(part, (*self.lead, self.across, self.down_each))) for part in found]
         return [mx.reshape(part, (self.down, 1, self.across, 1)) for part in found]
@@ -238,18 +240,12 @@ def _scales(grid: Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) -
     """factor: the multiplier of the global scale."""
     fmt, rule = recipe.format, recipe.rules[-1]
     codec, element = fmt.scale.codec, fmt.element
-    kind, most = (mx.int16, 0x7FFF) if x.dtype.size == 2 else (mx.int32, MAGNITUDE)
-    x_bits, low = mx.stop_gradient(x).view(kind), None
+    least, largest = _extremes(grid, mx.stop_gradient(x), fmt.offset == "bias")
+    amax, low = mx.maximum(_magnitude(least), _magnitude(largest)), None
     if fmt.offset == "none":
-        (amax,) = (_f32_bits(part, x) for part in grid.reduced(x_bits, lambda u: u & mx.array(most, kind), [mx.max]))
         statistic = mx.where((amax >= NORMAL) & (amax < F32_INF), amax, 0).view(mx.float32)
     else:
-        ends = grid.reduced(x_bits, lambda u: _in_order(u, most), [mx.min, mx.max])
-        if fmt.offset == "zero_point":
-            ends = [reduce(end, mx.array(0, kind)) for reduce, end in zip((mx.minimum, mx.maximum), ends, strict=True)]
-        least, largest = (_f32_bits(_in_order(end, most), x) for end in ends)
-        amax = mx.maximum(_magnitude(least), _magnitude(largest))
-        low, high = (flushed(end).view(mx.float32) for end in (least, largest))
+        low, high = (flushed(end.view(mx.float32)) for end in (least, largest))
         statistic = rules.flushed(MLX, rules.saturated(MLX, high - low))
     stored = MLX.store(reference.block_scales(MLX, amax, statistic, recipe, factor), MLX.storage(codec))
 
@@ -269,14 +265,22 @@ def _scales(grid: Grid, x: Array, recipe: ScalingRecipe, factor: Array | None) -
     return _Scales(stored, None, reciprocal)
 
 
-def _in_order(u: Array, magnitude: int) -> Array:
-    """Bits of numbers as signed integers in the order of the numbers, -0 before 0; the inverse too."""
-    return u ^ ((u >> mx.array(u.dtype.size * 8 - 1, u.dtype)) & mx.array(magnitude, u.dtype))
+def _extremes(grid: Grid, x: Array, exact: bool) -> tuple[Array, Array]:
+    """FP32 bits of the least and the largest number of each block, NaN beyond Inf; of these and 0, unless `exact`."""
+    signed, unsigned = (mx.int16, mx.uint16) if x.dtype.size == 2 else (mx.int32, mx.uint32)
+    # As signed integers, positive numbers are in order above all others; as unsigned ones, negative numbers from 0 downwards.
+    # Where all have one sign, the least unsigned integer is the other end.
+    asked = [(unsigned, mx.max), (signed, mx.max), (unsigned, mx.min)]
+    least, largest, *nearest = (
+        MLX.bitcast_to_int(MLX.f32(end.view(x.dtype))) for end in grid.reduced(x, asked if exact else asked[:2])
+    )
+    other = nearest[0] if exact else 0
+    return mx.where(least < 0, least, other), mx.where(largest < 0, other, largest)
 
 
-def _f32_bits(u: Array, x: Array) -> Array:
-    """Bits of numbers of the dtype of `x` as those of FP32."""
-    return MLX.bitcast_to_int(MLX.f32(u.view(x.dtype)))
+def _in_order(u: Array) -> Array:
+    """FP32 bits as integers in the order of the numbers, -0 before 0."""
+    return u ^ ((u >> 31) & MAGNITUDE)
 
 
 def _largest_finite(u: Array) -> Array:
@@ -289,9 +293,9 @@ def _magnitude(u: Array) -> Array:
     return u & MAGNITUDE
 
 
-def flushed(u: Array) -> Array:
-    """Bits of numbers, of those below 2^-126 and of -0 those of 0."""
-    return mx.where(_magnitude(u) < NORMAL, 0, u)
+def flushed(x: Array) -> Array:
+    """FP32 numbers, 0 for those below 2^-126 and for -0. Without bits, since two bitcasts would end loops."""
+    return mx.where(mx.abs(x) < _MIN_NORMAL, 0, x)
 
 
 # ------------------------------------------------------------------------------------------------ codes
@@ -300,7 +304,7 @@ def flushed(u: Array) -> Array:
 def _codes(x: Array, element: Codec, reciprocal: Array, bias: Array | None, zero: Array | None) -> Array:
     """Codes, one per uint8, of FP32 `x` in blocks; the others are spread over them."""
     if bias is not None:
-        x = flushed(MLX.bitcast_to_int(x)).view(mx.float32) - bias
+        x = flushed(x) - bias
     scaled = MLX.bitcast_to_int(x * reciprocal)
     return _ENCODERS[type(element)](element, scaled, MLX.bitcast_to_int(x), zero)
 
@@ -348,7 +352,7 @@ def _integers(element: Integer, scaled: Array, u: Array, zero: Array | None) -> 
 
 def _looked_up(element: Lookup, scaled: Array, u: Array, zero: Array | None) -> Array:
     # Bitcasts, so that the comparisons are one loop.
-    ordered = _in_order(scaled & _kept(scaled, u), MAGNITUDE).view(mx.uint32).view(mx.int32)
+    ordered = _in_order(scaled & _kept(scaled, u)).view(mx.uint32).view(mx.int32)
     reached = [(ordered >= _ordered(t)).astype(mx.int32) for t in element.thresholds[1:]]
     while len(reached) > 1:  # in pairs: MLX fuses short chains
         reached = [sum(reached[i + 1 : i + 2], reached[i]) for i in range(0, len(reached), 2)]

@@ -78,7 +78,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
         factor = reference.multiplier(MLX, MLX.f32(st.global_scale), fmt)
     offset = None if st.zero_point is None else reference.offsets_of(MLX, grid.of_blocks(st.zero_point))
     if fmt.offset == "bias":
-        offset = flushed(MLX.bitcast_to_int(offset)).view(mx.float32)
+        offset = flushed(offset)
 
     scale, offset = grid.spread(scale), None if offset is None else grid.spread(offset)
     found: list[Array] = []
@@ -90,7 +90,7 @@ def dequantize(st: ScaledTensor, out_dtype: str = "float32", out: Array | None =
         if factor is not None:
             v = v * factor
         if fmt.offset == "bias":
-            v = flushed(MLX.bitcast_to_int(v)).view(mx.float32) + of_slab(offset, cut)
+            v = flushed(v) + of_slab(offset, cut)
         found.append(mx.reshape(v if name == "float32" else MLX.to_float(v, name), (-1, grid.columns)))
     return grid.joined(found)
 

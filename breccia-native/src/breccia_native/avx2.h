@@ -12,6 +12,9 @@ typedef float f8 __attribute__((vector_size(32)));
 
 #define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
 
+/* Keeps instructions on either side of it apart. */
+#define AFTER(v) __asm__ volatile("" : "+v"(v))
+
 /* The order of activations for codes in registers.
 
    Vector i of a chunk of 4-bit codes has code SPAN j + i in lane j, which one shift brings to the low bits of each lane.
@@ -276,6 +279,7 @@ FOR_AVX2 INLINE void tile_by_avx2(
                     UNROLL for (int i = 0; i < each; i++) {
                         __m256 y = role == ZERO_POINT ? _mm256_sub_ps(values[i], offsets[k / SPAN]) : values[i];
                         y = _mm256_mul_ps(y, scale);
+                        AFTER(y); /* see `applied` in avx512.h */
                         _mm256_storeu_ps(to + i * NR, role == BIAS ? _mm256_add_ps(y, offsets[k / SPAN]) : y);
                     }
                 }
@@ -312,7 +316,11 @@ static const micro avx2_micros[] = {
 
 #define avx2_span(w) SPAN
 
+#define FOR_BMI2 __attribute__((target("bmi2")))
+#define SPREAD_BY_BMI2(u, width, bits) _pdep_u64(u, low_bits(width, bits))
+WIDENER(widen_by_bmi2, FOR_BMI2, SPREAD_BY_BMI2)
+
 VERSION(avx2, FOR_AVX2, 6, 16, stream_by_avx2, most_streams_of_avx2, avx2_span, decoded, NULL, order_of, lift_of, pack_chunks,
-    CHUNK)
+    CHUNK, widen_by_bmi2)
 
 #endif

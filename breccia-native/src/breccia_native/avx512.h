@@ -53,8 +53,10 @@ FOR_AVX512 INLINE void halves_of_bytes(const int kind, __m512i v, __m512i *even,
 FOR_AVX512 INLINE void bytes_by_avx512(const int kind, const uint8_t *codes, __m512 to[4])
 {
     if (!IS_HALF(kind)) {
-        UNROLL for (int i = 0; i < 4; i++)
-            to[i] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(codes + 16 * i))));
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m128i v = _mm_loadu_si128((const void *)(codes + 16 * i));
+            to[i] = _mm512_cvtepi32_ps(kind == U8 ? _mm512_cvtepu8_epi32(v) : _mm512_cvtepi8_epi32(v));
+        }
         return;
     }
     __m512i even, odd;
@@ -90,7 +92,10 @@ FOR_AVX512 INLINE __m512 applied(const int role, __m512 v, __m512 scale, __m512 
     if (role == ZERO_POINT)
         v = _mm512_sub_ps(v, offset);
     v = _mm512_mul_ps(v, scale);
-    return role == BIAS ? _mm512_add_ps(v, offset) : v;
+    if (role != BIAS)
+        return v;
+    AFTER(v); /* fused, they would not be rounded as a decoded weight is, and could differ where they cancel */
+    return _mm512_add_ps(v, offset);
 }
 
 /* A chunk's codes, one a byte. */
@@ -174,10 +179,6 @@ FOR_AVX512 static int words_by_avx512(const weight *w, Py_ssize_t row, uint16_t 
 
 /* ------------------------------------------------------------------------------------------------ from registers */
 
-/* What follows reads the memory of `pointers` anew: GCC would keep the pointers in vector registers, and move them from
-   there to where they are needed by instructions that decoding needs, too. */
-#define FROM_MEMORY(pointers) __asm__ volatile("" : : "r"(pointers) : "memory")
-
 /* The scales of a chunk of 4-bit codes, whose first one is at `at`, in the lanes of their codes. */
 FOR_AVX512 INLINE __m512 scales_of_lanes(const int grain, const float *scales, Py_ssize_t at, const __m512i span_of_lane)
 {
@@ -186,10 +187,6 @@ FOR_AVX512 INLINE __m512 scales_of_lanes(const int grain, const float *scales, P
     return grain == WORDS ? spread_words(span_of_lane, (const uint16_t *)scales + at)
                           : _mm512_permutexvar_ps(span_of_lane, _mm512_loadu_ps(scales + at));
 }
-
-/* Keeps instructions on either side of it apart. Written in turns, shifts, permutations and products use all ports of a
-   processor; in the order that GCC likes they take a twentieth longer. */
-#define AFTER(v) __asm__ volatile("" : "+v"(v))
 
 /* One instruction. GCC 12 copies its sums about in registers and memory where they come from intrinsics. */
 #define MULTIPLY(instruction, sum, codes, words) __asm__(instruction " %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words))
@@ -265,6 +262,8 @@ FOR_AVX512 INLINE void nibbles_streamed(
     for (Py_ssize_t c = 0; c < chunks; c++, x += stride) {
         __m512i v[ROWS];
         __m512 values[ROWS], scale[ROWS], offset[ROWS];
+        /* GCC would keep pointers in vector registers, and move them from there to where they are needed by instructions that
+           decoding needs, too. */
         FROM_MEMORY(p);
         UNROLL for (int r = 0; r < ROWS; r++) {
             const uint8_t *codes = c == p->whole ? p->rest[r] : p->codes[r] + c * (CHUNK / 2);
@@ -297,6 +296,8 @@ FOR_AVX512 INLINE void nibbles_streamed(
                     if (shifts)
                         shifted[r] = _mm512_sub_epi16(
                             _mm512_and_si512(shifted[r], _mm512_set1_epi16(15)), _mm512_castps_si512(offset[first + r]));
+                    /* Written in turns, shifts, permutations and products use all ports of a processor; in the order that GCC
+                       likes they take a twentieth longer. */
                     AFTER(shifted[r]);
                 }
                 UNROLL for (int r = 0; r < together; r++) {
@@ -331,11 +332,11 @@ FOR_AVX512 INLINE void nibbles_streamed(
 }
 
 FOR_AVX512 INLINE void bytes_streamed(
-    const int M, const int kind, const int grain, const weight *w, const panel *p, const float *x, Py_ssize_t stride,
-    float *sums)
+    const int M, const int kind, const int role, const int grain, const weight *w, const panel *p, const float *x,
+    Py_ssize_t stride, float *sums)
 {
     /* With one row of activations, scales are applied to sums of a pair of vectors, or of a chunk. */
-    const int later = M == 1 && (grain == ONE || IS_HALF(kind));
+    const int later = role == NONE && M == 1 && (grain == ONE || IS_HALF(kind));
     const Py_ssize_t spans = grain == ONE ? 1 : p->spans;
     const Py_ssize_t chunks = p->chunks, ahead = p->ahead;
     __m512 a[4][ROWS];
@@ -347,7 +348,7 @@ FOR_AVX512 INLINE void bytes_streamed(
             uint8_t room[CHUNK];
             FROM_MEMORY(p);
             const uint8_t *codes = bytes_of(kind, p, r, c, room);
-            const float *scales = p->scales[r] + c * spans;
+            const float *scales = p->scales[r] + c * spans, *offsets = p->offsets[r] + c * spans;
             const char *next = (const char *)(IS_SIX(kind) ? codes_of(p, r, c) : codes) + ahead;
             __m512 all[2];
             _mm_prefetch(next, _MM_HINT_T1);
@@ -369,7 +370,9 @@ FOR_AVX512 INLINE void bytes_streamed(
                         continue;
                     }
                     UNROLL for (int j = i; j < i + 2; j++) {
-                        const __m512 e = _mm512_mul_ps(d[j], lanes_of(kind, grain, scales, 4 * half + j, spans));
+                        const __m512 scale = lanes_of(kind, grain, scales, 4 * half + j, spans);
+                        const __m512 offset = role == NONE ? scale : lanes_of(kind, grain, offsets, 4 * half + j, spans);
+                        const __m512 e = applied(role, d[j], scale, offset);
                         UNROLL for (int m = 0; m < M; m++)
                             a[m][r] = _mm512_fmadd_ps(e, _mm512_loadu_ps(y + m * CHUNK + 16 * j), a[m][r]);
                     }
@@ -552,7 +555,12 @@ typedef void (*streamed)(const weight *, const panel *, const float *, Py_ssize_
     }
 #define NIBBLES(M, role, grain) \
     STREAM(nibbles_##M##role##grain, FOR_AVX512, nibbles_streamed(0, M, role, grain, w, p, x, stride, sums))
-#define BYTES(M, kind, grain) STREAM(bytes_##M##kind##grain, FOR_AVX512, bytes_streamed(M, kind, grain, w, p, x, stride, sums))
+#define BYTES(M, kind, grain) \
+    STREAM(bytes_##M##kind##grain, FOR_AVX512, bytes_streamed(M, kind, NONE, grain, w, p, x, stride, sums))
+#define SHIFTED_I8(M, role, grain) \
+    STREAM(shifted_i8_##M##role##grain, FOR_AVX512, bytes_streamed(M, I8, role, grain, w, p, x, stride, sums))
+#define SHIFTED_U8(M, role, grain) \
+    STREAM(shifted_u8_##M##role##grain, FOR_AVX512, bytes_streamed(M, U8, role, grain, w, p, x, stride, sums))
 #define TABLES(M, kind, grain) \
     STREAM(tables_##M##kind##grain, FOR_VBMI, tables_streamed(0, M, kind, grain, w, p, x, stride, sums))
 #define FOR_ALL(what, which, grain) what(1, which, grain) what(2, which, grain) what(4, which, grain)
@@ -570,6 +578,11 @@ BYTES_OF(E5M2)
 BYTES_OF(E2M3)
 BYTES_OF(E3M2)
 BYTES_OF(I8)
+BYTES_OF(U8)
+#define SHIFTED_OF(what) \
+    FOR_ALL(what, ZERO_POINT, FEW) FOR_ALL(what, ZERO_POINT, MANY) FOR_ALL(what, BIAS, FEW) FOR_ALL(what, BIAS, MANY)
+SHIFTED_OF(SHIFTED_I8)
+SHIFTED_OF(SHIFTED_U8)
 TABLES_OF(E4M3)
 TABLES_OF(E2M3)
 
@@ -581,8 +594,13 @@ TABLES_OF(E2M3)
     {FUNCTIONS(name, kind, ONE), FUNCTIONS(name, kind, MANY), FUNCTIONS(name, kind, MANY), FUNCTIONS(name, kind, WORDS)}
 static const streamed nibble_streams[ROLES][MANY + 1][3] = {OF_NIBBLES(NONE), OF_NIBBLES(ZERO_POINT), OF_NIBBLES(BIAS)};
 static const streamed nibbles_by_words[3] = FUNCTIONS(nibbles_, NONE, WORDS);
-static const streamed byte_streams[5][MANY + 1][3] = {
-    OF_BYTES(E4M3), OF_BYTES(E5M2), OF_BYTES(E2M3), OF_BYTES(E3M2), OF_BYTES(I8)};
+static const streamed byte_streams[6][MANY + 1][3] = {
+    OF_BYTES(E4M3), OF_BYTES(E5M2), OF_BYTES(E2M3), OF_BYTES(E3M2), OF_BYTES(I8), OF_BYTES(U8)};
+/* Of integers with zero-points and biases. */
+#define OF_SHIFTED(name, role) {FUNCTIONS(name, role, FEW), FUNCTIONS(name, role, FEW), FUNCTIONS(name, role, MANY)}
+static const streamed shifted_streams[2][2][MANY + 1][3] = {
+    {OF_SHIFTED(shifted_i8_, ZERO_POINT), OF_SHIFTED(shifted_i8_, BIAS)},
+    {OF_SHIFTED(shifted_u8_, ZERO_POINT), OF_SHIFTED(shifted_u8_, BIAS)}};
 static const streamed table_streams[2][GRAINS][3] = {OF_TABLES(tables_, E4M3), OF_TABLES(tables_, E2M3)};
 
 /* Multiplies up to `m` rows of activations, 4 at most. Returns how many. `tables`: whether it may take FP8 and FP6 by tables. */
@@ -595,6 +613,8 @@ INLINE int stream_by(
         (grain == WORDS ? nibbles_by_words : nibble_streams[w->role][grain])[size](w, p, x, stride, sums);
     else if (tables && IS_HALF(kind))
         table_streams[IS_SIX(kind)][grain][size](w, p, x, stride, sums);
+    else if (w->role != NONE)
+        shifted_streams[kind - I8][w->role - ZERO_POINT][grain][size](w, p, x, stride, sums);
     else
         byte_streams[kind - E4M3][grain][size](w, p, x, stride, sums);
     return 1 << size;
@@ -729,7 +749,7 @@ static const micro avx512_micros[] = {NULL, avx512_micro1, avx512_micro2, avx512
 /* The most rows of activations for which codes are decoded in registers, once for every 4 rows. */
 INLINE Py_ssize_t most_streams_of_avx512(int kind, int role, Py_ssize_t span)
 {
-    if (span != SPAN || (kind != TABLE4 && (role != NONE || kind < E4M3 || kind > I8)))
+    if (span != SPAN || (kind != TABLE4 && (kind < (role == NONE ? E4M3 : I8) || kind > U8)))
         return 0;
     return kind == TABLE4 ? 16 : 8;
 }
@@ -751,7 +771,7 @@ FOR_AVX512 INLINE void decoded_by_avx512(const numbers *a, Py_ssize_t start, Py_
 }
 
 VERSION(avx512, FOR_AVX512, 14, 32, stream_by_avx512, most_streams_of_avx512, longest_span, decoded_by_avx512, words_by_avx512,
-    order_of, lift_of, pack_chunks, CHUNK)
+    order_of, lift_of, pack_chunks, CHUNK, widen_by_bmi2)
 
 #define avx512_vbmi_tile avx512_tile
 #define avx512_vbmi_micros avx512_micros
@@ -762,7 +782,30 @@ INLINE Py_ssize_t most_streams_of_vbmi(int kind, int role, Py_ssize_t span)
     return most && (kind == E4M3 || kind == E5M2) ? 16 : most;
 }
 
+/* The `widener` of 64 bytes at a time: each word of 8 has the bytes of its codes, from which `multishift` takes 8 bits a byte. */
+FOR_VBMI static void widen_by_vbmi(const weight *w, const uint8_t *from, uint8_t *to)
+{
+    const int bits = kind_bits[w->codes.kind], width = w->width, each = 8 * width / bits;
+    uint8_t place[64], shift[64], next[64];
+    for (int i = 0; i < 64; i++) {
+        place[i] = (uint8_t)(i / 8 * each + i % 8);
+        shift[i] = (uint8_t)(i % 8 * width * 8 / bits);
+        next[i] = (uint8_t)(shift[i] + width - 4); /* of the second code of a byte, for its high bits */
+    }
+    const __m512i places = _mm512_loadu_si512(place), shifts = _mm512_loadu_si512(shift), others = _mm512_loadu_si512(next);
+    const __m512i low = _mm512_set1_epi8((char)((1 << width) - 1)), high = _mm512_slli_epi16(low, 4);
+    const uint8_t *const stop = to + row_of_chunks(w);
+    for (Py_ssize_t left = w->row_bytes; to < stop; to += 64, from += 8 * each, left -= 8 * each) {
+        const __mmask64 here = left <= 0 ? 0 : left < 8 * each ? ((__mmask64)1 << left) - 1 : ((__mmask64)1 << 8 * each) - 1;
+        const __m512i v = _mm512_permutexvar_epi8(places, _mm512_maskz_loadu_epi8(here, from));
+        __m512i found = _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, v), low);
+        if (bits == 4)
+            found = _mm512_ternarylogic_epi32(found, _mm512_multishift_epi64_epi8(others, v), high, 0xF8); /* a | (b & c) */
+        _mm512_storeu_si512(to, found);
+    }
+}
+
 VERSION(avx512_vbmi, FOR_AVX512, 14, 32, stream_by_vbmi, most_streams_of_vbmi, longest_span, decoded_by_avx512, words_by_vbmi,
-    order_of_vbmi, lift_of, pack_chunks, CHUNK)
+    order_of_vbmi, lift_of, pack_chunks, CHUNK, widen_by_vbmi)
 
 #endif

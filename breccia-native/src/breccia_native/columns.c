@@ -2,7 +2,7 @@
 
    products.c reads rows of K codes; a weight of this order would have to be transposed for it. Here a vector has codes of
    several columns, so that sums need no reduction. A thread takes a panel of columns, and walks down all rows in steps of at most
-   STEP, which have one scale for each column: it is multiplied once for each step.
+   STEP, which have one scale for each column: it is multiplied once for each step, unless a bias is added to scaled codes.
 
    An element of a product has at most STEP + K / STEP + 3 roundings, which are fewer than the K that the error bound of
    docs/spec/numerics.md allows from K = 32 on, where no sum overflows or underflows: `multiply` returns False for numbers beyond
@@ -26,8 +26,9 @@ enum {
 typedef struct {
     numbers codes, scale, offset;
     int role, divides;
+    int width;                 /* bits of a stored code: those of its kind, or fewer */
+    int widens;                /* whether stored codes have to be widened to those of the kind, from the first row of a step on */
     Py_ssize_t n, k, block, tall;
-    Py_ssize_t row_bytes;      /* of N codes, or of N pairs of 4-bit codes of two rows */
     Py_ssize_t wide;           /* stored scales of a row of blocks */
     float factor, least;
 } matrix;
@@ -49,6 +50,48 @@ INLINE void portable_decoded(const int kind, const uint8_t *codes, const float *
     }
 }
 
+/* Whether 6-bit codes are in the high bits of a byte. */
+INLINE int is_high(int kind)
+{
+    return kind == E2M3 || kind == E3M2;
+}
+
+typedef uint64_t words __attribute__((vector_size(64)));
+
+/* Adds to the bytes `to`, from bit `up` on, codes of `width` bits that begin in bit `shift` of bytes `a` and end in bytes `b`. */
+INLINE void add_codes(
+    const uint8_t *a, const uint8_t *b, const int shift, const int width, const int up, Py_ssize_t n, uint8_t *to)
+{
+    const uint64_t each = 0x0101010101010101u, all = (1u << width) - 1, first = all & 0xFF >> shift;
+    const uint64_t low = first * each, high = (all - first) * each;
+    Py_ssize_t i = 0;
+    for (; i + (Py_ssize_t)sizeof(words) <= n; i += sizeof(words)) {
+        words u, v, found;
+        memcpy(&u, a + i, sizeof u);
+        memcpy(&v, b + i, sizeof v);
+        memcpy(&found, to + i, sizeof found);
+        found |= (((u >> shift) & low) | ((v << (8 - shift)) & high)) << up;
+        memcpy(to + i, &found, sizeof found);
+    }
+    for (; i < n; i++)
+        to[i] |= (uint8_t)(((a[i] >> shift) | (b[i] << (8 - shift))) & (int)all) << up;
+}
+
+/* `count` rows from row k on of the codes of a panel of `n` columns, as bytes of their kind, PANEL to a row. */
+INLINE void widened(const matrix *w, Py_ssize_t k, Py_ssize_t count, Py_ssize_t first, Py_ssize_t n, uint8_t *to)
+{
+    const int packed = w->codes.kind == TABLE4;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Py_ssize_t bit = (k + i) * w->width;
+        const int shift = (int)(bit % 8), up = packed ? (int)(4 * (i % 2)) : is_high(w->codes.kind) ? 2 : 0;
+        const uint8_t *codes = w->codes.items + bit / 8 * w->n + first;
+        uint8_t *row = to + (packed ? i / 2 : i) * PANEL;
+        if (up != 4)
+            memset(row, 0, (size_t)n);
+        add_codes(codes, shift + w->width > 8 ? codes + w->n : codes, shift, w->width, up, n, row);
+    }
+}
+
 static float no_lift(int kind)
 {
     (void)kind;
@@ -66,10 +109,12 @@ typedef float f16 __attribute__((vector_size(64)));
 
 static float lift_of(int kind)
 {
-    return kind == E4M3 ? 0x1p8f : 1;
+    return kind == E4M3 ? 0x1p8f : kind == E2M3 ? 0x1p14f : kind == E3M2 ? 0x1p12f : 1;
 }
 
-/* FP16 numbers with the bits of FP8 ones; those of E4M3 are 2^8 smaller, and its NaN, 0x3F80, becomes that of FP16. */
+#define IS_HALF(kind) ((kind) >= E4M3 && (kind) <= E3M2)
+
+/* FP16 numbers with the bits of FP8 and FP6 ones, which are the lift smaller; the NaN of E4M3, 0x3F80, becomes that of FP16. */
 #define AS_HALVES(width, si, kind, v)                                                                                          \
     do {                                                                                                                       \
         v = _mm##width##_slli_epi16(v, 8);                                                                                     \
@@ -78,6 +123,10 @@ static float lift_of(int kind)
             v = _mm##width##_or_##si(v, _mm##width##_and_##si(_mm##width##_add_epi16(v, _mm##width##_set1_epi16(0x80)),        \
                                             _mm##width##_set1_epi16(0x4000)));                                                 \
         }                                                                                                                      \
+        if (kind == E2M3)                                                                                                      \
+            v = _mm##width##_and_##si(_mm##width##_srai_epi16(v, 3), _mm##width##_set1_epi16((short)0x8F80));                  \
+        if (kind == E3M2)                                                                                                      \
+            v = _mm##width##_and_##si(_mm##width##_srai_epi16(v, 2), _mm##width##_set1_epi16((short)0x9F00));                  \
     } while (0)
 
 FOR_AVX512 INLINE void avx512_decoded(const int kind, const uint8_t *codes, const float *table, f16 *low, f16 *high)
@@ -88,7 +137,7 @@ FOR_AVX512 INLINE void avx512_decoded(const int kind, const uint8_t *codes, cons
         const __m512 items = _mm512_loadu_ps(table);
         *low = (f16)_mm512_permutexvar_ps(v, items); /* which reads the lowest four bits */
         *high = (f16)_mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), items);
-    } else if (kind == E4M3 || kind == E5M2) {
+    } else if (IS_HALF(kind)) {
         __m256i v = _mm256_cvtepu8_epi16(b);
         AS_HALVES(256, si256, kind, v);
         *low = (f16)_mm512_cvtph_ps(v);
@@ -114,7 +163,7 @@ FOR_AVX2 INLINE void avx2_decoded(const int kind, const uint8_t *codes, const fl
         const __m256 x = _mm256_loadu_ps(table), y = _mm256_loadu_ps(table + 8);
         *low = (f8)looked_up(v, x, y);
         *high = (f8)looked_up(_mm256_srli_epi32(v, 4), x, y);
-    } else if (kind == E4M3 || kind == E5M2) {
+    } else if (IS_HALF(kind)) {
         __m128i v = _mm_cvtepu8_epi16(b);
         AS_HALVES(, si128, kind, v);
         *low = (f8)_mm256_cvtph_ps(v);
@@ -127,9 +176,23 @@ FOR_AVX2 INLINE void avx2_decoded(const int kind, const uint8_t *codes, const fl
 }
 #endif
 
+/* Keeps operations on either side of it apart: a product fused with the addition of a bias is not rounded as decoding does. */
+#if defined(__x86_64__)
+#define APART(v) __asm__ volatile("" : "+v"(v))
+#elif defined(__aarch64__)
+#define APART(v) __asm__ volatile("" : "+w"(v))
+#else
+#define APART(v) __asm__ volatile("" : "+m"(v))
+#endif
+
 /* sums += x times the codes of `count` rows and of a strip of columns, scaled. x: (m, k) from the first of these rows on. */
 #define STEP_BY(version, target, vector)                                                                                       \
-    target INLINE void version##_step(const int kind, const int m, const int zeros, const matrix *w, const float *x,           \
+    target static void version##_widened(                                                                                      \
+        const matrix *w, Py_ssize_t k, Py_ssize_t count, Py_ssize_t first, Py_ssize_t n, uint8_t *to)                          \
+    {                                                                                                                          \
+        widened(w, k, count, first, n, to);                                                                                    \
+    }                                                                                                                          \
+    target INLINE void version##_step(const int kind, const int m, const int role, const matrix *w, const float *x,            \
         Py_ssize_t count, const uint8_t *codes, Py_ssize_t stride, const float *scales, const float *offsets, float *sums)     \
     {                                                                                                                          \
         vector t[MOST_ROWS][VECTORS] = {{{0}}}, low, high = {0};                                                               \
@@ -139,10 +202,17 @@ FOR_AVX2 INLINE void avx2_decoded(const int kind, const uint8_t *codes, const fl
             UNROLL for (int v = 0; v < VECTORS; v++)                                                                           \
             {                                                                                                                  \
                 version##_decoded(kind, codes + v * (int)(sizeof(vector) / 4), w->codes.table, &low, &high);                   \
-                if (zeros) {                                                                                                   \
-                    vector zero;                                                                                               \
-                    memcpy(&zero, offsets + v * (int)(sizeof(vector) / 4), sizeof zero);                                       \
-                    low -= zero, high -= zero;                                                                                 \
+                if (role != NONE) {                                                                                            \
+                    vector scale, offset;                                                                                      \
+                    memcpy(&scale, scales + v * (int)(sizeof(vector) / 4), sizeof scale);                                      \
+                    memcpy(&offset, offsets + v * (int)(sizeof(vector) / 4), sizeof offset);                                   \
+                    if (role == BIAS) {                                                                                        \
+                        low *= scale, high *= scale;                                                                           \
+                        APART(low);                                                                                            \
+                        APART(high);                                                                                           \
+                        low += offset, high += offset;                                                                         \
+                    } else                                                                                                     \
+                        low -= offset, high -= offset;                                                                         \
                 }                                                                                                              \
                 UNROLL for (int r = 0; r < m; r++) t[r][v] += low * x[r * w->k + i];                                           \
                 if (pair)                                                                                                      \
@@ -156,34 +226,43 @@ FOR_AVX2 INLINE void avx2_decoded(const int kind, const uint8_t *codes, const fl
             UNROLL for (int r = 0; r < m; r++)                                                                                 \
             {                                                                                                                  \
                 memcpy(&sum, sums + r * PANEL + v * (int)(sizeof(vector) / 4), sizeof sum);                                    \
-                sum += t[r][v] * scale;                                                                                        \
+                sum += role == BIAS ? t[r][v] : t[r][v] * scale;                                                               \
                 memcpy(sums + r * PANEL + v * (int)(sizeof(vector) / 4), &sum, sizeof sum);                                    \
             }                                                                                                                  \
         }                                                                                                                      \
     }                                                                                                                          \
-    OF_ROWS(version, target, TABLE4, 0)                                                                                        \
-    OF_ROWS(version, target, TABLE4, 1)                                                                                        \
-    OF_ROWS(version, target, TABLE8, 0)                                                                                        \
-    OF_ROWS(version, target, E4M3, 0)                                                                                          \
-    OF_ROWS(version, target, E5M2, 0)                                                                                          \
-    OF_ROWS(version, target, I8, 0)                                                                                            \
-    OF_ROWS(version, target, I8, 1)                                                                                            \
-    OF_ROWS(version, target, U8, 0)                                                                                            \
-    OF_ROWS(version, target, U8, 1)                                                                                            \
-    static const stepper version##_steps[KINDS][2] = {                                                                         \
-        [TABLE4] = {version##_TABLE4_0, version##_TABLE4_1}, [TABLE8] = {version##_TABLE8_0},                                  \
-        [E4M3] = {version##_E4M3_0}, [E5M2] = {version##_E5M2_0}, [I8] = {version##_I8_0, version##_I8_1},                     \
-        [U8] = {version##_U8_0, version##_U8_1}};
+    OF_ROWS(version, target, TABLE4, NONE)                                                                                     \
+    OF_ROWS(version, target, TABLE4, ZERO_POINT)                                                                               \
+    OF_ROWS(version, target, TABLE4, BIAS)                                                                                     \
+    OF_ROWS(version, target, TABLE8, NONE)                                                                                     \
+    OF_ROWS(version, target, TABLE8, ZERO_POINT)                                                                               \
+    OF_ROWS(version, target, TABLE8, BIAS)                                                                                     \
+    OF_ROWS(version, target, I8, NONE)                                                                                         \
+    OF_ROWS(version, target, I8, ZERO_POINT)                                                                                   \
+    OF_ROWS(version, target, I8, BIAS)                                                                                         \
+    OF_ROWS(version, target, U8, NONE)                                                                                         \
+    OF_ROWS(version, target, U8, ZERO_POINT)                                                                                   \
+    OF_ROWS(version, target, U8, BIAS)                                                                                         \
+    OF_ROWS(version, target, E4M3, NONE)                                                                                       \
+    OF_ROWS(version, target, E5M2, NONE)                                                                                       \
+    OF_ROWS(version, target, E2M3, NONE)                                                                                       \
+    OF_ROWS(version, target, E3M2, NONE)                                                                                       \
+    static const stepper version##_steps[KINDS][ROLES] = {                                                                     \
+        [TABLE4] = {version##_TABLE4_NONE, version##_TABLE4_ZERO_POINT, version##_TABLE4_BIAS},                                \
+        [TABLE8] = {version##_TABLE8_NONE, version##_TABLE8_ZERO_POINT, version##_TABLE8_BIAS},                                \
+        [E4M3] = {version##_E4M3_NONE}, [E5M2] = {version##_E5M2_NONE}, [E2M3] = {version##_E2M3_NONE},                        \
+        [E3M2] = {version##_E3M2_NONE}, [I8] = {version##_I8_NONE, version##_I8_ZERO_POINT, version##_I8_BIAS},                \
+        [U8] = {version##_U8_NONE, version##_U8_ZERO_POINT, version##_U8_BIAS}};
 
-#define OF_ROWS(version, target, kind, zeros)                                                                                  \
-    target static void version##_##kind##_##zeros(int m, const matrix *w, const float *x, Py_ssize_t count,                    \
+#define OF_ROWS(version, target, kind, role)                                                                                   \
+    target static void version##_##kind##_##role(int m, const matrix *w, const float *x, Py_ssize_t count,                    \
         const uint8_t *codes, Py_ssize_t stride, const float *scales, const float *offsets, float *sums)                       \
     {                                                                                                                          \
         switch (m) {                                                                                                           \
-        case 1: version##_step(kind, 1, zeros, w, x, count, codes, stride, scales, offsets, sums); break;                      \
-        case 2: version##_step(kind, 2, zeros, w, x, count, codes, stride, scales, offsets, sums); break;                      \
-        case 3: version##_step(kind, 3, zeros, w, x, count, codes, stride, scales, offsets, sums); break;                      \
-        default: version##_step(kind, 4, zeros, w, x, count, codes, stride, scales, offsets, sums);                            \
+        case 1: version##_step(kind, 1, role, w, x, count, codes, stride, scales, offsets, sums); break;                      \
+        case 2: version##_step(kind, 2, role, w, x, count, codes, stride, scales, offsets, sums); break;                      \
+        case 3: version##_step(kind, 3, role, w, x, count, codes, stride, scales, offsets, sums); break;                      \
+        default: version##_step(kind, 4, role, w, x, count, codes, stride, scales, offsets, sums);                            \
         }                                                                                                                      \
     }
 
@@ -192,18 +271,19 @@ typedef void (*stepper)(int, const matrix *, const float *, Py_ssize_t, const ui
 
 typedef struct {
     const char *name;
-    const stepper (*steps)[2];
+    const stepper (*steps)[ROLES];
+    void (*widened)(const matrix *, Py_ssize_t, Py_ssize_t, Py_ssize_t, Py_ssize_t, uint8_t *);
     float (*lift)(int); /* what values of codes of a kind have to be multiplied by: a power of two */
     int strip, most;    /* columns of a strip, and rows of activations that have registers */
 } version;
 
 STEP_BY(portable, , f4)
-static const version portable = {"portable", portable_steps, no_lift, 4 * VECTORS, 2};
+static const version portable = {"portable", portable_steps, portable_widened, no_lift, 4 * VECTORS, 2};
 #if defined(__x86_64__)
 STEP_BY(avx2, FOR_AVX2, f8)
 STEP_BY(avx512, FOR_AVX512, f16)
-static const version avx2 = {"avx2", avx2_steps, lift_of, 8 * VECTORS, 2};
-static const version avx512 = {"avx512", avx512_steps, lift_of, 16 * VECTORS, 4};
+static const version avx2 = {"avx2", avx2_steps, avx2_widened, lift_of, 8 * VECTORS, 2};
+static const version avx512 = {"avx512", avx512_steps, avx512_widened, lift_of, 16 * VECTORS, 4};
 #endif
 
 /* Those that this processor can run, the best first. */
@@ -254,7 +334,7 @@ static int panel_scales(const matrix *w, Py_ssize_t row, Py_ssize_t first, Py_ss
     for (Py_ssize_t i = 0; i < n; i++)
         scales[i] *= w->factor;
     fine = fine && within(scales, n, MOST_SCALE, w->least);
-    if (w->role == ZERO_POINT) {
+    if (w->role != NONE) {
         of_columns(&w->offset, row * w->wide, first, n, w->tall, offsets);
         fine = fine && within(offsets, n, MOST_STORED, 0);
     }
@@ -265,9 +345,9 @@ static int panel_scales(const matrix *w, Py_ssize_t row, Py_ssize_t first, Py_ss
 static int multiplied(const matrix *w, const float *x, int m, Py_ssize_t first, Py_ssize_t end, float *y)
 {
     float sums[MOST_ROWS * PANEL] = {0}, scales[PANEL] = {0}, offsets[PANEL] = {0};
-    uint8_t rest[STEP * WIDEST];
+    uint8_t rest[STEP * WIDEST], wide[STEP * PANEL];
     const int packed = w->codes.kind == TABLE4;
-    const stepper step = here->steps[w->codes.kind][w->role == ZERO_POINT];
+    const stepper step = here->steps[w->codes.kind][w->role];
     const Py_ssize_t n = end - first, strip = here->strip;
     for (Py_ssize_t k = 0; k < w->k;) {
         if (k % w->block == 0 && !panel_scales(w, k / w->block, first, n, scales, offsets))
@@ -275,14 +355,17 @@ static int multiplied(const matrix *w, const float *x, int m, Py_ssize_t first, 
         const Py_ssize_t left = w->block - k % w->block, count = left < w->k - k ? (left < STEP ? left : STEP) :
             w->k - k < STEP ? w->k - k : STEP;
         const Py_ssize_t rows = packed ? (count + 1) / 2 : count;
-        const uint8_t *codes = w->codes.items + (packed ? k / 2 : k) * w->row_bytes + first;
+        const Py_ssize_t stride = w->widens ? PANEL : w->n;
+        const uint8_t *codes = w->widens ? wide : w->codes.items + (packed ? k / 2 : k) * w->n + first;
         Py_ssize_t c = 0;
+        if (w->widens)
+            here->widened(w, k, count, first, n, wide);
         for (; c + strip <= n; c += strip)
-            step(m, w, x + k, count, codes + c, w->row_bytes, scales + c, offsets + c, sums + c);
+            step(m, w, x + k, count, codes + c, stride, scales + c, offsets + c, sums + c);
         if (c < n) { /* the last strip of the weight, of fewer columns: zeros follow them */
             memset(rest, 0, sizeof rest);
             for (Py_ssize_t i = 0; i < rows; i++)
-                memcpy(rest + i * strip, codes + i * w->row_bytes + c, (size_t)(n - c));
+                memcpy(rest + i * strip, codes + i * stride + c, (size_t)(n - c));
             step(m, w, x + k, count, rest, strip, scales + c, offsets + c, sums + c);
         }
         k += count;
@@ -335,9 +418,9 @@ static void take_panels(void *context)
 }
 
 PyDoc_STRVAR(multiply_doc,
-    "multiply(x, m, k, n, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least, offset,\n"
+    "multiply(x, m, k, n, data, kind, width, table, scale, scale_kind, scale_table, block, tall, divides, factor, least, offset,\n"
     "offset_kind, role, product, threads): write (m, k) FP32 numbers times a weight of (k, n) codes, in C order, to `product`, in C\n"
-    "order. 4-bit codes: two rows in a byte, and an even block. scale, offset: one for each block of `block` rows and `tall`\n"
+    "order. Codes of several rows share bytes of their column. scale, offset: one for each block of `block` rows and `tall`\n"
     "columns, in C order. The other arguments are those of `products.multiply`. Returns False, and the result is\n"
     "unspecified, for numbers beyond the limits of products.c.");
 
@@ -347,22 +430,22 @@ static PyObject *multiply(PyObject *self, PyObject *args)
     Py_ssize_t m;
     int threads, fine = 1;
     matrix w = {{0}};
-    if (!PyArg_ParseTuple(args, "y*nnny*iy*y*iy*nnpffy*iiw*i:multiply", &x, &m, &w.k, &w.n, &data, &w.codes.kind, &table, &scale,
-            &w.scale.kind, &scale_table, &w.block, &w.tall, &w.divides, &w.factor, &w.least, &offset, &w.offset.kind, &w.role, &y,
+    if (!PyArg_ParseTuple(args, "y*nnny*iiy*y*iy*nnpffy*iiw*i:multiply", &x, &m, &w.k, &w.n, &data, &w.codes.kind, &w.width, &table,
+            &scale, &w.scale.kind, &scale_table, &w.block, &w.tall, &w.divides, &w.factor, &w.least, &offset, &w.offset.kind, &w.role, &y,
             &threads))
         return NULL;
     const Py_ssize_t most = (Py_ssize_t)1 << 40;
     int done = m > 0 && w.k > 0 && w.n > 0 && m < most / w.k && m < most / w.n && w.n < most / w.k && w.block > 0 && w.tall > 0 &&
-        w.codes.kind >= 0 && w.codes.kind < KINDS && (w.role == NONE || w.role == ZERO_POINT) &&
+        w.codes.kind >= 0 && w.codes.kind < KINDS && is_width(w.width, w.codes.kind) && w.role >= 0 && w.role < ROLES &&
         here->steps[w.codes.kind][w.role] != NULL && w.scale.kind > TABLE4 && w.scale.kind < KINDS && w.offset.kind > E5M2 &&
-        w.offset.kind < KINDS && kind_bits[w.scale.kind] != 6 && kind_bits[w.offset.kind] != 6 &&
-        (w.codes.kind != TABLE4 || w.block % 2 == 0 || w.block >= w.k);
+        w.offset.kind < KINDS && kind_bits[w.scale.kind] != 6 && kind_bits[w.offset.kind] != 6;
     if (!done)
         PyErr_SetString(PyExc_ValueError, "wanted lengths and kinds that breccia_native.matmul passes. Call breccia.matmul.");
     else {
         const Py_ssize_t block = w.block < w.k ? w.block : w.k, tall = w.tall < w.n ? w.tall : w.n;
-        const Py_ssize_t rows = w.codes.kind == TABLE4 ? (w.k + 1) / 2 : w.k;
-        w.block = block, w.tall = tall, w.row_bytes = w.n, w.wide = (w.n + tall - 1) / tall;
+        const Py_ssize_t rows = stored_bytes(w.k, w.width);
+        w.block = block, w.tall = tall, w.wide = (w.n + tall - 1) / tall;
+        w.widens = w.width % 4 || w.width < kind_bits[w.codes.kind] || (w.width == 4 && block % 2 && block < w.k);
         const Py_ssize_t scales = (w.k + block - 1) / block * w.wide;
         const Py_ssize_t scale_bytes = scales * kind_bits[w.scale.kind] / 8, offset_bytes = scales * kind_bits[w.offset.kind] / 8;
         done = is_float("activations", &x, m * w.k) && is_float("a product", &y, m * w.n) &&
@@ -400,7 +483,7 @@ static PyObject *supports(PyObject *self, PyObject *args)
     int kind, role;
     if (!PyArg_ParseTuple(args, "ii:supports", &kind, &role))
         return NULL;
-    return PyBool_FromLong(kind >= 0 && kind < KINDS && role >= 0 && role <= ZERO_POINT && here->steps[kind][role] != NULL);
+    return PyBool_FromLong(kind >= 0 && kind < KINDS && role >= 0 && role < ROLES && here->steps[kind][role] != NULL);
 }
 
 PyDoc_STRVAR(use_doc,

@@ -9,6 +9,7 @@ def multiply(
     n: int,
     data: Any,
     kind: int,
+    width: int,
     table: Any,
     scale: Any,
     scale_kind: int,

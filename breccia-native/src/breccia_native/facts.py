@@ -59,8 +59,8 @@ def accepts(call: Call) -> str | None:
     assert b is not None
     if sys.byteorder != "little":
         return "it reads little-endian scales"
-    if (a.recipe is None) == (b.recipe is None):
-        return "it multiplies one ScaledTensor and one array"
+    if a.recipe is None and b.recipe is None:
+        return "neither operand is a ScaledTensor"
     weight, plain, axis = (a, b, -1) if b.recipe is None else (b, a, -2)
     recipe, layout = weight.recipe, weight.layout
     assert recipe is not None
@@ -83,10 +83,10 @@ def accepts(call: Call) -> str | None:
 def unsupported(fmt: Format) -> str | None:
     """Why the compiled kernel cannot decode the format, or None."""
     element, scale = fmt.element, fmt.scale.codec
-    if (element.bits not in (4, 8) and element not in (E2M3, E3M2)) or type(element).decode is not Codec.decode:
+    if not 2 <= element.bits <= 8 or type(element).decode is not Codec.decode:
         return f"it does not decode {element.name} elements"
-    first = element.table if element.bits == 4 else element.table[:1]
-    if fmt.offset != "none" and not isinstance(element, Integer) and element.bits != 4:
+    first = element.table if element.bits <= 4 else element.table[:1]
+    if fmt.offset != "none" and not isinstance(element, Integer) and element.bits > 4:
         return f"it does not support offsets of {element.name}"
     if any(word & F32_EXPONENT == F32_EXPONENT for word in first):
         return f"padding codes of {element.name} are not finite"
@@ -155,12 +155,17 @@ def accepts_dequantize_on_jax(call: Call) -> str | None:
 
 def accepts_int8(call: Call) -> str | None:
     """Why the kernel that rounds activations to INT8 cannot multiply these operands, or None."""
-    return accepts(call) or _unsupported_by(INT8, call)
+    return _paired(call) or accepts(call) or _unsupported_by(INT8, call)
 
 
 def accepts_bf16(call: Call) -> str | None:
     """Likewise for BF16."""
-    return accepts(call) or _unsupported_by(BF16_MODE, call)
+    return _paired(call) or accepts(call) or _unsupported_by(BF16_MODE, call)
+
+
+def _paired(call: Call) -> str | None:
+    assert call.b is not None
+    return None if call.a.recipe is None or call.b.recipe is None else "it rounds an array, and both operands are ScaledTensors"
 
 
 def _unsupported_by(mode: int, call: Call) -> str | None:
@@ -183,24 +188,26 @@ def inexact(mode: int, fmt: Format) -> str | None:
         if element in (INT4, UINT4, E2M1) or (isinstance(element, Integer) and element.bits == 8 and element.signed):
             return None
         return f"{element.name} codes are not small integers times a power of two"
-    first = element.table if element.bits == 4 else ()
+    first = element.table if element.bits <= 4 else ()
     if kind_of(element) == "table8" or any(word & 0xFFFF for word in first):
         return f"{element.name} codes are not BF16 numbers"
     return None
 
 
 def kind_of(codec: Codec) -> str:
-    """The name of the encoding in `products.kinds()`."""
-    if codec.bits == 4:
+    """The name of the encoding in `products.kinds()`, whose codes may have more bits."""
+    if codec.bits <= 4:
         return "table4"
-    if isinstance(codec, Integer) and codec.bits == 8:
+    if isinstance(codec, Integer) and (codec.bits == 8 or not codec.signed):
         return "i8" if codec.signed else "u8"
     return _NAMED.get(codec, "table8")
 
 
 def factor_of(fmt: Format, global_scale: Any) -> float:
     """What stored scales, or the reciprocals of divisors, are multiplied by. global_scale: a float, or None."""
-    factor = math.ldexp(1.0, -fmt.element.fraction_bits) if isinstance(fmt.element, Integer) else 1.0
+    factor, element = 1.0, fmt.element
+    if isinstance(element, Integer) and kind_of(element) in ("i8", "u8"):  # tables have the numbers themselves
+        factor = math.ldexp(1.0, -element.fraction_bits)
     for level, value in ((fmt.scale, None), (fmt.global_scale, global_scale)):
         if level is None:
             continue

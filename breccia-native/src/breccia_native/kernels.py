@@ -48,8 +48,8 @@ def _amax(source: Any, k: int, amax: Any, across: int = 0) -> None:
     microkernels.amax(source, k, amax, _kind(source), across)
 
 
-def _extremes(source: Any, k: int, low: Any, high: Any) -> None:
-    microkernels.extremes(source, k, low, high, _kind(source))
+def _extremes(source: Any, k: int, low: Any, high: Any, across: int = 0) -> None:
+    microkernels.extremes(source, k, low, high, _kind(source), across)
 
 
 def _kind(source: Any) -> int:
@@ -93,9 +93,11 @@ def _shifted(
     k: int,
     found: Any,
     dither: tuple[int, int, int, int] = _NEAREST,
+    *,
+    across: int = 0,
 ) -> None:
     fields = (codes.low, codes.high, float(codes.magic), codes.mask)
-    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), *dither)
+    microkernels.shifted(source, inverse, before, after, k, found, *fields, _kind(source), *dither, across)
 
 
 def _scales(codes: FloatCodes, amax: Any, divisor: float, inverses: Any, found: Any, inverse: Any, global_scale: float) -> None:
@@ -184,6 +186,7 @@ _MICROKERNELS = Microkernels(
     scales=_scales,
     shifted=_shifted,
     decode=_decode,
+    down=microkernels.down,
     columns=True,
     shares=decoding.pooled(),
     packs=True,

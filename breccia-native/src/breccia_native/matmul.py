@@ -12,12 +12,13 @@ import numpy as np
 from breccia.backend import (
     NUMPY,
     TENSOR,
-    UINT4,
     Array,
     Format,
+    Integer,
     InternedKey,
     PowerOfTwo,
     ScaledTensor,
+    calls,
     checks,
     output_dtype,
     reference,
@@ -86,6 +87,8 @@ def grouped_matmul(a: Any, b: Any, offsets: Array, out_dtype: str = "float32", o
 def _matmul(a: Any, b: Any, bias: Array | None, out_dtype: str, out: Array | None, mode: int | None = None) -> Array:
     checks.check_matmul(a, b, bias)
     if isinstance(b, ScaledTensor):
+        if isinstance(a, ScaledTensor):
+            a = calls.dequantize(a)
         # The kernel adds the bias to numbers that are still in a cache.
         added = None if bias is None else bias if bias.dtype is _F32 else NUMPY.f32(bias)
         product = _of_rows(a, b.mT, mode, added)
@@ -132,9 +135,10 @@ def _of_rows(x: Array, st: ScaledTensor, mode: int | None = None, bias: Array | 
 
 
 class _Plan(NamedTuple):
-    """What a recipe tells the kernel: kinds, tables, whether scales divide, the smallest scale, the role of offsets."""
+    """What a recipe tells the kernel. width: the bits of a stored code."""
 
     kind: int
+    width: int
     table: Array
     scale_kind: int
     scale_table: Array
@@ -157,6 +161,7 @@ def _plan_of(st: ScaledTensor) -> _Plan:
         exact = isinstance(fmt.scale.codec, PowerOfTwo) and fmt.global_scale is None and fmt.scale.sense == "multiplier"
         found = _Plan(
             _KINDS[kind],
+            fmt.element.bits,
             _table(fmt.element) if kind.startswith("table") else _EMPTY,
             _KINDS[scale_kind],
             _table(fmt.scale.codec) if scale_kind == "table8" else _EMPTY,
@@ -172,7 +177,10 @@ def _plan_of(st: ScaledTensor) -> _Plan:
 
 
 def _table(codec: Any) -> Array:
-    return np.array(codec.table, np.uint32).view(np.float32)
+    """The numbers of a codec, as many as codes of 4 or 8 bits have."""
+    found = np.zeros(16 if codec.bits <= 4 else 256, np.uint32)
+    found[: len(codec.table)] = codec.table
+    return found.view(np.float32)
 
 
 def _product(x: Array, st: ScaledTensor, n: int, k: int, mode: int | None, bias: Array | None) -> Array | None:
@@ -266,8 +274,6 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
     offset, offset_kind = _offset(st)
     if not columns.supports(plan.kind, plan.role):
         return None
-    if plan.kind == _KINDS["table4"] and block % 2 and block < k:
-        return None
     shape = -(-n // tall), -(-k // block)
     scale, offset = (np.ascontiguousarray(part.reshape(shape).T) if part.size else part for part in (st.scale, offset))
     x, product = np.ascontiguousarray(NUMPY.f32(x)), np.empty((len(x), n), np.float32)
@@ -279,6 +285,7 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
         n,
         data.T,
         plan.kind,
+        plan.width,
         plan.table,
         scale,
         plan.scale_kind,
@@ -298,10 +305,11 @@ def _by_columns(x: Array, st: ScaledTensor, n: int, k: int) -> Array | None:
 
 
 def _supports(st: ScaledTensor, w: _Weight, mode: int, k: int) -> bool:
-    integers = _KINDS["u8"], _KINDS["i8"]
+    integers, element = (_KINDS["u8"], _KINDS["i8"]), st.recipe.format.element
     whole = w.role == 0 or w.offset_kind in integers
     if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits
-        whole = whole and (w.kind == w.offset_kind or st.recipe.format.element == UINT4)
+        narrow = isinstance(element, Integer) and element.bits <= 4 and not element.signed
+        whole = whole and (w.kind == w.offset_kind or narrow)
     return whole and (w.block >= k or w.block % SPAN == 0) and inexact(mode, st.recipe.format) is None
 
 
@@ -310,6 +318,7 @@ class _Weight(NamedTuple):
 
     data: Array
     kind: int
+    width: int
     table: Array
     scale: Array
     scale_kind: int
@@ -335,6 +344,7 @@ def _weight(st: ScaledTensor, n: int, k: int) -> _Weight:
     return _Weight(
         st.data if st.data.flags.c_contiguous else np.ascontiguousarray(st.data),
         plan.kind,
+        plan.width,
         plan.table,
         st.scale if st.scale.flags.c_contiguous else np.ascontiguousarray(st.scale),
         plan.scale_kind,

@@ -325,6 +325,30 @@ INLINE void extremes_of(const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind
     }
 }
 
+/* The same of blocks of k rows of `across` numbers, for each column. */
+INLINE void extremes_down_of(
+    const char *x, Py_ssize_t blocks, Py_ssize_t k, Py_ssize_t across, int kind, widener widen, uint32_t *low, uint32_t *high)
+{
+    float room[STRIP];
+    for (Py_ssize_t b = 0; b < blocks; b++)
+        for (Py_ssize_t start = 0; start < across; start += STRIP) {
+            const Py_ssize_t n = across - start < STRIP ? across - start : STRIP, first = b * across + start;
+            int32_t least[STRIP], most[STRIP];
+            for (Py_ssize_t i = 0; i < n; i++)
+                least[i] = INT32_MAX, most[i] = INT32_MIN;
+            for (Py_ssize_t r = 0; r < k; r++) {
+                const float *y = strip_of(x, kind, (b * k + r) * across + start, n, 0, widen, room);
+                for (Py_ssize_t i = 0; i < n; i++) {
+                    const int32_t a = ordered(bits_of(y[i]));
+                    least[i] = a < least[i] ? a : least[i];
+                    most[i] = a > most[i] ? a : most[i];
+                }
+            }
+            for (Py_ssize_t i = 0; i < n; i++)
+                low[first + i] = unordered(least[i]), high[first + i] = unordered(most[i]);
+        }
+}
+
 /* -------------------------------------------------------------------------------------------------- random words */
 
 #define ROTATED(y, r) (((y) << (r)) | ((y) >> (32 - (r))))
@@ -810,18 +834,44 @@ INLINE void positions_by_comparing(const float *y, Py_ssize_t n, const float *va
         }
 }
 
+/* The codes that `order` has at these positions. */
+typedef void (*position_coder)(const float *y, Py_ssize_t n, const float *values, const uint8_t *order, uint8_t *codes);
+
+INLINE void codes_by_comparing(const float *y, Py_ssize_t n, const float *values, const uint8_t *order, uint8_t *codes)
+{
+    int32_t found[STRIP];
+    positions_by_comparing(y, n, values, found, NULL, NULL);
+    for (Py_ssize_t i = 0; i < n; i++)
+        codes[i] = order[found[i]];
+}
+
 #if defined(X86_VERSIONS)
-/* Buffers of STRIP numbers: whole vectors are written. */
+FOR_AVX512 INLINE __m512i position_by_halving(__m512 number, __m512 all)
+{
+    __m512i at = _mm512_setzero_si512();
+    for (int step = 8; step; step /= 2) {
+        const __m512i next = _mm512_or_si512(at, _mm512_set1_epi32(step));
+        at = _mm512_mask_mov_epi32(at, _mm512_cmp_ps_mask(number, _mm512_permutexvar_ps(next, all), _CMP_GE_OQ), next);
+    }
+    return at;
+}
+
+/* Buffers of STRIP numbers, here and below: whole vectors are written. */
+FOR_AVX512 INLINE void codes_by_halving(const float *y, Py_ssize_t n, const float *values, const uint8_t *order, uint8_t *codes)
+{
+    const __m512 all = _mm512_loadu_ps(values);
+    const __m512i ordered_codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)order));
+    for (Py_ssize_t i = 0; i < n; i += 16) {
+        const __m512i at = position_by_halving(_mm512_loadu_ps(y + i), all);
+        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(_mm512_permutexvar_epi32(at, ordered_codes)));
+    }
+}
+
 FOR_AVX512 INLINE void positions_by_halving(const float *y, Py_ssize_t n, const float *values, int32_t *found, float *low, float *high)
 {
     const __m512 all = _mm512_loadu_ps(values);
     for (Py_ssize_t i = 0; i < n; i += 16) {
-        const __m512 number = _mm512_loadu_ps(y + i);
-        __m512i at = _mm512_setzero_si512();
-        for (int step = 8; step; step /= 2) {
-            const __m512i next = _mm512_or_si512(at, _mm512_set1_epi32(step));
-            at = _mm512_mask_mov_epi32(at, _mm512_cmp_ps_mask(number, _mm512_permutexvar_ps(next, all), _CMP_GE_OQ), next);
-        }
+        const __m512i at = position_by_halving(_mm512_loadu_ps(y + i), all);
         _mm512_storeu_si512(found + i, at);
         if (!low)
             continue;
@@ -832,7 +882,8 @@ FOR_AVX512 INLINE void positions_by_halving(const float *y, Py_ssize_t n, const 
 }
 #endif
 
-INLINE void tables_of(const numbers *all, int divides, table f, const position_finder positions, uint8_t *codes)
+INLINE void tables_of(
+    const numbers *all, int divides, table f, const position_finder positions, const position_coder coded, uint8_t *codes)
 {
     float y[STRIP], low[STRIP], high[STRIP];
     int32_t found[STRIP];
@@ -854,11 +905,10 @@ INLINE void tables_of(const numbers *all, int divides, table f, const position_f
                 const float width = high[i] - low[i], part = (y[i] - low[i]) / (low[i] < high[i] ? width : 1.0f);
                 const float most = part < 1.0f ? part : 1.0f;
                 found[i] += (int32_t)(most * 0x1p30f) + (int32_t)(words[i] >> 2) >= 1 << 30;
+                room[i] = f.order[found[i]];
             }
         } else
-            positions(y, length, f.starts, found, NULL, NULL);
-        for (Py_ssize_t i = 0; i < length; i++)
-            room[i] = f.order[found[i]];
+            coded(y, length, f.starts, f.order, room);
         if (all->k == 1)
             for (Py_ssize_t i = 0; i < length; i++)
                 room[i] = inverse[i] == 0 ? f.zero : room[i];
@@ -915,8 +965,30 @@ INLINE void block_shifted(
             codes[i] = (uint8_t)((bits_of(clamped((x[i] - before) * by, low, high) + f.magic) + add) & f.mask);
 }
 
+/* Numbers in rows of `across`, whose blocks are columns. */
+INLINE void shifted_down_of(const numbers *all, offsets o, integer f, uint8_t *codes)
+{
+    float room[STRIP];
+    for (Py_ssize_t r = 0; r < all->n / all->across; r++)
+        for (Py_ssize_t start = 0, n; start < all->across; start += n, codes += n) {
+            const Py_ssize_t b = r / all->k * all->across + start;
+            n = all->across - start < STRIP ? all->across - start : STRIP;
+            const float *x = strip_of(all->x, all->kind, r * all->across + start, n, 0, all->widen, room);
+            const float *by = all->inverse + b, *before = o.before + b, *after = o.after + b;
+            for (Py_ssize_t i = 0; i < n; i++) {
+                const float y = clamped((x[i] - before[i]) * by[i], f.low - after[i], f.high - after[i]) + f.magic;
+                const uint32_t code = (bits_of(y) + (uint32_t)(int32_t)after[i]) & f.mask;
+                codes[i] = (uint8_t)(by[i] == 0 ? 0 : code);
+            }
+        }
+}
+
 INLINE void shifted_of(const numbers *all, offsets o, integer f, uint8_t *codes)
 {
+    if (all->across) {
+        shifted_down_of(all, o, f, codes);
+        return;
+    }
     float room[STRIP];
     uint32_t words[STRIP];
     const Py_ssize_t k = all->k, whole = k < STRIP ? STRIP / k * k : k;
@@ -978,6 +1050,24 @@ INLINE void eights_of(const uint8_t *codes, Py_ssize_t groups, const int bits, u
     }
 }
 
+/* Rows of `n` codes of `bits` bits, one a byte: those of each column packed down the rows, 8 bits to a row of data. */
+INLINE void packed_down_of(const uint8_t *codes, Py_ssize_t rows, Py_ssize_t n, const int bits, uint8_t *data)
+{
+    const int group = bits % 2 ? 8 : bits == 4 ? 2 : 4; /* rows that share bytes */
+    for (Py_ssize_t first = 0; first < rows; first += group, codes += group * n, data += group * bits / 8 * n)
+        UNROLL for (int j = 0; j < group * bits / 8; j++)
+            for (Py_ssize_t c = 0; c < n; c++) {
+                uint8_t found = 0;
+                UNROLL for (int i = 8 * j / bits; i * bits < 8 * j + 8; i++)
+                {
+                    const int shift = i * bits - 8 * j;
+                    const uint8_t code = codes[i * n + c];
+                    found |= (uint8_t)(shift < 0 ? code >> -shift : code << shift);
+                }
+                data[j * n + c] = found;
+            }
+}
+
 /* Four codes of 6 bits to three bytes. */
 INLINE void sixes_of(const uint8_t *codes, Py_ssize_t groups, uint8_t *data)
 {
@@ -1020,7 +1110,7 @@ typedef struct {
     void (*store)(const uint32_t *, Py_ssize_t, int, uint16_t *);
     void (*amax)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *);
     void (*amax_down)(const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, int, uint32_t *);
-    void (*extremes)(const char *, Py_ssize_t, Py_ssize_t, int, uint32_t *, uint32_t *);
+    void (*extremes)(const char *, Py_ssize_t, Py_ssize_t, Py_ssize_t, int, uint32_t *, uint32_t *);
     void (*words)(uint32_t, uint32_t, uint64_t, Py_ssize_t, uint32_t *);
     void (*shifted)(const numbers *, offsets, integer, uint8_t *);
     void (*floats)(const numbers *, minifloat, uint8_t *);
@@ -1030,6 +1120,7 @@ typedef struct {
     void (*pairs)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*sixes)(const uint8_t *, Py_ssize_t, uint8_t *);
     void (*eights)(const uint8_t *, Py_ssize_t, int, uint8_t *);
+    void (*down)(const uint8_t *, Py_ssize_t, Py_ssize_t, int, uint8_t *);
     void (*values)(const uint8_t *, const float *, const float *, Py_ssize_t, Py_ssize_t, int, float *);
 } version;
 
@@ -1049,6 +1140,9 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
 #define baseline_positions positions_by_comparing
 #define avx2_positions positions_by_comparing
 #define avx512_positions positions_by_halving
+#define baseline_coded codes_by_comparing
+#define avx2_coded codes_by_comparing
+#define avx512_coded codes_by_halving
 
 /* The same functions, compiled for one kind of processor. */
 #define VERSION(name, target)                                                                                               \
@@ -1085,9 +1179,12 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
         }                                                                                                                   \
     }                                                                                                                       \
     target static void name##_extremes(                                                                                     \
-        const char *x, Py_ssize_t blocks, Py_ssize_t k, int kind, uint32_t *low, uint32_t *high)                            \
+        const char *x, Py_ssize_t blocks, Py_ssize_t k, Py_ssize_t across, int kind, uint32_t *low, uint32_t *high)         \
     {                                                                                                                       \
-        extremes_of(x, blocks, k, kind, name##_widen, low, high);                                                                         \
+        if (across)                                                                                                         \
+            extremes_down_of(x, blocks / across, k, across, kind, name##_widen, low, high);                                 \
+        else                                                                                                                \
+            extremes_of(x, blocks, k, kind, name##_widen, low, high);                                                       \
     }                                                                                                                       \
     target static void name##_words(uint32_t low, uint32_t high, uint64_t first, Py_ssize_t n, uint32_t *found)             \
     {                                                                                                                       \
@@ -1123,9 +1220,9 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     target static void name##_tables(const numbers *all, table f, uint8_t *codes)                                           \
     {                                                                                                                       \
         if (all->divides)                                                                                                   \
-            EACH_ROW(tables_of(part, 1, f, name##_positions, to), all, codes);                                              \
+            EACH_ROW(tables_of(part, 1, f, name##_positions, name##_coded, to), all, codes);                                \
         else                                                                                                                \
-            EACH_ROW(tables_of(part, 0, f, name##_positions, to), all, codes);                                              \
+            EACH_ROW(tables_of(part, 0, f, name##_positions, name##_coded, to), all, codes);                                \
     }                                                                                                                       \
     target static void name##_scales(const float *amax, Py_ssize_t n, float divisor, float global_scale, minifloat f,       \
         const float *inverses, uint8_t *codes, float *inverse)                                                              \
@@ -1150,6 +1247,18 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
         case 7: eights_of(codes, groups, 7, data); break;                                                                   \
         }                                                                                                                   \
     }                                                                                                                       \
+    target static void name##_down(const uint8_t *codes, Py_ssize_t rows, Py_ssize_t n, int bits, uint8_t *data)            \
+    {                                                                                                                       \
+        switch (bits) {                                                                                                     \
+        case 1: packed_down_of(codes, rows, n, 1, data); break;                                                             \
+        case 2: packed_down_of(codes, rows, n, 2, data); break;                                                             \
+        case 3: packed_down_of(codes, rows, n, 3, data); break;                                                             \
+        case 4: packed_down_of(codes, rows, n, 4, data); break;                                                             \
+        case 5: packed_down_of(codes, rows, n, 5, data); break;                                                             \
+        case 6: packed_down_of(codes, rows, n, 6, data); break;                                                             \
+        case 7: packed_down_of(codes, rows, n, 7, data); break;                                                             \
+        }                                                                                                                   \
+    }                                                                                                                       \
     target static void name##_values(                                                                                       \
         const uint8_t *data, const float *table, const float *scale, Py_ssize_t n, Py_ssize_t k, int bits, float *values)   \
     {                                                                                                                       \
@@ -1161,7 +1270,7 @@ enum { baseline_STREAMS = 1, avx2_STREAMS = 2, avx512_STREAMS = 4 };
     static const version name = {                                                                                           \
         name##_widen, name##_load, name##_store, name##_amax, name##_amax_down, name##_extremes, name##_words,              \
         name##_shifted, name##_floats, name##_integers, name##_tables, name##_scales, name##_pairs, name##_sixes,           \
-        name##_eights, name##_values};
+        name##_eights, name##_down, name##_values};
 
 VERSION(baseline, )
 
@@ -1306,19 +1415,21 @@ static PyObject *amax(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(extremes_doc,
-    "extremes(source, k, low, high, kind=32): the smallest and the largest of each k numbers, as FP32. Those below 2^-126 are +0.");
+    "extremes(source, k, low, high, kind=32, across=0): the smallest and the largest of each k numbers, as FP32. Those below 2^-126\n"
+    "are +0. across: as for `amax`.");
 
 static PyObject *extremes(PyObject *self, PyObject *args)
 {
     Py_buffer x, low, high;
     Py_ssize_t k;
     int kind = FP32;
-    if (!PyArg_ParseTuple(args, "y*nw*w*|i:extremes", &x, &k, &low, &high, &kind))
+    Py_ssize_t across = 0;
+    if (!PyArg_ParseTuple(args, "y*nw*w*|in:extremes", &x, &k, &low, &high, &kind, &across))
         return NULL;
-    const int done = sizes_agree(&x, kind, &low, k) && sizes_agree(&x, kind, &high, k);
+    const int done = sizes_agree(&x, kind, &low, k) && sizes_agree(&x, kind, &high, k) && are_rows(x.len / size_of(kind), k, across);
     if (done) {
         Py_BEGIN_ALLOW_THREADS
-        here->extremes(x.buf, x.len / size_of(kind) / k, k, kind, low.buf, high.buf);
+        here->extremes(x.buf, x.len / size_of(kind) / k, k, across, kind, low.buf, high.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&x);
@@ -1384,7 +1495,7 @@ static PyObject *written(writing *w, int done)
 }
 
 PyDoc_STRVAR(shifted_doc,
-    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0):\n"
+    "shifted(source, inverse, before, after, k, codes, low, high, magic, mask, kind=32, seed=0, first=0, width=0, stride=0, across=0):\n"
     "as integers, with numbers of each\n"
     "block of k that are subtracted before the numbers are scaled, and added to their codes.");
 
@@ -1393,8 +1504,8 @@ static PyObject *shifted(PyObject *self, PyObject *args)
     writing w = {.all.kind = FP32};
     Py_buffer before, after;
     integer f;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*nw*fffb|iKKnn:shifted", &w.x, &w.inverse, &before, &after, &w.all.k, &w.codes, &f.low, &f.high,
-            &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*nw*fffb|iKKnnn:shifted", &w.x, &w.inverse, &before, &after, &w.all.k, &w.codes, &f.low,
+            &f.high, &f.magic, &f.mask, &w.all.kind, &w.seed, &w.first, &w.all.random.width, &w.all.random.stride, &w.all.across))
         return NULL;
     const int done =
         ready(&w, 0) && sizes_agree(&w.x, w.all.kind, &before, w.all.k) && sizes_agree(&w.x, w.all.kind, &after, w.all.k);
@@ -1561,6 +1672,37 @@ static PyObject *eights(PyObject *self, PyObject *args)
     return result(done);
 }
 
+PyDoc_STRVAR(down_doc,
+    "down(codes, bits, data): rows of codes of less than 8 bits, one a byte, whose columns are packed: whole groups of rows that share\n"
+    "bytes, to rows of data; the first in the low bits.");
+
+static PyObject *down(PyObject *self, PyObject *args)
+{
+    PyObject *from, *to;
+    Py_buffer codes, data;
+    int bits;
+    if (!PyArg_ParseTuple(args, "OiO:down", &from, &bits, &to) || PyObject_GetBuffer(from, &codes, PyBUF_ND) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(to, &data, PyBUF_ND | PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&codes);
+        return NULL;
+    }
+    const int done = codes.ndim == 2 && data.ndim == 2 && codes.itemsize == 1 && data.itemsize == 1 && bits > 0 && bits < 8 &&
+        codes.shape[1] == data.shape[1] && codes.shape[0] % (bits % 2 ? 8 : bits == 4 ? 2 : 4) == 0 &&
+        data.shape[0] == codes.shape[0] * bits / 8;
+    if (done) {
+        Py_BEGIN_ALLOW_THREADS
+        here->down(codes.buf, codes.shape[0], codes.shape[1], bits, data.buf);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError,
+            "wanted rows of codes of 1 to 7 bits, whole groups that share bytes, and as many columns of room for them; got %zd codes of "
+            "%d bits and %zd bytes. Call breccia.cast.", codes.len, bits, data.len);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&data);
+    return result(done);
+}
+
 PyDoc_STRVAR(pairs_doc, "pairs(codes, data): two codes of 4 bits, one a byte, to each byte of data; the first in its low half.");
 
 static PyObject *pairs(PyObject *self, PyObject *args)
@@ -1622,6 +1764,7 @@ static PyMethodDef methods[] = {
     {"tables", tables, METH_VARARGS, tables_doc},
     {"scales", scales, METH_VARARGS, scales_doc},
     {"sixes", sixes, METH_VARARGS, sixes_doc},
+    {"down", down, METH_VARARGS, down_doc},
     {"eights", eights, METH_VARARGS, eights_doc},
     {"pairs", pairs, METH_VARARGS, pairs_doc},
     {"values", values, METH_VARARGS, values_doc},

@@ -115,7 +115,7 @@ INLINE int differences_are_exact(const weight *w, int mode, Py_ssize_t first, Py
     const uint8_t *bytes = w->offset.items + first / w->tall * w->groups;
     const Py_ssize_t count = ((end - 1) / w->tall - first / w->tall + 1) * w->groups;
     int fine = w->offset.kind == U8 || w->offset.kind == I8;
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < 1 << w->width; i++)
         fine &= w->codes.table[i] == (float)i;
     uint8_t all = 0;
     for (Py_ssize_t i = 0; fine && i < count; i++)

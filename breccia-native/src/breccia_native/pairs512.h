@@ -98,6 +98,6 @@ INLINE Py_ssize_t most_streams_of_pairs(int kind, int role, Py_ssize_t span)
 #define avx512_pairs_tile avx512_tile
 #define avx512_pairs_micros avx512_micros
 VERSION(avx512_pairs, FOR_PAIRS, 14, 32, stream_of_pairs, most_streams_of_pairs, longest_span, decoded_by_avx512, words_by_vbmi,
-    order_of_pairs, lift_of, pack_pairs, CHUNK / 2)
+    order_of_pairs, lift_of, pack_pairs, CHUNK / 2, widen_by_vbmi)
 
 #endif

@@ -48,7 +48,9 @@ static float portable_lift(int kind)
     return 1;
 }
 
-VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift, pack_chunks, CHUNK)
+WIDENER(portable_widen, , spread_codes)
+VERSION(portable, , 4, 8, NULL, no_streams, portable_span, decoded, NULL, portable_order, portable_lift, pack_chunks, CHUNK,
+    portable_widen)
 
 #if defined(__x86_64__)
 #include "avx2.h"
@@ -103,7 +105,7 @@ static void find_versions(void)
     int n = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const int avx2_too = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int avx2_too = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     if (avx2_too && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         if (__builtin_cpu_supports("avx512vbmi")) {
@@ -173,20 +175,22 @@ static int allocate(const weight *w, Py_ssize_t m, int streams, workspace *to)
     const size_t rows = streams ? ROWS : CLAIM, spans = (size_t)(padded(w->k) / w->span);
     /* A tile of INT8 codes has scales and zero-points of every SPAN codes at most. */
     const size_t tile = streams ? 0 : CLAIM * DEEP * (CHUNK / 2 + 2 * SPANS);
+    const size_t codes = w->widen ? rows * (size_t)row_of_chunks(w) / 4 : 0;
     const size_t sizes[] = {
-        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, streams ? 0 : CLAIM * (size_t)m, tile};
-    float **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile};
+        (size_t)w->groups, rows * spans, w->role == NONE ? 0 : rows * spans, streams ? 0 : CLAIM * (size_t)m, tile, codes};
+    float *widened, **parts[] = {&to->run, &to->scales, &to->offsets, &to->sums, &to->tile, &widened};
     size_t all = 64; /* some for alignment, and for vectors that begin in the last row's scales */
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < 6; i++)
         all += (sizes[i] + 15) / 16 * 16;
     to->memory = malloc(4 * all);
     if (!to->memory)
         return 0;
     float *next = (float *)(((uintptr_t)to->memory + 63) & ~(uintptr_t)63);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         *parts[i] = next;
         next += (sizes[i] + 15) / 16 * 16;
     }
+    to->codes = (uint8_t *)widened;
     return 1;
 }
 
@@ -344,28 +348,28 @@ static int is_call(PyObject *args, const char *format, call *c)
     memset(c, 0, sizeof *c);
     c->g = (grouping){FP32_MODE, 1, 1, {0}, 0, 1};
     weight *const w = &c->w;
-    if (!PyArg_ParseTuple(args, format, &c->x, &c->x_kind, &c->m, &w->n, &w->k, &c->mode, &c->data, &w->codes.kind, &c->table,
-            &c->scale, &w->scale.kind, &c->scale_table, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
+    if (!PyArg_ParseTuple(args, format, &c->x, &c->x_kind, &c->m, &w->n, &w->k, &c->mode, &c->data, &w->codes.kind, &w->width,
+            &c->table, &c->scale, &w->scale.kind, &c->scale_table, &w->block, &tall, &w->divides, &w->factor, &w->least, &c->offset,
             &w->offset.kind, &w->role, &c->y, &c->bias, &c->threads))
         return 0;
     const Py_ssize_t m = c->m;
     int done = is_kind(w->codes.kind) && is_kind(w->scale.kind) && is_kind(w->offset.kind) && (c->x_kind >= F16 || is_kind(-1)) &&
         is_kind(c->x_kind);
     if (done && (m < 1 || w->n < 1 || w->k < 1 || tall < 1 || w->block < 1 || w->role < 0 || w->role >= ROLES ||
-                    w->codes.kind > U8 || kind_bits[w->scale.kind] == 6 || kind_bits[w->offset.kind] == 6 ||
-                    m > PY_SSIZE_T_MAX / 16 / padded(w->k) || w->n > PY_SSIZE_T_MAX / 8 / m ||
+                    w->codes.kind > U8 || !is_width(w->width, w->codes.kind) || kind_bits[w->scale.kind] == 6 ||
+                    kind_bits[w->offset.kind] == 6 || m > PY_SSIZE_T_MAX / 16 / padded(w->k) || w->n > PY_SSIZE_T_MAX / 8 / m ||
                     w->n > PY_SSIZE_T_MAX / 8 / padded(w->k))) {
         PyErr_Format(PyExc_ValueError,
-            "wanted lengths of at least 1, codes of at most 8 bits, and scales of 8, 16 or 32; got m = %zd, n = %zd, k = %zd, "
-            "kind %d, block = %zd, tall = %zd, role %d, scales of kind %d. Call breccia.matmul.",
-            m, w->n, w->k, w->codes.kind, w->block, tall, w->role, w->scale.kind);
+            "wanted lengths of at least 1, codes of the bits of their kind or, of integers and tables, fewer, and scales of 8, 16 or "
+            "32 bits; got m = %zd, n = %zd, k = %zd, kind %d of %d bits, block = %zd, tall = %zd, role %d, scales of kind %d. Call "
+            "breccia.matmul.",
+            m, w->n, w->k, w->codes.kind, w->width, w->block, tall, w->role, w->scale.kind);
         done = 0;
     }
     if (done) {
         w->tall = tall < w->n ? tall : w->n;
         w->groups = w->block < w->k ? (w->k + w->block - 1) / w->block : 1;
-        const int bits = kind_bits[w->codes.kind];
-        w->row_bytes = bits == 6 ? (w->k + 3) / 4 * 3 : (w->k * bits + 7) / 8;
+        w->row_bytes = stored_bytes(w->k, w->width);
         w->span = span_of(w->block, w->k);
         const Py_ssize_t scales = (w->n + w->tall - 1) / w->tall * w->groups;
         const Py_ssize_t scale_bytes = scales * kind_bits[w->scale.kind] / 8;
@@ -402,6 +406,7 @@ static PyObject *multiplied(const call *c, const addresses *at, float factor, in
 {
     weight w = c->w;
     w.codes.items = at->data, w.scale.items = at->scale, w.offset.items = at->offset;
+    w.widen = w.width < kind_bits[w.codes.kind] ? here->widen : NULL;
     w.factor = factor * (c->mode == FP32_MODE ? here->lift(w.codes.kind) : modes[c->mode].lift(w.codes.kind) / c->g.unit);
     product p = {.w = &w, .g = &c->g, .x = {c->x_kind, at->x, NULL}, .m = c->m, .y = at->y, .bias = at->bias};
     int memory;
@@ -412,10 +417,10 @@ static PyObject *multiplied(const call *c, const addresses *at, float factor, in
 }
 
 PyDoc_STRVAR(multiply_doc,
-    "multiply(x, x_kind, m, n, k, mode, data, kind, table, scale, scale_kind, scale_table, block, tall, divides, factor, least,\n"
-    "offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
-    "x: FP32, FP16 or BF16. data: (n, bytes) codes of `kind`, whose values are in `table` where the kind is a table; likewise\n"
-    "scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
+    "multiply(x, x_kind, m, n, k, mode, data, kind, width, table, scale, scale_kind, scale_table, block, tall, divides, factor,\n"
+    "least, offset, offset_kind, role, product, bias, threads): (m, k) activations times the transpose of the weight, in FP32.\n\n"
+    "x: FP32, FP16 or BF16. data: (n, bytes) codes of `kind` in `width` bits each, whose values are in `table` where the kind is\n"
+    "a table, of as many numbers as its codes could have; likewise scale. A scale covers `block` codes of `tall` rows; it divides or multiplies, after\n"
     "times `factor`. offset: zero-points (role 1) or biases (role 2), in the places of scales. product: (m, n). bias: (n,) FP32\n"
     "numbers to add, or none. threads: how many may work, at most. Returns False, and the product is unspecified, where an activation is above 2^100, or for mode 2\n"
     "below 2^-60 and not 0, where a scale is too large, or smaller than `least` and not 0, and for mode 2\n"
@@ -424,7 +429,7 @@ PyDoc_STRVAR(multiply_doc,
 static PyObject *multiply(PyObject *self, PyObject *args)
 {
     call c;
-    if (!is_call(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:multiply", &c))
+    if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:multiply", &c))
         return NULL;
     const addresses at = {c.x.buf, c.data.buf, c.scale.buf, c.offset.buf, c.bias.len ? c.bias.buf : NULL, c.y.buf};
     PyObject *found = multiplied(&c, &at, c.w.factor, c.threads);
@@ -451,7 +456,7 @@ static PyObject *prepare(PyObject *self, PyObject *args)
     call *c = malloc(sizeof *c);
     if (!c)
         return PyErr_NoMemory();
-    if (!is_call(args, "y*innniy*iy*y*iy*nnpffy*iiw*y*i:prepare", c)) {
+    if (!is_call(args, "y*innniy*iiy*y*iy*nnpffy*iiw*y*i:prepare", c)) {
         free(c);
         return NULL;
     }

@@ -12,6 +12,7 @@ def multiply(
     mode: int,
     data: Any,
     kind: int,
+    width: int,
     table: Any,
     scale: Any,
     scale_kind: int,

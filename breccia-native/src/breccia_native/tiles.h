@@ -104,7 +104,7 @@ INLINE int rows_of(const weight *w, const workspace *to, const float *x, Py_ssiz
     p.spans = CHUNK / span;
     const Py_ssize_t ahead = ROWS * w->row_bytes, step = stream ? ROWS : CLAIM;
     const int worth = worded && stream && span == w->block && span < CHUNK && w->groups > 1 && factor_is_last(w);
-    p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192;
+    p.ahead = w->widen ? 0 : ahead > 8192 && ahead <= 16384 ? ahead : 8192;
     for (Py_ssize_t n = first; n < end; n += step) {
         const Py_ssize_t stop = n + step < end ? n + step : end;
         if (!scales_of_panel(w, to, n, stop, span, read, worth ? worded : NULL, &p))
@@ -141,14 +141,23 @@ INLINE void values_of(const weight *w, const uint8_t *codes, float *y)
     decoded(&chunk, 0, CHUNK, y);
 }
 
+/* What follows reads the memory of `pointers` anew. */
+#define FROM_MEMORY(pointers) __asm__ volatile("" : : "r"(pointers) : "memory")
+
 /* y = (the value of each of a chunk's codes - zero-point) * scale + bias, given values. */
 INLINE void apply_each(const weight *w, const float *scales, const float *offsets, const int span, float *y)
 {
     for (int s = 0; s < CHUNK / span; s++) {
-        const float by = scales[s], offset = w->role == NONE ? 0 : offsets[s];
+        const float by = scales[s], offset = w->role == ZERO_POINT ? offsets[s] : 0;
         for (int i = s * span; i < (s + 1) * span; i++)
-            y[i] = ((w->role == ZERO_POINT ? y[i] - offset : y[i]) * by) + (w->role == BIAS ? offset : 0);
+            y[i] = (y[i] - offset) * by;
     }
+    if (w->role != BIAS)
+        return;
+    FROM_MEMORY(y); /* fused with products, sums would not be rounded as a decoded weight is */
+    for (int s = 0; s < CHUNK / span; s++)
+        for (int i = s * span; i < (s + 1) * span; i++)
+            y[i] += offsets[s];
 }
 
 /* Row r of a chunk, decoded. */
@@ -251,13 +260,15 @@ typedef struct {
     void (*pack)(const weight *, const float *, Py_ssize_t, part, float *);
     float (*lift)(int); /* what values of codes of a kind have to be multiplied by, before scales: a power of two */
     int (*streams)(const weight *, Py_ssize_t); /* whether codes are decoded in registers, for m rows of activations */
+    widener widen;
 } version;
 
 /* One version of everything, for one kind of processor. `streams(kind, role, span)` is the most rows of activations for
    which codes are decoded in registers, by `stream`; `order` is that of activations then, and spanned(weight) the codes that have
    one scale. `read` decodes scales, and `worded` makes words of them. `packer` packs activations for `stream`, in `wide` FP32
    words for a chunk. */
-#define VERSION(version_name, target, most, NR, stream, most_streams, spanned, read, worded, order, lift, packer, wide)     \
+#define VERSION(version_name, target, most, NR, stream, most_streams, spanned, read, worded, order, lift, packer, wide, \
+    widen)                                                                                                                  \
     static int version_name##_streams(const weight *w, Py_ssize_t m)                                                        \
     {                                                                                                                       \
         return m <= most_streams(w->codes.kind, w->role, w->span);                                                          \
@@ -291,6 +302,6 @@ typedef struct {
     }                                                                                                                       \
     static const version version_name = {                                                                                   \
         #version_name, version_name##_rows, version_name##_parts, version_name##_part, version_name##_pack, lift,           \
-        version_name##_streams};
+        version_name##_streams, widen};
 
 #endif

@@ -32,6 +32,19 @@ static const char *const kind_names[KINDS] = {
     "table4", "table8", "e4m3", "e5m2", "e2m3", "e3m2", "i8", "u8", "e8m0", "f16", "bf16", "f32"};
 static const int kind_bits[KINDS] = {4, 8, 8, 8, 6, 6, 8, 8, 8, 16, 16, 32};
 
+/* Whether codes of a kind may be stored in that many bits. */
+INLINE int is_width(int width, int kind)
+{
+    return width == kind_bits[kind] || (width > 0 && width < kind_bits[kind] && (kind <= TABLE8 || kind == U8));
+}
+
+/* Bytes of `k` codes of that many bits: those that share bytes are whole groups. */
+INLINE Py_ssize_t stored_bytes(Py_ssize_t k, int width)
+{
+    const int shared = __builtin_ctz((unsigned)width | 8), group = 8 >> shared;
+    return (k + group - 1) / group * (width >> shared);
+}
+
 /* What an offset is: none, a zero-point subtracted from codes, or a bias added to scaled codes. */
 enum { NONE, ZERO_POINT, BIAS, ROLES };
 
@@ -41,9 +54,16 @@ typedef struct {
     const float *table; /* the value of each code, for TABLE4 and TABLE8 */
 } numbers;
 
-typedef struct {
+typedef struct weight weight;
+
+/* Makes the codes of a kind from those of a row that are stored in fewer bits, up to the end of the last chunk. */
+typedef void (*widener)(const weight *, const uint8_t *, uint8_t *);
+
+struct weight {
     numbers codes, scale, offset;
     int role;
+    int width;         /* bits of a stored code: those of its kind, or fewer, which `widen` then widens */
+    widener widen;     /* NULL where nothing has to be widened */
     Py_ssize_t n, k, row_bytes;
     Py_ssize_t block;  /* codes with one stored scale */
     Py_ssize_t groups; /* stored scales of a row */
@@ -52,7 +72,7 @@ typedef struct {
     int divides;       /* whether stored scales are divisors */
     float factor;      /* times each scale */
     float least;       /* the smallest scale, other than 0 */
-} weight;
+};
 
 typedef float f4 __attribute__((vector_size(16)));
 
@@ -261,6 +281,7 @@ typedef struct {
 typedef struct {
     void *memory;
     float *run, *scales, *offsets, *sums, *tile;
+    uint8_t *codes; /* widened codes of rows that are multiplied together */
 } workspace;
 
 /* 6-bit codes of a chunk, four in three bytes, one a byte: in its high bits. */
@@ -275,7 +296,46 @@ INLINE void expanded(const uint8_t *from, uint8_t *to)
     }
 }
 
-/* The stored codes of a chunk. */
+/* The `widener`. `spread(u, width, bits)`: the codes in the low bits of a word, one to `bits` bits each. */
+#define WIDENER(name, target, spread)                                                                                       \
+    target static void name(const weight *w, const uint8_t *from, uint8_t *to)                                              \
+    {                                                                                                                       \
+        const int bits = kind_bits[w->codes.kind], each = 8 * w->width / bits;                                              \
+        const uint8_t *const end = from + w->row_bytes;                                                                     \
+        uint8_t *const stop = to + row_of_chunks(w);                                                                        \
+        for (; from < end; from += each, to += 8) {                                                                         \
+            uint64_t u = 0;                                                                                                 \
+            if (end - from >= 8)                                                                                            \
+                memcpy(&u, from, 8);                                                                                        \
+            else                                                                                                            \
+                memcpy(&u, from, (size_t)(end - from));                                                                     \
+            u = spread(u, w->width, bits);                                                                                  \
+            memcpy(to, &u, 8);                                                                                              \
+        }                                                                                                                   \
+        memset(to, 0, (size_t)(stop - to));                                                                                 \
+    }
+
+/* Bytes of a row of codes in whole chunks, each of the bits of its kind. */
+INLINE Py_ssize_t row_of_chunks(const weight *w)
+{
+    return (w->k + CHUNK - 1) / CHUNK * (CHUNK * kind_bits[w->codes.kind] / 8);
+}
+
+/* The bits of `width` low bits in each of `bits` bits of a word. */
+INLINE uint64_t low_bits(int width, int bits)
+{
+    return ((1u << width) - 1) * (bits == 4 ? 0x1111111111111111u : 0x0101010101010101u);
+}
+
+INLINE uint64_t spread_codes(uint64_t u, int width, int bits)
+{
+    uint64_t found = 0;
+    for (int i = 0; i < 64 / bits; i++, u >>= width)
+        found |= (u & ((1u << width) - 1)) << bits * i;
+    return found;
+}
+
+/* The codes of a chunk, as they are stored or widened. */
 INLINE const uint8_t *codes_of(const panel *p, int r, Py_ssize_t chunk)
 {
     return chunk < p->whole ? p->codes[r] + chunk * p->bytes : p->rest[r];
@@ -286,12 +346,19 @@ INLINE void fill(
     const weight *w, const workspace *to, Py_ssize_t base, Py_ssize_t first, Py_ssize_t end, const int count, panel *p)
 {
     const Py_ssize_t each = p->chunks * p->spans;
-    const Py_ssize_t rest = w->row_bytes - p->whole * p->bytes;
+    const Py_ssize_t rest = w->widen ? 0 : w->row_bytes - p->whole * p->bytes;
+    if (w->widen)
+        p->whole = p->chunks;
     for (int r = 0; r < count; r++) {
         const Py_ssize_t row = first + r < end ? first + r : end - 1, slot = row / w->tall - base / w->tall;
         p->codes[r] = w->codes.items + row * w->row_bytes;
         p->scales[r] = to->scales + slot * each;
         p->offsets[r] = to->offsets + slot * each;
+        if (w->widen) {
+            uint8_t *codes = to->codes + r * row_of_chunks(w);
+            w->widen(w, p->codes[r], codes);
+            p->codes[r] = codes;
+        }
         if (rest) {
             memset(p->rest[r], 0, sizeof p->rest[r]);
             memcpy(p->rest[r], p->codes[r] + p->whole * p->bytes, (size_t)rest);

@@ -210,6 +210,7 @@ class Microkernels:
     byte, and the FP32 numbers that the table `inverses` has for these codes.
     sixes(codes, data): four 6-bit codes, one a byte, into each three bytes, the first in the low bits; contiguous.
     eights(codes, bits, data): eight codes of 1, 2, 3, 5 or 7 bits, one a byte, into as many bytes; contiguous.
+    down(codes, bits, data): rows of codes of 1 to 7 bits, one a byte, whose columns are packed into `data`; contiguous.
     pairs(codes, data): two 4-bit codes, one a byte, into each byte, the first in its low half; contiguous.
     scaled: the writer of codes from unscaled numbers, like those here; None if there is none.
     divided: likewise, with scales in place of inverse ones, by which numbers are divided.
@@ -224,7 +225,7 @@ class Microkernels:
     store(values, dtype, found): FP32 numbers rounded to "float16" or "bfloat16", as uint16; contiguous.
     decode(codec, data, blocks, dtype, found, stream): a matrix of codes, in rows of bytes, under `Blocks`, into `found`, a
     matrix in any order of "float32", or of 16-bit numbers as uint16. stream: it is not read soon.
-    columns: whether `amax`, `scaled` and `divided` take `across`.
+    columns: whether `amax`, `extremes`, `scaled`, `divided` and `shifted` take `across`, and there is `down`.
     shares: whether `decode` itself uses as many threads as it may, so that one call takes a whole matrix.
     """
 
@@ -235,11 +236,12 @@ class Microkernels:
     load: Callable[[Array, str, int, Array], None] | None = None
     store: Callable[[Array, str, Array], None] | None = None
     divided: Callable[[_Codes], ScaledCodes | None] | None = None
-    extremes: Callable[[Array, int, Array, Array], None] | None = None
-    shifted: Callable[[IntegerCodes, Array, Array, Array, Array, int, Array, Dither], None] | None = None
+    extremes: Callable[..., None] | None = None
+    shifted: Callable[..., None] | None = None
     words: Callable[[int, int, Array], None] | None = None
     sixes: Callable[[Array, Array], None] | None = None
     eights: Callable[[Array, int, Array], None] | None = None
+    down: Callable[[Array, int, Array], None] | None = None
     scales: Callable[[FloatCodes, Array, float, Array, Array, Array, float], None] | None = None
     decode: Callable[[Codec, Array, Blocks, str, Array, bool], None] | None = None
     columns: bool = False

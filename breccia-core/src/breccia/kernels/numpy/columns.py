@@ -16,6 +16,7 @@ from ...options import CastOptions
 from ...tensors.grids import packed_length
 from ...tensors.tensor import ScaledTensor
 from .. import reference
+from .codes import NEAREST
 from .pieces import load_piece, with_buffers
 from .scales import GlobalScale
 from .workspace import U1, U4, chunk_size, thread_count
@@ -38,12 +39,13 @@ class _Chunk(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """One call. x: (matrices, K, N). data, scale: of `out`, with as many axes. k: rows of a block."""
+    """One call. x: (matrices, K, N). data, scale, offset: of `out`, with as many axes. k: rows of a block."""
 
     plan: Plan
     x: Array
     data: Array
     scale: Array
+    offset: Array | None
     k: int
 
     @property
@@ -72,57 +74,93 @@ class _Columns(NamedTuple):
         self.plan.microkernels.amax(self.load(work, chunk), k, found, columns)
         return found
 
-    def target(self, chunk: _Chunk) -> tuple[Array, Array]:
-        """The bytes and the scales of a chunk."""
-        codec, k = self.plan.fmt.element, self.k
-        first, end = packed_length(codec, chunk.start), packed_length(codec, chunk.stop)
-        return self.data[chunk.matrix, first:end], self.scale[chunk.matrix, chunk.start // k : -(-chunk.stop // k)]
+    def target(self, chunk: _Chunk) -> Array:
+        """The bytes of a chunk."""
+        codec = self.plan.fmt.element
+        return self.data[chunk.matrix, packed_length(codec, chunk.start) : packed_length(codec, chunk.stop)]
+
+    def of_blocks(self, part: Array, chunk: _Chunk) -> Array:
+        """The scales or offsets of a chunk."""
+        return part[chunk.matrix, chunk.start // self.k : -(-chunk.stop // self.k)]
+
+    def hand_over(self, chunk: _Chunk, given: Array | None) -> None:
+        """A chunk of whole blocks by the generic algorithm."""
+        values = self.x[chunk.matrix, chunk.start : chunk.stop]
+        written = reference.cast(values, self.plan.recipe, CastOptions(-2, given))
+        self.target(chunk)[...] = written.data.view(U1)
+        self.of_blocks(self.scale, chunk)[...] = written.scale
+        if self.offset is not None:
+            self.of_blocks(self.offset, chunk)[...] = written.zero_point
 
     def write(self, work: Buffers, chunk: _Chunk, amax: Array, global_scale: GlobalScale | None) -> None:
         """The scales of a chunk of whole blocks, and its codes."""
-        plan, (data, scale) = self.plan, self.target(chunk)
+        plan, scale = self.plan, self.of_blocks(self.scale, chunk)
         assert plan.scales is not None
         found = plan.scales.fast_path(amax, global_scale)
         if found is None:  # numbers that are not normal
-            given = None if global_scale is None else global_scale.stored
-            values = self.x[chunk.matrix, chunk.start : chunk.stop]
-            written = reference.cast(values, plan.recipe, CastOptions(-2, given))
-            data[...], scale[...] = written.data.view(U1), written.scale
-            return
+            return self.hand_over(chunk, None if global_scale is None else global_scale.stored)
         scale[...] = found[0].reshape(scale.shape)
         self.write_codes(work, chunk, self.k, plan.scales.read(*found) if plan.divides else found[1])
 
     def write_codes(self, work: Buffers, chunk: _Chunk, k: int, by: Array) -> None:
         """Codes of numbers times `by`, or divided by it, in blocks of `k` rows."""
-        plan, target, columns = self.plan, self.target(chunk)[0], self.x.shape[-1]
-        source = self.load(work, chunk)
+        plan, source = self.plan, self.load(work, chunk)
         assert plan.scaled is not None
-        codes = target.reshape(-1) if plan.bits == 8 else work.codes[: source.size]
-        plan.scaled(source, by, k, codes, across=columns)
-        if plan.bits != 8:
-            _pack(codes.reshape(-1, columns), plan.bits, target, work.sign)
+        codes = self.room(work, chunk, source.size)
+        plan.scaled(source, by, k, codes, across=self.x.shape[-1])
+        self.pack(chunk, codes)
+
+    def write_shifted(self, work: Buffers, chunk: _Chunk) -> None:
+        """A chunk of whole blocks with a zero-point or a bias for each."""
+        source, columns = self.load(work, chunk), self.x.shape[-1]
+        codes = self.room(work, chunk, source.size)
+        found = self.plan.offsets(source, self.k, codes, NEAREST, across=columns)
+        if found is None:
+            return self.hand_over(chunk, None)
+        assert self.offset is not None
+        for part, stored in zip((self.scale, self.offset), found, strict=True):
+            self.of_blocks(part, chunk)[...] = stored.reshape(-1, columns)
+        self.pack(chunk, codes)
+
+    def room(self, work: Buffers, chunk: _Chunk, n: int) -> Array:
+        """Room for the codes of a chunk, one a byte."""
+        return self.target(chunk).reshape(-1) if self.plan.bits == 8 else work.codes[:n]
+
+    def pack(self, chunk: _Chunk, codes: Array) -> None:
+        if self.plan.bits != 8:
+            assert self.plan.microkernels.down is not None
+            self.plan.microkernels.down(codes.reshape(-1, self.x.shape[-1]), self.plan.bits, self.target(chunk))
 
 
 def cast_columns(plan: Plan, x: Array, block: Block, options: CastOptions, out: ScaledTensor) -> bool:
     """Write `out`, whose recipe, layout and shape are those of the cast; False where the call is not supported here."""
-    k, writes = block[1] or x.shape[-2], plan.microkernels.columns and plan.fast and plan.scaled is not None
-    if not writes or block[0] != 1 or plan.bits not in (4, 6, 8) or plan.unsupported or not x.size or x.shape[-2] % k:
+    k, shifted = block[1] or x.shape[-2], plan.shifted is not None
+    writes = plan.microkernels.columns and (shifted or (plan.fast and plan.scaled is not None))
+    if not writes or block[0] != 1 or plan.unsupported or not x.size or x.shape[-2] % k:
         return False
     if x.shape[-2] % math.lcm(k, plan.count) or k % plan.count or not x.flags.c_contiguous:
         return False
     if options.scale is not None or options.rounding != "nearest" or options.nonfinite != "propagate":
         return False
-    levels = [out.scale] if out.global_scale is None else [out.scale, out.global_scale]
-    if not all(type(a) is np.ndarray and a.flags.carray and not np.may_share_memory(a, x) for a in (out.data, *levels)):
+    parts = [part for part in (out.data, out.scale, out.zero_point, out.global_scale) if part is not None]
+    if not all(type(a) is np.ndarray and a.flags.carray and not np.may_share_memory(a, x) for a in parts):
         return False
-    data, scale = (part.reshape(-1, *part.shape[-2:]) for part in (out.data.view(U1), out.scale))
-    call = _Columns(plan, x.reshape(-1, *x.shape[-2:]), data, scale, k)
+    data, scale, offset = (
+        None if part is None else part.reshape(-1, *part.shape[-2:]) for part in (out.data.view(U1), out.scale, out.zero_point)
+    )
+    assert data is not None and scale is not None
+    call = _Columns(plan, x.reshape(-1, *x.shape[-2:]), data, scale, offset, k)
+    if shifted and not call.whole:
+        return False
     chunks = call.chunks()
     largest = max(chunk.stop - chunk.start for chunk in chunks) * x.shape[-1]
 
     def each(step: Callable[[Buffers, int], None]) -> None:
         with_buffers(step, len(chunks), largest, thread_count())
 
+    if shifted:
+        each(lambda work, i: call.write_shifted(work, chunks[i]))
+        return True
     two_level = out.global_scale is not None
     if call.whole and not two_level:
         each(lambda work, i: call.write(work, chunks[i], call.amax(work, chunks[i]), None))
@@ -173,15 +211,3 @@ def _scales_of_parts(call: _Columns, chunks: list[_Chunk], kept: list[Array], gl
             return None
         call.scale[...] = found[0].reshape(amax.shape)
         return (plan.scales.read(*found) if plan.divides else found[1]).reshape(amax.shape)
-
-
-def _pack(codes: Array, bits: int, target: Array, scratch: Array) -> None:
-    """Codes of 4 or 6 bits, one a byte, packed along axis 0."""
-    shifted = scratch[: codes.size // (2 if bits == 4 else 4)].reshape(-1, codes.shape[1])
-    if bits == 4:
-        np.left_shift(codes[1::2], 4, out=shifted)
-        np.bitwise_or(codes[::2], shifted, out=target)
-        return
-    for i, (right, left) in enumerate(((0, 6), (2, 4), (4, 2))):  # four codes in three bytes
-        np.left_shift(codes[i + 1 :: 4], left, out=shifted)
-        np.bitwise_or(shifted, codes[i::4] >> right, out=target[i::3])

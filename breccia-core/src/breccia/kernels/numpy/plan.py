@@ -138,22 +138,23 @@ class Plan:
         return data
 
     def offsets(
-        self, source: Array, k: int, codes: Array, dither: Dither, accepted: Array | None = None
+        self, source: Array, k: int, codes: Array, dither: Dither, accepted: Array | None = None, across: int = 0
     ) -> tuple[Array, Array] | None:
         """(stored scales, zero-points or biases) of blocks of `k` numbers, and `codes`; None where numbers are not normal.
 
-        accepted: int32 codes of supplied scales.
+        accepted: int32 codes of supplied scales. across: unless 0, numbers are rows of as many, and blocks are columns.
         """
         scales, microkernels, fmt, writer = self.scales, self.microkernels, self.fmt, self.shifted
         extremes, shifted = microkernels.extremes, microkernels.shifted
         assert scales is not None and writer is not None and extremes is not None and shifted is not None
         low, high = np.empty(source.size // k, F4), np.empty(source.size // k, F4)
-        extremes(source, k, low, high)
+        rows = {"across": across} if across else {}
+        extremes(source, k, low, high, **rows)
         zeroed = fmt.offset == "zero_point"
         if zeroed:
             low, high = np.minimum(low, 0), np.maximum(high, 0)
         found, amax = None, np.empty(low.size, U4)
-        microkernels.amax(source, k, amax)  # pyright: ignore[reportOptionalCall]
+        microkernels.amax(source, k, amax, **rows)  # pyright: ignore[reportOptionalCall]
         most = np.maximum.reduce(amax)
         if accepted is not None:
             found = scales.slow_path(amax, accepted, None)
@@ -170,7 +171,7 @@ class Plan:
             before, after = nothing, self.numbers.take(offset)
         else:
             offset, before, after = *scales.nearest(low), nothing
-        shifted(writer, source, inverse, before, after, k, codes, dither)
+        shifted(writer, source, inverse, before, after, k, codes, dither, **rows)
         return stored, offset
 
     def layout(self, shape: Shape, axis: int) -> Layout:
