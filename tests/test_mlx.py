@@ -461,7 +461,8 @@ def test_other_dtypes_are_refused_by_name(kind: str) -> None:
 def test_scales_and_operands_of_another_framework_are_refused() -> None:
     x = mx.ones((2, 32))
     with pytest.raises(breccia.UnsupportedError, match="x is a mlx array and scale a numpy array; move both"):
-        breccia.cast_ste(x, CURRENT, scale=np.float32(1.0))
+        breccia.cast_ste(x, CURRENT, scale=np.ones((), np.float32))
+    assert mx.array_equal(breccia.cast_ste(x, CURRENT, scale=np.float32(0.5)), breccia.cast_ste(x, CURRENT, scale=0.5))
     with pytest.raises(breccia.UnsupportedError, match="a is a mlx array and b a numpy array; move both"):
         breccia.matmul(x, np.ones((32, 2), np.float32))
 
