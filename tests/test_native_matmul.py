@@ -199,6 +199,8 @@ FORMATS = {
     "uint6-zero-20": Format(integer(6), (Level(F16, (1, 20)),), "zero_point"),
     "uint8-bias-64": Format(UINT8, (Level(F16, (1, 64)),), "bias"),
     "uint8-tensor": Format(UINT8, (Level(F32, TENSOR),)),
+    "uint8-e8m0": Format(UINT8, (Level(E8M0, (1, 32)),)),
+    "uint6-e4m3": Format(integer(6), (Level(E4M3, (1, 16)),)),
     "uint7-row": Format(integer(7, fraction_bits=6), (Level(F32, (1, None)),)),
     "int2-32": Format(integer(2, True), (Level(F16, (1, 32)),)),
     "int3-row": Format(integer(3, True, fraction_bits=1), (Level(F32, (1, None)),)),

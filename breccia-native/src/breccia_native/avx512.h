@@ -457,7 +457,7 @@ FOR_AVX512 INLINE void words_by_table(const int kind, const loaded_table *t, __m
 FOR_VBMI static int words_by_vbmi(const weight *w, Py_ssize_t row, uint16_t *to)
 {
     const uint8_t *bytes = w->scale.items + row * w->groups;
-    if (w->codes.kind == I8)
+    if (w->codes.kind == I8 || w->codes.kind == U8) /* whose streams take scales in FP32 */
         return 0;
     if (w->scale.kind == E8M0)
         return words_of_e8m0(bytes, w->groups, to);
