@@ -11,15 +11,16 @@ from breccia.backend import PARTS, Metadata, ScaledTensor, once, rebuilt, regist
 
 
 class _Context(NamedTuple):
-    """The metadata of a tensor, and the names of its components. Absent ones are no leaves: torch counts None as one."""
+    """The metadata of a tensor, and the names of its components: those of its format. None would count as a leaf."""
 
     metadata: Metadata
     names: tuple[str, ...]
 
 
 def _flatten(st: ScaledTensor) -> tuple[list[Any], _Context]:
-    held = {name: getattr(st, name) for name in PARTS if getattr(st, name) is not None}  # Dynamo traces no := here
-    return list(held.values()), _Context(Metadata.of(st), tuple(held))
+    parts = st.recipe.format.parts  # of trees of other leaves than arrays too, such as vmap's axes, where None is a leaf
+    names = tuple([name for name in PARTS if name in parts])
+    return [getattr(st, name) for name in names], _Context(Metadata.of(st), names)
 
 
 def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], _Context]:
