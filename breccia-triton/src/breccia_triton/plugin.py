@@ -131,6 +131,19 @@ def breccia_kernels() -> Iterable[Kernel]:
             score=score,
             reads=("mma_16x128",),
         )
+    # Not verified on a card yet: it runs only where it is named.
+    yield Kernel(
+        "matmul",
+        "torch",
+        "breccia_triton.decoded_matmul:decoded_matmul",
+        "cuda.weight_only_decoded",
+        recipe=NoneType,
+        device="cuda",
+        available="breccia_triton.weight_plans:available",
+        accepts="breccia_triton.decoded_plans:accepts",
+        reads=("mma_16x128",),
+        opt_in=True,
+    )
     for target, name, checks, score, plain in _OTHERS:
         yield Kernel(
             "matmul",

@@ -1,7 +1,9 @@
 // FP8 products on Hopper (sm_90a): out[M,N] = (A * scales) (W * scales)^T + bias, of A [M,K] and W [N,K], K adjacent in memory.
+// Also products of BF16 numbers where A alone has scales (ELEMENT 2): A holds the codes of a quantized weight, W the activations,
+// and the output is written transposed, out[N,M]. So a scale along K belongs to a row of sums, of which a thread has two.
 //
 // The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets the
-// copy engine (TMA) fill a ring of STAGES steps of 128 along K; the other NWG warpgroups (consumers) multiply, each H x 64 rows
+// copy engine (TMA) fill a ring of STAGES parts of 128 bytes along K; the other NWG warpgroups (consumers) multiply, each H x 64 rows
 // by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
 // accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers
 // take turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all
@@ -15,8 +17,11 @@
 //   DEPENDENT        starts before the kernel ahead has ended (programmatic dependent launch)
 //   PROMOTE          0 leaves the sums in the tensor core ("fast")
 //   SCALES           OUTER: one scale per tensor or per row of A and W, applied at the end. TILES: 1 x 128 of A and 128 x 128
-//                    of W. BLOCKS: 1 x 128 of both
-//   PIECES           1; 4 with BLOCKS means 1 x 32 of both, where every instruction's product is promoted
+//                    of W. BLOCKS: 1 x 128 of both. ROWS, with ELEMENT 2: along K of A
+//   ELEMENT          bytes of an element: 1, or 2 for BF16, where W has no scales and the output is transposed
+//   SPAN             stages of a step, whose product is promoted once: 2 with ROWS means 1 x 128 of A
+//   PIECES           parts of a stage that are promoted each. With BLOCKS 4 means 1 x 32 of both, where every instruction's
+//                    product is promoted; with ROWS 1, 2 and 4 mean 1 x 64, 1 x 32 and 1 x 16 of A
 //   A_PLAIN, W_PLAIN scales of blocks are [rows][K / 128] in memory, not [K / 128][rows]; those of 1 x 32 are [rows][K / 32]
 //   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else the copy engine does,
 //                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
@@ -29,16 +34,27 @@
 #define OUTER 0
 #define TILES 1
 #define BLOCKS 2
+#define ROWS 3
+#if ELEMENT == 2
+#define TRANSPOSED ".trans"
+#else
+#define TRANSPOSED ""
+#endif
 #define NONE 0
 #define F32 1
 #define F16 2
 #define BF16 3
 
 constexpr int BM = 64 * NWG * H, REGISTERS = BN / 2, CLUSTER = CM * CN * SK;
+constexpr int WIDTH = 128 / ELEMENT;    // elements along K of a stage
+constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
+static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no such form");
+static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages before it releases its own");
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 // Bytes of a row's scales in a stage: of four pieces, of four steps (the copy engine's least box), or of this step.
-constexpr int A_ROW = PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4, W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
+constexpr int A_ROW = SCALES == ROWS ? 4 * PIECES : PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4;
+constexpr int W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
 constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * A_ROW, SW_BYTES = SCALES == BLOCKS ? BN * W_ROW : 0;  // in a stage
 constexpr bool A_COPIER = COPIERS && A_PLAIN && SCALES != OUTER, W_COPIER = COPIERS && W_PLAIN && SCALES == BLOCKS;
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
@@ -167,6 +183,12 @@ __device__ __forceinline__ float bias_at(const void* bias, int column) {
     return 0.f;
 }
 
+// One number of a transposed output.
+__device__ __forceinline__ void store(const Args& args, long long at, float x) {
+    if constexpr (OUT == F32) ((float*)args.out)[at] = x;
+    else ((u16*)args.out)[at] = (u16)rounded_pair(x, 0.f);
+}
+
 // Two neighbouring numbers of the output, of which columns below N exist.
 __device__ __forceinline__ void store(const Args& args, long long at, int column, float x, float y) {
     if constexpr (OUT == F32) {
@@ -193,7 +215,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     const u32 sw_ring = sa_ring + STAGES * SA_BYTES, full = sw_ring + STAGES * SW_ROOM, empty = full + 8 * STAGES;
     // This block in its cluster: ci along M, cj along N, ck along K; and the steps along K that it takes.
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, ci = rank % CM, cj = rank / CM % CN, ck = rank / (CM * CN);
-    const int steps = (args.K + 127) / 128, k0 = steps * ck / SK, k1 = steps * (ck + 1) / SK, count = k1 - k0;
+    const int steps = (args.K + SPAN * WIDTH - 1) / (SPAN * WIDTH), k0 = steps * ck / SK, k1 = steps * (ck + 1) / SK, count = k1 - k0;
     const int first_tile = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
 
     if (threadIdx.x == 0) {
@@ -210,8 +232,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         Walk walk; Tile tile;
         if (!GROUPED && threadIdx.x == 0 && walk.seek(args, first_tile, tile))
 #pragma unroll 1
-            for (int k = k0; k < min(k1, k0 + STAGES); k++)
-                prefetch(&map_w, k * 128, tile.column + cj * BN, tile.matrix * args.w_matrix);
+            for (int k = SPAN * k0; k < SPAN * min(k1, k0 + STAGES / SPAN); k++)
+                prefetch(&map_w, k * WIDTH, tile.column + cj * BN, tile.matrix * args.w_matrix);
         wait_for_grid_ahead();
         start_next_grid();
     }
@@ -227,25 +249,29 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 const int row = tile.row + ci * BM, column = tile.column + cj * BN;
                 const int za = GROUPED ? 0 : tile.matrix * args.a_matrix, zw = tile.matrix * args.w_matrix;
 #pragma unroll 1
-                for (int k = k0; k < k1; k++) {
-                    const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
-                    barrier_wait(empty + 8 * stage, phase);
-                    barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
-                    // Each of the blocks that share an operand copies one part of it, to all of them.
-                    if (CN == 1) copy(a, &map_a, k * 128, row, za, bar);
-                    else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * 128, row + cj * (BM / CN), za, bar,
-                                     (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
-                    if (CM == 1) copy(w, &map_w, k * 128, column, zw, bar);
-                    else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * 128, column + ci * (BN / CM), zw, bar,
-                                     (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
-                    // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
-                    const int four = PIECES == 4 ? 4 * k : k & ~3;
-                    if (SCALES != OUTER && !A_COPIER)
-                        copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row, A_PLAIN ? row : k, za, bar);
-                    if (SCALES == BLOCKS && !W_COPIER)
-                        copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
-                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-                }
+                for (int k = k0; k < k1; k++)
+#pragma unroll
+                    for (int part = 0; part < SPAN; part++) {
+                        const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
+                        const int x = (SPAN * k + part) * WIDTH;
+                        const bool scaled = part == 0;  // the first stage of a step has the scales
+                        barrier_wait(empty + 8 * stage, phase);
+                        barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER || !scaled ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
+                        // Each of the blocks that share an operand copies one part of it, to all of them.
+                        if (CN == 1) copy(a, &map_a, x, row, za, bar);
+                        else copy_to_all(a + cj * (A_BYTES / CN), &map_a, x, row + cj * (BM / CN), za, bar,
+                                         (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
+                        if (CM == 1) copy(w, &map_w, x, column, zw, bar);
+                        else copy_to_all(w + ci * (W_BYTES / CM), &map_w, x, column + ci * (BN / CM), zw, bar,
+                                         (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
+                        // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
+                        const int four = PIECES == 4 ? 4 * k : k & ~3;
+                        if (SCALES != OUTER && !A_COPIER && scaled)
+                            copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row, A_PLAIN ? row : SCALES == ROWS ? PIECES * k : k, za, bar);
+                        if (SCALES == BLOCKS && !W_COPIER)
+                            copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
+                        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                    }
             }
         } else if ((A_COPIER && warp == 1) || (W_COPIER && warp == 2)) {
             const bool of_a = A_COPIER && (!W_COPIER || warp == 1);
@@ -311,19 +337,30 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * A_ROW); sa1[h] = load(at + (h * 64 + 8) * A_ROW); }
             }
         };
+        auto arrived = [&](u32 stage, u32 phase) {  // wait for all stages of a step
+#pragma unroll
+            for (int part = 0; part < SPAN; part++) {
+                barrier_wait(full + 8 * stage, phase);
+                if (part + 1 < SPAN && ++stage == STAGES) { stage = 0; phase ^= 1; }
+            }
+        };
         bool more = walk.seek(args, first_tile, tile);
-        if (more) { enter(tile); barrier_wait(full, 0); row_scales(0, k0); }
+        if (more) { enter(tile); arrived(0, 0); row_scales(0, k0); }
         for (int t = first_tile; more; t += clusters, tile = next) {
             const int row = tile.row + ci * BM + group * 64 * H, column = tile.column + cj * BN;
 #pragma unroll
             for (int i = 0; i < H * REGISTERS; i++) sum[i / REGISTERS][i % REGISTERS] = 0.f;  // in the loop: a select per step
-            // At the top of a step its stage has arrived, and its scales are in registers. The next stage, also the next
+            // At the top of a step its stages have arrived, and its scales are in registers. The next stage, also the next
             // tile's first, is awaited and its scales are fetched while the products run, so that the next one starts at once.
             auto step = [&](int k, auto offset, auto is_last) {
                 constexpr int OFFSET = decltype(offset)::value, last = decltype(is_last)::value;
-                const u32 base = ring + stage * STAGE_BYTES, here = stage;
-                const bool wraps = stage + 1 == STAGES;
-                const u32 next_stage = wraps ? 0 : stage + 1, next_phase = wraps ? phase ^ 1 : phase;
+                u32 here[SPAN], base[SPAN], next_stage = stage, next_phase = phase;
+#pragma unroll
+                for (int part = 0; part < SPAN; part++) {
+                    here[part] = next_stage; base[part] = ring + next_stage * STAGE_BYTES;
+                    const bool wraps = next_stage + 1 == STAGES;
+                    next_stage = wraps ? 0 : next_stage + 1; next_phase = wraps ? next_phase ^ 1 : next_phase;
+                }
                 float f0[H][W_SCALES], f1[H][W_SCALES];
 #pragma unroll
                 for (int hp = 0; hp < H * PIECES; hp++) {
@@ -331,19 +368,26 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     const bool final = hp == H * PIECES - 1;  // of this stage
                     float* product = PROMOTE ? d : sum[h];
                     // Descriptors of operands: 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
-                    const u32 a = __shfl_sync(~0u, ((base + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
-                    const u32 w = __shfl_sync(~0u, ((base + A_BYTES) >> 4) | (1u << 16), 0);
+                    u32 a[SPAN], w[SPAN];
+#pragma unroll
+                    for (int part = 0; part < SPAN; part++) {
+                        a[part] = __shfl_sync(~0u, ((base[part] + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
+                        w[part] = __shfl_sync(~0u, ((base[part] + A_BYTES) >> 4) | (1u << 16), 0);
+                    }
                     if (TURNS) group_sync(1 + group, 256);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                    for (int i = 0; i < 4 / PIECES; i++) {
-                        const int q = piece * (4 / PIECES) + i;  // 32 along K
-                        const u64 high = (u64)0x40000040u << 32;
-                        multiply(product, high | (a + 2 * q), high | (w + 2 * q), !PROMOTE || i != 0);
+                    for (int part = 0; part < SPAN; part++) {
+#pragma unroll
+                        for (int i = 0; i < 4 / PIECES; i++) {
+                            const int q = piece * (4 / PIECES) + i;  // 32 bytes along K
+                            const u64 high = (u64)0x40000040u << 32;
+                            multiply(product, high | (a[part] + 2 * q), high | (w[part] + 2 * q), !PROMOTE || part + i != 0);
+                        }
+                        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     }
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
-                    if (SCALES != OUTER && hp == 0)
+                    if (SCALES != OUTER && !(SCALES == ROWS && PIECES > 1) && hp == 0)
 #pragma unroll
                         for (int i = 0; i < H; i++)
 #pragma unroll
@@ -351,6 +395,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                                 f0[i][s] = SCALES == TILES ? sa0[i] * w_scale[s] : sa0[i];
                                 f1[i][s] = SCALES == TILES ? sa1[i] * w_scale[s] : sa1[i];
                             }
+                    if constexpr (SCALES == ROWS && PIECES > 1) {
+                        const u32 sa = sa_ring + here[0] * SA_BYTES + (piece * BM + (group * H + h) * 64 + low) * 4;
+                        f0[h][0] = load(sa); f1[h][0] = load(sa + 32);
+                    }
                     if (final) {
                         if constexpr (last) {
                             more = walk.seek(args, t + clusters, next);
@@ -360,25 +408,29 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             for (int s = 0; s < W_SCALES; s++) w_scale[s] = __ldg(w_at[s] + k + 1);
                         }
                         if (!last || more) {
-                            barrier_wait(full + 8 * next_stage, next_phase);
+                            arrived(next_stage, next_phase);
                             row_scales(next_stage, last ? k0 : k0 + k + 1);
                         }
+                    }
+                    auto release = [&](int part) {
+                        if (!final) return;
+                        __syncwarp();
+                        if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * here[part]); }
+                        else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * here[part], releases);
+                    };
+                    if constexpr (SPAN == 2) {  // the first stage may be filled while the second one's products run
+                        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                        release(0);
                     }
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
                     for (int i = 0; i < REGISTERS; i++) asm volatile("" : "+f"(product[i])::"memory");
-                    auto release = [&] {
-                        if (!final) return;
-                        __syncwarp();
-                        if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * here); }
-                        else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * here, releases);
-                    };
-                    if (SCALES != BLOCKS) release();
+                    if (SCALES != BLOCKS) release(SPAN - 1);
                     if constexpr (PROMOTE) {
                         const int part = PIECES == 4 ? piece : (k0 + k) & 3;  // of four scales side by side
-                        const u32 sw = sw_ring + here * SW_ROOM + (W_ROW == 16 ? pair * 16 + part * 4 : pair * 4);
-                        if constexpr (PIECES == 4) {
-                            const u32 sa = sa_ring + here * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
+                        const u32 sw = sw_ring + here[0] * SW_ROOM + (W_ROW == 16 ? pair * 16 + part * 4 : pair * 4);
+                        if constexpr (SCALES == BLOCKS && PIECES == 4) {
+                            const u32 sa = sa_ring + here[0] * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
                             f0[h][0] = load(sa); f1[h][0] = load(sa + 128);
                         }
 #pragma unroll
@@ -387,8 +439,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             if constexpr (SCALES == OUTER) {
 #pragma unroll
                                 for (int i = 0; i < 4; i++) add(to[i], from[i]);
-                            } else if constexpr (SCALES == TILES) {
-                                const int s = SEGMENTS ? 8 * j / UNIT : (OFFSET + 8 * j) / 128;
+                            } else if constexpr (SCALES == TILES || SCALES == ROWS) {
+                                const int s = SCALES == ROWS ? 0 : SEGMENTS ? 8 * j / UNIT : (OFFSET + 8 * j) / 128;
                                 add_scaled(to[0], from[0], f0[h][s]); add_scaled(to[1], from[1], f0[h][s]);
                                 add_scaled(to[2], from[2], f1[h][s]); add_scaled(to[3], from[3], f1[h][s]);
                             } else {
@@ -400,7 +452,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             }
                         }
                     }
-                    if (SCALES == BLOCKS) release();
+                    if (SCALES == BLOCKS) release(SPAN - 1);
                 }
                 stage = next_stage; phase = next_phase;
             };
@@ -440,7 +492,11 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int h = 0; h < H; h++) {
                     const float* sa = args.sa + (GROUPED ? 0 : tile.matrix * args.sa_matrix);
                     const float* sw = args.sw + tile.matrix * args.sw_matrix;
-                    float r0 = 1.f, r1 = 1.f;
+                    float r0 = 1.f, r1 = 1.f, b0 = 0.f, b1 = 0.f;
+                    if constexpr (TURNED) {
+                        b0 = bias_at(args.bias, min(row + h * 64 + low, args.M - 1));
+                        b1 = bias_at(args.bias, min(row + h * 64 + low + 8, args.M - 1));
+                    }
                     if constexpr (SCALES == OUTER) {
                         r0 = __ldg(sa + (long long)min(row + h * 64 + low, args.M - 1) * args.sa_row);
                         r1 = __ldg(sa + (long long)min(row + h * 64 + low + 8, args.M - 1) * args.sa_row);
@@ -451,11 +507,11 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         for (int i = 0; i < 2; i++) {
                             const int n = min(column + 8 * j + pair + i, args.N - 1);
                             float c = 1.f;
-                            if constexpr (SCALES == OUTER) c = __ldg(sw + (long long)n * args.sw_row);
-                            const float b = bias_at(args.bias, n);
+                            if constexpr (SCALES == OUTER && !TURNED) c = __ldg(sw + (long long)n * args.sw_row);
+                            if constexpr (!TURNED) b0 = b1 = bias_at(args.bias, n);
                             float &x = sum[h][4 * j + i], &y = sum[h][4 * j + 2 + i];
                             if constexpr (BIAS == NONE) { x *= r0 * c; y *= r1 * c; }
-                            else { x = fmaf(x, r0 * c, b); y = fmaf(y, r1 * c, b); }
+                            else { x = fmaf(x, r0 * c, b0); y = fmaf(y, r1 * c, b1); }
                         }
                 }
 #pragma unroll
@@ -469,20 +525,28 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         if ((threadIdx.x & 127) == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
                         group_sync(5 + group, 128);
                     }
-                    const int r = warp * 16 + (lane & 15);
+                    const int r = TURNED ? (lane >> 4) * 8 + (lane & 7) : warp * 16 + (lane & 15);
 #pragma unroll
                     for (int j = 0; j < PART / 16; j++) {
-                        const int c = 16 * j + (lane >> 4) * 8, box = c / BOX, chunk = c % BOX / 8;
-                        const int swizzle = BOX == 64 ? r & 7 : BOX == 32 ? (r >> 1) & 3 : (r >> 2) & 1;
-                        const u32 to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
+                        // Where this lane's 8 numbers of a row of the output go; transposed, a row has 64 of them.
+                        u32 to;
+                        if constexpr (TURNED) {
+                            to = buffer + (16 * j + r) * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ (r & 7)) * 16);
+                        } else {
+                            const int c = 16 * j + (lane >> 4) * 8, box = c / BOX, chunk = c % BOX / 8;
+                            const int swizzle = BOX == 64 ? r & 7 : BOX == 32 ? (r >> 1) & 3 : (r >> 2) & 1;
+                            to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
+                        }
                         const float* v = sum[h] + from / 2 + 8 * j;
-                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                        asm volatile("stmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 [%0], {%1,%2,%3,%4};"
                                      ::"r"(to), "r"(rounded_pair(v[0], v[1])), "r"(rounded_pair(v[2], v[3])),
                                      "r"(rounded_pair(v[4], v[5])), "r"(rounded_pair(v[6], v[7])) : "memory");
                     }
                     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                     group_sync(5 + group, 128);
                     if ((threadIdx.x & 127) == 0) {
+                        if constexpr (TURNED) copy_out(&map_out, row + h * 64, column + from, tile.matrix, buffer);
+                        else
 #pragma unroll
                         for (int x = 0; x < PART / BOX; x++)
                             copy_out(&map_out, column + from + x * BOX, row + h * 64, GROUPED ? 0 : tile.matrix,
@@ -496,8 +560,12 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         for (int i = 0; i < 2; i++) {
                             const int m = row + h * 64 + low + 8 * i, n = column + from + 8 * j + pair;
                             const float* v = sum[h] + from / 2 + 4 * j + 2 * i;
-                            const long long at = (GROUPED ? 0 : tile.matrix * args.out_matrix) + m * args.out_row + n;
-                            if (m < tile.end) store(args, at, n, v[0], v[1]);
+                            const long long first = GROUPED ? 0 : tile.matrix * args.out_matrix;
+                            if (m >= tile.end) continue;
+                            if constexpr (TURNED) {
+                                if (n < args.N) store(args, first + n * args.out_row + m, v[0]);
+                                if (n + 1 < args.N) store(args, first + (n + 1) * args.out_row + m, v[1]);
+                            } else store(args, first + m * args.out_row + n, n, v[0], v[1]);
                         }
                 }
             }
