@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from weights import FORMATS, tensor
+from host_kernels import Decoding, Product, tensor_map
+from weights import FORMATS, in_torch, tensor
 
 import breccia
-from breccia_triton import decoded_plans as plans
-from breccia_triton import weight_plans
-from breccia_triton.cuda import compiler, fp8_plans
-from breccia_triton.decoded_plans import Form
+from breccia.backend import reference
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from breccia_triton import decoded_plans as plans  # noqa: E402
+from breccia_triton import weight_plans  # noqa: E402
+from breccia_triton.cuda import compiler, fp8_plans  # noqa: E402
+from breccia_triton.decoded_plans import Form  # noqa: E402
 
 STORAGE, NAME = "mma_16x128", "cuda.weight_only_decoded"
 CUDA = Path(compiler.__file__).parent
+
+
+def some(cases: Iterable[Any], first: Callable[[Any], bool]) -> list[Any]:
+    """Cases as parameters, of which `make test` runs those for which `first` is true."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if first(case) else pytest.mark.rest)
+        for case in cases
+    ]
 
 
 def operand_of(name: str) -> weight_plans.Operand:
@@ -102,10 +121,102 @@ def test_slices_are_whole_blocks_of_rows_and_cover_the_weight() -> None:
 
 
 @pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4")))
 def test_the_pass_that_decodes_codes_and_scales_compiles_without_spilling(name: str) -> None:
     source = compiler.Source.read(CUDA / "weight_only_decode.cu")
     macros = weight_plans.macros_of_decoding(operand_of(name), "float32", "float16")
     _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
     assert "warning" not in log
+
+
+# -- the sources themselves, on the host -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
+    """Let products of CPU tensors run the sources on the host. Returns a list of planted mistakes in that of the product."""
+    from breccia_triton import decoded_matmul
+    from breccia_triton.cuda import fp8_matmul, program
+
+    changes: list[Any] = []
+    seeds = itertools.count()
+    monkeypatch.setattr(program, "function", lambda source, entry, macros, *rest: Decoding(entry, macros, folder))
+    monkeypatch.setattr(
+        fp8_matmul, "loaded", lambda variant, device: Product(variant, folder, tuple(changes), next(seeds))
+    )  # fmt: skip
+    monkeypatch.setattr(decoded_matmul, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(decoded_matmul, "stream_of", lambda index: 0)
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return changes
+
+
+def multiplied(name: str, n: int, k: int, m: int, dtype: str, biased: bool, tile: Any, rows: int | None = None) -> Any:
+    """(The product on the host, the largest error over the bound of the contract.)"""
+    from breccia_triton.decoded_matmul import DecodedProduct
+
+    plain = tensor(name, n, k, seed=2)
+    w = in_torch(plain).to_storage(STORAGE).mT
+    g = torch.Generator().manual_seed(m)
+    x = torch.randn(m, k, generator=g).bfloat16()
+    bias = torch.randn(n, generator=g).to(getattr(torch, dtype)) if biased else None
+    found = DecodedProduct(x, w, bias, dtype, tile, rows)(x, w, bias, None)
+    values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
+    added = torch.zeros(n).double() if bias is None else bias.double()
+    exact, size = x.double() @ values.mT + added, x.double().abs() @ values.mT.abs() + added.abs()
+    assert found.shape == exact.shape and str(found.dtype) == f"torch.{dtype}"
+    terms = (k + biased) * 2.0**-24
+    bound = terms / (1 - terms) * size
+    bound = bound + {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype] * (exact.abs() + bound)
+    return found, ((found.double() - exact).abs() / bound).nan_to_num(nan=math.inf).max().item()
+
+
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4")))
+def test_products_of_every_format_are_within_the_bound_on_the_host(name: str, on_the_host: list[Any]) -> None:
+    for (n, k, m), dtype in (((72, 200, 50), "bfloat16"), ((70, 136, 20), "float32")):
+        found, error = multiplied(name, n, k, m, dtype, dtype == "float32", None)
+        assert error <= 1
+    assert multiplied(name, n, k, m, dtype, True, None, rows=64)[0].equal(found)
+
+
+@pytest.mark.parametrize(
+    ("tile", "name"),
+    some(
+        itertools.product(fp8_plans.TABLE, ("int8-row", "int4-128", "int4-64", "uint4", "int4-16")),
+        lambda of: of[0].name in ("256x128", "64x112 split") and of[1] == "int4-128",
+    ),
+)
+def test_every_tile_multiplies_every_form_on_the_host(tile: Any, name: str, on_the_host: list[Any]) -> None:
+    at = fp8_plans.TABLE.index(tile)
+    dtype = ("bfloat16", "float32", "float16")[(at + len(name)) % 3]
+    assert multiplied(name, 328, 648, 200, dtype, at % 2 == 0, tile)[1] <= 1
+
+
+#: Mistakes in the source, which results or a deadlock have to show.
+MISTAKES = {
+    "a stage is released while products read it": ("release(0);\n", "release(0); release(1);\n"),
+    "a row of the transposed output in another's place": ("^ (r & 7)) * 16)", "^ (r & 3)) * 16)"),
+    "the second half's scales": ("sa_ring + stage * SA_BYTES + (group * 64 * H + low)", "sa_ring + stage * SA_BYTES + (low)"),
+    "sums that begin with the product before": ("!PROMOTE || part + i != 0", "part + i != 0 || !PROMOTE || k > 0"),
+    "the wrong turn": ("group_arrive(1 + (group + 1) % NWG, 256)", "group_arrive(1 + group, 256)"),
+    "bytes that nobody copies": ("STAGE_BYTES + (A_COPIER", "STAGE_BYTES + 16 + (A_COPIER"),
+}
+
+
+@pytest.mark.parametrize("mistake", some(MISTAKES, lambda mistake: "released" in mistake))
+def test_mistakes_in_the_source_are_found_on_the_host(mistake: str, on_the_host: list[Any]) -> None:
+    on_the_host.append(MISTAKES[mistake])
+    try:
+        error = multiplied("int4-128", 328, 1160, 200, "bfloat16", False, fp8_plans.TABLE[0])[1]
+    except AssertionError as e:
+        assert "a deadlock" in str(e)
+    else:
+        assert error > 1

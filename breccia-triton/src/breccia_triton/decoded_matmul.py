@@ -85,8 +85,8 @@ class DecodedProduct(Product):
         scales = empty((self.levels, self.pitch), torch.float32, self.device)
         data, rows, _ = stored(b)
         bias = None if bias is None else bias.contiguous()
-        read = data, rows, b.global_scale, x, bias
-        place = (*(None if part is None else part.data_ptr() for part in (*read, y, values, scales)), x.stride(0), y.stride(0))
+        arrays = data, rows, b.global_scale, x, bias, y, values, scales
+        place: tuple[Any, ...] = *(None if x is None else x.data_ptr() for x in arrays), x.stride(0), y.stride(0)
         with self.turn:
             found = self.launches.get(place)
             if found is None:

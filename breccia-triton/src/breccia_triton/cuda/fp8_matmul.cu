@@ -35,11 +35,6 @@
 #define TILES 1
 #define BLOCKS 2
 #define ROWS 3
-#if ELEMENT == 2
-#define TRANSPOSED ".trans"
-#else
-#define TRANSPOSED ""
-#endif
 #define NONE 0
 #define F32 1
 #define F16 2
@@ -82,6 +77,7 @@ struct Args {
 };
 
 // ------------------------------------------------------------------------------------------------ PTX
+// tests/fp8_matmul_host.cpp has all of this for the host, where the rest of the file runs as it is.
 
 // Without .release.cluster, which would cost a fence of the whole device. Nothing but the end of reads is announced.
 __device__ __forceinline__ void barrier_arrive_in(u32 b, u32 block) {
@@ -133,6 +129,37 @@ __device__ __forceinline__ u32 rounded_pair(float low, float high) {
     return r;
 }
 
+// Registers of each thread of a warpgroup, of the 65536 that its block has.
+template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+// Products (`multiply`) are in flight from `products_begin` until `products_wait<N>`: all but the last N that were committed.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void written(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }  // by a product: read it not before
+// Copies out, likewise; `copies_out_read`: their buffers may be written again.
+__device__ __forceinline__ void copies_out_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_out_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void copies_out_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Four 8 x 8 matrices of 16-bit numbers by a warp: two neighbours of row lane / 4 in each word. to: of row lane % 8 of matrix
+// lane / 8, where a row (if TURNED, a column) of 16 bytes goes.
+__device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    if constexpr (TURNED)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ u32 address_in(u32 a, int block) {  // of another block of the cluster
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(block));
+    return there;
+}
+__device__ __forceinline__ void store_in(u32 to, const float* v) {  // four numbers
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ float of_f16(u16 h) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h)); return v; }
+
 // ------------------------------------------------------------------------------------------------ tiles
 
 struct Tile { int row, column, matrix, end; };  // of the whole cluster: first row and column; end: where its rows end
@@ -175,11 +202,7 @@ template <int I, class F> __device__ __forceinline__ void with_offset(int offset
 __device__ __forceinline__ float bias_at(const void* bias, int column) {
     if constexpr (BIAS == F32) return __ldg((const float*)bias + column);
     if constexpr (BIAS == BF16) return __uint_as_float((u32)__ldg((const u16*)bias + column) << 16);
-    if constexpr (BIAS == F16) {
-        float v;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(__ldg((const u16*)bias + column)));
-        return v;
-    }
+    if constexpr (BIAS == F16) return of_f16(__ldg((const u16*)bias + column));
     return 0.f;
 }
 
@@ -240,7 +263,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 
     // 65536 registers: threads of the producer give theirs up for those of the consumers, which hold sums and a product.
     if (group == NWG) {  // ---- the producer
-        if (NWG > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(NWG == 3 ? 56 : 40));
+        if (NWG > 1) give_registers<NWG == 3 ? 56 : 40>();
         if (warp == 0 && lane == 0) {
             u32 stage = 0, phase = 1;
             Walk walk; Tile tile;
@@ -299,7 +322,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         __syncwarp();
         if (SK > 1) { cluster_meet(); cluster_sync(); }
     } else {  // ---- the consumers
-        if (NWG > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NWG == 3 ? 152 : 232));
+        if (NWG > 1) take_registers<NWG == 3 ? 152 : 232>();
         float sum[H][REGISTERS], d[REGISTERS];
 #pragma unroll
         for (int i = 0; i < REGISTERS; i++) d[i] = 0.f;
@@ -375,7 +398,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         w[part] = __shfl_sync(~0u, ((base[part] + A_BYTES) >> 4) | (1u << 16), 0);
                     }
                     if (TURNS) group_sync(1 + group, 256);
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    products_begin();
 #pragma unroll
                     for (int part = 0; part < SPAN; part++) {
 #pragma unroll
@@ -384,7 +407,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             const u64 high = (u64)0x40000040u << 32;
                             multiply(product, high | (a[part] + 2 * q), high | (w[part] + 2 * q), !PROMOTE || part + i != 0);
                         }
-                        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                        products_commit();
                     }
                     if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
                     if (SCALES != OUTER && !(SCALES == ROWS && PIECES > 1) && hp == 0)
@@ -419,12 +442,12 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * here[part], releases);
                     };
                     if constexpr (SPAN == 2) {  // the first stage may be filled while the second one's products run
-                        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                        products_wait<1>();
                         release(0);
                     }
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    products_wait<0>();
 #pragma unroll
-                    for (int i = 0; i < REGISTERS; i++) asm volatile("" : "+f"(product[i])::"memory");
+                    for (int i = 0; i < REGISTERS; i++) written(product[i]);
                     if (SCALES != BLOCKS) release(SPAN - 1);
                     if constexpr (PROMOTE) {
                         const int part = PIECES == 4 ? piece : (k0 + k) & 3;  // of four scales side by side
@@ -469,13 +492,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             const int home = NWG == SK ? group : 0, slot = ck < home ? ck : ck - 1, thread = threadIdx.x & 127;
             cluster_meet();  // no ring is in use any more
             if (ck != home) {
-                u32 to;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to)
-                             : "r"(ring + ((slot * NWG + group) * 128 + thread) * 16), "r"(home * CM * CN + rank % (CM * CN)));
+                const u32 to = address_in(ring + ((slot * NWG + group) * 128 + thread) * 16, home * CM * CN + rank % (CM * CN));
 #pragma unroll
                 for (int i = 0; i < REGISTERS; i += 4)
-                    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + i / 4 * (SK - 1) * NWG * 2048),
-                                 "f"(sum[0][i]), "f"(sum[0][i + 1]), "f"(sum[0][i + 2]), "f"(sum[0][i + 3]) : "memory");
+                    store_in(to + i / 4 * (SK - 1) * NWG * 2048, sum[0] + i);
             }
             cluster_sync();
             if (ck != home) break;
@@ -522,7 +542,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 if (staged) {
                     const u32 buffer = staging + (group * BUFFERS + hp % BUFFERS) * OUT_BYTES;
                     if (GROUPED || hp % BUFFERS == 0) {  // earlier copies have left the buffers
-                        if ((threadIdx.x & 127) == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                        if ((threadIdx.x & 127) == 0) copies_out_read();
                         group_sync(5 + group, 128);
                     }
                     const int r = TURNED ? (lane >> 4) * 8 + (lane & 7) : warp * 16 + (lane & 15);
@@ -538,11 +558,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
                         }
                         const float* v = sum[h] + from / 2 + 8 * j;
-                        asm volatile("stmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 [%0], {%1,%2,%3,%4};"
-                                     ::"r"(to), "r"(rounded_pair(v[0], v[1])), "r"(rounded_pair(v[2], v[3])),
-                                     "r"(rounded_pair(v[4], v[5])), "r"(rounded_pair(v[6], v[7])) : "memory");
+                        store_matrices(to, rounded_pair(v[0], v[1]), rounded_pair(v[2], v[3]), rounded_pair(v[4], v[5]), rounded_pair(v[6], v[7]));
                     }
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    visible_to_copies();
                     group_sync(5 + group, 128);
                     if ((threadIdx.x & 127) == 0) {
                         if constexpr (TURNED) copy_out(&map_out, row + h * 64, column + from, tile.matrix, buffer);
@@ -551,7 +569,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         for (int x = 0; x < PART / BOX; x++)
                             copy_out(&map_out, column + from + x * BOX, row + h * 64, GROUPED ? 0 : tile.matrix,
                                      buffer + x * (64 * BOX * 2));
-                        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                        copies_out_commit();
                     }
                 } else if constexpr (!STAGED || GROUPED) {
 #pragma unroll
@@ -570,7 +588,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 }
             }
         }
-        if (STAGED && (threadIdx.x & 127) == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (STAGED && (threadIdx.x & 127) == 0) copies_out_done();
     }
     if (CLUSTER > 1) { __syncwarp(); cluster_meet(); }  // nobody leaves while others may still signal its barriers
 }
