@@ -1,10 +1,11 @@
-"""Run products of decoded codes (`cuda.weight_only_decoded`) on a GPU: first whether they are right, then how long they take.
+"""Run products of codes that are decoded to memory (`cuda.weight_only_decoded`), or by warps of the product
+(`cuda.weight_only_overlapped`), on a GPU: first whether they are right, then how long they take.
 
     python tests/gpu_decoded.py [--seconds 340] [--skip-fp8]
 
 Every tile runs in a process of its own, so that a kernel that hangs or faults stops only its lines; so does each weight that is
 timed. FP8 products share the source, and run too (tests/gpu_fp8_matmul.py). The table of times comes last: microseconds of
-cuBLAS in BF16, of the kernel that decodes in registers, and of the fastest tile and slice, with its speed relative to the
+cuBLAS in BF16, of the kernel that decodes in registers, and of the fastest tile of each way, with its speed relative to the
 others. tests/test_decoded_cuda.py tests the products through the public interface.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,24 +33,29 @@ ROWS = (256, 512, 1024, 2048, 4096)
 RECIPES = ("int4,group_size=128", "int4,group_size=32", "fp8_block,block_m=128", "nvfp4")
 #: Tiles that are timed, and bytes of BF16 numbers of a slice: all of them, or parts that the L2 cache holds.
 TILES = ("256x128", "128x192", "192x128", "128x128")
+DECODES = "decodes "  # before the name of a tile of the product that decodes
 SLICES = (None, 32 << 20)
-SIDES = 6  # programs at a time while results are checked
+SIDES = 8  # programs at a time while results are checked
 DEFAULT, ALL = "chosen", "formats"
 
 
 def tile_named(name: str) -> Any:
+    from breccia_triton import decoded_plans
     from breccia_triton.cuda import fp8_plans
 
-    return next((tile for tile in fp8_plans.TABLE if tile.name == name), None)
+    table = decoded_plans.OVERLAPPED if name.startswith(DECODES) else fp8_plans.TABLE
+    return next((tile for tile in table if tile.name == name.removeprefix(DECODES)), None)
 
 
 # -- whether products are right ---------------------------------------------------------------------------------------
 
 
 def names() -> list[str]:
+    from breccia_triton import decoded_plans
     from breccia_triton.cuda import fp8_plans
 
-    return [ALL, *(tile.name for tile in fp8_plans.TABLE)]
+    decoding = [DECODES + name for name in (ALL, *(tile.name for tile in decoded_plans.OVERLAPPED))]
+    return [ALL, *(tile.name for tile in fp8_plans.TABLE), *decoding]
 
 
 def error_of(found: Any, x: Any, values: Any, bias: Any) -> float:
@@ -71,32 +78,50 @@ def one_tile(name: str) -> None:
     from weights import FORMATS, tensor
 
     from breccia.backend import reference
-    from breccia_triton.decoded_matmul import DecodedProduct
+    from breccia_triton.decoded_matmul import DecodedProduct, OverlappedProduct
 
-    tile = tile_named(name)
+    tile, kind = tile_named(name), OverlappedProduct if name.startswith(DECODES) else DecodedProduct
     torch.manual_seed(0)
-    for format_ in FORMATS if name == ALL else FORMS:
-        for n, k, m in CASES:
+    waiting: list[Any] = []
+    for format_ in FORMATS if name.endswith(ALL) else FORMS:
+        for n, k, m in CASES[1:3] if name.endswith(ALL) else CASES:
             st = tensor(format_, n, k)
             values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
             w = on_gpu(st).to_storage("mma_16x128").mT
             x = (torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-3, 3, (m, k), device="cuda"))).bfloat16()
-            for dtype, added in (("bfloat16", False), ("float32", True)):
-                what = f"{format_} {m}x{n}x{k} {dtype}"
-                bias = torch.randn(n, device="cuda") * 10 if added else None
-                zero = torch.zeros(n, device="cuda")
-                try:
-                    found = DecodedProduct(x, w, bias, dtype, tile)(x, w, bias, None)
-                    parts = DecodedProduct(x, w, bias, dtype, tile, rows=64)(x, w, bias, None)
-                    torch.cuda.synchronize()
-                    error = error_of(found, x, values, zero if bias is None else bias)
-                    same = "" if parts.equal(found) else ", and slices differ"
-                    print(f"{'ok ' if error <= 1 and not same else 'BAD'} {name}: {what}: {error:.3g}{same}", flush=True)
-                except Exception as e:
-                    print(f"BAD {name}: {what}: {type(e).__name__}: {str(e)[:300]}".replace("\n", " "), flush=True)
-                    if "CUDA" in str(e):
-                        raise SystemExit(1) from e
+            bias = torch.randn(n, device="cuda") * 10
+            for dtype, added in (("bfloat16", None), ("float32", bias)):
+                calls = kind(x, w, added, dtype, tile), kind(x, w, added, dtype, tile, rows=64)
+                waiting.append((f"{format_} {m}x{n}x{k} {dtype}", calls, x, w, added, values))
+    compile_all([calls[0] for _, calls, *_ in waiting])
+    for what, calls, x, w, added, values in waiting:
+        try:
+            found, parts = (call(x, w, added, None) for call in calls)
+            torch.cuda.synchronize()
+            error = error_of(found, x, values, torch.zeros(len(values), device="cuda") if added is None else added)
+            same = "" if parts.equal(found) else ", and slices differ"
+            print(f"{'ok ' if error <= 1 and not same else 'BAD'} {name}: {what}: {error:.3g}{same}", flush=True)
+        except Exception as e:
+            print(f"BAD {name}: {what}: {type(e).__name__}: {str(e)[:300]}".replace("\n", " "), flush=True)
+            if "CUDA" in str(e):
+                raise SystemExit(1) from e
     print("done", flush=True)
+
+
+def compile_all(calls: Iterable[Any]) -> None:
+    """Compile the products of calls side by side, into the cache on disk."""
+    import torch
+
+    from breccia_triton.cuda import compiler, fp8_matmul
+
+    nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
+
+    def one(variant: Any) -> None:
+        source = fp8_matmul.source_of(variant.tile.columns, variant.codecs)
+        compiler.cubin(source, "sm_90a", variant.macros, nvrtc)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, {call._variant(call.dtype.itemsize == 2 and call.n % 8 == 0) for call in calls}))
 
 
 # -- how long they take -----------------------------------------------------------------------------------------------
@@ -109,40 +134,34 @@ def times_of(spec: str, n: int, k: int) -> None:
     from bench_weight_only import BEYOND_CACHE, error_of, graph_of, timed, weights_of
 
     import breccia
-    from breccia_triton import decoded_plans, weight_plans
-    from breccia_triton.cuda import compiler, fp8_matmul
-    from breccia_triton.decoded_matmul import DecodedProduct
+    from breccia_triton import decoded_plans
+    from breccia_triton.decoded_matmul import DecodedProduct, OverlappedProduct
 
-    plain, values, copies = weights_of(spec, n, k)
+    _, values, copies = weights_of(spec, n, k)
     weights = [st.mT for st in copies]
-    block = plain.layout.block(-1)
-    form: Any = decoded_plans.form_of(weight_plans.operand_of(plain.recipe.format, block), block)  # type: ignore[arg-type]
     tiles = [tile_named(name) for name in TILES]
-
-    def compiled(tile: Any) -> None:  # into the cache on disk, side by side
-        variant = decoded_plans.variant_of(form, tile, "bfloat16", None, True)
-        nvrtc = compiler.nvrtc(int((torch.version.cuda or "13").partition(".")[0]))
-        compiler.cubin(fp8_matmul.source_of(tile.columns, variant.codecs), "sm_90a", variant.macros, nvrtc)
-
-    with ThreadPoolExecutor(len(tiles)) as pool:
-        list(pool.map(compiled, tiles))
     bf16 = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, -(-BEYOND_CACHE // (2 * n * k))))]
     for m in ROWS:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         exact = x.double() @ values.mT
-        arms: dict[str, list[Any]] = {
-            "bf16": [lambda w=w, x=x, y=y: torch.mm(x, w.t(), out=y) for w in bf16],
-            "now": [lambda w=w, x=x, y=y: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights],
-        }
+        products: dict[str, Any] = {}
         for tile in tiles:
             for room in SLICES:
                 rows = None if room is None else room // (2 * k)
                 if rows is not None and (rows >= n or m < 2048):  # few rows of x: a slice has too few tiles
                     continue
-                call = DecodedProduct(x, weights[0], None, "bfloat16", tile, rows)
                 label = f"{tile.name}{'' if rows is None else f' / {rows}'}"
-                arms[label] = [lambda w=w, x=x, y=y, call=call: call(x, w, None, y) for w in weights]
+                products[label] = DecodedProduct(x, weights[0], None, "bfloat16", tile, rows)
+        for tile in decoded_plans.OVERLAPPED:
+            products[DECODES + tile.name] = OverlappedProduct(x, weights[0], None, "bfloat16", tile)
+        compile_all(products.values())
+        arms: dict[str, list[Any]] = {
+            "bf16": [lambda w=w, x=x, y=y: torch.mm(x, w.t(), out=y) for w in bf16],
+            "now": [lambda w=w, x=x, y=y: breccia.matmul(x, w, torch.bfloat16, out=y) for w in weights],
+        }
+        for label, call in products.items():
+            arms[label] = [lambda w=w, x=x, y=y, call=call: call(x, w, None, y) for w in weights]
         graphs: dict[str, Any] = {}
         wrong: list[str] = []
         for label, calls in arms.items():
@@ -153,18 +172,16 @@ def times_of(spec: str, n: int, k: int) -> None:
             else:
                 wrong.append(f"{label}: relative error {error:.2g}")
         found = {label: 1e6 * sorted(times)[len(times) // 2] for label, times in timed(graphs, 5).items()}
-        decoded = {label: time for label, time in found.items() if label not in ("bf16", "now")}
         line = f"{spec:22} {n:5}x{k:5} M={m:4}  bf16 {found['bf16']:7.1f}  now {found.get('now', float('nan')):7.1f}"
-        if decoded:
-            best = min(decoded, key=lambda label: decoded[label])
-            mine = decoded[best]
-            line += f"  decoded {mine:7.1f} [{best}]  {found['bf16'] / mine:.2f} x bf16  {found.get('now', 0) / mine:.2f} x now"
+        for start in ("", DECODES):
+            mine = {label: t for label, t in found.items() if label in products and label.startswith(DECODES) == bool(start)}
+            if mine:
+                best = min(mine, key=lambda label: mine[label])
+                ratios = f"{found['bf16'] / mine[best]:.2f}, {found.get('now', 0) / mine[best]:.2f}"
+                line += f"  {mine[best]:7.1f} [{best}] ({ratios})"
         print(f"ROW {line}", flush=True)
-        print(
-            "  ".join(f"{label} {time:.1f}" for label, time in sorted(decoded.items(), key=lambda item: item[1])),
-            *wrong,
-            flush=True,
-        )
+        others = sorted((t, label) for label, t in found.items() if label in products)
+        print("  ".join(f"{label} {t:.1f}" for t, label in others), *wrong, flush=True)
         graphs.clear()
     print("done", flush=True)
 
@@ -204,7 +221,7 @@ def main() -> int:
         return 0
     until, wrong, right = time.monotonic() + given.seconds, 0, 0
     with ThreadPoolExecutor(SIDES) as pool:
-        started = {name: pool.submit(run, [__file__, "--tile", name], 75.0) for name in names()}
+        started = {name: pool.submit(run, [__file__, "--tile", name], 90.0) for name in names()}
         for name, future in started.items():
             lines, ended = future.result()
             bad = [line for line in lines if line.startswith("BAD")]
@@ -229,7 +246,8 @@ def main() -> int:
             lines, ended = run([__file__, "--times", spec, str(n), str(k)], min(60.0, left))
             table += [line.removeprefix("ROW ") for line in lines if line.startswith("ROW ")]
             print("\n".join([f"{spec} {n}x{k} {ended}", *(line for line in lines if not line.startswith("ROW "))]), flush=True)
-    print("\n".join(["", "microseconds of a product in a CUDA graph, medians of 5, interleaved; weights rotate", *table]))
+    head = "microseconds of a product in a CUDA graph, medians of 5, interleaved; in brackets times faster than bf16, than now"
+    print("\n".join(["", head, *table]))
     return int(wrong > 0)
 
 

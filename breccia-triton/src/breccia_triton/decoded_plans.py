@@ -5,7 +5,7 @@ No figure of this kernel was measured yet. Imports neither torch nor Triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from breccia.backend import TENSOR, Block, Call
 
@@ -53,6 +53,24 @@ def form_of(of: Operand, block: Block) -> Form | str:
     return _FORMS[of.group]
 
 
+def overlapped_form_of(of: Operand) -> Form | str:
+    """The same where the product decodes the weight: a scale of a row is in each chunk, as one of 128 columns."""
+    return form_of(of, (1, of.group))
+
+
+def accepts_overlapped(call: Call) -> str | None:
+    """Why the kernel that decodes while it multiplies does not take these operands, or None."""
+    if (why := weight_plans.accepts(call)) is not None:
+        return why
+    assert call.b is not None and call.b.recipe is not None and call.b.layout is not None
+    if call.a.dtype != "bfloat16":
+        return f"codes are decoded to bfloat16, and activations are {call.a.dtype}"
+    of = weight_plans.operand_of(call.b.recipe.format, call.b.layout.plain.block(-2))
+    assert isinstance(of, Operand), of  # `weight_plans.accepts` has asked
+    found = overlapped_form_of(of)
+    return found if isinstance(found, str) else None
+
+
 def accepts(call: Call) -> str | None:
     """Why the kernel does not multiply these operands, or None."""
     if (why := weight_plans.accepts(call)) is not None:
@@ -75,6 +93,28 @@ def tile_of(form: Form, rows: int, m: int, k: int, processors: int) -> Tile:
     steps = -(-k // form.step)
     fitting = (tile for tile in TABLE if tile.split <= steps)
     return min(fitting, key=lambda tile: cycles(tile, rows, m, steps * form.span, 1, processors))
+
+
+#: Tiles of the product that decodes. Its blocks share activations; each decodes its own rows of the weight.
+OVERLAPPED = (
+    Tile("128x192", 192, share=(2, 1), turns=True, parts=3, efficiency=0.84),
+    Tile("128x128", 128, share=(2, 1), stages=6, turns=True, efficiency=0.75),
+    Tile("128x128 alone", 128, stages=6, turns=True, efficiency=0.74),
+    Tile("128x64", 64, stages=7, efficiency=0.5),
+)
+
+
+def overlapped_tile_of(form: Form, rows: int, m: int, k: int, processors: int) -> Tile:
+    """The tile where the product decodes the weight."""
+    steps = -(-k // form.step) * form.span
+    return min(OVERLAPPED, key=lambda tile: cycles(tile, rows, m, steps, 1, processors))
+
+
+def overlapped(variant: Variant, of: Operand) -> Variant:
+    """The variant that decodes: with three chunks of codes ahead, or two where the ring would have fewer than four stages."""
+    macros = tuple(sorted({**of.macros, "ACT": weight_plans.DTYPES["bfloat16"]}.items()))
+    made = replace(variant, decode=macros, chunk_bytes=4 * of.slice_bytes, code_stages=3)
+    return made if made.stages >= 4 else replace(made, code_stages=2)
 
 
 def variant_of(form: Form, tile: Tile, out: str, bias: str | None, staged: bool) -> Variant:
