@@ -3,7 +3,6 @@
 #include <ucontext.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
@@ -12,7 +11,8 @@
 
 #include "host_basics.hpp"
 typedef uint8_t u8; typedef uint16_t u16; typedef uint32_t u32; typedef unsigned long long u64;
-#define CHECK(condition) do { if (!(condition)) { fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); abort(); } } while (0)
+// A rule of the instructions. Nothing runs on after a false one.
+#define CHECK(condition) do { if (!(condition)) throw #condition; } while (0)
 
 struct Meeting {  // of all of `count`, again and again
     int count = 0, here = 0;
@@ -52,6 +52,7 @@ static Fiber* fiber;
 static u64 state, progress;
 static u32 drawn(u32 n) { state = state * 6364136223846793005ull + 1442695040888963407ull; return (u32)(state >> 33) % n; }
 static std::function<void()> entry;
+static const char* broken;  // the rule
 
 static void enter(Fiber* one) {
     fiber = one;
@@ -73,8 +74,10 @@ static void meet(Meeting& m) {
     wait_until([&] { return m.turn != turn; });
 }
 static void fiber_main() {
-    entry();
-    CHECK(fiber->products.empty() && fiber->started.empty() && fiber->copies.empty() && fiber->copying.empty());
+    try {
+        entry();
+        CHECK(fiber->products.empty() && fiber->started.empty() && fiber->copies.empty() && fiber->copying.empty());
+    } catch (const char* rule) { broken = rule; }
     fiber->done = true;
     progress++;
     swapcontext(&fiber->context, &scheduler);
@@ -84,8 +87,8 @@ static u8* at(u32 address, u32 bytes) {  // the block of the cluster in the uppe
     CHECK((address & 0xffffff) + bytes <= block->room.size() - 1024);
     return block->memory + (address & 0xffffff);
 }
-// Run the blocks of one cluster. False: a deadlock.
-static bool run_cluster(Index first, int count, int threads, u32 shared) {
+// Run the blocks of one cluster. False: a deadlock, or a rule is broken.
+static bool ran(Index first, int count, int threads, u32 shared) {
     fibers.clear(); blocks.clear(); landing.clear();
     cluster = Meeting{count * threads};
     for (int i = 0; i < count; i++) {
@@ -127,10 +130,17 @@ static bool run_cluster(Index first, int count, int threads, u32 shared) {
         std::vector<Fiber*> left;
         for (Fiber* one : waiting) if (!one->done) left.push_back(one);
         waiting.swap(left);
-        if (!waiting.empty() && progress == before && quiet) return false;
+        if (broken != nullptr || (!waiting.empty() && progress == before && quiet)) return false;
     }
     CHECK(landing.empty());
     return true;
+}
+static bool run_cluster(Index first, int count, int threads, u32 shared) {
+    broken = nullptr;
+    bool ended = false;
+    try { ended = ran(first, count, threads, shared); } catch (const char* rule) { broken = rule; }
+    if (!ended) fprintf(stderr, "%s\n", broken != nullptr ? broken : "deadlock");
+    return ended;
 }
 static void __syncthreads() { meet(fiber->block->all); }
 static void __syncwarp() { meet(fiber->block->warps[fiber->thread / 32]); }

@@ -116,7 +116,7 @@ class _Launch:
         self.run, self.config = run, SimpleNamespace(stream=None)
 
     def __call__(self) -> None:
-        assert not self.run(), "a deadlock"
+        assert not self.run(), "a deadlock, or a broken rule of the instructions"
 
 
 # -- the product ---------------------------------------------------------------------------------------------------------

@@ -257,9 +257,7 @@ OVERLAPPED_MISTAKES = {
     ),
     "codes of the second half": ("decode_tile(codes, slice, lane >> 2, 4 * half + j", "decode_tile(codes, slice, lane >> 2, j"),
     "scales of another row": ("store(to + 32, s1)", "store(to + 16, s1)"),
-    "codes are overwritten before they are read": (
-        "barrier_arrive(code_empty + 8 * slot);", "{ barrier_arrive(code_empty + 8 * slot); barrier_arrive(code_empty); }"
-    ),
+    "codes are overwritten before they are read": ("barrier_wait(code_empty + 8 * slot, slot_phase);", ""),
     "codes that nobody releases": ("if (lane == 0) barrier_arrive(code_empty + 8 * slot);", ""),
 }  # fmt: skip
 
