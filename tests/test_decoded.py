@@ -233,7 +233,7 @@ def test_every_tile_multiplies_every_form_on_the_host(tile: Any, name: str, on_t
     assert multiplied(name, 328, 648, 200, dtype, at % 2 == 0, tile)[1] <= 1
 
 
-@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4", "mxfp8")))
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name == "uint4-zero-16"))
 def test_products_that_decode_every_format_are_within_the_bound_on_the_host(name: str, on_the_host: list[Any]) -> None:
     for (n, k, m), dtype in (((72, 200, 50), "bfloat16"), ((330, 1163, 130), "float32")):
         for tile in plans.OVERLAPPED[:2] if n > 100 else plans.OVERLAPPED[2:]:

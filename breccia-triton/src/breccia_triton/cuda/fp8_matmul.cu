@@ -1,14 +1,14 @@
 // FP8 products on Hopper (sm_90a): out[M,N] = (A * scales) (W * scales)^T + bias, of A [M,K] and W [N,K], K adjacent in memory.
-// Also products of BF16 numbers where A alone has scales (ELEMENT 2): A holds the codes of a quantized weight, W the activations,
-// and the output is written transposed, out[N,M]. So a scale along K belongs to a row of sums, of which a thread has two.
+// Also products of BF16 numbers where A alone has scales (ELEMENT 2): A holds the codes of a quantized weight, W activations, and
+// the output is written transposed, out[N,M]. So a scale along K belongs to a row of sums, of which a thread has two.
 //
 // The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets the
-// copy engine (TMA) fill a ring of STAGES parts of 128 bytes along K; the other NWG warpgroups (consumers) multiply, each H x 64 rows
-// by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
+// copy engine (TMA) fill a ring of STAGES parts of 128 bytes along K; the other NWG warpgroups (consumers) multiply, each H x 64
+// rows by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
 // accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers
 // take turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all
 // of them; CM blocks along M share W, CN along N share A) or split K (SK blocks; partial sums meet in one block's shared
-// memory). Where K is no multiple of 128, or M and N of no tile, the copy engine reads zeros, and writes nothing outside.
+// memory). Where K is no multiple of a stage, or M and N of no tile, the copy engine reads zeros, and writes nothing outside.
 //
 // Macros, besides those above:
 //   TURNS            consumers take turns
@@ -26,8 +26,8 @@
 //   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else the copy engine does,
 //                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
 //   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
-//   DECODE           with ELEMENT 2: A is a weight in storage "mma_16x128" (see weight_only.cuh, with its macros, ACT 0), which warps
-//                    of the producer decode into the ring while products run; CODE_STAGES of 128 columns of it are fetched ahead
+//   DECODE           with ELEMENT 2: A is a weight in storage "mma_16x128" (weight_only.cuh, with its macros, ACT 0), which warps
+//                    of the producer decode into the ring while products run; CODE_STAGES of 128 columns are fetched ahead
 //   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
 #include "ptx.cuh"
@@ -49,9 +49,9 @@
 constexpr int BM = 64 * NWG * H, REGISTERS = BN / 2, CLUSTER = CM * CN * SK;
 constexpr int WIDTH = 128 / ELEMENT;    // elements along K of a stage
 constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
-static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no such form");
-static_assert(!DECODE || (TURNED && SK == 1 && CN == 1 && NWG == 2), "no such form");
-static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages before it releases its own");
+static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no form");
+static_assert(!DECODE || (TURNED && SK == 1 && CN == 1 && NWG == 2), "no form");
+static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages, then releases its own");
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 // Bytes of a row's scales in a stage: of four pieces, of four steps (the copy engine's least box), or of this step.
@@ -156,9 +156,11 @@ __device__ __forceinline__ void visible_to_copies() { asm volatile("fence.proxy.
 // lane / 8, where a row (if TRANSPOSED, a column) of 16 bytes goes.
 template <bool TRANSPOSED> __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
     if constexpr (TRANSPOSED)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                     ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
     else
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                     ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 __device__ __forceinline__ u32 address_in(u32 a, int block) {  // of another block of the cluster
     u32 there;
@@ -305,8 +307,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll
                             for (int i = 0; i < BM / 64; i++) {
                                 const int block = min((codes_tile.row + ci * BM) / 64 + i, last_block);
-                                bulk_load(code_ring + slot * CODE_BYTES + i * CHUNK, args.weight.chunks + ((u64)block * chunks + codes_chunk) * CHUNK,
-                                          CHUNK, code_full + 8 * slot, policy);
+                                const u8* const from = args.weight.chunks + ((u64)block * chunks + codes_chunk) * CHUNK;
+                                bulk_load(code_ring + slot * CODE_BYTES + i * CHUNK, from, CHUNK, code_full + 8 * slot, policy);
                             }
                             if (++slot == CODE_STAGES) { slot = 0; slot_phase ^= 1; }
                             ahead++;
@@ -403,7 +405,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
                         const int four = PIECES == 4 ? 4 * k : k & ~3;
                         if (SCALES != OUTER && !A_COPIER && scaled)
-                            copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row, A_PLAIN ? row : SCALES == ROWS ? PIECES * k : k, za, bar);
+                            copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row,
+                                 A_PLAIN ? row : SCALES == ROWS ? PIECES * k : k, za, bar);
                         if (SCALES == BLOCKS && !W_COPIER)
                             copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
                         if (++stage == STAGES) { stage = 0; phase ^= 1; }
@@ -680,7 +683,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
                         }
                         const float* v = sum[h] + from / 2 + 8 * j;
-                        store_matrices<TURNED>(to, rounded_pair(v[0], v[1]), rounded_pair(v[2], v[3]), rounded_pair(v[4], v[5]), rounded_pair(v[6], v[7]));
+                        store_matrices<TURNED>(to, rounded_pair(v[0], v[1]), rounded_pair(v[2], v[3]), rounded_pair(v[4], v[5]),
+                                               rounded_pair(v[6], v[7]));
                     }
                     visible_to_copies();
                     group_sync(5 + group, 128);
