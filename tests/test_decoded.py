@@ -242,10 +242,10 @@ def test_products_that_decode_every_format_are_within_the_bound_on_the_host(name
 
 #: Mistakes in the source, which results or a deadlock have to show.
 MISTAKES = {
-    "a stage is released while products read it": ("release(0);\n", "release(0); release(1);\n"),
+    "a stage is released while products read it": ("release(here);\n", "release(here); release(here + 1);\n"),
     "a row of the transposed output in another's place": ("^ (r & 7)) * 16)", "^ (r & 3)) * 16)"),
     "the second half's scales": ("sa_ring + stage * SA_BYTES + (group * 64 * H + low)", "sa_ring + stage * SA_BYTES + (low)"),
-    "sums that begin with the product before": ("!PROMOTE || part + i != 0", "part + i != 0 || !PROMOTE || k > 0"),
+    "sums that begin with the product before": ("!PROMOTE || !first || i != 0", "!PROMOTE || !first || i != 0 || k > 0"),
     "the wrong turn": ("group_arrive(1 + (group + 1) % NWG, 256)", "group_arrive(1 + group, 256)"),
     "bytes that nobody copies": ("STAGE_BYTES + (A_COPIER", "STAGE_BYTES + 16 + (A_COPIER"),
 }

@@ -52,6 +52,7 @@ constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
 static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no form");
 static_assert(!DECODE || (TURNED && SK == 1 && CN == 1 && NWG == 2), "no form");
 static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages, then releases its own");
+static_assert(STAGES % SPAN == 0, "stages of a step are side by side in the ring");
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 // Bytes of a row's scales in a stage: of four pieces, of four steps (the copy engine's least box), or of this step.
@@ -387,30 +388,27 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 const int row = tile.row + ci * BM, column = tile.column + cj * BN;
                 const int za = GROUPED ? 0 : tile.matrix * args.a_matrix, zw = tile.matrix * args.w_matrix;
 #pragma unroll 1
-                for (int k = k0; k < k1; k++)
-#pragma unroll
-                    for (int part = 0; part < SPAN; part++) {
-                        const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
-                        const int x = (SPAN * k + part) * WIDTH;
-                        const bool scaled = part == 0;  // the first stage of a step has the scales
-                        barrier_wait(empty + 8 * stage, phase);
-                        barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER || !scaled ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
-                        // Each of the blocks that share an operand copies one part of it, to all of them.
-                        if (CN == 1) copy(a, &map_a, x, row, za, bar);
-                        else copy_to_all(a + cj * (A_BYTES / CN), &map_a, x, row + cj * (BM / CN), za, bar,
-                                         (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
-                        if (CM == 1) copy(w, &map_w, x, column, zw, bar);
-                        else copy_to_all(w + ci * (W_BYTES / CM), &map_w, x, column + ci * (BN / CM), zw, bar,
-                                         (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
-                        // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
-                        const int four = PIECES == 4 ? 4 * k : k & ~3;
-                        if (SCALES != OUTER && !A_COPIER && scaled)
-                            copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row,
-                                 A_PLAIN ? row : SCALES == ROWS ? PIECES * k : k, za, bar);
-                        if (SCALES == BLOCKS && !W_COPIER)
-                            copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
-                        if (++stage == STAGES) { stage = 0; phase ^= 1; }
-                    }
+                for (int k = SPAN * k0; k < SPAN * k1; k++) {
+                    const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
+                    const bool scaled = k % SPAN == 0;  // the first stage of a step has the scales
+                    barrier_wait(empty + 8 * stage, phase);
+                    barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER || !scaled ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
+                    // Each of the blocks that share an operand copies one part of it, to all of them.
+                    if (CN == 1) copy(a, &map_a, k * WIDTH, row, za, bar);
+                    else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * WIDTH, row + cj * (BM / CN), za, bar,
+                                     (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
+                    if (CM == 1) copy(w, &map_w, k * WIDTH, column, zw, bar);
+                    else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * WIDTH, column + ci * (BN / CM), zw, bar,
+                                     (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
+                    // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
+                    const int four = PIECES == 4 ? 4 * k : k & ~3;
+                    if (SCALES != OUTER && !A_COPIER && scaled)
+                        copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row,
+                             A_PLAIN ? row : SCALES == ROWS ? k / SPAN * PIECES : k, za, bar);
+                    if (SCALES == BLOCKS && !W_COPIER)
+                        copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
+                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                }
             }
         } else if ((A_COPIER && warp == 1) || (W_COPIER && warp == 2)) {
             const bool of_a = A_COPIER && (!W_COPIER || warp == 1);
@@ -478,11 +476,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             }
         };
         auto arrived = [&](u32 stage, u32 phase) {  // wait for all stages of a step
-#pragma unroll
-            for (int part = 0; part < SPAN; part++) {
-                barrier_wait(full + 8 * stage, phase);
-                if (part + 1 < SPAN && ++stage == STAGES) { stage = 0; phase ^= 1; }
-            }
+            barrier_wait(full + 8 * stage, phase);
+            if constexpr (SPAN == 2) barrier_wait(full + 8 * stage + 8, phase);
         };
         bool more = walk.seek(args, first_tile, tile);
         if (more) { enter(tile); arrived(0, 0); row_scales(0, k0); }
@@ -494,13 +489,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             // tile's first, is awaited and its scales are fetched while the products run, so that the next one starts at once.
             auto step = [&](int k, auto offset, auto is_last) {
                 constexpr int OFFSET = decltype(offset)::value, last = decltype(is_last)::value;
-                u32 here[SPAN], base[SPAN], next_stage = stage, next_phase = phase;
-#pragma unroll
-                for (int part = 0; part < SPAN; part++) {
-                    here[part] = next_stage; base[part] = ring + next_stage * STAGE_BYTES;
-                    const bool wraps = next_stage + 1 == STAGES;
-                    next_stage = wraps ? 0 : next_stage + 1; next_phase = wraps ? next_phase ^ 1 : next_phase;
-                }
+                const u32 base = ring + stage * STAGE_BYTES, here = stage;
+                const bool wraps = stage + SPAN == STAGES;
+                const u32 next_stage = wraps ? 0 : stage + SPAN, next_phase = wraps ? phase ^ 1 : phase;
                 float f0[H][W_SCALES], f1[H][W_SCALES];
 #pragma unroll
                 for (int hp = 0; hp < H * PIECES; hp++) {
@@ -508,24 +499,21 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     const bool final = hp == H * PIECES - 1;  // of this stage
                     float* product = PROMOTE ? d : sum[h];
                     // Descriptors of operands: 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
-                    u32 a[SPAN], w[SPAN];
-#pragma unroll
-                    for (int part = 0; part < SPAN; part++) {
-                        a[part] = __shfl_sync(~0u, ((base[part] + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
-                        w[part] = __shfl_sync(~0u, ((base[part] + A_BYTES) >> 4) | (1u << 16), 0);
-                    }
+                    const u32 a = __shfl_sync(~0u, ((base + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
+                    const u32 w = __shfl_sync(~0u, ((base + A_BYTES) >> 4) | (1u << 16), 0);
                     if (TURNS) group_sync(1 + group, 256);
                     products_begin();
-#pragma unroll
-                    for (int part = 0; part < SPAN; part++) {
+                    auto multiply_stage = [&](u32 a, u32 w, bool first) {
 #pragma unroll
                         for (int i = 0; i < 4 / PIECES; i++) {
                             const int q = piece * (4 / PIECES) + i;  // 32 bytes along K
                             const u64 high = (u64)0x40000040u << 32;
-                            multiply(product, high | (a[part] + 2 * q), high | (w[part] + 2 * q), !PROMOTE || part + i != 0);
+                            multiply(product, high | (a + 2 * q), high | (w + 2 * q), !PROMOTE || !first || i != 0);
                         }
                         products_commit();
-                    }
+                    };
+                    multiply_stage(a, w, true);
+                    if constexpr (SPAN == 2) multiply_stage(a + STAGE_BYTES / 16, w + STAGE_BYTES / 16, false);
                     if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
                     if (SCALES != OUTER && !(SCALES == ROWS && PIECES > 1) && hp == 0)
 #pragma unroll
@@ -536,7 +524,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                                 f1[i][s] = SCALES == TILES ? sa1[i] * w_scale[s] : sa1[i];
                             }
                     if constexpr (SCALES == ROWS && PIECES > 1) {
-                        const u32 sa = sa_ring + here[0] * SA_BYTES + (piece * BM + (group * H + h) * 64 + low) * 4;
+                        const u32 sa = sa_ring + here * SA_BYTES + (piece * BM + (group * H + h) * 64 + low) * 4;
                         f0[h][0] = load(sa); f1[h][0] = load(sa + 32);
                     }
                     if (final) {
@@ -552,25 +540,25 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             row_scales(next_stage, last ? k0 : k0 + k + 1);
                         }
                     }
-                    auto release = [&](int part) {
+                    auto release = [&](u32 stage) {
                         if (!final) return;
                         __syncwarp();
-                        if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * here[part]); }
-                        else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * here[part], releases);
+                        if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * stage); }
+                        else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * stage, releases);
                     };
                     if constexpr (SPAN == 2) {  // the first stage may be filled while the second one's products run
                         products_wait<1>();
-                        release(0);
+                        release(here);
                     }
                     products_wait<0>();
 #pragma unroll
                     for (int i = 0; i < REGISTERS; i++) written(product[i]);
-                    if (SCALES != BLOCKS) release(SPAN - 1);
+                    if (SCALES != BLOCKS) release(here + SPAN - 1);
                     if constexpr (PROMOTE) {
                         const int part = PIECES == 4 ? piece : (k0 + k) & 3;  // of four scales side by side
-                        const u32 sw = sw_ring + here[0] * SW_ROOM + (W_ROW == 16 ? pair * 16 + part * 4 : pair * 4);
+                        const u32 sw = sw_ring + here * SW_ROOM + (W_ROW == 16 ? pair * 16 + part * 4 : pair * 4);
                         if constexpr (SCALES == BLOCKS && PIECES == 4) {
-                            const u32 sa = sa_ring + here[0] * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
+                            const u32 sa = sa_ring + here * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
                             f0[h][0] = load(sa); f1[h][0] = load(sa + 128);
                         }
 #pragma unroll
@@ -592,7 +580,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             }
                         }
                     }
-                    if (SCALES == BLOCKS) release(SPAN - 1);
+                    if (SCALES == BLOCKS) release(here + SPAN - 1);
                 }
                 stage = next_stage; phase = next_phase;
             };
@@ -704,12 +692,14 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         for (int i = 0; i < 2; i++) {
                             const int m = row + h * 64 + low + 8 * i, n = column + from + 8 * j + pair;
                             const float* v = sum[h] + from / 2 + 4 * j + 2 * i;
-                            const long long first = GROUPED ? 0 : tile.matrix * args.out_matrix;
-                            if (m >= tile.end) continue;
                             if constexpr (TURNED) {
-                                if (n < args.N) store(args, first + n * args.out_row + m, v[0]);
-                                if (n + 1 < args.N) store(args, first + (n + 1) * args.out_row + m, v[1]);
-                            } else store(args, first + m * args.out_row + n, n, v[0], v[1]);
+                                const long long at = tile.matrix * args.out_matrix + n * args.out_row + m;
+                                if (m < tile.end && n < args.N) store(args, at, v[0]);
+                                if (m < tile.end && n + 1 < args.N) store(args, at + args.out_row, v[1]);
+                            } else {
+                                const long long at = (GROUPED ? 0 : tile.matrix * args.out_matrix) + m * args.out_row + n;
+                                if (m < tile.end) store(args, at, n, v[0], v[1]);
+                            }
                         }
                 }
             }

@@ -318,8 +318,9 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring that fit."""
-        return min(self.tile.stages, (SHARED - self.output_bytes - self.code_bytes) // self.stage_bytes)
+        """Stages of the ring that fit, for whole steps."""
+        stages = min(self.tile.stages, (SHARED - self.output_bytes - self.code_bytes) // self.stage_bytes)
+        return stages // self.span * self.span
 
     @property
     def code_bytes(self) -> int:
