@@ -41,8 +41,10 @@ OURS, BF16, TORCH, HUMMING = "breccia", "bf16", "torch-int4", "humming"
 BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
 #: cuBLAS after a pass that decodes the weight, among the configurations.
 DECODED = "decoded"
-#: Kernels of other libraries in breccia's table; and by arm, whose the time is that `score` reads.
+#: Kernels of other libraries in breccia's table, and breccia's that run only where they are named; and by arm, whose time it is
+#: that `score` reads.
 IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only"}
+NAMED = {"decoded-codes": "cuda.weight_only_decoded", "overlapped": "cuda.weight_only_overlapped"}
 MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
 #: Rows above which torch's INT4, which takes milliseconds there, is left out.
 MOST = 128
@@ -259,16 +261,18 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
         for rival in rivals:
             if rival == TORCH and m > MOST:
                 continue
-            kernel, out = IN_TABLE[rival], y if rival == HUMMING else None  # torch allocates its results
-            named = breccia.explain("matmul", x, plain.mT, out_dtype=torch.bfloat16, prefer=kernel)
+            kernel, out = (IN_TABLE | NAMED)[rival], None if rival == TORCH else y  # torch allocates its results
+            operands = weights if rival in NAMED else [w.mT for w in plains]
+            named = breccia.explain("matmul", x, operands[0], out_dtype=torch.bfloat16, prefer=kernel)
             if named.winner is None:
                 notes[rival] = next(v.reason for v in named.verdicts if v.kernel.name == kernel) or ""
                 continue
 
             def multiply(w: Any, x: Any = x, kernel: str = kernel, out: Any = out) -> Any:
-                return breccia.matmul(x, w.mT, torch.bfloat16, out=out, prefer=kernel)
+                return breccia.matmul(x, w, torch.bfloat16, out=out, prefer=kernel)
 
-            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in plains], error=ROUNDED)
+            allowed = ROUNDING if rival in NAMED else ROUNDED
+            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in operands], error=allowed)
         seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
         read = copies[0].nbytes + 2 * m * (n + k)
         row = {"format": name, "n": n, "k": k, "m": m, "bytes": read, "config": weight_plans.entry_of(chosen), "times": seconds}
@@ -389,7 +393,7 @@ def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
 def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
     """Print a row: medians in microseconds, the bandwidth of breccia's, and the fastest of what was tried."""
     times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
-    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING) if kernel in times]
+    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING, *NAMED) if kernel in times]
     text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
     others = sorted((value, kernel) for kernel, value in times.items() if kernel not in known)[:3]
     best = "  ".join(f"[{kernel}] {value:.2f}" for value, kernel in others)
@@ -405,7 +409,9 @@ def main(
     formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMATS)}; repeat for several.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="Weights as NxK; repeat for several.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeat for several.")] = None,
-    rivals: Annotated[list[str] | None, typer.Option(help="torch-int4, humming (13 to 18 s to compile each).")] = None,
+    rivals: Annotated[
+        list[str] | None, typer.Option(help="torch-int4, humming (13 to 18 s to compile each), decoded-codes, overlapped.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
     seconds: Annotated[float, typer.Option(help="Leave out what has not begun by then.")] = 600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
@@ -422,8 +428,8 @@ def main(
         sys.exit("bench_weight_only: torch sees no CUDA device here.")
     if unknown := [name for name in formats or [] if name not in FORMATS]:
         sys.exit(f"bench_weight_only: --formats takes {', '.join(FORMATS)}; got {unknown[0]!r}.")
-    if unknown := [name for name in rivals or [] if name not in IN_TABLE]:
-        sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE)}; got {unknown[0]!r}.")
+    if unknown := [name for name in rivals or [] if name not in IN_TABLE | NAMED]:
+        sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE | NAMED)}; got {unknown[0]!r}.")
     from bench_gpu import sizes, where
 
     until = time.perf_counter() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -358,6 +359,17 @@ def all_variants() -> list[fp8_plans.Variant]:
     found += [
         fp8_plans.Variant(t, s, staged=staged, grouped=True)
         for t, s, staged in itertools.product(fp8_plans.GROUPED, range(3), (True, False))
+    ]
+    bf16 = functools.partial(fp8_plans.Variant, codecs=("bf16", "bf16"), a_plain=False)
+    forms = ((fp8_plans.OUTER, 1, 1), *((fp8_plans.ROWS, span, pieces) for span, pieces in ((2, 1), (1, 1), (1, 2), (1, 4))))
+    found += [
+        bf16(t, s, promote=s != fp8_plans.OUTER, span=span, pieces=pieces) for t in fp8_plans.TABLE for s, span, pieces in forms
+    ]
+    found += [
+        bf16(first, s, out=out, bias=bias, staged=out != "float32", promote=s != fp8_plans.OUTER)
+        for s, out, bias in itertools.product(
+            (fp8_plans.OUTER, fp8_plans.ROWS), ("float32", "float16"), ("none", "float32", "bfloat16")
+        )
     ]
     return found
 

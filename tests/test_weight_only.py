@@ -7,14 +7,14 @@ import functools
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from weights import FORMATS, Drawn, tensor
+from host_kernels import built, decoding_text
+from weights import FORMATS, Drawn, in_torch, tensor
 
 import breccia
 from breccia.backend import fragments, reference
@@ -188,20 +188,6 @@ def test_the_storage_refuses_what_it_has_no_order_for() -> None:
 
 # -- decoding, of the CUDA source itself -----------------------------------------------------------------------------
 
-#: One-line functions of the header, and what replaces their bodies on the host.
-_REPLACED = {
-    "u32 sub2": "return host_sub2(a, b);",
-    "u32 mul2": "return host_mul2(a, b);",
-    "u32 fma2": "return host_fma2(a, b, c);",
-    "float of_f16": "return host_of_f16(h);",
-    "u16 to_bf16": "return host_to_bf16(f);",
-    "u16 to_f16": "return host_to_f16(f);",
-    "uint4 load_16": "return host_load<uint4>(a);",
-    "float2 load_floats": "return host_load<float2>(a);",
-    "u32 load_4": "return host_load<u32>(a);",
-    "u32 load_2": "return host_load<u16>(a);",
-    "u32 load_1": "return host_load<u8>(a);",
-}
 #: Every element of a chunk by the fast decoding, times its scale and the factor of its rows; and by the slow path.
 _PROGRAM = """
 extern "C" void decoded(const u8* chunk, int largest, float* fast, float* slow) {
@@ -273,30 +259,8 @@ extern "C" void multiplied_groups(int batch, int number, const Weight* w, const 
 
 @functools.cache
 def _built(folder: Path, macros: tuple[tuple[str, int], ...]) -> Any:
-    text = (CUDA / "weight_only.cuh").read_text(encoding="utf-8")
-    for start, body in _REPLACED.items():
-        text, count = re.subn(rf"(__forceinline__ {start}\([^)]*\) \{{).*\}}", rf"\1 {body} }}", text)
-        assert count == 1, start
-    text = text.replace("template <u32 TABLE> __device__ __forceinline__ u32 lop3(u32 a, u32 b, u32 c) { u32 d;", _LOP3)
     name = "-".join(f"{value}" for _, value in macros)
-    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    prelude = (Path(__file__).parent / "weight_only_host.cpp").read_text(encoding="utf-8")
-    source.write_text(prelude + text.replace("#pragma once", "") + _PROGRAM + _PRODUCT + _GROUPED)
-    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{CUDA}"]
-    options += [f"-D{key}={value}" for key, value in macros]
-    found = subprocess.run(
-        ["g++", *options, str(source), "-o", str(library)], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    if "_Float16" in found.stderr:
-        pytest.skip("the C++ compiler has no _Float16")
-    assert found.returncode == 0, found.stderr[:3000]
-    return ctypes.CDLL(str(library))
-
-
-_LOP3 = (
-    "template <u32 TABLE> __device__ __forceinline__ u32 lop3(u32 a, u32 b, u32 c) "
-    "{ return TABLE == 0xEA ? (a & b) | c : (a & b) ^ c; u32 d;"
-)
+    return built(decoding_text() + _PROGRAM + _PRODUCT + _GROUPED, macros, folder, name)
 
 
 @pytest.fixture(scope="module")
@@ -420,23 +384,6 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
     return made, described
 
 
-def _in_torch(plain: ScaledTensor) -> ScaledTensor:
-    """The tensor in torch's storage dtypes."""
-    import torch
-
-    from breccia_torch.ops import TORCH
-
-    dtypes = TORCH.dtypes(plain.recipe.format)
-    moved = {
-        field: None if part is None else TORCH.from_numpy(np.ascontiguousarray(part)).view(getattr(torch, dtypes[field]))
-        for field in ("data", "scale", "zero_point", "global_scale")
-        for part in (getattr(plain, field),)
-    }
-    return ScaledTensor.from_parts(
-        moved["data"], moved["scale"], plain.recipe, plain.layout, moved["zero_point"], moved["global_scale"], -1, plain.padding
-    )
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["int4-128", "uint4-zero-16", "nvfp4", "nvfp4-divisor", "nvfp4-amax", "mxint8", "e4m3-square"])
 def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeypatch: Any, folder: Path) -> None:
@@ -447,7 +394,7 @@ def test_a_call_passes_its_arguments_as_the_kernel_reads_them(name: str, monkeyp
     made, described = _on_the_host(monkeypatch, folder)
     n, k = 70, 132
     plain = tensor(name, n, k, seed=2)
-    w = _in_torch(plain).to_storage(STORAGE).mT
+    w = in_torch(plain).to_storage(STORAGE).mT
     values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
     torch.manual_seed(0)
     for m in (1, 5, 20):
@@ -533,7 +480,7 @@ def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str,
     plain = breccia.stack(each)
     if plain.global_scale is not None:  # one for each expert
         plain.global_scale[:] = 3.7 * (1 + np.arange(4, dtype=np.float32))
-    stored = _in_torch(plain).to_storage(STORAGE)
+    stored = in_torch(plain).to_storage(STORAGE)
     values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
     for sizes in ((2, 0, 4, 1), (0, 41, 60, 3)):
         ends = np.cumsum(sizes)
@@ -557,7 +504,7 @@ def test_a_grouped_call_passes_its_arguments_as_the_kernel_reads_them(name: str,
         turned = torch.full((n, m), 7.0).mT
         assert weight_only.weight_only_grouped(x, stored.mT, offsets, "float32", turned).equal(found)
         order = [1, 2, 3, 0]
-        fused = breccia.stack([_in_torch(plain), _in_torch(plain).select(0, order)], axis=1).to_storage(STORAGE)
+        fused = breccia.stack([in_torch(plain), in_torch(plain).select(0, order)], axis=1).to_storage(STORAGE)
         part = ScaledTensor.from_parts(  # every second matrix
             fused.data[:, 1], fused.scale[:, 1], fused.recipe, fused.layout, fused.zero_point,
             None if fused.global_scale is None else fused.global_scale[:, 1], -1, fused.padding,

@@ -1,29 +1,18 @@
 // The decoding of weight_only.cuh on the host: tests/test_weight_only.py includes the header after this file, with the lines of a few
 // PTX functions replaced by those below, and compiles it as C++.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "host_basics.hpp"
 #if GROUPED
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 #endif
-#define __device__
-#define __forceinline__ inline
-#define __noinline__
 #define asm(...)
 #define volatile
-struct uint4 { uint32_t x, y, z, w; };
-struct float2 { float x, y; };
-struct Index { int x; } threadIdx, blockDim;
 static const uint8_t* host_memory;                        // what shared memory is on the device
-static inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-static inline float __uint_as_float(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
+static inline unsigned __cvta_generic_to_shared(const void* p) { return (unsigned)((const uint8_t*)p - host_memory); }
 static inline uint32_t bits_of(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
-template <class T> static T host_load(uint32_t a) { T v; memcpy(&v, host_memory + a, sizeof v); return v; }
-static inline int min(int a, int b) { return a < b ? a : b; }
-static inline int max(int a, int b) { return a > b ? a : b; }
+template <class T> static T host_load(uint32_t a) { T v; memcpy(&v, host_memory + (int32_t)a, sizeof v); return v; }
 
 static inline uint16_t host_to_bf16(float f) {
     const uint32_t i = bits_of(f);
@@ -47,7 +36,6 @@ static inline uint32_t host_fma2(uint32_t a, uint32_t b, uint32_t c) {
 
 #if GROUPED
 // A warp as 32 threads, which meet at each exchange of numbers.
-#define __grid_constant__
 struct Meeting {
     std::mutex lock;
     std::condition_variable all;

@@ -99,3 +99,20 @@ def _scales(codec: Codec, values: Any) -> Any:
     numbers = np.array([codec.value(c) for c in range(256)])
     numbers = np.where(np.isfinite(numbers), numbers, 1e30)
     return np.abs(numbers[:, None] - x.reshape(1, -1)).argmin(axis=0).astype(np.uint8).reshape(x.shape)
+
+
+def in_torch(plain: ScaledTensor) -> ScaledTensor:
+    """The tensor in torch's storage dtypes."""
+    import torch
+
+    from breccia_torch.ops import TORCH
+
+    dtypes = TORCH.dtypes(plain.recipe.format)
+    moved = {
+        field: None if part is None else TORCH.from_numpy(np.ascontiguousarray(part)).view(getattr(torch, dtypes[field]))
+        for field in ("data", "scale", "zero_point", "global_scale")
+        for part in (getattr(plain, field),)
+    }
+    return ScaledTensor.from_parts(
+        moved["data"], moved["scale"], plain.recipe, plain.layout, moved["zero_point"], moved["global_scale"], -1, plain.padding
+    )

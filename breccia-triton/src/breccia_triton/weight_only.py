@@ -86,7 +86,7 @@ def _operand(b: ScaledTensor) -> Operand:
 _calls = Remembered()
 
 
-class _Weight(ctypes.Structure):
+class Weight(ctypes.Structure):
     """The kernels' `Weight`."""
 
     _fields_ = (
@@ -110,7 +110,7 @@ class _Groups(ctypes.Structure):
     )
 
 
-class _Product:
+class Product:
     """What products of equal shapes, dtypes and recipe have in common."""
 
     config: Config
@@ -124,7 +124,7 @@ class _Product:
         self.dtype = getattr(torch, out_dtype)
         self.index = index_of(self.device)
         self.allocated = allocator((*self.lead, self.n), self.dtype, self.device)
-        self.weight = _Weight(None, None, None, self.operand.factor, int(self.operand.divides))
+        self.weight = Weight(None, None, None, self.operand.factor, int(self.operand.divides))
         self.x, self.bias, self.y = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self.ldx, self.ldy = ctypes.c_int(), ctypes.c_int(self.n)
         self.sizes = [*map(ctypes.c_int, (self.m, self.n, self.k)), self.ldx, self.ldy]
@@ -184,7 +184,7 @@ class _Product:
         ctypes.memmove(self.map.words, found.words, ctypes.sizeof(TensorMap))
 
 
-class Call(_Product):
+class Call(Product):
     """A kernel of `matmul` and its arguments."""
 
     def __init__(self, a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: Config) -> None:
@@ -210,7 +210,7 @@ class Call(_Product):
             y = self._result(out)
             pitches = pitch, y.stride(0) if m > 1 else n
         tensor_scale = b.global_scale
-        data, rows, settled = _stored(b)
+        data, rows, settled = stored(b)
         if bias is not None:
             bias = bias.contiguous()
         launch = self.launches[settled]
@@ -231,7 +231,7 @@ class Call(_Product):
         return y if out is None else self._returned(y, out)
 
 
-class DecodedCall(_Product):
+class DecodedCall(Product):
     """A pass that decodes a weight to BF16, cuBLAS's product with BF16 activations, and a launch over rows with flags."""
 
     def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
@@ -241,9 +241,11 @@ class DecodedCall(_Product):
         self.values = ctypes.c_void_p()
         _, n, k, *_ = self.sizes
         rows, chunks = -(-self.n // plans.ROWS), -(-self.k // plans.COLUMNS)
-        values = [self.weight, self.values, n, k, ctypes.c_int(_CHUNKS)]
-        self.decode = decode.prepare((rows, -(-chunks // _CHUNKS), 1), 128, values)
-        self.mend = mend.prepare((rows, min(_TURNS, -(-self.m // 64)), 1), 256, [self.weight, self.x, self.y, *self.sizes])
+        none, scales = ctypes.c_int(0), ctypes.c_void_p()  # they are part of the values
+        values = [self.weight, self.values, scales, n, k, none, none, ctypes.c_int(CHUNKS)]
+        self.decode = decode.prepare((rows, -(-chunks // CHUNKS), 1), 128, values)
+        operands = [self.weight, self.x, self.bias, self.y, *self.sizes]
+        self.mend = mend.prepare((rows, min(TURNS, -(-self.m // 64)), 1), 256, operands)
 
     def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
         """The product, on the current device. bias: None."""
@@ -251,7 +253,7 @@ class DecodedCall(_Product):
 
         x, y = self._activations(a), self._result(out)
         values = empty((self.n, self.k), torch.bfloat16, self.device)
-        data, rows, _ = _stored(b)
+        data, rows, _ = stored(b)
         with self.turn:
             self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
             self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
@@ -264,10 +266,10 @@ class DecodedCall(_Product):
 
 
 #: Chunks of a block that decodes, one after the other; blocks along the rows of x that mend.
-_CHUNKS, _TURNS = 4, 8
+CHUNKS, TURNS = 4, 8
 
 
-class GroupedCall(_Product):
+class GroupedCall(Product):
     """A kernel of `grouped_matmul` and its arguments. It reads weights after the kernel ahead, which may write the offsets."""
 
     def __init__(self, a: Any, b: ScaledTensor, out_dtype: str, config: Config | None = None) -> None:
@@ -315,7 +317,7 @@ def _matrices(x: Any, axes: int) -> Any:
 _PLACES = 256
 
 
-def _stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
+def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
     """(The chunks of a weight, its flags, whether the chunks were written before the kernel ahead.)"""
     data = b.data
     settled, rows = _settled(data), b.scale.contiguous()

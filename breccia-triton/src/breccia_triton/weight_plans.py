@@ -71,10 +71,14 @@ class Operand:
         return self.codes == 2 and self.scale >= 3
 
     @property
+    def decodes_scales(self) -> bool:
+        """Whether decoding to BF16 multiplies codes by scales, exactly: minifloat codes and E8M0 or E4M3 scales."""
+        return self.at_decode or (self.codes in (3, 4) and self.scale == 3)
+
+    @property
     def exact(self) -> bool:
-        """Whether BF16 holds the decoded values: products of minifloat codes and E8M0 or E4M3 scales, with no other factor."""
-        scaled = self.at_decode or (self.codes in (3, 4) and self.scale == 3)
-        return scaled and not self.global_scale and self.factor == 1.0
+        """Whether BF16 holds the decoded values: those products, with no other factor."""
+        return self.decodes_scales and not self.global_scale and self.factor == 1.0
 
     @property
     def macros(self) -> dict[str, int]:
@@ -347,9 +351,10 @@ def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None,
     return {**of.macros, **config.macros(), **numbers, "GROUPED": int(grouped)}
 
 
-def macros_of_decoding(of: Operand) -> dict[str, int]:
-    """The macros of weight_only_decode.cu."""
-    return {**of.macros, "ACT": DTYPES["bfloat16"], "OUT": DTYPES["bfloat16"], "BIAS": NO_BIAS}
+def macros_of_decoding(of: Operand, out: str = "bfloat16", bias: str | None = None) -> dict[str, int]:
+    """The macros of weight_only_decode.cu. out, bias: dtypes by name."""
+    numbers = {"ACT": DTYPES["bfloat16"], "OUT": DTYPES[out], "BIAS": NO_BIAS if bias is None else DTYPES[bias]}
+    return {**of.macros, **numbers}
 
 
 def wgmma_header(batch: int) -> str:

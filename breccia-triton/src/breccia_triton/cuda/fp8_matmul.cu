@@ -1,12 +1,14 @@
 // FP8 products on Hopper (sm_90a): out[M,N] = (A * scales) (W * scales)^T + bias, of A [M,K] and W [N,K], K adjacent in memory.
+// Also products of BF16 numbers where A alone has scales (ELEMENT 2): A holds the codes of a quantized weight, W activations, and
+// the output is written transposed, out[N,M]. So a scale along K belongs to a row of sums, of which a thread has two.
 //
 // The idea. A persistent grid of thread blocks walks over tiles of the output. In each block one warp (the producer) lets the
-// copy engine (TMA) fill a ring of STAGES steps of 128 along K; the other NWG warpgroups (consumers) multiply, each H x 64 rows
-// by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
+// copy engine (TMA) fill a ring of STAGES parts of 128 bytes along K; the other NWG warpgroups (consumers) multiply, each H x 64
+// rows by BN columns. An FP8 tensor core keeps about 13 fraction bits of its sums, so every step's product is added to FP32
 // accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers
 // take turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all
 // of them; CM blocks along M share W, CN along N share A) or split K (SK blocks; partial sums meet in one block's shared
-// memory). Where K is no multiple of 128, or M and N of no tile, the copy engine reads zeros, and writes nothing outside.
+// memory). Where K is no multiple of a stage, or M and N of no tile, the copy engine reads zeros, and writes nothing outside.
 //
 // Macros, besides those above:
 //   TURNS            consumers take turns
@@ -15,30 +17,47 @@
 //   DEPENDENT        starts before the kernel ahead has ended (programmatic dependent launch)
 //   PROMOTE          0 leaves the sums in the tensor core ("fast")
 //   SCALES           OUTER: one scale per tensor or per row of A and W, applied at the end. TILES: 1 x 128 of A and 128 x 128
-//                    of W. BLOCKS: 1 x 128 of both
-//   PIECES           1; 4 with BLOCKS means 1 x 32 of both, where every instruction's product is promoted
+//                    of W. BLOCKS: 1 x 128 of both. ROWS, with ELEMENT 2: along K of A
+//   ELEMENT          bytes of an element: 1, or 2 for BF16, where W has no scales and the output is transposed
+//   SPAN             stages of a step, whose product is promoted once: 2 with ROWS means 1 x 128 of A
+//   PIECES           parts of a stage that are promoted each. With BLOCKS 4 means 1 x 32 of both, where every instruction's
+//                    product is promoted; with ROWS 1, 2 and 4 mean 1 x 64, 1 x 32 and 1 x 16 of A
 //   A_PLAIN, W_PLAIN scales of blocks are [rows][K / 128] in memory, not [K / 128][rows]; those of 1 x 32 are [rows][K / 32]
 //   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else the copy engine does,
 //                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
 //   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
+//   DECODE           with ELEMENT 2: A is a weight in storage "mma_16x128" (weight_only.cuh, with its macros, ACT 0), which warps
+//                    of the producer decode into the ring while products run; CODE_STAGES of 128 columns are fetched ahead
 //   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
 #include "ptx.cuh"
 #include "wgmma.cuh"  // multiply(float* d, u64 a, u64 w, int add): d[64,BN] (+)= A[64,32] W[BN,32]^T, by one warpgroup
 
+#if DECODE
+#include "weight_only.cuh"
+#endif
+
 #define OUTER 0
 #define TILES 1
 #define BLOCKS 2
+#define ROWS 3
 #define NONE 0
 #define F32 1
 #define F16 2
 #define BF16 3
 
 constexpr int BM = 64 * NWG * H, REGISTERS = BN / 2, CLUSTER = CM * CN * SK;
+constexpr int WIDTH = 128 / ELEMENT;    // elements along K of a stage
+constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
+static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no form");
+static_assert(!DECODE || (TURNED && SK == 1 && CN == 1 && NWG == 2), "no form");
+static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages, then releases its own");
+static_assert(STAGES % SPAN == 0, "stages of a step are side by side in the ring");
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 // Bytes of a row's scales in a stage: of four pieces, of four steps (the copy engine's least box), or of this step.
-constexpr int A_ROW = PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4, W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
+constexpr int A_ROW = SCALES == ROWS ? 4 * PIECES : PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4;
+constexpr int W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
 constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * A_ROW, SW_BYTES = SCALES == BLOCKS ? BN * W_ROW : 0;  // in a stage
 constexpr bool A_COPIER = COPIERS && A_PLAIN && SCALES != OUTER, W_COPIER = COPIERS && W_PLAIN && SCALES == BLOCKS;
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
@@ -63,9 +82,13 @@ struct Args {
     int M, N, K, matrices;
     int sa_row, sw_row;             // from one row's scale (or first scale) to the next one's: 0 for one scale
     int a_matrix, w_matrix;         // 1 where each matrix of the output has its own of A, of W; else 0
+#if DECODE
+    Weight weight;
+#endif
 };
 
 // ------------------------------------------------------------------------------------------------ PTX
+// tests/fp8_matmul_host.cpp has all of this for the host, where the rest of the file runs as it is.
 
 // Without .release.cluster, which would cost a fence of the whole device. Nothing but the end of reads is announced.
 __device__ __forceinline__ void barrier_arrive_in(u32 b, u32 block) {
@@ -117,6 +140,40 @@ __device__ __forceinline__ u32 rounded_pair(float low, float high) {
     return r;
 }
 
+// Registers of each thread of a warpgroup, of the 65536 that its block has.
+template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+// Products (`multiply`) are in flight from `products_begin` until `products_wait<N>`: all but the last N that were committed.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void written(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }  // by a product: read it not before
+// Copies out, likewise; `copies_out_read`: their buffers may be written again.
+__device__ __forceinline__ void copies_out_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_out_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void copies_out_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Four 8 x 8 matrices of 16-bit numbers by a warp: two neighbours of row lane / 4 in each word. to: of row lane % 8 of matrix
+// lane / 8, where a row (if TRANSPOSED, a column) of 16 bytes goes.
+template <bool TRANSPOSED> __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    if constexpr (TRANSPOSED)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                     ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                     ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ u32 address_in(u32 a, int block) {  // of another block of the cluster
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(block));
+    return there;
+}
+__device__ __forceinline__ void store_in(u32 to, const float* v) {  // four numbers
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void store(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
+__device__ __forceinline__ float of_f16(u16 h) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h)); return v; }
+
 // ------------------------------------------------------------------------------------------------ tiles
 
 struct Tile { int row, column, matrix, end; };  // of the whole cluster: first row and column; end: where its rows end
@@ -159,12 +216,14 @@ template <int I, class F> __device__ __forceinline__ void with_offset(int offset
 __device__ __forceinline__ float bias_at(const void* bias, int column) {
     if constexpr (BIAS == F32) return __ldg((const float*)bias + column);
     if constexpr (BIAS == BF16) return __uint_as_float((u32)__ldg((const u16*)bias + column) << 16);
-    if constexpr (BIAS == F16) {
-        float v;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(__ldg((const u16*)bias + column)));
-        return v;
-    }
+    if constexpr (BIAS == F16) return of_f16(__ldg((const u16*)bias + column));
     return 0.f;
+}
+
+// One number of a transposed output.
+__device__ __forceinline__ void store(const Args& args, long long at, float x) {
+    if constexpr (OUT == F32) ((float*)args.out)[at] = x;
+    else ((u16*)args.out)[at] = (u16)rounded_pair(x, 0.f);
 }
 
 // Two neighbouring numbers of the output, of which columns below N exist.
@@ -190,15 +249,25 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     extern __shared__ __align__(1024) u8 smem[];
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
     const u32 ring = shared_address(smem), staging = ring + STAGES * STAGE_BYTES, sa_ring = staging + NWG * BUFFERS * OUT_BYTES;
-    const u32 sw_ring = sa_ring + STAGES * SA_BYTES, full = sw_ring + STAGES * SW_ROOM, empty = full + 8 * STAGES;
+    const u32 sw_ring = sa_ring + STAGES * SA_BYTES;
+#if DECODE
+    constexpr int CODE_BYTES = BM / 64 * CHUNK, DECODERS = 3;
+    const u32 code_ring = sw_ring, full = code_ring + CODE_STAGES * CODE_BYTES, empty = full + 8 * STAGES;
+    const u32 code_full = empty + 8 * STAGES, code_empty = code_full + 8 * CODE_STAGES;
+#else
+    const u32 full = sw_ring + STAGES * SW_ROOM, empty = full + 8 * STAGES;
+#endif
     // This block in its cluster: ci along M, cj along N, ck along K; and the steps along K that it takes.
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, ci = rank % CM, cj = rank / CM % CN, ck = rank / (CM * CN);
-    const int steps = (args.K + 127) / 128, k0 = steps * ck / SK, k1 = steps * (ck + 1) / SK, count = k1 - k0;
+    const int steps = (args.K + SPAN * WIDTH - 1) / (SPAN * WIDTH), k0 = steps * ck / SK, k1 = steps * (ck + 1) / SK, count = k1 - k0;
     const int first_tile = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
 
     if (threadIdx.x == 0) {
+#if DECODE
+        for (int s = 0; s < CODE_STAGES; s++) { barrier_init(code_full + 8 * s, 1); barrier_init(code_empty + 8 * s, DECODERS); }
+#endif
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, 1 + 32 * (A_COPIER + W_COPIER));
+            barrier_init(full + 8 * s, 1 + (DECODE ? 3 : 32 * (A_COPIER + W_COPIER)));
             barrier_init(empty + 8 * s, (CM + CN - 1) * NWG * 4);  // a warp of each consumer that reads what this block copies
         }
         barriers_visible();
@@ -210,15 +279,107 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         Walk walk; Tile tile;
         if (!GROUPED && threadIdx.x == 0 && walk.seek(args, first_tile, tile))
 #pragma unroll 1
-            for (int k = k0; k < min(k1, k0 + STAGES); k++)
-                prefetch(&map_w, k * 128, tile.column + cj * BN, tile.matrix * args.w_matrix);
+            for (int k = SPAN * k0; k < SPAN * min(k1, k0 + STAGES / SPAN); k++)
+                prefetch(&map_w, k * WIDTH, tile.column + cj * BN, tile.matrix * args.w_matrix);
         wait_for_grid_ahead();
         start_next_grid();
     }
 
     // 65536 registers: threads of the producer give theirs up for those of the consumers, which hold sums and a product.
     if (group == NWG) {  // ---- the producer
-        if (NWG > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(NWG == 3 ? 56 : 40));
+        if (NWG > 1) give_registers<NWG == 3 ? 56 : DECODE ? 64 : 40>();
+#if DECODE
+        const int chunks = (args.K + COLUMNS - 1) / COLUMNS, last_block = (args.M - 1) / 64;
+        if (warp == 0 && lane == 0) {
+            u32 stage = 0, phase = 1, slot = 0, slot_phase = 1;
+            Walk walk, codes_walk; Tile tile, codes_tile;
+            int codes_t = first_tile, codes_chunk = 0, ahead = 0;  // the next chunk of codes; chunks that are fetched ahead
+            bool codes_more = codes_walk.seek(args, codes_t, codes_tile);
+            const u64 policy = policy_of(false);
+#pragma unroll 1
+            for (int t = first_tile; walk.seek(args, t, tile); t += clusters)
+#pragma unroll 1
+                for (int k = 0; k < SPAN * steps; k++) {
+                    if (k % 2 == 0) {
+#pragma unroll 1
+                        while (codes_more && ahead <= (CODE_STAGES > 2 ? CODE_STAGES - 2 : 1)) {
+                            barrier_wait(code_empty + 8 * slot, slot_phase);
+                            barrier_arrive_expecting(code_full + 8 * slot, CODE_BYTES);
+#pragma unroll
+                            for (int i = 0; i < BM / 64; i++) {
+                                const int block = min((codes_tile.row + ci * BM) / 64 + i, last_block);
+                                const u8* const from = args.weight.chunks + ((u64)block * chunks + codes_chunk) * CHUNK;
+                                bulk_load(code_ring + slot * CODE_BYTES + i * CHUNK, from, CHUNK, code_full + 8 * slot, policy);
+                            }
+                            if (++slot == CODE_STAGES) { slot = 0; slot_phase ^= 1; }
+                            ahead++;
+                            if (++codes_chunk == chunks) {
+                                codes_chunk = 0; codes_t += clusters;
+                                codes_more = codes_walk.seek(args, codes_t, codes_tile);
+                            }
+                        }
+                        ahead--;
+                    }
+                    const u32 w = ring + stage * STAGE_BYTES + A_BYTES, bar = full + 8 * stage;
+                    barrier_wait(empty + 8 * stage, phase);
+                    barrier_arrive_expecting(bar, W_BYTES);
+                    if (CM == 1) copy(w, &map_w, k * WIDTH, tile.column, 0, bar);
+                    else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * WIDTH, tile.column + ci * (BN / CM), 0, bar, (u16)((1 << CM) - 1));
+                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                }
+        } else if (warp > 0) {
+            // A piece is 16 rows x 64 columns. Decoders take pieces in turn, also from one stage to the next.
+            constexpr int COUNT = BM / 16;
+            u32 stage = 0, phase = 1, slot = 0, slot_phase = 0;
+            int piece = warp - 1;
+            Walk walk; Tile tile;
+#pragma unroll 1
+            for (int t = first_tile; walk.seek(args, t, tile); t += clusters)
+#pragma unroll 1
+                for (int chunk = 0; chunk < chunks; chunk++) {
+                    barrier_wait(code_full + 8 * slot, slot_phase);
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        if (half == 1 && chunk * 2 + 1 >= SPAN * steps) break;
+                        barrier_wait(empty + 8 * stage, phase);
+#pragma unroll 1
+                        for (; piece < COUNT; piece += DECODERS) {
+                            const u32 slice = code_ring + slot * CODE_BYTES + piece / 4 * CHUNK + piece % 4 * SLICE;
+                            const int block = min((tile.row + ci * BM) / 64 + piece / 4, last_block);
+                            const int largest = AT_DECODE ? __ldg(args.weight.rows + 2 * block + 1) : 0;
+                            if (SCALES == ROWS && (SPAN == 1 || half == 0))
+                                for (int i = lane; i < 8 * PIECES; i += 32) {  // scales of rows r and r + 8 of a group
+                                    const u32 to = sa_ring + stage * SA_BYTES + (i / 8 * BM + piece * 16 + i % 8) * 4;
+                                    float s0, s1;
+                                    load_scales(slice, i % 8, half * (GROUPS / 2) + i / 8, s0, s1);
+                                    store(to, s0); store(to + 32, s1);
+                                }
+                            Codes codes;
+                            Rows rows = {};
+#pragma unroll
+                            for (int h = half * WORDS; h < (half + 1) * WORDS; h++) {
+                                const uint4 v = load_16(slice + h * 512 + lane * 16);
+                                codes.q[4 * h] = v.x; codes.q[4 * h + 1] = v.y; codes.q[4 * h + 2] = v.z; codes.q[4 * h + 3] = v.w;
+                            }
+                            const u32 to = ring + stage * STAGE_BYTES + (piece * 16 + (lane & 15)) * 128;
+#pragma unroll
+                            for (int j = 0; j < 4; j++) {
+                                u32 a[4];
+                                decode_tile(codes, slice, lane >> 2, 4 * half + j, largest, rows, a, j == 0);
+                                store_matrices<false>(to + ((2 * j + (lane >> 4)) ^ (lane & 7)) * 16, a[0], a[1], a[2], a[3]);
+                            }
+                        }
+                        piece -= COUNT;
+                        visible_to_copies();  // and to products
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(full + 8 * stage);
+                        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                    }
+                    if (lane == 0) barrier_arrive(code_empty + 8 * slot);
+                    if (++slot == CODE_STAGES) { slot = 0; slot_phase ^= 1; }
+                }
+        }
+#else
         if (warp == 0 && lane == 0) {
             u32 stage = 0, phase = 1;
             Walk walk; Tile tile;
@@ -227,21 +388,23 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 const int row = tile.row + ci * BM, column = tile.column + cj * BN;
                 const int za = GROUPED ? 0 : tile.matrix * args.a_matrix, zw = tile.matrix * args.w_matrix;
 #pragma unroll 1
-                for (int k = k0; k < k1; k++) {
+                for (int k = SPAN * k0; k < SPAN * k1; k++) {
                     const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
+                    const bool scaled = k % SPAN == 0;  // the first stage of a step has the scales
                     barrier_wait(empty + 8 * stage, phase);
-                    barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
+                    barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER || !scaled ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
                     // Each of the blocks that share an operand copies one part of it, to all of them.
-                    if (CN == 1) copy(a, &map_a, k * 128, row, za, bar);
-                    else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * 128, row + cj * (BM / CN), za, bar,
+                    if (CN == 1) copy(a, &map_a, k * WIDTH, row, za, bar);
+                    else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * WIDTH, row + cj * (BM / CN), za, bar,
                                      (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
-                    if (CM == 1) copy(w, &map_w, k * 128, column, zw, bar);
-                    else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * 128, column + ci * (BN / CM), zw, bar,
+                    if (CM == 1) copy(w, &map_w, k * WIDTH, column, zw, bar);
+                    else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * WIDTH, column + ci * (BN / CM), zw, bar,
                                      (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
                     // A box has at least 16 bytes along its last axis: of plain scales, four steps, or four pieces of one.
                     const int four = PIECES == 4 ? 4 * k : k & ~3;
-                    if (SCALES != OUTER && !A_COPIER)
-                        copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row, A_PLAIN ? row : k, za, bar);
+                    if (SCALES != OUTER && !A_COPIER && scaled)
+                        copy(sa_ring + stage * SA_BYTES, &map_sa, A_PLAIN ? four : row,
+                             A_PLAIN ? row : SCALES == ROWS ? k / SPAN * PIECES : k, za, bar);
                     if (SCALES == BLOCKS && !W_COPIER)
                         copy(sw_ring + stage * SW_ROOM, &map_sw, W_PLAIN ? four : column, W_PLAIN ? column : k, zw, bar);
                     if (++stage == STAGES) { stage = 0; phase ^= 1; }
@@ -270,10 +433,11 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 }
             }
         }
+#endif
         __syncwarp();
         if (SK > 1) { cluster_meet(); cluster_sync(); }
     } else {  // ---- the consumers
-        if (NWG > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NWG == 3 ? 152 : 232));
+        if (NWG > 1) take_registers<NWG == 3 ? 152 : DECODE ? 224 : 232>();
         float sum[H][REGISTERS], d[REGISTERS];
 #pragma unroll
         for (int i = 0; i < REGISTERS; i++) d[i] = 0.f;
@@ -311,19 +475,23 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int h = 0; h < H; h++) { sa0[h] = load(at + h * 64 * A_ROW); sa1[h] = load(at + (h * 64 + 8) * A_ROW); }
             }
         };
+        auto arrived = [&](u32 stage, u32 phase) {  // wait for all stages of a step
+            barrier_wait(full + 8 * stage, phase);
+            if constexpr (SPAN == 2) barrier_wait(full + 8 * stage + 8, phase);
+        };
         bool more = walk.seek(args, first_tile, tile);
-        if (more) { enter(tile); barrier_wait(full, 0); row_scales(0, k0); }
+        if (more) { enter(tile); arrived(0, 0); row_scales(0, k0); }
         for (int t = first_tile; more; t += clusters, tile = next) {
             const int row = tile.row + ci * BM + group * 64 * H, column = tile.column + cj * BN;
 #pragma unroll
             for (int i = 0; i < H * REGISTERS; i++) sum[i / REGISTERS][i % REGISTERS] = 0.f;  // in the loop: a select per step
-            // At the top of a step its stage has arrived, and its scales are in registers. The next stage, also the next
+            // At the top of a step its stages have arrived, and its scales are in registers. The next stage, also the next
             // tile's first, is awaited and its scales are fetched while the products run, so that the next one starts at once.
             auto step = [&](int k, auto offset, auto is_last) {
                 constexpr int OFFSET = decltype(offset)::value, last = decltype(is_last)::value;
                 const u32 base = ring + stage * STAGE_BYTES, here = stage;
-                const bool wraps = stage + 1 == STAGES;
-                const u32 next_stage = wraps ? 0 : stage + 1, next_phase = wraps ? phase ^ 1 : phase;
+                const bool wraps = stage + SPAN == STAGES;
+                const u32 next_stage = wraps ? 0 : stage + SPAN, next_phase = wraps ? phase ^ 1 : phase;
                 float f0[H][W_SCALES], f1[H][W_SCALES];
 #pragma unroll
                 for (int hp = 0; hp < H * PIECES; hp++) {
@@ -334,16 +502,20 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     const u32 a = __shfl_sync(~0u, ((base + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
                     const u32 w = __shfl_sync(~0u, ((base + A_BYTES) >> 4) | (1u << 16), 0);
                     if (TURNS) group_sync(1 + group, 256);
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    products_begin();
+                    auto multiply_stage = [&](u32 a, u32 w, bool first) {
 #pragma unroll
-                    for (int i = 0; i < 4 / PIECES; i++) {
-                        const int q = piece * (4 / PIECES) + i;  // 32 along K
-                        const u64 high = (u64)0x40000040u << 32;
-                        multiply(product, high | (a + 2 * q), high | (w + 2 * q), !PROMOTE || i != 0);
-                    }
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                        for (int i = 0; i < 4 / PIECES; i++) {
+                            const int q = piece * (4 / PIECES) + i;  // 32 bytes along K
+                            const u64 high = (u64)0x40000040u << 32;
+                            multiply(product, high | (a + 2 * q), high | (w + 2 * q), !PROMOTE || !first || i != 0);
+                        }
+                        products_commit();
+                    };
+                    multiply_stage(a, w, true);
+                    if constexpr (SPAN == 2) multiply_stage(a + STAGE_BYTES / 16, w + STAGE_BYTES / 16, false);
                     if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
-                    if (SCALES != OUTER && hp == 0)
+                    if (SCALES != OUTER && !(SCALES == ROWS && PIECES > 1) && hp == 0)
 #pragma unroll
                         for (int i = 0; i < H; i++)
 #pragma unroll
@@ -351,6 +523,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                                 f0[i][s] = SCALES == TILES ? sa0[i] * w_scale[s] : sa0[i];
                                 f1[i][s] = SCALES == TILES ? sa1[i] * w_scale[s] : sa1[i];
                             }
+                    if constexpr (SCALES == ROWS && PIECES > 1) {
+                        const u32 sa = sa_ring + here * SA_BYTES + (piece * BM + (group * H + h) * 64 + low) * 4;
+                        f0[h][0] = load(sa); f1[h][0] = load(sa + 32);
+                    }
                     if (final) {
                         if constexpr (last) {
                             more = walk.seek(args, t + clusters, next);
@@ -360,24 +536,28 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             for (int s = 0; s < W_SCALES; s++) w_scale[s] = __ldg(w_at[s] + k + 1);
                         }
                         if (!last || more) {
-                            barrier_wait(full + 8 * next_stage, next_phase);
+                            arrived(next_stage, next_phase);
                             row_scales(next_stage, last ? k0 : k0 + k + 1);
                         }
                     }
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-                    for (int i = 0; i < REGISTERS; i++) asm volatile("" : "+f"(product[i])::"memory");
-                    auto release = [&] {
+                    auto release = [&](u32 stage) {
                         if (!final) return;
                         __syncwarp();
-                        if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * here); }
-                        else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * here, releases);
+                        if (CM * CN == 1) { if (lane == 0) barrier_arrive(empty + 8 * stage); }
+                        else if (lane < CM + CN - 1) barrier_arrive_in(empty + 8 * stage, releases);
                     };
-                    if (SCALES != BLOCKS) release();
+                    if constexpr (SPAN == 2) {  // the first stage may be filled while the second one's products run
+                        products_wait<1>();
+                        release(here);
+                    }
+                    products_wait<0>();
+#pragma unroll
+                    for (int i = 0; i < REGISTERS; i++) written(product[i]);
+                    if (SCALES != BLOCKS) release(here + SPAN - 1);
                     if constexpr (PROMOTE) {
                         const int part = PIECES == 4 ? piece : (k0 + k) & 3;  // of four scales side by side
                         const u32 sw = sw_ring + here * SW_ROOM + (W_ROW == 16 ? pair * 16 + part * 4 : pair * 4);
-                        if constexpr (PIECES == 4) {
+                        if constexpr (SCALES == BLOCKS && PIECES == 4) {
                             const u32 sa = sa_ring + here * SA_BYTES + ((group * H + h) * 64 + low) * 16 + piece * 4;
                             f0[h][0] = load(sa); f1[h][0] = load(sa + 128);
                         }
@@ -387,8 +567,8 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             if constexpr (SCALES == OUTER) {
 #pragma unroll
                                 for (int i = 0; i < 4; i++) add(to[i], from[i]);
-                            } else if constexpr (SCALES == TILES) {
-                                const int s = SEGMENTS ? 8 * j / UNIT : (OFFSET + 8 * j) / 128;
+                            } else if constexpr (SCALES == TILES || SCALES == ROWS) {
+                                const int s = SCALES == ROWS ? 0 : SEGMENTS ? 8 * j / UNIT : (OFFSET + 8 * j) / 128;
                                 add_scaled(to[0], from[0], f0[h][s]); add_scaled(to[1], from[1], f0[h][s]);
                                 add_scaled(to[2], from[2], f1[h][s]); add_scaled(to[3], from[3], f1[h][s]);
                             } else {
@@ -400,7 +580,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             }
                         }
                     }
-                    if (SCALES == BLOCKS) release();
+                    if (SCALES == BLOCKS) release(here + SPAN - 1);
                 }
                 stage = next_stage; phase = next_phase;
             };
@@ -417,13 +597,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             const int home = NWG == SK ? group : 0, slot = ck < home ? ck : ck - 1, thread = threadIdx.x & 127;
             cluster_meet();  // no ring is in use any more
             if (ck != home) {
-                u32 to;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to)
-                             : "r"(ring + ((slot * NWG + group) * 128 + thread) * 16), "r"(home * CM * CN + rank % (CM * CN)));
+                const u32 to = address_in(ring + ((slot * NWG + group) * 128 + thread) * 16, home * CM * CN + rank % (CM * CN));
 #pragma unroll
                 for (int i = 0; i < REGISTERS; i += 4)
-                    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + i / 4 * (SK - 1) * NWG * 2048),
-                                 "f"(sum[0][i]), "f"(sum[0][i + 1]), "f"(sum[0][i + 2]), "f"(sum[0][i + 3]) : "memory");
+                    store_in(to + i / 4 * (SK - 1) * NWG * 2048, sum[0] + i);
             }
             cluster_sync();
             if (ck != home) break;
@@ -440,8 +617,17 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int h = 0; h < H; h++) {
                     const float* sa = args.sa + (GROUPED ? 0 : tile.matrix * args.sa_matrix);
                     const float* sw = args.sw + tile.matrix * args.sw_matrix;
-                    float r0 = 1.f, r1 = 1.f;
-                    if constexpr (SCALES == OUTER) {
+                    float r0 = 1.f, r1 = 1.f, b0 = 0.f, b1 = 0.f;
+                    if constexpr (TURNED) {
+                        b0 = bias_at(args.bias, min(row + h * 64 + low, args.M - 1));
+                        b1 = bias_at(args.bias, min(row + h * 64 + low + 8, args.M - 1));
+                    }
+#if DECODE
+                    // What decoding leaves out: a power of two for 64 rows, and a number for the tensor.
+                    const float power = factor_of_rows(__ldg(args.weight.rows + 2 * min(row / 64 + h, (args.M - 1) / 64) + 1));
+                    const float factor = factor_of(args.weight);
+#endif
+                    if constexpr (SCALES == OUTER && !DECODE) {
                         r0 = __ldg(sa + (long long)min(row + h * 64 + low, args.M - 1) * args.sa_row);
                         r1 = __ldg(sa + (long long)min(row + h * 64 + low + 8, args.M - 1) * args.sa_row);
                     }
@@ -451,11 +637,14 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         for (int i = 0; i < 2; i++) {
                             const int n = min(column + 8 * j + pair + i, args.N - 1);
                             float c = 1.f;
-                            if constexpr (SCALES == OUTER) c = __ldg(sw + (long long)n * args.sw_row);
-                            const float b = bias_at(args.bias, n);
+                            if constexpr (SCALES == OUTER && !TURNED) c = __ldg(sw + (long long)n * args.sw_row);
+                            if constexpr (!TURNED) b0 = b1 = bias_at(args.bias, n);
                             float &x = sum[h][4 * j + i], &y = sum[h][4 * j + 2 + i];
+#if DECODE
+                            if constexpr (SCALES == OUTER) { x *= power; y *= power; c = factor; }
+#endif
                             if constexpr (BIAS == NONE) { x *= r0 * c; y *= r1 * c; }
-                            else { x = fmaf(x, r0 * c, b); y = fmaf(y, r1 * c, b); }
+                            else { x = fmaf(x, r0 * c, b0); y = fmaf(y, r1 * c, b1); }
                         }
                 }
 #pragma unroll
@@ -466,28 +655,35 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 if (staged) {
                     const u32 buffer = staging + (group * BUFFERS + hp % BUFFERS) * OUT_BYTES;
                     if (GROUPED || hp % BUFFERS == 0) {  // earlier copies have left the buffers
-                        if ((threadIdx.x & 127) == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                        if ((threadIdx.x & 127) == 0) copies_out_read();
                         group_sync(5 + group, 128);
                     }
-                    const int r = warp * 16 + (lane & 15);
+                    const int r = TURNED ? (lane >> 4) * 8 + (lane & 7) : warp * 16 + (lane & 15);
 #pragma unroll
                     for (int j = 0; j < PART / 16; j++) {
-                        const int c = 16 * j + (lane >> 4) * 8, box = c / BOX, chunk = c % BOX / 8;
-                        const int swizzle = BOX == 64 ? r & 7 : BOX == 32 ? (r >> 1) & 3 : (r >> 2) & 1;
-                        const u32 to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
+                        // Where this lane's 8 numbers of a row of the output go; transposed, a row has 64 of them.
+                        u32 to;
+                        if constexpr (TURNED) {
+                            to = buffer + (16 * j + r) * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ (r & 7)) * 16);
+                        } else {
+                            const int c = 16 * j + (lane >> 4) * 8, box = c / BOX, chunk = c % BOX / 8;
+                            const int swizzle = BOX == 64 ? r & 7 : BOX == 32 ? (r >> 1) & 3 : (r >> 2) & 1;
+                            to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
+                        }
                         const float* v = sum[h] + from / 2 + 8 * j;
-                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                                     ::"r"(to), "r"(rounded_pair(v[0], v[1])), "r"(rounded_pair(v[2], v[3])),
-                                     "r"(rounded_pair(v[4], v[5])), "r"(rounded_pair(v[6], v[7])) : "memory");
+                        store_matrices<TURNED>(to, rounded_pair(v[0], v[1]), rounded_pair(v[2], v[3]), rounded_pair(v[4], v[5]),
+                                               rounded_pair(v[6], v[7]));
                     }
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    visible_to_copies();
                     group_sync(5 + group, 128);
                     if ((threadIdx.x & 127) == 0) {
+                        if constexpr (TURNED) copy_out(&map_out, row + h * 64, column + from, tile.matrix, buffer);
+                        else
 #pragma unroll
                         for (int x = 0; x < PART / BOX; x++)
                             copy_out(&map_out, column + from + x * BOX, row + h * 64, GROUPED ? 0 : tile.matrix,
                                      buffer + x * (64 * BOX * 2));
-                        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                        copies_out_commit();
                     }
                 } else if constexpr (!STAGED || GROUPED) {
 #pragma unroll
@@ -496,13 +692,19 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         for (int i = 0; i < 2; i++) {
                             const int m = row + h * 64 + low + 8 * i, n = column + from + 8 * j + pair;
                             const float* v = sum[h] + from / 2 + 4 * j + 2 * i;
-                            const long long at = (GROUPED ? 0 : tile.matrix * args.out_matrix) + m * args.out_row + n;
-                            if (m < tile.end) store(args, at, n, v[0], v[1]);
+                            if constexpr (TURNED) {
+                                const long long at = tile.matrix * args.out_matrix + n * args.out_row + m;
+                                if (m < tile.end && n < args.N) store(args, at, v[0]);
+                                if (m < tile.end && n + 1 < args.N) store(args, at + args.out_row, v[1]);
+                            } else {
+                                const long long at = (GROUPED ? 0 : tile.matrix * args.out_matrix) + m * args.out_row + n;
+                                if (m < tile.end) store(args, at, n, v[0], v[1]);
+                            }
                         }
                 }
             }
         }
-        if (STAGED && (threadIdx.x & 127) == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (STAGED && (threadIdx.x & 127) == 0) copies_out_done();
     }
     if (CLUSTER > 1) { __syncwarp(); cluster_meet(); }  // nobody leaves while others may still signal its barriers
 }

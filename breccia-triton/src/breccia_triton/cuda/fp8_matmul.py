@@ -318,12 +318,17 @@ class _Plan:
             4 if kinds[0] == "1x32" else 1, copiers,
         )  # fmt: skip
         function = loaded(variant, device)
-        # As many clusters as run at a time walk over all tiles. With split-K each has one: its ring holds the partial sums.
-        clusters = function.clusters(tile.threads, tile.cluster) if tile.cluster > 1 else processors
-        if not grouped:
-            tiles = matrices * -(-m // (tile.rows * tile.share[0])) * -(-n // (tile.columns * tile.share[1]))
-            clusters = tiles if tile.split > 1 else min(clusters, tiles)
-        return _Plan(variant, function, clusters * tile.cluster)
+        down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))
+        return _Plan(variant, function, grid_of(function, tile, None if grouped else matrices * down * along, processors))
+
+
+def grid_of(function: Any, tile: Tile, tiles: int | None, processors: int) -> int:
+    """Blocks of a launch. tiles: of clusters; None where only the device knows how many there are."""
+    # As many clusters as run at a time walk over all tiles. With split-K each has one: its ring holds the partial sums.
+    clusters = function.clusters(tile.threads, tile.cluster) if tile.cluster > 1 else processors
+    if tiles is not None:
+        clusters = tiles if tile.split > 1 else min(clusters, tiles)
+    return clusters * tile.cluster
 
 
 @lru_cache

@@ -34,8 +34,9 @@ _BLOCKS: dict[Block, str] = {
     (STEP, STEP): "128x128",
     (1, PIECE): "1x32",
 }
-#: Pairs of scales of a and b: each with SCALES of the source.
-OUTER, TILES, BLOCKS = range(3)
+#: Macro SCALES. ROWS belongs to BF16 operands, of which only the first has scales: `decoded_plans`.
+OUTER, TILES, BLOCKS, ROWS = range(4)
+#: Pairs of scales of a and b.
 SCALES = {
     **{(a, b): OUTER for a in ("tensor", "row") for b in ("tensor", "row")},
     ("1x128", "128x128"): TILES,
@@ -233,16 +234,17 @@ _SHORT = 16
 def tile_of(m: int, n: int, k: int, matrices: int, processors: int) -> Tile:
     """The tile for a product: fewest cycles in whole waves of clusters."""
     steps = -(-k // STEP)
-
-    def cycles(tile: Tile) -> float:
-        down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))
-        waves = -(-matrices * down * along // max(1, processors // tile.cluster))
-        each = tile.rows * tile.columns * STEP / _RATE / tile.efficiency
-        reduction = _REDUCTION if tile.split > 1 else 0.0
-        return waves * (-(-steps // tile.split) * each + _FIXED + reduction)
-
-    best = min((tile for tile in TABLE if tile.split <= steps), key=cycles)
+    best = min((tile for tile in TABLE if tile.split <= steps), key=lambda t: cycles(t, m, n, steps, matrices, processors))
     return short(best, steps)
+
+
+def cycles(tile: Tile, m: int, n: int, steps: int, matrices: int, processors: int) -> float:
+    """The estimated cycles of a product by a tile. steps: of 128 bytes along K."""
+    down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))
+    waves = -(-matrices * down * along // max(1, processors // tile.cluster))
+    each = tile.rows * tile.columns * STEP / _RATE / tile.efficiency
+    reduction = _REDUCTION if tile.split > 1 else 0.0
+    return waves * (-(-steps // tile.split) * each + _FIXED + reduction)
 
 
 def grouped_tile_of(m: int, groups: int, k: int) -> Tile:
@@ -287,13 +289,24 @@ class Variant:
     grouped: bool = False
     pieces: int = 1
     copiers: bool = False
+    span: int = 1
+    #: Where the kernel decodes a weight: macros of weight_only.cuh; bytes of 64 rows by 128 columns, and how many are fetched
+    #: ahead.
+    decode: tuple[tuple[str, int], ...] = ()
+    chunk_bytes: int = 0
+    code_stages: int = 0
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of both operands."""
+        return 2 if self.codecs[0] == "bf16" else 1
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of shared memory of one stage of the ring, with its scales and barriers."""
         tile = self.tile
         a, w = (16 if self.pieces == 4 or (plain and not self.copiers) else 4 for plain in (self.a_plain, self.w_plain))
-        a = 0 if self.scales == OUTER else tile.rows * a
+        a = 0 if self.scales == OUTER else tile.rows * (4 * self.pieces if self.scales == ROWS else a)
         w = 0 if self.scales != BLOCKS else -(-tile.columns * w // 128) * 128
         return (tile.rows + tile.columns) * STEP + a + w + 16
 
@@ -305,13 +318,19 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring that fit."""
-        return min(self.tile.stages, (SHARED - self.output_bytes) // self.stage_bytes)
+        """Stages of the ring that fit, for whole steps."""
+        stages = min(self.tile.stages, (SHARED - self.output_bytes - self.code_bytes) // self.stage_bytes)
+        return stages // self.span * self.span
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of shared memory of codes that are fetched ahead, with their barriers."""
+        return self.code_stages * (self.tile.rows // 64 * self.chunk_bytes + 16)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * self.stage_bytes + self.output_bytes
+        return self.stages * self.stage_bytes + self.output_bytes + self.code_bytes
 
     @property
     def macros(self) -> Mapping[str, int]:
@@ -323,7 +342,8 @@ class Variant:
             "DEPENDENT": int(t.dependent), "PROMOTE": int(self.promote), "SCALES": self.scales, "A_PLAIN": int(self.a_plain),
             "W_PLAIN": int(self.w_plain), "OUT": KINDS[self.out], "BIAS": KINDS[self.bias], "STAGED": int(self.staged),
             "PAIRS": int(self.pairs), "GROUPED": int(self.grouped),
-            "PIECES": self.pieces, "COPIERS": int(self.copiers),
+            "PIECES": self.pieces, "COPIERS": int(self.copiers), "ELEMENT": self.element, "SPAN": self.span,
+            "DECODE": int(bool(self.decode)), "CODE_STAGES": self.code_stages, **dict(self.decode),
         }  # fmt: skip
 
 

@@ -1,0 +1,282 @@
+"""Products of decoded codes without a GPU: which calls, how they are compiled, and what a launch is told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from host_kernels import Decoding, Product, tensor_map
+from weights import FORMATS, in_torch, tensor
+
+import breccia
+from breccia.backend import reference
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from breccia_triton import decoded_plans as plans  # noqa: E402
+from breccia_triton import weight_plans  # noqa: E402
+from breccia_triton.cuda import compiler, fp8_plans  # noqa: E402
+from breccia_triton.decoded_plans import Form  # noqa: E402
+
+STORAGE, NAME = "mma_16x128", "cuda.weight_only_decoded"
+CUDA = Path(compiler.__file__).parent
+
+
+def some(cases: Iterable[Any], first: Callable[[Any], bool]) -> list[Any]:
+    """Cases as parameters, of which `make test` runs those for which `first` is true."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if first(case) else pytest.mark.rest)
+        for case in cases
+    ]
+
+
+def operand_of(name: str) -> weight_plans.Operand:
+    found = weight_plans.operand_of(FORMATS[name], FORMATS[name].scale.block)
+    assert isinstance(found, weight_plans.Operand)
+    return found
+
+
+def form_of(name: str) -> Form:
+    found = plans.form_of(operand_of(name), FORMATS[name].scale.block)
+    assert isinstance(found, Form)
+    return found
+
+
+def test_scales_of_rows_and_tensors_and_those_in_the_codes_multiply_whole_sums() -> None:
+    whole = {name for name in FORMATS if form_of(name).scales == fp8_plans.OUTER}
+    assert whole == {
+        "int4-row", "int8-row", "e4m3-tensor", "e5m2-row", "mxfp4", "mxfp8", "mxfp8-e5m2",
+        "nvfp4", "nvfp4-one", "nvfp4-divisor", "nvfp4-amax",
+    }  # fmt: skip
+    for name, group in (
+        ("int4-128", 128),
+        ("int4-256", 128),
+        ("e4m3-square", 128),
+        ("int4-64", 64),
+        ("uint4", 32),
+        ("int4-16", 16),
+    ):
+        form = form_of(name)
+        assert form.group == group
+        # A promotion of a step's part sees the columns of one scale.
+        assert form.step == group * form.pieces and form.levels(648) == -(-648 // group)
+    assert form_of("nvfp4").levels(648) == 1
+
+
+def test_global_scales_beside_scales_of_sums_have_no_place() -> None:
+    from breccia.codecs import E2M1, F16, F32
+    from breccia.formats import TENSOR, Format, Level
+
+    fmt = Format(E2M1, (Level(F32, TENSOR), Level(F16, (1, 32))))
+    found = weight_plans.operand_of(fmt, (1, 32))
+    assert isinstance(found, weight_plans.Operand) and "global scale" in str(plans.form_of(found, (1, 32)))
+
+
+def test_it_runs_only_where_it_is_named_and_says_what_it_does_not_take() -> None:
+    def reason(b: Any, dtype: str = "bfloat16", accepts: Any = plans.accepts) -> str | None:
+        a = SimpleNamespace(dtype=dtype, shape=(600, b.shape[-2]), empty=False)
+        facts = {"recipe": b.recipe, "layout": b.layout, "storage": b.storage, "axis": b.axis, "ndim": b.ndim, "shape": b.shape}
+        call: Any = SimpleNamespace(
+            op="matmul", a=a, b=SimpleNamespace(**facts, empty=False), option=lambda _, default: default
+        )  # fmt: skip
+        return accepts(call)
+
+    plain = tensor("int4-128", 64, 256)
+    stored = plain.to_storage(STORAGE)
+    assert reason(stored.mT) is None
+    assert "'mma_16x128'" in str(reason(plain.mT))
+    assert "activations are float16" in str(reason(stored.mT, "float16"))
+    assert "K = 132 is not a multiple of 8" in str(reason(tensor("int4-64", 64, 132).to_storage(STORAGE).mT))
+    assert "activations are float16" in str(reason(stored.mT, "float16", plans.accepts_overlapped))
+    assert reason(tensor("int4-64", 64, 132).to_storage(STORAGE).mT, accepts=plans.accepts_overlapped) is None
+    said = str(breccia.explain("matmul", "array", "int4", on="torch:cuda"))
+    assert f"name it with prefer='{NAME}'" in said and "name it with prefer='cuda.weight_only_overlapped'" in said
+
+
+@pytest.mark.parametrize("k", [128, 136, 512, 8192])
+def test_tiles_have_a_step_for_each_part_of_k_and_stages_for_two_steps(k: int) -> None:
+    for name in ("int8-row", "int4-128", "int4-64", "uint4", "int4-16"):
+        form = form_of(name)
+        for n in (64, 200, 4096, 28672):
+            for m in (1, 64, 512, 4096):
+                tile = plans.tile_of(form, n, m, k, 132)
+                assert tile.split <= -(-k // form.step)
+                for out, staged in (("bfloat16", True), ("float32", False)):
+                    variant = plans.variant_of(form, tile, out, "float32", staged)
+                    assert variant.stages >= 2 * form.span and variant.shared <= fp8_plans.SHARED
+    assert plans.tile_of(form_of("int4-128"), 8192, 4096, 8192, 132).name == "256x128"
+
+
+def test_tiles_that_decode_have_room_for_codes_and_stages_of_two_steps() -> None:
+    for name in FORMATS:
+        form = plans.overlapped_form_of(operand_of(name))
+        assert isinstance(form, Form)
+        for tile in plans.OVERLAPPED:
+            for out, staged in (("bfloat16", True), ("float32", False)):
+                variant = plans.overlapped(plans.variant_of(form, tile, out, "float32", staged), operand_of(name))
+                assert variant.stages >= 2 * form.span and variant.stages >= 3 and variant.shared <= fp8_plans.SHARED
+    # Scales of rows are in every chunk.
+    assert plans.overlapped_form_of(operand_of("int8-row")) == plans.overlapped_form_of(operand_of("int4-128"))
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "nvfp4")))
+def test_products_that_decode_compile_for_hopper_without_spilling(name: str) -> None:
+    from breccia_triton.cuda import fp8_matmul
+
+    form = plans.overlapped_form_of(operand_of(name))
+    assert isinstance(form, Form)
+    for tile in plans.OVERLAPPED:
+        for out, bias, staged in (("bfloat16", None, True), ("float32", "bfloat16", False)):
+            variant = plans.overlapped(plans.variant_of(form, tile, out, bias, staged), operand_of(name))
+            source = fp8_matmul.source_of(tile.columns, variant.codecs)
+            _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", variant.macros))
+            assert "serialized" not in log and "warning" not in log, log
+            assert sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)) <= 64, (variant, log)
+
+
+def test_slices_are_whole_blocks_of_rows_and_cover_the_weight() -> None:
+    assert plans.slices(200, None) == [(0, 200)]
+    assert plans.slices(200, 130) == [(0, 128), (128, 72)]
+    assert plans.slices(200, 1) == [(0, 64), (64, 64), (128, 64), (192, 8)]
+
+
+@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4")))
+def test_the_pass_that_decodes_codes_and_scales_compiles_without_spilling(name: str) -> None:
+    source = compiler.Source.read(CUDA / "weight_only_decode.cu")
+    macros = weight_plans.macros_of_decoding(operand_of(name), "float32", "float16")
+    _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", macros))
+    assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}
+    assert "warning" not in log
+
+
+# -- the sources themselves, on the host -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
+    """Let products of CPU tensors run the sources on the host. Returns a list of planted mistakes in that of the product."""
+    from breccia_triton import decoded_matmul
+    from breccia_triton.cuda import fp8_matmul, program
+
+    changes: list[Any] = []
+    seeds = itertools.count()
+    monkeypatch.setattr(program, "function", lambda source, entry, macros, *rest: Decoding(entry, macros, folder))
+    monkeypatch.setattr(
+        fp8_matmul, "loaded", lambda variant, device: Product(variant, folder, tuple(changes), next(seeds))
+    )  # fmt: skip
+    monkeypatch.setattr(decoded_matmul, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(decoded_matmul, "stream_of", lambda index: 0)
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return changes
+
+
+def multiplied(
+    name: str, n: int, k: int, m: int, dtype: str, biased: bool, tile: Any, rows: int | None = None, kind: str = "Decoded"
+) -> Any:
+    """(The product on the host, the largest error over the bound of the contract.) kind: of the class."""
+    from breccia_triton import decoded_matmul
+
+    made = getattr(decoded_matmul, f"{kind}Product")
+    plain = tensor(name, n, k, seed=2)
+    w = in_torch(plain).to_storage(STORAGE).mT
+    g = torch.Generator().manual_seed(m)
+    x = torch.randn(m, k, generator=g).bfloat16()
+    bias = torch.randn(n, generator=g).to(getattr(torch, dtype)) if biased else None
+    found = made(x, w, bias, dtype, tile, rows)(x, w, bias, None)
+    values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
+    added = torch.zeros(n).double() if bias is None else bias.double()
+    exact, size = x.double() @ values.mT + added, x.double().abs() @ values.mT.abs() + added.abs()
+    assert found.shape == exact.shape and str(found.dtype) == f"torch.{dtype}"
+    terms = (k + biased) * 2.0**-24
+    bound = terms / (1 - terms) * size
+    bound = bound + {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype] * (exact.abs() + bound)
+    return found, ((found.double() - exact).abs() / bound).nan_to_num(nan=math.inf).max().item()
+
+
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "uint4-zero-16", "nvfp4")))
+def test_products_of_every_format_are_within_the_bound_on_the_host(name: str, on_the_host: list[Any]) -> None:
+    for (n, k, m), dtype in (((72, 200, 50), "bfloat16"), ((70, 136, 20), "float32")):
+        found, error = multiplied(name, n, k, m, dtype, dtype == "float32", None)
+        assert error <= 1
+    assert multiplied(name, n, k, m, dtype, True, None, rows=64)[0].equal(found)
+
+
+@pytest.mark.parametrize(
+    ("tile", "name"),
+    some(
+        itertools.product(fp8_plans.TABLE, ("int8-row", "int4-128", "int4-64", "uint4", "int4-16")),
+        lambda of: of[0].name in ("256x128", "64x112 split") and of[1] == "int4-128",
+    ),
+)
+def test_every_tile_multiplies_every_form_on_the_host(tile: Any, name: str, on_the_host: list[Any]) -> None:
+    at = fp8_plans.TABLE.index(tile)
+    dtype = ("bfloat16", "float32", "float16")[(at + len(name)) % 3]
+    assert multiplied(name, 328, 648, 200, dtype, at % 2 == 0, tile)[1] <= 1
+
+
+@pytest.mark.parametrize("name", some(FORMATS, lambda name: name == "uint4-zero-16"))
+def test_products_that_decode_every_format_are_within_the_bound_on_the_host(name: str, on_the_host: list[Any]) -> None:
+    for (n, k, m), dtype in (((72, 200, 50), "bfloat16"), ((330, 1163, 130), "float32")):
+        for tile in plans.OVERLAPPED[:2] if n > 100 else plans.OVERLAPPED[2:]:
+            assert multiplied(name, n, k, m, dtype, dtype == "float32", tile, kind="Overlapped")[1] <= 1
+
+
+#: Mistakes in the source, which results or a deadlock have to show.
+MISTAKES = {
+    "a stage is released while products read it": ("release(here);\n", "release(here); release(here + 1);\n"),
+    "a row of the transposed output in another's place": ("^ (r & 7)) * 16)", "^ (r & 3)) * 16)"),
+    "the second half's scales": ("sa_ring + stage * SA_BYTES + (group * 64 * H + low)", "sa_ring + stage * SA_BYTES + (low)"),
+    "sums that begin with the product before": ("!PROMOTE || !first || i != 0", "!PROMOTE || !first || i != 0 || k > 0"),
+    "the wrong turn": ("group_arrive(1 + (group + 1) % NWG, 256)", "group_arrive(1 + group, 256)"),
+    "bytes that nobody copies": ("STAGE_BYTES + (A_COPIER", "STAGE_BYTES + 16 + (A_COPIER"),
+}
+#: The same where the product decodes the weight.
+OVERLAPPED_MISTAKES = {
+    "a stage is written while products read it": (
+        "barrier_wait(empty + 8 * stage, phase);\n#pragma unroll 1\n                        for (; piece",
+        "for (; piece",
+    ),
+    "codes of the second half": ("decode_tile(codes, slice, lane >> 2, 4 * half + j", "decode_tile(codes, slice, lane >> 2, j"),
+    "scales of another row": ("store(to + 32, s1)", "store(to + 16, s1)"),
+    "codes are overwritten before they are read": ("barrier_wait(code_empty + 8 * slot, slot_phase);", ""),
+    "codes that nobody releases": ("if (lane == 0) barrier_arrive(code_empty + 8 * slot);", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", some(MISTAKES, lambda mistake: "released" in mistake))
+def test_mistakes_in_the_source_are_found_on_the_host(mistake: str, on_the_host: list[Any]) -> None:
+    on_the_host.append(MISTAKES[mistake])
+    assert wrong("int4-128", fp8_plans.TABLE[0], "Decoded")
+
+
+@pytest.mark.parametrize("mistake", some(OVERLAPPED_MISTAKES, lambda mistake: "a stage" in mistake))
+def test_mistakes_where_the_product_decodes_are_found_on_the_host(mistake: str, on_the_host: list[Any]) -> None:
+    on_the_host.append(OVERLAPPED_MISTAKES[mistake])
+    assert wrong("uint4-zero-128", plans.OVERLAPPED[0], "Overlapped")
+
+
+def wrong(name: str, tile: Any, kind: str) -> bool:
+    """Whether a product on the host does not end, or not within the bound."""
+    try:
+        return multiplied(name, 328, 1160, 200, "bfloat16", False, tile, kind=kind)[1] > 1
+    except AssertionError as e:
+        return "a deadlock" in str(e)
