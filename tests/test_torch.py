@@ -880,6 +880,7 @@ def test_exported_programs_contain_operators_and_take_any_batch(strict: bool, tm
         assert all(torch.equal(a, b) for a, b in zip(run(x), model(x), strict=True))
 
 
+@pytest.mark.rest
 def test_exported_programs_take_and_return_scaled_tensors(tmp_path: Path) -> None:
     class Requantize(torch.nn.Module):
         def forward(self, st: breccia.ScaledTensor) -> breccia.ScaledTensor:
