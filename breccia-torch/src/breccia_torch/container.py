@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from breccia.backend import PARTS, Metadata, ScaledTensor, once, rebuilt, registry, restored
+from breccia.backend import Metadata, ScaledTensor, once, rebuilt, registry, restored
 
 
-class _Context(NamedTuple):
-    """The metadata of a tensor, and the names of its components: those of its format. None would count as a leaf."""
-
-    metadata: Metadata
-    names: tuple[str, ...]
+def _flatten(st: ScaledTensor) -> tuple[list[Any], Metadata]:
+    """The components of its format, also where a tree has None in their place, as vmap's axes may. None would be a leaf."""
+    return [getattr(st, name) for name in st.recipe.format.parts], Metadata.of(st)
 
 
-def _flatten(st: ScaledTensor) -> tuple[list[Any], _Context]:
-    parts = st.recipe.format.parts  # of trees of other leaves than arrays too, such as vmap's axes, where None is a leaf
-    names = tuple([name for name in PARTS if name in parts])
-    return [getattr(st, name) for name in names], _Context(Metadata.of(st), names)
+def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], Metadata]:
+    leaves, metadata = _flatten(st)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(st.recipe.format.parts, leaves, strict=True)], metadata
 
 
-def _flatten_with_keys(st: ScaledTensor) -> tuple[list[tuple[Any, Any]], _Context]:
-    leaves, context = _flatten(st)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context.names, leaves, strict=True)], context
-
-
-def _unflatten(leaves: Any, context: _Context) -> ScaledTensor:
+def _unflatten(leaves: Any, metadata: Metadata) -> ScaledTensor:
     """Unchecked: leaves may be placeholders."""
-    return context.metadata.assembled(**dict(zip(context.names, leaves, strict=True)))
-
-
-def _to_json(context: _Context) -> list[Any]:
-    """What `torch.export.save` stores."""
-    return [context.metadata.to_json(), context.names]
-
-
-def _from_json(stored: list[Any]) -> _Context:
-    text, names = stored
-    return _Context(Metadata.from_json(text), tuple(names))
+    return metadata.assembled(**dict(zip(metadata.recipe.format.parts, leaves, strict=True)))
 
 
 @once
@@ -51,8 +33,8 @@ def register() -> None:
         _flatten,
         _unflatten,
         serialized_type_name="breccia.ScaledTensor",
-        to_dumpable_context=_to_json,
-        from_dumpable_context=_from_json,
+        to_dumpable_context=Metadata.to_json,
+        from_dumpable_context=Metadata.from_json,
         flatten_with_keys_fn=_flatten_with_keys,
     )
     declared = registry()
