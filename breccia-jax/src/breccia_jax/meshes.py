@@ -17,7 +17,7 @@ from breccia import LayoutError
 from breccia.backend import PLAIN, ScaledTensor
 
 from .container import Held, check_components
-from .ops import shared_out
+from .ops import names_of, shared_out
 
 #: How the axes of an array are sharded: a name or names of mesh axes, or None, for each axis.
 Spec = tuple[Any, ...]
@@ -35,8 +35,8 @@ def product(specs: list[Spec], shape: tuple[int, ...]) -> Spec:
     first, second = specs[0], specs[1]
     lead, columns = first[:-1][-(len(shape) - 1) :], second[-1]
     lead = (None,) * (len(shape) - 1 - len(lead)) + lead
-    taken = {name for axis in lead for name in _names(axis)}
-    return (*lead, None if taken & set(_names(columns)) else columns)
+    taken = {name for axis in lead for name in names_of(axis)}
+    return (*lead, None if taken & set(names_of(columns)) else columns)
 
 
 def automatic(rule: Rule, function: Callable[..., Any], *operands: Any) -> Any:
@@ -135,7 +135,3 @@ def _spec(operand: Any) -> tuple[Any, Spec]:
     spec = (*spec, *(None,) * (leaf.ndim - len(spec)))
     mesh = None if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding.mesh
     return mesh, spec
-
-
-def _names(axis: Any) -> tuple[str, ...]:
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

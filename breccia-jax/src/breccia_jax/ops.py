@@ -199,13 +199,18 @@ class _JaxOps(Ops):
         return array.view(np.uint8) if name.startswith("float8") else array
 
 
+def names_of(axis: Any) -> tuple[str, ...]:
+    """The mesh axes along which an axis of an array is sharded."""
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
 def shared_out(mesh: Any, spec: Any, shape: tuple[int, ...], memory_kind: str | None = None) -> NamedSharding:
     """The sharding of an array along the axes of `spec` that its shards divide."""
 
-    def shards(axis: Any) -> int:
-        return math.prod(mesh.shape[name] for name in (axis if isinstance(axis, tuple) else (axis,)) if name is not None)
-
-    whole = [axis if n % shards(axis) == 0 else None for axis, n in zip(spec, shape, strict=False)]
+    whole = [
+        axis if n % math.prod(mesh.shape[name] for name in names_of(axis)) == 0 else None
+        for axis, n in zip(spec, shape, strict=False)
+    ]
     return NamedSharding(mesh, PartitionSpec(*whole), memory_kind=memory_kind)
 
 
