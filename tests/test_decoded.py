@@ -1,4 +1,4 @@
-"""Products of decoded codes without a GPU: which calls, how they are compiled, and what a launch is told."""
+"""Products of decoded codes, without a GPU: the calls they take, how kernels are compiled, and the arguments of a launch."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _FORMS = {128: Form(ROWS, 2, 1, 128), 64: Form(ROWS, 1, 1, 64), 32: Form(ROWS, 1
 
 
 def form_of(of: Operand, block: Block) -> Form | str:
-    """The form for a weight with blocks along K; or why there is none."""
+    """The form of a weight whose blocks run along K, or the reason why it has none."""
     if of.decodes_scales or block == TENSOR or block[1] is None:
         return Form(OUTER)
     if of.global_scale or of.factor != 1.0:
