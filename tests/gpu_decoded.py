@@ -1,7 +1,7 @@
 """Run products of codes that are decoded to memory (`cuda.weight_only_decoded`), or by warps of the product
 (`cuda.weight_only_overlapped`), on a GPU: first whether they are right, then how long they take.
 
-    python tests/gpu_decoded.py [--seconds 340] [--skip-fp8]
+    python tests/gpu_decoded.py [--seconds 340] [--skip-fp8] [--only decodes]
 
 Every tile runs in a process of its own, so that a kernel that hangs or faults stops only its lines; so does each weight that is
 timed. FP8 products share the source, and run too (tests/gpu_fp8_matmul.py). The table of times comes last: microseconds of
@@ -210,6 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=340.0, help="for everything")
     parser.add_argument("--skip-fp8", action="store_true", help="leave out FP8 products, which share the source")
+    parser.add_argument("--only", default="", help="check only products whose tile's name begins so, such as decodes")
     parser.add_argument("--tile", help=argparse.SUPPRESS)
     parser.add_argument("--times", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -221,7 +222,7 @@ def main() -> int:
         return 0
     until, wrong, right = time.monotonic() + given.seconds, 0, 0
     with ThreadPoolExecutor(SIDES) as pool:
-        started = {name: pool.submit(run, [__file__, "--tile", name], 90.0) for name in names()}
+        started = {name: pool.submit(run, [__file__, "--tile", name], 90.0) for name in names() if name.startswith(given.only)}
         for name, future in started.items():
             lines, ended = future.result()
             bad = [line for line in lines if line.startswith("BAD")]

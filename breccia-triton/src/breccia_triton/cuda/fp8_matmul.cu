@@ -47,6 +47,11 @@
 #define BF16 3
 
 constexpr int BM = 64 * NWG * H, REGISTERS = BN / 2, CLUSTER = CM * CN * SK;
+// Registers of a thread of the producer and of a consumer. A block has what its threads were launched with; a consumer that asks
+// for more than the producer leaves waits for ever.
+constexpr int THREADS = NWG * 128 + 128, LAUNCHED = 65536 / THREADS / 8 * 8;
+constexpr int PRODUCER = NWG == 3 || DECODE ? 56 : 40, CONSUMER = NWG == 3 ? 152 : DECODE ? 224 : 232;
+static_assert(NWG == 1 || PRODUCER + NWG * CONSUMER <= LAUNCHED * (NWG + 1), "more registers than the block has");
 constexpr int WIDTH = 128 / ELEMENT;    // elements along K of a stage
 constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
 static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no form");
@@ -140,7 +145,7 @@ __device__ __forceinline__ u32 rounded_pair(float low, float high) {
     return r;
 }
 
-// Registers of each thread of a warpgroup, of the 65536 that its block has.
+// Registers of each thread of a warpgroup, of those that its block was launched with.
 template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 // Products (`multiply`) are in flight from `products_begin` until `products_wait<N>`: all but the last N that were committed.
@@ -242,7 +247,7 @@ __device__ __forceinline__ void store(const Args& args, long long at, int column
 
 // ------------------------------------------------------------------------------------------------ the kernel
 
-extern "C" __global__ void __launch_bounds__(NWG * 128 + 128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_w,
            const __grid_constant__ TensorMap map_sa, const __grid_constant__ TensorMap map_sw,
            const __grid_constant__ TensorMap map_out, const __grid_constant__ Args args) {
@@ -287,7 +292,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 
     // 65536 registers: threads of the producer give theirs up for those of the consumers, which hold sums and a product.
     if (group == NWG) {  // ---- the producer
-        if (NWG > 1) give_registers<NWG == 3 ? 56 : DECODE ? 64 : 40>();
+        if (NWG > 1) give_registers<PRODUCER>();
 #if DECODE
         const int chunks = (args.K + COLUMNS - 1) / COLUMNS, last_block = (args.M - 1) / 64;
         if (warp == 0 && lane == 0) {
@@ -437,7 +442,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         __syncwarp();
         if (SK > 1) { cluster_meet(); cluster_sync(); }
     } else {  // ---- the consumers
-        if (NWG > 1) take_registers<NWG == 3 ? 152 : DECODE ? 224 : 232>();
+        if (NWG > 1) take_registers<CONSUMER>();
         float sum[H][REGISTERS], d[REGISTERS];
 #pragma unroll
         for (int i = 0; i < REGISTERS; i++) d[i] = 0.f;
