@@ -39,12 +39,8 @@ FORMATS = {
 OURS, BF16, TORCH, HUMMING = "breccia", "bf16", "torch-int4", "humming"
 #: torch's product of groups of BF16 rows; and the same, one product for each group, whose sizes the host has to know.
 BF16_GROUPED, BF16_EACH = "bf16-grouped", "bf16-each"
-#: cuBLAS after a pass that decodes the weight, among the configurations.
-DECODED = "decoded"
-#: Kernels of other libraries in breccia's table, and breccia's that run only where they are named; and by arm, whose time it is
-#: that `score` reads.
+#: Kernels of other libraries in breccia's table; and by arm, whose time it is that `score` reads.
 IN_TABLE = {TORCH: "torch.int4", HUMMING: "humming.weight_only"}
-NAMED = {"decoded-codes": "cuda.weight_only_decoded", "overlapped": "cuda.weight_only_overlapped"}
 MEASURED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming"}
 #: Rows above which torch's INT4, which takes milliseconds there, is left out.
 MOST = 128
@@ -126,20 +122,33 @@ def error_of(y: Any, exact: Any) -> float:
 
 def candidates(operand: Any, m: int, n: int, k: int) -> list[Any]:
     """What `--tune` tries, without what does not fit."""
-    from breccia_triton.weight_plans import Config, Decoded
+    from breccia_triton.weight_plans import Config, Decoded, DecodedCodes
 
     found = list(dict.fromkeys(_tried(Config, m)))
-    return [config for config in [*found, *([Decoded()] if m >= 128 else [])] if config.fits(operand, m, k)]
+    return [config for config in [*found, *([Decoded(), DecodedCodes()] if m >= 128 else [])] if config.fits(operand, m, k)]
 
 
 def label_of(config: Any) -> str:
-    """A configuration in a table: its numbers."""
-    from breccia_triton.weight_plans import Decoded
+    """A configuration in a table: its numbers, or what is decoded to memory."""
+    from breccia_triton.weight_plans import Config, Decoded
 
-    if isinstance(config, Decoded):
-        return DECODED
+    if not isinstance(config, Config):
+        return "decoded" if isinstance(config, Decoded) else "decoded codes"
     numbers = (config.batch, config.high, config.deep, config.stages, config.split, config.per_sm)
     return " ".join(map(str, numbers)) + (" wide" if config.wide else "")
+
+
+def call_of(config: Any, x: Any, w: Any) -> Any:
+    """The prepared product of BF16 activations and a weight, with a BF16 result."""
+    from breccia_triton.decoded_matmul import DecodedCall, DecodedCodesCall
+    from breccia_triton.weight_only import Call
+    from breccia_triton.weight_plans import Decoded, DecodedCodes
+
+    if isinstance(config, Decoded):
+        return DecodedCall(x, w, "bfloat16")
+    if isinstance(config, DecodedCodes):
+        return DecodedCodesCall(x, w, None, "bfloat16")
+    return Call(x, w, None, "bfloat16", config)
 
 
 def _tried(made: Any, m: int) -> list[Any]:
@@ -219,7 +228,6 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
     import breccia
     from breccia_triton import weight_plans
     from breccia_triton.choices import codecs_of
-    from breccia_triton.weight_only import Call, DecodedCall
 
     plain, values, copies = weights_of(FORMATS[name], n, k)
     block = plain.layout.block(-1)
@@ -250,9 +258,8 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             for config in tried:
                 label = label_of(config)
                 by_name[label] = config
-                decoded = isinstance(config, weight_plans.Decoded)
                 try:
-                    call = DecodedCall(x, weights[0], "bfloat16") if decoded else Call(x, weights[0], None, "bfloat16", config)
+                    call = call_of(config, x, weights[0])
                 except Exception as e:
                     notes[f"{label} M={m}"] = f"{type(e).__name__}: {e}"[:200]
                     continue
@@ -261,8 +268,8 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
         for rival in rivals:
             if rival == TORCH and m > MOST:
                 continue
-            kernel, out = (IN_TABLE | NAMED)[rival], None if rival == TORCH else y  # torch allocates its results
-            operands = weights if rival in NAMED else [w.mT for w in plains]
+            kernel, out = IN_TABLE[rival], None if rival == TORCH else y  # torch allocates its results
+            operands = [w.mT for w in plains]
             named = breccia.explain("matmul", x, operands[0], out_dtype=torch.bfloat16, prefer=kernel)
             if named.winner is None:
                 notes[rival] = next(v.reason for v in named.verdicts if v.kernel.name == kernel) or ""
@@ -271,8 +278,7 @@ def measured(name: str, n: int, k: int, rows: list[int], rivals: list[str], roun
             def multiply(w: Any, x: Any = x, kernel: str = kernel, out: Any = out) -> Any:
                 return breccia.matmul(x, w, torch.bfloat16, out=out, prefer=kernel)
 
-            allowed = ROUNDING if rival in NAMED else ROUNDED
-            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in operands], error=allowed)
+            add(rival, [lambda w=w, multiply=multiply: multiply(w) for w in operands], error=ROUNDED)
         seconds = {kernel: common.summary(found) for kernel, found in timed(row_of.graphs, rounds).items()}
         read = copies[0].nbytes + 2 * m * (n + k)
         row = {"format": name, "n": n, "k": k, "m": m, "bytes": read, "config": weight_plans.entry_of(chosen), "times": seconds}
@@ -393,7 +399,7 @@ def grouped_candidates(operand: Any, m: int, groups: int, k: int) -> list[Any]:
 def tell(row: dict[str, Any], notes: dict[str, str]) -> None:
     """Print a row: medians in microseconds, the bandwidth of breccia's, and the fastest of what was tried."""
     times = {kernel: found["median_s"] * 1e6 for kernel, found in row["times"].items()}
-    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING, *NAMED) if kernel in times]
+    known = [kernel for kernel in (OURS, BF16, BF16_GROUPED, TORCH, HUMMING) if kernel in times]
     text = "  ".join(f"{kernel} {times[kernel]:7.2f}" for kernel in known)
     others = sorted((value, kernel) for kernel, value in times.items() if kernel not in known)[:3]
     best = "  ".join(f"[{kernel}] {value:.2f}" for value, kernel in others)
@@ -409,9 +415,7 @@ def main(
     formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMATS)}; repeat for several.")] = None,
     shapes: Annotated[list[str] | None, typer.Option(help="Weights as NxK; repeat for several.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of activations, M; repeat for several.")] = None,
-    rivals: Annotated[
-        list[str] | None, typer.Option(help="torch-int4, humming (13 to 18 s to compile each), decoded-codes, overlapped.")
-    ] = None,
+    rivals: Annotated[list[str] | None, typer.Option(help="torch-int4, humming (13 to 18 s to compile each).")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each kernel.")] = 11,
     seconds: Annotated[float, typer.Option(help="Leave out what has not begun by then.")] = 600.0,
     tune: Annotated[bool, typer.Option("--tune", help="Try every configuration, and write the fastest.")] = False,
@@ -428,8 +432,8 @@ def main(
         sys.exit("bench_weight_only: torch sees no CUDA device here.")
     if unknown := [name for name in formats or [] if name not in FORMATS]:
         sys.exit(f"bench_weight_only: --formats takes {', '.join(FORMATS)}; got {unknown[0]!r}.")
-    if unknown := [name for name in rivals or [] if name not in IN_TABLE | NAMED]:
-        sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE | NAMED)}; got {unknown[0]!r}.")
+    if unknown := [name for name in rivals or [] if name not in IN_TABLE]:
+        sys.exit(f"bench_weight_only: --rivals takes {', '.join(IN_TABLE)}; got {unknown[0]!r}.")
     from bench_gpu import sizes, where
 
     until = time.perf_counter() + seconds

@@ -82,17 +82,6 @@ static void copy_to_all(u32 to, const TensorMap* given, int x, int y, int z, u32
 static void copy(u32 to, const TensorMap* map, int x, int y, int z, u32 barrier) {
     copy_to_all(to, map, x, y, z, barrier, (u16)(1 << fiber->block->rank));
 }
-static void host_bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
-    CHECK(to % 16 == 0 && (uintptr_t)from % 16 == 0 && bytes % 16 == 0);
-    Fiber* const by = fiber;
-    landing.push_back([=] {
-        fiber = by;
-        memcpy(at(to, bytes), from, bytes);
-        auto& b = barrier_in(*by->block, barrier);
-        b.bytes -= bytes;
-        settle(b);
-    });
-}
 static void copy_4(u32 to, const void* from, bool there) { if (there) memcpy(at(to, 4), from, 4); else memset(at(to, 4), 0, 4); }
 static void copy_16(u32 to, const void* from, bool there) { if (there) memcpy(at(to, 16), from, 16); else memset(at(to, 16), 0, 16); }
 static void prefetch(const TensorMap*, int, int, int) {}
@@ -108,7 +97,6 @@ static void visible_to_copies() {}
 
 static float load(u32 a) { float v; memcpy(&v, at(a, 4), 4); return v; }
 static void load2(u32 a, float& x, float& y) { x = load(a); y = load(a + 4); }
-static void store(u32 a, float v) { memcpy(at(a, 4), &v, 4); }
 static void add_scaled(float& sum, float d, float f) { sum = fmaf(d, f, sum); }
 static void add(float& sum, float d) { sum += d; }
 static float of_f16(u16 h) { _Float16 v; memcpy(&v, &h, 2); return v; }
@@ -123,7 +111,7 @@ template <int N> static void give_registers() {}
 template <int N> static void take_registers() {}
 static u32 address_in(u32 a, int block) { return a | (u32)(block + 1) << 24; }
 static void store_in(u32 to, const float* v) { memcpy(at(to, 16), v, 16); }
-template <bool TRANSPOSED> static void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+static void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
     const int warp = fiber->thread / 32, lane = fiber->thread % 32;
     auto& lanes = fiber->block->matrices[warp];
     lanes.resize(32);
@@ -133,7 +121,7 @@ template <bool TRANSPOSED> static void store_matrices(u32 to, u32 a, u32 b, u32 
         for (int m = 0; m < 4; m++)
             for (int row = 0; row < 8; row++)
                 for (int i = 0; i < 8; i++) {
-                    const int from_row = TRANSPOSED ? i : row, from = TRANSPOSED ? row : i;
+                    const int from_row = TURNED ? i : row, from = TURNED ? row : i;
                     const u16 v = (u16)(lanes[from_row * 4 + from / 2].second[m] >> 16 * (from % 2));
                     const u32 address = lanes[m * 8 + row].first;
                     CHECK(address % 16 == 0);

@@ -1,12 +1,12 @@
-"""Run products of codes that are decoded to memory (`cuda.weight_only_decoded`), or by warps of the product
-(`cuda.weight_only_overlapped`), on a GPU: first whether they are right, then how long they take.
+"""Run products of codes that are decoded to memory (breccia_triton/decoded_matmul.py) on a GPU: first whether they are right,
+then how long they take.
 
-    python tests/gpu_decoded.py [--seconds 340] [--skip-fp8] [--only decodes]
+    python tests/gpu_decoded.py [--seconds 340] [--skip-fp8] [--only 256x128]
 
 Every tile runs in a process of its own, so that a kernel that hangs or faults stops only its lines; so does each weight that is
 timed. FP8 products share the source, and run too (tests/gpu_fp8_matmul.py). The table of times comes last: microseconds of
-cuBLAS in BF16, of the kernel that decodes in registers, and of the fastest tile of each way, with its speed relative to the
-others. tests/test_decoded_cuda.py tests the products through the public interface.
+cuBLAS in BF16, of the kernel that is chosen by default, and of the fastest tile, with its speed relative to both.
+tests/test_decoded_cuda.py tests the same products.
 """
 
 from __future__ import annotations
@@ -33,29 +33,25 @@ ROWS = (256, 512, 1024, 2048, 4096)
 RECIPES = ("int4,group_size=128", "int4,group_size=32", "fp8_block,block_m=128", "nvfp4")
 #: Tiles that are timed, and bytes of BF16 numbers of a slice: all of them, or parts that the L2 cache holds.
 TILES = ("256x128", "128x192", "192x128", "128x128")
-DECODES = "decodes "  # before the name of a tile of the product that decodes
 SLICES = (None, 32 << 20)
 SIDES = 8  # programs at a time while results are checked
 DEFAULT, ALL = "chosen", "formats"
 
 
 def tile_named(name: str) -> Any:
-    from breccia_triton import decoded_plans
+    """The tile, or None for `ALL`."""
     from breccia_triton.cuda import fp8_plans
 
-    table = decoded_plans.OVERLAPPED if name.startswith(DECODES) else fp8_plans.TABLE
-    return next((tile for tile in table if tile.name == name.removeprefix(DECODES)), None)
+    return next((tile for tile in fp8_plans.TABLE if tile.name == name), None)
 
 
 # -- whether products are right ---------------------------------------------------------------------------------------
 
 
 def names() -> list[str]:
-    from breccia_triton import decoded_plans
     from breccia_triton.cuda import fp8_plans
 
-    decoding = [DECODES + name for name in (ALL, *(tile.name for tile in decoded_plans.OVERLAPPED))]
-    return [ALL, *(tile.name for tile in fp8_plans.TABLE), *decoding]
+    return [ALL, *(tile.name for tile in fp8_plans.TABLE)]
 
 
 def error_of(found: Any, x: Any, values: Any, bias: Any) -> float:
@@ -78,22 +74,22 @@ def one_tile(name: str) -> None:
     from weights import FORMATS, tensor
 
     from breccia.backend import reference
-    from breccia_triton.decoded_matmul import DecodedProduct, OverlappedProduct
+    from breccia_triton.decoded_matmul import DecodedCodesCall
 
-    tile, kind = tile_named(name), OverlappedProduct if name.startswith(DECODES) else DecodedProduct
+    tile = tile_named(name)
     torch.manual_seed(0)
     waiting: list[Any] = []
-    for format_ in FORMATS if name.endswith(ALL) else FORMS:
-        for n, k, m in CASES[1:3] if name.endswith(ALL) else CASES:
+    for format_ in FORMATS if name == ALL else FORMS:
+        for n, k, m in CASES[1:3] if name == ALL else CASES:
             st = tensor(format_, n, k)
             values = torch.from_numpy(reference.dequantize(st).astype(np.float64)).cuda()
             w = on_gpu(st).to_storage("mma_16x128").mT
             x = (torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-3, 3, (m, k), device="cuda"))).bfloat16()
             bias = torch.randn(n, device="cuda") * 10
             for dtype, added in (("bfloat16", None), ("float32", bias)):
-                calls = kind(x, w, added, dtype, tile), kind(x, w, added, dtype, tile, rows=64)
+                calls = tuple(DecodedCodesCall(x, w, added, dtype, tile, rows) for rows in (None, 64))
                 waiting.append((f"{format_} {m}x{n}x{k} {dtype}", calls, x, w, added, values))
-    compile_all([calls[0] for _, calls, *_ in waiting])
+    compile_all(calls[0] for _, calls, *_ in waiting)
     for what, calls, x, w, added, values in waiting:
         try:
             found, parts = (call(x, w, added, None) for call in calls)
@@ -121,7 +117,15 @@ def compile_all(calls: Iterable[Any]) -> None:
         compiler.cubin(source, "sm_90a", variant.macros, nvrtc)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, {call._variant(call.dtype.itemsize == 2 and call.n % 8 == 0) for call in calls}))
+        list(pool.map(one, {variant_of(call) for call in calls}))
+
+
+def variant_of(call: Any) -> Any:
+    """The variant of a product whose result is a matrix of its own."""
+    from breccia_triton import decoded_plans
+
+    staged = call.dtype.itemsize == 2 and call.n % 8 == 0
+    return decoded_plans.variant_of(call.form, call.tile, call.out_dtype, call.bias_dtype, staged)
 
 
 # -- how long they take -----------------------------------------------------------------------------------------------
@@ -134,8 +138,7 @@ def times_of(spec: str, n: int, k: int) -> None:
     from bench_weight_only import BEYOND_CACHE, error_of, graph_of, timed, weights_of
 
     import breccia
-    from breccia_triton import decoded_plans
-    from breccia_triton.decoded_matmul import DecodedProduct, OverlappedProduct
+    from breccia_triton.decoded_matmul import DecodedCodesCall
 
     _, values, copies = weights_of(spec, n, k)
     weights = [st.mT for st in copies]
@@ -152,9 +155,7 @@ def times_of(spec: str, n: int, k: int) -> None:
                 if rows is not None and (rows >= n or m < 2048):  # few rows of x: a slice has too few tiles
                     continue
                 label = f"{tile.name}{'' if rows is None else f' / {rows}'}"
-                products[label] = DecodedProduct(x, weights[0], None, "bfloat16", tile, rows)
-        for tile in decoded_plans.OVERLAPPED:
-            products[DECODES + tile.name] = OverlappedProduct(x, weights[0], None, "bfloat16", tile)
+                products[label] = DecodedCodesCall(x, weights[0], None, "bfloat16", tile, rows)
         compile_all(products.values())
         arms: dict[str, list[Any]] = {
             "bf16": [lambda w=w, x=x, y=y: torch.mm(x, w.t(), out=y) for w in bf16],
@@ -173,12 +174,10 @@ def times_of(spec: str, n: int, k: int) -> None:
                 wrong.append(f"{label}: relative error {error:.2g}")
         found = {label: 1e6 * sorted(times)[len(times) // 2] for label, times in timed(graphs, 5).items()}
         line = f"{spec:22} {n:5}x{k:5} M={m:4}  bf16 {found['bf16']:7.1f}  now {found.get('now', float('nan')):7.1f}"
-        for start in ("", DECODES):
-            mine = {label: t for label, t in found.items() if label in products and label.startswith(DECODES) == bool(start)}
-            if mine:
-                best = min(mine, key=lambda label: mine[label])
-                ratios = f"{found['bf16'] / mine[best]:.2f}, {found.get('now', 0) / mine[best]:.2f}"
-                line += f"  {mine[best]:7.1f} [{best}] ({ratios})"
+        best = min((label for label in found if label in products), key=found.__getitem__, default=None)
+        if best is not None:
+            ratios = f"{found['bf16'] / found[best]:.2f}, {found.get('now', 0) / found[best]:.2f}"
+            line += f"  {found[best]:7.1f} [{best}] ({ratios})"
         print(f"ROW {line}", flush=True)
         others = sorted((t, label) for label, t in found.items() if label in products)
         print("  ".join(f"{label} {t:.1f}" for t, label in others), *wrong, flush=True)
@@ -210,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=340.0, help="for everything")
     parser.add_argument("--skip-fp8", action="store_true", help="leave out FP8 products, which share the source")
-    parser.add_argument("--only", default="", help="check only products whose tile's name begins so, such as decodes")
+    parser.add_argument("--only", default="", help="check only products whose tile's name begins so")
     parser.add_argument("--tile", help=argparse.SUPPRESS)
     parser.add_argument("--times", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -144,16 +144,7 @@ def product_text(changes: Iterable[tuple[str, str]] = ()) -> str:
     assert shared in rest
     rest = rest.replace(shared, "u8* const smem = fiber->block->memory;")
     instructions = (HERE / "fp8_matmul_host.cpp").read_text(encoding="utf-8")
-    head = head.replace('#include "weight_only.cuh"', _in_products(decoding_text()))
-    return '#include "host_fibers.hpp"\n' + re.sub(r'#include "(ptx|wgmma).*', "", head) + instructions + rest + _PRODUCT
-
-
-def _in_products(text: str) -> str:
-    """The decoding in the memory of a block that runs, with what it takes from ptx.cuh declared."""
-    text = text.replace("static const uint8_t* host_memory; ", "#define host_memory (fiber->block->memory)\n//")
-    text, count = re.subn(r"(void bulk_load\([^)]*\) \{)[^}]*\}", r"\1 host_bulk_load(to, from, bytes, barrier); }", text)
-    assert count == 1
-    return "static void host_bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);\n" + text
+    return '#include "host_fibers.hpp"\n' + re.sub(r"#include .*", "", head) + instructions + rest + _PRODUCT
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import pytest
 from host_kernels import Decoding, Product, tensor_map
 from weights import FORMATS, in_torch, tensor
 
-import breccia
 from breccia.backend import reference
 
 torch = pytest.importorskip("torch")
@@ -27,7 +26,7 @@ from breccia_triton import weight_plans  # noqa: E402
 from breccia_triton.cuda import compiler, fp8_plans  # noqa: E402
 from breccia_triton.decoded_plans import Form  # noqa: E402
 
-STORAGE, NAME = "mma_16x128", "cuda.weight_only_decoded"
+STORAGE = "mma_16x128"
 CUDA = Path(compiler.__file__).parent
 
 
@@ -46,9 +45,7 @@ def operand_of(name: str) -> weight_plans.Operand:
 
 
 def form_of(name: str) -> Form:
-    found = plans.form_of(operand_of(name), FORMATS[name].scale.block)
-    assert isinstance(found, Form)
-    return found
+    return plans.form_of(operand_of(name), FORMATS[name].scale.block)
 
 
 def test_scales_of_rows_and_tensors_and_those_in_the_codes_multiply_whole_sums() -> None:
@@ -72,34 +69,37 @@ def test_scales_of_rows_and_tensors_and_those_in_the_codes_multiply_whole_sums()
     assert form_of("nvfp4").levels(648) == 1
 
 
-def test_global_scales_beside_scales_of_sums_have_no_place() -> None:
+def test_global_scales_beside_scales_of_sums_and_rows_of_odd_lengths_do_not_fit() -> None:
     from breccia.codecs import E2M1, F16, F32
     from breccia.formats import TENSOR, Format, Level
 
-    fmt = Format(E2M1, (Level(F32, TENSOR), Level(F16, (1, 32))))
-    found = weight_plans.operand_of(fmt, (1, 32))
-    assert isinstance(found, weight_plans.Operand) and "global scale" in str(plans.form_of(found, (1, 32)))
+    codes = weight_plans.DecodedCodes()
+    assert codes.fits(operand_of("int4-128"), 600, 256) and not codes.fits(operand_of("int4-64"), 600, 132)
+    assert codes.fits(operand_of("nvfp4"), 600, 256)
+    found = weight_plans.operand_of(Format(E2M1, (Level(F32, TENSOR), Level(F16, (1, 32)))), (1, 32))
+    assert isinstance(found, weight_plans.Operand) and not codes.fits(found, 600, 256)
 
 
-def test_it_runs_only_where_it_is_named_and_says_what_it_does_not_take() -> None:
-    def reason(b: Any, dtype: str = "bfloat16", accepts: Any = plans.accepts) -> str | None:
-        a = SimpleNamespace(dtype=dtype, shape=(600, b.shape[-2]), empty=False)
-        facts = {"recipe": b.recipe, "layout": b.layout, "storage": b.storage, "axis": b.axis, "ndim": b.ndim, "shape": b.shape}
-        call: Any = SimpleNamespace(
-            op="matmul", a=a, b=SimpleNamespace(**facts, empty=False), option=lambda _, default: default
-        )  # fmt: skip
-        return accepts(call)
+def test_many_rows_of_bf16_activations_and_narrow_groups_are_decoded_to_memory() -> None:
+    def chosen(name: str, m: int, act: str = "bfloat16", k: int = 1024, direct: bool = True) -> Any:
+        return weight_plans.config_of(operand_of(name), "any", m, 1024, k, "", act, direct)
 
-    plain = tensor("int4-128", 64, 256)
-    stored = plain.to_storage(STORAGE)
-    assert reason(stored.mT) is None
-    assert "'mma_16x128'" in str(reason(plain.mT))
-    assert "activations are float16" in str(reason(stored.mT, "float16"))
-    assert "K = 132 is not a multiple of 8" in str(reason(tensor("int4-64", 64, 132).to_storage(STORAGE).mT))
-    assert "activations are float16" in str(reason(stored.mT, "float16", plans.accepts_overlapped))
-    assert reason(tensor("int4-64", 64, 132).to_storage(STORAGE).mT, accepts=plans.accepts_overlapped) is None
-    said = str(breccia.explain("matmul", "array", "int4", on="torch:cuda"))
-    assert f"name it with prefer='{NAME}'" in said and "name it with prefer='cuda.weight_only_overlapped'" in said
+    codes = weight_plans.DecodedCodes()
+    assert chosen("uint4", 2048) == chosen("int4-64", 4096, direct=False) == codes
+    assert chosen("mxfp4", 2048) == weight_plans.Decoded()
+    others = chosen("uint4", 1024), chosen("uint4", 2048, "float16"), chosen("uint4", 2048, k=1028), chosen("int4-128", 4096)
+    assert {type(config) for config in others} == {weight_plans.Config}
+
+
+def test_measured_configurations_say_which_products_decode_to_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, of = weight_plans.DecodedCodes(), operand_of("int4-128")
+    assert weight_plans.config_from(weight_plans.entry_of(codes)) == codes
+    assert weight_plans.config_from(weight_plans.entry_of(weight_plans.Decoded())) == weight_plans.Decoded()
+    key = weight_plans.key_of("any", 128, 4096, 1024, 1024)
+    monkeypatch.setattr(weight_plans, "measured_on", lambda device: {key: codes})
+    assert weight_plans.config_of(of, "any", 4000, 1024, 1024) == codes
+    # Tensor cores take both operands in one dtype.
+    assert isinstance(weight_plans.config_of(of, "any", 4000, 1024, 1024, "", "float16"), weight_plans.Config)
 
 
 @pytest.mark.parametrize("k", [128, 136, 512, 8192])
@@ -114,34 +114,6 @@ def test_tiles_have_a_step_for_each_part_of_k_and_stages_for_two_steps(k: int) -
                     variant = plans.variant_of(form, tile, out, "float32", staged)
                     assert variant.stages >= 2 * form.span and variant.shared <= fp8_plans.SHARED
     assert plans.tile_of(form_of("int4-128"), 8192, 4096, 8192, 132).name == "256x128"
-
-
-def test_tiles_that_decode_have_room_for_codes_and_stages_of_two_steps() -> None:
-    for name in FORMATS:
-        form = plans.overlapped_form_of(operand_of(name))
-        assert isinstance(form, Form)
-        for tile in plans.OVERLAPPED:
-            for out, staged in (("bfloat16", True), ("float32", False)):
-                variant = plans.overlapped(plans.variant_of(form, tile, out, "float32", staged), operand_of(name))
-                assert variant.stages >= 2 * form.span and variant.stages >= 3 and variant.shared <= fp8_plans.SHARED
-    # Scales of rows are in every chunk.
-    assert plans.overlapped_form_of(operand_of("int8-row")) == plans.overlapped_form_of(operand_of("int4-128"))
-
-
-@pytest.mark.skipif(compiler.missing() is not None, reason="no NVRTC")
-@pytest.mark.parametrize("name", some(FORMATS, lambda name: name in ("int4-128", "nvfp4")))
-def test_products_that_decode_compile_for_hopper_without_spilling(name: str) -> None:
-    from breccia_triton.cuda import fp8_matmul
-
-    form = plans.overlapped_form_of(operand_of(name))
-    assert isinstance(form, Form)
-    for tile in plans.OVERLAPPED:
-        for out, bias, staged in (("bfloat16", None, True), ("float32", "bfloat16", False)):
-            variant = plans.overlapped(plans.variant_of(form, tile, out, bias, staged), operand_of(name))
-            source = fp8_matmul.source_of(tile.columns, variant.codecs)
-            _, log = compiler.nvrtc().compile(source, compiler.options_of("sm_90a", variant.macros))
-            assert "serialized" not in log and "warning" not in log, log
-            assert sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)) <= 64, (variant, log)
 
 
 def test_slices_are_whole_blocks_of_rows_and_cover_the_weight() -> None:
@@ -189,19 +161,16 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
     return changes
 
 
-def multiplied(
-    name: str, n: int, k: int, m: int, dtype: str, biased: bool, tile: Any, rows: int | None = None, kind: str = "Decoded"
-) -> Any:
-    """(The product on the host, the largest error over the bound of the contract.) kind: of the class."""
-    from breccia_triton import decoded_matmul
+def multiplied(name: str, n: int, k: int, m: int, dtype: str, biased: bool, tile: Any, rows: int | None = None) -> Any:
+    """(The product on the host, the largest error over the bound of the contract.)"""
+    from breccia_triton.decoded_matmul import DecodedCodesCall
 
-    made = getattr(decoded_matmul, f"{kind}Product")
     plain = tensor(name, n, k, seed=2)
     w = in_torch(plain).to_storage(STORAGE).mT
     g = torch.Generator().manual_seed(m)
     x = torch.randn(m, k, generator=g).bfloat16()
     bias = torch.randn(n, generator=g).to(getattr(torch, dtype)) if biased else None
-    found = made(x, w, bias, dtype, tile, rows)(x, w, bias, None)
+    found = DecodedCodesCall(x, w, bias, dtype, tile, rows)(x, w, bias, None)
     values = torch.from_numpy(reference.dequantize(plain).astype(np.float64))
     added = torch.zeros(n).double() if bias is None else bias.double()
     exact, size = x.double() @ values.mT + added, x.double().abs() @ values.mT.abs() + added.abs()
@@ -230,13 +199,6 @@ def test_every_tile_multiplies_every_form_on_the_host(tile: Any, name: str, on_t
     assert multiplied(name, 328, 648, 200, dtype, at % 2 == 0, tile)[1] <= 1
 
 
-@pytest.mark.parametrize("name", some(FORMATS))
-def test_products_that_decode_every_format_are_within_the_bound_on_the_host(name: str, on_the_host: list[Any]) -> None:
-    for (n, k, m), dtype in (((72, 200, 50), "bfloat16"), ((330, 1163, 130), "float32")):
-        for tile in plans.OVERLAPPED[:2] if n > 100 else plans.OVERLAPPED[2:]:
-            assert multiplied(name, n, k, m, dtype, dtype == "float32", tile, kind="Overlapped")[1] <= 1
-
-
 #: Mistakes in the source, which results or a deadlock have to show.
 MISTAKES = {
     "a stage is released while products read it": ("release(here);\n", "release(here); release(here + 1);\n"),
@@ -246,34 +208,17 @@ MISTAKES = {
     "the wrong turn": ("group_arrive(1 + (group + 1) % NWG, 256)", "group_arrive(1 + group, 256)"),
     "bytes that nobody copies": ("STAGE_BYTES + (A_COPIER", "STAGE_BYTES + 16 + (A_COPIER"),
 }
-#: The same where the product decodes the weight.
-OVERLAPPED_MISTAKES = {
-    "a stage is written while products read it": (
-        "barrier_wait(empty + 8 * stage, phase);\n#pragma unroll 1\n                        for (; piece",
-        "for (; piece",
-    ),
-    "codes of the second half": ("decode_tile(codes, slice, lane >> 2, 4 * half + j", "decode_tile(codes, slice, lane >> 2, j"),
-    "scales of another row": ("store(to + 32, s1)", "store(to + 16, s1)"),
-    "codes are overwritten before they are read": ("barrier_wait(code_empty + 8 * slot, slot_phase);", ""),
-    "codes that nobody releases": ("if (lane == 0) barrier_arrive(code_empty + 8 * slot);", ""),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", some(MISTAKES))
 def test_mistakes_in_the_source_are_found_on_the_host(mistake: str, on_the_host: list[Any]) -> None:
     on_the_host.append(MISTAKES[mistake])
-    assert wrong("int4-128", fp8_plans.TABLE[0], "Decoded")
+    assert wrong("int4-128", fp8_plans.TABLE[0])
 
 
-@pytest.mark.parametrize("mistake", some(OVERLAPPED_MISTAKES))
-def test_mistakes_where_the_product_decodes_are_found_on_the_host(mistake: str, on_the_host: list[Any]) -> None:
-    on_the_host.append(OVERLAPPED_MISTAKES[mistake])
-    assert wrong("uint4-zero-128", plans.OVERLAPPED[0], "Overlapped")
-
-
-def wrong(name: str, tile: Any, kind: str) -> bool:
+def wrong(name: str, tile: Any) -> bool:
     """Whether a product on the host does not end, or not within the bound."""
     try:
-        return multiplied(name, 328, 1160, 200, "bfloat16", False, tile, kind=kind)[1] > 1
+        return multiplied(name, 328, 1160, 200, "bfloat16", False, tile)[1] > 1
     except AssertionError as e:
         return "a deadlock" in str(e)

@@ -358,7 +358,8 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
     """(The kernels that calls prepare from here on, what they describe to the copy engine.)"""
     import torch
 
-    from breccia_triton import weight_only
+    from breccia_triton import weight_only, weight_products
+    from breccia_triton.cuda.driver import TensorMap
 
     made: list[_HostKernel] = []
     described: list[Any] = []
@@ -374,11 +375,11 @@ def _on_the_host(monkeypatch: Any, folder: Path) -> tuple[list[_HostKernel], lis
 
     def tensor_map(*facts: Any) -> Any:
         described.append(facts)
-        return weight_only.TensorMap()
+        return TensorMap()
 
     monkeypatch.setattr(weight_only, "function", function)
     monkeypatch.setattr(weight_only, "stream_of", lambda index: 7)
-    monkeypatch.setattr(weight_only, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
+    monkeypatch.setattr(weight_products, "driver", lambda: SimpleNamespace(tensor_map=tensor_map))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "")
     weight_only._calls.clear()
     return made, described
@@ -528,6 +529,9 @@ def test_every_call_has_a_configuration_that_fits() -> None:
                 for k in (128, 200, 4096, 28672):
                     config = plans.config_of(operand, "", m, n, k)
                     assert config.fits(operand, m, k)
+                    if not isinstance(config, plans.Config):  # decoded to memory, by another kernel
+                        assert m >= plans.MANY
+                        continue
                     assert config.wide == (m > 16)
                     grid = config.grid(m, n)
                     assert grid[0] % config.split == 0 and grid[0] // config.split * config.rows >= n
@@ -628,14 +632,14 @@ def test_measured_configurations_are_read_and_faulty_files_are_left_out(monkeypa
     choices.measured.cache_clear()
 
     def found(m: int, direct: bool = True, k: int = 8192) -> Any:
-        return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct)
+        return plans.config_of(many, "E2M1/E8M0", m, 8192, k, "Some GPU", direct=direct)
 
     assert found(5000) == found(2049) == found(1025) == found(1024) == fused
     assert found(300) == found(129) == decoded and found(128) != decoded
     assert found(300, direct=False) == found(300, direct=False, k=4096)
     assert found(2048) == fused and found(plans.MANY, k=4096) == decoded
     assert isinstance(found(2048, direct=False, k=4096), plans.Config) and isinstance(found(2048, k=4095), plans.Config)
-    assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", True), plans.Config)
+    assert isinstance(plans.config_of(operand, "INT4/F16", 4096, 8192, 8192, "", direct=True), plans.Config)
     head = '"schema": 1, "device": "Some GPU"'
     for text in ("{", '{"schema": 0}', f'{{{head}, "configs": {{"x": {{"batch": 7}}}}}}', f'{{{head}, "configs": {{"x": 1}}}}'):
         path.write_text(text)
@@ -663,7 +667,7 @@ def test_every_shipped_configuration_fits_its_shape() -> None:
             codecs, group, m, n, k = key.split(" ")
             operand = operands[f"{codecs} {group}"]
             assert config.fits(operand, int(m), int(k)), key
-            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"], True) == config
+            assert plans.config_of(operand, codecs, int(m), int(n), int(k), found["device"], direct=True) == config
 
 
 def test_the_wheel_has_the_cuda_sources() -> None:

@@ -336,7 +336,7 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
 def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import DecodedCall
+    from breccia_triton.decoded_matmul import DecodedCall
 
     for n, k in ((128, 512), (70, 648), (1024, 2048)):
         st = tensor(name, n, k)
@@ -359,7 +359,7 @@ def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(nam
 def test_rows_that_bfloat16_does_not_hold_are_mended(name: str) -> None:
     import torch
 
-    from breccia_triton.weight_only import DecodedCall
+    from breccia_triton.decoded_matmul import DecodedCall
 
     st = tensor(name, 320, 256, seed=3)
     rng = np.random.default_rng(0)
@@ -384,12 +384,13 @@ def test_many_rows_take_the_weight_decoded_to_memory_in_graphs_too() -> None:
     import torch
 
     from breccia_triton import weight_only
+    from breccia_triton.decoded_matmul import DecodedCall
 
     w, values = weight("mxfp4", 512, 640)
     x = activations(plans.MANY, 640, "bfloat16")
     weight_only._calls.clear()
     check(breccia.matmul(x, w, torch.bfloat16), x, values)
-    assert [type(call) for call in weight_only._calls.values()] == [weight_only.DecodedCall]
+    assert [type(call) for call in weight_only._calls.values()] == [DecodedCall]
     bias = torch.randn(512, device="cuda")
     check(breccia.matmul(x, w, torch.bfloat16, bias=bias), x, values, bias)
     check(breccia.matmul(x, w), x, values)

@@ -131,20 +131,6 @@ def breccia_kernels() -> Iterable[Kernel]:
             score=score,
             reads=("mma_16x128",),
         )
-    # Not verified on a card yet: they run only where they are named.
-    for how, accepts in (("decoded", "accepts"), ("overlapped", "accepts_overlapped")):
-        yield Kernel(
-            "matmul",
-            "torch",
-            f"breccia_triton.decoded_matmul:{how}_matmul",
-            f"cuda.weight_only_{how}",
-            recipe=NoneType,
-            device="cuda",
-            available="breccia_triton.weight_plans:available",
-            accepts=f"breccia_triton.decoded_plans:{accepts}",
-            reads=("mma_16x128",),
-            opt_in=True,
-        )
     for target, name, checks, score, plain in _OTHERS:
         yield Kernel(
             "matmul",

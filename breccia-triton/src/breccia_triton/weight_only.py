@@ -9,20 +9,19 @@ What a call is compiled for is decided once for its shapes and dtypes; a call th
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
 import torch
 
-from breccia.backend import ScaledTensor, checks, composites, dtype_name, output_dtype, reference
-from breccia_torch.ops import TORCH
+from breccia.backend import ScaledTensor, checks, composites, dtype_name, output_dtype
 
 from . import weight_plans as plans
 from .choices import codecs_of
 from .cuda import compiler, program
-from .cuda.driver import TensorMap, driver
-from .launch import Remembered, allocator, elsewhere, empty, index_of, on, stream_of
+from .decoded_matmul import DecodedCall, DecodedCodesCall
+from .launch import Remembered, elsewhere, on, stream_of
 from .weight_plans import Config, Operand
+from .weight_products import Product, operand_in, stored
 
 
 def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float32", out: Any = None) -> Any:
@@ -38,7 +37,7 @@ def weight_only_matmul(a: Any, b: Any, bias: Any = None, out_dtype: str = "float
         # Zero-points of other libraries may have any dtype, which no fact of a call says.
         taken = points is None or points.dtype == torch.uint8
         call = _calls.keep(key, prepared(a, b, bias, output_dtype(out_dtype)) if taken else composites.matmul_plain)
-    if not isinstance(call, Call | DecodedCall):
+    if not isinstance(call, Call | DecodedCall | DecodedCodesCall):
         return call(a, b, bias, out_dtype, out)
     if elsewhere(call.index):
         with torch.cuda.device(call.index):
@@ -67,35 +66,21 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, out_dtype: str = "float32"
         return call(a, b, offsets, out)
 
 
-def prepared(a: Any, b: ScaledTensor, bias: Any, out_dtype: str) -> Call | DecodedCall:
+def prepared(a: Any, b: ScaledTensor, bias: Any, out_dtype: str) -> Call | DecodedCall | DecodedCodesCall:
     """The call that measured configurations or the rule choose."""
-    operand, (k, n), m = _operand(b), b.shape, a.shape[:-1].numel()
-    direct = bias is None and dtype_name(a) == out_dtype == "bfloat16"
+    operand, (k, n), m, act = operand_in(b), b.shape, a.shape[:-1].numel(), dtype_name(a)
+    direct = bias is None and act == out_dtype == "bfloat16"
     name = torch.cuda.get_device_name(b.data.device)
-    config = plans.config_of(operand, codecs_of(b.recipe.format), m, n, k, name, direct)
-    return DecodedCall(a, b, out_dtype) if isinstance(config, plans.Decoded) else Call(a, b, bias, out_dtype, config)
-
-
-def _operand(b: ScaledTensor) -> Operand:
-    operand = plans.operand_of(b.recipe.format, b.layout.plain.block(-2))
-    assert not isinstance(operand, str), operand  # `accepts` has asked
-    return operand
+    config = plans.config_of(operand, codecs_of(b.recipe.format), m, n, k, name, act, direct)
+    if isinstance(config, plans.Decoded):
+        return DecodedCall(a, b, out_dtype)
+    if isinstance(config, plans.DecodedCodes):
+        return DecodedCodesCall(a, b, bias, out_dtype)
+    return Call(a, b, bias, out_dtype, config)
 
 
 #: Prepared calls, by the facts that they depend on.
 _calls = Remembered()
-
-
-class Weight(ctypes.Structure):
-    """The kernels' `Weight`."""
-
-    _fields_ = (
-        ("chunks", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("tensor_scale", ctypes.c_void_p),
-        ("factor", ctypes.c_float),
-        ("divides", ctypes.c_int),
-    )
 
 
 class _Groups(ctypes.Structure):
@@ -108,80 +93,6 @@ class _Groups(ctypes.Structure):
         ("tensor_scale", ctypes.c_uint64),
         ("count", ctypes.c_int),
     )
-
-
-class Product:
-    """What products of equal shapes, dtypes and recipe have in common."""
-
-    config: Config
-
-    def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
-        self.k, self.n = b.shape[-2:]
-        self.operand = _operand(b)
-        self.device, self.lead = b.data.device, tuple(a.shape[:-1])
-        self.m = a.shape[:-1].numel()
-        self.act, self.out_dtype = dtype_name(a), out_dtype
-        self.dtype = getattr(torch, out_dtype)
-        self.index = index_of(self.device)
-        self.allocated = allocator((*self.lead, self.n), self.dtype, self.device)
-        self.weight = Weight(None, None, None, self.operand.factor, int(self.operand.divides))
-        self.x, self.bias, self.y = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self.ldx, self.ldy = ctypes.c_int(), ctypes.c_int(self.n)
-        self.sizes = [*map(ctypes.c_int, (self.m, self.n, self.k)), self.ldx, self.ldy]
-        self.map, self.maps = TensorMap(), dict[tuple[int, ...], TensorMap]()
-        self.turn = threading.Lock()  # the arguments of a launch are set in place
-        self.pitches = 0, self.n
-
-    def _activations(self, a: Any) -> Any:
-        """`a` as a matrix whose rows are adjacent numbers at multiples of 16 bytes."""
-        x = a if a.ndim == 2 else a.reshape(self.m, self.k)
-        if self.k % 8:
-            return torch.nn.functional.pad(x, (0, -self.k % 8))
-        rows = self.m == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= self.k)
-        if x.stride(1) != 1 or not rows or x.data_ptr() % 16:
-            x = x.clone(memory_format=torch.contiguous_format)
-        return x
-
-    def _writable(self, out: Any) -> bool:
-        """Whether the kernel can write into `out`"""
-        return (
-            tuple(out.shape) == (self.m, self.n)
-            and out.dtype == self.dtype
-            and out.device == self.device
-            and out.stride(1) == 1
-            and (self.m == 1 or out.stride(0) >= self.n)
-        )
-
-    def _result(self, out: Any) -> Any:
-        """What the kernel writes into: `out` where it can."""
-        return out if out is not None and self._writable(out) else empty((self.m, self.n), self.dtype, self.device)
-
-    def _returned(self, y: Any, out: Any) -> Any:
-        """The result of the call, from what the kernel has written."""
-        if y is out:
-            return out
-        if len(self.lead) != 1:
-            y = y.view(*self.lead, self.n)
-        return y if out is None else reference.result(TORCH, y, self.out_dtype, out)
-
-    def _set(self, x: Any, y: Any) -> None:
-        """The arguments of a launch that describe activations and result."""
-        self.x.value, self.y.value = x.data_ptr(), y.data_ptr()
-        pitch = x.stride(0) if self.m > 1 else x.shape[1]
-        self.ldx.value, self.ldy.value = pitch, y.stride(0) if self.m > 1 else self.n
-        if self.config.wide:
-            self._describe(x.data_ptr(), pitch)
-
-    def _describe(self, *place: int) -> None:
-        """Describe the activations at an address, with rows so many elements apart, to the copy engine."""
-        found = self.maps.get(place)
-        if found is None:
-            if len(self.maps) >= _PLACES:
-                self.maps.clear()
-            box = self.config.batch, 64
-            found = driver().tensor_map(place[0], self.act, (self.m, self.k), place[1:], box, 128, 128)
-            self.maps[place] = found
-        ctypes.memmove(self.map.words, found.words, ctypes.sizeof(TensorMap))
 
 
 class Call(Product):
@@ -231,44 +142,6 @@ class Call(Product):
         return y if out is None else self._returned(y, out)
 
 
-class DecodedCall(Product):
-    """A pass that decodes a weight to BF16, cuBLAS's product with BF16 activations, and a launch over rows with flags."""
-
-    def __init__(self, a: Any, b: ScaledTensor, out_dtype: str) -> None:
-        super().__init__(a, b, out_dtype)
-        source, macros = program.source_of("weight_only_decode.cu"), plans.macros_of_decoding(self.operand)
-        decode, mend = (program.function(source, f"weight_only_{name}", macros, 0, self.device) for name in ("decode", "mend"))
-        self.values = ctypes.c_void_p()
-        _, n, k, *_ = self.sizes
-        rows, chunks = -(-self.n // plans.ROWS), -(-self.k // plans.COLUMNS)
-        none, scales = ctypes.c_int(0), ctypes.c_void_p()  # they are part of the values
-        values = [self.weight, self.values, scales, n, k, none, none, ctypes.c_int(CHUNKS)]
-        self.decode = decode.prepare((rows, -(-chunks // CHUNKS), 1), 128, values)
-        operands = [self.weight, self.x, self.bias, self.y, *self.sizes]
-        self.mend = mend.prepare((rows, min(TURNS, -(-self.m // 64)), 1), 256, operands)
-
-    def __call__(self, a: Any, b: ScaledTensor, bias: Any, out: Any) -> Any:
-        """The product, on the current device. bias: None."""
-        from .bf16_matmul import multiply
-
-        x, y = self._activations(a), self._result(out)
-        values = empty((self.n, self.k), torch.bfloat16, self.device)
-        data, rows, _ = stored(b)
-        with self.turn:
-            self.weight.chunks, self.weight.rows = data.data_ptr(), rows.data_ptr()
-            self.values.value, self.x.value, self.y.value = values.data_ptr(), x.data_ptr(), y.data_ptr()
-            self.ldx.value, self.ldy.value = x.stride(0), y.stride(0)
-            self.decode.config.stream = self.mend.config.stream = stream_of(self.index)
-            self.decode()
-            multiply(x, values.mT, y)
-            self.mend()
-        return self._returned(y, out)
-
-
-#: Chunks of a block that decodes, one after the other; blocks along the rows of x that mend.
-CHUNKS, TURNS = 4, 8
-
-
 class GroupedCall(Product):
     """A kernel of `grouped_matmul` and its arguments. It reads weights after the kernel ahead, which may write the offsets."""
 
@@ -311,31 +184,6 @@ def _matrices(x: Any, axes: int) -> Any:
     if x.stride()[1:] == tuple(reversed(strides)) and (axes == 2 or (x.data_ptr() % 16 == 0 == x.stride(0) % 16)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-#: Addresses of activations that are remembered for each call.
-_PLACES = 256
-
-
-def stored(b: ScaledTensor) -> tuple[Any, Any, bool]:
-    """(The chunks of a weight, its flags, whether the chunks were written before the kernel ahead.)"""
-    data = b.data
-    settled, rows = _settled(data), b.scale.contiguous()
-    if data.data_ptr() % 16 or not data.is_contiguous():
-        data, settled = data.clone(memory_format=torch.contiguous_format), False
-    return data, rows, settled
-
-
-def _settled(data: Any) -> bool:
-    """Whether the weight was written before the kernel ahead: only then may it be read before that one ends.
-
-    A weight that was changed counts as written just now at its next product.
-    """
-    version = 0 if data.is_inference() else data._version
-    if getattr(data, "_breccia_multiplied", None) == version:
-        return True
-    data._breccia_multiplied = version
-    return False
 
 
 def function(

@@ -32,8 +32,9 @@ SHARED, SHARED_OF_SM = 232448, 233472
 PROCESSORS = 132
 #: The largest M of the kernel that is bound by the bytes of the weight.
 SMALL = 16
-#: From this M on the rule decodes to memory. An estimate from the bytes of the pass, about those of cuBLAS with 200 rows.
-MANY = 2048
+#: From this M on the rule decodes to memory. Measured on an H200: groups of so many columns are faster then, 1.06 to 1.14 times
+#: at 2048 rows and 1.13 to 1.22 at 4096 for groups of 32; for groups of 128 it is equal or slower (tests/gpu_decoded.py).
+MANY, NARROW = 2048, 64
 #: The largest M of measured configurations; they stand for more rows too.
 MOST = 4096
 #: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
@@ -249,11 +250,20 @@ class Config:
 
 @dataclass(frozen=True)
 class Decoded:
-    """In place of a configuration: the weight is decoded to BF16 in memory, and cuBLAS multiplies."""
+    """In place of a configuration: the weight is decoded to BF16 in memory, and cuBLAS multiplies. For BF16 in and out."""
 
     def fits(self, of: Operand, m: int, k: int) -> bool:
         """Whether BF16 holds the values, and rows of the decoded weight begin at multiples of 16 bytes."""
         return of.exact and k % 8 == 0
+
+
+@dataclass(frozen=True)
+class DecodedCodes:
+    """In place of a configuration: codes are decoded to BF16 in memory, and sums take the scales. For BF16 activations."""
+
+    def fits(self, of: Operand, m: int, k: int) -> bool:
+        """Whether sums have a place for all scales, and rows of decoded codes begin at multiples of 16 bytes."""
+        return k % 8 == 0 and (of.decodes_scales or not (of.global_scale or of.factor != 1.0))
 
 
 def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
@@ -294,20 +304,30 @@ def configs(of: Operand, m: int, n: int, k: int) -> Iterable[Config]:
             yield Config(128, 2, 1, stages, wide=True)
 
 
-def config_of(of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", direct: bool = False) -> Config | Decoded:
+def config_of(
+    of: Operand, codecs: str, m: int, n: int, k: int, device: str = "", act: str = "bfloat16", direct: bool = False
+) -> Config | Decoded | DecodedCodes:
     """The configuration for a call on a device: one measured for so many rows or somewhat more, or else the rule's.
 
-    direct: activations and result are BF16, without a bias, so that cuBLAS can write the result.
+    act: the dtype of activations. direct: they and the result are BF16, without a bias, so that cuBLAS can write the result.
     """
+
+    def runs(found: Config | Decoded | DecodedCodes) -> bool:
+        allowed = direct if isinstance(found, Decoded) else act == "bfloat16" or isinstance(found, Config)
+        return allowed and found.fits(of, m, k)
+
     measured, known = measured_on(device), None
     if measured:
         # A measurement of somewhat more rows is better than the rule.
         sizes = (min(MOST, m * more) for more in ((1, 2) if m <= 128 else (1, 2, 4)))
         known = next((found for size in sizes if (found := measured.get(key_of(codecs, of.group, size, n, k)))), None)
-    if known is not None and (direct or isinstance(known, Config)) and known.fits(of, m, k):
+    if known is not None and runs(known):
         return known
-    if known is None and direct and m >= MANY and Decoded().fits(of, m, k):
-        return Decoded()
+    if known is None and m >= MANY:
+        if runs(Decoded()):
+            return Decoded()
+        if of.group <= NARROW and not of.decodes_scales and runs(DecodedCodes()):
+            return DecodedCodes()
     return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
 
 
@@ -326,23 +346,23 @@ def grouped_config_of(of: Operand, m: int, groups: int, n: int, k: int) -> Confi
     return next(config for config in found if config.fits(of, config.batch, k))
 
 
-def measured_on(device: str) -> Mapping[str, Config | Decoded]:
+def measured_on(device: str) -> Mapping[str, Config | Decoded | DecodedCodes]:
     """The shipped configurations of a device, by their keys."""
     return measured("weight_only", device, "configs", config_from)
 
 
-def config_from(entry: Any) -> Config | Decoded:
+def config_from(entry: Any) -> Config | Decoded | DecodedCodes:
     """The configuration of an entry in a file. Raises ValueError or TypeError."""
-    return Decoded() if entry == _DECODED else Config(**entry)
+    return next((config for config in _DECODED if entry == _DECODED[config]), None) or Config(**entry)
 
 
-#: `Decoded` in a file.
-_DECODED = {"decoded": True}
+#: What stands for a configuration in a file.
+_DECODED: dict[Decoded | DecodedCodes, dict[str, Any]] = {Decoded(): {"decoded": True}, DecodedCodes(): {"decoded": "codes"}}
 
 
-def entry_of(config: Config | Decoded) -> dict[str, Any]:
+def entry_of(config: Config | Decoded | DecodedCodes) -> dict[str, Any]:
     """A configuration in a file."""
-    return dict(_DECODED) if isinstance(config, Decoded) else asdict(config)
+    return asdict(config) if isinstance(config, Config) else dict(_DECODED[config])
 
 
 def macros_of(of: Operand, config: Config, act: str, out: str, bias: str | None, grouped: bool = False) -> dict[str, int]:

@@ -26,16 +26,10 @@
 //   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else the copy engine does,
 //                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
 //   OUT, BIAS        F32, F16 or BF16; for BIAS also NONE
-//   DECODE           with ELEMENT 2: A is a weight in storage "mma_16x128" (weight_only.cuh, with its macros, ACT 0), which warps
-//                    of the producer decode into the ring while products run; CODE_STAGES of 128 columns are fetched ahead
 //   STAGED, PAIRS    the output leaves through shared memory and the copy engine; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
 #include "ptx.cuh"
 #include "wgmma.cuh"  // multiply(float* d, u64 a, u64 w, int add): d[64,BN] (+)= A[64,32] W[BN,32]^T, by one warpgroup
-
-#if DECODE
-#include "weight_only.cuh"
-#endif
 
 #define OUTER 0
 #define TILES 1
@@ -50,12 +44,11 @@ constexpr int BM = 64 * NWG * H, REGISTERS = BN / 2, CLUSTER = CM * CN * SK;
 // Registers of a thread of the producer and of a consumer. A block has what its threads were launched with; a consumer that asks
 // for more than the producer leaves waits for ever.
 constexpr int THREADS = NWG * 128 + 128, LAUNCHED = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER = NWG == 3 || DECODE ? 56 : 40, CONSUMER = NWG == 3 ? 152 : DECODE ? 224 : 232;
+constexpr int PRODUCER = NWG == 3 ? 56 : 40, CONSUMER = NWG == 3 ? 152 : 232;
 static_assert(NWG == 1 || PRODUCER + NWG * CONSUMER <= LAUNCHED * (NWG + 1), "more registers than the block has");
 constexpr int WIDTH = 128 / ELEMENT;    // elements along K of a stage
 constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
 static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no form");
-static_assert(!DECODE || (TURNED && SK == 1 && CN == 1 && NWG == 2), "no form");
 static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages, then releases its own");
 static_assert(STAGES % SPAN == 0, "stages of a step are side by side in the ring");
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
@@ -87,9 +80,6 @@ struct Args {
     int M, N, K, matrices;
     int sa_row, sw_row;             // from one row's scale (or first scale) to the next one's: 0 for one scale
     int a_matrix, w_matrix;         // 1 where each matrix of the output has its own of A, of W; else 0
-#if DECODE
-    Weight weight;
-#endif
 };
 
 // ------------------------------------------------------------------------------------------------ PTX
@@ -159,9 +149,9 @@ __device__ __forceinline__ void copies_out_read() { asm volatile("cp.async.bulk.
 __device__ __forceinline__ void copies_out_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Four 8 x 8 matrices of 16-bit numbers by a warp: two neighbours of row lane / 4 in each word. to: of row lane % 8 of matrix
-// lane / 8, where a row (if TRANSPOSED, a column) of 16 bytes goes.
-template <bool TRANSPOSED> __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
-    if constexpr (TRANSPOSED)
+// lane / 8, where a row (if TURNED, a column) of 16 bytes goes.
+__device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    if constexpr (TURNED)
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                      ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
     else
@@ -176,7 +166,6 @@ __device__ __forceinline__ u32 address_in(u32 a, int block) {  // of another blo
 __device__ __forceinline__ void store_in(u32 to, const float* v) {  // four numbers
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
-__device__ __forceinline__ void store(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
 __device__ __forceinline__ float of_f16(u16 h) { float v; asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h)); return v; }
 
 // ------------------------------------------------------------------------------------------------ tiles
@@ -254,25 +243,15 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     extern __shared__ __align__(1024) u8 smem[];
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
     const u32 ring = shared_address(smem), staging = ring + STAGES * STAGE_BYTES, sa_ring = staging + NWG * BUFFERS * OUT_BYTES;
-    const u32 sw_ring = sa_ring + STAGES * SA_BYTES;
-#if DECODE
-    constexpr int CODE_BYTES = BM / 64 * CHUNK, DECODERS = 3;
-    const u32 code_ring = sw_ring, full = code_ring + CODE_STAGES * CODE_BYTES, empty = full + 8 * STAGES;
-    const u32 code_full = empty + 8 * STAGES, code_empty = code_full + 8 * CODE_STAGES;
-#else
-    const u32 full = sw_ring + STAGES * SW_ROOM, empty = full + 8 * STAGES;
-#endif
+    const u32 sw_ring = sa_ring + STAGES * SA_BYTES, full = sw_ring + STAGES * SW_ROOM, empty = full + 8 * STAGES;
     // This block in its cluster: ci along M, cj along N, ck along K; and the steps along K that it takes.
     const int rank = CLUSTER > 1 ? cluster_rank() : 0, ci = rank % CM, cj = rank / CM % CN, ck = rank / (CM * CN);
     const int steps = (args.K + SPAN * WIDTH - 1) / (SPAN * WIDTH), k0 = steps * ck / SK, k1 = steps * (ck + 1) / SK, count = k1 - k0;
     const int first_tile = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
 
     if (threadIdx.x == 0) {
-#if DECODE
-        for (int s = 0; s < CODE_STAGES; s++) { barrier_init(code_full + 8 * s, 1); barrier_init(code_empty + 8 * s, DECODERS); }
-#endif
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, 1 + (DECODE ? 3 : 32 * (A_COPIER + W_COPIER)));
+            barrier_init(full + 8 * s, 1 + 32 * (A_COPIER + W_COPIER));
             barrier_init(empty + 8 * s, (CM + CN - 1) * NWG * 4);  // a warp of each consumer that reads what this block copies
         }
         barriers_visible();
@@ -290,101 +269,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         start_next_grid();
     }
 
-    // 65536 registers: threads of the producer give theirs up for those of the consumers, which hold sums and a product.
+    // Threads of the producer give registers up for those of the consumers, which hold sums and a product.
     if (group == NWG) {  // ---- the producer
         if (NWG > 1) give_registers<PRODUCER>();
-#if DECODE
-        const int chunks = (args.K + COLUMNS - 1) / COLUMNS, last_block = (args.M - 1) / 64;
-        if (warp == 0 && lane == 0) {
-            u32 stage = 0, phase = 1, slot = 0, slot_phase = 1;
-            Walk walk, codes_walk; Tile tile, codes_tile;
-            int codes_t = first_tile, codes_chunk = 0, ahead = 0;  // the next chunk of codes; chunks that are fetched ahead
-            bool codes_more = codes_walk.seek(args, codes_t, codes_tile);
-            const u64 policy = policy_of(false);
-#pragma unroll 1
-            for (int t = first_tile; walk.seek(args, t, tile); t += clusters)
-#pragma unroll 1
-                for (int k = 0; k < SPAN * steps; k++) {
-                    if (k % 2 == 0) {
-#pragma unroll 1
-                        while (codes_more && ahead <= (CODE_STAGES > 2 ? CODE_STAGES - 2 : 1)) {
-                            barrier_wait(code_empty + 8 * slot, slot_phase);
-                            barrier_arrive_expecting(code_full + 8 * slot, CODE_BYTES);
-#pragma unroll
-                            for (int i = 0; i < BM / 64; i++) {
-                                const int block = min((codes_tile.row + ci * BM) / 64 + i, last_block);
-                                const u8* const from = args.weight.chunks + ((u64)block * chunks + codes_chunk) * CHUNK;
-                                bulk_load(code_ring + slot * CODE_BYTES + i * CHUNK, from, CHUNK, code_full + 8 * slot, policy);
-                            }
-                            if (++slot == CODE_STAGES) { slot = 0; slot_phase ^= 1; }
-                            ahead++;
-                            if (++codes_chunk == chunks) {
-                                codes_chunk = 0; codes_t += clusters;
-                                codes_more = codes_walk.seek(args, codes_t, codes_tile);
-                            }
-                        }
-                        ahead--;
-                    }
-                    const u32 w = ring + stage * STAGE_BYTES + A_BYTES, bar = full + 8 * stage;
-                    barrier_wait(empty + 8 * stage, phase);
-                    barrier_arrive_expecting(bar, W_BYTES);
-                    if (CM == 1) copy(w, &map_w, k * WIDTH, tile.column, 0, bar);
-                    else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * WIDTH, tile.column + ci * (BN / CM), 0, bar, (u16)((1 << CM) - 1));
-                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-                }
-        } else if (warp > 0) {
-            // A piece is 16 rows x 64 columns. Decoders take pieces in turn, also from one stage to the next.
-            constexpr int COUNT = BM / 16;
-            u32 stage = 0, phase = 1, slot = 0, slot_phase = 0;
-            int piece = warp - 1;
-            Walk walk; Tile tile;
-#pragma unroll 1
-            for (int t = first_tile; walk.seek(args, t, tile); t += clusters)
-#pragma unroll 1
-                for (int chunk = 0; chunk < chunks; chunk++) {
-                    barrier_wait(code_full + 8 * slot, slot_phase);
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        if (half == 1 && chunk * 2 + 1 >= SPAN * steps) break;
-                        barrier_wait(empty + 8 * stage, phase);
-#pragma unroll 1
-                        for (; piece < COUNT; piece += DECODERS) {
-                            const u32 slice = code_ring + slot * CODE_BYTES + piece / 4 * CHUNK + piece % 4 * SLICE;
-                            const int block = min((tile.row + ci * BM) / 64 + piece / 4, last_block);
-                            const int largest = AT_DECODE ? __ldg(args.weight.rows + 2 * block + 1) : 0;
-                            if (SCALES == ROWS && (SPAN == 1 || half == 0))
-                                for (int i = lane; i < 8 * PIECES; i += 32) {  // scales of rows r and r + 8 of a group
-                                    const u32 to = sa_ring + stage * SA_BYTES + (i / 8 * BM + piece * 16 + i % 8) * 4;
-                                    float s0, s1;
-                                    load_scales(slice, i % 8, half * (GROUPS / 2) + i / 8, s0, s1);
-                                    store(to, s0); store(to + 32, s1);
-                                }
-                            Codes codes;
-                            Rows rows = {};
-#pragma unroll
-                            for (int h = half * WORDS; h < (half + 1) * WORDS; h++) {
-                                const uint4 v = load_16(slice + h * 512 + lane * 16);
-                                codes.q[4 * h] = v.x; codes.q[4 * h + 1] = v.y; codes.q[4 * h + 2] = v.z; codes.q[4 * h + 3] = v.w;
-                            }
-                            const u32 to = ring + stage * STAGE_BYTES + (piece * 16 + (lane & 15)) * 128;
-#pragma unroll
-                            for (int j = 0; j < 4; j++) {
-                                u32 a[4];
-                                decode_tile(codes, slice, lane >> 2, 4 * half + j, largest, rows, a, j == 0);
-                                store_matrices<false>(to + ((2 * j + (lane >> 4)) ^ (lane & 7)) * 16, a[0], a[1], a[2], a[3]);
-                            }
-                        }
-                        piece -= COUNT;
-                        visible_to_copies();  // and to products
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(full + 8 * stage);
-                        if (++stage == STAGES) { stage = 0; phase ^= 1; }
-                    }
-                    if (lane == 0) barrier_arrive(code_empty + 8 * slot);
-                    if (++slot == CODE_STAGES) { slot = 0; slot_phase ^= 1; }
-                }
-        }
-#else
         if (warp == 0 && lane == 0) {
             u32 stage = 0, phase = 1;
             Walk walk; Tile tile;
@@ -438,7 +325,6 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 }
             }
         }
-#endif
         __syncwarp();
         if (SK > 1) { cluster_meet(); cluster_sync(); }
     } else {  // ---- the consumers
@@ -627,12 +513,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         b0 = bias_at(args.bias, min(row + h * 64 + low, args.M - 1));
                         b1 = bias_at(args.bias, min(row + h * 64 + low + 8, args.M - 1));
                     }
-#if DECODE
-                    // What decoding leaves out: a power of two for 64 rows, and a number for the tensor.
-                    const float power = factor_of_rows(__ldg(args.weight.rows + 2 * min(row / 64 + h, (args.M - 1) / 64) + 1));
-                    const float factor = factor_of(args.weight);
-#endif
-                    if constexpr (SCALES == OUTER && !DECODE) {
+                    if constexpr (SCALES == OUTER) {
                         r0 = __ldg(sa + (long long)min(row + h * 64 + low, args.M - 1) * args.sa_row);
                         r1 = __ldg(sa + (long long)min(row + h * 64 + low + 8, args.M - 1) * args.sa_row);
                     }
@@ -645,9 +526,6 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             if constexpr (SCALES == OUTER && !TURNED) c = __ldg(sw + (long long)n * args.sw_row);
                             if constexpr (!TURNED) b0 = b1 = bias_at(args.bias, n);
                             float &x = sum[h][4 * j + i], &y = sum[h][4 * j + 2 + i];
-#if DECODE
-                            if constexpr (SCALES == OUTER) { x *= power; y *= power; c = factor; }
-#endif
                             if constexpr (BIAS == NONE) { x *= r0 * c; y *= r1 * c; }
                             else { x = fmaf(x, r0 * c, b0); y = fmaf(y, r1 * c, b1); }
                         }
@@ -676,7 +554,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                             to = buffer + box * (64 * BOX * 2) + r * (BOX * 2) + ((chunk ^ swizzle) * 16);
                         }
                         const float* v = sum[h] + from / 2 + 8 * j;
-                        store_matrices<TURNED>(to, rounded_pair(v[0], v[1]), rounded_pair(v[2], v[3]), rounded_pair(v[4], v[5]),
+                        store_matrices(to, rounded_pair(v[0], v[1]), rounded_pair(v[2], v[3]), rounded_pair(v[4], v[5]),
                                                rounded_pair(v[6], v[7]));
                     }
                     visible_to_copies();

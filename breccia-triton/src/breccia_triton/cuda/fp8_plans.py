@@ -290,11 +290,6 @@ class Variant:
     pieces: int = 1
     copiers: bool = False
     span: int = 1
-    #: Where the kernel decodes a weight: macros of weight_only.cuh; bytes of 64 rows by 128 columns, and how many are fetched
-    #: ahead.
-    decode: tuple[tuple[str, int], ...] = ()
-    chunk_bytes: int = 0
-    code_stages: int = 0
 
     @property
     def element(self) -> int:
@@ -319,18 +314,13 @@ class Variant:
     @property
     def stages(self) -> int:
         """Stages of the ring that fit, for whole steps."""
-        stages = min(self.tile.stages, (SHARED - self.output_bytes - self.code_bytes) // self.stage_bytes)
+        stages = min(self.tile.stages, (SHARED - self.output_bytes) // self.stage_bytes)
         return stages // self.span * self.span
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of shared memory of codes that are fetched ahead, with their barriers."""
-        return self.code_stages * (self.tile.rows // 64 * self.chunk_bytes + 16)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * self.stage_bytes + self.output_bytes + self.code_bytes
+        return self.stages * self.stage_bytes + self.output_bytes
 
     @property
     def macros(self) -> Mapping[str, int]:
@@ -343,7 +333,6 @@ class Variant:
             "W_PLAIN": int(self.w_plain), "OUT": KINDS[self.out], "BIAS": KINDS[self.bias], "STAGED": int(self.staged),
             "PAIRS": int(self.pairs), "GROUPED": int(self.grouped),
             "PIECES": self.pieces, "COPIERS": int(self.copiers), "ELEMENT": self.element, "SPAN": self.span,
-            "DECODE": int(bool(self.decode)), "CODE_STAGES": self.code_stages, **dict(self.decode),
         }  # fmt: skip
 
 

@@ -227,18 +227,18 @@ __device__ __forceinline__ void load_codes(u32 slice, int lane, Codes& v) {
         v.q[4 * h] = x.x; v.q[4 * h + 1] = x.y; v.q[4 * h + 2] = x.z; v.q[4 * h + 3] = x.w;
     }
 }
-// Tile j of them as operand a. m: of rows g and g + 8, kept by the caller from tile to tile of a group. first: nothing is kept yet.
+// Tile j of them as operand a. m: of rows g and g + 8, kept by the caller from tile to tile of a group.
 struct Rows { u32 m[4]; };
-__device__ __forceinline__ void decode_tile(const Codes& v, u32 slice, int g, int j, int largest, Rows& r, u32* a, bool first = false) {
+__device__ __forceinline__ void decode_tile(const Codes& v, u32 slice, int g, int j, int largest, Rows& r, u32* a) {
 #if FMT >= E2M1 && FMT <= E5M2
     const int at = g * GROUPS + j * 16 / GROUP;
     if (!AT_DECODE) r.m[0] = r.m[1] = FMT == E2M1 ? (ACT == 0 ? 0x7e807e80u : 0x74007400u) : FMT == E4M3 ? 0x7b807b80u : 0x77807780u;
-    else if (first || j * 16 % GROUP == 0) {
+    else if (j * 16 % GROUP == 0) {
         r.m[0] = multiplier(load_1(slice + CODES + 2 * at), largest);
         r.m[1] = multiplier(load_1(slice + CODES + 2 * at + 1), largest);
     }
 #elif ZERO
-    if (first || j * 16 % GROUP == 0) {
+    if (j * 16 % GROUP == 0) {
         const u32 z = load_2(slice + POINTS + 2 * (g * GROUPS + j * 16 / GROUP));
         r.m[0] = point(z & 255, false);
         r.m[1] = point(z >> 8, true);
