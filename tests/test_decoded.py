@@ -80,14 +80,14 @@ def test_global_scales_beside_scales_of_sums_and_rows_of_odd_lengths_do_not_fit(
     assert isinstance(found, weight_plans.Operand) and not codes.fits(found, 600, 256)
 
 
-def test_many_rows_of_bf16_activations_and_narrow_groups_are_decoded_to_memory() -> None:
+def test_many_rows_of_bf16_activations_are_multiplied_by_codes_decoded_to_memory() -> None:
     def chosen(name: str, m: int, act: str = "bfloat16", k: int = 1024, direct: bool = True) -> Any:
         return weight_plans.config_of(operand_of(name), "any", m, 1024, k, "", act, direct)
 
     codes = weight_plans.DecodedCodes()
-    assert chosen("uint4", 2048) == chosen("int4-64", 4096, direct=False) == codes
+    assert chosen("uint4", 2048) == chosen("int4-128", 4096, direct=False) == chosen("nvfp4", 4096) == codes
     assert chosen("mxfp4", 2048) == weight_plans.Decoded()
-    others = chosen("uint4", 1024), chosen("uint4", 2048, "float16"), chosen("uint4", 2048, k=1028), chosen("int4-128", 4096)
+    others = chosen("uint4", 1024), chosen("uint4", 2048, "float16"), chosen("uint4", 2048, k=1028)
     assert {type(config) for config in others} == {weight_plans.Config}
 
 

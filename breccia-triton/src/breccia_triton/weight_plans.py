@@ -32,9 +32,9 @@ SHARED, SHARED_OF_SM = 232448, 233472
 PROCESSORS = 132
 #: The largest M of the kernel that is bound by the bytes of the weight.
 SMALL = 16
-#: From this M on the rule decodes to memory. Measured on an H200: groups of so many columns are faster then, 1.06 to 1.14 times
-#: at 2048 rows and 1.13 to 1.22 at 4096 for groups of 32; for groups of 128 it is equal or slower (tests/gpu_decoded.py).
-MANY, NARROW = 2048, 64
+#: From this M on the rule decodes to memory. Measured on an H200: at 2048 rows 0.95 to 1.20 times as fast as decoding in registers,
+#: at 4096 0.99 to 1.33 (benchmarks/bench_weight_only.py --tune).
+MANY = 2048
 #: The largest M of measured configurations; they stand for more rows too.
 MOST = 4096
 #: Rows shorter than this have too few terms for the bound of products: it grows with K, the rounding of scales does not.
@@ -326,7 +326,7 @@ def config_of(
     if known is None and m >= MANY:
         if runs(Decoded()):
             return Decoded()
-        if of.group <= NARROW and not of.decodes_scales and runs(DecodedCodes()):
+        if runs(DecodedCodes()):
             return DecodedCodes()
     return next(found for found in configs(of, m, n, k) if found.fits(of, m, k))
 
