@@ -68,7 +68,7 @@ def block(results: list[tuple[str, Result]], make: Callable[[Result], Table]) ->
         if len(results) > 1:
             p = result["provenance"]
             parts.append(f"**{p['device']}**\n" if "device" in p else f"**{p['cpu']}, {p['cores']} core(s)**\n")
-        parts += [markdown(table), f"{table.note}\n"]
+        parts += [*([markdown(table)] if table.rows else []), f"{table.note}\n"]
     return "\n".join(parts) or NOTHING
 
 
