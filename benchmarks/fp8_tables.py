@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import common
 from cells import ABSENT, Result, Table, ratio, three, trio
 from fp8_plan import BF16, COLUMN_MAJOR, DECODING, DEEP_GEMM, HUMMING, OURS, TORCH, TORCH_ROWS
 from goals import GOALS, Goal
@@ -183,13 +185,28 @@ def errors(result: Result) -> Table:
     arms = [arm for arm in NAMES if any(arm in kind for kind in found.values())]
     rows = tuple((kind, *(three(of[arm]) if arm in of else ABSENT for arm in arms)) for kind, of in found.items())
     note = (
-        "The largest error over the bound of [the contract](spec/numerics.md), section 9, against FP64: of all shapes, up to 64 "
-        "random rows of each product, all columns. The bound of two FP8 tensors is that of sums promoted every 128 along K, also "
-        "for kinds with fast accumulation, whose kernels do not promise it."
+        "The largest error over the bound of [the contract](spec/numerics.md), section 9, against FP64: of all shapes, up to "
+        "64 random rows of each product, all columns. The bound of two FP8 tensors is that of sums promoted every 128 along "
+        "K, also for kinds with fast accumulation, whose kernels do not promise it."
         if rows
         else "*This result has no errors.*"
     )
     return Table("errors of FP8 products", ("scales", *(NAMES[arm] for arm in arms)), rows, note)
+
+
+# ------------------------------------------------------------------------------------------------ what was tried
+
+
+def trials(result: Result) -> Table:
+    """What was tried to reach the goals: expected and measured. From tried.json: those variants are in no result."""
+    tried = json.loads((common.HERE / "tried.json").read_text(encoding="utf-8"))["fp8"]
+    columns = ("what", "shape", "expected", "measured")
+    rows = tuple((*(row[name] or ABSENT for name in columns), "yes" if row["kept"] else "no") for row in tried["rows"])
+    note = (
+        f"{tried['device']}, each beside the kernel of its time, whose rates are not those above; TFLOP/s unless said. "
+        f"{ABSENT}: no prediction was written down. Kept: in the source."
+    )
+    return Table("what was tried for FP8 products", (*columns, "kept"), rows, note)
 
 
 TABLES: dict[str, Callable[[Result], Table]] = {
@@ -197,4 +214,5 @@ TABLES: dict[str, Callable[[Result], Table]] = {
     "matmul-gpu-goals": goals,
     "matmul-gpu-states": states,
     "matmul-gpu-errors": errors,
+    "matmul-gpu-tried": trials,
 }
