@@ -54,6 +54,8 @@ from rivals import OLD
 
 app = typer.Typer(add_completion=False)
 
+#: The benchmark's name in results.
+NAME = "matmul-gpu"
 #: Arms whose products are of other operands, so that the row's reference does not apply.
 UNCHECKED = (BF16, TORCH_ROWS)
 #: breccia's arms that keep the contract; those of kinds that end in "fast" do not.
@@ -161,7 +163,7 @@ _SCORED = {OURS: "cuda", TORCH: "torch", HUMMING: "humming", DEEP_GEMM: "deep_ge
 
 
 def slowdowns(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of times over the bound of the roofline, as `breccia_triton.cuda.fp8_plans.slowdowns` has them."""
+    """Medians of times over estimates, as `breccia_triton.cuda.fp8_plans.slowdowns` has them."""
     import breccia
     from breccia_triton import bf16_plans, choices
     from breccia_triton.cuda import fp8_plans
@@ -232,7 +234,10 @@ def main(
     if source is not None:
         if table is None:
             sys.exit("bench_matmul: --from takes a result and writes its table; name the file by --table.")
-        write_table(table, json.loads(source.read_text(encoding="utf-8")), anew=True)
+        result = json.loads(source.read_text(encoding="utf-8"))
+        if result.get("benchmark") != NAME:
+            sys.exit(f"bench_matmul: --from takes a result of {NAME}; {source.name} is one of {result.get('benchmark')!r}.")
+        write_table(table, result, anew=True)
         return
     import torch
 
@@ -244,7 +249,7 @@ def main(
     plan = [(lengths(shape), kind) for shape, kind in planned(kinds, shapes)]
     large = [lengths(shape) for shape in LARGE]
     options = {"device": device, "state": "burst" if burst else "hot", "samples": samples, "graph_calls": bench_gpu.GRAPH_CALLS}
-    result: dict[str, Any] = {"benchmark": "matmul-gpu", "schema": common.SCHEMA}
+    result: dict[str, Any] = {"benchmark": NAME, "schema": common.SCHEMA}
     result |= {"provenance": bench_gpu.where(device), "options": options | {"bursts": bursts or []}}
     rows, started = list[dict[str, Any]](), time.monotonic()
     for shape, kind in plan:

@@ -9,8 +9,8 @@ from typing import Any
 CHECKED = 64
 #: Relative errors above this, of random data in BF16, are a wrong product.
 WRONG = 0.02
-#: Unit roundoff of BF16, to which a product is rounded once.
-UNIT = 2.0**-9
+#: Unit roundoff of BF16 (8 significant bits), to which a product is rounded once.
+UNIT = 2.0**-8
 
 
 @dataclass(frozen=True)
