@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import rivals
@@ -81,7 +81,10 @@ def chosen_rivals(wanted: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         elif find_spec(module) is None:
             absent[name] = f"{package} is not installed"
         else:
-            found[name] = version(package)
+            try:
+                found[name] = version(package)
+            except PackageNotFoundError:  # a module without a package, such as a checkout
+                found[name] = "of unknown version"
     if OLD in wanted or not (wanted or rivals.absence(OLD)):
         found[OLD] = rivals.OLD_VERSION
     else:
